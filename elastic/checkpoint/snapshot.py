@@ -1,0 +1,34 @@
+"""A rank's part of the training state in host memory: what the training thread hands over and forgets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from elastic.core.layout import RankLayout
+from elastic.core.manifest import Json
+
+
+@dataclass(frozen=True)
+class ShardSnapshot:
+    """State after optimizer step `step`, as rank `rank` of `world_size` holds it. Owns its memory.
+
+    `tensors` maps "<kind>/<buffer>" to 1-D contiguous CPU tensors; every buffer named there is in `layout.buffers` with
+    that length. Kinds of sharded state are "fp32" (or the master's real dtype) and the optimizer's own names; kinds of
+    replicated state are "param" (frozen parameters) and "buffer" (module buffers), of which each tensor is given by
+    exactly one rank. `parameters` maps every tensor name to its shape. `client` is set on rank 0 only.
+    """
+
+    run_id: str
+    generation: int
+    rank: int
+    world_size: int
+    step: int
+    zero_stage: int
+    layout: RankLayout
+    tensors: Mapping[str, torch.Tensor]
+    parameters: Mapping[str, tuple[int, ...]]
+    client: Mapping[str, Json] | None = None
+    extra: Mapping[str, Json] = field(default_factory=dict)

@@ -1,0 +1,46 @@
+"""Where the state of the next generation comes from.
+
+A `CheckpointSource` is the seam between tiers: object storage here, peer memory later. The call order for one restore
+is numbered; all calls come from the restoring worker's training thread, none of them is collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from elastic.core.manifest import Manifest
+
+
+@dataclass(frozen=True)
+class ReadRange:
+    """Read `numel` elements at `offset` (elements) of the stored tensor `key` of `rank`'s shard into `target`.
+
+    `target` is a 1-D contiguous CPU tensor of exactly `numel` elements and of the stored dtype.
+    """
+
+    rank: int
+    key: str
+    offset: int
+    numel: int
+    target: torch.Tensor
+
+
+class CheckpointSource(Protocol):
+    """Read side of a tier. Raises `StorageError` (unreachable) or `IntegrityError` (missing, short, malformed)."""
+
+    @property
+    def name(self) -> str:
+        """What incidents call this tier, for example "storage"."""
+        ...
+
+    def manifest(self, checkpoint_id: str) -> Manifest:
+        """1. What the checkpoint holds. Does not promise that the shards are intact: the content checks do."""
+        ...
+
+    def read(self, manifest: Manifest, ranges: Sequence[ReadRange]) -> int:
+        """2. Fill every target; returns the number of bytes fetched. May coalesce neighbouring ranges."""
+        ...

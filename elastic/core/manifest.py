@@ -1,0 +1,77 @@
+"""The manifest of a checkpoint: the one file that makes a set of shards a checkpoint.
+
+Plain data with exact JSON forms. A checkpoint exists when its manifest exists; the manifest is written last, by the
+controller alone, after every rank of one generation has reported its shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from elastic.core.layout import Piece
+
+FORMAT = 1
+
+# One value of JSON. mypy cannot express the recursion usefully here.
+Json = Any
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where one flat buffer of one kind lies in its shard file.
+
+    `key` is "<kind>/<buffer>", for example "exp_avg/group0". `dtype` is the safetensors name ("F32", "BF16", "I64",
+    ...). `begin` is the absolute byte offset in the file of the tensor's first element.
+    """
+
+    key: str
+    dtype: str
+    numel: int
+    begin: int
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """What one rank wrote, and the rank's report to the controller that it did.
+
+    `digests` holds the rank's *partial* content check of each "<kind>/<parameter>"; the sum over all ranks modulo 2**64
+    does not depend on how the parameter was cut. `pieces` map parameters to buffers (see `core.layout`).
+    `client` is what is equal on all ranks (counters, hyper-parameters, scheduler...); only rank 0 sends it.
+    """
+
+    rank: int
+    world_size: int
+    generation: int
+    step: int
+    file: str
+    bytes: int
+    xxh3: str
+    tensors: tuple[StoredTensor, ...]
+    pieces: tuple[Piece, ...]
+    digests: Mapping[str, int]
+    client: Mapping[str, Json] | None = None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A complete checkpoint. `digests` are whole-tensor content checks, keyed "<kind>/<parameter>".
+
+    `parameters` maps each name to its shape, in the model's own order; this is what a resume is compared with.
+    `client` carries what is not a flat tensor: optimizer scalars and hyper-parameters, scheduler, loss scaler,
+    counters, the data cursor and the user's state.
+    """
+
+    id: str
+    run_id: str
+    generation: int
+    step: int
+    world_size: int
+    zero_stage: int
+    parameters: Mapping[str, tuple[int, ...]]
+    shards: tuple[ShardRecord, ...]
+    digests: Mapping[str, int]
+    client: Mapping[str, Json] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    written_at: float = 0.0

@@ -1,0 +1,120 @@
+"""What one generation needs to know and whom it talks to: the seam between training and the runtime.
+
+The runtime (Ray) implements `Coordinator`; `elastic.training.local` implements it for plain processes, so that one
+worker can be run and debugged without Ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from elastic.checkpoint.snapshot import ShardSnapshot
+    from elastic.checkpoint.source import CheckpointSource
+
+
+@dataclass(frozen=True)
+class BatchSettings:
+    """`global_batch` and `micro_batch` count samples. None: taken from the DeepSpeed config that the user passes."""
+
+    global_batch: int | None = None
+    micro_batch: int | None = None
+    max_steps: int | None = None
+    epochs: int | None = None
+
+
+@dataclass(frozen=True)
+class GenerationSpec:
+    """Fixed for one generation. Sent to every member by the controller."""
+
+    run_id: str
+    generation: int
+    rank: int
+    world_size: int
+    seed: int = 0
+    # The size that DeepSpeed configs written for a fixed world size are read with.
+    max_world_size: int = 1
+    batch: BatchSettings = field(default_factory=BatchSettings)
+    checkpoint: str | None = None
+    checkpoint_every_steps: int | None = None
+    deepspeed_config: Mapping[str, Any] | None = None
+    # A collective that makes no progress for this long fails by itself, whatever else goes wrong.
+    collective_timeout_s: float = 600.0
+
+
+class Phase(str, Enum):
+    """What a worker is doing; part of every heartbeat."""
+
+    IDLE = "idle"
+    JOINING = "joining"
+    BUILDING = "building"
+    RESTORING = "restoring"
+    TRAINING = "training"
+    SAVING = "saving"
+    HOLDING = "holding"
+    LEAVING = "leaving"
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One rank's view of one finished optimizer step.
+
+    `positions` are the half-open ranges of the global sample order that this rank consumed with non-zero weight.
+    `loss` is this rank's part of the global mean: the sum over its micro-batches of loss * samples / step samples, so
+    that the sum over ranks is the loss of the global batch. `grad_norm` is DeepSpeed's (None where it has none).
+    """
+
+    step: int
+    loss: float
+    positions: tuple[tuple[int, int], ...]
+    samples: int
+    duration_s: float
+    data_wait_s: float = 0.0
+    grad_norm: float | None = None
+    learning_rates: tuple[float, ...] = ()
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class RestoreReport:
+    """How the state came back: `bytes_read` equals `bytes_needed` unless a source had to read more."""
+
+    checkpoint: str
+    source: str
+    step: int
+    bytes_read: int
+    bytes_needed: int
+    read_s: float
+    install_s: float
+    verify_s: float
+
+
+class Coordinator(Protocol):
+    """The runtime as seen from the training thread of one rank. Call order within a generation:
+
+    1. `source` once, before the first step, when the spec names a checkpoint
+    2. `phase` whenever it changes
+    3. `restored` once, when state from a checkpoint has been installed and proven
+    4. `boundary` before the first micro-batch of every step, and once more after the last step
+    5. `step_done` after every optimizer step
+    6. `save` after a step whose snapshot is due; must return at once (the write goes on beside the training)
+
+    `boundary(step)` gets the number of finished optimizer steps. It returns True when this generation ends here as
+    planned: the caller then saves a snapshot of exactly this step and raises GenerationEnded. It may block while
+    members agree on the step. It raises GenerationEnded when the generation was aborted. Every method may raise it.
+    """
+
+    def source(self) -> CheckpointSource: ...
+
+    def phase(self, phase: Phase) -> None: ...
+
+    def restored(self, report: RestoreReport) -> None: ...
+
+    def boundary(self, step: int) -> bool: ...
+
+    def step_done(self, report: StepReport, metrics: Mapping[str, Any]) -> None: ...
+
+    def save(self, snapshot: ShardSnapshot) -> None: ...
