@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -31,4 +31,3 @@ class ShardSnapshot:
     tensors: Mapping[str, torch.Tensor]
     parameters: Mapping[str, tuple[int, ...]]
     client: Mapping[str, Json] | None = None
-    extra: Mapping[str, Json] = field(default_factory=dict)

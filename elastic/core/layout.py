@@ -2,7 +2,7 @@
 
 A rank holds *buffers* (flat 1-D arrays). A *piece* says that `numel` elements of parameter `name`, beginning at element
 `start` of the flattened parameter, lie at `offset` in a buffer. Whatever no piece covers is padding and has no meaning.
-The same pieces hold for every kind of tensor that has the buffer's shape: `fp32`, `exp_avg`, `exp_avg_sq`, ...
+The same pieces hold for every kind of tensor that has the buffer's shape: `master`, `exp_avg`, `exp_avg_sq`, ...
 """
 
 from __future__ import annotations
