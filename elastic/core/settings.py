@@ -1,0 +1,136 @@
+"""What a run is told once, at its start: plain frozen data with exact JSON forms.
+
+Every timeout and every budget of the project is in `FailureSettings`, and nowhere else. `jobs.spec` reads the same
+fields from a job file and checks them; what arrives here has been checked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from elastic.core.errors import UsageError
+
+Json = Any
+
+
+@dataclass(frozen=True)
+class FailureSettings:
+    """All timeouts (seconds) and budgets (counts). A budget counts a streak: progress sets it back to zero."""
+
+    # Telling the living from the dead.
+    heartbeat_s: float = 0.2
+    # Silence after which a worker is suspected, and after which it counts as lost.
+    suspect_after_s: float = 1.0
+    dead_after_s: float = 1.5
+    probe_timeout_s: float = 0.5
+    # No step for max(floor, factor * median step time), with heartbeats going on, is a hang.
+    hang_floor_s: float = 30.0
+    hang_factor: float = 10.0
+    # How long a worker may take to leave its generation, before it is left out.
+    abort_timeout_s: float = 3.0
+    # From the start of a generation to every member's first sign of training.
+    join_timeout_s: float = 120.0
+    # From asking for a worker process to its first heartbeat; imports of a large script are in it.
+    worker_start_timeout_s: float = 180.0
+    # A collective that makes no progress for this long fails by itself, whatever else goes wrong.
+    collective_timeout_s: float = 600.0
+    # Planned ends (scale up, drain, stop) may take this long to save before they are forced.
+    drain_timeout_s: float = 60.0
+
+    # Budgets.
+    user_error_retries: int = 0
+    # Failed generations in a row without a new checkpoint or a new furthest step.
+    crash_streak: int = 5
+    startup_retries: int = 3
+    # Pause before the second, third, ... failed generation in a row: base * 2**n, up to the limit.
+    retry_backoff_s: float = 0.5
+    retry_backoff_limit_s: float = 30.0
+
+    # Waiting for `min_workers`: None waits for ever, which is right where an autoscaler brings nodes.
+    capacity_timeout_s: float | None = None
+    # Workers train on without a controller for this long, then stop by themselves.
+    controller_lease_s: float = 120.0
+
+    # Storage: training goes on while writes are retried with pauses base * 2**n, up to the limit.
+    storage_backoff_s: float = 1.0
+    storage_backoff_limit_s: float = 60.0
+    storage_timeout_s: float = 300.0
+
+
+@dataclass(frozen=True)
+class ScalingSettings:
+    """How many workers a run may have. A slot (one node's share) holds `workers_per_slot` of them."""
+
+    min_workers: int = 1
+    max_workers: int = 1
+    workers_per_slot: int = 1
+
+    @property
+    def min_slots(self) -> int:
+        return -(-self.min_workers // self.workers_per_slot)
+
+    @property
+    def max_slots(self) -> int:
+        return self.max_workers // self.workers_per_slot
+
+
+@dataclass(frozen=True)
+class CheckpointSettings:
+    """Where checkpoints go (any fsspec URL), how often, and which are kept.
+
+    The newest `keep_last` are kept, and beside them every one whose step is a multiple of `keep_every_steps`.
+    `every_steps` None saves only where a generation ends as planned and at the end of the run.
+    """
+
+    url: str = "./runs"
+    every_steps: int | None = None
+    keep_last: int = 2
+    keep_every_steps: int | None = None
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """Everything the controller knows about a run besides the user's function and its config.
+
+    Batches count samples; None is taken from the DeepSpeed config that the user's script passes. `storage_url` holds
+    the journal and the metrics.
+    """
+
+    run_id: str
+    name: str = ""
+    seed: int = 0
+    scaling: ScalingSettings = field(default_factory=ScalingSettings)
+    global_batch: int | None = None
+    micro_batch: int | None = None
+    max_steps: int | None = None
+    epochs: int | None = None
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    failures: FailureSettings = field(default_factory=FailureSettings)
+    resources_per_worker: Mapping[str, float] = field(default_factory=lambda: {"CPU": 1.0})
+    deepspeed_config: Mapping[str, Json] | None = None
+    storage_url: str = "./runs"
+
+    def to_json(self) -> dict[str, Json]:
+        """Plain JSON types; `from_json` of it is equal to self."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Json]) -> RunSettings:
+        """Inverse of `to_json`. Raises UsageError on unknown fields (written by a newer version)."""
+        parts = {"scaling": ScalingSettings, "checkpoint": CheckpointSettings, "failures": FailureSettings}
+        values = {key: _build(parts[key], value) if key in parts else value for key, value in data.items()}
+        return _build(cls, values)
+
+
+_T = TypeVar("_T")
+
+
+def _build(cls: type[_T], values: Mapping[str, Json]) -> _T:
+    known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise UsageError(f"{cls.__name__} has no field {unknown[0]!r}: was it written by a newer version?")
+    return cls(**values)
