@@ -1,0 +1,100 @@
+"""Which rank computes what in a step: a fixed global batch dealt to any number of ranks.
+
+A step is cut into micro-batches without looking at the world size; only then are they dealt. So the samples of a
+step, their cut and their random streams (one per micro-batch) are the same at every world size, and the gradient is
+exactly the mean over the step's samples.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastic.core.errors import UsageError
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One forward and backward pass over the positions [start, stop) of the global order.
+
+    `index` is the number of the micro-batch within its step. `weight` is its share of the step's samples, 0.0 for a
+    padding pass, which repeats positions of the same step only so that all ranks run equally many passes.
+    """
+
+    index: int
+    start: int
+    stop: int
+    weight: float
+
+    @property
+    def samples(self) -> int:
+        return self.stop - self.start
+
+
+def steps_in(total_samples: int, global_batch: int) -> int:
+    """Number of steps that consume `total_samples`; the last may be short."""
+    _positive("global_batch", global_batch)
+    return _ceil_div(total_samples, global_batch)
+
+
+def step_positions(step: int, global_batch: int, total_samples: int | None = None) -> tuple[int, int]:
+    """The positions [start, stop) that step number `step` (from 0) consumes."""
+    _positive("global_batch", global_batch)
+    start, stop = step * global_batch, (step + 1) * global_batch
+    if total_samples is not None:
+        stop = min(stop, total_samples)
+    if step < 0 or stop <= start:
+        raise ValueError(f"step {step} has no samples: {total_samples} samples in steps of {global_batch}")
+    return start, stop
+
+
+def passes_per_rank(samples: int, micro_batch: int, world_size: int) -> int:
+    """Passes that every rank runs for a step of `samples`: ceil(micro-batches / world size)."""
+    _positive("micro_batch", micro_batch)
+    _positive("world_size", world_size)
+    return _ceil_div(_ceil_div(samples, micro_batch), world_size)
+
+
+def deal(
+    step: int, global_batch: int, micro_batch: int, world_size: int, rank: int, total_samples: int | None = None
+) -> tuple[MicroBatch, ...]:
+    """The passes of one rank in one step, in order; equally many on every rank.
+
+    Over all ranks each position of the step comes exactly once with a weight above zero, and the weights sum to one.
+    Neighbouring micro-batches go to the same rank, and ranks differ by at most one of them.
+    """
+    start, stop = step_positions(step, global_batch, total_samples)
+    passes = passes_per_rank(stop - start, micro_batch, world_size)
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} is not one of {world_size} ranks")
+    count = _ceil_div(stop - start, micro_batch)
+
+    def numbered(index: int, weighted: bool = True) -> MicroBatch:
+        begin = start + index * micro_batch
+        end = min(begin + micro_batch, stop)
+        return MicroBatch(index, begin, end, (end - begin) / (stop - start) if weighted else 0.0)
+
+    first, last = rank * count // world_size, (rank + 1) * count // world_size
+    mine = [numbered(index) for index in range(first, last)]
+    # Real samples are repeated, not zeros fed: a made-up batch could overflow, and 0.0 * inf is not 0.0.
+    spare = last - 1 if last > first else rank % count
+    return tuple(mine + [numbered(spare, weighted=False)] * (passes - len(mine)))
+
+
+def loss_scale(weight: float, passes: int, world_size: int) -> float:
+    """What a rank multiplies a pass's mean loss with before DeepSpeed's backward.
+
+    DeepSpeed averages over the passes and over the ranks: gradient = sum(scale * g) / (passes * world_size), where g is
+    the gradient of the mean loss of one micro-batch. The mean over the global batch is sum(weight * g), hence
+
+        scale = weight * passes * world_size
+    """
+    return weight * passes * world_size
+
+
+def _ceil_div(value: int, divisor: int) -> int:
+    return (value + divisor - 1) // divisor
+
+
+def _positive(name: str, value: int) -> None:
+    if value < 1:
+        raise UsageError(f"{name} must be at least 1, got {value}")

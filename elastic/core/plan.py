@@ -1,0 +1,132 @@
+"""The copies that turn one layout into another: plain data, made before a byte moves.
+
+Per parameter this is an intersection of two lists of intervals. Sources are indexed once by name, and each copy finds
+its source by bisection, so the cost is linear (but for that logarithm) in the pieces read plus the copies made.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from zlib import crc32
+
+from elastic.core.errors import IntegrityError
+from elastic.core.layout import Piece, RankLayout
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Copy `numel` elements from a source rank's buffer into a buffer of the target rank. Counts are elements.
+
+    `name` is the parameter that the run begins with: a merged copy may run on into the parameters that follow it in
+    both buffers. The same copy holds for every kind of tensor that both buffers exist for.
+    """
+
+    source_rank: int
+    source_buffer: str
+    source_offset: int
+    target_buffer: str
+    target_offset: int
+    numel: int
+    name: str
+
+
+# One interval of a parameter and the (rank, piece) of everyone who holds exactly it.
+@dataclass(frozen=True)
+class _Held:
+    stop: int
+    holders: list[tuple[int, Piece]]
+
+
+class SourceIndex:
+    """The pieces of all source ranks by parameter. Build it once to plan for several target ranks."""
+
+    def __init__(self, sources: Sequence[RankLayout]) -> None:
+        by_name: dict[str, list[tuple[int, Piece]]] = {}
+        for rank, layout in enumerate(sources):
+            for piece in layout.pieces:
+                by_name.setdefault(piece.name, []).append((rank, piece))
+        self._held = {name: _disjointed(pieces) for name, pieces in by_name.items()}
+
+    def plan(self, target: RankLayout, spread: int = 0) -> tuple[Copy, ...]:
+        """Copies that fill every element of the target's pieces exactly once, in order of the target's buffers.
+
+        Where several sources hold the same elements, parameters are spread over them; `spread` (for example the
+        target's rank) turns the choice, so that different targets ask different sources. Raises IntegrityError naming
+        the parameter and the range where no source holds an element.
+        """
+        copies: list[Copy] = []
+        for piece in sorted(target.pieces, key=lambda piece: (piece.buffer, piece.offset)):
+            at = piece.start
+            while at < piece.stop:
+                copy = self._copy(piece, at, spread)
+                at += copy.numel
+                if copies and _continues(copies[-1], copy):
+                    copy = _joined(copies.pop(), copy)
+                copies.append(copy)
+        return tuple(copies)
+
+    def _copy(self, piece: Piece, at: int, spread: int) -> Copy:
+        """The longest copy that fills `piece` from element `at` of its parameter on."""
+        starts, held = self._held.get(piece.name, ([], []))
+        found = bisect_right(starts, at) - 1
+        if found < 0 or held[found].stop <= at:
+            end = starts[found + 1] if found + 1 < len(starts) else piece.stop
+            raise IntegrityError(f"no source holds elements [{at}, {min(end, piece.stop)}) of parameter {piece.name!r}")
+        holders = held[found].holders
+        # crc32 and not hash(): every process must choose the same source in every run.
+        rank, source = holders[(crc32(piece.name.encode()) + spread) % len(holders)] if len(holders) > 1 else holders[0]
+        return Copy(
+            source_rank=rank,
+            source_buffer=source.buffer,
+            source_offset=source.offset + at - source.start,
+            target_buffer=piece.buffer,
+            target_offset=piece.offset + at - piece.start,
+            numel=min(source.stop, piece.stop) - at,
+            name=piece.name,
+        )
+
+
+def plan_rank(sources: Sequence[RankLayout], target: RankLayout, *, spread: int = 0) -> tuple[Copy, ...]:
+    """What the holder of `target` must copy from whom; see `SourceIndex.plan`. `sources` are indexed by rank."""
+    return SourceIndex(sources).plan(target, spread)
+
+
+def _disjointed(pieces: list[tuple[int, Piece]]) -> tuple[list[int], list[_Held]]:
+    """Starts and intervals in order, such that both starts and stops strictly grow.
+
+    Equal intervals are put together as holders of one. An interval inside another is dropped: the larger one serves.
+    Then the last interval that starts at or before an element holds it, if any does.
+    """
+    starts: list[int] = []
+    held: list[_Held] = []
+    for rank, piece in sorted(pieces, key=lambda holder: (holder[1].start, -holder[1].stop, holder[0])):
+        if held and starts[-1] == piece.start and held[-1].stop == piece.stop:
+            held[-1].holders.append((rank, piece))
+        elif piece.numel > 0 and (not held or piece.stop > held[-1].stop):
+            starts.append(piece.start)
+            held.append(_Held(piece.stop, [(rank, piece)]))
+    return starts, held
+
+
+def _continues(first: Copy, second: Copy) -> bool:
+    return (
+        first.source_rank == second.source_rank
+        and first.source_buffer == second.source_buffer
+        and first.target_buffer == second.target_buffer
+        and first.source_offset + first.numel == second.source_offset
+        and first.target_offset + first.numel == second.target_offset
+    )
+
+
+def _joined(first: Copy, second: Copy) -> Copy:
+    return Copy(
+        first.source_rank,
+        first.source_buffer,
+        first.source_offset,
+        first.target_buffer,
+        first.target_offset,
+        first.numel + second.numel,
+        first.name,
+    )
