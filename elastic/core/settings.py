@@ -67,6 +67,8 @@ class ScalingSettings:
     min_workers: int = 1
     max_workers: int = 1
     workers_per_slot: int = 1
+    # A first start with fewer than max_workers waits this long for more, so that nodes that arrive together start together.
+    gather_s: float = 5.0
 
     @property
     def min_slots(self) -> int:

@@ -1,0 +1,247 @@
+"""What can happen to a run. Everything the controller learns reaches the state machine as one of these.
+
+An event with a `generation` belongs to that generation; `machine.step` drops it when the generation is over,
+and that is the only place where messages are fenced. Heartbeats are not events: they update `detector.LastSeen`, and
+only its verdicts are events. Every event is plain data with an exact JSON form, because the journal is replayed from it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, get_args
+
+
+@dataclass(frozen=True)
+class RunStarted:
+    """First event of an attempt at a run. `checkpoints` are (id, step) of complete checkpoints found in storage, newest
+    first; `generation` is the last one that an earlier attempt used (numbers are never used again)."""
+
+    checkpoints: tuple[tuple[str, int], ...] = ()
+    generation: int = 0
+
+
+@dataclass(frozen=True)
+class ControllerRestarted:
+    """A new controller process has replayed the journal and re-attached to what is still alive."""
+
+    incarnation: int
+
+
+@dataclass(frozen=True)
+class StopRequested:
+    reason: str
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed and a deadline may have been reached."""
+
+
+# --- slots and workers -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SlotPlaced:
+    """The cluster has given the slot a node."""
+
+    slot: int
+    node: str
+
+
+@dataclass(frozen=True)
+class SlotLost:
+    """The node under the slot, or its agent, is gone."""
+
+    slot: int
+    evidence: str
+
+
+@dataclass(frozen=True)
+class WorkerReady:
+    """The worker process is up, has imported what it needs, and passed its health check."""
+
+    worker: int
+    pid: int
+    host: str
+
+
+@dataclass(frozen=True)
+class WorkerStartFailed:
+    worker: int
+    evidence: str
+
+
+@dataclass(frozen=True)
+class WorkerDied:
+    """The worker's process is known to be gone (not merely silent)."""
+
+    worker: int
+    evidence: str
+
+
+@dataclass(frozen=True)
+class WorkersSilent:
+    """No heartbeat from these workers for `silence_s` seconds; they may still be alive.
+
+    `nodes` are the nodes whose agents are silent too: there it is the node, not the worker, that is suspected.
+    """
+
+    workers: tuple[int, ...]
+    silence_s: float
+    nodes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ProbeAnswered:
+    worker: int
+
+
+# --- a generation ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GroupJoined:
+    """The worker is a member of the process group and builds its engine."""
+
+    generation: int
+    worker: int
+
+
+@dataclass(frozen=True)
+class TrainingReached:
+    """The worker's state is installed and proven (or freshly initialised); its next step is `step`."""
+
+    generation: int
+    worker: int
+    step: int
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class FirstStepDone:
+    """Every member has finished the generation's first optimizer step."""
+
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True)
+class ProgressStalled:
+    """Heartbeats go on but no step has ended for `stalled_s`; `limit_s` was learned from the run's own steps.
+
+    `behind` are the members that have not reached the collective that the others wait in, where that is known.
+    """
+
+    generation: int
+    step: int
+    stalled_s: float
+    limit_s: float
+    behind: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class CollectiveFailed:
+    generation: int
+    worker: int
+    step: int
+    error: str
+
+
+@dataclass(frozen=True)
+class UserCodeFailed:
+    """The training function raised. `usage` marks errors that another try cannot cure (bad configuration)."""
+
+    generation: int
+    worker: int
+    step: int
+    error: str
+    traceback: str = ""
+    usage: bool = False
+
+
+@dataclass(frozen=True)
+class RestoreFailed:
+    """The named checkpoint could not be read, or what was read is not what was saved."""
+
+    generation: int
+    worker: int
+    checkpoint: str
+    error: str
+
+
+@dataclass(frozen=True)
+class HoldAnswered:
+    """The worker promises not to go past `step` finished steps before it is told where to stop."""
+
+    generation: int
+    worker: int
+    step: int
+
+
+@dataclass(frozen=True)
+class WorkerLeft:
+    """The worker's training thread has left the generation after `step` finished steps; the process is idle."""
+
+    generation: int
+    worker: int
+    step: int
+
+
+@dataclass(frozen=True)
+class WorkerCompleted:
+    """The training function returned. `reached_end` is False when it did so before the run's last step."""
+
+    generation: int
+    worker: int
+    step: int
+    reached_end: bool
+
+
+@dataclass(frozen=True)
+class CheckpointCommitted:
+    """Not fenced: a checkpoint that is complete stays complete, whatever happened to its generation since."""
+
+    checkpoint: str
+    step: int
+    by_generation: int
+
+
+@dataclass(frozen=True)
+class SaveFailing:
+    """Storage refuses a shard or a manifest; the write is retried after `retry_s`."""
+
+    step: int
+    error: str
+    retry_s: float
+
+
+GenerationEvent = (
+    GroupJoined | TrainingReached | FirstStepDone | ProgressStalled | CollectiveFailed | UserCodeFailed |
+    RestoreFailed | HoldAnswered | WorkerLeft | WorkerCompleted
+)  # fmt: skip
+
+Event = (
+    RunStarted | ControllerRestarted | StopRequested | Tick | SlotPlaced | SlotLost | WorkerReady | WorkerStartFailed |
+    WorkerDied | WorkersSilent | ProbeAnswered | CheckpointCommitted | SaveFailing | GenerationEvent
+)  # fmt: skip
+
+_TYPES: dict[str, type[Any]] = {cls.__name__: cls for cls in get_args(Event)}
+
+
+def to_json(event: Event) -> dict[str, Any]:
+    """The journal's form of an event: its fields and its name under "event"."""
+    return {"event": type(event).__name__, **dataclasses.asdict(event)}
+
+
+def from_json(data: Mapping[str, Any]) -> Event:
+    """Inverse of `to_json`. Raises KeyError for an event that this version does not know."""
+    cls = _TYPES[data["event"]]
+    names = {field.name for field in dataclasses.fields(cls)}
+    event: Event = cls(**{key: _frozen(value) for key, value in data.items() if key in names})
+    return event
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value

@@ -1,0 +1,210 @@
+"""A generation from its begin to its planned end, completion or failure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elastic.core.actions import AskHold, BeginGeneration, ConfirmHold
+from elastic.core.events import (
+    CheckpointCommitted,
+    CollectiveFailed,
+    FirstStepDone,
+    GroupJoined,
+    HoldAnswered,
+    ProgressStalled,
+    RestoreFailed,
+    SaveFailing,
+    TrainingReached,
+    UserCodeFailed,
+    WorkerCompleted,
+    WorkerLeft,
+)
+from elastic.core.recovery import close_incident, fail_generation, open_incident, reject_checkpoint
+from elastic.core.state import (
+    Closing,
+    Ending,
+    Joining,
+    KnownCheckpoint,
+    Pausing,
+    Training,
+    WorkerPhase,
+)
+from elastic.core.turn import Turn
+
+
+def begin(turn: Turn, size: int, reason: str) -> None:
+    """Start the next generation on the first `size` idle workers, from the newest good checkpoint."""
+    members = tuple(worker.id for worker in turn.idle_workers()[:size])
+    base = turn.state.newest_checkpoint
+    step = base.step if base else 0
+    number = turn.state.generation + 1
+    repeated = max(0, turn.state.furthest_step - step)
+    turn.mark("decided", "fenced")
+    turn.amend(
+        next_generation=number, next_world_size=size, resumed_step=step, steps_repeated=repeated,
+        source="storage" if base else "fresh start",
+    )  # fmt: skip
+    turn.set(generation=number, members=members, base=base, start_step=step, suspicion=None)
+    turn.set_phase(members, WorkerPhase.MEMBER)
+    turn.enter(Joining(turn.now))
+    origin = f"checkpoint {base.id}, step {step}" if base else "the beginning"
+    turn.say(
+        f"generation {number} begins with {size} workers from {origin}: {reason}"
+        + (f"; {repeated} steps will be repeated" if repeated else ""),
+        number=number, world_size=size, step=step,
+    )  # fmt: skip
+    turn.do(BeginGeneration(number, members, base.id if base else None, step))
+
+
+def group_joined(turn: Turn, event: GroupJoined) -> None:
+    stage = turn.state.stage
+    if not isinstance(stage, Joining) or event.worker not in turn.state.members:
+        return
+    joined = stage.joined | {event.worker}
+    turn.enter(replace(stage, joined=joined))
+    if len(joined) == turn.state.world_size:
+        turn.mark("group_ready")
+
+
+def training_reached(turn: Turn, event: TrainingReached) -> None:
+    stage = turn.state.stage
+    if not isinstance(stage, Joining) or event.worker not in turn.state.members:
+        return
+    ready = stage.training | {event.worker}
+    turn.enter(replace(stage, joined=stage.joined | {event.worker}, training=ready))
+    if len(ready) == turn.state.world_size:
+        turn.mark("group_ready", "state_ready")
+        turn.enter(Training(turn.now))
+
+
+def first_step_done(turn: Turn, event: FirstStepDone) -> None:
+    stage = turn.state.stage
+    if isinstance(stage, Joining):
+        # The reports of a quick first step may overtake the last sign of readiness.
+        turn.mark("group_ready", "state_ready")
+        stage = Training(turn.now)
+    if not isinstance(stage, Training) or stage.first_step_done:
+        return
+    turn.enter(replace(stage, first_step_done=True))
+    turn.set(furthest_step=max(turn.state.furthest_step, event.step))
+    turn.mark("first_step")
+    incident = turn.state.incident
+    if incident is not None:
+        seconds = turn.now - incident.times["symptom"]
+        turn.say(
+            f"{incident.kind} is over: first step after {seconds:.2f} s at world size {turn.state.world_size}, "
+            f"{incident.steps_repeated} steps repeated",
+            kind="recovered",
+        )
+    close_incident(turn)
+
+
+def start_pause(turn: Turn, purpose: str, reason: str) -> None:
+    """Ask every member to promise a step; the largest promise is where all will stop."""
+    stage = turn.state.stage
+    assert isinstance(stage, Training)
+    kind = "stop" if purpose == "stop" else "resize"
+    open_incident(turn, kind, reason, turn.state.furthest_step, planned=True)
+    turn.enter(Pausing(turn.now, turn.now + turn.state.settings.failures.drain_timeout_s, purpose, was=stage))
+    turn.say(f"generation {turn.state.generation} will end at a step boundary: {reason}")
+    turn.do(AskHold(turn.state.generation, turn.state.members))
+
+
+def hold_answered(turn: Turn, event: HoldAnswered) -> None:
+    stage = turn.state.stage
+    if not isinstance(stage, Pausing) or stage.stop_at is not None or event.worker not in turn.state.members:
+        return
+    answers = {**stage.answers, event.worker: event.step}
+    turn.enter(replace(stage, answers=answers))
+    if len(answers) == turn.state.world_size:
+        stop_at = max(answers.values())
+        turn.enter(replace(stage, answers=answers, stop_at=stop_at))
+        turn.do(ConfirmHold(turn.state.generation, turn.state.members, stop_at))
+
+
+def worker_left(turn: Turn, event: WorkerLeft) -> None:
+    state, stage = turn.state, turn.state.stage
+    if event.worker not in state.members_inside:
+        return
+    turn.set(furthest_step=max(state.furthest_step, event.step))
+    planned = isinstance(stage, Pausing) and event.step == stage.stop_at
+    if not planned and not isinstance(stage, Ending):
+        fail_generation(
+            turn, "collective-failed", f"{turn.name_of(event.worker)} left without being told to", event.step
+        )
+    turn.set_phase((event.worker,), WorkerPhase.IDLE)
+
+
+def worker_completed(turn: Turn, event: WorkerCompleted) -> None:
+    stage = turn.state.stage
+    if event.worker not in turn.state.members:
+        return
+    turn.set(furthest_step=max(turn.state.furthest_step, event.step))
+    if isinstance(stage, Joining):
+        stage = Training(turn.now)
+    running = stage.was if isinstance(stage, Pausing) else stage
+    if not isinstance(running, Training):
+        return
+    running = replace(
+        running,
+        completed=running.completed | {event.worker},
+        all_reached_end=running.all_reached_end and event.reached_end,
+    )
+    turn.enter(replace(stage, was=running) if isinstance(stage, Pausing) else running)
+    if running.completed >= set(turn.state.members):
+        close_incident(turn)
+        deadline = turn.now + turn.state.settings.failures.storage_timeout_s
+        turn.enter(Closing(turn.now, deadline, event.step, running.all_reached_end))
+
+
+def collective_failed(turn: Turn, event: CollectiveFailed) -> None:
+    if event.worker in turn.state.members:
+        who = turn.name_of(event.worker)
+        fail_generation(turn, "collective-failed", f"{who} reports at step {event.step}: {event.error}", event.step)
+
+
+def user_code_failed(turn: Turn, event: UserCodeFailed) -> None:
+    if event.worker not in turn.state.members:
+        return
+    who = turn.name_of(event.worker)
+    kind = "usage-error" if event.usage else "user-error"
+    evidence = event.error if event.usage else f"{who}, step {event.step}: {event.error}"
+    if isinstance(turn.state.stage, Ending):
+        open_incident(turn, kind, evidence, turn.state.furthest_step)
+    turn.say(f"the training function raised on {who}: {event.error}", kind="user-error", traceback=event.traceback)
+    fail_generation(turn, kind, evidence, event.step)
+
+
+def restore_failed(turn: Turn, event: RestoreFailed) -> None:
+    if event.worker not in turn.state.members:
+        return
+    reject_checkpoint(turn, event.checkpoint, event.error)
+    fail_generation(turn, "restore-failed", f"{event.checkpoint}: {event.error}")
+
+
+def progress_stalled(turn: Turn, event: ProgressStalled) -> None:
+    """Nobody is silent and nothing moves. Members that are known to be behind are replaced, the others are told to leave."""
+    if isinstance(turn.state.stage, Ending):
+        return
+    evidence = f"no step has ended for {event.stalled_s:.1f} s after step {event.step} (limit {event.limit_s:.1f} s)"
+    fail_generation(turn, "hang", evidence, event.step)
+
+
+def checkpoint_committed(turn: Turn, event: CheckpointCommitted) -> None:
+    known = KnownCheckpoint(event.checkpoint, event.step)
+    if known not in turn.state.checkpoints:
+        turn.set(checkpoints=(known, *turn.state.checkpoints))
+    turn.set(furthest_step=max(turn.state.furthest_step, event.step))
+    if turn.state.storage_failing:
+        turn.say(f"storage takes checkpoints again: {event.checkpoint}", kind="storage")
+    turn.set(storage_failing=False)
+
+
+def save_failing(turn: Turn, event: SaveFailing) -> None:
+    if not turn.state.storage_failing:
+        turn.say(
+            f"the checkpoint of step {event.step} could not be written: {event.error}; training goes on, "
+            f"next try in {event.retry_s:.1f} s",
+            kind="storage",
+        )
+    turn.set(storage_failing=True)

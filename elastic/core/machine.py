@@ -1,0 +1,153 @@
+"""The rules of a run: `step(state, event, now) -> (state, actions)`, a pure function.
+
+A turn has two halves. The event changes what is known (`_apply`); then `_settle` does whatever now follows: deadlines
+that have passed, slots to ask for, a generation to begin, to grow, or to end. `settle` depends on the state and the time
+only, so nothing is forgotten when two events come in an unusual order.
+"""
+
+from __future__ import annotations
+
+from typing_extensions import assert_never
+
+from elastic.core import events as ev
+from elastic.core import generations, membership
+from elastic.core.actions import (
+    Action,
+    AskHold,
+    BeginGeneration,
+    ConfirmHold,
+    EndGeneration,
+    RequestSlot,
+    StartWorker,
+)
+from elastic.core.recovery import in_generation
+from elastic.core.scaling import EagerScaling, ScalingPolicy
+from elastic.core.settings import RunSettings
+from elastic.core.settle import next_deadline as next_deadline
+from elastic.core.settle import settle
+from elastic.core.state import (
+    Ending,
+    Finished,
+    Joining,
+    KnownCheckpoint,
+    Pausing,
+    RunState,
+    SlotPhase,
+    Waiting,
+    WorkerPhase,
+)
+from elastic.core.turn import Turn
+
+_DEFAULT_POLICY = EagerScaling()
+
+
+def initial(settings: RunSettings, now: float) -> RunState:
+    """The state before the first event, which must be RunStarted."""
+    return RunState(settings=settings, stage=Waiting(now, "the run has not started"))
+
+
+def step(
+    state: RunState, event: ev.Event, now: float, policy: ScalingPolicy = _DEFAULT_POLICY
+) -> tuple[RunState, tuple[Action, ...]]:
+    """One turn. `now` is wall clock seconds and never decreases. Never raises for any event in any state."""
+    if isinstance(state.stage, Finished) or is_fenced(state, event):
+        return state, ()
+    turn = Turn(state, now)
+    _apply(turn, event)
+    settle(turn, policy)
+    return turn.state, tuple(turn.actions)
+
+
+def is_fenced(state: RunState, event: ev.Event) -> bool:
+    """True for a message of a generation that is over: the one place where such messages are dropped."""
+    generation = getattr(event, "generation", None)
+    return generation is not None and (generation != state.generation or not in_generation(state))
+
+
+def reissue(state: RunState) -> tuple[Action, ...]:
+    """The actions whose outcome is still awaited, for a controller that has just replayed its journal."""
+    stage = state.stage
+    actions: list[Action] = []
+    per_slot = state.settings.scaling.workers_per_slot
+    actions += [RequestSlot(slot.id, per_slot) for slot in state.slots.values() if slot.phase is SlotPhase.PENDING]
+    starting = (worker for worker in state.workers.values() if worker.phase is WorkerPhase.STARTING)
+    actions += [StartWorker(worker.id, worker.slot) for worker in starting]
+    if isinstance(stage, Joining):
+        base = state.base.id if state.base else None
+        actions.append(BeginGeneration(state.generation, state.members, base, state.start_step))
+    elif isinstance(stage, Ending):
+        actions.append(EndGeneration(state.generation, state.members_inside, "the controller was restarted meanwhile"))
+    elif isinstance(stage, Pausing) and stage.stop_at is None:
+        actions.append(AskHold(state.generation, state.members))
+    elif isinstance(stage, Pausing) and stage.stop_at is not None:
+        actions.append(ConfirmHold(state.generation, state.members, stage.stop_at))
+    return tuple(actions)
+
+
+def _apply(turn: Turn, event: ev.Event) -> None:
+    match event:
+        case ev.RunStarted():
+            _run_started(turn, event)
+        case ev.ControllerRestarted():
+            turn.set(suspicion=None)
+            turn.say(f"controller {event.incarnation} has taken over after a restart", kind="controller")
+            turn.actions.extend(reissue(turn.state))
+        case ev.StopRequested():
+            turn.set(stop_reason=event.reason)
+        case ev.Tick():
+            pass
+        case ev.SlotPlaced():
+            membership.slot_placed(turn, event)
+        case ev.SlotLost():
+            membership.slot_lost(turn, event)
+        case ev.WorkerReady():
+            membership.worker_ready(turn, event)
+        case ev.WorkerStartFailed():
+            membership.worker_start_failed(turn, event)
+        case ev.WorkerDied():
+            membership.worker_died(turn, event)
+        case ev.WorkersSilent():
+            membership.workers_silent(turn, event)
+        case ev.ProbeAnswered():
+            membership.probe_answered(turn, event)
+        case ev.CheckpointCommitted():
+            generations.checkpoint_committed(turn, event)
+        case ev.SaveFailing():
+            generations.save_failing(turn, event)
+        case _:
+            _apply_to_generation(turn, event)
+
+
+def _apply_to_generation(turn: Turn, event: ev.GenerationEvent) -> None:
+    match event:
+        case ev.GroupJoined():
+            generations.group_joined(turn, event)
+        case ev.TrainingReached():
+            generations.training_reached(turn, event)
+        case ev.FirstStepDone():
+            generations.first_step_done(turn, event)
+        case ev.ProgressStalled():
+            generations.progress_stalled(turn, event)
+        case ev.CollectiveFailed():
+            generations.collective_failed(turn, event)
+        case ev.UserCodeFailed():
+            generations.user_code_failed(turn, event)
+        case ev.RestoreFailed():
+            generations.restore_failed(turn, event)
+        case ev.HoldAnswered():
+            generations.hold_answered(turn, event)
+        case ev.WorkerLeft():
+            generations.worker_left(turn, event)
+        case ev.WorkerCompleted():
+            generations.worker_completed(turn, event)
+        case _:
+            assert_never(event)
+
+
+def _run_started(turn: Turn, event: ev.RunStarted) -> None:
+    known = tuple(KnownCheckpoint(name, step) for name, step in event.checkpoints)
+    furthest = max((checkpoint.step for checkpoint in known), default=0)
+    turn.set(checkpoints=known, furthest_step=furthest, stage=Waiting(turn.now, "starting"))
+    scaling = turn.state.settings.scaling
+    origin = f"from step {furthest} of an earlier run" if known else "from the beginning"
+    turn.say(f"the run starts {origin} with {scaling.min_workers} to {scaling.max_workers} workers", kind="start")

@@ -1,0 +1,212 @@
+"""What follows from a state and the time, whatever event led there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elastic.core.generations import begin, start_pause
+from elastic.core.membership import condemn, start_failed
+from elastic.core.recovery import fail_generation, finish, open_incident, record_loss, resolve_ending
+from elastic.core.scaling import ScalingFacts, ScalingPolicy, Verdict
+from elastic.core.state import (
+    FINISHED,
+    NO_CAPACITY,
+    NOT_FINISHED,
+    STOPPED,
+    Closing,
+    Ending,
+    Finished,
+    Joining,
+    Pausing,
+    RunState,
+    SlotPhase,
+    Training,
+    Waiting,
+    WorkerPhase,
+)
+from elastic.core.turn import Turn
+
+
+def settle(turn: Turn, policy: ScalingPolicy) -> None:
+    """Run every rule until none changes anything. Each rule moves the run forward, so this ends."""
+    rules = (_suspicion, _starts, _slots, _stage)
+    for _ in range(100):
+        before = turn.state
+        for rule in rules:
+            if not isinstance(turn.state.stage, Finished):
+                rule(turn, policy)
+        if turn.state is before:
+            return
+    raise AssertionError(f"the rules do not come to rest in {turn.state.stage}")
+
+
+def next_deadline(state: RunState, policy: ScalingPolicy) -> float | None:
+    """When the next Tick is due, in wall clock seconds; None when nothing depends on time."""
+    failures, stage = state.settings.failures, state.stage
+    times = [
+        worker.since + failures.worker_start_timeout_s
+        for worker in state.workers.values()
+        if worker.phase is WorkerPhase.STARTING
+    ]
+    if state.suspicion is not None:
+        times.append(state.suspicion.deadline)
+    if isinstance(stage, Pausing | Ending | Closing):
+        times.append(stage.deadline)
+    elif isinstance(stage, Joining):
+        times.append(stage.since + failures.join_timeout_s)
+    elif isinstance(stage, Waiting):
+        if stage.not_before > stage.since:
+            times.append(stage.not_before)
+        if failures.capacity_timeout_s is not None:
+            times.append(stage.since + failures.capacity_timeout_s)
+        again = policy.start(_facts(state, stage.since)).again_at
+        times += [again] if again is not None else []
+    return min(times, default=None)
+
+
+def _suspicion(turn: Turn, policy: ScalingPolicy) -> None:
+    suspicion = turn.state.suspicion
+    if suspicion is None:
+        return
+    known = suspicion.suspects & turn.state.workers.keys()
+    if not known:
+        turn.set(suspicion=None)
+    elif turn.now >= suspicion.deadline:
+        condemn(turn)
+    elif known != suspicion.suspects:
+        turn.set(suspicion=replace(suspicion, suspects=known))
+
+
+def _starts(turn: Turn, policy: ScalingPolicy) -> None:
+    limit = turn.state.settings.failures.worker_start_timeout_s
+    for worker in tuple(turn.state.workers.values()):
+        if worker.phase is WorkerPhase.STARTING and turn.now >= worker.since + limit:
+            if worker.id in turn.state.workers:
+                start_failed(turn, worker.id, f"not ready after {limit:.0f} s")
+            if isinstance(turn.state.stage, Finished):
+                return
+
+
+def _slots(turn: Turn, policy: ScalingPolicy) -> None:
+    """Keep asking for as many slots as the run may use; a pending slot is the demand that an autoscaler sees."""
+    if turn.state.stop_reason is None and not isinstance(turn.state.stage, Closing):
+        for _ in range(turn.state.settings.scaling.max_slots - len(turn.state.slots)):
+            turn.request_slot()
+
+
+def _stage(turn: Turn, policy: ScalingPolicy) -> None:
+    stage = turn.state.stage
+    if isinstance(stage, Waiting):
+        _waiting(turn, stage, policy)
+    elif isinstance(stage, Joining):
+        limit = turn.state.settings.failures.join_timeout_s
+        if turn.now >= stage.since + limit:
+            late = [m for m in turn.state.members_inside if m not in stage.training]
+            names = ", ".join(turn.name_of(m) for m in late)
+            fail_generation(turn, "hang", f"not training after {limit:.0f} s: {names}")
+    elif isinstance(stage, Training):
+        _training(turn, stage, policy)
+    elif isinstance(stage, Pausing):
+        _pausing(turn, stage)
+    elif isinstance(stage, Ending):
+        _ending(turn, stage)
+    elif isinstance(stage, Closing):
+        _closing(turn, stage)
+
+
+def _waiting(turn: Turn, stage: Waiting, policy: ScalingPolicy) -> None:
+    state = turn.state
+    if state.stop_reason is not None:
+        finish(turn, STOPPED, state.stop_reason)
+        return
+    if turn.now < stage.not_before:
+        return
+    verdict = policy.start(_facts(state, stage.since, turn.now))
+    if verdict.go:
+        begin(turn, verdict.size, verdict.reason)
+        return
+    limit = state.settings.failures.capacity_timeout_s
+    if limit is not None and turn.now >= stage.since + limit:
+        finish(turn, NO_CAPACITY, f"after {limit:.0f} s still {verdict.reason}")
+    elif verdict.reason != stage.reason:
+        turn.say(verdict.reason, kind="waiting")
+        turn.enter(replace(stage, reason=verdict.reason))
+
+
+def _training(turn: Turn, stage: Training, policy: ScalingPolicy) -> None:
+    state = turn.state
+    if stage.completed or not stage.first_step_done:
+        return
+    if state.stop_reason is not None:
+        start_pause(turn, "stop", state.stop_reason)
+        return
+    verdict: Verdict = policy.grow(_facts(state, stage.since, turn.now))
+    if verdict.go:
+        start_pause(turn, "grow", verdict.reason)
+
+
+def _pausing(turn: Turn, stage: Pausing) -> None:
+    state = turn.state
+    late = turn.now >= stage.deadline
+    if state.members_inside:
+        if late:
+            names = ", ".join(turn.name_of(m) for m in state.members_inside)
+            limit = state.settings.failures.drain_timeout_s
+            fail_generation(turn, "hang", f"did not stop at a step boundary within {limit:.0f} s: {names}")
+        return
+    newest = state.newest_checkpoint
+    saved = newest is not None and stage.stop_at is not None and newest.step >= stage.stop_at
+    if not saved and not late:
+        return
+    if not saved:
+        turn.say(
+            f"storage has not taken the checkpoint of step {stage.stop_at}; steps since the one before are repeated"
+        )
+    turn.mark("decided", "fenced")
+    turn.set(members=())
+    if stage.purpose == "stop":
+        finish(turn, STOPPED, state.stop_reason or "stopped")
+    else:
+        turn.enter(Waiting(turn.now, "every member has left as planned"))
+
+
+def _ending(turn: Turn, stage: Ending) -> None:
+    inside = turn.state.members_inside
+    if not inside:
+        resolve_ending(turn)
+    elif turn.now >= stage.deadline:
+        limit = turn.state.settings.failures.abort_timeout_s
+        for worker in inside:
+            # Being slow is always safe: a process that does not leave is replaced, never waited for.
+            evidence = f"{turn.name_of(worker)} did not leave within {limit:.1f} s"
+            open_incident(turn, "hang", evidence, turn.state.furthest_step)
+            record_loss(turn, (worker,))
+            turn.replace_worker(worker, evidence)
+
+
+def _closing(turn: Turn, stage: Closing) -> None:
+    newest = turn.state.newest_checkpoint
+    saved = newest is not None and newest.step >= stage.step
+    if saved and stage.reached_end:
+        finish(turn, FINISHED, f"all {stage.step} steps are done and saved")
+    elif saved:
+        finish(
+            turn, NOT_FINISHED, f"the training function returned after {stage.step} steps, before the end of the run"
+        )
+    elif turn.now >= stage.deadline:
+        finish(turn, NOT_FINISHED, f"training is done, but storage has not taken the checkpoint of step {stage.step}")
+
+
+def _facts(state: RunState, since: float, now: float | None = None) -> ScalingFacts:
+    phases = [worker.phase for worker in state.workers.values()]
+    return ScalingFacts(
+        settings=state.settings.scaling,
+        now=since if now is None else now,
+        idle=phases.count(WorkerPhase.IDLE),
+        arriving=phases.count(WorkerPhase.STARTING),
+        pending_slots=sum(slot.phase is SlotPhase.PENDING for slot in state.slots.values()),
+        members=state.world_size,
+        waiting_since=since,
+        first_start=state.generation == 0,
+        storage_failing=state.storage_failing,
+    )

@@ -1,0 +1,203 @@
+"""The state of a run. Frozen: `machine.step` returns a new one.
+
+    Waiting --enough workers--> Joining --all members train--> Training --planned end--> Pausing --all left--> Waiting
+                                   |                              |                         |
+                                   +-------------- evidence of a failure: Ending <----------+
+    Training --all completed--> Closing --last checkpoint committed--> Finished
+    Ending --every member left or written off--> Waiting, or Finished when a budget is spent
+
+A suspicion (silent workers being probed) stands beside the stage: training goes on while it is checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from elastic.core.incident import Incident
+from elastic.core.settings import RunSettings
+
+
+class SlotPhase(str, Enum):
+    PENDING = "pending"
+    PLACED = "placed"
+
+
+class WorkerPhase(str, Enum):
+    STARTING = "starting"
+    IDLE = "idle"
+    MEMBER = "member"
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One node's share of the run. A lost slot is removed from the state; its number is never used again."""
+
+    id: int
+    phase: SlotPhase
+    since: float
+    node: str | None = None
+    start_failures: int = 0
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One worker process. A dead worker is removed; its successor in the same slot has a new number."""
+
+    id: int
+    slot: int
+    phase: WorkerPhase
+    since: float
+    pid: int | None = None
+    host: str = ""
+
+
+@dataclass(frozen=True)
+class KnownCheckpoint:
+    id: str
+    step: int
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """No generation. `not_before` holds a start back (backoff after failures, or to let nodes arrive together)."""
+
+    since: float
+    reason: str
+    not_before: float = 0.0
+
+
+@dataclass(frozen=True)
+class Joining:
+    since: float
+    joined: frozenset[int] = frozenset()
+    training: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Training:
+    since: float
+    first_step_done: bool = False
+    completed: frozenset[int] = frozenset()
+    all_reached_end: bool = True
+
+
+@dataclass(frozen=True)
+class Pausing:
+    """A planned end. `stop_at` is None until every member has answered; then all leave after that many steps."""
+
+    since: float
+    deadline: float
+    purpose: str
+    was: Training
+    answers: Mapping[int, int] = field(default_factory=dict)
+    stop_at: int | None = None
+
+
+@dataclass(frozen=True)
+class Ending:
+    """The generation has failed; members that have not left by `deadline` are written off."""
+
+    since: float
+    deadline: float
+
+
+@dataclass(frozen=True)
+class Closing:
+    """Every member's function has returned; the run waits for the checkpoint of its last step."""
+
+    since: float
+    deadline: float
+    step: int
+    reached_end: bool
+
+
+@dataclass(frozen=True)
+class Finished:
+    since: float
+    status: str
+    reason: str
+
+
+Stage = Waiting | Joining | Training | Pausing | Ending | Closing | Finished
+
+
+@dataclass(frozen=True)
+class Suspicion:
+    """Silent workers that have until `deadline` to answer a probe. `nodes` are those whose agents are silent too."""
+
+    since: float
+    deadline: float
+    suspects: frozenset[int]
+    nodes: frozenset[str]
+    silence_s: float
+
+
+@dataclass(frozen=True)
+class Streaks:
+    """Failures in a row. `mark` is (furthest step, newest checkpoint step) at the last one: beyond it is progress."""
+
+    crashes: int = 0
+    user_errors: int = 0
+    start_failures: int = 0
+    in_place: int = 0
+    mark: tuple[int, int] = (-1, -1)
+
+
+@dataclass(frozen=True)
+class RunState:
+    settings: RunSettings
+    stage: Stage
+    generation: int = 0
+    members: tuple[int, ...] = ()
+    start_step: int = 0
+    base: KnownCheckpoint | None = None
+    slots: Mapping[int, Slot] = field(default_factory=dict)
+    workers: Mapping[int, Worker] = field(default_factory=dict)
+    next_slot: int = 0
+    next_worker: int = 0
+    checkpoints: tuple[KnownCheckpoint, ...] = ()
+    rejected: tuple[str, ...] = ()
+    furthest_step: int = 0
+    streaks: Streaks = field(default_factory=Streaks)
+    suspicion: Suspicion | None = None
+    incident: Incident | None = None
+    incidents: int = 0
+    storage_failing: bool = False
+    stop_reason: str | None = None
+    false_alarms: int = 0
+
+    @property
+    def world_size(self) -> int:
+        return len(self.members)
+
+    @property
+    def newest_checkpoint(self) -> KnownCheckpoint | None:
+        """The newest complete checkpoint that no restore has refused."""
+        good = (known for known in self.checkpoints if known.id not in self.rejected)
+        return max(good, key=lambda known: known.step, default=None)
+
+    @property
+    def members_inside(self) -> tuple[int, ...]:
+        """Members whose training threads are, as far as is known, still inside the generation."""
+        return tuple(w for w in self.members if w in self.workers and self.workers[w].phase is WorkerPhase.MEMBER)
+
+    def rank_of(self, worker: int) -> int | None:
+        return self.members.index(worker) if worker in self.members else None
+
+    def node_of(self, worker: int) -> str | None:
+        known = self.workers.get(worker)
+        slot = self.slots.get(known.slot) if known else None
+        return slot.node if slot else None
+
+
+# Exit statuses; `jobs` maps them to exit codes.
+FINISHED = "finished"
+NOT_FINISHED = "not-finished"
+USER_CODE_FAILED = "user-code-failed"
+USAGE = "usage"
+STOPPED = "stopped"
+GAVE_UP = "gave-up"
+NO_CAPACITY = "no-capacity"
+INTEGRITY = "integrity"

@@ -1,0 +1,109 @@
+"""One turn of the state machine while it is being worked out: the next state and the actions so far.
+
+Mutable on purpose and never seen outside `elastic.core`: the functions that make up a turn read well as statements,
+while `machine.step` stays a pure function from one frozen state to the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from elastic.core.actions import Action, KillWorker, Note, ReleaseSlot, RequestSlot, StartWorker
+from elastic.core.incident import Incident
+from elastic.core.state import RunState, Slot, SlotPhase, Stage, Worker, WorkerPhase
+
+
+class Turn:
+    def __init__(self, state: RunState, now: float) -> None:
+        self.state = state
+        self.now = now
+        self.actions: list[Action] = []
+
+    # --- writing ---
+
+    def set(self, **changes: Any) -> None:
+        self.state = replace(self.state, **changes)
+
+    def enter(self, stage: Stage) -> None:
+        self.set(stage=stage)
+
+    def do(self, action: Action) -> None:
+        self.actions.append(action)
+
+    def say(self, sentence: str, kind: str = "decision", **data: Any) -> None:
+        self.do(Note(sentence, kind, data))
+
+    def mark(self, *names: str) -> None:
+        """Set these times of the open incident, where they are not set yet."""
+        incident = self.state.incident
+        for name in names:
+            incident = incident.at(name, self.now) if incident else None
+        self.set(incident=incident)
+
+    def amend(self, **changes: Any) -> Incident | None:
+        """Change fields of the open incident, if there is one."""
+        if self.state.incident is not None:
+            self.set(incident=replace(self.state.incident, **changes))
+        return self.state.incident
+
+    # --- slots and workers ---
+
+    def request_slot(self) -> None:
+        slot = Slot(self.state.next_slot, SlotPhase.PENDING, self.now)
+        self.set(next_slot=slot.id + 1, slots={**self.state.slots, slot.id: slot})
+        self.do(RequestSlot(slot.id, self.state.settings.scaling.workers_per_slot))
+
+    def drop_slot(self, slot: int, cause: str) -> None:
+        """Forget the slot and its workers and have it released."""
+        if slot not in self.state.slots:
+            return
+        for worker in self.workers_in(slot):
+            self.forget_worker(worker.id)
+        self.set(slots={key: value for key, value in self.state.slots.items() if key != slot})
+        self.do(ReleaseSlot(slot, cause))
+
+    def start_worker(self, slot: int) -> None:
+        worker = Worker(self.state.next_worker, slot, WorkerPhase.STARTING, self.now)
+        self.set(next_worker=worker.id + 1)
+        self.put_worker(worker)
+        self.do(StartWorker(worker.id, slot))
+
+    def put_worker(self, worker: Worker) -> None:
+        self.set(workers={**self.state.workers, worker.id: worker})
+
+    def put_slot(self, slot: Slot) -> None:
+        self.set(slots={**self.state.slots, slot.id: slot})
+
+    def forget_worker(self, worker: int) -> None:
+        self.set(workers={key: value for key, value in self.state.workers.items() if key != worker})
+
+    def replace_worker(self, worker: int, cause: str) -> None:
+        """End the worker's process and start a fresh one in its slot."""
+        known = self.state.workers.get(worker)
+        if known is None:
+            return
+        self.do(KillWorker(worker, cause))
+        self.forget_worker(worker)
+        if known.slot in self.state.slots:
+            self.start_worker(known.slot)
+
+    def set_phase(self, workers: Iterable[int], phase: WorkerPhase) -> None:
+        changed = {w: replace(self.state.workers[w], phase=phase) for w in workers if w in self.state.workers}
+        self.set(workers={**self.state.workers, **changed})
+
+    # --- reading ---
+
+    def workers_in(self, slot: int) -> list[Worker]:
+        return [worker for worker in self.state.workers.values() if worker.slot == slot]
+
+    def idle_workers(self) -> list[Worker]:
+        """Workers that could be members now, ordered so that one node's ranks are neighbours."""
+        idle = (worker for worker in self.state.workers.values() if worker.phase is WorkerPhase.IDLE)
+        return sorted(idle, key=lambda worker: (worker.slot, worker.id))
+
+    def name_of(self, worker: int) -> str:
+        rank, node = self.state.rank_of(worker), self.state.node_of(worker)
+        who = f"rank {rank}" if rank is not None else f"worker {worker}"
+        return f"{who} on node {node[:8]}" if node else who
