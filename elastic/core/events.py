@@ -2,7 +2,7 @@
 
 An event with a `generation` belongs to that generation; `machine.step` drops it when the generation is over,
 and that is the only place where messages are fenced. Heartbeats are not events: they update `detector.LastSeen`, and
-only its verdicts are events. Every event is plain data with an exact JSON form, because the journal is replayed from it.
+only its verdicts are events. Every event is plain data with an exact JSON form: the journal is replayed from it.
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ def restore_failed(turn: Turn, event: RestoreFailed) -> None:
 
 
 def progress_stalled(turn: Turn, event: ProgressStalled) -> None:
-    """Nobody is silent and nothing moves. Members that are known to be behind are replaced, the others are told to leave."""
+    """Nobody is silent and nothing moves: all are told to leave, and who does not is replaced."""
     if isinstance(turn.state.stage, Ending):
         return
     evidence = f"no step has ended for {event.stalled_s:.1f} s after step {event.step} (limit {event.limit_s:.1f} s)"

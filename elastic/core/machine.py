@@ -1,8 +1,8 @@
 """The rules of a run: `step(state, event, now) -> (state, actions)`, a pure function.
 
-A turn has two halves. The event changes what is known (`_apply`); then `_settle` does whatever now follows: deadlines
-that have passed, slots to ask for, a generation to begin, to grow, or to end. `settle` depends on the state and the time
-only, so nothing is forgotten when two events come in an unusual order.
+A turn has two halves. The event changes what is known (`_apply`); then `settle` does whatever now follows: deadlines
+that have passed, slots to ask for, a generation to begin, to grow, or to end. `settle` depends on the state and
+the time only, so nothing is forgotten when two events come in an unusual order.
 """
 
 from __future__ import annotations
@@ -147,7 +147,10 @@ def _apply_to_generation(turn: Turn, event: ev.GenerationEvent) -> None:
 def _run_started(turn: Turn, event: ev.RunStarted) -> None:
     known = tuple(KnownCheckpoint(name, step) for name, step in event.checkpoints)
     furthest = max((checkpoint.step for checkpoint in known), default=0)
-    turn.set(checkpoints=known, furthest_step=furthest, stage=Waiting(turn.now, "starting"))
+    turn.set(
+        checkpoints=known, furthest_step=furthest, stage=Waiting(turn.now, "starting"),
+        generation=event.generation, first_generation=event.generation,
+    )  # fmt: skip
     scaling = turn.state.settings.scaling
     origin = f"from step {furthest} of an earlier run" if known else "from the beginning"
     turn.say(f"the run starts {origin} with {scaling.min_workers} to {scaling.max_workers} workers", kind="start")

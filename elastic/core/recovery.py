@@ -26,14 +26,12 @@ from elastic.core.state import (
 )
 from elastic.core.turn import Turn
 
-# The first of these that was seen names the incident; what is weaker evidence gives way to what is stronger.
-_STRENGTH = {
-    name: rank
-    for rank, name in enumerate(
-        ("resize", "stop", "collective-failed", "hang", "worker-frozen", "worker-lost", "node-frozen", "node-lost")
-        + ("restore-failed", "user-error", "usage-error")
-    )
-}
+# The strongest evidence that was seen names the incident; weaker evidence is kept beside it.
+_KINDS = (
+    "resize", "stop", "collective-failed", "hang", "worker-frozen", "worker-lost", "node-frozen", "node-lost",
+    "restore-failed", "user-error", "usage-error",
+)  # fmt: skip
+_STRENGTH = {name: rank for rank, name in enumerate(_KINDS)}
 
 
 def in_generation(state: RunState) -> bool:
@@ -110,7 +108,7 @@ def resolve_ending(turn: Turn) -> None:
         finish(
             turn,
             GAVE_UP,
-            f"{streaks.crashes} generations failed in a row without a new step or checkpoint; the last: {_evidence(turn)}",
+            f"{streaks.crashes} generations in a row failed without a new step or checkpoint; {_evidence(turn)}",
         )
     else:
         _escalate(turn)
@@ -179,9 +177,8 @@ def _escalate(turn: Turn) -> None:
     """A generation that failed twice with nobody lost may be the fault of the processes: start fresh ones."""
     if turn.state.streaks.in_place < 2:
         return
-    turn.say(
-        f"{turn.state.streaks.in_place} generations failed in a row and nobody was lost: every worker process is replaced"
-    )
+    failed = turn.state.streaks.in_place
+    turn.say(f"{failed} generations failed in a row and nobody was lost: every worker process is replaced")
     for worker in turn.idle_workers():
         turn.replace_worker(worker.id, "two generations failed in this process")
     turn.set(streaks=replace(turn.state.streaks, in_place=0))

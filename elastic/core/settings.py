@@ -67,7 +67,7 @@ class ScalingSettings:
     min_workers: int = 1
     max_workers: int = 1
     workers_per_slot: int = 1
-    # A first start with fewer than max_workers waits this long for more, so that nodes that arrive together start together.
+    # A first start with fewer than max_workers waits this long, so that nodes that arrive together start together.
     gather_s: float = 5.0
 
     @property

@@ -207,6 +207,6 @@ def _facts(state: RunState, since: float, now: float | None = None) -> ScalingFa
         pending_slots=sum(slot.phase is SlotPhase.PENDING for slot in state.slots.values()),
         members=state.world_size,
         waiting_since=since,
-        first_start=state.generation == 0,
+        first_start=state.generation == state.first_generation,
         storage_failing=state.storage_failing,
     )

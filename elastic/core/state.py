@@ -150,6 +150,7 @@ class RunState:
     settings: RunSettings
     stage: Stage
     generation: int = 0
+    first_generation: int = 0
     members: tuple[int, ...] = ()
     start_step: int = 0
     base: KnownCheckpoint | None = None
