@@ -7,8 +7,10 @@ The same pieces hold for every kind of tensor that has the buffer's shape: `mast
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+
+from elastic.core.errors import IntegrityError
 
 
 @dataclass(frozen=True, order=True)
@@ -44,3 +46,46 @@ class Layout:
     @property
     def world_size(self) -> int:
         return len(self.ranks)
+
+
+def merged(*layouts: RankLayout) -> RankLayout:
+    """One rank's layouts as one, for example its ZeRO partition and its share of the replicated state.
+
+    Raises IntegrityError when two of them use the same name for a buffer.
+    """
+    buffers: dict[str, int] = {}
+    for layout in layouts:
+        for name, length in layout.buffers.items():
+            if name in buffers:
+                raise IntegrityError(f"two layouts of one rank both have a buffer {name!r}: a tensor must be renamed")
+            buffers[name] = length
+    return RankLayout(tuple(piece for layout in layouts for piece in layout.pieces), buffers)
+
+
+def check_rank(layout: RankLayout) -> None:
+    """Raises IntegrityError unless every piece lies inside its buffer and no two pieces share an element of one."""
+    filled: dict[str, int] = {}
+    for piece in sorted(layout.pieces, key=lambda piece: (piece.buffer, piece.offset)):
+        length = layout.buffers.get(piece.buffer)
+        if length is None:
+            raise IntegrityError(f"a piece of {piece.name!r} names buffer {piece.buffer!r}, which does not exist")
+        if piece.start < 0 or piece.numel < 1 or piece.offset < 0 or piece.offset + piece.numel > length:
+            raise IntegrityError(f"a piece of {piece.name!r} does not fit into {piece.buffer!r} of {length} elements")
+        if piece.offset < filled.get(piece.buffer, 0):
+            raise IntegrityError(f"a piece of {piece.name!r} overlaps the piece before it in buffer {piece.buffer!r}")
+        filled[piece.buffer] = piece.offset + piece.numel
+
+
+def check_cover(name: str, numel: int, spans: Iterable[tuple[int, int, int]]) -> None:
+    """Raises IntegrityError unless the spans (start, stop, rank) hold each of the `numel` elements exactly once."""
+    reached, before = 0, -1
+    for start, stop, rank in sorted(spans):
+        if start > reached:
+            raise IntegrityError(f"no rank holds elements [{reached}, {start}) of {name!r}")
+        if start < reached:
+            raise IntegrityError(f"ranks {before} and {rank} both hold elements from {start} on of {name!r}")
+        reached, before = stop, rank
+    if reached != numel:
+        what = "no rank holds" if reached < numel else "the model does not have"
+        low, high = sorted((reached, numel))
+        raise IntegrityError(f"{what} elements [{low}, {high}) of {name!r}")

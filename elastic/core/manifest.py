@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from elastic.core.layout import Piece
+from elastic.core.layout import Piece, RankLayout
 
 FORMAT = 1
 
@@ -38,7 +38,8 @@ class ShardRecord:
 
     `digests` holds the rank's *partial* content check of each "<kind>/<parameter>"; the sum over all ranks modulo 2**64
     does not depend on how the parameter was cut. `pieces` map parameters to buffers (see `core.layout`).
-    `client` is what is equal on all ranks (counters, hyper-parameters, scheduler...); only rank 0 sends it.
+    `client` is what is equal on all ranks (counters, hyper-parameters, scheduler...); only rank 0 sends it, and
+    `parameters` (name to shape) with it. `file` is a plain name inside the checkpoint's folder.
     """
 
     rank: int
@@ -52,6 +53,13 @@ class ShardRecord:
     pieces: tuple[Piece, ...]
     digests: Mapping[str, int]
     client: Mapping[str, Json] | None = None
+    zero_stage: int = 0
+    parameters: Mapping[str, tuple[int, ...]] | None = None
+
+    @property
+    def layout(self) -> RankLayout:
+        """What this shard holds, as a source for a plan."""
+        return RankLayout(self.pieces, {tensor.key.split("/", 1)[1]: tensor.numel for tensor in self.tensors})
 
 
 @dataclass(frozen=True)
@@ -60,7 +68,8 @@ class Manifest:
 
     `parameters` maps each name to its shape, in the model's own order; this is what a resume is compared with.
     `client` carries what is not a flat tensor: optimizer scalars and hyper-parameters, scheduler, loss scaler,
-    counters, the data cursor and the user's state.
+    counters, the data cursor and the user's state. In `shards`, by rank, what is said here is left out: partial
+    digests, client state and shapes.
     """
 
     id: str

@@ -32,22 +32,20 @@ class Copy:
     name: str
 
 
-# One interval of a parameter and the (rank, piece) of everyone who holds exactly it.
-@dataclass(frozen=True)
-class _Held:
-    stop: int
-    holders: list[tuple[int, Piece]]
+# Everyone who holds exactly the same interval of a parameter, as (rank, piece).
+_Holders = list[tuple[int, Piece]]
 
 
 class SourceIndex:
     """The pieces of all source ranks by parameter. Build it once to plan for several target ranks."""
 
     def __init__(self, sources: Sequence[RankLayout]) -> None:
-        by_name: dict[str, list[tuple[int, Piece]]] = {}
+        self._pieces: dict[str, list[tuple[int, Piece]]] = {}
+        # Put in order when a target first asks: under stages 1 and 2 one rank holds few of all the parameters.
+        self._ordered: dict[str, tuple[list[int], list[_Holders]]] = {}
         for rank, layout in enumerate(sources):
             for piece in layout.pieces:
-                by_name.setdefault(piece.name, []).append((rank, piece))
-        self._held = {name: _disjointed(pieces) for name, pieces in by_name.items()}
+                self._pieces.setdefault(piece.name, []).append((rank, piece))
 
     def plan(self, target: RankLayout, spread: int = 0) -> tuple[Copy, ...]:
         """Copies that fill every element of the target's pieces exactly once, in order of the target's buffers.
@@ -69,14 +67,15 @@ class SourceIndex:
 
     def _copy(self, piece: Piece, at: int, spread: int) -> Copy:
         """The longest copy that fills `piece` from element `at` of its parameter on."""
-        starts, held = self._held.get(piece.name, ([], []))
+        starts, held = self._intervals(piece.name)
         found = bisect_right(starts, at) - 1
-        if found < 0 or held[found].stop <= at:
-            end = starts[found + 1] if found + 1 < len(starts) else piece.stop
-            raise IntegrityError(f"no source holds elements [{at}, {min(end, piece.stop)}) of parameter {piece.name!r}")
-        holders = held[found].holders
+        if found < 0 or held[found][0][1].stop <= at:
+            end = min(starts[found + 1] if found + 1 < len(starts) else piece.stop, piece.stop)
+            raise IntegrityError(f"no source holds elements [{at}, {end}) of parameter {piece.name!r}")
+        holders = held[found]
         # crc32 and not hash(): every process must choose the same source in every run.
-        rank, source = holders[(crc32(piece.name.encode()) + spread) % len(holders)] if len(holders) > 1 else holders[0]
+        chosen = (crc32(piece.name.encode()) + spread) % len(holders) if len(holders) > 1 else 0
+        rank, source = holders[chosen]
         return Copy(
             source_rank=rank,
             source_buffer=source.buffer,
@@ -87,26 +86,32 @@ class SourceIndex:
             name=piece.name,
         )
 
+    def _intervals(self, name: str) -> tuple[list[int], list[_Holders]]:
+        if name not in self._ordered:
+            self._ordered[name] = _disjointed(self._pieces.get(name, []))
+        return self._ordered[name]
+
 
 def plan_rank(sources: Sequence[RankLayout], target: RankLayout, *, spread: int = 0) -> tuple[Copy, ...]:
     """What the holder of `target` must copy from whom; see `SourceIndex.plan`. `sources` are indexed by rank."""
     return SourceIndex(sources).plan(target, spread)
 
 
-def _disjointed(pieces: list[tuple[int, Piece]]) -> tuple[list[int], list[_Held]]:
+def _disjointed(pieces: list[tuple[int, Piece]]) -> tuple[list[int], list[_Holders]]:
     """Starts and intervals in order, such that both starts and stops strictly grow.
 
     Equal intervals are put together as holders of one. An interval inside another is dropped: the larger one serves.
     Then the last interval that starts at or before an element holds it, if any does.
     """
     starts: list[int] = []
-    held: list[_Held] = []
+    held: list[_Holders] = []
     for rank, piece in sorted(pieces, key=lambda holder: (holder[1].start, -holder[1].stop, holder[0])):
-        if held and starts[-1] == piece.start and held[-1].stop == piece.stop:
-            held[-1].holders.append((rank, piece))
-        elif piece.numel > 0 and (not held or piece.stop > held[-1].stop):
+        reached = held[-1][0][1].stop if held else 0
+        if held and starts[-1] == piece.start and reached == piece.stop:
+            held[-1].append((rank, piece))
+        elif piece.stop > reached:
             starts.append(piece.start)
-            held.append(_Held(piece.stop, [(rank, piece)]))
+            held.append([(rank, piece)])
     return starts, held
 
 

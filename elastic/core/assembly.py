@@ -1,0 +1,130 @@
+"""Shard records in, manifest out: the proof that what all ranks wrote is one complete checkpoint."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from elastic.core.errors import IntegrityError, Where
+from elastic.core.layout import check_cover, check_rank
+from elastic.core.manifest import Manifest, ShardRecord
+from elastic.core.names import checkpoint_id
+
+_DIGEST_MODULUS = 2**64
+
+# The kinds that a buffer of a rank has, with their dtypes: (("exp_avg", "F32"), ("fp32", "F32")).
+_Kinds = tuple[tuple[str, str], ...]
+
+# Elements [start, stop) of a parameter, the rank that holds them, and in which kinds.
+_Span = tuple[int, int, int, _Kinds]
+
+
+def assemble(
+    shards: Sequence[ShardRecord],
+    *,
+    run_id: str,
+    versions: Mapping[str, str] | None = None,
+    written_at: float = 0.0,
+) -> Manifest:
+    """The manifest of a checkpoint from what every rank of one generation reported, in any order.
+
+    Raises IntegrityError when a rank is missing or doubled, when records differ in generation, step, world size or
+    stage, or when any element of any kind of any parameter is not held exactly once.
+    """
+    ordered = _one_checkpoint(shards)
+    first = ordered[0]
+    if first.parameters is None:
+        raise IntegrityError("the record of rank 0 does not name the parameters", Where(rank=0, step=first.step))
+    _check_cover(first.parameters, ordered)
+    return Manifest(
+        id=checkpoint_id(first.step, first.generation),
+        run_id=run_id,
+        generation=first.generation,
+        step=first.step,
+        world_size=first.world_size,
+        zero_stage=first.zero_stage,
+        parameters=dict(first.parameters),
+        shards=tuple(replace(shard, digests={}, client=None, parameters=None) for shard in ordered),
+        digests=_summed(ordered),
+        client=dict(first.client or {}),
+        versions=dict(versions or {}),
+        written_at=written_at,
+    )
+
+
+def _one_checkpoint(shards: Sequence[ShardRecord]) -> list[ShardRecord]:
+    if not shards:
+        raise IntegrityError("a checkpoint needs the record of at least one rank")
+    first = shards[0]
+    by_rank: dict[int, ShardRecord] = {}
+    for shard in shards:
+        where = Where(rank=shard.rank, step=shard.step, generation=shard.generation)
+        for what in ("generation", "step", "world_size", "zero_stage"):
+            if getattr(shard, what) != getattr(first, what):
+                values = f"{getattr(shard, what)} and {getattr(first, what)}"
+                raise IntegrityError(f"shards of one checkpoint differ in {what}: {values}", where)
+        if by_rank.setdefault(shard.rank, shard) is not shard:
+            raise IntegrityError(f"rank {shard.rank} reported two shards", where)
+    if sorted(by_rank) != list(range(first.world_size)):
+        missing = sorted(set(range(first.world_size)) - set(by_rank))
+        foreign = sorted(set(by_rank) - set(range(first.world_size)))
+        raise IntegrityError(
+            f"world size {first.world_size} needs one shard per rank: missing {missing[:8]}, not members {foreign[:8]}"
+        )
+    return [by_rank[rank] for rank in range(first.world_size)]
+
+
+def _check_cover(parameters: Mapping[str, tuple[int, ...]], shards: Sequence[ShardRecord]) -> None:
+    spans: dict[str, list[_Span]] = {name: [] for name in parameters}
+    for shard in shards:
+        check_rank(shard.layout)
+        kinds = _kinds_by_buffer(shard)
+        for piece in shard.pieces:
+            if piece.name not in spans:
+                raise IntegrityError(f"{piece.name!r} is in a shard but not in the model", Where(rank=shard.rank))
+            spans[piece.name].append((piece.start, piece.stop, shard.rank, kinds[piece.buffer]))
+    for name, shape in parameters.items():
+        numel = math.prod(shape)
+        if numel and not spans[name]:
+            raise IntegrityError(f"no shard holds {name!r}, which the model has")
+        for kind, own in _by_kind(spans[name]).items():
+            check_cover(f"{kind}/{name}", numel, own)
+
+
+def _by_kind(spans: Sequence[_Span]) -> dict[str, list[tuple[int, int, int]]]:
+    """The spans of one parameter for each kind that must be checked by itself: one stands for all if all are alike."""
+    alike = {span[3] for span in spans}
+    if len(alike) == 1:
+        return {"+".join(kind for kind, _ in alike.pop()): [span[:3] for span in spans]}
+    by_kind: dict[str, list[tuple[int, int, int]]] = {}
+    dtypes: dict[str, str] = {}
+    for start, stop, rank, kinds in spans:
+        for kind, dtype in kinds:
+            if dtypes.setdefault(kind, dtype) != dtype:
+                raise IntegrityError(
+                    f"ranks hold one parameter's {kind} as {dtypes[kind]} and {dtype}", Where(rank=rank)
+                )
+            by_kind.setdefault(kind, []).append((start, stop, rank))
+    return by_kind
+
+
+def _kinds_by_buffer(shard: ShardRecord) -> dict[str, _Kinds]:
+    kinds: dict[str, list[tuple[str, str]]] = {}
+    for tensor in shard.tensors:
+        kind, buffer = tensor.key.split("/", 1)
+        kinds.setdefault(buffer, []).append((kind, tensor.dtype))
+    return {buffer: tuple(sorted(entries)) for buffer, entries in kinds.items()}
+
+
+def _summed(shards: Sequence[ShardRecord]) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for shard in shards:
+        kinds = _kinds_by_buffer(shard)
+        expected = {f"{kind}/{piece.name}" for piece in shard.pieces for kind, _ in kinds[piece.buffer]}
+        if expected != shard.digests.keys():
+            odd = min(expected ^ shard.digests.keys())
+            raise IntegrityError(f"content checks and stored state differ for {odd!r}", Where(rank=shard.rank))
+        for key, digest in shard.digests.items():
+            total[key] = (total.get(key, 0) + digest) % _DIGEST_MODULUS
+    return total
