@@ -1,0 +1,162 @@
+"""What a run came to, as one JSON object: a pure function of its journal.
+
+Tolerant on purpose: it reads journals of runs that go on, that died, and of other versions. Whatever was not written is
+None or empty, never guessed.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from elastic.observe.text import finite
+
+Record = Mapping[str, Any]
+Json = dict[str, Any]
+
+# Names of the summary, and the times of an incident that they are taken from.
+_MARKS = {
+    "detected": "detected",
+    "decided": "decided",
+    "rebuilt": "group_ready",
+    "restored": "state_ready",
+    "first_step": "first_step",
+    "caught_up": "caught_up",
+}
+_STAMPS = {"seq", "incarnation", "time", "type"}
+
+
+def summarize(records: Iterable[Record]) -> Json:
+    """Keys: run_id, status, reason, steps, final_loss, started_at, ended_at, wall_s, generations, incidents, samples,
+    checkpoints, save_stall_s, time_ledger, controllers. Times are wall clock seconds."""
+    all_records = list(records)
+    run = _merged(_of(all_records, "run"))
+    times = [float(record["time"]) for record in all_records if "time" in record]
+    generations = _generations(all_records)
+    return {
+        "run_id": run.get("run_id"),
+        "status": run.get("status", "unknown"),
+        "reason": run.get("reason"),
+        "steps": _steps(run, all_records),
+        "final_loss": finite(run.get("loss")),
+        "started_at": times[0] if times else None,
+        "ended_at": times[-1] if times else None,
+        "wall_s": round(times[-1] - times[0], 3) if times else None,
+        "generations": generations,
+        "incidents": [incident_summary(record) for record in _latest(_of(all_records, "incident"), "id")],
+        "samples": {key: _merged(_of(all_records, "samples")).get(key) for key in ("seen", "missing", "repeated")},
+        "checkpoints": _checkpoints(all_records),
+        "save_stall_s": _stalls(_of(all_records, "checkpoint")),
+        "time_ledger": time_ledger(all_records),
+        "controllers": max((int(record.get("incarnation", 0)) for record in all_records), default=0),
+    }
+
+
+def incident_summary(record: Record) -> Json:
+    """One incident: what was lost, what was done, and seconds from the first symptom to each mark."""
+    return {
+        "id": record.get("id"),
+        "kind": record.get("kind", "unknown"),
+        "planned": bool(record.get("planned", False)),
+        "lost": lost(record),
+        "evidence": record.get("evidence", ""),
+        "action": record.get("action", ""),
+        "at": _start(record),
+        "step": record.get("step"),
+        "generation": record.get("generation"),
+        "next_generation": record.get("next_generation"),
+        "world_size": record.get("world_size"),
+        "next_world_size": record.get("next_world_size"),
+        "seconds": incident_seconds(record),
+        "steps_repeated": record.get("steps_repeated"),
+        "resumed_step": record.get("resumed_step"),
+        "source": record.get("source") or None,
+    }
+
+
+def incident_seconds(record: Record) -> dict[str, float | None]:
+    """Seconds from the symptom (or the detection, where no symptom has a time) to each mark; None: not reached."""
+    start, times = _start(record), record.get("times") or {}
+    return {
+        name: round(times[key] - start, 4) if start is not None and finite(times.get(key)) is not None else None
+        for name, key in _MARKS.items()
+    }
+
+
+def lost(record: Record) -> str:
+    """In words: "node 3f2a (worker 2)", "worker 1", or "" for nothing."""
+    if isinstance(record.get("lost"), str):
+        return str(record["lost"])
+    nodes, workers = record.get("lost_nodes") or (), record.get("lost_workers") or ()
+    who = _listed("worker", [str(worker) for worker in workers])
+    where = _listed("node", [str(node)[:8] for node in nodes])
+    return f"{where} ({who})" if who and where else where or who
+
+
+def time_ledger(records: Sequence[Record]) -> dict[str, float]:
+    """Owner -> seconds, of the last ledger written: each one covers the whole run so far."""
+    ledgers = _of(records, "ledger")
+    if not ledgers:
+        return {}
+    last = ledgers[-1]
+    nested = next((last[key] for key in ("seconds", "owners", "ledger") if isinstance(last.get(key), Mapping)), None)
+    owners = nested if nested is not None else {key: value for key, value in last.items() if key not in _STAMPS}
+    return {str(owner): float(value) for owner, value in owners.items() if finite(value) is not None}
+
+
+def _of(records: Iterable[Record], kind: str) -> list[Record]:
+    return [record for record in records if record.get("type") == kind]
+
+
+def _merged(records: Iterable[Record]) -> Json:
+    """Later values win; None is no value."""
+    merged: Json = {}
+    for record in records:
+        merged.update({key: value for key, value in record.items() if value is not None})
+    return merged
+
+
+def _latest(records: Iterable[Record], key: str) -> list[Json]:
+    """One merged record per value of `key`, in the order of first appearance."""
+    groups: dict[Any, list[Record]] = {}
+    for record in records:
+        groups.setdefault(record.get(key), []).append(record)
+    return [_merged(group) for group in groups.values()]
+
+
+def _generations(records: Sequence[Record]) -> list[Json]:
+    keys = ("number", "world_size", "first_step", "last_step")
+    return [{key: merged.get(key) for key in keys} for merged in _latest(_of(records, "generation"), "number")]
+
+
+def _checkpoints(records: Sequence[Record]) -> list[Json]:
+    keys = ("id", "step", "bytes", "seconds", "stall_s")
+    return [{key: merged.get(key) for key in keys} for merged in _latest(_of(records, "checkpoint"), "id")]
+
+
+def _stalls(checkpoints: Sequence[Record]) -> Json:
+    """How long the training thread waited per save."""
+    stalls = [stall for record in checkpoints if (stall := finite(record.get("stall_s"))) is not None]
+    return {
+        "saves": len(stalls),
+        "median": round(statistics.median(stalls), 4) if stalls else None,
+        "max": round(max(stalls), 4) if stalls else None,
+        "total": round(sum(stalls), 4),
+    }
+
+
+def _steps(run: Json, records: Sequence[Record]) -> int | None:
+    if run.get("step") is not None:
+        return int(run["step"])
+    seen = [int(r["last_step"]) for r in _of(records, "generation") if r.get("last_step") is not None]
+    return max(seen, default=None)
+
+
+def _start(record: Record) -> float | None:
+    times = record.get("times") or {}
+    return finite(times.get("symptom", times.get("detected", record.get("time"))))
+
+
+def _listed(noun: str, names: Sequence[str]) -> str:
+    return f"{noun}{'s' * (len(names) > 1)} {', '.join(names)}" if names else ""

@@ -1,0 +1,71 @@
+"""Small formatting shared by the readers: safe text, durations, sizes, plain tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from typing import Any
+
+
+def clean(text: object) -> str:
+    """One line without control characters: evidence comes from user code and may hold anything."""
+    return " ".join("".join(char if char.isprintable() else " " for char in str(text)).split())
+
+
+def clock(time_s: float) -> str:
+    """Wall clock seconds as a time of day, UTC."""
+    return datetime.fromtimestamp(time_s, timezone.utc).strftime("%H:%M:%S")
+
+
+def date(time_s: float) -> str:
+    return datetime.fromtimestamp(time_s, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def duration(seconds: float | None) -> str:
+    """ "0.41 s", "12.3 s", "3 min 05 s", "2 h 07 min"; "-" for None."""
+    if seconds is None:
+        return "-"
+    if seconds < 10:
+        return f"{seconds:.2f} s"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def size(count: float | None) -> str:
+    """Bytes in decimal units."""
+    if count is None:
+        return "-"
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def number(value: Any, form: str = ".4f") -> str:
+    return format(value, form) if finite(value) is not None else "-"
+
+
+def finite(value: Any) -> float | None:
+    """The number, or None for anything that JSON has no number for."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return None
+    return value
+
+
+def plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def table(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """Aligned columns in plain text, headed by the keys of the first row."""
+    if not rows:
+        return []
+    heads = list(rows[0])
+    widths = [max(len(head), *(len(row[head]) for row in rows)) for head in heads]
+    lines = ["  ".join(text.ljust(width) for text, width in zip(heads, widths, strict=True))]
+    lines += ["  ".join(row[head].ljust(width) for head, width in zip(heads, widths, strict=True)) for row in rows]
+    return [line.rstrip() for line in lines]

@@ -1,0 +1,94 @@
+"""The summary is a pure function of the journal, and says nothing that the journal does not."""
+
+from __future__ import annotations
+
+import json
+
+from sample_journal import INCIDENT, journal
+
+from elastic.observe.report import report
+from elastic.observe.summary import lost, summarize
+from elastic.observe.text import duration, size
+
+
+def test_everything_is_there() -> None:
+    summary = summarize(journal())
+    assert (summary["run_id"], summary["status"], summary["steps"], summary["final_loss"]) == (
+        "r1",
+        "finished",
+        100,
+        2.5,
+    )
+    assert summary["generations"] == [
+        {"number": 1, "world_size": 4, "first_step": 1, "last_step": 41},
+        {"number": 2, "world_size": 3, "first_step": 41, "last_step": 100},
+    ]
+    (incident,) = summary["incidents"]
+    assert incident["lost"] == "node abcdef01 (worker 2)"
+    assert incident["seconds"] == {
+        "detected": 0.25, "decided": 0.5, "rebuilt": 1.0, "restored": 1.5, "first_step": 2.0, "caught_up": None,
+    }  # fmt: skip
+    assert (incident["steps_repeated"], incident["source"]) == (1, "storage")
+    assert summary["samples"] == {"seen": 2400, "missing": 0, "repeated": 0}
+    assert [c["id"] for c in summary["checkpoints"]] == ["c40", "c80"]
+    assert summary["save_stall_s"] == {"saves": 2, "median": 0.02, "max": 0.03, "total": 0.04}
+    assert sum(summary["time_ledger"].values()) == 19.0
+    assert summary["wall_s"] == 11.0
+    json.dumps(summary, allow_nan=False)
+
+
+def test_a_journal_with_nothing_in_it() -> None:
+    summary = summarize([])
+    assert summary["status"] == "unknown"
+    assert summary["steps"] is None
+    assert summary["samples"] == {"seen": None, "missing": None, "repeated": None}
+    assert report(summary) == ["run ? is unknown"]
+
+
+def test_every_prefix_of_a_journal_can_be_summed_up_and_reported() -> None:
+    records = journal()
+    for length in range(len(records)):
+        json.dumps(summarize(records[:length]), allow_nan=False)
+        assert report(summarize(records[:length]))
+
+
+def test_what_json_has_no_number_for_is_left_out() -> None:
+    summary = summarize([{"type": "run", "status": "finished", "loss": float("nan")}])
+    assert summary["final_loss"] is None
+
+
+def test_an_incident_written_twice_is_one() -> None:
+    records = [*journal(), {"type": "incident", "id": 1, "times": INCIDENT.times, "steps_repeated": 2}]
+    (incident,) = summarize(records)["incidents"]
+    assert (incident["kind"], incident["steps_repeated"]) == ("node-lost", 2)
+
+
+def test_a_flat_ledger_is_read_too() -> None:
+    records = [{"type": "ledger", "seq": 1, "time": 3.0, "incarnation": 1, "productive": 2.0}]
+    assert summarize(records)["time_ledger"] == {"productive": 2.0}
+
+
+def test_lost_in_words() -> None:
+    assert lost({"lost_workers": [1, 3]}) == "workers 1, 3"
+    assert lost({"lost": "node x"}) == "node x"
+    assert lost({}) == ""
+
+
+def test_the_report_names_times_and_source() -> None:
+    lines = report(summarize(journal()))
+    text = "\n".join(lines)
+    assert lines[0] == "run r1 is finished, 100 steps, loss 2.5000, 11.0 s, 2400 samples seen, 0 missing, 0 repeated"
+    assert "node-lost  node abcdef01 (worker 2)  10.0 s  41    4 -> 3" in text
+    assert "training waited 0.02 s per save (median), 0.03 s at most" in text
+    assert "time: productive 15.0 s (79%), restore 3.75 s (20%), detect 0.25 s (1%)" in text
+
+
+def test_durations_and_sizes() -> None:
+    assert [duration(x) for x in (None, 0.414, 12.34, 185, 7620)] == [
+        "-",
+        "0.41 s",
+        "12.3 s",
+        "3 min 05 s",
+        "2 h 07 min",
+    ]
+    assert [size(x) for x in (None, 12, 12_300, 4e9, 5e12)] == ["-", "12 B", "12.3 kB", "4.0 GB", "5.0 TB"]
