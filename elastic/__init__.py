@@ -1,0 +1,37 @@
+"""ray-elastic: a DeepSpeed run that loses a node and carries on.
+
+Names are resolved when they are first used: importing this package imports neither torch nor Ray.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from elastic.core.errors import ElasticError, UsageError
+    from elastic.training.api import get_context, initialize, report, state
+    from elastic.training.context import Context
+
+__all__ = ["Context", "ElasticError", "UsageError", "get_context", "initialize", "report", "state"]
+
+_HOMES = {
+    "Context": "elastic.training.context",
+    "ElasticError": "elastic.core.errors",
+    "UsageError": "elastic.core.errors",
+    "get_context": "elastic.training.api",
+    "initialize": "elastic.training.api",
+    "report": "elastic.training.api",
+    "state": "elastic.training.api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

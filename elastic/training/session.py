@@ -65,6 +65,7 @@ class StepReport:
     `positions` are the half-open ranges of the global sample order that this rank consumed with non-zero weight.
     `loss` is this rank's part of the global mean: the sum over its micro-batches of loss * samples / step samples, so
     that the sum over ranks is the loss of the global batch. `grad_norm` is DeepSpeed's (None where it has none).
+    `duration_s` ends with the optimizer step; `save_stall_s` is what the snapshot of this step cost beyond that.
     """
 
     step: int
@@ -76,6 +77,7 @@ class StepReport:
     grad_norm: float | None = None
     learning_rates: tuple[float, ...] = ()
     tokens: int = 0
+    save_stall_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,130 @@
+"""From the DeepSpeed configuration that the user wrote to the one that DeepSpeed is given at this world size. Pure,
+but for reading a file when a path is given."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from elastic.core.batches import passes_per_rank
+from elastic.core.errors import UsageError
+from elastic.training.refused import refuse
+from elastic.training.session import BatchSettings
+
+logger = logging.getLogger(__name__)
+
+_GLOBAL = "train_batch_size"
+_MICRO = "train_micro_batch_size_per_gpu"
+_ACCUMULATION = "gradient_accumulation_steps"
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """`global_batch` and `micro_batch` count samples; `passes` is the number of micro-batches that every rank runs in a
+    full step. The batch figures inside `deepspeed` are nominal: they agree with one another, as DeepSpeed insists, and
+    `train_batch_size` there exceeds `global_batch` where the world size does not divide it."""
+
+    deepspeed: dict[str, Any]
+    global_batch: int
+    micro_batch: int
+    passes: int
+
+
+def read_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
+    """A dictionary, or the path of a JSON file. Raises UsageError when it is neither."""
+    if isinstance(config, Mapping):
+        return copy.deepcopy(dict(config))
+    if not isinstance(config, (str, os.PathLike)):
+        raise UsageError(f"config must be a DeepSpeed configuration or the path of one, not {type(config).__name__}")
+    try:
+        with open(config, encoding="utf-8") as file:
+            read = json.load(file)
+    except OSError as error:
+        raise UsageError(f"the DeepSpeed configuration {config} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise UsageError(f"the DeepSpeed configuration {config} is not JSON: {error}") from error
+    if not isinstance(read, dict):
+        raise UsageError(f"the DeepSpeed configuration {config} must be a JSON object")
+    return read
+
+
+def resolve(
+    config: Mapping[str, Any], batch: BatchSettings, world_size: int, max_world_size: int | None = None
+) -> ResolvedConfig:
+    """Settle the batch and make the configuration for `world_size`.
+
+    The job's batch settings come first, then the configuration's. A configuration written for a fixed world size is
+    read as if that were `max_world_size`. Raises UsageError for contradictions and for what is refused.
+    """
+    refuse(config)
+    _check_stage(config)
+    if _get(config, "comms_logger.enabled"):
+        logger.warning("comms_logger makes every collective synchronous: the run will be slower while it is on")
+    micro, total = settle_batch(config, batch, max_world_size or world_size)
+    passes = passes_per_rank(total, micro, world_size)
+    resolved = copy.deepcopy(dict(config))
+    resolved[_MICRO] = micro
+    resolved[_ACCUMULATION] = passes
+    resolved[_GLOBAL] = micro * passes * world_size
+    # A client optimizer (torch's AdamW, say) is what DeepSpeed calls untested; refusing it would surprise.
+    resolved.setdefault("zero_allow_untested_optimizer", True)
+    return ResolvedConfig(resolved, total, micro, passes)
+
+
+def settle_batch(config: Mapping[str, Any], batch: BatchSettings, max_world_size: int) -> tuple[int, int]:
+    """(micro batch, global batch) in samples, neither of which depends on the present world size."""
+    total, micro, accumulation = (_count(config, key) for key in (_GLOBAL, _MICRO, _ACCUMULATION))
+    if total and micro and accumulation and total != micro * accumulation * max_world_size:
+        raise UsageError(
+            f"contradictory batch sizes: {_GLOBAL} {total} is not {_MICRO} {micro} * {_ACCUMULATION} {accumulation} * "
+            f"{max_world_size} workers (the maximum); leave out {_ACCUMULATION}, which the platform sets"
+        )
+    _agree("global_batch", batch.global_batch, _GLOBAL, total)
+    _agree("micro_batch", batch.micro_batch, _MICRO, micro)
+    total, micro = batch.global_batch or total, batch.micro_batch or micro
+    if total is None and micro is None:
+        raise UsageError(
+            f"no batch size: give {_GLOBAL} or {_MICRO} in the DeepSpeed configuration, or the job's batch"
+        )
+    if micro is None:
+        assert total is not None
+        micro = -(-total // ((accumulation or 1) * max_world_size))
+    if total is None:
+        total = micro * (accumulation or 1) * max_world_size
+    if micro > total:
+        raise UsageError(f"the micro-batch of {micro} samples is larger than the global batch of {total}")
+    return micro, total
+
+
+def _agree(ours: str, setting: int | None, key: str, value: int | None) -> None:
+    if setting is not None and setting < 1:
+        raise UsageError(f"{ours} must be at least 1, got {setting}")
+    if setting is not None and value is not None and setting != value:
+        raise UsageError(f"the job says {ours} {setting} but the DeepSpeed configuration says {key} {value}; give one")
+
+
+def _count(config: Mapping[str, Any], key: str) -> int | None:
+    value = config.get(key)
+    # "auto" is how Hugging Face configurations leave a figure to the framework.
+    if value is None or value == "auto":
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UsageError(f"DeepSpeed option {key} must be a positive whole number, got {value!r}")
+    return value
+
+
+def _check_stage(config: Mapping[str, Any]) -> None:
+    stage = _get(config, "zero_optimization.stage")
+    if stage is not None and (isinstance(stage, bool) or stage not in (0, 1, 2, 3)):
+        raise UsageError(f"DeepSpeed option zero_optimization.stage must be 0, 1, 2 or 3, got {stage!r}")
+
+
+def _get(config: Any, path: str) -> Any:
+    for key in path.split("."):
+        config = config.get(key) if isinstance(config, Mapping) else None
+    return config

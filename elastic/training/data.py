@@ -1,0 +1,131 @@
+"""Reading the dealt micro-batches from the user's dataset, in this process or in worker processes."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+
+from elastic.core.batches import MicroBatch
+from elastic.core.errors import UsageError
+from elastic.core.samples import SampleOrder
+from elastic.training import rng
+from elastic.training.progress import StepPlan
+
+logger = logging.getLogger(__name__)
+
+Collate = Callable[[list[Any]], Any]
+# What a sampler yields for one sample: its position in the run and its index in the dataset.
+Place = tuple[int, int]
+
+
+def require_map_style(dataset: Any) -> int:
+    """The dataset's length. Raises UsageError for anything that cannot be asked for its i-th sample."""
+    if isinstance(dataset, DataLoader):
+        raise UsageError("training_data must be the dataset, not a DataLoader: the platform deals the samples to ranks")
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        raise UsageError(
+            "training_data must be a map-style dataset with __len__ and __getitem__: only then can every sample be "
+            "seen exactly once when the number of workers changes"
+        )
+    size = len(dataset)
+    if size < 1:
+        raise UsageError("training_data is empty")
+    return size
+
+
+class SeededDataset(Dataset[Any]):
+    """Reads samples by (position, index). Each read is seeded by its position, so that random augmentation depends
+    neither on the rank nor on which process reads."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset = dataset
+        self.seed = seed
+
+    def __getitem__(self, place: Place) -> Any:
+        position, index = place
+        rng.seed_everything(self.seed, "sample", position)
+        return self.dataset[index]
+
+
+class BatchPlaces:
+    """The real (weighted) micro-batches of one rank from `step` to the end of the run, as lists of places."""
+
+    def __init__(self, plan: StepPlan, order: SampleOrder, step: int) -> None:
+        self._plan, self._order, self._step = plan, order, step
+
+    def __iter__(self) -> Iterator[list[Place]]:
+        for step in range(self._step, self._plan.last_step):
+            for batch in self._plan.deal(step):
+                if batch.weight > 0:
+                    yield places(self._order, batch)
+
+
+def places(order: SampleOrder, batch: MicroBatch) -> list[Place]:
+    positions = range(batch.start, batch.stop)
+    return list(zip(positions, order.indices(batch.start, batch.stop), strict=True))
+
+
+class BatchReader:
+    """Yields the content of micro-batches in the order in which they are dealt to this rank.
+
+    A padding pass gets a copy of a batch that this rank has read already, so that the dataset is asked for every
+    sample once; only a rank that has never had a batch of its own reads the one it is told to repeat.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        plan: StepPlan,
+        order: SampleOrder,
+        step: int,
+        collate_fn: Collate | None = None,
+        num_workers: int = 0,
+        prefetch_factor: int | None = None,
+        pin_memory: bool = False,
+    ) -> None:
+        self._collate: Collate = collate_fn or default_collate
+        self._dataset = SeededDataset(dataset, order.seed)
+        self._order = order
+        self._spare: Any = None
+        self._prefetched: Iterator[Any] | None = None
+        if num_workers > 0:
+            self._prefetched = iter(
+                DataLoader(
+                    self._dataset,
+                    batch_sampler=BatchPlaces(plan, order, step),
+                    collate_fn=self._collate,
+                    num_workers=num_workers,
+                    prefetch_factor=prefetch_factor,
+                    pin_memory=pin_memory,
+                    # Not drawn from the global generator, whose state belongs to the training loop.
+                    generator=torch.Generator().manual_seed(rng.derive(order.seed, "workers")),
+                )
+            )
+
+    def read(self, passes: Sequence[MicroBatch], number: int) -> Any:
+        """The content of `passes[number]`."""
+        batch = passes[number]
+        if batch.weight == 0.0:
+            if self._spare is None:
+                self._spare = self._fetch(batch)
+            return copy.deepcopy(self._spare)
+        content = next(self._prefetched) if self._prefetched is not None else self._fetch(batch)
+        if number + 1 < len(passes) and passes[number + 1].weight == 0.0:
+            # The user may take the batch apart; the padding pass that follows needs it whole.
+            self._spare = copy.deepcopy(content)
+        return content
+
+    def close(self) -> None:
+        """Stop the worker processes now; the garbage collector would do so at some later time."""
+        prefetched, self._prefetched, self._spare = self._prefetched, None, None
+        shut = getattr(prefetched, "_shutdown_workers", None)
+        if shut is not None:
+            shut()
+
+    def _fetch(self, batch: MicroBatch) -> Any:
+        return self._collate([self._dataset[place] for place in places(self._order, batch)])

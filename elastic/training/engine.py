@@ -1,0 +1,256 @@
+"""The engine that the user holds: DeepSpeed's own, with the loss weighted, the random streams set and the step told."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from elastic.core.batches import loss_scale
+from elastic.core.errors import UsageError
+from elastic.training import rng
+from elastic.training.context import Generation
+from elastic.training.failures import as_collective_failure
+from elastic.training.progress import StepPlan, StepProgress
+from elastic.training.session import Phase, StepReport
+
+if TYPE_CHECKING:
+    from elastic.checkpoint.snapshot import ShardSnapshot
+    from elastic.training.state import EngineState
+
+logger = logging.getLogger(__name__)
+
+
+class ElasticEngine:
+    """Everything that is not here is DeepSpeed's: attributes are looked up on `deepspeed`, its engine."""
+
+    def __init__(self, engine: Any, generation: Generation, plan: StepPlan) -> None:
+        self.deepspeed = engine
+        self._generation = generation
+        self._plan = plan
+        self._state: EngineState | None = None
+        self._loss: torch.Tensor | float = 0.0
+        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._saved_step: int | None = None
+
+    def open(self) -> None:
+        """Check DeepSpeed's partitioning and, when the spec names a checkpoint, restore it. Collective.
+
+        Raises UsageError, ModelMismatch, IntegrityError or StorageError.
+        """
+        from elastic.training.state import open_state
+
+        generation, checkpoint = self._generation, self._generation.spec.checkpoint
+        self._state = open_state(self.deepspeed)
+        if checkpoint is None:
+            return
+        generation.enter(Phase.RESTORING)
+        report, client = self._state.restore(generation.coordinator.source(), checkpoint)
+        self._check_data(client["data"])
+        generation.step = self._saved_step = int(client["step"])
+        generation.state.load(client["user"])
+        generation.coordinator.restored(report)
+        generation.enter(Phase.BUILDING)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.deepspeed, name)
+
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
+        return self.forward(*inputs, **kwargs)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """DeepSpeed's forward. In training mode, with a batch of the loader at hand, its random stream is that of the
+        micro-batch; evaluation passes are left alone."""
+        self._generation.check()
+        progress = self._progress()
+        if progress is not None and progress.active is not None and self.deepspeed.training:
+            self._before_forward(progress)
+        with self._translated():
+            return self.deepspeed(*inputs, **kwargs)
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> Any:
+        """`loss` is the mean over the micro-batch. It is scaled so that the step's gradient is exactly the mean over
+        the global batch (see core.batches.loss_scale); what DeepSpeed returns is returned."""
+        self._generation.check()
+        progress = self._progress()
+        if progress is None or progress.active is None:
+            raise UsageError(
+                "engine.backward(loss) was called without a batch from the loader; iterate over the loader"
+            )
+        weight = progress.active.weight
+        scale = loss_scale(weight, self._plan.passes, self._plan.world_size)
+        if weight > 0.0:
+            self._loss = self._loss + loss.detach().float() * weight
+        progress.backwards += 1
+        with self._translated():
+            result = self.deepspeed.backward(loss * scale, **kwargs)
+        self._restore_buffers()
+        return result
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """After the last micro-batch of a step: the optimizer's step, the report, and the snapshot when it is due."""
+        self._generation.check()
+        progress = self._progress()
+        if progress is None:
+            raise UsageError("engine.step() was called without a batch from the loader; iterate over the loader")
+        progress.require_backward()
+        with self._translated():
+            self.deepspeed.step(*args, **kwargs)
+        progress.finish_pass()
+        if progress.complete:
+            self._step_finished(progress)
+
+    def train_batch_size(self) -> int:
+        """The global batch. DeepSpeed's own figure is nominal: it counts padding at sizes that do not divide."""
+        return self._plan.global_batch
+
+    def save_checkpoint(self, *_: Any, **__: Any) -> None:
+        raise UsageError(
+            "engine.save_checkpoint is not used here: the platform saves by itself every checkpoint_every_steps steps "
+            "and at the end; keep your own small state in elastic.state"
+        )
+
+    def load_checkpoint(self, *_: Any, **__: Any) -> None:
+        raise UsageError(
+            "engine.load_checkpoint is not used here: elastic.initialize has restored the newest checkpoint already; "
+            "start another run from one with `elastic resume RUN`"
+        )
+
+    def save_now(self) -> None:
+        """Save a snapshot of the step just finished, unless it was saved already. Between steps only."""
+        step = self._generation.step
+        if self._saved_step == step:
+            return
+        generation = self._generation
+        generation.enter(Phase.SAVING)
+        snapshot = self._snapshot()
+        generation.coordinator.save(snapshot)
+
+    def let_go(self) -> None:
+        """Drop DeepSpeed's engine. The user may still hold this object: it must not keep the shards alive."""
+        self.deepspeed = None
+        self._state = None
+        self._buffers.clear()
+        self._loss = 0.0
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _progress(self) -> StepProgress | None:
+        loader = self._generation.loader
+        return None if loader is None else loader.progress
+
+    def _before_forward(self, progress: StepProgress) -> None:
+        batch = progress.active
+        assert batch is not None
+        # Set by hand for every pass: the last step of a run may have fewer passes than DeepSpeed was told.
+        self.deepspeed.set_gradient_accumulation_boundary(progress.on_last_pass)
+        if batch.weight == 0.0 and not self._buffers:
+            self._buffers = [(buffer, buffer.detach().clone()) for buffer in self.deepspeed.module.buffers()]
+        rng.seed_everything(self._generation.spec.seed, "forward", progress.step, batch.index, progress.forwards)
+        progress.forwards += 1
+
+    def _restore_buffers(self) -> None:
+        """After the backward of a padding pass: batch norm and the like must not have seen it. Not earlier, since the
+        backward may run the forward again (activation checkpointing)."""
+        with torch.no_grad():
+            for buffer, before in self._buffers:
+                buffer.copy_(before)
+        self._buffers.clear()
+
+    def _step_finished(self, progress: StepProgress) -> None:
+        generation = self._generation
+        ended = time.perf_counter()
+        loss, self._loss = float(self._loss), 0.0
+        generation.step = progress.step + 1
+        self.deepspeed.global_samples = self._plan.position(generation.step)
+        every = generation.spec.checkpoint_every_steps
+        due = every is not None and generation.step % every == 0
+        snapshot = None
+        if due:
+            generation.enter(Phase.SAVING)
+            snapshot = self._snapshot()
+        metrics, generation.metrics = generation.metrics, {}
+        generation.coordinator.step_done(
+            StepReport(
+                step=generation.step,
+                loss=loss,
+                positions=progress.positions(),
+                samples=sum(stop - start for start, stop in progress.positions()),
+                duration_s=ended - progress.begun,
+                data_wait_s=progress.data_wait_s,
+                grad_norm=_as_float(self.deepspeed.get_global_grad_norm()),
+                learning_rates=_learning_rates(self.deepspeed),
+                tokens=progress.tokens,
+                save_stall_s=time.perf_counter() - ended if due else 0.0,
+            ),
+            metrics,
+        )
+        if snapshot is not None:
+            generation.coordinator.save(snapshot)
+
+    def _snapshot(self) -> ShardSnapshot:
+        generation, spec = self._generation, self._generation.spec
+        assert self._state is not None
+        with self._translated():
+            snapshot = self._state.snapshot(
+                run_id=spec.run_id, generation=spec.generation, step=generation.step, client=self._client()
+            )
+        self._saved_step = generation.step
+        return snapshot
+
+    def _client(self) -> dict[str, Any]:
+        plan = self._plan
+        return {
+            "step": self._generation.step,
+            "position": plan.position(self._generation.step),
+            "data": self._data(),
+            "user": self._generation.state.dump(),
+        }
+
+    def _data(self) -> dict[str, int]:
+        """What defines the order in which positions count samples, and the random streams."""
+        plan = self._plan
+        return {
+            "seed": self._generation.spec.seed,
+            "global_batch": plan.global_batch,
+            "micro_batch": plan.micro_batch,
+            "dataset_size": plan.dataset_size,
+        }
+
+    def _check_data(self, saved: Mapping[str, Any]) -> None:
+        for name, value in self._data().items():
+            if saved.get(name) != value:
+                raise UsageError(
+                    f"the checkpoint was made with {name} {saved.get(name)}, this run has {value}: it cannot go on "
+                    f"with the same samples; set {name} back, or start a new run"
+                )
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        """A lost peer is remembered, so that a loop which swallows the error does not go on with a broken group."""
+        try:
+            yield
+        except Exception as error:
+            failure = as_collective_failure(error, self._generation.where())
+            if failure is None:
+                raise
+            if self._generation.failure is None:
+                self._generation.failure = failure
+            self._generation.check()
+            raise failure from error
+
+
+def _as_float(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def _learning_rates(engine: Any) -> tuple[float, ...]:
+    optimizer = engine.optimizer
+    groups = getattr(optimizer, "param_groups", None) or []
+    return tuple(float(group["lr"]) for group in groups if "lr" in group)

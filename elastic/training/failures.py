@@ -1,0 +1,58 @@
+"""Foreign errors are translated here and nowhere else: what torch, gloo and NCCL raise when a peer is lost."""
+
+from __future__ import annotations
+
+import re
+
+import torch.distributed as dist
+
+from elastic.core.errors import CollectiveFailed, Where
+
+# gloo raises a plain RuntimeError. These texts are its own; a user's RuntimeError is unlikely to carry them.
+_GLOO_TEXTS = (
+    "gloo/transport",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Timed out waiting",
+    "Application timeout caused pair closure",
+    "Gloo connectFullMesh failed",
+    "Socket Timeout",
+    "socketProgress",
+    "NCCL error",
+    "NCCL communicator was aborted",
+    "DeepSpeed backend not set",
+)
+_PEER = re.compile(r"\[?([0-9a-fA-F.:]*[0-9a-fA-F])\]?:(\d{2,5})\b")
+
+
+def as_collective_failure(error: BaseException, where: Where | None = None) -> CollectiveFailed | None:
+    """The error as CollectiveFailed when it says that a peer or the store was lost; None for anything else."""
+    if isinstance(error, CollectiveFailed):
+        return error
+    if not _is_collective(error):
+        return None
+    failure = CollectiveFailed(f"a collective failed: {_first_line(error)}", where)
+    failure.__cause__ = error
+    return failure
+
+
+def peer_of(message: str) -> str | None:
+    """ "host:port" of the peer that gloo names in its message, if it names one."""
+    for line in message.splitlines():
+        # The source position "[.../pair.cc:538]" must not be taken for a peer.
+        match = _PEER.search(re.sub(r"\[?[\w./-]+\.(cc|h|cpp|hpp):\d+\]?", "", line))
+        if match and "." in match.group(1) + "." * match.group(1).count(":"):
+            return f"{match.group(1)}:{match.group(2)}"
+    return None
+
+
+def _is_collective(error: BaseException) -> bool:
+    if isinstance(error, (dist.DistError, ConnectionError)):
+        # A user's own ConnectionError (a database, say) is not ours; only torch's are.
+        return isinstance(error, dist.DistError)
+    return type(error) is RuntimeError and any(text in str(error) for text in _GLOO_TEXTS)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,211 @@
+"""One generation of one worker: join, call the user's function, say how it ended, leave everything clean."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from elastic.core.errors import CollectiveFailed, GenerationEnded, IntegrityError, StorageError, UsageError, Where
+from elastic.training import cleanup, context, rng
+from elastic.training.context import Generation
+from elastic.training.failures import as_collective_failure, peer_of
+from elastic.training.process_group import ProcessGroup, Rendezvous, backend_and_device
+from elastic.training.session import Coordinator, GenerationSpec, Phase
+
+logger = logging.getLogger(__name__)
+
+Kind = Literal["finished", "ended", "user_error", "collective_failed", "restore_failed", "usage_error"]
+# How often an aborted generation's sockets are looked for again: groups under construction open new ones.
+_SWEEP_EVERY_S = 0.05
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """How a generation ended on this rank.
+
+    finished            the user's function returned; `completed` tells whether the loader had reached the run's end
+    ended               ended as planned, or aborted; `message` is the reason
+    user_error          the user's function raised
+    usage_error         the job or the user's loop cannot work as written (a UsageError); not worth retrying
+    collective_failed   a peer was lost: `peer` is "host:port" and `peer_rank` its rank where they are known
+    restore_failed      the state of `checkpoint` could not be had
+
+    `step` counts finished optimizer steps. `clean` is False when something kept the engine alive.
+    """
+
+    kind: Kind
+    step: int = 0
+    completed: bool = False
+    error_type: str | None = None
+    message: str = ""
+    traceback: str | None = None
+    peer: str | None = None
+    peer_rank: int | None = None
+    checkpoint: str | None = None
+    where: Where = field(default_factory=Where)
+
+
+class GenerationRunner:
+    """`run` once, on the training thread; `abort` from any thread, before, during or after.
+
+    `on_result` is called as soon as the outcome is known and before this rank closes its own groups, so that the first
+    cause reaches the controller before the failures that the closing causes on other ranks. An exception in it is
+    logged. After `run`, `clean` is False if the engine outlived its generation: start a fresh process then.
+    """
+
+    def __init__(
+        self,
+        spec: GenerationSpec,
+        coordinator: Coordinator,
+        rendezvous: Rendezvous,
+        on_result: Callable[[GenerationResult], None] | None = None,
+        local_rank: int = 0,
+    ) -> None:
+        self.spec = spec
+        self.clean = True
+        self._on_result = on_result
+        self._group = ProcessGroup(spec, rendezvous, local_rank)
+        device = backend_and_device(local_rank)[1]
+        self._generation = Generation(spec, coordinator, self._group, device, local_rank)
+        self._left = threading.Event()
+        self._abort_lock = threading.Lock()
+
+    def run(self, fn: Callable[..., Any], config: Mapping[str, Any] | None = None) -> GenerationResult:
+        """Run `fn(config)`, or `fn()` if it takes nothing. Returns after everything was left; never raises."""
+        result = self._attempt(fn, config)
+        self._announce(result)
+        self._leave(result)
+        return result
+
+    def abort(self, reason: str) -> None:
+        """End the generation now: a training thread that is blocked in a collective is released within milliseconds.
+
+        Code that neither trains nor loads (a long computation of the user's) ends at its next call of the engine or
+        the loader. Returns at once; calling it again does nothing new.
+        """
+        with self._abort_lock:
+            first = self._generation.ended is None
+            self._generation.end(reason)
+        self._group.sweep()
+        if first and not self._left.is_set():
+            threading.Thread(target=self._keep_sweeping, name="elastic-abort", daemon=True).start()
+
+    @property
+    def step(self) -> int:
+        """Finished optimizer steps so far; any thread may ask."""
+        return self._generation.step
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _attempt(self, fn: Callable[..., Any], config: Mapping[str, Any] | None) -> GenerationResult:
+        generation = self._generation
+        try:
+            generation.check()
+            cleanup.freeze_imports()
+            context.install(generation)
+            generation.enter(Phase.JOINING)
+            generation.device = self._group.join(generation.check)
+            generation.enter(Phase.BUILDING)
+            # Models are built by the user's function: equal weights on every rank and at every world size.
+            rng.seed_everything(self.spec.seed, "build")
+            _call(fn, config)
+            return self._returned()
+        except BaseException as error:  # noqa: BLE001 - the shell's edge: everything becomes a result
+            result = self._classify(error)
+            cleanup.forget(error)
+            return result
+
+    def _returned(self) -> GenerationResult:
+        """The user's function came back. `except BaseException` in it may have swallowed an end: look again."""
+        loader = self._generation.loader
+        completed = loader is not None and loader.finished
+        if not completed:
+            self._generation.check()
+            if loader is not None:
+                loader.stopped_early()
+        return GenerationResult("finished", self._generation.step, completed, where=self._generation.where())
+
+    def _classify(self, error: BaseException) -> GenerationResult:
+        generation = self._generation
+        if isinstance(error, GenerationEnded):
+            return self._result("ended", error, message=error.reason, text=None)
+        if generation.ended is not None:
+            # The abort itself makes whatever was under way fail.
+            logger.debug("generation %d was aborted while in: %s", self.spec.generation, error)
+            return self._result("ended", error, message=generation.ended)
+        if isinstance(error, UsageError):
+            return self._result("usage_error", error)
+        failure = as_collective_failure(error, generation.where())
+        if failure is not None:
+            return self._collective_failed(failure)
+        if generation.phase is Phase.RESTORING or isinstance(error, (IntegrityError, StorageError)):
+            return self._result("restore_failed", error, checkpoint=self.spec.checkpoint)
+        return self._result("user_error", error)
+
+    def _collective_failed(self, failure: CollectiveFailed) -> GenerationResult:
+        peer = peer_of(failure.message)
+        return self._result("collective_failed", failure, peer=peer, peer_rank=self._group.rank_of(peer))
+
+    def _result(
+        self, kind: Kind, error: BaseException, message: str | None = None, text: str | None = "", **more: Any
+    ) -> GenerationResult:
+        cause = error.__cause__ if isinstance(error, CollectiveFailed) and error.__cause__ else error
+        return GenerationResult(
+            kind,
+            self._generation.step,
+            error_type=f"{type(cause).__module__}.{type(cause).__qualname__}",
+            message=str(error) if message is None else message,
+            traceback=None if text is None else "".join(traceback.format_exception(cause)),
+            where=self._generation.where(),
+            **more,
+        )
+
+    def _announce(self, result: GenerationResult) -> None:
+        if self._on_result is None:
+            return
+        try:
+            self._on_result(result)
+        except Exception:
+            logger.exception("generation %d: the outcome could not be reported", self.spec.generation)
+
+    def _leave(self, result: GenerationResult) -> None:
+        generation = self._generation
+        if generation.ended is not None or result.kind not in ("finished", "ended"):
+            # Collectives that this rank started and will not wait for would block the groups' destruction.
+            self._group.sweep()
+        engine: weakref.ReferenceType[Any] | None = None
+        try:
+            generation.enter(Phase.LEAVING)
+        except BaseException as error:  # noqa: BLE001 - the coordinator may refuse an ended generation
+            logger.debug("leaving was not told: %s", error)
+        if generation.loader is not None:
+            generation.loader.close()
+            generation.loader = None
+        if generation.engine is not None:
+            engine = weakref.ref(generation.engine.deepspeed)
+            cleanup.release_engine(generation.engine.deepspeed)
+            generation.engine.let_go()
+            generation.engine = None
+        generation.failure = None
+        self._group.leave()
+        context.uninstall(generation)
+        self.clean = cleanup.collect(engine)
+        self._left.set()
+
+    def _keep_sweeping(self) -> None:
+        while not self._left.wait(_SWEEP_EVERY_S):
+            self._group.sweep()
+
+
+def _call(fn: Callable[..., Any], config: Mapping[str, Any] | None) -> None:
+    takes_config = bool(inspect.signature(fn).parameters)
+    if takes_config:
+        fn(dict(config or {}))
+    else:
+        fn()

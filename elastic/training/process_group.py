@@ -1,0 +1,263 @@
+"""The process groups of one generation: joined through a store of its own, released from any thread, left clean.
+
+gloo on the CPU, NCCL on CUDA. Everything that touches private parts of torch.distributed or DeepSpeed's group
+bookkeeping is in this module, `sockets` and `cleanup`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from elastic.training import sockets
+from elastic.training.session import GenerationSpec
+from elastic.training.sockets import Address, TcpSocket
+
+logger = logging.getLogger(__name__)
+
+# One attempt to reach the store. Short, so that an abort between attempts is seen soon.
+_CONNECT_ATTEMPT_S = 2.0
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the store of one generation listens. Of no use to any other generation."""
+
+    host: str
+    port: int
+
+
+_hosted: dict[Rendezvous, TCPStore] = {}
+_hosted_lock = threading.Lock()
+
+
+def host_store(host: str) -> Rendezvous:
+    """Start a store in this process (the one that will be rank 0) on a free port; `host` is how others reach it.
+
+    It stays open until the generation that uses it is left, or `release_store`.
+    """
+    store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    rendezvous = Rendezvous(host, store.port)
+    with _hosted_lock:
+        _hosted[rendezvous] = store
+    return rendezvous
+
+
+def release_store(rendezvous: Rendezvous) -> None:
+    """Close a store that this process hosts. Does nothing when it hosts no such store."""
+    with _hosted_lock:
+        _hosted.pop(rendezvous, None)
+
+
+def backend_and_device(local_rank: int = 0) -> tuple[str, torch.device]:
+    """The backend and device that DeepSpeed's accelerator stands for ("gloo" and cpu, "nccl" and cuda:N)."""
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        return "gloo", torch.device("cpu")
+    return accelerator.communication_backend_name(), torch.device(accelerator.device_name(local_rank))
+
+
+class ProcessGroup:
+    """Call order, on the training thread: 1. `join` 2. `seal` after deepspeed.initialize 3. `leave`.
+    `sweep` may be called by any thread at any time and any number of times.
+    """
+
+    def __init__(self, spec: GenerationSpec, rendezvous: Rendezvous, local_rank: int = 0) -> None:
+        self.spec = spec
+        self.rendezvous = rendezvous
+        self.local_rank = local_rank
+        self._store: Store | None = None
+        self._foreign: frozenset[str] = frozenset()
+        self._listening: frozenset[Address] = frozenset()
+        self._peers_listening: frozenset[Address] = frozenset()
+        self._rank_at: dict[Address, int] = {}
+        # While groups are being built nobody has published addresses: every new socket counts as the groups' own.
+        self._building = False
+        self._joined = False
+        # A sweep that began in this generation must not see the sockets of the next one.
+        self._sweeping = threading.Lock()
+
+    def join(self, check: Callable[[], None]) -> torch.device:
+        """Connect to the store, form the world group, let DeepSpeed adopt it; returns the device of this rank.
+
+        `check` raises when the generation was ended meanwhile. Raises torch's DistError, or a RuntimeError of gloo.
+        """
+        backend, device = backend_and_device(self.local_rank)
+        _prepare_deepspeed()
+        self._set_environment()
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        self._foreign = frozenset(found.inode for found in sockets.tcp_sockets())
+        self._building = True
+        self._joined = True
+        check()
+        self._store = self._connect(check)
+        # An abort before this line found no socket to shut down; one after it finds the store's.
+        check()
+        dist.init_process_group(
+            backend,
+            store=PrefixStore(f"generation{self.spec.generation}", self._store),
+            rank=self.spec.rank,
+            world_size=self.spec.world_size,
+            timeout=self._timeout(),
+            device_id=device if device.type == "cuda" else None,
+        )
+        _adopt(backend)
+        return device
+
+    def seal(self) -> None:
+        """After DeepSpeed made its groups: set their timeouts, agree on whose sockets are whose. Collective."""
+        for group in list(_groups()):
+            # DeepSpeed's clone of the world group ignores the timeout that the world group was made with.
+            dist.distributed_c10d._set_pg_timeout(self._timeout(), group)
+        self._exchange_addresses()
+        self._building = False
+
+    def rank_of(self, peer: str | None) -> int | None:
+        """The rank whose socket "host:port" is, when known."""
+        if peer is None:
+            return None
+        host, _, port = peer.rpartition(":")
+        return self._rank_at.get((host.strip("[]"), int(port)))
+
+    def sweep(self) -> int:
+        """Release whatever is blocked in this generation's collectives; the number of sockets shut down."""
+        with self._sweeping:
+            if not self._joined:
+                return 0
+            if dist.is_initialized() and dist.get_backend() == "nccl":
+                _abort_nccl()
+            return sum(sockets.shut_down(found) for found in sockets.tcp_sockets() if self._owns(found))
+
+    def leave(self) -> None:
+        """Destroy every group and the store. Never raises: a group that fails to close is logged."""
+        if not self._joined:
+            return
+        try:
+            _destroy_groups()
+        except (RuntimeError, ValueError, AssertionError) as error:
+            logger.warning("generation %d: groups did not close cleanly: %s", self.spec.generation, error)
+        self._store = None
+        with self._sweeping:
+            self._joined = False
+        release_store(self.rendezvous)
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _timeout(self) -> timedelta:
+        return timedelta(seconds=self.spec.collective_timeout_s)
+
+    def _set_environment(self) -> None:
+        # DeepSpeed looks for MPI unless all five are set.
+        os.environ.update(
+            RANK=str(self.spec.rank),
+            WORLD_SIZE=str(self.spec.world_size),
+            LOCAL_RANK=str(self.local_rank),
+            MASTER_ADDR=self.rendezvous.host,
+            MASTER_PORT=str(self.rendezvous.port),
+        )
+
+    def _connect(self, check: Callable[[], None]) -> Store:
+        deadline = time.monotonic() + self.spec.collective_timeout_s
+        while True:
+            try:
+                store = TCPStore(
+                    self.rendezvous.host,
+                    self.rendezvous.port,
+                    is_master=False,
+                    wait_for_workers=False,
+                    timeout=timedelta(seconds=_CONNECT_ATTEMPT_S),
+                )
+            except dist.DistError:
+                check()
+                if time.monotonic() > deadline:
+                    raise
+            else:
+                store.set_timeout(self._timeout())
+                return store
+
+    def _exchange_addresses(self) -> None:
+        assert self._store is not None
+        mine = [found for found in sockets.tcp_sockets() if found.inode not in self._foreign]
+        self._listening = frozenset(found.local for found in mine if found.listening)
+        message = {
+            "listening": sorted(self._listening),
+            "connected": sorted(found.local for found in mine if not found.listening),
+        }
+        key = f"elastic/{self.spec.generation}/addresses/"
+        self._store.set(f"{key}{self.spec.rank}", json.dumps(message))
+        others = [rank for rank in range(self.spec.world_size) if rank != self.spec.rank]
+        answers = self._store.multi_get([f"{key}{rank}" for rank in others]) if others else []
+        listening: set[Address] = set()
+        for rank, answer in zip(others, answers, strict=True):
+            told: Mapping[str, list[Any]] = json.loads(answer)
+            listening.update((host, port) for host, port in told["listening"])
+            for host, port in [*told["listening"], *told["connected"]]:
+                self._rank_at[host, port] = rank
+        self._peers_listening = frozenset(listening)
+
+    def _owns(self, found: TcpSocket) -> bool:
+        if found.listening or found.peer is None or found.inode in self._foreign:
+            return False
+        if found.peer[1] == self.rendezvous.port:
+            return True
+        if found.local[1] == self.rendezvous.port:
+            # The hosted store's side of the others' connections: they are theirs to close.
+            return False
+        return self._building or found.local in self._listening or found.peer in self._peers_listening
+
+
+def _groups() -> list[dist.ProcessGroup]:
+    return list(dist.distributed_c10d._world.pg_map)
+
+
+def _prepare_deepspeed() -> None:
+    import deepspeed
+
+    # Its first use compiles for about a minute and serves inference only.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    for handler in logging.getLogger("DeepSpeed").handlers:
+        # Data goes to stdout, talk to stderr.
+        if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stdout:
+            handler.setStream(sys.stderr)
+
+
+def _adopt(backend: str) -> None:
+    import deepspeed
+
+    # The group exists: DeepSpeed makes its wrapper of it and never initialises one itself.
+    deepspeed.comm.init_distributed(dist_backend=backend, dist_init_required=False, verbose=False)
+
+
+def _destroy_groups() -> None:
+    import deepspeed
+
+    if not dist.is_initialized():
+        return
+    if deepspeed.comm.comm.cdb is None:
+        dist.destroy_process_group()
+        return
+    # Not torch's: that one leaves DeepSpeed's clone of the world group alive.
+    deepspeed.comm.destroy_process_group()
+
+
+def _abort_nccl() -> None:
+    for group in _groups():
+        try:
+            group.abort()
+        except (RuntimeError, AttributeError) as error:
+            logger.warning("a group could not be aborted: %s", error)

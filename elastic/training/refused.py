@@ -1,0 +1,167 @@
+"""DeepSpeed options that an elastic run cannot honour, or that DeepSpeed 0.19.8 no longer knows: each with its reason.
+
+A table, so that the answer to "why not?" is in one place. Checked before any node is asked for where the configuration
+is in the job file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from elastic.core.errors import UsageError
+
+_Test = Callable[[Any], bool]
+
+
+def _present(_: Any) -> bool:
+    return True
+
+
+def _true(value: Any) -> bool:
+    return bool(value)
+
+
+def _above_one(value: Any) -> bool:
+    return isinstance(value, (int, float)) and value > 1
+
+
+def _is(*words: str) -> _Test:
+    return lambda value: isinstance(value, str) and value.lower() in words
+
+
+_GONE = "DeepSpeed 0.19.8 has removed it"
+
+# (dotted path, when it is refused, the sentence: why, and what to use here)
+REFUSED: tuple[tuple[str, _Test, str], ...] = (
+    (
+        "elasticity",
+        _present,
+        f"{_GONE}; ray-elastic changes the world size itself: give min and max workers in the job's scaling settings, "
+        "and train_batch_size, which stays the global batch at every world size",
+    ),
+    ("nebula", _present, f"{_GONE}; give the job's checkpoint.uri, which takes any fsspec URL"),
+    ("amp", _present, f"{_GONE}; use fp16 or bf16"),
+    ("compression_training", _present, f"{_GONE} and nothing here replaces it; remove the block"),
+    ("quantize_training", _present, f"{_GONE} and nothing here replaces it; remove the block"),
+    ("eigenvalue", _present, f"{_GONE} and nothing here replaces it; remove the block"),
+    ("sparse_attention", _present, f"{_GONE}; use an attention kernel of the model's own"),
+    ("sparse_gradients", _present, f"{_GONE}; an embedding made with sparse=True needs no key"),
+    ("graph_harvesting", _present, f"{_GONE} and nothing here replaces it; remove the key"),
+    ("curriculum_learning", _present, f"{_GONE}; order the dataset itself, the platform shuffles by seed and epoch"),
+    ("progressive_layer_drop", _present, f"{_GONE} and nothing here replaces it; remove the block"),
+    (
+        "zero_optimization.mics_shard_size",
+        _present,
+        f"{_GONE}; use plain ZeRO-3, whose state is resharded here at any world size",
+    ),
+    ("zero_optimization.mics_hierarchical_params_gather", _present, f"{_GONE}; use plain ZeRO-3"),
+    ("zero_optimization.zeropp_loco_param", _present, f"{_GONE}; remove the key"),
+    (
+        "zero_optimization.elastic_checkpoint",
+        _true,
+        "DeepSpeed cannot load such a checkpoint at another world size; checkpoints here always can be: remove the key",
+    ),
+    (
+        "checkpoint.load_universal",
+        _true,
+        "universal checkpoints lose buffers, frozen parameters and parameter groups; the platform restores its own "
+        "checkpoints at any world size: remove the key",
+    ),
+    (
+        "checkpoint.writer",
+        _present,
+        "DeepSpeed's fast and decoupled writers cannot read back what they wrote; snapshots here are written in the "
+        "background already: remove the block",
+    ),
+    (
+        "zero_optimization.offload_optimizer.device",
+        _is("nvme"),
+        "state on NVMe is a folder bound to the number of ranks and cannot be resharded; use device: cpu",
+    ),
+    (
+        "zero_optimization.offload_param.device",
+        _is("nvme"),
+        "parameters on NVMe are bound to the number of ranks and cannot be resharded; use device: cpu",
+    ),
+    (
+        "zero_optimization.zenflow",
+        _present,
+        "its optimizer runs in a process of its own whose state no snapshot can see; use plain CPU offload",
+    ),
+    (
+        "zero_optimization.offload_optimizer.super_offload",
+        _true,
+        "its optimizer runs in worker processes whose state no snapshot can see; use plain CPU offload",
+    ),
+    (
+        "zero_optimization.zero_hpz_partition_size",
+        _above_one,
+        "every world size would have to be a multiple of it; remove the key",
+    ),
+    (
+        "zero_optimization.zero_quantized_gradients",
+        _true,
+        "it needs all devices of a node to be visible to every rank, a worker here sees its own only; remove the key",
+    ),
+    (
+        "gradient_allreduce_op",
+        _is("sum"),
+        "gradients here are exactly the mean over the global batch at any world size; remove the key and let the loss "
+        "be the mean over the micro-batch",
+    ),
+    (
+        "managed_gradient_accumulation",
+        lambda value: value is False,
+        "the platform sets the number of micro-batches per step at every world size; remove the key",
+    ),
+    (
+        "expert_parallel.enabled",
+        _true,
+        "experts are bound to groups of a fixed size; native MoE and expert parallelism are not supported yet",
+    ),
+    ("tensor_parallel.autotp_size", _above_one, "ranks here are data parallel only; remove the block"),
+    ("sequence_parallel_size", _above_one, "ranks here are data parallel only; remove the key"),
+    ("hybrid_engine.enabled", _true, "its inference engine is bound to one world size; remove the block"),
+    ("autotuning.enabled", _true, "it ends the process by itself; tune with DeepSpeed's launcher, then run here"),
+    ("compile.deepcompile", _true, "its native state is bound to the process group of one generation; remove the key"),
+)
+
+_GONE_OPTIMIZERS = ("onebitadam", "zerooneadam", "onebitlamb")
+
+
+def refuse(config: Mapping[str, Any]) -> None:
+    """Raise UsageError for the first option that cannot be honoured; the message names it."""
+    for path, refused, why in REFUSED:
+        for value in _values(config, path.split(".")):
+            if refused(value):
+                raise UsageError(f"DeepSpeed option {path}: {why}")
+    optimizer = config.get("optimizer")
+    kind = optimizer.get("type") if isinstance(optimizer, Mapping) else None
+    if isinstance(kind, str) and kind.lower() in _GONE_OPTIMIZERS:
+        raise UsageError(f"DeepSpeed option optimizer.type {kind!r}: {_GONE}; use Adam, AdamW or Lamb")
+
+
+def refuse_model(model: Any) -> None:
+    """Raise UsageError for a model that cannot be resharded. Recognised by where its classes come from, so that
+    DeepSpeed need not be imported."""
+    for module in model.modules():
+        home = type(module).__module__
+        if home.startswith(("deepspeed.pipe", "deepspeed.runtime.pipe")):
+            raise UsageError(
+                "pipeline modules are not supported: their stages are bound to a fixed number of ranks; use ZeRO-3"
+            )
+        if home.startswith("deepspeed.moe"):
+            raise UsageError(
+                f"native MoE ({type(module).__name__}) is not supported yet: its experts are bound to groups of a "
+                "fixed size and are saved apart"
+            )
+
+
+def _values(config: Any, path: list[str]) -> Iterator[Any]:
+    for key in path:
+        if not isinstance(config, Mapping) or key not in config:
+            return
+        config = config[key]
+    if config is not None:
+        yield config
