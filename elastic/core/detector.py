@@ -1,0 +1,180 @@
+"""Telling the living from the dead, the moving from the stuck: small tables fed with what was heard and when.
+
+They have no clock (every method takes the time) and decide nothing: what they return are facts that
+`machine.step` gets as events. Not journaled: a restarted controller starts with empty tables, which accuse nobody.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from statistics import median
+
+from elastic.core.events import ProgressStalled, WorkersSilent
+from elastic.core.steps import CompletedStep as CompletedStep
+from elastic.core.steps import StepTable as StepTable
+
+# What `LastSeen.silent` returns is the event itself.
+Silence = WorkersSilent
+
+
+class LastSeen:
+    """When each node's agent and each worker was last heard of.
+
+    A worker beats to its node's agent, and the agent reports the ages of those beats. A worker is therefore silent on
+    its own only by its agent's clock; when the agent itself is late, it is the node that is suspected, once, with
+    all of its workers.
+
+    The observer's own lateness is evidence against itself: after a pause of the caller everybody looks silent, because
+    nothing was read. One heartbeat interval of grace follows, in which what was queued can be heard.
+    """
+
+    def __init__(self, heartbeat_s: float) -> None:
+        self._heartbeat_s = heartbeat_s
+        self._nodes: dict[str, float] = {}
+        self._workers: dict[int, tuple[str, float]] = {}
+        self._forgotten: set[int] = set()
+        self._reported: dict[int, float] = {}
+        self._active: float | None = None
+        self._woke, self._slept_s = 0.0, 0.0
+        self._excused: float | None = None
+
+    def heard_node(self, node: str, now: float, ages: Mapping[int, float] | None = None) -> None:
+        """The agent of `node` has spoken; `ages` are the seconds since its workers' last beats, by its clock."""
+        self._awake(now)
+        self._excused = None
+        self._nodes[node] = max(now, self._nodes.get(node, now))
+        for worker, age_s in (ages or {}).items():
+            self._seen(worker, node, now - age_s)
+
+    def heard_worker(self, worker: int, node: str, now: float) -> None:
+        """The worker itself has spoken: a probe's answer, or any other message of its own."""
+        self._awake(now)
+        self._excused = None
+        self._seen(worker, node, now)
+
+    def forget_worker(self, worker: int) -> None:
+        """The worker was written off. Its number is never used again, so a late beat does not bring it back."""
+        self._forgotten.add(worker)
+        self._workers.pop(worker, None)
+        self._reported.pop(worker, None)
+
+    def forget_node(self, node: str) -> None:
+        """The node was lost, with the workers that were heard of there. It may come back, with new workers."""
+        self._nodes.pop(node, None)
+        for worker in [worker for worker, (where, _) in self._workers.items() if where == node]:
+            self.forget_worker(worker)
+
+    def retain(self, workers: Iterable[int]) -> None:
+        """Forget every worker that is not among `workers`: the state machine's list is the one that counts."""
+        for worker in self._workers.keys() - set(workers):
+            self.forget_worker(worker)
+
+    def silent(self, now: float, limit_s: float) -> Silence | None:
+        """The workers that were not heard of for more than `limit_s`, with the nodes that are silent as a whole.
+
+        Each is reported once, and again after another `limit_s` of silence. To be called a few times per `limit_s`.
+        """
+        self._awake(now)
+        if self._grace(now, limit_s):
+            return None
+        suspects = {worker for worker in self._workers if self._is_silent(worker, now, limit_s)}
+        due = sorted(w for w in suspects if w not in self._reported or now - self._reported[w] > limit_s)
+        if not due:
+            return None
+        self._reported.update((worker, now) for worker in due)
+        nodes = sorted({self._workers[worker][0] for worker in due})
+        whole = tuple(node for node in nodes if self._all_silent(node, suspects, now, limit_s))
+        longest = max(now - self._workers[worker][1] for worker in due)
+        return Silence(tuple(due), longest, whole)
+
+    def _is_silent(self, worker: int, now: float, limit_s: float) -> bool:
+        node, seen = self._workers[worker]
+        agent = self._nodes.get(node, seen)
+        by_its_agent = agent - seen > limit_s
+        with_its_agent = now - agent > limit_s
+        return now - seen > limit_s and (by_its_agent or with_its_agent)
+
+    def _all_silent(self, node: str, suspects: set[int], now: float, limit_s: float) -> bool:
+        here = {worker for worker, (where, _) in self._workers.items() if where == node}
+        return here <= suspects and node in self._nodes and now - self._nodes[node] > limit_s
+
+    def _seen(self, worker: int, node: str, when: float) -> None:
+        if worker in self._forgotten:
+            return
+        before = self._workers.get(worker)
+        if before is None or when > before[1]:
+            self._workers[worker] = (node, when)
+            # A beat that is newer than the last report ends that silence: the next one is reported at once.
+            if when > self._reported.get(worker, when):
+                del self._reported[worker]
+
+    def _awake(self, now: float) -> None:
+        slept_s = now - self._active if self._active is not None else 0.0
+        self._active = now
+        if slept_s > self._heartbeat_s:
+            self._woke, self._slept_s = now, slept_s
+
+    def _grace(self, now: float, limit_s: float) -> bool:
+        if self._slept_s <= limit_s / 2 or now >= self._woke + self._heartbeat_s:
+            return False
+        # Granted once until somebody is heard: a caller that is always late must still notice that all are gone.
+        if self._excused is None:
+            self._excused = self._woke
+        return self._excused == self._woke
+
+
+class HangLimit:
+    """How long a step may take before it is a hang: max(floor, factor * median of the last 64 steps)."""
+
+    def __init__(self, floor_s: float, factor: float, first_s: float = 0.0) -> None:
+        """`first_s` is the least limit for a generation's first step: engine build and compilation are in it."""
+        self._floor_s, self._factor, self._first_s = floor_s, factor, first_s
+        self._durations_s: deque[float] = deque(maxlen=64)
+
+    def add(self, duration_s: float) -> None:
+        """One finished step. First steps of generations are not to be added: they measure something else."""
+        self._durations_s.append(duration_s)
+
+    def limit(self, first_step: bool = False) -> float:
+        """Seconds. Before any step is known, the floor."""
+        learned = self._factor * median(self._durations_s) if self._durations_s else 0.0
+        return max(self._floor_s, learned, self._first_s if first_step else 0.0)
+
+
+class ProgressWatch:
+    """Notices that heartbeats go on and steps do not. Time counts only while the caller says that members train."""
+
+    def __init__(self, limit: HangLimit) -> None:
+        self._limit = limit
+        self._generation = -1
+        self._step = 0
+        self._first = True
+        self._since: float | None = None
+        self._checked: float | None = None
+
+    def step_ended(self, generation: int, step: int, now: float) -> None:
+        """Some member has finished optimizer step `step`. Older generations and steps seen before change nothing."""
+        if generation < self._generation or (generation == self._generation and step <= self._step):
+            return
+        self._first = False
+        self._generation, self._step, self._since = generation, step, now
+
+    def check(
+        self, generation: int, step: int, now: float, training: bool, behind: Iterable[int] = ()
+    ) -> ProgressStalled | None:
+        """`step` is the generation's first; `behind` are members known to lag. Repeated after another limit's time."""
+        paused_s = now - self._checked if self._checked is not None else 0.0
+        self._checked = now
+        if generation > self._generation:
+            self._generation, self._step, self._first, self._since = generation, step, True, None
+        limit_s = self._limit.limit(self._first)
+        if not training:
+            self._since = None
+        elif self._since is None or paused_s > limit_s / 2:
+            # The observer slept: what it did not read is no proof that nothing happened.
+            self._since = now
+        elif now - self._since > limit_s:
+            stalled_s, self._since = now - self._since, now
+            return ProgressStalled(generation, self._step, stalled_s, limit_s, tuple(sorted(behind)))
+        return None

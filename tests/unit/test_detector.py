@@ -1,0 +1,278 @@
+"""Silence, hangs and step reports: what the detector's tables say about what they were fed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic.core.detector import CompletedStep, HangLimit, LastSeen, ProgressWatch, StepTable
+from elastic.core.events import FirstStepDone
+from elastic.core.steps import join
+
+BEAT_S, LIMIT_S = 0.2, 1.0
+
+
+class Cluster:
+    """Two nodes with two workers each, beating every BEAT_S; the table is checked after every beat."""
+
+    def __init__(self) -> None:
+        self.table = LastSeen(BEAT_S)
+        self.now = 0.0
+        self.silences: list[tuple[float, Any]] = []
+
+    def run(self, seconds: float, frozen: tuple[str, ...] = (), stuck: tuple[int, ...] = ()) -> None:
+        began = self.now
+        for _ in range(round(seconds / BEAT_S)):
+            self.now = round(self.now + BEAT_S, 6)
+            for node, workers in {"a": (0, 1), "b": (2, 3)}.items():
+                ages = {w: self.now - began + 0.05 if w in stuck else 0.05 for w in workers}
+                if node not in frozen:
+                    self.table.heard_node(node, self.now, ages)
+            self.check()
+
+    def check(self) -> Any:
+        found = self.table.silent(self.now, LIMIT_S)
+        if found is not None:
+            self.silences.append((self.now, found))
+        return found
+
+
+def test_beating_workers_are_never_suspected() -> None:
+    cluster = Cluster()
+    cluster.run(20)
+    assert cluster.silences == []
+
+
+def test_a_frozen_node_is_suspected_with_all_of_its_workers_once_per_limit() -> None:
+    cluster = Cluster()
+    cluster.run(2)
+    cluster.run(3, frozen=("b",))
+    times = [time - 2 for time, _ in cluster.silences]
+    assert times == pytest.approx([1.2, 2.4])
+    assert all(found.workers == (2, 3) and found.nodes == ("b",) for _, found in cluster.silences)
+    assert cluster.silences[0][1].silence_s == pytest.approx(1.2, abs=0.1)
+
+
+def test_a_stuck_worker_is_suspected_alone() -> None:
+    cluster = Cluster()
+    cluster.run(2)
+    cluster.run(2, stuck=(3,))
+    assert [(found.workers, found.nodes) for _, found in cluster.silences] == [((3,), ())]
+
+
+def test_a_late_agent_does_not_condemn_its_workers_one_by_one() -> None:
+    table = LastSeen(BEAT_S)
+    table.heard_node("a", 10.0, {0: 0.5, 1: 0.0})
+    for tick in range(1, 5):
+        table.heard_node("b", 10.0 + tick * BEAT_S, {2: 0.0})
+        # Worker 0 was last heard 1.3 s ago, of which the agent accounts for 0.8 s.
+        assert table.silent(10.0 + tick * BEAT_S, LIMIT_S) is None
+    table.heard_node("a", 10.9, {0: 0.1, 1: 0.1})
+    assert table.silent(11.0, LIMIT_S) is None
+
+
+def test_a_worker_that_speaks_for_itself_acquits_itself_and_its_node() -> None:
+    table = LastSeen(BEAT_S)
+    table.heard_node("a", 0.0, {0: 0.0, 1: 0.0})
+    found = []
+    for tick in range(1, 8):
+        table.heard_worker(1, "a", tick * BEAT_S)
+        found.append(table.silent(tick * BEAT_S, LIMIT_S))
+    assert [(f.workers, f.nodes) for f in found if f is not None] == [((0,), ())]
+
+
+def test_an_answer_ends_the_silence_and_the_next_one_is_new() -> None:
+    cluster = Cluster()
+    cluster.run(2)
+    cluster.run(1.2, frozen=("b",))
+    cluster.run(1)
+    cluster.run(1.2, frozen=("b",))
+    assert [time for time, _ in cluster.silences] == pytest.approx([3.2, 5.4])
+
+
+def test_the_forgotten_are_not_suspected_and_not_brought_back_by_late_beats() -> None:
+    cluster = Cluster()
+    cluster.run(2)
+    cluster.table.forget_worker(3)
+    cluster.table.forget_node("a")
+    cluster.run(2, frozen=("a",))
+    assert cluster.silences == []
+    cluster.run(2, frozen=("a", "b"))
+    assert {w for _, found in cluster.silences for w in found.workers} == {2}
+
+
+def test_retain_keeps_only_the_machines_own_workers() -> None:
+    cluster = Cluster()
+    cluster.run(1)
+    cluster.table.retain((0, 1))
+    cluster.run(3, frozen=("b",))
+    assert cluster.silences == []
+
+
+@pytest.mark.parametrize("pause_s", [0.6, 1.1, 5.0, 300.0])
+def test_an_observer_that_was_not_scheduled_accuses_nobody(pause_s: float) -> None:
+    cluster = Cluster()
+    cluster.run(2)
+    cluster.now += pause_s
+    assert cluster.check() is None
+    cluster.run(3)
+    assert cluster.silences == []
+
+
+def test_one_message_read_after_the_pause_does_not_end_the_grace_for_the_others() -> None:
+    cluster = Cluster()
+    cluster.run(2)
+    cluster.now += 5
+    cluster.table.heard_node("a", cluster.now, {0: 0.1, 1: 0.1})
+    assert cluster.check() is None
+    cluster.run(2)
+    assert cluster.silences == []
+
+
+def test_who_is_still_silent_after_the_grace_is_suspected() -> None:
+    cluster = Cluster()
+    cluster.run(2)
+    cluster.now += 5
+    assert cluster.check() is None
+    cluster.run(BEAT_S, frozen=("b",))
+    assert [found.nodes for _, found in cluster.silences] == [("b",)]
+
+
+def test_an_observer_that_is_always_late_still_notices_that_all_are_gone() -> None:
+    cluster = Cluster()
+    cluster.run(2)
+    for _ in range(3):
+        cluster.now += 2 * LIMIT_S
+        cluster.check()
+    assert cluster.silences
+    assert cluster.silences[0][1].nodes == ("a", "b")
+
+
+# --- hangs -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_hang_limit_learns_from_the_last_64_steps() -> None:
+    limit = HangLimit(floor_s=5.0, factor=10.0, first_s=120.0)
+    assert (limit.limit(), limit.limit(first_step=True)) == (5.0, 120.0)
+    for _ in range(64):
+        limit.add(0.1)
+    limit.add(1000.0)
+    assert limit.limit() == 5.0
+    for _ in range(64):
+        limit.add(2.0)
+    assert limit.limit() == 20.0
+    for _ in range(64):
+        limit.add(30.0)
+    assert (limit.limit(), limit.limit(first_step=True)) == (300.0, 300.0)
+
+
+def watch_until(watch: ProgressWatch, start: float, end: float, training: bool = True) -> list[Any]:
+    ticks = [start + n * 0.5 for n in range(int((end - start) / 0.5) + 1)]
+    found = [watch.check(3, 40, now, training, behind=(7,)) for now in ticks]
+    return [fact for fact in found if fact is not None]
+
+
+def test_a_stall_is_reported_after_the_limit_and_again_after_another() -> None:
+    watch = ProgressWatch(HangLimit(5.0, 10.0, first_s=20.0))
+    watch_until(watch, 0, 1)
+    watch.step_ended(3, 41, 1.0)
+    facts = watch_until(watch, 1.5, 12.5)
+    assert [(f.generation, f.step, f.stalled_s, f.limit_s, f.behind) for f in facts] == [
+        (3, 41, 5.5, 5.0, (7,)), (3, 41, 5.5, 5.0, (7,)),
+    ]  # fmt: skip
+
+
+def test_a_generations_first_step_has_the_longer_limit() -> None:
+    watch = ProgressWatch(HangLimit(5.0, 10.0, first_s=20.0))
+    assert watch_until(watch, 0, 20) == []
+    assert watch_until(watch, 20.5, 20.5)[0].limit_s == 20.0
+
+
+def test_time_outside_training_does_not_count() -> None:
+    watch = ProgressWatch(HangLimit(5.0, 10.0))
+    assert watch_until(watch, 0, 60, training=False) == []
+    assert watch_until(watch, 60.5, 65) == []
+    assert len(watch_until(watch, 65.5, 66)) == 1
+
+
+def test_repeated_and_old_steps_are_no_progress() -> None:
+    watch = ProgressWatch(HangLimit(5.0, 10.0))
+    watch_until(watch, 0, 1)
+    watch.step_ended(3, 41, 1.0)
+    watch.step_ended(3, 41, 4.0)
+    watch.step_ended(2, 99, 5.0)
+    assert len(watch_until(watch, 1.5, 6.5)) == 1
+
+
+def test_a_watcher_that_slept_does_not_call_it_a_hang() -> None:
+    watch = ProgressWatch(HangLimit(5.0, 10.0))
+    watch_until(watch, 0, 1)
+    watch.step_ended(3, 41, 1.0)
+    assert watch.check(3, 40, 100.0, training=True) is None
+    assert watch_until(watch, 100.5, 105) == []
+    assert len(watch_until(watch, 105.5, 105.5)) == 1
+
+
+# --- steps -----------------------------------------------------------------------------------------------------------
+
+
+def report(step: int, rank: int, **more: Any) -> dict[str, Any]:
+    start = (step * 2 + rank) * 4
+    values = {"step": step, "loss": 0.5 * (rank + 1), "positions": ((start, start + 4),), "samples": 4}
+    return {**values, "duration_s": 1.0 + rank, **more}
+
+
+def test_a_step_is_complete_when_every_rank_has_reported_it() -> None:
+    table = StepTable()
+    table.begin(generation=2, world_size=2, start_step=10)
+    assert table.add(2, 1, **report(11, 1, tokens=5, grad_norm=2.0, save_stall_s=0.3)) is None
+    done = table.add(2, 0, **report(11, 0, tokens=6, grad_norm=2.0, learning_rates=(1e-3,)))
+    assert done == CompletedStep(
+        2, 11, True, 1.5, ((88, 96),), 8, 2.0, 0.0, 0.3, 11, 2.0, (1e-3,)
+    )  # fmt: skip
+    assert done.first_step_done == FirstStepDone(2, 11)
+    table.add(2, 0, **report(12, 0))
+    assert table.behind() == (1,)
+    second = table.add(2, 1, **report(12, 1))
+    assert second is not None
+    assert second.first_step_done is None
+
+
+def test_reports_of_other_generations_ranks_and_done_steps_are_dropped() -> None:
+    table = StepTable()
+    table.begin(2, 1, start_step=10)
+    assert table.add(1, 0, **report(11, 0)) is None
+    assert table.add(2, 1, **report(11, 1)) is None
+    assert table.add(2, 0, **report(10, 0)) is None
+    assert table.add(2, 0, **report(11, 0)) is not None
+    assert table.add(2, 0, **report(11, 0)) is None
+
+
+def test_a_norm_that_is_not_finite_on_one_rank_is_not_finite() -> None:
+    table = StepTable()
+    table.begin(1, 2)
+    table.add(1, 0, **report(1, 0, grad_norm=-1.0))
+    done = table.add(1, 1, **report(1, 1, grad_norm=3.0))
+    assert done is not None
+    assert done.grad_norm == -1.0
+
+
+def test_positions_that_come_twice_stay_visible() -> None:
+    assert join([(4, 8), (0, 4), (2, 6), (9, 9)]) == ((0, 4), (2, 6), (4, 8))
+    assert join([(4, 8), (0, 4), (8, 9)]) == ((0, 9),)
+
+
+@given(st.integers(1, 4), st.integers(1, 6), st.data())
+def test_any_order_and_any_repetition_gives_every_step_once(world: int, steps: int, data: st.DataObject) -> None:
+    sent = [(rank, step) for rank in range(world) for step in range(1, steps + 1)]
+    again = data.draw(st.lists(st.sampled_from(sent), max_size=10))
+    order = data.draw(st.permutations(sent + again))
+    table = StepTable()
+    table.begin(5, world)
+    done = [step for rank, number in order if (step := table.add(5, rank, **report(number, rank))) is not None]
+    assert sorted(step.step for step in done) == list(range(1, steps + 1))
+    assert [step.first for step in done] == [True] + [False] * (steps - 1)
+    assert all(step.samples == 4 * world for step in done)
