@@ -1,0 +1,78 @@
+"""Byte ranges of shard files: checked against the manifest, joined where they touch, split where they are long."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from elastic.checkpoint.shards import DTYPE_NAMES, bytes_of
+from elastic.checkpoint.source import ReadRange
+from elastic.core.errors import IntegrityError, Where
+from elastic.core.manifest import Manifest, StoredTensor
+
+
+@dataclass(frozen=True)
+class Request:
+    """One read: the bytes of `file` from `begin` on go into the views, one after the other."""
+
+    file: str
+    begin: int
+    views: tuple[memoryview, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(len(view) for view in self.views)
+
+
+def requests(
+    manifest: Manifest, ranges: Sequence[ReadRange], *, max_bytes: int, max_gap_bytes: int = 0
+) -> list[Request]:
+    """The reads that fill all targets. Raises IntegrityError for a range that the manifest does not hold.
+
+    Ranges at most `max_gap_bytes` apart in one file become one read (what lies between is read and dropped); no read is
+    longer than `max_bytes`, so that long ones run in parallel.
+    """
+    stored = {(shard.rank, tensor.key): (shard.file, tensor) for shard in manifest.shards for tensor in shard.tensors}
+    wanted: list[tuple[str, int, memoryview]] = []
+    for item in ranges:
+        file, tensor = _find(stored, item, manifest.id)
+        begin = tensor.begin + item.offset * item.target.element_size()
+        view = bytes_of(item.target)
+        for at in range(0, len(view), max_bytes):
+            wanted.append((file, begin + at, view[at : at + max_bytes]))
+    return _joined(sorted(wanted, key=lambda part: part[:2]), max_bytes, max_gap_bytes)
+
+
+def _joined(wanted: Sequence[tuple[str, int, memoryview]], max_bytes: int, max_gap_bytes: int) -> list[Request]:
+    joined: list[Request] = []
+    views: list[memoryview] = []
+    file, first, end = "", 0, 0
+    for name, begin, view in wanted:
+        near = name == file and 0 <= begin - end <= max_gap_bytes and begin + len(view) - first <= max_bytes
+        if views and near:
+            if begin > end:
+                views.append(memoryview(bytearray(begin - end)))
+        else:
+            if views:
+                joined.append(Request(file, first, tuple(views)))
+            file, first, views = name, begin, []
+        views.append(view)
+        end = begin + len(view)
+    return [*joined, Request(file, first, tuple(views))] if views else joined
+
+
+def _find(
+    stored: dict[tuple[int, str], tuple[str, StoredTensor]], item: ReadRange, checkpoint_id: str
+) -> tuple[str, StoredTensor]:
+    where = Where(rank=item.rank)
+    if (item.rank, item.key) not in stored:
+        raise IntegrityError(f"checkpoint {checkpoint_id} has no tensor {item.key!r} of that rank", where)
+    file, tensor = stored[item.rank, item.key]
+    if DTYPE_NAMES.get(item.target.dtype) != tensor.dtype:
+        raise IntegrityError(f"{item.key!r} is stored as {tensor.dtype}, not as {item.target.dtype}", where)
+    if item.target.dim() != 1 or item.target.numel() != item.numel or not item.target.is_contiguous():
+        raise IntegrityError(f"a target for {item.key!r} is not 1-D contiguous memory of {item.numel} elements", where)
+    if item.offset < 0 or item.offset + item.numel > tensor.numel:
+        stop = item.offset + item.numel
+        raise IntegrityError(f"{item.key!r} has {tensor.numel} elements, not [{item.offset}, {stop})", where)
+    return file, tensor

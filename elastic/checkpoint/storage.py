@@ -1,0 +1,201 @@
+"""The storage tier: checkpoints of one run below any fsspec URL.
+
+    <url>/<run_id>/checkpoints/step-00000040-g0003/rank-00000-of-00004.safetensors
+                                                  /manifest.json
+
+A checkpoint is what has a manifest. Shards are written first, by everybody; the manifest last, by one. Its name holds
+generation and step, so a late writer of an old generation cannot touch a newer checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import xxhash
+
+from elastic.checkpoint.objects import LocalObjects, Objects, open_objects
+from elastic.checkpoint.reading import requests
+from elastic.checkpoint.shards import ShardStream
+from elastic.checkpoint.snapshot import ShardSnapshot
+from elastic.checkpoint.source import ReadRange
+from elastic.core.errors import Fenced, IntegrityError, StorageError, UsageError, Where
+from elastic.core.manifest import Manifest, ShardRecord
+from elastic.core.manifest_json import from_json, to_json
+from elastic.core.names import CheckpointRef, check_run_id, checkpoint_id, parse_checkpoint_id, shard_file
+
+logger = logging.getLogger(__name__)
+
+_MANIFEST = "manifest.json"
+_VERIFY_BYTES = 16 << 20
+
+
+class CheckpointStore:
+    """Checkpoints of one run; the `CheckpointSource` called "storage". Methods may be called from any thread.
+
+    `read_threads` reads run at once, none longer than `max_read_bytes`. `max_gap_bytes` is how much may be read in vain
+    to save a request; by default nothing on a local disk.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        run_id: str,
+        *,
+        objects: Objects | None = None,
+        read_threads: int = 8,
+        max_read_bytes: int = 32 << 20,
+        max_gap_bytes: int | None = None,
+    ) -> None:
+        self.url = url
+        self.run_id = check_run_id(run_id)
+        self._objects = objects if objects is not None else open_objects(url)
+        self._read_threads = read_threads
+        self._max_read_bytes = max_read_bytes
+        local = isinstance(self._objects, LocalObjects)
+        self._max_gap_bytes = max_gap_bytes if max_gap_bytes is not None else 0 if local else 64 << 10
+
+    @property
+    def name(self) -> str:
+        return "storage"
+
+    def check_writable(self) -> None:
+        """Write, read and remove a small object. Raises UsageError or StorageError saying what is wrong."""
+        probe, data = f"{self.run_id}/probe-{uuid.uuid4().hex}", b"ray-elastic can write here"
+        try:
+            self._objects.put(probe, [data])
+            found = self._objects.get(probe)
+            self._objects.remove([probe])
+        except UsageError as error:
+            raise UsageError(f"checkpoints cannot be kept at {self.url!r}: {error.message}") from error
+        except (StorageError, IntegrityError) as error:
+            raise StorageError(f"checkpoints cannot be kept at {self.url!r}: {error.message}") from error
+        if found != data:
+            raise StorageError(
+                f"checkpoints cannot be kept at {self.url!r}: it gives back other bytes than were written"
+            )
+
+    def checkpoint_id(self, step: int, generation: int) -> str:
+        return checkpoint_id(step, generation)
+
+    def write_shard(self, snapshot: ShardSnapshot) -> ShardRecord:
+        """Write one rank's file; durable when this returns. May be repeated: the bytes are the same each time.
+
+        Raises Fenced when the checkpoint is committed already: nothing may change below a manifest.
+        """
+        where = Where(rank=snapshot.rank, step=snapshot.step, generation=snapshot.generation)
+        if snapshot.run_id != self.run_id:
+            raise UsageError(f"a snapshot of run {snapshot.run_id!r} cannot be kept with run {self.run_id!r}", where)
+        folder = self._folder(checkpoint_id(snapshot.step, snapshot.generation))
+        stream = ShardStream(snapshot)
+        if self._is_committed(folder):
+            raise Fenced("this checkpoint is committed already and takes no more shards", where)
+        self._objects.put(f"{folder}/{shard_file(snapshot.rank, snapshot.world_size)}", stream)
+        return stream.record()
+
+    def commit(self, manifest: Manifest) -> None:
+        """Make it a checkpoint. Raises IntegrityError when a shard is missing or short, or when the id is taken."""
+        folder = self._folder(manifest.id)
+        if manifest.run_id != self.run_id:
+            raise UsageError(f"a checkpoint of run {manifest.run_id!r} cannot be kept with run {self.run_id!r}")
+        sizes = self._objects.sizes(folder)
+        for shard in manifest.shards:
+            found = sizes.get(f"{folder}/{shard.file}")
+            if found != shard.bytes:
+                what = "is missing" if found is None else f"has {found} bytes"
+                raise IntegrityError(
+                    f"{manifest.id}/{shard.file} of {shard.bytes} bytes {what}", Where(rank=shard.rank)
+                )
+        self._objects.create(f"{folder}/{_MANIFEST}", to_json(manifest).encode())
+        logger.info("checkpoint %s is complete: %d shards", manifest.id, len(manifest.shards))
+
+    def list(self) -> tuple[CheckpointRef, ...]:
+        """The complete checkpoints, newest first."""
+        return tuple(sorted((ref for ref, complete in self._found().items() if complete), reverse=True))
+
+    def incomplete(self, older_than_generation: int | None = None) -> tuple[CheckpointRef, ...]:
+        """Folders without a manifest, newest first: being written, abandoned, or half deleted."""
+        refs = (ref for ref, complete in self._found().items() if not complete)
+        return tuple(
+            sorted(
+                (r for r in refs if older_than_generation is None or r.generation < older_than_generation), reverse=True
+            )
+        )
+
+    def manifest(self, checkpoint_id: str) -> Manifest:
+        """Raises IntegrityError when it is missing, damaged, or of another checkpoint."""
+        manifest = from_json(self._objects.get(f"{self._folder(checkpoint_id)}/{_MANIFEST}"))
+        if (manifest.id, manifest.run_id) != (checkpoint_id, self.run_id):
+            raise IntegrityError(f"the manifest in {checkpoint_id} is that of {manifest.run_id}/{manifest.id}")
+        return manifest
+
+    def read(self, manifest: Manifest, ranges: Sequence[ReadRange]) -> int:
+        """Fill all targets in parallel; returns the bytes fetched. What is read is not proven: the digests do that."""
+        folder = self._folder(manifest.id)
+        reads = requests(manifest, ranges, max_bytes=self._max_read_bytes, max_gap_bytes=self._max_gap_bytes)
+        if not reads:
+            return 0
+        with ThreadPoolExecutor(min(self._read_threads, len(reads)), "checkpoint-read") as pool:
+            jobs = [pool.submit(self._objects.read_into, f"{folder}/{r.file}", r.begin, r.views) for r in reads]
+            try:
+                for job in jobs:
+                    job.result()
+            finally:
+                # After a first error the rest is not worth waiting for.
+                pool.shutdown(wait=True, cancel_futures=True)
+        return sum(read.bytes for read in reads)
+
+    def verify_shards(self, manifest: Manifest) -> int:
+        """Read every byte of every shard; returns how many. Raises IntegrityError naming the first that is damaged."""
+        folder = self._folder(manifest.id)
+        buffer = bytearray(_VERIFY_BYTES)
+        sizes = self._objects.sizes(folder)
+        for shard in manifest.shards:
+            path, hashed = f"{folder}/{shard.file}", xxhash.xxh3_64()
+            for begin in range(0, shard.bytes, _VERIFY_BYTES):
+                view = memoryview(buffer)[: min(_VERIFY_BYTES, shard.bytes - begin)]
+                self._objects.read_into(path, begin, [view])
+                hashed.update(view)
+            if hashed.hexdigest() != shard.xxh3 or sizes.get(path, shard.bytes) != shard.bytes:
+                raise IntegrityError(f"{manifest.id}/{shard.file} is not what was written", Where(rank=shard.rank))
+        return sum(shard.bytes for shard in manifest.shards)
+
+    def delete(self, checkpoint_id: str) -> None:
+        """Manifest first: from then on it is no checkpoint, whatever happens to the rest."""
+        folder = self._folder(checkpoint_id)
+        self._objects.remove([f"{folder}/{_MANIFEST}"])
+        self._objects.remove(sorted(self._objects.sizes(folder)))
+
+    def abandon(self, checkpoint_id: str) -> None:
+        """Remove the shards of a checkpoint that will never be complete. Raises IntegrityError when it is."""
+        folder = self._folder(checkpoint_id)
+        paths = sorted(self._objects.sizes(folder))
+        if f"{folder}/{_MANIFEST}" in paths:
+            raise IntegrityError(f"checkpoint {checkpoint_id} is complete and is not abandoned but deleted")
+        self._objects.remove(paths)
+
+    def _is_committed(self, folder: str) -> bool:
+        # One byte instead of a listing: a thousand ranks ask this, of a folder of a thousand files.
+        try:
+            self._objects.read_into(f"{folder}/{_MANIFEST}", 0, [memoryview(bytearray(1))])
+        except IntegrityError:
+            return False
+        return True
+
+    def _found(self) -> dict[CheckpointRef, bool]:
+        """Every checkpoint folder, and whether it has a manifest."""
+        top = f"{self.run_id}/checkpoints"
+        found: dict[CheckpointRef, bool] = {}
+        for path in self._objects.sizes(top):
+            folder, _, file = path[len(top) + 1 :].partition("/")
+            try:
+                ref = parse_checkpoint_id(folder)
+            except IntegrityError:
+                continue  # not ours: something else keeps its files here
+            found[ref] = found.get(ref, False) or file == _MANIFEST
+        return found
+
+    def _folder(self, checkpoint_id: str) -> str:
+        return f"{self.run_id}/checkpoints/{parse_checkpoint_id(checkpoint_id).id}"
