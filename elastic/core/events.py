@@ -69,8 +69,11 @@ class WorkerReady:
 
 @dataclass(frozen=True)
 class WorkerStartFailed:
+    """`usage` marks errors that another try cannot cure (the entry point does not import)."""
+
     worker: int
     evidence: str
+    usage: bool = False
 
 
 @dataclass(frozen=True)

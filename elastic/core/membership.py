@@ -15,7 +15,7 @@ from elastic.core.events import (
     WorkerStartFailed,
 )
 from elastic.core.recovery import fail_generation, finish, in_generation, open_incident, record_loss
-from elastic.core.state import GAVE_UP, Ending, SlotPhase, Suspicion, WorkerPhase
+from elastic.core.state import GAVE_UP, USAGE, Ending, SlotPhase, Suspicion, WorkerPhase
 from elastic.core.turn import Turn
 
 
@@ -69,7 +69,10 @@ def worker_start_failed(turn: Turn, event: WorkerStartFailed) -> None:
     worker = turn.state.workers.get(event.worker)
     if worker is None or worker.phase is not WorkerPhase.STARTING:
         return
-    start_failed(turn, worker.id, event.evidence)
+    if event.usage:
+        finish(turn, USAGE, event.evidence)
+    else:
+        start_failed(turn, worker.id, event.evidence)
 
 
 def start_failed(turn: Turn, worker_id: int, evidence: str) -> None:
