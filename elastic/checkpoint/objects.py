@@ -69,27 +69,27 @@ class LocalObjects:
         self._root = root
 
     def put(self, path: str, chunks: Iterable[Chunk]) -> None:
-        with _translated(path, writing=True), self._temporary(path, chunks) as (temporary, final):
+        with translated(path, writing=True), self._temporary(path, chunks) as (temporary, final):
             os.replace(temporary, final)
             _sync_folder(os.path.dirname(final))
 
     def create(self, path: str, data: bytes) -> None:
-        with _translated(path, writing=True), self._temporary(path, [data]) as (temporary, final):
+        with translated(path, writing=True), self._temporary(path, [data]) as (temporary, final):
             _link_new(temporary, final)
             _sync_folder(os.path.dirname(final))
 
     def get(self, path: str) -> bytes:
-        with _translated(path), open(self._at(path), "rb") as file:
+        with translated(path), open(self._at(path), "rb") as file:
             return file.read()
 
     def read_into(self, path: str, begin: int, views: Sequence[memoryview]) -> None:
-        with _translated(path), open(self._at(path), "rb", buffering=0) as file:
+        with translated(path), open(self._at(path), "rb", buffering=0) as file:
             for batch in _batches(views):
                 begin += _read_batch(file.fileno(), path, begin, batch)
 
     def sizes(self, folder: str) -> dict[str, int]:
         found: dict[str, int] = {}
-        with _translated(folder):
+        with translated(folder):
             top = self._at(folder)
             if os.path.isdir(top):
                 os.listdir(top)  # os.walk() would take an unreadable folder for an empty one
@@ -103,7 +103,7 @@ class LocalObjects:
 
     def remove(self, paths: Sequence[str]) -> None:
         for path in paths:
-            with _translated(path), contextlib.suppress(FileNotFoundError):
+            with translated(path), contextlib.suppress(FileNotFoundError):
                 os.unlink(self._at(path))
         for folder in {os.path.dirname(self._at(path)) for path in paths}:
             with contextlib.suppress(OSError):  # not empty: then it stays
@@ -138,21 +138,21 @@ class RemoteObjects:
         self._root = root.rstrip("/")
 
     def put(self, path: str, chunks: Iterable[Chunk]) -> None:
-        with _translated(path, writing=True), self._fs.open(self._at(path), "wb") as file:
+        with translated(path, writing=True), self._fs.open(self._at(path), "wb") as file:
             for chunk in chunks:
                 file.write(chunk)
 
     def create(self, path: str, data: bytes) -> None:
-        with _translated(path, writing=True):
+        with translated(path, writing=True):
             self._fs.pipe_file(self._at(path), data, mode="create")
 
     def get(self, path: str) -> bytes:
-        with _translated(path):
+        with translated(path):
             return bytes(self._fs.cat_file(self._at(path)))
 
     def read_into(self, path: str, begin: int, views: Sequence[memoryview]) -> None:
         total = sum(len(view) for view in views)
-        with _translated(path):
+        with translated(path):
             data = memoryview(self._fs.cat_file(self._at(path), start=begin, end=begin + total))
         if len(data) != total:
             raise _short(path, begin + total, begin + len(data))
@@ -162,7 +162,7 @@ class RemoteObjects:
             at += len(view)
 
     def sizes(self, folder: str) -> dict[str, int]:
-        with _translated(folder):
+        with translated(folder):
             # Listings are cached by many drivers, and other processes write here too.
             self._fs.invalidate_cache()
             try:
@@ -174,7 +174,7 @@ class RemoteObjects:
 
     def remove(self, paths: Sequence[str]) -> None:
         for path in paths:
-            with _translated(path), contextlib.suppress(FileNotFoundError):
+            with translated(path), contextlib.suppress(FileNotFoundError):
                 self._fs.rm_file(self._at(path))
 
     def _at(self, path: str) -> str:
@@ -182,7 +182,8 @@ class RemoteObjects:
 
 
 @contextlib.contextmanager
-def _translated(path: str, *, writing: bool = False) -> Iterator[None]:
+def translated(path: str, *, writing: bool = False) -> Iterator[None]:
+    """Foreign errors become ours. Writing, a missing folder is a fault of the storage; reading, of the checkpoint."""
     try:
         yield
     except ElasticError:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 from elastic.checkpoint.snapshot import ShardSnapshot
@@ -27,17 +26,10 @@ class ShardStore(Protocol):
     def write_shard(self, snapshot: ShardSnapshot) -> ShardRecord: ...
 
 
-@dataclass(frozen=True)
-class Backoff:
-    """Seconds to wait after the first, second, ... failure in a row: first_s, first_s * factor, ... up to max_s."""
-
-    first_s: float = 1.0
-    factor: float = 2.0
-    max_s: float = 60.0
-
-    def delay_s(self, failures: int) -> float:
-        # Bounded before raising to the power: a store that is away for days must not overflow a float.
-        return min(self.max_s, self.first_s * self.factor ** min(failures - 1, 64))
+def retry_delay_s(failures: int, first_s: float, limit_s: float) -> float:
+    """Seconds to wait after so many failures in a row: first_s, 2 * first_s, 4 * first_s, ... up to limit_s."""
+    # Bounded before raising to the power: a store that is away for days must not overflow a float.
+    return min(limit_s, first_s * 2.0 ** min(failures - 1, 64))
 
 
 class BackgroundWriter:
@@ -56,14 +48,15 @@ class BackgroundWriter:
         on_failed: OnFailed,
         *,
         on_superseded: OnSuperseded | None = None,
-        backoff: Backoff | None = None,
+        backoff_s: float = 1.0,
+        backoff_limit_s: float = 60.0,
         wait: Wait | None = None,
     ) -> None:
         self._store = store
         self._on_written = on_written
         self._on_failed = on_failed
         self._on_superseded = on_superseded
-        self._backoff = backoff or Backoff()
+        self._backoff_s = (backoff_s, backoff_limit_s)
         self._wait = wait or (lambda changed, predicate, seconds: changed.wait_for(predicate, seconds))
         self._changed = threading.Condition()
         self._waiting: ShardSnapshot | None = None
@@ -139,7 +132,7 @@ class BackgroundWriter:
 
     def _retry_later(self, snapshot: ShardSnapshot, error: ElasticError, failures: int) -> bool:
         """Report the failure and wait; False when the snapshot is not to be tried again."""
-        delay_s = self._backoff.delay_s(failures)
+        delay_s = retry_delay_s(failures, *self._backoff_s)
         with self._changed:
             overtaken = self._waiting is not None or self._closing
         self._report(snapshot.step, error, None if overtaken else delay_s)
