@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib
 import logging
 import traceback
 import weakref
@@ -17,20 +18,39 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-_frozen = False
+# DeepSpeed and torch import these at the first engine only, some 750 modules with what they pull in.
+_IMPORTED_LATE = (
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.module_inject.auto_ep_comm",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "elastic.training.api",
+    "elastic.training.state",
+)
+_warm = False
 
 
-def freeze_imports() -> None:
-    """Take what the imports made out of the garbage collector's sight, once per process.
+def warm_up() -> None:
+    """Import all that a generation needs and take it out of the garbage collector's sight. Once per process.
 
-    torch and DeepSpeed leave some 10**6 objects behind that every full collection would walk again (0.2 s and more);
-    called before any user code runs, so that nothing of the user's is kept alive by it.
+    torch and DeepSpeed leave some 10**6 objects behind that every full collection would walk again (0.1 s and more, in
+    every recovery). Called before any user code runs, so that nothing of the user's is kept alive by it; the runtime
+    may call it while the process still waits for its first generation.
     """
-    global _frozen
-    if not _frozen:
-        gc.collect()
-        gc.freeze()
-        _frozen = True
+    global _warm
+    if _warm:
+        return
+    _warm = True
+    import deepspeed
+
+    # Its first use probes every operator; the shared-memory one compiles for about a minute and serves inference only.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    for name in _IMPORTED_LATE:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            logger.debug("%s is not there to be imported early: %s", name, error)
+    gc.collect()
+    gc.freeze()
 
 
 def release_engine(engine: Any) -> None:
@@ -48,10 +68,11 @@ def clear_stage3_globals() -> None:
 
     parameter_offload.FWD_MODULE_STACK.clear()
     for value in vars(PartitionedParameterCoordinator).values():
-        # The cache hides behind one wrapper (instrument_w_nvtx).
-        cached = getattr(value, "__wrapped__", value)
-        if isinstance(cached, functools._lru_cache_wrapper):
-            cached.cache_clear()
+        # The cache hides in the closure of a wrapper (instrument_w_nvtx) that does not say what it wraps.
+        cells = getattr(value, "__closure__", None) or ()
+        for found in (value, *(cell.cell_contents for cell in cells)):
+            if isinstance(found, functools._lru_cache_wrapper):
+                found.cache_clear()
 
 
 def forget(error: BaseException | None) -> None:

@@ -107,7 +107,7 @@ class GenerationRunner:
         generation = self._generation
         try:
             generation.check()
-            cleanup.freeze_imports()
+            cleanup.warm_up()
             context.install(generation)
             generation.enter(Phase.JOINING)
             generation.device = self._group.join(generation.check)

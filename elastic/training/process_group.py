@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from elastic.training import sockets
+from elastic.training import cleanup, sockets
 from elastic.training.session import GenerationSpec
 from elastic.training.sockets import Address, TcpSocket
 
@@ -97,7 +97,8 @@ class ProcessGroup:
         `check` raises when the generation was ended meanwhile. Raises torch's DistError, or a RuntimeError of gloo.
         """
         backend, device = backend_and_device(self.local_rank)
-        _prepare_deepspeed()
+        cleanup.warm_up()
+        _quiet_deepspeed()
         self._set_environment()
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -225,13 +226,9 @@ def _groups() -> list[dist.ProcessGroup]:
     return list(dist.distributed_c10d._world.pg_map)
 
 
-def _prepare_deepspeed() -> None:
-    import deepspeed
-
-    # Its first use compiles for about a minute and serves inference only.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+def _quiet_deepspeed() -> None:
+    """Data goes to stdout, talk to stderr."""
     for handler in logging.getLogger("DeepSpeed").handlers:
-        # Data goes to stdout, talk to stderr.
         if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stdout:
             handler.setStream(sys.stderr)
 
