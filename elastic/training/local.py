@@ -1,18 +1,35 @@
-"""Training without Ray: for `python train.py`, torchrun, debugging one worker, and tests of it."""
+"""Training without Ray: for `python train.py`, torchrun, debugging one worker, and tests of it.
+
+    rendezvous = host_store("127.0.0.1")            # in rank 0's process; tell the others
+    result = run_local(train, config, spec, rendezvous, url="/tmp/checkpoints")
+
+runs one generation of one rank. The next generation is another call, in the same processes or in others, with
+`GenerationSpec.checkpoint` naming one of `CheckpointStore(url, run_id).list()`.
+"""
 
 from __future__ import annotations
 
 import atexit
 import logging
 import os
-from collections.abc import Mapping
+import pickle
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import Any
+
+from torch._C._distributed_c10d import Store, TCPStore
 
 from elastic.checkpoint.snapshot import ShardSnapshot
 from elastic.checkpoint.source import CheckpointSource
-from elastic.core.errors import UsageError
+from elastic.checkpoint.storage import CheckpointStore
+from elastic.checkpoint.writer import BackgroundWriter
+from elastic.core.assembly import assemble
+from elastic.core.errors import ElasticError, UsageError
+from elastic.core.manifest import ShardRecord
 from elastic.training import cleanup, context, rng
 from elastic.training.context import Generation
+from elastic.training.loop import GenerationResult, GenerationRunner
 from elastic.training.process_group import ProcessGroup, Rendezvous, backend_and_device, host_store
 from elastic.training.session import GenerationSpec, Phase, RestoreReport, StepReport
 
@@ -39,6 +56,90 @@ class SilentCoordinator:
 
     def save(self, snapshot: ShardSnapshot) -> None:
         """Nothing is kept: a plain script has no checkpoint storage."""
+
+
+class LocalCoordinator(SilentCoordinator):
+    """A generation with checkpoints, members of which are plain processes.
+
+    Each rank writes its shard beside the training; the records meet in the generation's own store, and rank 0 commits.
+    Unlike the runtime's, `save` waits for the snapshot before to be written. `end_at` is the step at which the
+    generation ends as planned.
+    """
+
+    def __init__(self, spec: GenerationSpec, rendezvous: Rendezvous, url: str, end_at: int | None = None) -> None:
+        self._spec = spec
+        self._rendezvous = rendezvous
+        self._end_at = end_at
+        self._store = CheckpointStore(url, spec.run_id)
+        self._records: Store | None = None
+        self._writer = BackgroundWriter(self._store, self._written, self._failed)
+        self.reports: list[StepReport] = []
+        self.restores: list[RestoreReport] = []
+
+    def source(self) -> CheckpointSource:
+        return self._store
+
+    def restored(self, report: RestoreReport) -> None:
+        self.restores.append(report)
+
+    def boundary(self, step: int) -> bool:
+        return step == self._end_at
+
+    def step_done(self, report: StepReport, metrics: Mapping[str, Any]) -> None:
+        super().step_done(report, metrics)
+        self.reports.append(report)
+
+    def save(self, snapshot: ShardSnapshot) -> None:
+        self._writer.flush()
+        self._writer.submit(snapshot)
+
+    def close(self, wait: bool) -> None:
+        """Stop writing; with `wait`, after everything saved is complete. Before the generation's store is closed."""
+        if wait:
+            self._writer.flush()
+        self._writer.close(timeout_s=None if wait else 0.0)
+        self._records = None
+
+    def _written(self, record: ShardRecord) -> None:
+        """On the writer's thread. Pickle never leaves the members' memory: what is in storage is JSON."""
+        records = self._connected()
+        key = f"records/{self._spec.generation}/{record.step}/"
+        records.set(f"{key}{self._spec.rank}", pickle.dumps(record).hex())
+        if self._spec.rank != 0:
+            return
+        told = records.multi_get([f"{key}{rank}" for rank in range(self._spec.world_size)])
+        shards = [pickle.loads(bytes.fromhex(text.decode())) for text in told]  # noqa: S301 - see above
+        self._store.commit(assemble(shards, run_id=self._spec.run_id, written_at=time.time()))
+
+    def _failed(self, step: int, error: ElasticError, next_retry_s: float | None) -> None:
+        """The writer has logged it."""
+
+    def _connected(self) -> Store:
+        # A connection of its own: one that waits in multi_get keeps every other user of it waiting.
+        if self._records is None:
+            self._records = TCPStore(
+                self._rendezvous.host, self._rendezvous.port, is_master=False, wait_for_workers=False
+            )
+            self._records.set_timeout(timedelta(seconds=self._spec.collective_timeout_s))
+        return self._records
+
+
+def run_local(
+    fn: Callable[..., Any],
+    config: Mapping[str, Any] | None,
+    spec: GenerationSpec,
+    rendezvous: Rendezvous,
+    url: str,
+    end_at: int | None = None,
+) -> tuple[GenerationResult, LocalCoordinator]:
+    """Run one generation of one rank in the calling thread, with checkpoints below `url`."""
+    coordinator = LocalCoordinator(spec, rendezvous, url, end_at)
+
+    def close(result: GenerationResult) -> None:
+        coordinator.close(wait=result.kind == "finished" or (result.kind == "ended" and result.step == end_at))
+
+    runner = GenerationRunner(spec, coordinator, rendezvous, on_result=close)
+    return runner.run(fn, config), coordinator
 
 
 def start_local() -> Generation:
