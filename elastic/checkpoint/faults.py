@@ -1,4 +1,4 @@
-"""Storage that fails on purpose, at a chosen operation: for tests and for rehearsals. Never in the path of a real run."""
+"""Storage that fails on purpose, at a chosen operation, for tests and rehearsals. Never in the path of a real run."""
 
 from __future__ import annotations
 

@@ -1,0 +1,258 @@
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic.core.assembly import assemble
+from elastic.core.errors import IntegrityError
+from elastic.core.layout import Layout, Piece
+from elastic.core.manifest import Manifest, ShardRecord, StoredTensor
+from elastic.core.manifest_json import check_json, from_json, to_json
+from elastic.core.names import checkpoint_id, shard_file
+from elastic.core.zero_layout import zero3_layout, zero12_layout
+
+GROUPS = [[("a", 7), ("b", 12)], [("c", 1)]]
+SHAPES = {"a": (7,), "b": (3, 4), "c": (), "empty": (0, 4)}
+KINDS = ("fp32", "exp_avg")
+
+
+def records(
+    layout: Layout, shapes: dict[str, tuple[int, ...]], step: int = 40, generation: int = 3
+) -> list[ShardRecord]:
+    """What honest ranks would report; the digest of each element is 2**63 + its index, so that sums overflow."""
+    found = []
+    for number, rank in enumerate(layout.ranks):
+        tensors, begin = [], 128
+        for kind in KINDS:
+            for buffer, length in rank.buffers.items():
+                tensors.append(StoredTensor(f"{kind}/{buffer}", "F32", length, begin))
+                begin += 4 * length
+        digests: dict[str, int] = {}
+        for piece in rank.pieces:
+            for kind in KINDS:
+                own = sum(2**63 + index for index in range(piece.start, piece.stop)) % 2**64
+                digests[f"{kind}/{piece.name}"] = (digests.get(f"{kind}/{piece.name}", 0) + own) % 2**64
+        found.append(
+            ShardRecord(
+                rank=number,
+                world_size=layout.world_size,
+                generation=generation,
+                step=step,
+                file=shard_file(number, layout.world_size),
+                bytes=begin,
+                xxh3=f"{number:016x}",
+                tensors=tuple(tensors),
+                pieces=rank.pieces,
+                digests=digests,
+                client={"cursor": step} if number == 0 else None,
+                zero_stage=2,
+                parameters=shapes if number == 0 else None,
+            )
+        )
+    return found
+
+
+def example(world: int = 4) -> list[ShardRecord]:
+    return records(zero12_layout(GROUPS, world), SHAPES)
+
+
+def manifest() -> Manifest:
+    return assemble(example(), run_id="run-1", versions={"torch": "2"}, written_at=1.5)
+
+
+def test_assembles_in_any_order() -> None:
+    found = assemble(example()[::-1], run_id="run-1", versions={"torch": "2"}, written_at=1.5)
+    assert found == manifest()
+    assert found.id == checkpoint_id(40, 3)
+    assert (found.world_size, found.zero_stage, found.client) == (4, 2, {"cursor": 40})
+    assert found.parameters == SHAPES
+    assert [shard.rank for shard in found.shards] == [0, 1, 2, 3]
+    assert all(not shard.digests and shard.client is None and shard.parameters is None for shard in found.shards)
+    assert found.digests == {
+        f"{kind}/{name}": sum(2**63 + i for i in range(math.prod(SHAPES[name]))) % 2**64
+        for kind in KINDS
+        for name in "abc"
+    }
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5, 40])
+def test_digests_do_not_depend_on_the_world_size(world: int) -> None:
+    for layout in (zero12_layout(GROUPS, world), zero3_layout(GROUPS, world, 3)):
+        assert assemble(records(layout, SHAPES), run_id="r").digests == manifest().digests
+
+
+def without(records_: list[ShardRecord], rank: int) -> list[ShardRecord]:
+    return [record for record in records_ if record.rank != rank]
+
+
+def change(records_: list[ShardRecord], number: int, /, **fields: Any) -> list[ShardRecord]:
+    return [replace(record, **fields) if record.rank == number else record for record in records_]
+
+
+def fewer_kinds(rank: int) -> list[ShardRecord]:
+    shard = example()[rank]
+    return change(
+        example(),
+        rank,
+        tensors=tuple(tensor for tensor in shard.tensors if not tensor.key.startswith("exp_avg/")),
+        digests={key: value for key, value in shard.digests.items() if not key.startswith("exp_avg/")},
+    )
+
+
+BROKEN = {
+    "no shard": ([], "at least one rank"),
+    "missing rank": (without(example(), 2), r"missing \[2\]"),
+    "missing last rank": (without(example(), 3), r"missing \[3\]"),
+    "foreign rank": (change(example(), 3, rank=4), r"not members \[4\]"),
+    "doubled rank": ([*example(), example()[1]], "rank 1 reported two shards"),
+    "other generation": (change(example(), 1, generation=2), "differ in generation"),
+    "other step": (change(example(), 1, step=39), "differ in step"),
+    "other world size": (change(example(), 1, world_size=5), "differ in world_size"),
+    "no parameters": (change(example(), 0, parameters=None), "does not name the parameters"),
+    "lost piece": (change(example(), 1, pieces=()), "no rank holds elements"),
+    "piece held twice": (change(example(), 1, pieces=example()[0].pieces), "both hold|no rank holds"),
+    "unknown parameter": (change(example(), 1, pieces=(Piece("z", 0, 1, "group0", 0),)), "'z' is in a shard but not"),
+    "piece outside": (change(example(), 1, pieces=(Piece("a", 0, 1, "group0", 99),)), "does not fit"),
+    "a kind missing on one rank": (fewer_kinds(1), "no rank holds elements"),
+    "parameter missing": (change(example(), 0, parameters={**SHAPES, "d": (2,)}), "no shard holds 'd'"),
+    "parameter larger": (change(example(), 0, parameters={**SHAPES, "c": (2,)}), r"no rank holds elements \[1, 2\)"),
+    "parameter smaller": (change(example(), 0, parameters={**SHAPES, "b": (3, 3)}), "the model does not have"),
+    "other dtype": (
+        change(example(), 1, tensors=tuple(replace(t, dtype="BF16") for t in example()[1].tensors)),
+        "as F32 and BF16",
+    ),
+    "no digest": (change(example(), 1, digests={}), "content checks and stored state differ"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_assemble_refuses(case: str) -> None:
+    shards, message = BROKEN[case]
+    with pytest.raises(IntegrityError, match=message):
+        assemble(shards, run_id="run-1")
+
+
+TEXT = st.text(max_size=8)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(
+    sizes=st.lists(st.integers(0, 40), min_size=1, max_size=6),
+    world=st.integers(1, 9),
+    stage3=st.booleans(),
+    client=st.dictionaries(TEXT, JSON, max_size=3),
+    written_at=st.floats(0, 2e9),
+    strip=st.booleans(),
+)
+def test_json_gives_back_what_was_written(sizes, world, stage3, client, written_at, strip) -> None:
+    group = [(f"p{number}", numel) for number, numel in enumerate(sizes)]
+    layout = zero3_layout([group], world, 5) if stage3 else zero12_layout([group], world)
+    reported = records(layout, {name: (numel,) for name, numel in group})
+    found = assemble(change(reported, 0, client=client), run_id="run-1", versions={"x": "1"}, written_at=written_at)
+    if not strip:  # records with everything in them have an exact form as well
+        found = replace(found, shards=tuple(reported))
+    assert from_json(to_json(found)) == found
+    assert from_json(to_json(found).encode()) == found
+    assert from_json(json.dumps(json.loads(to_json(found)), indent=2)) == found
+
+
+def test_a_thousand_ranks_fit() -> None:
+    group = [(f"layers.{number}.weight", 4096 + number) for number in range(60)]
+    layout = zero3_layout([group], 1000)
+    pieces = sum(len(rank.pieces) for rank in layout.ranks)
+    found = assemble(records(layout, {name: (numel,) for name, numel in group}), run_id="run-1")
+    # A few bytes for each of 60,000 pieces, and a few hundred for each rank.
+    assert len(to_json(found)) < 12 * pieces + 700 * 1000
+
+
+def rewritten(change_body: Any) -> str:
+    """A manifest with a changed body and a check that fits it: damage that only the strict reader can see."""
+    import hashlib
+
+    data = json.loads(to_json(manifest()))
+    change_body(data["manifest"])
+    text = json.dumps(data["manifest"], separators=(",", ":"))
+    data["check"] = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return json.dumps(data)
+
+
+def put(*path: Any, value: Any) -> Any:
+    def apply(body: Any) -> None:
+        for key in path[:-1]:
+            body = body[key]
+        body[path[-1]] = value
+
+    return apply
+
+
+BAD = {
+    "path upwards": (put("shards", 1, "file", value="../x"), "not a plain file name"),
+    "absolute path": (put("shards", 1, "file", value="/etc/passwd"), "not a plain file name"),
+    "path in a folder": (put("shards", 1, "file", value="a/b"), "not a plain file name"),
+    "windows path": (put("shards", 1, "file", value="..\\b"), "not a plain file name"),
+    "run id upwards": (put("run_id", value="../other"), "no valid run"),
+    "other id": (put("id", value="latest"), "not the id of a checkpoint"),
+    "id of another step": (put("step", value=41), "about another step"),
+    "shard of another step": (put("shards", 2, "step", value=39), "shard of another step"),
+    "text for a number": (put("step", value="40"), "'step' is a str, not a int"),
+    "true for a number": (put("world_size", value=True), "'world_size' is a bool"),
+    "negative": (put("shards", 0, "bytes", value=-1), "at least 0"),
+    "rank missing": (lambda body: body["shards"].pop(), "one shard for each"),
+    "field missing": (lambda body: body["shards"][0].pop("xxh3"), "lacks the field 'xxh3'"),
+    "client missing": (lambda body: body.pop("client"), "lacks the field 'client'"),
+    "client is a list": (put("client", value=[]), "'client' is a list"),
+    "unknown dtype": (put("shards", 0, "tensors", 0, 1, value="PICKLE"), "none that is written here"),
+    "tensor behind the end": (put("shards", 0, "tensors", 0, 3, value=10**9), "would end behind its file"),
+    "tensor twice": (put("shards", 0, "tensors", 0, 0, value="exp_avg/group0"), "two tensors of one name"),
+    "column missing": (put("shards", 0, "pieces", value=[0, 1, 2, 3]), "five columns"),
+    "column unknown": (put("shards", 0, "pieces", 0, value=999), "entry 999"),
+    "piece outside": (lambda body: body.update(columns=[[n + 1000 for n in c] for c in body["columns"]]), "."),
+    "digest": (put("digests", "fp32/a", value="xyz"), "no number"),
+    "shape": (put("parameters", "a", value=[-7]), "at least 0"),
+    "shape is a number": (put("parameters", "a", value=7), "is a int, not a list"),
+    "written_at": (put("written_at", value="now"), "'written_at'"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_reading_refuses(case: str) -> None:
+    body, message = BAD[case]
+    with pytest.raises(IntegrityError, match=message):
+        from_json(rewritten(body))
+
+
+@pytest.mark.parametrize("text", ["", "null", "[]", "{", '{"format":2}', "\x00", "[" * 100_000, b"\xff\xfe\x00"])
+def test_what_is_no_manifest(text: str | bytes) -> None:
+    with pytest.raises(IntegrityError, match="the manifest"):
+        from_json(text)
+
+
+@given(data=st.data())
+def test_any_damage_is_found(data: st.DataObject) -> None:
+    text = bytearray(to_json(manifest()).encode())
+    place = data.draw(st.integers(0, len(text) - 1))
+    text[place] ^= 1 << data.draw(st.integers(0, 7))
+    with contextlib.suppress(IntegrityError):  # and no other error
+        assert from_json(bytes(text)) == manifest()  # a flip may leave the meaning alone: upper-case hex, say
+    with pytest.raises(IntegrityError):
+        from_json(bytes(text[:place]))
+
+
+def test_client_state_without_an_exact_form_is_named() -> None:
+    with pytest.raises(IntegrityError, match=r"client\.user\.best has the key 3"):
+        check_json({"user": {"best": {3: 1}}}, "client")
+    with pytest.raises(IntegrityError, match=r"client\.x\[1\] is a set"):
+        to_json(replace(manifest(), client={"x": [1, {2}]}))
+    assert from_json(to_json(replace(manifest(), client={"betas": (0.9, 0.999)}))).client == {"betas": [0.9, 0.999]}
+    assert from_json(to_json(replace(manifest(), client={"best": math.inf}))).client == {"best": math.inf}
