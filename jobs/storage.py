@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import secrets
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import fsspec
+from fsspec.implementations.local import LocalFileSystem
 
 from elastic.core.errors import RunNotFound, StorageError, UsageError
-from elastic.core.run_id import check_run_id
+from elastic.core.names import check_run_id
 
 DEFAULT = "./runs"
 ENVIRONMENT = "ELASTIC_STORAGE"
@@ -27,6 +31,13 @@ def absolute_url(url: str, folder: str | Path) -> str:
 def default_storage(argument: str | None) -> str:
     """The argument, else the environment's address, else ./runs."""
     return absolute_url(argument or os.environ.get(ENVIRONMENT) or DEFAULT, ".")
+
+
+def new_run_id(name: str, now: float) -> str:
+    """`<name>-<UTC time>-<random>`, with whatever a run id may not hold replaced by '-'."""
+    clean = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")[:60] or "run"
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
+    return check_run_id(f"{clean}-{stamp}-{secrets.token_hex(2)}")
 
 
 class RunFolder:
@@ -69,12 +80,9 @@ class RunFolder:
         except OSError as error:
             raise self._failed("written", error) from error
 
-    def probe(self) -> None:
-        """Writes, reads back and removes one file: checkpoints must be possible before training begins."""
-        self.write(".probe", {"run_id": self.run_id})
-        if self.read(".probe") is None:
-            raise StorageError(f"storage {self.url!r} does not give back what was written")
-        self.remove(".probe")
+    def local_path(self, name: str) -> str | None:
+        """Where a file of the run lies on this machine; None for storage elsewhere."""
+        return f"{self._folder}/{name}" if isinstance(self._fs, LocalFileSystem) else None
 
     def job(self) -> dict[str, Any]:
         """The job as it was started. Raises RunNotFound."""

@@ -16,7 +16,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from elastic.core.errors import Fenced, StorageError, UsageError
-from elastic.core.run_id import check_run_id
+from elastic.core.names import check_run_id
 
 _FILE = re.compile(r"(\d{6,})\.jsonl")
 _FOLDER = re.compile(r"\d{6,}")

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from elastic.core.errors import Fenced, RunNotFound, StorageError, UsageError
-from elastic.core.run_id import check_run_id, new_run_id
 from elastic.observe.journal import JournalReader, JournalWriter, cursor
 from elastic.observe.segments import open_segments
 
@@ -146,14 +145,6 @@ def test_no_journal_is_run_not_found(url: str) -> None:
         JournalReader(url, "run").records()
 
 
-@pytest.mark.parametrize("bad", ["", "..", "a/b", "../x", "a..b", "-x", "a b", "x" * 101, "a\n"])
-def test_run_ids_cannot_leave_their_folder(bad: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no run id"):
-        check_run_id(bad)
-    with pytest.raises(UsageError, match="no run id"):
-        JournalReader(str(tmp_path), bad)
-
-
-def test_new_run_ids_are_valid_whatever_the_name() -> None:
-    assert new_run_id("my run: ../x", "20260102-030405", "ab12") == "my-run-x-20260102-030405-ab12"
-    assert new_run_id("???", "s", "x") == "run-s-x"
+def test_a_run_id_cannot_lead_out_of_the_storage(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="run id"):
+        JournalReader(str(tmp_path), "../x")

@@ -1,0 +1,75 @@
+"""The `elastic` command: subcommands, and errors as one sentence with an exit code that can be trusted."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from elastic.core.errors import ElasticError
+from jobs.backend import Backend
+from jobs.commands import checkpoints, resume, run, stop, story, watch
+from jobs.exit_codes import NOT_FINISHED, TABLE
+from jobs.follow import printable
+from jobs.terminal import say
+
+_COMMANDS: dict[str, Any] = {
+    "run": run,
+    "resume": resume,
+    "watch": watch,
+    "stop": stop,
+    "story": story,
+    "checkpoints": checkpoints,
+}
+
+
+def main(arguments: Sequence[str] | None = None, backend: Backend | None = None) -> int:
+    """Returns the exit code; argparse itself exits with 2 for arguments that it does not know."""
+    options = parser().parse_args(arguments)
+    logging.basicConfig(level=logging.DEBUG if options.verbose else logging.WARNING, format="%(name)s: %(message)s")
+    try:
+        return int(_COMMANDS[options.command].run(options, backend or _real()))
+    except ElasticError as error:
+        say(f"elastic {options.command}: {printable(str(error))}")
+        return error.exit_code
+    except KeyboardInterrupt:
+        say(f"elastic {options.command}: interrupted")
+        return NOT_FINISHED
+    except BrokenPipeError:
+        # Whoever read the output has left (`elastic story RUN | head`). Python would complain once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return NOT_FINISHED
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="elastic",
+        description="A DeepSpeed ZeRO run that loses a node and carries on.",
+        epilog=f"example:\n  {run.EXAMPLE}\n\n{TABLE}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    top.add_argument("--verbose", action="store_true", help="show what the parts log")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, module in _COMMANDS.items():
+        sub = commands.add_parser(
+            name,
+            help=module.HELP,
+            description=f"{module.HELP[0].upper()}{module.HELP[1:]}.",
+            epilog=f"example:\n  {module.EXAMPLE}\n\n{TABLE}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.arguments(sub)
+    return top
+
+
+def _real() -> Backend:
+    from jobs.real import RealBackend
+
+    return RealBackend()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""One module per subcommand: `HELP`, `EXAMPLE`, `arguments(parser)` and `run(arguments, backend) -> exit code`."""

@@ -1,0 +1,54 @@
+"""Arguments that several subcommands share."""
+
+from __future__ import annotations
+
+import argparse
+
+from jobs.storage import DEFAULT, ENVIRONMENT, RunFolder, default_storage
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {text}")
+    return value
+
+
+def storage_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--storage", metavar="URL", help=f"where runs are kept (any fsspec URL; default ${ENVIRONMENT}, else {DEFAULT})"
+    )
+
+
+def run_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="run id")
+    storage_argument(parser)
+
+
+def address_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--address", metavar="A", help="address of the Ray cluster (default: where the run was started)"
+    )
+
+
+def place_arguments(parser: argparse.ArgumentParser) -> None:
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
+        "--nodes",
+        type=positive,
+        metavar="N",
+        help="start a local cluster of N nodes (default: one per slot of the job)",
+    )
+    where.add_argument("--address", metavar="A", help="use the Ray cluster at this address instead")
+    parser.add_argument(
+        "--chaos", metavar="FAULTS", help='faults by step, local clusters only: "kill-node@step=40,add-node@step=80"'
+    )
+
+
+def output_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--summary", metavar="FILE", help="write the summary as one JSON object")
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON instead of a report")
+
+
+def folder_of(arguments: argparse.Namespace) -> RunFolder:
+    return RunFolder(default_storage(arguments.storage), arguments.run)

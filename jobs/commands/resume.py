@@ -1,0 +1,82 @@
+"""elastic resume: go on with a run from its newest checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from elastic.core.errors import RunNotFound, UsageError
+from elastic.core.settings import RunSettings
+from elastic.entrypoint import EntryPoint, load_entry_point, parse_entry_point
+from jobs.backend import Backend, check_nodes
+from jobs.checks import check_checkpoint_storage
+from jobs.commands.common import folder_of, output_arguments, place_arguments, positive, run_arguments
+from jobs.commands.run import check_chaos, job_record
+from jobs.follow import check_summary_file
+from jobs.launch import Launch, launch
+from jobs.live import reach, read_live
+from jobs.storage import RunFolder
+
+HELP = "go on with a run from its newest checkpoint"
+EXAMPLE = "elastic resume gpt-20260102-030405-ab12 --nodes 4"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    run_arguments(parser)
+    place_arguments(parser)
+    parser.add_argument("--max-steps", type=positive, metavar="N", help="a new end of the run")
+    output_arguments(parser)
+
+
+def run(options: argparse.Namespace, backend: Backend) -> int:
+    folder = folder_of(options)
+    job = folder.job()
+    check_summary_file(options.summary)
+    check_chaos(options, backend)
+    plan = _plan(options, job, folder)
+    settings = plan.run_settings
+    if plan.nodes is not None:
+        check_nodes(plan.nodes, settings)
+    load_entry_point(_entry(plan))
+    check_checkpoint_storage(settings)
+    _check_not_going_on(backend, folder, options.address)
+    folder.write("job.json", job_record(plan))
+    return launch(backend, plan)
+
+
+def _plan(options: argparse.Namespace, job: Mapping[str, Any], folder: RunFolder) -> Launch:
+    settings = RunSettings.from_json(job["settings"])
+    # The journal is where it was found, also after somebody has moved or copied the folder.
+    settings = replace(settings, run_id=folder.run_id, storage_url=folder.url)
+    if options.max_steps is not None:
+        settings = replace(settings, max_steps=options.max_steps, epochs=None)
+    return Launch(
+        settings=settings.to_json(),
+        entry_point=job["entry_point"],
+        config=job.get("config") or {},
+        folder=job.get("folder") or ".",
+        nodes=options.nodes,
+        address=options.address,
+        chaos=options.chaos,
+        summary_file=os.path.abspath(options.summary) if options.summary else None,
+        as_json=options.json,
+    )
+
+
+def _entry(plan: Launch) -> EntryPoint:
+    return parse_entry_point(plan.entry_point, plan.folder)
+
+
+def _check_not_going_on(backend: Backend, folder: RunFolder, address: str | None) -> None:
+    """Two controllers would fence each other off; the second start is nearly always a mistake."""
+    if address is None and read_live(folder) is None:
+        return
+    try:
+        going_on = reach(backend, folder, address).result(0.0) is None
+    except RunNotFound:
+        return
+    if going_on:
+        raise UsageError(f"run {folder.run_id!r} is going on; follow it with `elastic watch {folder.run_id}`")

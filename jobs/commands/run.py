@@ -1,0 +1,96 @@
+"""elastic run: start a run and follow it to its end."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+from elastic.core.errors import UsageError
+from elastic.core.names import check_run_id
+from elastic.entrypoint import EntryPoint, load_entry_point, parse_entry_point
+from jobs.backend import Backend, check_nodes
+from jobs.checks import check_checkpoint_storage, check_deepspeed
+from jobs.commands.common import output_arguments, place_arguments, storage_argument
+from jobs.follow import check_summary_file
+from jobs.launch import Launch, launch
+from jobs.spec import JobSpec, load_job
+from jobs.storage import RunFolder, default_storage, new_run_id
+
+HELP = "start a run and follow it to its end"
+EXAMPLE = 'elastic run examples/gpt.yaml --nodes 4 --chaos "kill-node@step=40,add-node@step=80" --summary summary.json'
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("job", metavar="JOB.yaml", help="the job file")
+    place_arguments(parser)
+    parser.add_argument(
+        "--run-id", metavar="ID", help="the run's name (default: made from the job's name and the time)"
+    )
+    storage_argument(parser)
+    output_arguments(parser)
+
+
+def run(options: argparse.Namespace, backend: Backend) -> int:
+    plan = prepare(options, backend)
+    RunFolder(plan.run_settings.storage_url, plan.run_settings.run_id).write("job.json", job_record(plan))
+    return launch(backend, plan)
+
+
+def prepare(options: argparse.Namespace, backend: Backend) -> Launch:
+    """Everything that can be wrong is found here, before any node is asked for. Raises UsageError."""
+    spec, job = load_job(options.job), Path(options.job)
+    check_summary_file(options.summary)
+    check_chaos(options, backend)
+    check_deepspeed(spec)
+    entry = parse_entry_point(spec.entry_point, job.absolute().parent)
+    load_entry_point(entry)
+    plan = _plan(options, spec, entry, job)
+    settings = plan.run_settings
+    if plan.nodes is not None:
+        check_nodes(plan.nodes, settings)
+    if RunFolder(settings.storage_url, settings.run_id).read("job.json") is not None:
+        raise UsageError(
+            f"there is a run {settings.run_id!r} in {settings.storage_url} already; go on with it by `elastic resume`"
+        )
+    check_checkpoint_storage(settings)
+    return plan
+
+
+def check_chaos(options: argparse.Namespace, backend: Backend) -> None:
+    if options.chaos is None:
+        return
+    if options.address is not None:
+        raise UsageError("--chaos works on a local cluster only; leave out --address")
+    backend.faults(options.chaos)
+
+
+def job_record(plan: Launch) -> dict[str, object]:
+    """What `elastic resume` needs."""
+    return {
+        "settings": plan.settings,
+        "entry_point": plan.entry_point,
+        "config": plan.config,
+        "folder": plan.folder,
+        "created_at": round(time.time(), 3),
+    }
+
+
+def _plan(options: argparse.Namespace, spec: JobSpec, entry: EntryPoint, job: Path) -> Launch:
+    if options.run_id is not None:
+        run_id = check_run_id(options.run_id)
+    else:
+        run_id = new_run_id(spec.name or job.stem, time.time())
+    if options.storage is not None:
+        spec = spec.model_copy(update={"storage_url": default_storage(options.storage)})
+    return Launch(
+        settings=spec.settings(run_id, default_storage(None)).to_json(),
+        entry_point=str(entry),
+        config=spec.config,
+        folder=entry.folder,
+        nodes=options.nodes,
+        address=options.address,
+        chaos=options.chaos,
+        summary_file=str(Path(options.summary).absolute()) if options.summary else None,
+        as_json=options.json,
+    )

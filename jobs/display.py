@@ -1,0 +1,122 @@
+"""Live progress: one panel that is redrawn on a terminal, one line per change anywhere else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import IO, Any, Protocol
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from elastic.observe.text import clean, finite
+
+Progress = Mapping[str, Any]
+
+# A line about steps alone at most this often.
+_STEP_LINE_S = 10.0
+_CHANGES = ("status", "generation", "world_size", "doing", "last_checkpoint", "incidents")
+
+
+class Display(Protocol):
+    """1. `update` whenever something may have changed; 2. `note` between updates; 3. `close` once."""
+
+    def update(self, progress: Progress) -> None: ...
+
+    def note(self, sentence: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def open_display(stream: IO[str]) -> Display:
+    return PanelDisplay(stream) if stream.isatty() else LineDisplay(stream)
+
+
+def facts(progress: Progress) -> dict[str, str]:
+    """What both displays show, in order, as safe text; unknown values are left out."""
+    step, last = progress.get("step"), progress.get("max_steps")
+    checkpoint, checkpoint_step = progress.get("last_checkpoint"), progress.get("last_checkpoint_step")
+    shown = {
+        "step": None if step is None else f"{step}/{last}" if last else f"{step}",
+        "loss": _number(progress.get("loss"), ".4f"),
+        "tokens/s": _number(progress.get("tokens_per_s"), ",.0f"),
+        "world size": progress.get("world_size"),
+        "generation": progress.get("generation"),
+        "last checkpoint": f"step {checkpoint_step}" if checkpoint_step is not None else checkpoint,
+        "incidents": progress.get("incidents") or None,
+    }
+    return {name: clean(value) for name, value in shown.items() if value is not None}
+
+
+def doing(progress: Progress) -> str:
+    """What is going on: a sentence while the run does anything but train, else its status."""
+    return clean(progress.get("doing") or progress.get("status") or "starting")
+
+
+class LineDisplay:
+    """No control characters, nothing rewritten: fit for a pipe or a log file."""
+
+    def __init__(self, stream: IO[str], clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream = stream
+        self._clock = clock
+        self._shown: tuple[object, ...] | None = None
+        self._shown_step: object = None
+        self._shown_at = 0.0
+
+    def update(self, progress: Progress) -> None:
+        change = tuple(progress.get(key) for key in _CHANGES)
+        moved = progress.get("step") != self._shown_step and self._clock() - self._shown_at >= _STEP_LINE_S
+        if change == self._shown and not moved:
+            return
+        self._shown, self._shown_step, self._shown_at = change, progress.get("step"), self._clock()
+        self.note(", ".join([doing(progress), *(f"{name} {value}" for name, value in facts(progress).items())]))
+
+    def note(self, sentence: str) -> None:
+        self._stream.write(f"{clean(sentence)}\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        pass
+
+
+class PanelDisplay:
+    """A few lines at the bottom of a terminal; notes scroll by above them."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._console = Console(file=stream)
+        self._live = Live(console=self._console, refresh_per_second=8, redirect_stdout=False, redirect_stderr=False)
+        self._live.start()
+
+    def update(self, progress: Progress) -> None:
+        self._live.update(panel(progress))
+
+    def note(self, sentence: str) -> None:
+        self._console.print(Text(clean(sentence)))
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+def panel(progress: Progress) -> Table:
+    """Text objects only: rich would read a "[...]" in evidence as markup."""
+    outer = Table.grid(padding=(0, 2))
+    values = Table.grid(padding=(0, 2))
+    shown = facts(progress)
+    values.add_row(*(Text(name, style="dim") for name in shown))
+    values.add_row(*(Text(value, style="bold") for value in shown.values()))
+    outer.add_row(Text(doing(progress), style="yellow" if progress.get("doing") else "green"))
+    if shown:
+        outer.add_row(values)
+    if progress.get("max_steps"):
+        outer.add_row(ProgressBar(total=progress["max_steps"], completed=progress.get("step") or 0, width=60))
+    return outer
+
+
+def _number(value: object, form: str) -> str | None:
+    number = finite(value)
+    if number is None:
+        return None if value is None else clean(value)
+    return format(number, form)

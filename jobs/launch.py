@@ -1,0 +1,136 @@
+"""One run from its start to its end: on a local cluster made for it, or on a cluster that is there.
+
+On Ctrl-C the watcher leaves and the run goes on: on a cluster elsewhere by itself, on a local one with a background
+process (`jobs.background`) that owns the cluster from then on.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from elastic.core.errors import StorageError
+from elastic.core.settings import RunSettings
+from elastic.observe.text import plural
+from jobs import background
+from jobs.backend import Backend, ClusterLike, node_shape
+from jobs.display import open_display
+from jobs.exit_codes import NOT_FINISHED
+from jobs.faults import FaultThread
+from jobs.follow import conclude, follow
+from jobs.handle import RunHandle
+from jobs.live import Live, remove_live, write_live
+from jobs.storage import RunFolder
+from jobs.terminal import say
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What to run and where: on `address`, or on a local cluster of `nodes` nodes. Has an exact JSON form."""
+
+    settings: Mapping[str, Any]
+    entry_point: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    folder: str = "."
+    nodes: int | None = None
+    address: str | None = None
+    chaos: str | None = None
+    summary_file: str | None = None
+    as_json: bool = False
+
+    @property
+    def run_settings(self) -> RunSettings:
+        return RunSettings.from_json(self.settings)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def launch(backend: Backend, plan: Launch) -> int:
+    """Starts the run and follows it; returns the exit code."""
+    settings = plan.run_settings
+    folder = RunFolder(settings.storage_url, settings.run_id)
+    say(f"run {settings.run_id}, kept in {settings.storage_url}")
+    if plan.address is None:
+        return _launch_locally(backend, plan, folder)
+    handle = backend.start_run(settings, plan.entry_point, plan.config, plan.address)
+    write_live(folder, Live(plan.address))
+    return watch(handle, folder, plan.summary_file, plan.as_json)
+
+
+def watch(handle: RunHandle, folder: RunFolder, summary_file: str | None, as_json: bool) -> int:
+    """Follows a run that does not depend on this process."""
+    display = open_display(sys.stderr)
+    try:
+        result = follow(handle, display)
+    except KeyboardInterrupt:
+        display.close()
+        say(f"detached; {how_to_come_back(folder)}")
+        return NOT_FINISHED
+    finally:
+        display.close()
+    forget_live(folder)
+    return conclude(folder.run_id, folder.url, result, summary_file, as_json)
+
+
+def _launch_locally(backend: Backend, plan: Launch, folder: RunFolder) -> int:
+    settings, nodes = plan.run_settings, plan.nodes or plan.run_settings.scaling.max_slots
+    say(f"starting a local cluster of {plural(nodes, 'node')}")
+    cluster = backend.start_cluster(nodes, node_shape(settings), plan.folder)
+    handed_over = False
+    try:
+        handle = backend.start_run(settings, plan.entry_point, plan.config, cluster.address)
+        write_live(folder, Live(cluster.address, str(cluster.socket_path)))
+        code, handed_over = own(backend, plan, cluster, handle, folder)
+        return code
+    finally:
+        cluster.detach() if handed_over else cluster.shutdown()
+
+
+def own(backend: Backend, plan: Launch, cluster: ClusterLike, handle: RunHandle, folder: RunFolder) -> tuple[int, bool]:
+    """Follows a run whose cluster this process owns; (exit code, whether another process owns the cluster now)."""
+    display = open_display(sys.stderr)
+    faults = FaultThread(backend.faults(plan.chaos or ""), cluster, handle, display)
+    faults.start()
+    try:
+        while True:
+            try:
+                result = follow(handle, display)
+                break
+            except KeyboardInterrupt:
+                rest = replace(plan, chaos=faults.stop() or None)
+                if _hand_over(rest, cluster, folder):
+                    return NOT_FINISHED, True
+                faults = FaultThread(backend.faults(rest.chaos or ""), cluster, handle, display)
+                faults.start()
+    finally:
+        display.close()
+    faults.stop()
+    forget_live(folder)
+    return conclude(folder.run_id, folder.url, result, plan.summary_file, plan.as_json), False
+
+
+def _hand_over(plan: Launch, cluster: ClusterLike, folder: RunFolder) -> bool:
+    say("detaching; a background process takes the local cluster over ...")
+    failure = background.take_over(plan.to_json(), str(cluster.socket_path), cluster.address, folder)
+    if failure is not None:
+        say(f"that did not work, so the run is followed on ({failure}); Ctrl-C again tries again")
+        return False
+    say(f"detached; {how_to_come_back(folder)}")
+    return True
+
+
+def how_to_come_back(folder: RunFolder) -> str:
+    return (
+        f"run {folder.run_id} goes on. Come back with:  elastic watch {folder.run_id} --storage {folder.url}  "
+        f"or end it with:  elastic stop {folder.run_id} --storage {folder.url}"
+    )
+
+
+def forget_live(folder: RunFolder) -> None:
+    try:
+        remove_live(folder)
+    except StorageError as error:
+        say(str(error))

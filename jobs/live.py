@@ -1,0 +1,51 @@
+"""Where a run can be reached while it goes on: `live.json` beside its journal. Only a hint; the run itself decides."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from elastic.core.errors import ElasticError, RunNotFound
+from jobs.backend import Backend
+from jobs.handle import RunHandle
+from jobs.storage import RunFolder
+
+_FILE = "live.json"
+
+
+@dataclass(frozen=True)
+class Live:
+    """`cluster_socket` is set when a local cluster was started for the run."""
+
+    address: str
+    cluster_socket: str | None = None
+
+
+def write_live(folder: RunFolder, live: Live) -> None:
+    folder.write(_FILE, asdict(live))
+
+
+def read_live(folder: RunFolder) -> Live | None:
+    data: Mapping[str, Any] | None = folder.read(_FILE)
+    if not data or not isinstance(data.get("address"), str):
+        return None
+    return Live(data["address"], data.get("cluster_socket"))
+
+
+def remove_live(folder: RunFolder) -> None:
+    folder.remove(_FILE)
+
+
+def reach(backend: Backend, folder: RunFolder, address: str | None) -> RunHandle:
+    """The run's handle. Raises RunNotFound when it does not go on anywhere that is known."""
+    live = read_live(folder)
+    where = address or (live.address if live else None)
+    if where is None:
+        raise RunNotFound(f"run {folder.run_id!r} is not going on; go on with it by `elastic resume`")
+    try:
+        return backend.attach_run(folder.run_id, where)
+    except RunNotFound:
+        raise
+    except (ElasticError, ConnectionError) as error:
+        raise RunNotFound(f"run {folder.run_id!r} cannot be reached at {where}: {error}") from error

@@ -1,0 +1,55 @@
+"""The backend that starts real things: `cluster` for local nodes, `elastic.runtime` for runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from cluster.source import ClusterError
+from elastic.core.errors import ElasticError
+from elastic.core.settings import RunSettings
+from jobs.backend import ClusterLike, FaultPlan, NodeShape
+from jobs.handle import RunHandle
+
+
+class RealBackend:
+    """Imports Ray only in the calls that need it."""
+
+    def start_cluster(self, nodes: int, shape: NodeShape, python_path: str) -> ClusterLike:
+        from cluster.local import LocalCluster
+
+        paths = [python_path, os.environ.get("PYTHONPATH", "")]
+        try:
+            return LocalCluster.start(
+                nodes,
+                cpus_per_node=shape.cpus,
+                gpus_per_node=shape.gpus,
+                resources=shape.resources,
+                environment={"PYTHONPATH": os.pathsep.join(path for path in paths if path)},
+            )
+        except ClusterError as error:
+            raise ElasticError(f"the local cluster did not start: {error}") from error
+
+    def attach_cluster(self, socket_path: str) -> ClusterLike:
+        from cluster.local import LocalCluster
+
+        try:
+            return LocalCluster.attach(socket_path)
+        except ClusterError as error:
+            raise ElasticError(str(error)) from error
+
+    def start_run(self, settings: RunSettings, entry_point: str, config: Mapping[str, Any], address: str) -> RunHandle:
+        from elastic.runtime.client import start_run
+
+        handle: RunHandle = start_run(settings, entry_point, config, address)
+        return handle
+
+    def attach_run(self, run_id: str, address: str) -> RunHandle:
+        from elastic.runtime.client import attach_run
+
+        handle: RunHandle = attach_run(run_id, address)
+        return handle
+
+    def faults(self, text: str) -> FaultPlan:
+        raise NotImplementedError

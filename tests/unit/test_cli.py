@@ -1,0 +1,400 @@
+"""The command line over fakes: exit codes, streams, what starts when, and what Ctrl-C does."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.core.errors import RunNotFound, UsageError, UserCodeError
+from elastic.core.settings import RunSettings
+from elastic.observe.journal import JournalWriter
+from jobs import background, cli
+from jobs.backend import NodeShape
+from jobs.handle import FakeHandle
+from jobs.launch import Launch
+from jobs.live import Live, read_live, write_live
+from jobs.storage import RunFolder, new_run_id
+
+JOB = """
+entry_point: cli_train.py:main
+min_workers: 2
+max_workers: 4
+max_steps: 10
+resources_per_worker: {CPU: 2, GPU: 1, TPU: 3}
+"""
+
+
+class FakeCluster:
+    address = "127.0.0.1:1"
+    socket_path = Path("/nowhere/keeper.sock")
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def detach(self) -> None:
+        self.log.append("detach")
+
+    def shutdown(self) -> None:
+        self.log.append("shutdown")
+
+
+class FakeFaults:
+    def __init__(self, text: str, applied: list[str]) -> None:
+        self._steps = [int(part.split("=")[1]) for part in text.split(",") if part]
+        self._parts = [part for part in text.split(",") if part]
+        self._applied = applied
+
+    def next_step(self) -> int | None:
+        return self._steps[0] if self._steps else None
+
+    def apply_next(self, cluster: Any) -> str:
+        self._steps.pop(0)
+        self._applied.append(self._parts.pop(0))
+        return self._applied[-1]
+
+    def remaining(self) -> str:
+        return ",".join(self._parts)
+
+
+class FakeBackend:
+    """`script` plays the run: it gets the handle as soon as the run has started."""
+
+    def __init__(self, status: str = "finished", **more: Any) -> None:
+        self.cluster = FakeCluster()
+        self.handle = FakeHandle()
+        self.status, self.more = status, more
+        self.calls: list[Any] = []
+        self.applied: list[str] = []
+        self.reachable = True
+
+    def start_cluster(self, nodes: int, shape: NodeShape, python_path: str) -> FakeCluster:
+        self.calls.append(("cluster", nodes, shape))
+        return self.cluster
+
+    def attach_cluster(self, socket_path: str) -> FakeCluster:
+        return self.cluster
+
+    def start_run(self, settings: RunSettings, entry_point: str, config: Mapping[str, Any], address: str) -> FakeHandle:
+        self.calls.append(("run", settings, entry_point, dict(config), address))
+        writer = JournalWriter(settings.storage_url, settings.run_id)
+        writer.append({"type": "run", "run_id": settings.run_id, "status": "running"})
+        self.play(writer)
+        return self.handle
+
+    def play(self, writer: JournalWriter) -> None:
+        writer.append({"type": "run", "status": self.status, "step": 10, "loss": 1.5})
+        self.handle.advance(step=10, loss=1.5)
+        self.handle.end(self.status, "because", **self.more)
+
+    def attach_run(self, run_id: str, address: str) -> FakeHandle:
+        if not self.reachable:
+            raise RunNotFound(f"no controller of {run_id} at {address}")
+        return self.handle
+
+    def faults(self, text: str) -> FakeFaults:
+        if "=" not in text and text:
+            raise UsageError(f"no fault: {text!r}")
+        return FakeFaults(text, self.applied)
+
+
+class InterruptedHandle(FakeHandle):
+    """Ctrl-C while it is followed."""
+
+    def progress(self) -> Mapping[str, Any]:
+        raise KeyboardInterrupt
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("ELASTIC_STORAGE", raising=False)
+    monkeypatch.setattr("sys.path", ["", *__import__("sys").path])
+    (tmp_path / "cli_train.py").write_text("def main(config): ...\n")
+    (tmp_path / "job.yaml").write_text(JOB)
+    yield tmp_path / "job.yaml"
+    __import__("sys").modules.pop("cli_train", None)
+
+
+def test_a_run_from_start_to_end(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    backend = FakeBackend()
+    assert (
+        cli.main(["run", "job.yaml", "--run-id", "r1", "--nodes", "3", "--summary", "s.json", "--json"], backend) == 0
+    )
+    (_, nodes, shape), (_, settings, entry, _, address) = backend.calls
+    assert (nodes, shape) == (3, NodeShape(2.0, 1.0, {"TPU": 3.0}))
+    assert (settings.run_id, settings.storage_url, address) == ("r1", str(job.parent / "runs"), "127.0.0.1:1")
+    assert entry == f"{job.parent}/cli_train.py:main"
+    assert backend.cluster.log == ["shutdown"]
+    out, err = capfd.readouterr()
+    assert json.loads(out) == json.loads((job.parent / "s.json").read_text())
+    assert json.loads(out)["final_loss"] == 1.5
+    assert "run r1" in err
+    assert "\x1b" not in out + err
+    assert RunFolder("runs", "r1").job()["settings"] == settings.to_json()
+    assert read_live(RunFolder("runs", "r1")) is None
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [
+        ("finished", 0),
+        ("usage", 2),
+        ("user-code-failed", 100),
+        ("not-finished", 101),
+        ("stopped", 103),
+        ("gave-up", 104),
+        ("no-capacity", 105),
+        ("integrity", 106),
+        ("something new", 101),
+    ],
+)
+def test_exit_codes_follow_the_status(job: Path, status: str, code: int) -> None:
+    assert cli.main(["run", "job.yaml"], FakeBackend(status)) == code
+
+
+def test_user_codes_traceback_is_shown_without_control_characters(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    backend = FakeBackend("user-code-failed", error="rank 1:\nTraceback\n  \x1b[31mboom")
+    assert cli.main(["run", "job.yaml"], backend) == 100
+    err = capfd.readouterr().err
+    assert "rank 1:\nTraceback\n   [31mboom\n" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["job.yaml", "--nodes", "1"], "1 node can hold 1 worker, but min_workers is 2"),
+        (["nope.yaml"], "nope.yaml cannot be read"),
+        (["job.yaml", "--run-id", "../x"], "run id '../x'"),
+        (["job.yaml", "--summary", "no/such/folder/s.json"], "cannot write a file there"),
+        (["job.yaml", "--chaos", "gibberish"], "gibberish"),
+        (["job.yaml", "--chaos", "kill@step=1", "--address", "a:1"], "--chaos works on a local cluster only"),
+        (["job.yaml", "--storage", "nosuch://x"], "nosuch"),
+    ],
+)
+def test_bad_input_ends_before_anything_starts(
+    job: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    backend = FakeBackend()
+    assert cli.main(["run", *arguments], backend) == 2
+    out, err = capfd.readouterr()
+    assert said in err
+    assert out == ""
+    assert backend.calls == []
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("deepspeed: {elasticity: {enabled: true}}", "deepspeed: DeepSpeed option elasticity"),
+        ("deepspeed: {train_batch_size: 3}\nglobal_batch: 4", "global_batch 4"),
+        ("checkpoint: {url: 'nosuch://bucket'}", "nosuch"),
+    ],
+)
+def test_a_bad_job_ends_before_anything_starts(
+    job: Path, capfd: pytest.CaptureFixture[str], line: str, said: str
+) -> None:
+    job.write_text(f"{JOB}{line}\n")
+    backend = FakeBackend()
+    assert cli.main(["run", "job.yaml"], backend) == 2
+    assert said in capfd.readouterr().err
+    assert backend.calls == []
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["fly"], ["run"], ["run", "a", "--nodes", "0"], ["run", "a", "--nodes", "x"]]
+)
+def test_bad_arguments_are_usage(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments, FakeBackend())
+    assert caught.value.code == 2
+
+
+@pytest.mark.parametrize("command", ["run", "resume", "watch", "stop", "story", "checkpoints"])
+def test_help_has_an_example_and_the_exit_codes(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    text = capsys.readouterr().out
+    assert f"example:\n  elastic {command} " in text
+    assert "105 no capacity" in text
+
+
+def test_a_run_id_is_used_once(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "job.yaml", "--run-id", "r1"], FakeBackend()) == 0
+    assert cli.main(["run", "job.yaml", "--run-id", "r1"], FakeBackend()) == 2
+    assert "elastic resume" in capfd.readouterr().err
+
+
+def test_resume_takes_the_job_as_it_was(job: Path) -> None:
+    first, second = FakeBackend("gave-up"), FakeBackend()
+    assert cli.main(["run", "job.yaml", "--run-id", "r1"], first) == 104
+    job.unlink()
+    assert cli.main(["resume", "r1", "--max-steps", "20"], second) == 0
+    (_, before, entry, config, _), (_, after, entry_2, config_2, _) = first.calls[1], second.calls[1]
+    assert (entry, config) == (entry_2, config_2)
+    assert after.max_steps == 20
+    assert after.checkpoint == before.checkpoint
+
+
+def test_resume_of_a_run_that_goes_on_is_refused(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "job.yaml", "--run-id", "r1"], FakeBackend("stopped")) == 103
+    write_live(RunFolder("runs", "r1"), Live("a:1"))
+    alive = FakeBackend()
+    assert cli.main(["resume", "r1"], alive) == 2
+    assert "elastic watch r1" in capfd.readouterr().err
+    gone = FakeBackend()
+    gone.reachable = False
+    assert cli.main(["resume", "r1"], gone) == 0
+
+
+@pytest.mark.parametrize("command", ["resume", "watch", "stop", "story", "checkpoints"])
+def test_a_run_that_is_not_there(job: Path, command: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([command, "nope"], FakeBackend()) == 102
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "nope" in err
+
+
+def test_faults_are_injected_in_order_by_step(job: Path) -> None:
+    class Stepping(FakeBackend):
+        def play(self, writer: JournalWriter) -> None:
+            self.handle.advance(step=5)
+
+        def faults(self, text: str) -> FakeFaults:
+            outer = self
+
+            class Plan(FakeFaults):
+                def apply_next(self, cluster: Any) -> str:
+                    said = super().apply_next(cluster)
+                    if self.next_step() is None:
+                        outer.handle.advance(step=10)
+                        outer.handle.end("finished")
+                    return said
+
+            return Plan(text, self.applied)
+
+    backend = Stepping()
+    assert cli.main(["run", "job.yaml", "--chaos", "kill-node@step=2,add-node@step=4"], backend) == 0
+    assert backend.applied == ["kill-node@step=2", "add-node@step=4"]
+
+
+def test_ctrl_c_hands_a_local_cluster_over_with_the_faults_left(
+    job: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[Any] = []
+
+    def take_over(plan: Mapping[str, Any], cluster_socket: str, address: str, folder: RunFolder) -> None:
+        taken.append((Launch(**plan), cluster_socket, address))
+
+    monkeypatch.setattr(background, "take_over", take_over)
+    backend = FakeBackend()
+    backend.handle = InterruptedHandle()
+    backend.play = lambda writer: None  # type: ignore[method-assign]
+    code = cli.main(["run", "job.yaml", "--run-id", "r1", "--chaos", "kill-node@step=4", "--summary", "s"], backend)
+    assert code == 101
+    assert backend.cluster.log == ["detach"]
+    ((plan, socket, address),) = taken
+    assert (plan.chaos, plan.summary_file) == ("kill-node@step=4", str(job.parent / "s"))
+    assert (socket, address) == ("/nowhere/keeper.sock", "127.0.0.1:1")
+    err = capfd.readouterr().err
+    assert f"elastic watch r1 --storage {job.parent}/runs" in err
+    assert read_live(RunFolder("runs", "r1")) == Live("127.0.0.1:1", "/nowhere/keeper.sock")
+
+
+def test_ctrl_c_follows_on_when_nobody_can_take_over(
+    job: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Once(FakeHandle):
+        interrupted = False
+
+        def progress(self) -> Mapping[str, Any]:
+            if not self.interrupted:
+                self.interrupted = True
+                raise KeyboardInterrupt
+            self.end("finished")
+            return super().progress()
+
+    monkeypatch.setattr(background, "take_over", lambda *_: "no memory")
+    backend = FakeBackend()
+    backend.handle = Once()
+    backend.play = lambda writer: None  # type: ignore[method-assign]
+    assert cli.main(["run", "job.yaml"], backend) == 0
+    assert backend.cluster.log == ["shutdown"]
+    assert "no memory" in capfd.readouterr().err
+
+
+def test_ctrl_c_of_a_watcher_leaves_the_run_alone(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    backend = FakeBackend()
+    backend.handle = InterruptedHandle()
+    backend.play = lambda writer: None  # type: ignore[method-assign]
+    assert cli.main(["run", "job.yaml", "--run-id", "r1", "--address", "a:1"], backend) == 101
+    assert cli.main(["watch", "r1"], backend) == 101
+    assert backend.cluster.log == []
+    assert capfd.readouterr().err.count("detached; run r1 goes on") == 2
+
+
+def test_the_local_cluster_is_shut_down_when_the_run_cannot_start(job: Path) -> None:
+    class Broken(FakeBackend):
+        def start_run(self, *_: Any) -> FakeHandle:
+            raise UserCodeError("no")
+
+    backend = Broken()
+    assert cli.main(["run", "job.yaml"], backend) == 100
+    assert backend.cluster.log == ["shutdown"]
+
+
+def test_watch_of_a_finished_run_tells_its_end(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    cli.main(["run", "job.yaml", "--run-id", "r1"], FakeBackend())
+    capfd.readouterr()
+    assert cli.main(["watch", "r1", "--json"], FakeBackend()) == 0
+    assert json.loads(capfd.readouterr().out)["status"] == "finished"
+
+
+def test_stop_waits_for_the_end(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write_live(RunFolder("runs", "r1"), Live("a:1"))
+    backend = FakeBackend()
+    assert cli.main(["stop", "r1"], backend) == 0
+    assert backend.handle.stop_reason == "elastic stop"
+    assert "is stopped" in capfd.readouterr().err
+
+
+def test_story_on_stdout_as_text_and_as_json(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    writer = JournalWriter("runs", "r1", clock=lambda: 0.0)
+    writer.append({"type": "decision", "sentence": "4 workers ready", "generation": 1, "world_size": 4, "step": 0})
+    assert cli.main(["story", "r1"], FakeBackend()) == 0
+    assert capfd.readouterr().out.splitlines() == [
+        "run r1, begun 1970-01-01 00:00:00 UTC",
+        "00:00:00     +0.00 s  [gen 1, world 4, step 0] 4 workers ready",
+    ]
+    assert cli.main(["story", "r1", "--json"], FakeBackend()) == 0
+    assert json.loads(capfd.readouterr().out)["sentence"] == "4 workers ready"
+
+
+def test_storage_comes_from_the_argument_before_the_environment(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ELASTIC_STORAGE", str(job.parent / "env"))
+    backend = FakeBackend()
+    assert cli.main(["run", "job.yaml", "--run-id", "r1"], backend) == 0
+    assert backend.calls[1][1].storage_url == str(job.parent / "env")
+    assert cli.main(["story", "r1", "--storage", "elsewhere"], FakeBackend()) == 102
+    assert cli.main(["story", "r1"], FakeBackend()) == 0
+
+
+def test_the_fake_handle_wakes_its_waiters() -> None:
+    handle = FakeHandle()
+    reached: list[bool] = []
+    waiter = threading.Thread(target=lambda: reached.append(handle.wait_step(3, 60.0)))
+    waiter.start()
+    handle.advance(step=3)
+    waiter.join()
+    assert reached == [True]
+    handle.end("finished")
+    assert not handle.wait_step(9, 60.0)
+
+
+def test_new_run_ids_are_valid_whatever_the_name() -> None:
+    assert new_run_id("my run: ../x", 0.0).startswith("my-run-x-19700101-000000-")
+    assert new_run_id("???", 0.0).startswith("run-1970")
