@@ -60,7 +60,7 @@ class Backend(Protocol):
     def attach_cluster(self, socket_path: str) -> ClusterLike: ...
 
     def start_run(
-        self, settings: RunSettings, entry_point: str, config: Mapping[str, Any], address: str
+        self, settings: RunSettings, entry_point: str, config: Mapping[str, Any], address: str, folder: str
     ) -> RunHandle: ...
 
     def attach_run(self, run_id: str, address: str) -> RunHandle:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic.core.errors import ElasticError, UsageError
+from elastic.core.state import USER_CODE_FAILED
 from elastic.observe.journal import JournalReader
 from elastic.observe.report import report
 from elastic.observe.summary import summarize
@@ -37,7 +38,7 @@ def conclude(run_id: str, storage_url: str, result: Mapping[str, Any], summary_f
     summary = read_summary(run_id, storage_url, result)
     if summary_file:
         write_summary(summary_file, summary)
-    say_why(result)
+    say_why(result, summary)
     show(summary, as_json)
     return exit_code(result.get("status"))
 
@@ -63,12 +64,13 @@ def show(summary: Mapping[str, Any], as_json: bool) -> None:
         put(line)
 
 
-def say_why(result: Mapping[str, Any]) -> None:
-    """Why a run did not reach its end, with user code's own traceback where there is one."""
+def say_why(result: Mapping[str, Any], summary: Mapping[str, Any]) -> None:
+    """Why a run did not reach its end, with user code's own traceback where that was the reason."""
     if exit_code(result.get("status")) == 0:
         return
-    if result.get("error"):
-        say(printable(str(result["error"])))
+    error = summary.get("error") or {}
+    if result.get("status") == USER_CODE_FAILED and error.get("traceback"):
+        say(f"worker {error.get('worker')}, step {error.get('step')}:\n{printable(str(error['traceback']))}")
     if result.get("reason"):
         say(f"run is {result.get('status')}: {printable(str(result['reason']))}")
 

@@ -30,7 +30,7 @@ class RunHandle(Protocol):
         ...
 
     def result(self, timeout_s: float) -> Mapping[str, Any] | None:
-        """None while the run goes on; after its end {status, step, loss, reason, error (user code's traceback)}."""
+        """None while the run goes on; after its end {status, step, loss, reason}."""
         ...
 
     def stop(self, reason: str) -> None:

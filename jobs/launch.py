@@ -55,7 +55,7 @@ def launch(backend: Backend, plan: Launch) -> int:
     say(f"run {settings.run_id}, kept in {settings.storage_url}")
     if plan.address is None:
         return _launch_locally(backend, plan, folder)
-    handle = backend.start_run(settings, plan.entry_point, plan.config, plan.address)
+    handle = backend.start_run(settings, plan.entry_point, plan.config, plan.address, plan.folder)
     write_live(folder, Live(plan.address))
     return watch(handle, folder, plan.summary_file, plan.as_json)
 
@@ -81,7 +81,7 @@ def _launch_locally(backend: Backend, plan: Launch, folder: RunFolder) -> int:
     cluster = backend.start_cluster(nodes, node_shape(settings), plan.folder)
     handed_over = False
     try:
-        handle = backend.start_run(settings, plan.entry_point, plan.config, cluster.address)
+        handle = backend.start_run(settings, plan.entry_point, plan.config, cluster.address, plan.folder)
         write_live(folder, Live(cluster.address, str(cluster.socket_path)))
         code, handed_over = own(backend, plan, cluster, handle, folder)
         return code

@@ -39,16 +39,18 @@ class RealBackend:
         except ClusterError as error:
             raise ElasticError(str(error)) from error
 
-    def start_run(self, settings: RunSettings, entry_point: str, config: Mapping[str, Any], address: str) -> RunHandle:
+    def start_run(
+        self, settings: RunSettings, entry_point: str, config: Mapping[str, Any], address: str, folder: str
+    ) -> RunHandle:
         from elastic.runtime.client import start_run
 
-        handle: RunHandle = start_run(settings, entry_point, config, address)
+        handle: RunHandle = start_run(settings, entry_point, config, address, folder)
         return handle
 
     def attach_run(self, run_id: str, address: str) -> RunHandle:
-        from elastic.runtime.client import attach_run
+        from elastic.runtime.client import attach
 
-        handle: RunHandle = attach_run(run_id, address)
+        handle: RunHandle = attach(run_id, address)
         return handle
 
     def faults(self, text: str) -> FaultPlan:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from elastic.observe.text import finite
@@ -28,10 +29,11 @@ _STAMPS = {"seq", "incarnation", "time", "type"}
 
 
 def summarize(records: Iterable[Record]) -> Json:
-    """Keys: run_id, status, reason, steps, final_loss, started_at, ended_at, wall_s, generations, incidents, samples,
-    checkpoints, save_stall_s, time_ledger, controllers. Times are wall clock seconds."""
+    """Keys: run_id, status, reason, steps, final_loss, error, started_at, ended_at, wall_s, generations, incidents,
+    samples, checkpoints, save_stall_s, attempts, time_ledger, controllers. Times are wall clock seconds."""
     all_records = list(records)
-    run = _merged(_of(all_records, "run"))
+    attempts = _attempts(all_records)
+    run = _run(all_records, attempts[-1])
     times = [float(record["time"]) for record in all_records if "time" in record]
     generations = _generations(all_records)
     return {
@@ -40,15 +42,17 @@ def summarize(records: Iterable[Record]) -> Json:
         "reason": run.get("reason"),
         "steps": _steps(run, all_records),
         "final_loss": finite(run.get("loss")),
+        "error": _error(attempts[-1]),
         "started_at": times[0] if times else None,
         "ended_at": times[-1] if times else None,
         "wall_s": round(times[-1] - times[0], 3) if times else None,
         "generations": generations,
-        "incidents": [incident_summary(record) for record in _latest(_of(all_records, "incident"), "id")],
+        "incidents": [incident_summary(r) for attempt in attempts for r in _latest(_of(attempt, "incident"), "id")],
         "samples": {key: _merged(_of(all_records, "samples")).get(key) for key in ("seen", "missing", "repeated")},
         "checkpoints": _checkpoints(all_records),
         "save_stall_s": _stalls(_of(all_records, "checkpoint")),
-        "time_ledger": time_ledger(all_records),
+        "attempts": len(attempts),
+        "time_ledger": time_ledger(attempts),
         "controllers": max((int(record.get("incarnation", 0)) for record in all_records), default=0),
     }
 
@@ -94,8 +98,18 @@ def lost(record: Record) -> str:
     return f"{where} ({who})" if who and where else where or who
 
 
-def time_ledger(records: Sequence[Record]) -> dict[str, float]:
-    """Owner -> seconds, of the last ledger written: each one covers the whole run so far."""
+def time_ledger(attempts: Sequence[Sequence[Record]]) -> dict[str, float]:
+    """Owner -> seconds: the last ledger of each attempt (it covers the whole attempt), and the time between attempts
+    as "paused"."""
+    total: dict[str, float] = {}
+    for attempt in attempts:
+        for owner, seconds in _ledger(attempt).items():
+            total[owner] = total.get(owner, 0.0) + seconds
+    gaps = [_time(later[0]) - _time(earlier[-1]) for earlier, later in pairwise(attempts)]
+    return {**total, "paused": total.get("paused", 0.0) + sum(gaps)} if total and gaps else total
+
+
+def _ledger(records: Sequence[Record]) -> dict[str, float]:
     ledgers = _of(records, "ledger")
     if not ledgers:
         return {}
@@ -103,6 +117,39 @@ def time_ledger(records: Sequence[Record]) -> dict[str, float]:
     nested = next((last[key] for key in ("seconds", "owners", "ledger") if isinstance(last.get(key), Mapping)), None)
     owners = nested if nested is not None else {key: value for key, value in last.items() if key not in _STAMPS}
     return {str(owner): float(value) for owner, value in owners.items() if finite(value) is not None}
+
+
+def _attempts(records: Sequence[Record]) -> list[list[Record]]:
+    """At least one. A resumed run begins again with status "running"; incidents are numbered anew in each attempt."""
+    attempts: list[list[Record]] = [[]]
+    begun = False
+    for record in records:
+        if record.get("type") == "run" and record.get("status") == "running":
+            if begun:
+                # Its controller's own "begin" comes just before and belongs to it.
+                attempts.append([attempts[-1].pop()] if attempts[-1][-1].get("type") == "begin" else [])
+            begun = True
+        attempts[-1].append(record)
+    return attempts
+
+
+def _run(records: Sequence[Record], attempt: Sequence[Record]) -> Json:
+    """What is known of the run: its last attempt's own words, and its last step where it did not come to speak."""
+    steps = [step for record in _of(records, "steps") for step in record.get("steps") or ()]
+    last = {key: steps[-1].get(key) for key in ("step", "loss")} if steps else {}
+    names = {"run_id": _merged(_of(records, "run")).get("run_id")}
+    return {**names, **last, **_merged(_of(attempt, "run"))}
+
+
+def _error(records: Sequence[Record]) -> Json | None:
+    """The last error of user code, with its traceback."""
+    errors = [record for record in _of(records, "event") if record.get("event") == "UserCodeFailed"]
+    keys = ("worker", "step", "generation", "error", "traceback")
+    return {key: errors[-1].get(key) for key in keys} if errors else None
+
+
+def _time(record: Record) -> float:
+    return float(record.get("time", 0.0))
 
 
 def _of(records: Iterable[Record], kind: str) -> list[Record]:

@@ -79,7 +79,9 @@ class FakeBackend:
     def attach_cluster(self, socket_path: str) -> FakeCluster:
         return self.cluster
 
-    def start_run(self, settings: RunSettings, entry_point: str, config: Mapping[str, Any], address: str) -> FakeHandle:
+    def start_run(
+        self, settings: RunSettings, entry_point: str, config: Mapping[str, Any], address: str, folder: str
+    ) -> FakeHandle:
         self.calls.append(("run", settings, entry_point, dict(config), address))
         writer = JournalWriter(settings.storage_url, settings.run_id)
         writer.append({"type": "run", "run_id": settings.run_id, "status": "running"})
@@ -158,10 +160,15 @@ def test_exit_codes_follow_the_status(job: Path, status: str, code: int) -> None
 
 
 def test_user_codes_traceback_is_shown_without_control_characters(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    backend = FakeBackend("user-code-failed", error="rank 1:\nTraceback\n  \x1b[31mboom")
-    assert cli.main(["run", "job.yaml"], backend) == 100
+    class Failing(FakeBackend):
+        def play(self, writer: JournalWriter) -> None:
+            error = {"event": "UserCodeFailed", "worker": 1, "step": 7, "traceback": "Traceback\n  \x1b[31mboom"}
+            writer.append({"type": "event", **error})
+            super().play(writer)
+
+    assert cli.main(["run", "job.yaml"], Failing("user-code-failed")) == 100
     err = capfd.readouterr().err
-    assert "rank 1:\nTraceback\n   [31mboom\n" in err
+    assert "worker 1, step 7:\nTraceback\n   [31mboom\n" in err
 
 
 @pytest.mark.parametrize(

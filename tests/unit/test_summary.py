@@ -68,6 +68,20 @@ def test_a_flat_ledger_is_read_too() -> None:
     assert summarize(records)["time_ledger"] == {"productive": 2.0}
 
 
+def test_a_resumed_run_keeps_the_incidents_and_the_time_of_every_attempt() -> None:
+    again = [{**record, "time": record["time"] + 50.0} for record in journal()]
+    summary = summarize([*journal(), *again])
+    assert [incident["id"] for incident in summary["incidents"]] == [1, 1]
+    assert summary["time_ledger"] == {"productive": 30.0, "detect": 0.5, "restore": 7.5, "paused": 39.0}
+    assert summary["attempts"] == 2
+
+
+def test_the_last_step_speaks_for_a_run_that_cannot() -> None:
+    steps = [{"step": 6, "loss": 2.0}, {"step": 7, "loss": 1.5}]
+    summary = summarize([{"type": "run", "status": "running"}, {"type": "steps", "steps": steps}])
+    assert (summary["steps"], summary["final_loss"], summary["status"]) == (7, 1.5, "running")
+
+
 def test_lost_in_words() -> None:
     assert lost({"lost_workers": [1, 3]}) == "workers 1, 3"
     assert lost({"lost": "node x"}) == "node x"
