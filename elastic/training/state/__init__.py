@@ -1,0 +1,81 @@
+"""The sharded state of a live DeepSpeed engine: described, copied to host memory, installed at another world size.
+
+Everything is keyed by the tensors' names, so a checkpoint of one ZeRO stage and world size can be installed into any
+other. torch and DeepSpeed 0.19.8; no Ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from elastic.checkpoint.snapshot import ShardSnapshot
+from elastic.checkpoint.source import CheckpointSource
+from elastic.core.layout import RankLayout
+from elastic.core.manifest import Json
+from elastic.training.session import RestoreReport
+from elastic.training.state.check import check_layout
+from elastic.training.state.engine_state import LiveState
+from elastic.training.state.live import Stage
+from elastic.training.state.partitioned import PartitionedStage
+from elastic.training.state.refuse import refuse_unsupported
+from elastic.training.state.replicated import ReplicatedStage
+from elastic.training.state.stage3 import Stage3
+
+__all__ = ["EngineState", "open_state"]
+
+
+class EngineState(Protocol):
+    """Called from the training thread only, between optimizer steps.
+
+    1. `restore` at most once, before the first step, by all ranks together
+    2. `snapshot` after any step, by any rank by itself
+    """
+
+    zero_stage: int
+    # What this rank alone holds; empty in stage 0.
+    layout: RankLayout
+
+    @property
+    def parameters(self) -> Mapping[str, tuple[int, ...]]:
+        """Every carried tensor's name -> full shape: parameters in the model's order, then buffers."""
+        ...
+
+    def snapshot(self, *, run_id: str, generation: int, step: int, client: Mapping[str, Json]) -> ShardSnapshot:
+        """A copy of this rank's state in host memory; `client` (JSON) comes back from `restore`. Not collective.
+
+        Of replicated tensors each is carried by one rank; module buffers by rank 0, whose values are the run's. The
+        snapshot owns its memory, which is used again only when no tensor of it is left.
+        """
+        ...
+
+    def restore(self, source: CheckpointSource, checkpoint_id: str) -> tuple[RestoreReport, Mapping[str, Json]]:
+        """Read this rank's part of a checkpoint of any world size and stage, install it, prove it. Collective.
+
+        Returns the times and the `client` of the snapshot. Raises on all ranks or on none: ModelMismatch (another
+        model: the first difference is named), StorageError, IntegrityError. Until all ranks have read all they need,
+        nothing is installed; after a failed proof the engine must be thrown away.
+        """
+        ...
+
+
+def open_state(engine: Any) -> EngineState:
+    """The state of `engine`, a DeepSpeedEngine before or after any number of steps.
+
+    Raises UsageError for what cannot be carried to another world size (named, with the reason) and for a DeepSpeed
+    whose partitioning is not the one that the pure layouts follow. Not collective.
+    """
+    refuse_unsupported(engine)
+    stage = _stage_of(engine)
+    check_layout(stage)
+    return LiveState(engine, stage)
+
+
+def _stage_of(engine: Any) -> Stage:
+    match int(engine.zero_optimization_stage()):
+        case 3:
+            return Stage3(engine)
+        case 1 | 2:
+            return PartitionedStage(engine)
+        case _:
+            return ReplicatedStage(engine)

@@ -1,0 +1,68 @@
+"""Is the live engine partitioned the way the pure layouts say? Asked once, when the state is opened."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from elastic.core.errors import UsageError
+from elastic.core.layout import Layout, Piece
+from elastic.training.state.live import Master, Stage
+
+
+def check_layout(stage: Stage) -> None:
+    """Compare every piece and buffer of this rank with the pure layout, and that layout's pieces with the parameters.
+
+    Raises UsageError naming the first difference: resharding by a wrong layout would mix up weights without a word.
+    """
+    masters = stage.masters()
+    expected = stage.expected()
+    if expected is None:
+        return
+    _check_complete(expected)
+    mine = expected.ranks[stage.rank]
+    live = sorted(piece for master in masters for piece in master.pieces)
+    pure = sorted(mine.pieces)
+    for here, there in zip(live, pure, strict=False):
+        if here != there:
+            raise _differs(_describe(here), _describe(there))
+    if len(live) != len(pure):
+        raise _differs(f"{len(live)} pieces on rank {stage.rank}", f"{len(pure)}")
+    sizes = {master.buffer: master.tensor.numel() for master in masters}
+    if sizes != dict(mine.buffers):
+        raise _differs(f"flat tensors of {sizes} elements", f"{dict(mine.buffers)}")
+    _check_states(masters, stage)
+
+
+def _check_complete(layout: Layout) -> None:
+    """Every parameter's pieces add up to it, over all ranks (or whole on each)."""
+    found: dict[str, int] = {}
+    seen: set[tuple[str, int, int]] = set()
+    for rank in layout.ranks:
+        for piece in rank.pieces:
+            if (piece.name, piece.start, piece.numel) not in seen:
+                seen.add((piece.name, piece.start, piece.numel))
+                found[piece.name] = found.get(piece.name, 0) + piece.numel
+    for name, numel in layout.numels.items():
+        if found.get(name, 0) != numel:
+            raise _differs(f"parameter {name!r} of {numel} elements", f"{found.get(name, 0)} elements in all slices")
+
+
+def _check_states(masters: Sequence[Master], stage: Stage) -> None:
+    groups = stage.base.param_groups
+    for master in masters:
+        if master.group >= len(groups):
+            raise UsageError(
+                f"optimizer {type(stage.base).__name__} has {len(groups)} parameter groups for tensors of group "
+                f"{master.group}: DeepSpeed rebuilt it without them, so its groups cannot be told apart"
+            )
+
+
+def _describe(piece: Piece) -> str:
+    return f"elements [{piece.start}, {piece.stop}) of parameter {piece.name!r} at {piece.offset} of {piece.buffer}"
+
+
+def _differs(live: str, pure: str) -> UsageError:
+    return UsageError(
+        f"this DeepSpeed partitions differently from release 0.19.8, which this project follows: {live}, "
+        f"expected {pure}"
+    )

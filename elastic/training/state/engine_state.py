@@ -1,0 +1,171 @@
+"""The state of one live engine: snapshot out, restore in."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from time import monotonic
+from typing import Any
+
+from elastic.checkpoint.snapshot import ShardSnapshot
+from elastic.checkpoint.source import CheckpointSource
+from elastic.core.errors import IntegrityError, ModelMismatch
+from elastic.core.layout import RankLayout
+from elastic.core.manifest import Json, Manifest
+from elastic.training.session import RestoreReport
+from elastic.training.state.agree import Agreement
+from elastic.training.state.client import check_client, install_client, read_client
+from elastic.training.state.dtypes import check_dtype
+from elastic.training.state.host import HostCopy, HostPool
+from elastic.training.state.inventory import Inventory, gaps
+from elastic.training.state.live import Member, Stage, members
+from elastic.training.state.match import check_model
+from elastic.training.state.optimizer import decode_scalars, install_state, scalars_of
+from elastic.training.state.proof import prove
+from elastic.training.state.reading import Staged, read_checkpoint
+from elastic.training.state.refuse import refuse_moved_away
+
+_log = logging.getLogger(__name__)
+
+
+class LiveState:
+    """`EngineState` of a DeepSpeed engine whose stage is described by `stage`."""
+
+    def __init__(self, engine: Any, stage: Stage) -> None:
+        self._engine = engine
+        self._stage = stage
+        self._pool = HostPool(pinned=engine.device.type == "cuda")
+        self._agreement = Agreement(engine, stage.rank, stage.world_size)
+        inventory = self._inventory()
+        for key, tensor in inventory.tensors().items():
+            check_dtype(key, tensor.dtype)
+        # A scheduler or optimizer that cannot be carried is refused now, not at the first snapshot.
+        read_client(engine, stage, inventory, {})
+        self.zero_stage = stage.zero_stage
+        self.layout: RankLayout = inventory.sharded()
+
+    @property
+    def parameters(self) -> Mapping[str, tuple[int, ...]]:
+        return {member.name: member.shape for member in self._members()}
+
+    def snapshot(self, *, run_id: str, generation: int, step: int, client: Mapping[str, Json]) -> ShardSnapshot:
+        refuse_moved_away(self._engine)
+        inventory = self._inventory()
+        layout = inventory.written(self._stage.rank, self._stage.world_size)
+        padding = gaps(layout)
+        wanted = [
+            HostCopy(key, tensor, padding[key.split("/", 1)[1]])
+            for key, tensor in inventory.tensors().items()
+            if key.split("/", 1)[1] in layout.buffers
+        ]
+        first = self._stage.rank == 0
+        return ShardSnapshot(
+            run_id=run_id,
+            generation=generation,
+            rank=self._stage.rank,
+            world_size=self._stage.world_size,
+            step=step,
+            zero_stage=self.zero_stage,
+            layout=layout,
+            tensors=self._pool.copy(wanted),
+            parameters=self.parameters,
+            client=read_client(self._engine, self._stage, inventory, client) if first else None,
+        )
+
+    def restore(self, source: CheckpointSource, checkpoint_id: str) -> tuple[RestoreReport, Mapping[str, Json]]:
+        began = monotonic()
+        staged, skipped = self._read_together(source, checkpoint_id)
+        read = monotonic()
+        self._install_together(staged, skipped)
+        installed = monotonic()
+        prove(self._without(skipped), staged.manifest, skipped, self._agreement)
+        report = RestoreReport(
+            checkpoint=checkpoint_id,
+            source=source.name,
+            step=staged.manifest.step,
+            bytes_read=staged.bytes_read,
+            bytes_needed=staged.bytes_needed,
+            read_s=read - began,
+            install_s=installed - read,
+            verify_s=monotonic() - installed,
+        )
+        _log.info("restored %s at world size %d: %s", checkpoint_id, self._stage.world_size, report)
+        return report, staged.manifest.client["caller"]
+
+    def _read_together(self, source: CheckpointSource, checkpoint_id: str) -> tuple[Staged, frozenset[str]]:
+        """Until all ranks have all they need in host memory, nothing is installed on any."""
+        found: tuple[Staged, frozenset[str]] | None = None
+        error: Exception | None = None
+        try:
+            found = self._read(source, checkpoint_id)
+        except Exception as caught:  # noqa: BLE001 - the other ranks wait: they must learn of it, then it is raised
+            error = caught
+        self._agreement.raise_together(error, f"reading checkpoint {checkpoint_id}")
+        assert found is not None
+        return found
+
+    def _read(self, source: CheckpointSource, checkpoint_id: str) -> tuple[Staged, frozenset[str]]:
+        refuse_moved_away(self._engine)
+        manifest = source.manifest(checkpoint_id)
+        client = _client_of(manifest)
+        skipped = check_model(manifest, self._members(), client["fleeting_buffers"])
+        check_client(self._engine, self._stage, client)
+        inventory = self._without(skipped)
+        staged = read_checkpoint(source, manifest, inventory.held(), inventory.masters, self._stage.rank)
+        _check_dtypes(inventory, staged)
+        by_name = decode_scalars(client["optimizer"]["scalars"])
+        for master in inventory.masters:
+            scalars_of(master, by_name)
+        return staged, skipped
+
+    def _install_together(self, staged: Staged, skipped: frozenset[str]) -> None:
+        error: Exception | None = None
+        try:
+            self._install(staged, skipped)
+        except Exception as caught:  # noqa: BLE001 - as above: what follows is collective
+            error = caught
+        self._agreement.raise_together(error, f"installing checkpoint {staged.manifest.id}")
+        self._stage.finish_install()
+
+    def _install(self, staged: Staged, skipped: frozenset[str]) -> None:
+        stage, client = self._stage, staged.manifest.client
+        stage.begin_install()
+        install_client(self._engine, stage, client)
+        by_name = decode_scalars(client["optimizer"]["scalars"])
+        inventory = self._without(skipped)
+        for master in inventory.masters:
+            live = master.tensor.detach()
+            live.copy_(staged.tensors[f"master/{master.buffer}"].view(live.shape))
+            install_state(stage, master, staged.states(master), scalars_of(master, by_name))
+        for extra in inventory.extras:
+            live = extra.tensor.detach()
+            live.copy_(staged.tensors[f"{extra.kind}/{extra.piece.buffer}"].view(live.shape))
+
+    def _inventory(self) -> Inventory:
+        return Inventory.of(self._stage, self._engine.module)
+
+    def _without(self, skipped: frozenset[str]) -> Inventory:
+        inventory = self._inventory()
+        kept = tuple(extra for extra in inventory.extras if extra.piece.name not in skipped)
+        return Inventory(inventory.masters, inventory.states, kept)
+
+    def _members(self) -> list[Member]:
+        return members(self._engine.module, [name for group in self._stage.groups() for name in group])
+
+
+def _client_of(manifest: Manifest) -> Mapping[str, Json]:
+    missing = {"engine", "optimizer", "loss_scaler", "scheduler", "fleeting_buffers", "caller"} - set(manifest.client)
+    if missing:
+        raise IntegrityError(f"checkpoint {manifest.id} lacks the client state {sorted(missing)}")
+    return manifest.client
+
+
+def _check_dtypes(inventory: Inventory, staged: Staged) -> None:
+    """Weights are never cast: a cast master is another training run. Optimizer state takes the stored dtype."""
+    live = inventory.tensors()
+    wanted = [(f"master/{master.buffer}", master.names[0]) for master in inventory.masters]
+    wanted += [(f"{extra.kind}/{extra.piece.buffer}", extra.piece.name) for extra in inventory.extras]
+    for key, name in wanted:
+        stored = staged.tensors[key].dtype
+        if stored != live[key].dtype:
+            raise ModelMismatch(f"{name!r} is held as {live[key].dtype} here, as {stored} in the checkpoint")

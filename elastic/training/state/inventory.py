@@ -1,0 +1,94 @@
+"""All live tensors of one rank by "<kind>/<buffer>", with the layouts that say what they mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from elastic.core.layout import Piece, RankLayout
+from elastic.core.zero_layout import dealt_layout
+from elastic.training.state.live import BUFFER, MASTER, Extra, Master, Stage, buffers
+from elastic.training.state.optimizer import MasterState, read_states
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """What this rank holds at one moment. Tensors are live: the next step changes them."""
+
+    masters: tuple[Master, ...]
+    states: tuple[MasterState, ...]
+    extras: tuple[Extra, ...]
+
+    @classmethod
+    def of(cls, stage: Stage, module: torch.nn.Module) -> Inventory:
+        masters = stage.masters()
+        extras = [*stage.frozen(), *buffers(module)]
+        return cls(tuple(masters), tuple(read_states(stage, masters)), tuple(extras))
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Live tensors by "<kind>/<buffer>", of their own shapes; flattened, they have the layout's lengths."""
+        found = {f"{MASTER}/{master.buffer}": master.tensor for master in self.masters}
+        for master, state in zip(self.masters, self.states, strict=True):
+            found |= {f"{kind}/{master.buffer}": tensor for kind, tensor in state.tensors.items()}
+        return found | {f"{extra.kind}/{extra.piece.buffer}": extra.tensor for extra in self.extras}
+
+    def held(self) -> RankLayout:
+        """All that this rank holds, replicas included."""
+        return _layout(self.masters, self.extras)
+
+    def sharded(self) -> RankLayout:
+        """Only what this rank alone holds."""
+        return _layout([m for m in self.masters if not m.replicated], [e for e in self.extras if not e.replicated])
+
+    def written(self, rank: int, world_size: int) -> RankLayout:
+        """What this rank's snapshot carries: its own slices, and of every replicated tensor that it was dealt, all.
+
+        Module buffers are written by rank 0 and nobody else. They are not kept equal by DeepSpeed (batch statistics
+        differ from rank to rank), and as in torch's DistributedDataParallel rank 0's are the run's.
+        """
+        shared: list[Master | Extra] = [m for m in self.masters if m.replicated]
+        shared += [e for e in self.extras if e.replicated and e.kind != BUFFER]
+        sizes = [(_buffer(item), _pieces(item)[-1].offset + _pieces(item)[-1].numel) for item in shared]
+        own = set(dealt_layout(sizes, world_size).ranks[rank].buffers) if sizes else set()
+        mine = [item for item in shared if _buffer(item) in own]
+        if rank == 0:
+            mine += [extra for extra in self.extras if extra.kind == BUFFER]
+        masters = [m for m in self.masters if not m.replicated] + [i for i in mine if isinstance(i, Master)]
+        extras = [e for e in self.extras if not e.replicated] + [i for i in mine if isinstance(i, Extra)]
+        return _layout(masters, extras)
+
+
+def gaps(layout: RankLayout) -> Mapping[str, list[tuple[int, int]]]:
+    """The padding of each buffer: (offset, numel) of what no piece covers. Its content is undefined in stage 3."""
+    found: dict[str, list[tuple[int, int]]] = {buffer: [] for buffer in layout.buffers}
+    reached = dict.fromkeys(layout.buffers, 0)
+    for piece in sorted(layout.pieces, key=lambda piece: (piece.buffer, piece.offset)):
+        if piece.offset > reached[piece.buffer]:
+            found[piece.buffer].append((reached[piece.buffer], piece.offset - reached[piece.buffer]))
+        reached[piece.buffer] = piece.offset + piece.numel
+    for buffer, numel in layout.buffers.items():
+        if numel > reached[buffer]:
+            found[buffer].append((reached[buffer], numel - reached[buffer]))
+    return found
+
+
+def _layout(masters: Iterable[Master], extras: Iterable[Extra]) -> RankLayout:
+    pieces: list[Piece] = []
+    sizes: dict[str, int] = {}
+    for master in masters:
+        pieces += master.pieces
+        sizes[master.buffer] = master.tensor.numel()
+    for extra in extras:
+        pieces.append(extra.piece)
+        sizes[extra.piece.buffer] = extra.piece.numel
+    return RankLayout(tuple(pieces), sizes)
+
+
+def _buffer(item: Master | Extra) -> str:
+    return item.buffer if isinstance(item, Master) else item.piece.buffer
+
+
+def _pieces(item: Master | Extra) -> tuple[Piece, ...]:
+    return item.pieces if isinstance(item, Master) else (item.piece,)

@@ -1,0 +1,52 @@
+"""Is the checkpoint of this model? Names, shapes, roles and dtypes, compared before a byte of it is read."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable
+
+from elastic.core.errors import ModelMismatch
+from elastic.core.manifest import Manifest
+from elastic.training.state.live import BUFFER, MASTER, PARAM, Member
+
+_ROLES = {MASTER: "trained", PARAM: "frozen", BUFFER: "a buffer"}
+_log = logging.getLogger(__name__)
+
+
+def check_model(manifest: Manifest, members: Iterable[Member], fleeting: Collection[str]) -> frozenset[str]:
+    """Names that are left as they are: buffers outside the state_dict that differ or are only on one side.
+
+    Those are caches that the module fills by itself (position tables that grow with the input); `fleeting` names the
+    checkpoint's. Any other difference raises ModelMismatch naming the first differing tensor, in the model's order.
+    """
+    live = {member.name: member for member in members}
+    skipped = set()
+    for name, member in live.items():
+        difference = _difference(manifest, member)
+        if difference and member.persistent:
+            raise ModelMismatch(f"the checkpoint is of another model: {difference}")
+        if difference:
+            _log.warning("non-persistent buffer %s is left as it is: %s", name, difference)
+            skipped.add(name)
+    for name in manifest.parameters:
+        if name in live:
+            continue
+        if name not in fleeting:
+            raise ModelMismatch(f"the checkpoint is of another model: it has {name!r}, this model has not")
+        _log.warning("non-persistent buffer %s of the checkpoint does not exist in this model and is left out", name)
+        skipped.add(name)
+    return frozenset(skipped)
+
+
+def _difference(manifest: Manifest, member: Member) -> str | None:
+    name = member.name
+    if name not in manifest.parameters:
+        return f"this model has {name!r}, the checkpoint has not"
+    shape = tuple(manifest.parameters[name])
+    if shape != member.shape:
+        return f"{name!r} has shape {member.shape} here, {shape} in the checkpoint"
+    roles = [role for role in _ROLES if f"{role}/{name}" in manifest.digests]
+    if member.numel and roles != [member.kind]:
+        there = " and ".join(_ROLES[role] for role in roles) or "without content"
+        return f"{name!r} is {_ROLES[member.kind]} here, {there} in the checkpoint"
+    return None

@@ -1,0 +1,192 @@
+"""The base optimizer's state: tensors with the master's shape, and scalars; told apart, read and put back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from elastic.core.errors import ModelMismatch, UsageError
+from elastic.core.manifest import Json
+from elastic.training.state.live import MASTER, Master, Stage
+from elastic.training.state.values import decode, encode
+
+# Parameter-group keys that choose an implementation. They belong to the machine, not to the training state.
+_IMPLEMENTATION = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
+
+
+@dataclass(frozen=True)
+class MasterState:
+    """`tensors` have as many elements as the master; `scalars` are single numbers, as 0-d tensors or Python values."""
+
+    tensors: Mapping[str, torch.Tensor]
+    scalars: Mapping[str, Any]
+
+
+def read_states(stage: Stage, masters: list[Master]) -> list[MasterState]:
+    """One entry per master; live tensors, not copies. Raises UsageError naming the optimizer and the state."""
+    # `get`, for the state is a defaultdict: looking must not create what does not exist yet.
+    raw = [dict(stage.base.state.get(master.tensor) or {}) for master in masters]
+    # A state of a parameter without dimensions looks like a scalar: the other parameters tell what it is.
+    shaped = {
+        key
+        for master, state in zip(masters, raw, strict=True)
+        for key, value in state.items()
+        if _is_shaped(value) and value.numel() == master.tensor.numel()
+    }
+    return [_split(stage.base, master, state, shaped) for master, state in zip(masters, raw, strict=True)]
+
+
+def encode_scalars(masters: list[Master], states: list[MasterState]) -> Json:
+    """Scalars by parameter name, names with equal ones together: [{"names": [...], "values": {...}}]."""
+    found: list[tuple[Json, list[str]]] = []
+    for master, state in zip(masters, states, strict=True):
+        if not state.tensors and not state.scalars:
+            continue
+        values = {key: encode(value, f"optimizer state {key!r}") for key, value in state.scalars.items()}
+        for known, names in found:
+            if known == values:
+                names += master.names
+                break
+        else:
+            found.append((values, list(master.names)))
+    return [{"names": names, "values": values} for values, names in found]
+
+
+def decode_scalars(scalars: Json) -> dict[str, Json]:
+    """Name -> its scalars, still as JSON. A name that is missing had no state at all."""
+    return {name: entry["values"] for entry in scalars for name in entry["names"]}
+
+
+def scalars_of(master: Master, by_name: Mapping[str, Json]) -> Json | None:
+    """The scalars for all of a master's parameters; None where none of them had state.
+
+    Raises ModelMismatch where parameters that share a flat here had different scalars: one flat has one step count.
+    """
+    first: tuple[str, Json] | None = None
+    for name in master.names:
+        if name not in by_name:
+            continue
+        if first is not None and by_name[name] != first[1]:
+            raise ModelMismatch(
+                f"parameters {first[0]!r} and {name!r} have different optimizer scalars in the checkpoint "
+                f"({first[1]} and {by_name[name]}), and this configuration keeps them in one flat tensor with one set"
+            )
+        first = first or (name, by_name[name])
+    return first[1] if first else None
+
+
+def install_state(
+    stage: Stage, master: Master, tensors: Mapping[str, torch.Tensor], scalars: Mapping[str, Json] | None
+) -> None:
+    """Make the base optimizer's state of `master` exactly this; nothing at all, as before a first step, if it is empty.
+
+    Tensors are written in place where they exist (others may hold them) and made where they do not. Every scalar is a
+    new object: a step tensor shared by two groups would be counted up twice per step.
+    """
+    if not tensors and not scalars:
+        stage.base.state.pop(master.tensor, None)
+        return
+    state = stage.base.state[master.tensor]
+    wanted = set(tensors) | set(scalars or {})
+    for key in [key for key in state if key not in wanted]:
+        del state[key]
+    for key, host in tensors.items():
+        _put(state, key, host, master.tensor)
+    for key, value in (scalars or {}).items():
+        state[key] = _scalar(decode(value), state.get(key), stage.base.param_groups[master.group], master.tensor)
+
+
+def read_groups(stage: Stage) -> Json:
+    """Hyper-parameters by parameter group, with the names of the group's members."""
+    return [
+        {
+            "names": names,
+            "hyper": {
+                key: encode(value, f"parameter group {number}: {key}")
+                for key, value in group.items()
+                if key not in _IMPLEMENTATION
+            },
+        }
+        for number, (names, group) in enumerate(zip(stage.groups(), stage.base.param_groups, strict=True))
+    ]
+
+
+def check_groups(stage: Stage, stored: Json) -> None:
+    """Raises ModelMismatch naming the first parameter that is in another group, or the number of groups."""
+    live = stage.groups()
+    if len(live) != len(stored):
+        raise ModelMismatch(f"the checkpoint has {len(stored)} parameter groups, this optimizer has {len(live)}")
+    was = {name: number for number, group in enumerate(stored) for name in group["names"]}
+    for number, names in enumerate(live):
+        for name in names:
+            if was.get(name) != number:
+                raise ModelMismatch(f"parameter {name!r} is in group {number} here, in group {was.get(name)} there")
+
+
+def install_groups(optimizers: Iterable[Any], stored: Json) -> None:
+    """Write hyper-parameters into the existing dicts of every optimizer: schedulers and users hold on to those."""
+    seen: set[int] = set()
+    for optimizer in optimizers:
+        for group, entry in zip(getattr(optimizer, "param_groups", ()), stored, strict=False):
+            if id(group) not in seen:
+                seen.add(id(group))
+                for key, value in entry["hyper"].items():
+                    group[key] = _hyper(group.get(key), decode(value))
+
+
+def _split(base: Any, master: Master, state: Mapping[str, Any], shaped: set[str]) -> MasterState:
+    tensors: dict[str, torch.Tensor] = {}
+    scalars: dict[str, Any] = {}
+    for key, value in state.items():
+        if not isinstance(key, str) or "/" in key or key == MASTER:
+            raise UsageError(
+                f"optimizer {type(base).__name__} keeps state under {key!r}, which cannot be a tensor's name"
+            )
+        is_tensor = isinstance(value, torch.Tensor)
+        if is_tensor and value.numel() == master.tensor.numel() and (_is_shaped(value) or key in shaped):
+            tensors[key] = value
+        elif (is_tensor and value.numel() == 1) or value is None or isinstance(value, (bool, int, float, str)):
+            scalars[key] = value
+        else:
+            raise UsageError(_not_elementwise(base, master, key, value))
+    return MasterState(tensors, scalars)
+
+
+def _not_elementwise(base: Any, master: Master, key: str, value: Any) -> str:
+    what = f"{value.numel()} elements" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+    return (
+        f"optimizer {type(base).__name__} keeps {key!r} as {what} for a tensor of {master.tensor.numel()} elements; "
+        "only state with one value per weight, or one number, can be moved to another world size"
+    )
+
+
+def _is_shaped(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def _put(state: Any, key: str, host: torch.Tensor, master: torch.Tensor) -> None:
+    live = state.get(key)
+    if isinstance(live, torch.Tensor) and live.numel() == host.numel() and live.dtype == host.dtype:
+        live.detach().copy_(host.view(live.shape))
+    else:
+        state[key] = host.to(device=master.device, copy=True).view(master.shape)
+
+
+def _scalar(value: Any, live: Any, group: Mapping[str, Any], master: torch.Tensor) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if isinstance(live, torch.Tensor):
+        return value.to(live.device)
+    # torch keeps step counts on the host unless the step itself runs on the device.
+    on_device = bool(group.get("capturable") or group.get("fused"))
+    return value.to(master.device) if on_device else value
+
+
+def _hyper(live: Any, value: Any) -> Any:
+    """A tensor learning rate is captured by compiled steps: it is filled, not replaced."""
+    if isinstance(live, torch.Tensor):
+        return live.fill_(float(value))
+    return value

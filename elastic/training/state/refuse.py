@@ -1,0 +1,108 @@
+"""What an engine may not use if its state is to move to another world size: each named, with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from elastic.core.errors import UsageError
+
+
+def refuse_unsupported(engine: Any) -> None:
+    """Raises UsageError naming the first thing about this engine whose state cannot be carried."""
+    if engine.optimizer is None or type(engine.optimizer).__name__ in ("DummyOptim", "DeepSpeedZeRoOffload"):
+        raise UsageError("the engine has no optimizer: there is no training state to carry")
+    for option, used, why in _RULES:
+        if used(engine):
+            raise UsageError(f"{option} cannot be carried to another world size: {why}")
+
+
+def refuse_moved_away(engine: Any) -> None:
+    """Raises UsageError while `engine.offload_states()` has taken the state out of the optimizer."""
+    if getattr(engine.optimizer, "offloaded_states", None):
+        raise UsageError("the engine's state is offloaded; call engine.reload_states() before a snapshot or a restore")
+
+
+def _offload_device(engine: Any, which: str) -> str:
+    config = engine.zero_offload_optimizer() if which == "optimizer" else engine.zero_offload_param()
+    return str(getattr(config.device, "value", config.device)) if config is not None else "none"
+
+
+def _world(engine: Any) -> int:
+    from deepspeed import comm
+
+    return int(comm.get_world_size())
+
+
+_RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    (
+        "pipeline parallelism",
+        lambda engine: bool(engine.pipeline_parallelism),
+        "each stage holds other layers, and only data parallelism can change its size",
+    ),
+    (
+        "expert parallelism (MoE)",
+        lambda engine: bool(engine.has_moe_layers),
+        "experts are partitioned over a group of their own",
+    ),
+    (
+        "tensor or model parallelism",
+        lambda engine: engine.mp_world_size != 1 or engine.autotp_size() > 1,
+        "the ranks hold slices of different tensors",
+    ),
+    (
+        "sequence parallelism",
+        lambda engine: engine.sequence_parallel_size != 1,
+        "its group size would have to divide every world size",
+    ),
+    (
+        "a data-parallel group smaller than the world",
+        lambda engine: engine.seq_dp_world_size != _world(engine),
+        "a new world size would not say how it is to be divided",
+    ),
+    (
+        "zero_optimization.offload_optimizer to NVMe",
+        lambda engine: _offload_device(engine, "optimizer") == "nvme",
+        "the state lies in files of the node that is lost",
+    ),
+    (
+        "zero_optimization.offload_param to NVMe",
+        lambda engine: _offload_device(engine, "param") == "nvme",
+        "the weights lie in files of the node that is lost",
+    ),
+    (
+        "ZenFlow",
+        lambda engine: bool(engine.zenflow),
+        "part of its optimizer state lives in another process and is not readable between steps",
+    ),
+    (
+        "SuperOffload",
+        lambda engine: bool(engine.super_offload()),
+        "its optimizer steps run in other processes, beside the training step",
+    ),
+    (
+        "zero_hpz_partition_size above 1",
+        lambda engine: engine.zero_hpz_partition_size() > 1,
+        "secondary partitions bind ranks to nodes",
+    ),
+    (
+        "quantized weights",
+        lambda engine: bool(engine.zero_quantized_weights() or engine.zero_quantized_nontrainable_weights()),
+        "stored values would depend on how they were partitioned",
+    ),
+    (
+        "random layer token drop",
+        lambda engine: bool(engine.random_ltd_enabled()),
+        "its schedule is not part of the carried state",
+    ),
+    (
+        "DeepSpeed's data efficiency or curriculum learning",
+        lambda engine: bool(engine.curriculum_learning_enabled()),
+        "its sampler counts samples by world size",
+    ),
+    (
+        "an 'elastic_checkpoint' setting",
+        lambda engine: bool(engine.zero_optimization() and engine.zero_elastic_checkpoint()),
+        "it changes nothing here and DeepSpeed itself refuses it; remove it",
+    ),
+)

@@ -1,0 +1,94 @@
+"""Stage 0: every rank holds everything. fp32 trains the model's own parameters; bf16 and fp16 train fp32 masters.
+
+Follows deepspeed/runtime/engine.py (`_configure_optimizer`), fp16/unfused_optimizer.py (one master per parameter) and
+fp16/fused_optimizer.py (one flat master per group), release 0.19.8.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from elastic.core.layout import Layout, Piece
+from elastic.core.zero_layout import replicated_layout
+from elastic.training.state.live import Extra, Master, frozen_whole, parameter_names, rank_in, whole_buffer
+
+
+class ReplicatedStage:
+    """The live state of a plain torch optimizer, of `FP16_UnfusedOptimizer` or of `FP16_Optimizer`."""
+
+    zero_stage = 0
+
+    def __init__(self, engine: Any) -> None:
+        self._module: torch.nn.Module = engine.module
+        self._wrapper = engine.optimizer
+        self._names = parameter_names(engine.module)
+        self._flat = hasattr(self._wrapper, "fp32_groups_flat")
+        self._unfused = not self._flat and hasattr(self._wrapper, "fp32_groups")
+        self.base: torch.optim.Optimizer = self._wrapper.optimizer if self._flat or self._unfused else self._wrapper
+        self.rank, self.world_size = rank_in(engine.seq_data_parallel_group)
+
+    def groups(self) -> list[list[str]]:
+        return [[self._names[id(parameter)] for parameter in group] for group in self._listed()]
+
+    def masters(self) -> list[Master]:
+        if self._flat:
+            return self._flat_masters()
+        found = []
+        for number, group in enumerate(self._listed()):
+            held = self._wrapper.fp32_groups[number] if self._unfused else group
+            for parameter, master in zip(group, held, strict=True):
+                name = self._names[id(parameter)]
+                pieces = (Piece(name, 0, parameter.numel(), whole_buffer(name), 0),)
+                weights = parameter.data.reshape(-1) if self._unfused else None
+                found.append(Master(whole_buffer(name), number, master, pieces, (name,), weights, replicated=True))
+        return found
+
+    def frozen(self) -> list[Extra]:
+        return frozen_whole(self._module, [name for group in self.groups() for name in group])
+
+    def expected(self) -> Layout | None:
+        if self._flat:
+            return None
+        tensors = [(self._names[id(parameter)], parameter.numel()) for group in self._listed() for parameter in group]
+        return replicated_layout(tensors, self.world_size)
+
+    def begin_install(self) -> None:
+        return None
+
+    @torch.no_grad()
+    def finish_install(self) -> None:
+        for group, masters in zip(self._listed(), self._held(), strict=True):
+            for parameter, master in zip(group, masters, strict=True):
+                if parameter is not master:
+                    parameter.data.copy_(master.data.view(parameter.shape))
+
+    def _listed(self) -> list[list[torch.Tensor]]:
+        """Optimized parameters by group. Empty ones hold nothing."""
+        if self._flat or self._unfused:
+            groups: list[list[torch.Tensor]] = self._wrapper.fp16_groups
+            return groups
+        return [[p for p in group["params"] if p.requires_grad and p.numel()] for group in self.base.param_groups]
+
+    def _held(self) -> list[list[torch.Tensor]]:
+        """The masters in the order of `_listed`."""
+        if self._flat:
+            return [
+                list(flat.data.split([parameter.numel() for parameter in group]))
+                for flat, group in zip(self._wrapper.fp32_groups_flat, self._listed(), strict=True)
+            ]
+        held: list[list[torch.Tensor]] = self._wrapper.fp32_groups if self._unfused else self._listed()
+        return held
+
+    def _flat_masters(self) -> list[Master]:
+        found = []
+        for number, (flat, group) in enumerate(zip(self._wrapper.fp32_groups_flat, self._listed(), strict=True)):
+            pieces, offset = [], 0
+            for parameter in group:
+                pieces.append(Piece(self._names[id(parameter)], 0, parameter.numel(), f"group{number}", offset))
+                offset += parameter.numel()
+            weights = self._wrapper.fp16_groups_flat[number]
+            names = tuple(piece.name for piece in pieces)
+            found.append(Master(f"group{number}", number, flat, tuple(pieces), names, weights, replicated=True))
+        return found

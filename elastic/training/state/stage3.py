@@ -1,0 +1,90 @@
+"""Stage 3: every parameter is cut into equal parts by itself; parts lie end to end in sub-groups.
+
+Follows deepspeed/runtime/zero/stage3.py (1210-1233: sub-groups, 1948-1956: offsets, 3560-3587: loading) and
+partition_parameters.py (1778-1888), release 0.19.8.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from elastic.core.layout import Layout, Piece
+from elastic.core.zero_layout import zero3_layout
+from elastic.training.state.live import PARAM, Extra, Master, full_numel, parameter_names, rank_in, whole_buffer
+
+
+class Stage3:
+    """The live state of `DeepSpeedZeroOptimizer_Stage3`."""
+
+    zero_stage = 3
+
+    def __init__(self, engine: Any) -> None:
+        self._module: torch.nn.Module = engine.module
+        self._wrapper = engine.optimizer
+        self._names = parameter_names(engine.module)
+        self.base: torch.optim.Optimizer = engine.optimizer.optimizer
+        self.rank, self.world_size = rank_in(engine.seq_data_parallel_group)
+
+    def groups(self) -> list[list[str]]:
+        found: list[list[str]] = [[] for _ in self.base.param_groups]
+        for number, sub_group in enumerate(self._wrapper.fp16_groups):
+            found[self._wrapper.sub_group_to_group_id[number]] += [self._names[id(p)] for p in sub_group]
+        return found
+
+    def masters(self) -> list[Master]:
+        found = []
+        for number, sub_group in enumerate(self._wrapper.fp16_groups):
+            flat = self._wrapper.fp32_partitioned_groups_flat[number]
+            pieces, offset = [], 0
+            for parameter in sub_group:
+                start, numel = self._slice(parameter)
+                if numel > 0:
+                    pieces.append(Piece(self._names[id(parameter)], start, numel, f"sub{number}", offset))
+                offset += int(parameter.partition_numel())
+            group = self._wrapper.sub_group_to_group_id[number]
+            weights = self._wrapper.fp16_partitioned_groups_flat[number]
+            names = tuple(self._names[id(parameter)] for parameter in sub_group)
+            found.append(Master(f"sub{number}", group, flat, tuple(pieces), names, weights, replicated=False))
+        return found
+
+    def frozen(self) -> list[Extra]:
+        trained = {id(parameter) for sub_group in self._wrapper.fp16_groups for parameter in sub_group}
+        found = []
+        parameters: list[Any] = list(self._module.parameters())
+        for parameter in parameters:
+            start, numel = self._slice(parameter)
+            if id(parameter) not in trained and numel > 0:
+                name = self._names[id(parameter)]
+                part = parameter.ds_tensor.data.narrow(0, 0, numel)
+                found.append(Extra(PARAM, part, Piece(name, start, numel, whole_buffer(name), 0), replicated=False))
+        return found
+
+    def expected(self) -> Layout:
+        groups: dict[int, list[tuple[str, int]]] = {}
+        for number, sub_group in enumerate(self._wrapper.fp16_groups):
+            members = groups.setdefault(self._wrapper.sub_group_to_group_id[number], [])
+            members += [(self._names[id(parameter)], full_numel(parameter)) for parameter in sub_group]
+        return zero3_layout(list(groups.values()), self.world_size, int(self._wrapper.sub_group_size))
+
+    def begin_install(self) -> None:
+        # Gathered parameters would keep their old values: only partitions may be left while they are written.
+        self._wrapper.checkpoint_event_prologue()
+
+    def finish_install(self) -> None:
+        wrapper = self._wrapper
+        for number, flat in enumerate(wrapper.fp32_partitioned_groups_flat):
+            weights = wrapper.fp16_partitioned_groups_flat[number]
+            weights.data.copy_(flat.data)
+            parts = wrapper.fp16_partitioned_groups[number]
+            for part, view in zip(parts, wrapper.unflatten(weights, parts), strict=True):
+                part.data = view.data
+        # Gathers the small parameters that stay whole on every rank: they must not keep their old values.
+        wrapper.checkpoint_event_epilogue()
+
+    def _slice(self, parameter: Any) -> tuple[int, int]:
+        """(first element, number of elements) that this rank holds; the number is 0 where all is padding."""
+        part, numel = int(parameter.partition_numel()), full_numel(parameter)
+        start = self.rank * part
+        return start, max(0, min(part, numel - start))

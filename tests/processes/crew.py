@@ -1,0 +1,232 @@
+"""Real processes for tests of one generation and of the next: started once, given generations to run, killed if need be.
+
+The test is the controller: it tells ranks, world size and checkpoint, sees every event, and ends generations.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+_WAIT_S = 120.0
+
+
+@dataclass
+class Outcome:
+    """What one rank tells after a generation."""
+
+    result: Any
+    clean: bool
+    reports: list[Any]
+    restores: list[Any]
+    indices: list[int]
+    told: dict[str, Any]
+    threads: int
+    descriptors: int
+
+
+@dataclass
+class Member:
+    number: int
+    process: Any
+    pipe: Connection
+    outcome: Outcome | None = None
+    points: list[str] = field(default_factory=list)
+
+    def signal(self, number: int) -> None:
+        os.kill(self.process.pid, number)
+
+
+class Crew:
+    """`size` processes, each able to be any rank of any generation, one after another."""
+
+    def __init__(self, size: int) -> None:
+        self._spawn = multiprocessing.get_context("spawn")
+        self._generation = 0
+        os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore")
+        self.members = [self._start(number) for number in range(size)]
+
+    def _start(self, number: int) -> Member:
+        ours, theirs = self._spawn.Pipe()
+        process = self._spawn.Process(target=_live, args=(theirs,), daemon=True)
+        process.start()
+        theirs.close()
+        return Member(number, process, ours)
+
+    def replace(self, number: int) -> None:
+        """A fresh process in the place of one that was killed."""
+        self.members[number].process.kill()
+        self.members[number].process.join()
+        self.members[number] = self._start(number)
+
+    def begin(
+        self, who: Sequence[int], fn: str, config: Mapping[str, Any], end_at: int | None = None, **spec: Any
+    ) -> None:
+        """Start the next generation: who[r] is rank r. `spec` are fields of GenerationSpec."""
+        self._generation += 1
+        first = self.members[who[0]]
+        first.pipe.send(("host", None))
+        rendezvous = self._expect(first, "hosted")
+        for rank, number in enumerate(who):
+            member = self.members[number]
+            member.outcome = None
+            member.points.clear()
+            fields = {"run_id": "run", "generation": self._generation, "rank": rank, "world_size": len(who), **spec}
+            member.pipe.send(("run", (fn, dict(config), fields, rendezvous, end_at)))
+
+    def outcome(self, number: int) -> Outcome:
+        """Wait for a member's outcome."""
+        member = self.members[number]
+        if member.outcome is None:
+            member.outcome = self._expect(member, "outcome")
+        return member.outcome
+
+    def run(self, who: Sequence[int], fn: str, config: Mapping[str, Any], **more: Any) -> list[Outcome]:
+        self.begin(who, fn, config, **more)
+        return [self.outcome(number) for number in who]
+
+    def abort(self, number: int, reason: str) -> None:
+        self.members[number].pipe.send(("abort", reason))
+
+    def reached(self, number: int, point: str) -> None:
+        """Wait until the member's training code came to a point."""
+        member = self.members[number]
+        while point not in member.points:
+            member.points.append(self._expect(member, "point"))
+
+    def in_collective(self, number: int) -> None:
+        """Wait until the member's training thread is inside a collective and stays there."""
+        member = self.members[number]
+        seen = 0
+        while seen < 5:
+            member.pipe.send(("where", None))
+            seen = seen + 1 if self._expect(member, "where") else 0
+
+    def close(self) -> None:
+        for member in self.members:
+            member.process.kill()
+            member.process.join()
+
+    def _expect(self, member: Member, kind: str) -> Any:
+        while True:
+            if not member.pipe.poll(_WAIT_S):
+                raise TimeoutError(f"member {member.number} sent no {kind}")
+            got, value = member.pipe.recv()
+            if got == kind:
+                return value
+            if got == "point":
+                member.points.append(value)
+            elif got == "outcome":
+                member.outcome = value
+            elif got == "broken":
+                raise RuntimeError(value)
+
+
+# -- in the member's process --------------------------------------------------------------------------------------------
+
+_pipe: Connection
+_pipe_lock = threading.Lock()
+# What the training code tells the test, and the dataset indices that it was given.
+told: dict[str, Any] = {}
+indices: list[int] = []
+
+
+def tell(kind: str, value: Any) -> None:
+    with _pipe_lock:
+        _pipe.send((kind, value))
+
+
+def point(name: str) -> None:
+    """Called by training code: the test may wait for it."""
+    tell("point", name)
+
+
+def stay() -> None:
+    """Called by training code that the test will kill or stop: never returns."""
+    threading.Event().wait()
+
+
+def _live(pipe: Connection) -> None:
+    global _pipe
+    _pipe = pipe
+    # Ctrl-C of the test run ends the members through their pipes.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    import torch
+
+    torch.set_num_threads(1)
+    from elastic.training.cleanup import warm_up
+    from elastic.training.process_group import host_store
+
+    warm_up()
+    runner: dict[str, Any] = {}
+    thread: threading.Thread | None = None
+    while True:
+        try:
+            command, value = pipe.recv()
+        except EOFError:
+            return
+        if command == "host":
+            tell("hosted", host_store("127.0.0.1"))
+        elif command == "run":
+            if thread is not None:
+                thread.join()
+            made = threading.Event()
+            thread = threading.Thread(target=_run, args=(value, runner, made), daemon=True)
+            thread.start()
+            made.wait()
+        elif command == "abort":
+            runner["now"].abort(value)
+        elif command == "where":
+            assert thread is not None and thread.ident is not None
+            frame = sys._current_frames().get(thread.ident)
+            files = []
+            while frame is not None:
+                files.append(frame.f_code.co_filename)
+                frame = frame.f_back
+            tell("where", any("torch/distributed/" in file for file in files))
+
+
+def _run(value: Any, runner: dict[str, Any], made: threading.Event) -> None:
+    try:
+        import trainings
+        from elastic.training.local import LocalCoordinator
+        from elastic.training.loop import GenerationRunner
+        from elastic.training.session import GenerationSpec
+
+        fn, config, fields, rendezvous, end_at = value
+        spec = GenerationSpec(**fields)
+        coordinator = LocalCoordinator(spec, rendezvous, config["url"], end_at)
+
+        def on_result(result: Any) -> None:
+            coordinator.close(wait=result.kind == "finished" or (result.kind == "ended" and result.step == end_at))
+
+        runner["now"] = GenerationRunner(spec, coordinator, rendezvous, on_result)
+        made.set()
+        told.clear()
+        indices.clear()
+        result = runner["now"].run(getattr(trainings, fn), config)
+        tell(
+            "outcome",
+            Outcome(
+                result,
+                runner["now"].clean,
+                coordinator.reports,
+                coordinator.restores,
+                list(indices),
+                dict(told),
+                threading.active_count(),
+                len(os.listdir("/proc/self/fd")),
+            ),
+        )
+    except BaseException:
+        made.set()
+        tell("broken", traceback.format_exc())
+        raise

@@ -1,0 +1,104 @@
+"""Training functions that the process tests run: small models, written as a user would write them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import crew
+import torch
+from torch import nn
+
+import elastic
+
+
+class Small(nn.Module):
+    """Two layers of 16, dropout, a buffer that counts the weighted forward passes, a tied and a 3-element parameter."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.dropout = nn.Dropout(dropout)
+        self.second = nn.Linear(16, 3)
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.passes += 1
+        return self.second(self.dropout(torch.tanh(self.first(x))))
+
+
+class Numbers(torch.utils.data.Dataset[Any]):
+    def __init__(self, size: int, dtype: torch.dtype) -> None:
+        self.size, self.dtype = size, dtype
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        crew.indices.append(index)
+        generator = torch.Generator().manual_seed(index)
+        x = torch.randn(16, generator=generator)
+        # Random augmentation: must depend on the sample's position alone.
+        x = x + 0.01 * torch.randn(16)
+        return x.to(self.dtype), torch.stack([x.sum(), x[0] * x[1], x.abs().max()]).to(self.dtype)
+
+
+def deepspeed_config(config: dict[str, Any]) -> dict[str, Any]:
+    made: dict[str, Any] = {
+        "train_batch_size": 10,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": config["stage"], "stage3_param_persistence_threshold": 20},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": 0.02}},
+    }
+    if config.get("dtype") == "bf16":
+        made["bf16"] = {"enabled": True}
+    return made
+
+
+def build(config: dict[str, Any]) -> tuple[Any, Any]:
+    dtype = torch.bfloat16 if config.get("dtype") == "bf16" else torch.float32
+    model = Small(config.get("dropout", 0.0))
+    optimizer: torch.optim.Optimizer
+    if config.get("optimizer") == "sgd":
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    engine, _, loader, _ = elastic.initialize(
+        model=model,
+        training_data=Numbers(config.get("size", 37), dtype),
+        optimizer=optimizer,
+        config=deepspeed_config(config),
+        num_workers=config.get("num_workers", 0),
+    )
+    return engine, loader
+
+
+def one_pass(engine: Any, batch: Any) -> torch.Tensor:
+    x, y = batch
+    loss = nn.functional.mse_loss(engine(x).float(), y.float())
+    engine.backward(loss)
+    engine.step()
+    return loss
+
+
+def train(config: dict[str, Any]) -> None:
+    engine, loader = build(config)
+    elastic.state["starts"] = elastic.state.get("starts", 0) + 1
+    for batch in loader:
+        one_pass(engine, batch)
+        elastic.report(rank=elastic.get_context().rank)
+    crew.told.update(starts=elastic.state["starts"], passes=float(engine.module.passes), epoch=loader.epoch)
+
+
+def train_until_fault(config: dict[str, Any]) -> None:
+    """Rank `config["victim"]` stays for ever in the middle of step `config["at"]`; everybody tells when it gets there."""
+    engine, loader = build(config)
+    for x, y in loader:
+        loss = nn.functional.mse_loss(engine(x), y)
+        if engine.global_steps == config["at"]:
+            crew.point("there")
+            if elastic.get_context().rank == config["victim"]:
+                crew.stay()
+        engine.backward(loss)
+        engine.step()
