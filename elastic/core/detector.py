@@ -53,6 +53,16 @@ class LastSeen:
         self._excused = None
         self._seen(worker, node, now)
 
+    def expect(self, worker: int, node: str, now: float) -> None:
+        """Count the worker and its node's agent as heard of now, where they were not before.
+
+        For workers that a restarted controller knows from its journal: if they died while nobody listened, no beat
+        will ever come whose absence could be noticed.
+        """
+        self._nodes.setdefault(node, now)
+        if worker not in self._workers:
+            self._seen(worker, node, now)
+
     def forget_worker(self, worker: int) -> None:
         """The worker was written off. Its number is never used again, so a late beat does not bring it back."""
         self._forgotten.add(worker)

@@ -53,7 +53,8 @@ class StepTable:
     """The ranks' reports of one generation, put together step by step. Reports of other generations are dropped."""
 
     def __init__(self) -> None:
-        self._generation = -1
+        # The generation that is being counted; -1 before the first.
+        self.generation = -1
         self._world_size = 0
         self._parts: dict[int, dict[int, _Part]] = {}
         self._done: set[int] = set()
@@ -63,7 +64,7 @@ class StepTable:
 
     def begin(self, generation: int, world_size: int, start_step: int = 0) -> None:
         """A generation of `world_size` ranks begins after `start_step` finished steps."""
-        self._generation, self._world_size, self._done_below = generation, world_size, start_step + 1
+        self.generation, self._world_size, self._done_below = generation, world_size, start_step + 1
         self._parts, self._done, self._last, self._first = {}, set(), {}, True
 
     def add(
@@ -75,7 +76,7 @@ class StepTable:
 
         A report that came before, in whatever form, changes nothing: the first one counts.
         """
-        if generation != self._generation or not 0 <= rank < self._world_size or self._is_done(step):
+        if generation != self.generation or not 0 <= rank < self._world_size or self._is_done(step):
             return None
         self._last[rank] = max(step, self._last.get(rank, step))
         parts = self._parts.setdefault(step, {})
@@ -104,7 +105,7 @@ class StepTable:
             self._done_below += 1
         norms = [part.grad_norm for part in parts if part.grad_norm is not None]
         return CompletedStep(
-            generation=self._generation,
+            generation=self.generation,
             step=step,
             first=first,
             loss=sum(part.loss for part in parts),

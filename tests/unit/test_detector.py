@@ -104,6 +104,17 @@ def test_the_forgotten_are_not_suspected_and_not_brought_back_by_late_beats() ->
     assert {w for _, found in cluster.silences for w in found.workers} == {2}
 
 
+def test_workers_that_died_while_nobody_listened_are_missed() -> None:
+    table = LastSeen(BEAT_S)
+    for worker, node in ((0, "a"), (1, "a"), (2, "b")):
+        table.expect(worker, node, 100.0)
+    table.heard_node("b", 100.1, {2: 0.0})
+    found = [table.silent(100.0 + tick * BEAT_S, LIMIT_S) for tick in range(6)]
+    table.heard_node("b", 101.1, {2: 0.0})
+    found.append(table.silent(101.2, LIMIT_S))
+    assert [(f.workers, f.nodes) for f in found if f is not None] == [((0, 1), ("a",))]
+
+
 def test_retain_keeps_only_the_machines_own_workers() -> None:
     cluster = Cluster()
     cluster.run(1)

@@ -1,0 +1,176 @@
+"""The ledger of time: where a run's hours went. (The other one, of samples, is `sample_ledger`.)"""
+
+from __future__ import annotations
+
+from elastic.core.sample_ledger import SampleCount as SampleCount
+from elastic.core.sample_ledger import SampleLedger as SampleLedger
+from elastic.core.state import Closing, Ending, Joining, Pausing, RunState, SlotPhase, Training, Waiting, WorkerPhase
+
+QUEUE = "queue"
+PROVISION = "provision"
+START = "start"
+INIT = "init"
+RESTORE = "restore"
+RESHARD = "reshard"
+PROVE = "prove"
+PRODUCTIVE = "productive"
+REPLAY = "replay"
+DETECT = "detect"
+DECIDE = "decide"
+WAIT_FOR_CAPACITY = "wait for capacity"
+CHECKPOINT_STALL = "checkpoint stall"
+DATA_STALL = "data stall"
+STRAGGLER_EXCESS = "straggler excess"
+PAUSED = "paused"
+UNKNOWN = "unknown"
+
+OWNERS = (
+    QUEUE, PROVISION, START, INIT, RESTORE, RESHARD, PROVE, PRODUCTIVE, REPLAY, DETECT, DECIDE, WAIT_FOR_CAPACITY,
+    CHECKPOINT_STALL, DATA_STALL, STRAGGLER_EXCESS, PAUSED, UNKNOWN,
+)  # fmt: skip
+
+# Steps may end while these own the time: a planned end waits for the step that is under way.
+_STEPPING = (PRODUCTIVE, PAUSED)
+
+
+class TimeLedger:
+    """Gives every instant exactly one owner. Times are wall clock seconds and may stand still, never decrease.
+
+    A training step's time is worth nothing until a checkpoint covers the step. Until then it is `unknown`; `commit`
+    makes it productive, `rollback` makes it replay, since the step has to be done again. Counted in whole
+    nanoseconds, so that the parts add up to the whole exactly.
+    """
+
+    def __init__(self, now: float, owner: str = QUEUE) -> None:
+        self._start = self._now = _nanoseconds(now)
+        self._owner = owner
+        self._totals = dict.fromkeys(OWNERS, 0)
+        # Since the last step ended: what becomes part of the next step, if there is one.
+        self._open = dict.fromkeys(_STEPPING, 0)
+        self._tentative: list[tuple[int, int]] = []
+        self._covered: list[tuple[int, int]] = []
+        self._last_step = 0
+        self._usual = 0
+
+    def switch(self, owner: str, now: float) -> None:
+        """From `now` on the time is `owner`'s. Raises KeyError for an owner that is not in OWNERS."""
+        self._advance(now)
+        self._totals[owner] += 0
+        if owner not in _STEPPING:
+            self._close_open()
+        self._owner = owner
+
+    def step_done(
+        self, step: int, now: float, checkpoint_stall_s: float = 0.0, data_stall_s: float = 0.0,
+        straggler_excess_s: float = 0.0,
+    ) -> None:  # fmt: skip
+        """A step was completed; the time since the step before is its own, less the stalls that it names.
+
+        A report that comes after its generation's end changes nothing: that time has its owner.
+        """
+        self._advance(now)
+        if self._owner not in _STEPPING:
+            return
+        rest, self._open = sum(self._open.values()), dict.fromkeys(_STEPPING, 0)
+        stalls = {CHECKPOINT_STALL: checkpoint_stall_s, DATA_STALL: data_stall_s, STRAGGLER_EXCESS: straggler_excess_s}
+        for owner, seconds in stalls.items():
+            part = min(rest, max(0, _nanoseconds(seconds)))
+            self._totals[owner] += part
+            rest -= part
+        self._tentative.append((step, rest))
+        self._last_step, self._usual = step, rest
+
+    def commit(self, step: int) -> None:
+        """A checkpoint covers everything up to and including `step`."""
+        covered = sum(length for number, length in self._tentative if number <= step)
+        self._tentative = [part for part in self._tentative if part[0] > step]
+        if covered:
+            self._covered.append((step, covered))
+
+    def rollback(self, to_step: int) -> None:
+        """The run goes on after step `to_step`: the time of every later step was for nothing."""
+        for parts in (self._tentative, self._covered):
+            self._totals[REPLAY] += sum(length for step, length in parts if step > to_step)
+            parts[:] = [part for part in parts if part[0] <= to_step]
+
+    def move(self, source: str, target: str, seconds: float) -> None:
+        """Give up to `seconds` of `source`'s closed time to `target`, for what is learned only afterwards."""
+        part = min(self._totals[source], max(0, _nanoseconds(seconds)))
+        self._totals[source] -= part
+        self._totals[target] += part
+
+    def nanoseconds(self, now: float) -> dict[str, int]:
+        """Every owner's time up to `now`; the values sum to the time since the start exactly."""
+        self._advance(now)
+        totals = dict(self._totals)
+        totals[PRODUCTIVE] += sum(length for _, length in self._covered)
+        totals[UNKNOWN] += sum(length for _, length in self._tentative) + self._open[PRODUCTIVE]
+        totals[PAUSED] += self._open[PAUSED]
+        return totals
+
+    def totals(self, now: float) -> dict[str, float]:
+        """Seconds by owner, those without any left out."""
+        return {owner: length / 1e9 for owner, length in self.nanoseconds(now).items() if length}
+
+    def wall_s(self) -> float:
+        """Seconds from the start to the last time that was told."""
+        return (self._now - self._start) / 1e9
+
+    def _advance(self, now: float) -> None:
+        # A clock that was set back must not make anybody's time negative.
+        until = max(self._now, _nanoseconds(now))
+        account = self._open if self._owner in _STEPPING else self._totals
+        account[self._owner] += until - self._now
+        self._now = until
+
+    def _close_open(self) -> None:
+        """Training was left in the middle of a step: a step's usual time was lost work, beyond it nothing moved."""
+        working = self._open[PRODUCTIVE]
+        lost = min(working, self._usual) if self._usual else working
+        if lost:
+            self._tentative.append((self._last_step + 1, lost))
+        self._totals[DETECT] += working - lost
+        self._totals[PAUSED] += self._open[PAUSED]
+        self._open = dict.fromkeys(_STEPPING, 0)
+
+
+def owner_of(state: RunState) -> str:
+    """Whose time it is while the run is in this state."""
+    stage = state.stage
+    if isinstance(stage, Training):
+        return PRODUCTIVE
+    if isinstance(stage, Joining):
+        return _joining(state, stage)
+    if isinstance(stage, Pausing):
+        return PAUSED
+    if isinstance(stage, Ending):
+        return DECIDE
+    if isinstance(stage, Closing):
+        return CHECKPOINT_STALL
+    if isinstance(stage, Waiting):
+        return _waiting(state)
+    return UNKNOWN
+
+
+def _joining(state: RunState, stage: Joining) -> str:
+    if state.base is None or len(stage.joined) < state.world_size:
+        return INIT
+    incident = state.incident
+    return RESHARD if incident is not None and incident.world_size != state.world_size else RESTORE
+
+
+def _waiting(state: RunState) -> str:
+    """Workers that start are waited for only while there are not enough without them."""
+    phases = [worker.phase for worker in state.workers.values()]
+    if phases.count(WorkerPhase.IDLE) >= state.settings.scaling.min_workers:
+        return DECIDE
+    if len(phases) >= state.settings.scaling.min_workers:
+        return START
+    if state.generation > state.first_generation:
+        return WAIT_FOR_CAPACITY
+    placed = any(slot.phase is SlotPhase.PLACED for slot in state.slots.values())
+    return PROVISION if placed else QUEUE
+
+
+def _nanoseconds(seconds: float) -> int:
+    return round(seconds * 1e9)

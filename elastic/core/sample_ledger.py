@@ -1,0 +1,110 @@
+"""The ledger of samples: which positions of the global order the run has trained on, on its final timeline."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from elastic.core.steps import Range
+
+@dataclass(frozen=True)
+class SampleCount:
+    """Positions of [0, total): `seen` at least once, `missing`, and `repeated` (consumptions beyond the first).
+
+    `outside` counts consumptions at or beyond `total`. `gaps` are the missing ranges, at most ten of them.
+    """
+
+    seen: int
+    missing: int
+    repeated: int
+    outside: int = 0
+    gaps: tuple[Range, ...] = ()
+
+    @property
+    def each_once(self) -> bool:
+        return not (self.missing or self.repeated or self.outside)
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """Steps first .. first + count - 1, of which each consumed the next `size` positions from `start` on."""
+
+    first: int
+    count: int
+    start: int
+    size: int
+
+    @property
+    def last(self) -> int:
+        return self.first + self.count - 1
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count * self.size
+
+
+class SampleLedger:
+    """Which positions of the global sample order the steps of the final timeline consumed.
+
+    Steps that follow each other with the same batch are one entry, so a month of training fits in a few; anything
+    irregular is kept as it came.
+    """
+
+    def __init__(self) -> None:
+        self._stretches: list[_Stretch] = []
+        self._odd: dict[int, tuple[Range, ...]] = {}
+
+    def add(self, step: int, positions: Iterable[Range]) -> bool:
+        """Step `step` consumed these positions. False, and nothing changes, if the step is known already."""
+        if step in self._odd or self._known(step):
+            return False
+        ranges = tuple((start, end) for start, end in positions if start < end)
+        last = self._stretches[-1] if self._stretches else None
+        if len(ranges) != 1 or (last is not None and step <= last.last):
+            self._odd[step] = ranges
+            return True
+        start, size = ranges[0][0], ranges[0][1] - ranges[0][0]
+        if last is not None and (last.last + 1, last.end, last.size) == (step, start, size):
+            self._stretches[-1] = _Stretch(last.first, last.count + 1, last.start, size)
+        else:
+            self._stretches.append(_Stretch(step, 1, start, size))
+        return True
+
+    def rollback(self, to_step: int) -> None:
+        """The run goes on after step `to_step`: later steps have not happened."""
+        self._odd = {step: ranges for step, ranges in self._odd.items() if step <= to_step}
+        while self._stretches and self._stretches[-1].last > to_step:
+            last = self._stretches.pop()
+            if last.first <= to_step:
+                self._stretches.append(_Stretch(last.first, to_step - last.first + 1, last.start, last.size))
+
+    def end(self) -> int:
+        """One past the highest position that was consumed."""
+        return max((end for _, end in self._ranges()), default=0)
+
+    def result(self, total: int) -> SampleCount:
+        """Compare with [0, total), each position once."""
+        reached, distinct, consumed, outside = 0, 0, 0, 0
+        gaps: list[Range] = []
+        for start, stop in sorted(self._ranges()):
+            outside += max(0, stop - max(start, total))
+            end = min(stop, total)
+            if start >= end:
+                continue
+            consumed += end - start
+            if start > reached:
+                gaps.append((reached, start))
+            distinct += max(0, end - max(start, reached))
+            reached = max(reached, end)
+        if reached < total:
+            gaps.append((reached, total))
+        return SampleCount(distinct, total - distinct, consumed - distinct, outside, tuple(gaps[:10]))
+
+    def _ranges(self) -> list[Range]:
+        odd = [range_ for ranges in self._odd.values() for range_ in ranges]
+        return odd + [(stretch.start, stretch.end) for stretch in self._stretches]
+
+    def _known(self, step: int) -> bool:
+        place = bisect_right(self._stretches, step, key=lambda stretch: stretch.first)
+        return place > 0 and step <= self._stretches[place - 1].last

@@ -1,0 +1,233 @@
+"""The ledgers: parts that sum to the whole exactly, and samples that are counted once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic.core import ledger as own
+from elastic.core.incident import Incident
+from elastic.core.ledger import OWNERS, SampleCount, SampleLedger, TimeLedger, owner_of
+from elastic.core.settings import RunSettings, ScalingSettings
+from elastic.core.state import (
+    Closing,
+    Ending,
+    Finished,
+    Joining,
+    KnownCheckpoint,
+    Pausing,
+    RunState,
+    Slot,
+    SlotPhase,
+    Stage,
+    Training,
+    Waiting,
+    Worker,
+    WorkerPhase,
+)
+
+
+def test_steps_are_unknown_until_a_checkpoint_covers_them() -> None:
+    ledger = TimeLedger(0.0, own.START)
+    ledger.switch(own.PRODUCTIVE, 5.0)
+    for step in range(1, 5):
+        ledger.step_done(step, 5.0 + step)
+    assert ledger.totals(9.0) == {own.START: 5.0, own.UNKNOWN: 4.0}
+    ledger.commit(3)
+    assert ledger.totals(9.0) == {own.START: 5.0, own.PRODUCTIVE: 3.0, own.UNKNOWN: 1.0}
+
+
+def test_rolled_back_steps_and_the_broken_one_become_replay_and_the_standstill_detection() -> None:
+    ledger = TimeLedger(0.0, own.PRODUCTIVE)
+    for step in range(1, 5):
+        ledger.step_done(step, float(step))
+    ledger.commit(2)
+    ledger.switch(own.DECIDE, 6.5)
+    ledger.switch(own.RESHARD, 7.0)
+    ledger.rollback(2)
+    assert ledger.totals(8.0) == {
+        own.PRODUCTIVE: 2.0, own.REPLAY: 3.0, own.DETECT: 1.5, own.DECIDE: 0.5, own.RESHARD: 1.0,
+    }  # fmt: skip
+
+
+def test_a_checkpoint_that_turned_out_bad_takes_its_time_with_it() -> None:
+    ledger = TimeLedger(0.0, own.PRODUCTIVE)
+    for step in range(1, 5):
+        ledger.step_done(step, float(step))
+        ledger.commit(step)
+    ledger.rollback(1)
+    assert ledger.totals(4.0) == {own.PRODUCTIVE: 1.0, own.REPLAY: 3.0}
+
+
+def test_stalls_are_carved_out_of_their_step_and_never_more_than_it_had() -> None:
+    ledger = TimeLedger(0.0, own.PRODUCTIVE)
+    ledger.step_done(1, 10.0, checkpoint_stall_s=2.0, data_stall_s=1.0, straggler_excess_s=0.5)
+    ledger.step_done(2, 11.0, checkpoint_stall_s=5.0, data_stall_s=5.0)
+    ledger.commit(2)
+    assert ledger.totals(11.0) == {
+        own.PRODUCTIVE: 6.5, own.CHECKPOINT_STALL: 3.0, own.DATA_STALL: 1.0, own.STRAGGLER_EXCESS: 0.5,
+    }  # fmt: skip
+
+
+def test_a_step_that_ends_while_the_run_is_being_paused_is_training() -> None:
+    ledger = TimeLedger(0.0, own.PRODUCTIVE)
+    ledger.step_done(1, 1.0)
+    ledger.switch(own.PAUSED, 1.6)
+    ledger.step_done(2, 2.0)
+    ledger.switch(own.DECIDE, 3.0)
+    ledger.commit(2)
+    ledger.rollback(2)
+    assert ledger.totals(3.0) == {own.PRODUCTIVE: 2.0, own.PAUSED: 1.0}
+
+
+def test_a_late_report_owns_no_time() -> None:
+    ledger = TimeLedger(0.0, own.DECIDE)
+    ledger.step_done(7, 1.0, checkpoint_stall_s=1.0)
+    assert ledger.totals(2.0) == {own.DECIDE: 2.0}
+
+
+def test_what_is_learned_afterwards_can_be_moved() -> None:
+    ledger = TimeLedger(0.0, own.RESTORE)
+    ledger.switch(own.DECIDE, 2.0)
+    ledger.move(own.RESTORE, own.PROVE, 0.5)
+    ledger.move(own.RESTORE, own.PROVE, 99.0)
+    assert ledger.totals(2.0) == {own.PROVE: 2.0}
+
+
+def test_an_owner_that_does_not_exist_is_an_error() -> None:
+    with pytest.raises(KeyError):
+        TimeLedger(0.0).switch("coffee", 1.0)
+
+
+moves = st.one_of(
+    st.tuples(st.just("switch"), st.sampled_from(OWNERS), st.floats(0, 1e4)),
+    st.tuples(st.just("step"), st.integers(0, 20), st.floats(0, 1e4), st.floats(0, 1e3), st.floats(-1, 1e3)),
+    st.tuples(st.just("commit"), st.integers(0, 20)),
+    st.tuples(st.just("rollback"), st.integers(0, 20)),
+    st.tuples(st.just("move"), st.sampled_from(OWNERS), st.sampled_from(OWNERS), st.floats(0, 1e4)),
+)
+
+
+@given(st.floats(0, 2e9), st.lists(moves, max_size=40))
+def test_every_instant_has_exactly_one_owner(start: float, history: list[tuple[object, ...]]) -> None:
+    ledger, now = TimeLedger(start), start
+    for kind, *values in history:
+        if kind == "switch":
+            now += float(str(values[1]))
+            ledger.switch(str(values[0]), now)
+        elif kind == "step":
+            now += float(str(values[1]))
+            ledger.step_done(int(str(values[0])), now, float(str(values[2])), float(str(values[3])))
+        elif kind == "move":
+            ledger.move(str(values[0]), str(values[1]), float(str(values[2])))
+        else:
+            getattr(ledger, str(kind))(values[0])
+        parts = ledger.nanoseconds(now)
+        assert sum(parts.values()) == round(now * 1e9) - round(start * 1e9)
+        assert min(parts.values()) >= 0
+
+
+# --- owners ----------------------------------------------------------------------------------------------------------
+
+SETTINGS = RunSettings("r", scaling=ScalingSettings(2, 4))
+BASE = KnownCheckpoint("c", 10)
+
+
+def workers(*phases: WorkerPhase) -> dict[int, Worker]:
+    return {n: Worker(n, n, phase, 0.0) for n, phase in enumerate(phases)}
+
+
+def test_every_stage_has_an_owner() -> None:
+    blank = RunState(SETTINGS, Waiting(0, ""))
+    was = Training(0)
+    assert owner_of(blank) == own.QUEUE
+    assert owner_of(replace(blank, slots={0: Slot(0, SlotPhase.PLACED, 0.0)})) == own.PROVISION
+    assert owner_of(replace(blank, workers=workers(WorkerPhase.STARTING, WorkerPhase.IDLE))) == own.START
+    assert owner_of(replace(blank, workers=workers(WorkerPhase.IDLE, WorkerPhase.IDLE))) == own.DECIDE
+    assert owner_of(replace(blank, generation=1)) == own.WAIT_FOR_CAPACITY
+    joined = Joining(0, joined=frozenset({0, 1}))
+    fresh = replace(blank, members=(0, 1), stage=joined)
+    assert owner_of(fresh) == own.INIT
+    assert owner_of(replace(fresh, base=BASE, stage=Joining(0, joined=frozenset({0})))) == own.INIT
+    assert owner_of(replace(fresh, base=BASE)) == own.RESTORE
+    shrunk = Incident(1, "node-lost", 1, 3, 10, "")
+    assert owner_of(replace(fresh, base=BASE, incident=shrunk)) == own.RESHARD
+    stages: list[tuple[Stage, str]] = [
+        (was, own.PRODUCTIVE), (Pausing(0, 1, "grow", was), own.PAUSED), (Ending(0, 1), own.DECIDE),
+        (Closing(0, 1, 5, True), own.CHECKPOINT_STALL), (Finished(0, "finished", ""), own.UNKNOWN),
+    ]  # fmt: skip
+    assert all(owner_of(replace(blank, stage=stage)) == owner for stage, owner in stages)
+
+
+# --- samples ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_regular_run_is_one_entry_and_every_sample_once() -> None:
+    ledger = SampleLedger()
+    for step in range(1, 1001):
+        assert ledger.add(step, [((step - 1) * 8, step * 8)])
+    assert len(ledger._stretches) == 1
+    assert ledger.end() == 8000
+    assert ledger.result(8000) == SampleCount(8000, 0, 0)
+    assert ledger.result(8000).each_once
+
+
+def test_rolled_back_steps_have_not_happened() -> None:
+    ledger = SampleLedger()
+    for step in range(1, 11):
+        ledger.add(step, [((step - 1) * 8, step * 8)])
+    ledger.rollback(6)
+    assert ledger.result(80) == SampleCount(48, 32, 0, gaps=((48, 80),))
+    for step in range(7, 11):
+        ledger.add(step, [((step - 1) * 8, step * 8)])
+    assert ledger.result(80).each_once
+    ledger.rollback(0)
+    assert ledger.result(0).each_once
+
+
+def test_a_missing_a_repeated_and_an_outside_sample_are_seen() -> None:
+    ledger = SampleLedger()
+    ledger.add(1, [(0, 4)])
+    ledger.add(2, [(3, 6), (7, 8)])
+    ledger.add(3, [(8, 12)])
+    assert ledger.result(10) == SampleCount(9, 1, 1, outside=2, gaps=((6, 7),))
+
+
+def test_a_step_counts_once() -> None:
+    ledger = SampleLedger()
+    assert ledger.add(1, [(0, 4)])
+    assert ledger.add(3, [(8, 12)])
+    assert ledger.add(2, [(4, 8)])
+    assert not any(ledger.add(step, [(0, 4)]) for step in (1, 2, 3))
+    assert ledger.result(12).each_once
+
+
+@given(st.data())
+def test_any_timeline_counts_as_the_plain_list_does(data: st.DataObject) -> None:
+    ledger, plain = SampleLedger(), dict[int, list[tuple[int, int]]]()
+    step = 0
+    for _ in range(data.draw(st.integers(0, 15))):
+        if data.draw(st.integers(0, 4)) == 0:
+            step = data.draw(st.integers(0, step))
+            ledger.rollback(step)
+            plain = {number: ranges for number, ranges in plain.items() if number <= step}
+            continue
+        step += 1
+        ranges = [(step * 4 - 4, step * 4)]
+        if data.draw(st.integers(0, 4)) == 0:
+            starts = data.draw(st.lists(st.integers(0, 40), max_size=3))
+            ranges = [(start, start + data.draw(st.integers(0, 5))) for start in starts]
+        ledger.add(step, ranges)
+        plain[step] = ranges
+    total = data.draw(st.integers(0, 50))
+    consumed = [p for ranges in plain.values() for start, end in ranges for p in range(start, end)]
+    inside = [p for p in consumed if p < total]
+    count = ledger.result(total)
+    assert count.seen == len(set(inside))
+    assert count.missing == total - len(set(inside))
+    assert count.repeated == len(inside) - len(set(inside))
+    assert count.outside == len(consumed) - len(inside)
+    assert ledger.end() == max(consumed, default=-1) + 1
