@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import difflib
 import json
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 
 from elastic.core.errors import UsageError
 from elastic.core.settings import FailureSettings, RunSettings
+from jobs.checks import check_deepspeed
 from jobs.spec import JobSpec, load_job
 
 GOOD = "entry_point: train.py:main\nmax_workers: 4\n"
@@ -141,3 +144,21 @@ def test_settings_of_a_newer_version_are_refused_by_name() -> None:
     data = {**RunSettings("r").to_json(), "teleport": True}
     with pytest.raises(UsageError, match="teleport"):
         RunSettings.from_json(data)
+
+
+def test_the_example_is_a_good_job_and_agrees_with_its_script() -> None:
+    examples = Path(__file__).parents[2] / "examples"
+    spec = load_job(examples / "gpt.yaml")
+    check_deepspeed(spec)
+    tree = ast.parse((examples / "gpt.py").read_text())
+    assigned = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
+    assert ast.literal_eval(assigned["CONFIG"]) == spec.config
+
+
+def test_the_elastic_example_differs_from_plain_deepspeed_by_five_lines_or_fewer() -> None:
+    examples = Path(__file__).parents[2] / "examples"
+    plain, ours = ((examples / name).read_text().splitlines() for name in ("plain_deepspeed.py", "gpt.py"))
+    code = [line for line in difflib.ndiff(plain, ours) if line[0] in "+-" and line[2:].strip()]
+    # The docstring says what each file is.
+    added = [line for line in code if line[0] == "+" and "elastic run" not in line and "Compare with" not in line]
+    assert len(added) == 2, added
