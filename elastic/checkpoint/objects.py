@@ -152,8 +152,16 @@ class RemoteObjects:
 
     def read_into(self, path: str, begin: int, views: Sequence[memoryview]) -> None:
         total = sum(len(view) for view in views)
-        with translated(path):
-            data = memoryview(self._fs.cat_file(self._at(path), start=begin, end=begin + total))
+        try:
+            with translated(path):
+                data = memoryview(self._fs.cat_file(self._at(path), start=begin, end=begin + total))
+        except StorageError:
+            # Many stores answer a range behind the end with an error of their own: that is a damaged object, and
+            # asking again would not help.
+            size = self._size(path)
+            if size is not None and size < begin + total:
+                raise _short(path, begin + total, size) from None
+            raise
         if len(data) != total:
             raise _short(path, begin + total, begin + len(data))
         at = 0
@@ -176,6 +184,12 @@ class RemoteObjects:
         for path in paths:
             with translated(path), contextlib.suppress(FileNotFoundError):
                 self._fs.rm_file(self._at(path))
+
+    def _size(self, path: str) -> int | None:
+        try:
+            return int(self._fs.info(self._at(path))["size"])
+        except Exception:  # noqa: BLE001 - only asked to explain another error, which is raised all the same
+            return None
 
     def _at(self, path: str) -> str:
         return f"{self._root}/{path}"
