@@ -29,7 +29,12 @@ def full_tensors(engine: Any, setup: Setup) -> dict[str, torch.Tensor]:
 def _trained(engine: Any, setup: Setup, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-    keys = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",), "plain": (), "amsgrad": ("max_exp_avg_sq",)}
+    keys = {
+        "adamw": ("exp_avg", "exp_avg_sq"),
+        "sgd": ("momentum_buffer",),
+        "plain": (),
+        "amsgrad": ("max_exp_avg_sq",),
+    }
     if setup.stage == 0:
         return _stage0(engine, parameter, keys[setup.optimizer])
     if setup.round_robin and engine.dp_world_size > 1:
