@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from elastic.core.steps import Range
 
+
 @dataclass(frozen=True)
 class SampleCount:
     """Positions of [0, total): `seen` at least once, `missing`, and `repeated` (consumptions beyond the first).
