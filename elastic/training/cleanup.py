@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
+import inspect
 import logging
 import traceback
 import weakref
@@ -63,9 +64,20 @@ def release_engine(engine: Any) -> None:
 
 
 def clear_stage3_globals() -> None:
+    """Forget the engines of the past, and count modules and parameters from zero again.
+
+    The numbers are compared between ranks: one that has been through a generation more than the others would disagree
+    with them. So this is called before a generation as well as after it.
+    """
     from deepspeed.runtime.zero import parameter_offload
+    from deepspeed.runtime.zero.partition_parameters import Init
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
+    Init.param_id = Init.num_persisted_parameters = Init.num_persisted_elements = 0
+    Init.apply_param_persistence = False
+    register = inspect.signature(parameter_offload.DeepSpeedZeRoOffload._register_deepspeed_module)
+    # A mutable default that serves DeepSpeed as a counter.
+    register.parameters["count"].default[0] = 0
     parameter_offload.FWD_MODULE_STACK.clear()
     for value in vars(PartitionedParameterCoordinator).values():
         # The cache hides in the closure of a wrapper (instrument_w_nvtx) that does not say what it wraps.

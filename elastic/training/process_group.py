@@ -27,8 +27,9 @@ from elastic.training.sockets import Address, TcpSocket
 
 logger = logging.getLogger(__name__)
 
-# One attempt to reach the store. Short, so that an abort between attempts is seen soon.
-_CONNECT_ATTEMPT_S = 2.0
+# One attempt to reach the store; an abort is seen between attempts. Not shorter: the store looks up the names of those
+# who connect (reverse DNS, one after another), and a resolver that drops a query costs 5 s.
+_CONNECT_ATTEMPT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,7 @@ class ProcessGroup:
         """
         backend, device = backend_and_device(self.local_rank)
         cleanup.warm_up()
+        cleanup.clear_stage3_globals()
         _quiet_deepspeed()
         self._set_environment()
         if device.type == "cuda":
