@@ -1,0 +1,9 @@
+"""Where nodes come from: a local many-node Ray cluster on one machine, and faults for it.
+
+Importing this package does not import Ray.
+"""
+
+from cluster.local import LocalCluster
+from cluster.source import ClusterError, NodeInfo, NodeSource, NodeState
+
+__all__ = ["ClusterError", "LocalCluster", "NodeInfo", "NodeSource", "NodeState"]

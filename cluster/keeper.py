@@ -1,0 +1,285 @@
+"""The process that owns a local cluster: `python -m cluster.keeper FD`, FD being its end of the owner's connection.
+
+It starts nothing of Ray itself (`cluster.starter` does), so its loop never waits for Ray. It ends the whole cluster
+when its last owner is gone: closed its connection, or died in whatever way. Two things make that complete:
+
+- it adopts every orphan below it (a subreaper), so no process of the cluster can leave its tree;
+- the starter watches it in turn, and does the same work if the keeper itself is killed.
+
+Only if both are killed in the same instant is it left to the kernel, which then kills the raylets (PR_SET_PDEATHSIG)
+but neither a stopped worker process nor the directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import selectors
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster import processes
+from cluster.nodes import TAG, Entry, Nodes
+from cluster.operations import Operations
+from cluster.source import ClusterError, NodeState
+from cluster.wire import Wire
+
+logger = logging.getLogger(__name__)
+
+_END_LIMIT_S = 20.0
+_PACKAGE_ROOT = Path(__file__).resolve().parent.parent
+_OPERATIONS = frozenset({"kill_node", "remove_node", "freeze_node", "thaw_node", "kill_worker", "kill_process"})
+
+
+class Owner:
+    """A connection, and the process at its other end: a child forked by that may hold the connection open."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.settimeout(5.0)
+        self.wire = Wire(connection)
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        self.pid: int = struct.unpack("3i", credentials)[0]
+        try:
+            self.handle: int | None = os.pidfd_open(self.pid)
+        except OSError:  # Gone already: the connection will say so too.
+            self.handle = None
+
+    def reply(self, request_id: int, **content: Any) -> None:
+        with contextlib.suppress(OSError):  # An owner that is gone is noticed by its connection.
+            self.wire.send({"id": request_id, **content})
+
+    def close(self) -> None:
+        self.wire.connection.close()
+        if self.handle is not None:
+            os.close(self.handle)
+
+
+@dataclass
+class Waiting:
+    """An owner's request that is answered when all of `entries` are up, or not in time."""
+
+    owner: Owner
+    request_id: int
+    entries: list[Entry]
+    limit_s: float
+    deadline: float
+
+    def late(self) -> str:
+        missing = [entry.name for entry in self.entries if entry.state is NodeState.STARTING]
+        return f"waited {self.limit_s:g} s for {', '.join(missing)} to register with Ray"
+
+
+class Keeper:
+    def __init__(self, first: socket.socket, directory: Path) -> None:
+        self.directory = directory
+        self.ending = ""
+        self._selector = selectors.DefaultSelector()
+        self._owners: list[Owner] = []
+        self._waiting: list[Waiting] = []
+        self._starter = self._spawn_starter()
+        self._nodes = Nodes(directory.name, os.getpid(), self._starter.pid)
+        self._operations = Operations(self._nodes, self._reap)
+        self._listener = self._listen()
+        self._add_owner(first)
+
+    def _listen(self) -> socket.socket:
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(self.directory / "keeper.sock"))
+        listener.listen()
+        self._selector.register(listener, selectors.EVENT_READ, lambda: self._add_owner(listener.accept()[0]))
+        return listener
+
+    def _spawn_starter(self) -> subprocess.Popen[bytes]:
+        (self.directory / "ray").mkdir()
+        starter = subprocess.Popen(
+            [sys.executable, "-m", "cluster.starter", str(self.directory / "ray"), os.getcwd()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=_PACKAGE_ROOT,
+        )
+        self._selector.register(starter.stdout, selectors.EVENT_READ, self._starter_spoke)  # type: ignore[arg-type]
+        return starter
+
+    def run(self) -> None:
+        """Serve until the cluster is to end."""
+        while not self.ending:
+            now = time.monotonic()
+            nearest = min((waiting.deadline for waiting in self._waiting), default=now + 1.0)
+            for key, _ in self._selector.select(max(0.0, min(nearest - now, 1.0))):
+                key.data()
+            self._reap()
+            self._answer_waiting()
+
+    def end(self) -> None:
+        """Kill everything, remove the directory. The owners learn of it when this process ends."""
+        logger.info("ending the cluster: %s", self.ending)
+        try:
+            processes.kill_all(self._nodes.everything, self._reap, _END_LIMIT_S)
+        finally:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _reap(self) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    break
+                if pid == self._starter.pid:
+                    self.ending = self.ending or f"the starter ended with status {status}"
+
+    # Owners
+
+    def _add_owner(self, connection: socket.socket) -> None:
+        owner = Owner(connection)
+        self._owners.append(owner)
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._owner_spoke(owner))
+        if owner.handle is not None:
+            self._selector.register(owner.handle, selectors.EVENT_READ, lambda: self._drop_owner(owner))
+
+    def _drop_owner(self, owner: Owner) -> None:
+        if owner not in self._owners:  # Its connection and its process were both seen to end.
+            return
+        self._owners.remove(owner)
+        self._waiting = [waiting for waiting in self._waiting if waiting.owner is not owner]
+        self._selector.unregister(owner.wire.connection)
+        if owner.handle is not None:
+            self._selector.unregister(owner.handle)
+        owner.close()
+        if not self._owners:
+            self.ending = self.ending or f"the last owner, process {owner.pid}, is gone"
+
+    def _owner_spoke(self, owner: Owner) -> None:
+        if owner not in self._owners:
+            return
+        try:
+            requests, closed = owner.wire.feed()
+        except ValueError as error:
+            logger.warning("process %d sent what is not a command: %s", owner.pid, error)
+            requests, closed = [], True
+        for request in requests:
+            self._handle(owner, **request)
+        if closed:
+            self._drop_owner(owner)
+
+    def _handle(self, owner: Owner, id: int, do: str, **arguments: Any) -> None:
+        try:
+            if do == "start":
+                self._start(owner, id, **arguments)
+            elif do == "add_node":
+                self._add_node(owner, id, **arguments)
+            elif do in _OPERATIONS:
+                owner.reply(id, result=getattr(self._operations, do)(**arguments).to_json())
+            elif do == "nodes":
+                owner.reply(id, result=[info.to_json() for info in self._nodes.infos()])
+            elif do == "hello":
+                owner.reply(id, result=self._hello())
+            elif do == "shutdown":
+                self.ending = f"process {owner.pid} asked for it"
+            else:
+                raise ClusterError(f"there is no command {do!r}")
+        except (ClusterError, TimeoutError, TypeError) as error:
+            owner.reply(id, error=str(error))
+
+    def _hello(self) -> dict[str, Any]:
+        return {"pid": os.getpid(), "directory": str(self.directory), "address": self._nodes.address}
+
+    # Starting nodes
+
+    def _start(self, owner: Owner, request_id: int, nodes: list[dict[str, Any]], limit_s: float) -> None:
+        """The first of `nodes` is the head. The others are started, all together, when that is up."""
+        entries = [self._nodes.define(node["name"], i == 0, node["options"]) for i, node in enumerate(nodes)]
+        self._waiting.append(Waiting(owner, request_id, entries, limit_s, time.monotonic() + limit_s))
+        self._tell_starter(entries[0])
+
+    def _add_node(self, owner: Owner, request_id: int, name: str | None, limit_s: float) -> None:
+        entry = self._nodes.revive(name)
+        self._waiting.append(Waiting(owner, request_id, [entry], limit_s, time.monotonic() + limit_s))
+        self._tell_starter(entry)
+
+    def _tell_starter(self, entry: Entry) -> None:
+        options = dict(entry.options) if entry.head else {**entry.options, "gcs_address": self._nodes.address}
+        request = {"start": entry.name, "head": entry.head, "tag": {TAG: self._nodes.tag(entry)}, "options": options}
+        assert self._starter.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # Its end is noticed, and ends the cluster.
+            self._starter.stdin.write(json.dumps(request).encode() + b"\n")
+            self._starter.stdin.flush()
+
+    def _starter_spoke(self) -> None:
+        assert self._starter.stdout is not None
+        line = self._starter.stdout.readline()
+        if not line:
+            self.ending = self.ending or "the starter is gone"
+            return
+        answer = json.loads(line)
+        if "failed" in answer:
+            self._node_failed(self._nodes.entries[answer["failed"]], answer["error"])
+        else:
+            self._node_started(self._nodes.entries[answer["started"]], answer)
+
+    def _node_started(self, entry: Entry, answer: dict[str, Any]) -> None:
+        entry.state, entry.node_id = NodeState.ALIVE, answer["node_id"]
+        entry.raylet_pid, entry.own_pids = answer["raylet_pid"], tuple(answer["pids"])
+        if entry.head:
+            self._nodes.address = answer["address"]
+            for other in self._nodes.entries.values():
+                if not other.head:
+                    self._tell_starter(other)
+
+    def _node_failed(self, entry: Entry, error: str) -> None:
+        processes.kill_all(lambda: self._nodes.members(entry), self._reap, _END_LIMIT_S)
+        self._nodes.lost(entry)
+        for waiting in [waiting for waiting in self._waiting if entry in waiting.entries]:
+            waiting.owner.reply(waiting.request_id, error=f"{entry.name} did not start: {error}")
+            self._waiting.remove(waiting)
+
+    def _answer_waiting(self) -> None:
+        for waiting in list(self._waiting):
+            if all(entry.state is not NodeState.STARTING for entry in waiting.entries):
+                infos = [self._nodes.info(entry).to_json() for entry in waiting.entries]
+                waiting.owner.reply(waiting.request_id, result=infos)
+                self._waiting.remove(waiting)
+            elif time.monotonic() > waiting.deadline:
+                waiting.owner.reply(waiting.request_id, error=waiting.late())
+                self._waiting.remove(waiting)
+
+
+def private_directory() -> Path:
+    """A new directory that only this user can enter. Short: a socket path ends at 107 bytes, of which Ray takes 80."""
+    root = tempfile.gettempdir()
+    return Path(tempfile.mkdtemp(prefix="elc-", dir=root if len(root) <= 8 else "/tmp"))
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    first = socket.socket(fileno=int(sys.argv[1]))
+    directory = private_directory()
+    log = os.open(directory / "keeper.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    # The owner's standard streams are let go: whoever reads them to their end would wait for the cluster.
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.chdir(sys.argv[2])
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    processes.adopt_orphans()
+    keeper = Keeper(first, directory)
+    signal.signal(signal.SIGTERM, lambda *_: setattr(keeper, "ending", "SIGTERM"))
+    try:
+        keeper.run()
+    finally:
+        keeper.end()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""A Ray cluster of many nodes (real raylets) on one machine, whose nodes can be killed, frozen and brought back."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from cluster.source import ClusterError, NodeInfo
+from cluster.wire import Wire
+
+_PACKAGE_ROOT = Path(__file__).resolve().parent.parent
+_COMMAND_LIMIT_S = 30.0
+# Ray refuses less.
+_MIN_OBJECT_STORE_BYTES = 75 * 1024 * 1024
+_ENVIRONMENT = {
+    # Every worker on a node without accelerators warns until this choice is made; this is Ray's next default.
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+
+
+class LocalCluster:
+    """Implements `NodeSource`. Every node is on 127.0.0.1. Not for several threads at once.
+
+    The cluster belongs to a keeper process and ends when the last process that owns it (started it or attached to it)
+    has detached, shut it down or died, SIGKILL included.
+    """
+
+    def __init__(self, connection: socket.socket, keeper: subprocess.Popen[bytes] | None) -> None:
+        """Use `start` or `attach`."""
+        self._wire = Wire(connection)
+        self._keeper = keeper
+        self._ids = itertools.count(1)
+        self._about: dict[str, Any] = {}
+
+    @classmethod
+    def start(
+        cls,
+        nodes: int = 4,
+        *,
+        cpus_per_node: float = 2,
+        gpus_per_node: float = 0,
+        resources: Mapping[str, float] | None = None,
+        labels: Mapping[str, str] | None = None,
+        object_store_bytes: int = 100_000_000,
+        environment: Mapping[str, str] | None = None,
+        system_config: Mapping[str, Any] | None = None,
+        limit_s: float = 60.0,
+    ) -> LocalCluster:
+        """`nodes` nodes called node-0 (the head) to node-{nodes - 1}, all registered with Ray when this returns.
+
+        `resources` and `labels` are those of each node. GPUs are logical and need no device. `environment` is added
+        to this process's own for every process of the cluster; `system_config` is Ray's.
+        Raises ClusterError when they are not all up after `limit_s` seconds.
+        """
+        if nodes < 1:
+            raise ValueError(f"a cluster has at least one node, not {nodes}")
+        store_bytes, store_directory = object_store(nodes, object_store_bytes, shutil.disk_usage("/dev/shm").free)
+        options = {
+            "num_cpus": cpus_per_node,
+            "num_gpus": gpus_per_node,
+            "resources": dict(resources or {}),
+            "labels": dict(labels or {}),
+            "object_store_memory": store_bytes,
+            "plasma_directory": store_directory,
+        }
+        head = {"_system_config": {"prestart_worker_first_driver": False, **(system_config or {})}}
+        specs = [{"name": f"node-{i}", "options": {**options, **(head if i == 0 else {})}} for i in range(nodes)]
+        cluster = cls._spawn(environment or {})
+        try:
+            cluster._ask("start", limit_s + 5.0, f"{nodes} nodes to start", nodes=specs, limit_s=limit_s)
+            cluster._hello()
+        except BaseException:
+            cluster.shutdown()
+            raise
+        return cluster
+
+    @classmethod
+    def _spawn(cls, environment: Mapping[str, str]) -> LocalCluster:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            keeper = subprocess.Popen(
+                # From the package's own directory, so that no other `cluster` in the user's is taken for it.
+                [sys.executable, "-m", "cluster.keeper", str(theirs.fileno()), os.getcwd()],
+                pass_fds=[theirs.fileno()],
+                cwd=_PACKAGE_ROOT,
+                env={**_without_ray_address(), **_ENVIRONMENT, **environment},
+                start_new_session=True,
+            )
+        return cls(ours, keeper)
+
+    @classmethod
+    def attach(cls, socket_path: str | Path) -> LocalCluster:
+        """Own a running cluster beside its other owners: it goes on when they are gone."""
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(str(socket_path))
+        except OSError as error:
+            connection.close()
+            raise ClusterError(f"no cluster answers at {socket_path}: {error.strerror}") from error
+        cluster = cls(connection, None)
+        cluster._hello()
+        return cluster
+
+    def _hello(self) -> None:
+        self._about = self._ask("hello", _COMMAND_LIMIT_S, "the keeper to answer")
+
+    @property
+    def address(self) -> str:
+        # The GCS listens on 127.0.0.1 alone, and `ray.init` turns that (and "localhost") into this machine's outer
+        # address, where nobody answers. It compares letter by letter; the resolver does not.
+        port = self._about["address"].rpartition(":")[2]
+        return f"LOCALHOST:{port}"
+
+    @property
+    def directory(self) -> Path:
+        """Removed when the cluster ends. Ray's temporary directory is `ray` in it, with the logs."""
+        return Path(self._about["directory"])
+
+    @property
+    def socket_path(self) -> Path:
+        return self.directory / "keeper.sock"
+
+    @property
+    def keeper_pid(self) -> int:
+        pid: int = self._about["pid"]
+        return pid
+
+    def nodes(self) -> tuple[NodeInfo, ...]:
+        return tuple(map(NodeInfo.from_json, self._ask("nodes", _COMMAND_LIMIT_S, "the list of nodes")))
+
+    def node(self, name: str) -> NodeInfo:
+        for info in self.nodes():
+            if info.name == name:
+                return info
+        raise ClusterError(f"there is no node {name!r}")
+
+    def add_node(self, name: str | None = None, *, limit_s: float = 60.0) -> NodeInfo:
+        """Bring back the lost node `name`, or, without a name, the one lost longest, or else make one like the last."""
+        awaited = f"{name or 'a node'} to start"
+        return NodeInfo.from_json(self._ask("add_node", limit_s + 5.0, awaited, name=name, limit_s=limit_s)[0])
+
+    def remove_node(self, name: str) -> NodeInfo:
+        """The node leaves Ray's node table, then its processes end."""
+        return self._operate("remove_node", name=name)
+
+    def kill_node(self, name: str) -> NodeInfo:
+        """SIGKILL the raylet and every other process of the node at one instant; the reply's `pids` are those."""
+        return self._operate("kill_node", name=name)
+
+    def freeze_node(self, name: str) -> NodeInfo:
+        """Stop every process of the node (SIGSTOP) until it is thawed, killed, or the cluster ends."""
+        return self._operate("freeze_node", name=name)
+
+    def thaw_node(self, name: str) -> NodeInfo:
+        return self._operate("thaw_node", name=name)
+
+    def kill_worker(self, pid: int) -> NodeInfo:
+        """SIGKILL a worker process; returns its node. ClusterError if it is not a worker of this cluster."""
+        return self._operate("kill_worker", pid=pid)
+
+    def kill_process(self, pid: int) -> NodeInfo:
+        """SIGKILL one process of a node, raylet and GCS included; returns its node."""
+        return self._operate("kill_process", pid=pid)
+
+    def detach(self) -> None:
+        """Stop owning the cluster. It ends unless another process owns it."""
+        self._wire.connection.close()
+
+    def shutdown(self) -> None:
+        """End the cluster, whoever else owns it. Returns when no process and no file of it is left."""
+        if self._wire.connection.fileno() < 0:
+            return
+        with contextlib.suppress(OSError):
+            self._wire.send({"id": 0, "do": "shutdown"})
+        with contextlib.suppress(ClusterError):
+            while True:  # Late replies, then the end of the connection, which comes with the end of the keeper.
+                self._wire.receive(_COMMAND_LIMIT_S, "the cluster to end")
+        self.detach()
+        if self._keeper is not None:
+            self._keeper.wait(_COMMAND_LIMIT_S)
+
+    def __enter__(self) -> LocalCluster:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def _operate(self, command: str, **arguments: Any) -> NodeInfo:
+        awaited = f"{command} {' '.join(map(str, arguments.values()))}"
+        return NodeInfo.from_json(self._ask(command, _COMMAND_LIMIT_S, awaited, **arguments))
+
+    def _ask(self, command: str, wait_s: float, awaited: str, /, **arguments: Any) -> Any:
+        request_id = next(self._ids)
+        try:
+            self._wire.send({"id": request_id, "do": command, **arguments})
+        except OSError as error:
+            raise ClusterError(f"the cluster has ended; asked for {awaited}") from error
+        while True:
+            reply = self._wire.receive(wait_s, awaited)
+            if reply["id"] != request_id:  # A reply that came after its asker had stopped waiting.
+                continue
+            if "error" in reply:
+                raise ClusterError(reply["error"])
+            return reply["result"]
+
+
+def object_store(nodes: int, wanted_bytes: int, shm_free_bytes: int) -> tuple[int, str | None]:
+    """Bytes of object store per node, and the directory for it (None: /dev/shm, Ray's default).
+
+    All nodes share one /dev/shm. Where not even the least that Ray takes fits in half of it for each node, as in a
+    container with Docker's default of 64 MB, the stores are files on disk.
+    """
+    share = shm_free_bytes // 2 // nodes
+    if share < _MIN_OBJECT_STORE_BYTES:
+        return max(wanted_bytes, _MIN_OBJECT_STORE_BYTES), "/tmp"
+    return max(min(wanted_bytes, share), _MIN_OBJECT_STORE_BYTES), None
+
+
+def _without_ray_address() -> dict[str, str]:
+    # It would send the nodes' own workers to another cluster.
+    return {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}

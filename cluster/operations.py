@@ -1,0 +1,89 @@
+"""What can be done to a node that runs. Each call blocks until it is done, which takes milliseconds."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+
+from cluster import processes
+from cluster.nodes import Entry, Nodes
+from cluster.source import ClusterError, NodeInfo, NodeState
+
+_KILL_LIMIT_S = 10.0
+_LEAVE_LIMIT_S = 15.0
+
+
+class Operations:
+    """`reap` collects dead children of the caller, so that they do not stay in the process table."""
+
+    def __init__(self, nodes: Nodes, reap: Callable[[], object]) -> None:
+        self._nodes = nodes
+        self._reap = reap
+
+    def kill_node(self, name: str) -> NodeInfo:
+        """SIGKILL every process of the node at one instant. Unlike with a lost machine its sockets are closed."""
+        return self._end(self._nodes.running(name))
+
+    def remove_node(self, name: str) -> NodeInfo:
+        """A raylet answers SIGTERM by leaving the node table. What it leaves behind is killed."""
+        entry = self._nodes.running(name)
+        if entry.head:
+            raise ClusterError(f"{name} is the head and the cluster cannot go on without it: use shutdown")
+        if entry.state is NodeState.FROZEN:
+            raise ClusterError(f"{name} is frozen and cannot leave in good order: thaw it first, or kill it")
+        pids = {process.pid for process in self._nodes.members(entry)}
+        self._signal_and_wait(entry.raylet_pid, signal.SIGTERM, f"the raylet of {name} to leave")
+        self._end(entry)
+        return self._nodes.info(entry, pids)
+
+    def freeze_node(self, name: str) -> NodeInfo:
+        """SIGSTOP every process of the node."""
+        entry = self._nodes.running(name)
+        deadline = time.monotonic() + _KILL_LIMIT_S
+        # Again and again: a process that was not stopped yet may have forked.
+        while moving := [p for p in self._nodes.members(entry) if not p.stopped and not p.zombie]:
+            if time.monotonic() > deadline:
+                raise ClusterError(f"waited {_KILL_LIMIT_S:g} s for the processes of {name} to stop")
+            for process in moving:
+                processes.send(process, signal.SIGSTOP)
+            time.sleep(0.002)
+        entry.state = NodeState.FROZEN
+        return self._nodes.info(entry)
+
+    def thaw_node(self, name: str) -> NodeInfo:
+        """SIGCONT every process of the node."""
+        entry = self._nodes.running(name)
+        for process in self._nodes.members(entry):
+            processes.send(process, signal.SIGCONT)
+        entry.state = NodeState.ALIVE
+        return self._nodes.info(entry)
+
+    def kill_worker(self, pid: int) -> NodeInfo:
+        entry = self._nodes.of_pid(pid)
+        if pid in entry.own_pids:
+            raise ClusterError(f"process {pid} runs {entry.name} itself and is no worker: use kill_node")
+        return self.kill_process(pid)
+
+    def kill_process(self, pid: int) -> NodeInfo:
+        """SIGKILL one process that belongs to a node. A raylet killed so takes its workers with it, in its own time."""
+        entry = self._nodes.of_pid(pid)
+        self._signal_and_wait(pid, signal.SIGKILL, f"process {pid} to be gone")
+        return self._nodes.info(entry, {pid})
+
+    def _end(self, entry: Entry) -> NodeInfo:
+        killed = processes.kill_all(lambda: self._nodes.members(entry), self._reap, _KILL_LIMIT_S)
+        self._nodes.lost(entry)
+        return self._nodes.info(entry, killed)
+
+    def _signal_and_wait(self, pid: int, number: signal.Signals, awaited: str) -> None:
+        process = processes.read(pid)
+        if process is None:
+            return
+        processes.send(process, number)
+        deadline = time.monotonic() + _LEAVE_LIMIT_S
+        while (now := processes.read(pid)) is not None and now.start_ticks == process.start_ticks and not now.zombie:
+            if time.monotonic() > deadline:
+                raise ClusterError(f"waited {_LEAVE_LIMIT_S:g} s for {awaited}")
+            self._reap()
+            time.sleep(0.005)

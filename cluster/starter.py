@@ -1,0 +1,196 @@
+"""The process that starts raylets: `python -m cluster.starter TEMP_DIR WORKING_DIR`.
+
+A child of the keeper, spoken to in JSON lines over its standard streams:
+
+    in   {"start": name, "head": bool, "tag": {...}, "options": {...}}
+    out  {"started": name, "node_id": ..., "raylet_pid": ..., "pids": [...], "address": ...}
+         {"failed": name, "error": ...}
+
+It is a process of its own because starting a node with Ray's own code blocks, and the keeper must not: a kill has to
+work while a node is being added. It also stands in for the keeper: when its standard input ends, the keeper was
+killed, and everything below and in its session is killed here.
+
+Every private use of Ray is in this module.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import shutil
+import signal
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import IO, Any
+
+import ray._private.services as services
+from ray._private.node import Node
+from ray._private.parameter import RayParams
+from ray._raylet import (  # type: ignore[attr-defined]  # compiled, without types
+    DASHBOARD_AGENT_LISTEN_PORT_NAME,
+    METRICS_AGENT_PORT_NAME,
+    METRICS_EXPORT_PORT_NAME,
+    GcsClient,
+    persist_port,
+)
+
+from cluster import processes
+
+logger = logging.getLogger(__name__)
+
+_REGISTER_LIMIT_S = 30.0
+# A raylet insists on a dashboard agent. Without a dashboard it has nothing to do, and starting the real one costs a
+# second of CPU and 120 MB per node. This reads the pipe that the raylet holds, so it ends when the raylet does.
+_IDLE_AGENT = "/bin/cat"
+_AGENT_OPTION = "--dashboard_agent_command="
+
+_start_ray_process: Any = services.start_ray_process
+_get_node: Any = services.get_node
+
+
+def _start_with_idle_agent(command: list[str], *args: Any, **kwargs: Any) -> Any:
+    command = [_AGENT_OPTION + _IDLE_AGENT if part.startswith(_AGENT_OPTION) else part for part in command]
+    return _start_ray_process(command, *args, **kwargs)
+
+
+def _get_node_soon(gcs_address: str, node_id: str) -> Any:
+    """Ray's own call asks once a second; a node is registered 0.3 s after its raylet was started."""
+    client = GcsClient(address=gcs_address)
+    deadline = time.monotonic() + _REGISTER_LIMIT_S
+    while time.monotonic() < deadline:
+        if any(found.hex() == node_id for found in client.get_all_node_info(timeout=5)):
+            return _get_node(gcs_address, node_id)
+        time.sleep(0.02)
+    # Not RuntimeError: that one Ray answers by asking again.
+    raise TimeoutError(f"waited {_REGISTER_LIMIT_S:g} s for the raylet to register with the GCS at {gcs_address}")
+
+
+class _LeanNode(Node):
+    """Ray's node without dashboard, and fit to be started beside others at the same time."""
+
+    def start_api_server(self, **_: Any) -> None:
+        pass
+
+    def start_raylet(self, *args: Any, **kwargs: Any) -> None:
+        # -1 is what Ray's own minimal agent writes for a service that is not there.
+        for port_name in (METRICS_AGENT_PORT_NAME, METRICS_EXPORT_PORT_NAME, DASHBOARD_AGENT_LISTEN_PORT_NAME):
+            persist_port(self._session_dir, self._node_id, port_name, -1)
+        super().start_raylet(*args, **kwargs)
+
+    def _make_inc_temp(self, suffix: str = "", prefix: str = "", directory_name: str | None = None) -> str:
+        # Ray numbers sockets and logs by looking for the first free one; nodes started together would get the same.
+        name = f"{prefix}.{self._ray_params.node_name}"
+        path: str = super()._make_inc_temp(suffix=suffix, prefix=name, directory_name=directory_name)
+        return path
+
+
+def _start_node(request: dict[str, Any], temp_dir: str) -> dict[str, Any]:
+    name, head = request["start"], request["head"]
+    parameters = RayParams(
+        node_name=name,
+        node_ip_address="127.0.0.1",
+        temp_dir=temp_dir,
+        min_worker_port=0,
+        max_worker_port=0,
+        include_log_monitor=False,  # type: ignore[arg-type]  # annotated as str, used as bool
+        include_dashboard=False,
+        no_monitor=True,
+        env_vars=request["tag"],
+        **request["options"],
+    )
+    # spawn_reaper asks the kernel to kill the node's processes when the thread that started them ends.
+    node = _LeanNode(parameters, head=head, shutdown_at_exit=False, spawn_reaper=True)
+    children = [info.process for infos in node.all_processes.values() for info in infos]
+    _started.extend(children)
+    return {
+        "started": name,
+        "node_id": node.node_id,
+        "raylet_pid": node.all_processes["raylet"][0].process.pid,
+        "pids": [child.pid for child in children],
+        "address": node.gcs_address,
+    }
+
+
+_started: list[Any] = []
+_out_lock = threading.Lock()
+
+
+def _answer(request: dict[str, Any], temp_dir: str, out: IO[str]) -> None:
+    try:
+        answer = _start_node(request, temp_dir)
+    # Ray raises bare Exception here; whatever it is, it becomes the keeper's answer.
+    except Exception as error:
+        logger.exception("node %s did not start", request["start"])
+        answer = {"failed": request["start"], "error": f"{type(error).__name__}: {error}"}
+    with _out_lock:
+        out.write(json.dumps(answer) + "\n")
+        out.flush()
+
+
+def _reap() -> None:
+    """Take notice of raylets that ended, so that they do not stay as zombies."""
+    for child in list(_started):
+        if child.poll() is not None:
+            _started.remove(child)
+
+
+def _serve(source: IO[bytes], out: IO[str], temp_dir: str) -> None:
+    # The threads live as long as this process: the kernel's death signal follows the thread, not the process.
+    with ThreadPoolExecutor(max_workers=16) as pool:
+        while True:
+            # A timeout, because nothing wakes this when a raylet ends.
+            if select.select([source], [], [], 0.05)[0]:
+                line = source.readline()
+                if not line:
+                    _stand_in(Path(temp_dir).parent)
+                pool.submit(_answer, json.loads(line), temp_dir, out)
+            _reap()
+
+
+def _stand_in(directory: Path) -> None:
+    """The keeper is gone: end everything that it would have ended, then this process."""
+    session, own = os.getsid(0), os.getpid()
+
+    def members() -> list[processes.Process]:
+        found = processes.table()
+        below = processes.descendants([own], found)
+        return [p for p in found.values() if p.pid != own and (p.pid in below or p.session == session)]
+
+    def reap() -> None:
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            pass
+
+    processes.adopt_orphans()
+    try:
+        processes.kill_all(members, reap, limit_s=10.0)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+        # Not sys.exit: that waits for node starts which may never end now.
+        os._exit(1)
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    temp_dir = sys.argv[1]
+    # Workers start in the directory of whoever started the cluster.
+    os.chdir(sys.argv[2])
+    # Ray may print; the pipe to the keeper is for answers only.
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    services.start_ray_process = _start_with_idle_agent
+    services.get_node = _get_node_soon
+    # Unbuffered, so that select sees what readline has not taken.
+    _serve(os.fdopen(0, "rb", buffering=0), out, temp_dir)
+
+
+if __name__ == "__main__":
+    main()
