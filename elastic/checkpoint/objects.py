@@ -116,7 +116,7 @@ class LocalObjects:
     def _temporary(self, path: str, chunks: Iterable[Chunk]) -> Iterator[tuple[str, str]]:
         """A complete, synced file beside its final name; removed at the end if it still has its temporary name."""
         final = self._at(path)
-        os.makedirs(os.path.dirname(final), exist_ok=True)
+        _make_folder(os.path.dirname(final))
         temporary = f"{final}.{uuid.uuid4().hex}.tmp"
         try:
             with open(temporary, "wb", buffering=0) as file:
@@ -261,6 +261,18 @@ def _link_new(temporary: str, final: str) -> None:
         if os.path.exists(final):
             raise FileExistsError(errno.EEXIST, "exists already", final) from None
         os.replace(temporary, final)
+
+
+def _make_folder(folder: str) -> None:
+    """With the folders above it, all of them durable: a synced file in a folder that a crash forgets is lost too."""
+    missing = []
+    at = folder
+    while at and not os.path.isdir(at):
+        missing.append(at)
+        at = os.path.dirname(at)
+    os.makedirs(folder, exist_ok=True)
+    for made in reversed(missing):
+        _sync_folder(os.path.dirname(made) or ".")
 
 
 def _sync_folder(folder: str) -> None:

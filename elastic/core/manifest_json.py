@@ -3,7 +3,7 @@
     {"format": 1, "check": <blake2b of the compact form of "manifest">, "manifest": {...}}
 
 Pieces are kept as columns of numbers: names and buffers are indices into one table, and equal columns are written
-once. A stage-3 checkpoint of 1,000 ranks and 500 parameters has half a million pieces and takes about 5 MB.
+once. A stage-3 checkpoint of 1,000 ranks and 500 parameters has half a million pieces and takes about 3 MB.
 """
 
 from __future__ import annotations
