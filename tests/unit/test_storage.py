@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import uuid
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.checkpoint.faults import Fault, FaultyObjects, at
-from elastic.checkpoint.objects import LocalObjects, Objects, RemoteObjects, open_objects
+from elastic.checkpoint.objects import LocalObjects, Objects, RemoteObjects, open_objects, translated
 from elastic.checkpoint.reading import requests
 from elastic.checkpoint.source import CheckpointSource, ReadRange
 from elastic.checkpoint.storage import CheckpointStore
@@ -412,6 +413,27 @@ def test_addresses_that_cannot_work(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(ElasticError, match="checkpoints cannot be kept at"):
         CheckpointStore(str(tmp_path / "file"), "run").check_writable()
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (PermissionError(13, "denied"), UsageError, "does not allow access to x"),
+        (NotADirectoryError(20, "a file"), UsageError, "does not allow access to x"),
+        (OSError(errno.EDQUOT, "quota"), StorageError, "disk full"),
+        (OSError(errno.EIO, "broken"), StorageError, "storage failed at x"),
+        (TimeoutError("slow"), StorageError, "storage failed at x"),
+        (FileNotFoundError("x"), IntegrityError, "x is missing"),
+        (KeyError("from a driver"), StorageError, "KeyError"),
+        (Fenced("ours"), Fenced, "ours"),
+    ],
+)
+def test_every_foreign_error_has_one_of_ours(error: Exception, kind: type[ElasticError], message: str) -> None:
+    with pytest.raises(kind, match=message), translated("x"):
+        raise error
+    if isinstance(error, FileNotFoundError):
+        with pytest.raises(StorageError), translated("x", writing=True):
+            raise error
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
