@@ -1,0 +1,167 @@
+"""Any rank of any world size in one process: unmodified DeepSpeed under torch's fake process group.
+
+Run as a program it prints, as JSON, a verdict for every combination below. The fake group is private to torch: it is
+imported here and nowhere else. Its collectives do nothing, so weights are what this rank's model had; layouts are exact.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+# Of every stage's ranks: the first, the middle, the last, and those near the end that hold padding only.
+WORLDS = {64: (0, 1, 31, 62, 63), 1000: (0, 499, 500, 998, 999)}
+
+# Numels below, at and above the world sizes, prime and even; in groups as the optimizer gets them.
+GROUPS = (
+    (("layers.10.weight", 4099), ("layers.2.weight", 64), ("embedding", 130), ("one", 1), ("last", 7)),
+    (("three", 3), ("seven", 7), ("bias", 999), ("scale", 1)),
+    (("alone", 1),),
+)
+FROZEN = ("frozen", 1001)
+
+ZERO: dict[str, dict[str, Any]] = {
+    "stage1": {"stage": 1},
+    "stage1-round-robin": {"stage": 1, "round_robin_gradients": True},
+    "stage2-aligned": {"stage": 2, "parameter_alignment": True},
+    "stage2-aligned-round-robin": {"stage": 2, "parameter_alignment": True, "round_robin_gradients": True},
+    "stage3": {"stage": 3},
+    "stage3-sub-groups": {"stage": 3, "sub_group_size": 4, "stage3_param_persistence_threshold": 10},
+}
+
+
+def join_fake(rank: int, world_size: int) -> None:
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+
+
+def content(name: str, numel: int) -> Any:
+    """A value for each element of each parameter, exact in fp32 and bf16 rounding to its own: no two are in one place."""
+    import torch
+
+    names = sorted([name for group in GROUPS for name, _ in group] + [FROZEN[0]])
+    return (torch.arange(numel) + 10_000 * (1 + names.index(name))).float()
+
+
+def make_model() -> Any:
+    import torch
+
+    class Flat(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for name, numel in (*(tensor for group in GROUPS for tensor in group), FROZEN):
+                parameter = torch.nn.Parameter(content(name, numel), requires_grad=name != FROZEN[0])
+                self.register_parameter(name.replace(".", "_"), parameter)
+
+        def forward(self) -> torch.Tensor:
+            return torch.stack([parameter.sum() for parameter in self.parameters()]).sum()
+
+    return Flat()
+
+
+def make_engine(zero: dict[str, Any]) -> Any:
+    import deepspeed
+    import torch
+
+    model = make_model()
+    parameters = dict(model.named_parameters())
+    groups = [{"params": [parameters[name.replace(".", "_")] for name, _ in group]} for group in GROUPS]
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": zero,
+    }
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=torch.optim.AdamW(groups, lr=0.01), config=config, dist_init_required=False
+    )
+    return engine
+
+
+def check_rank(zero: dict[str, Any], rank: int, world_size: int) -> None:
+    """The pure layout's pieces, looked up in DeepSpeed's own flat tensors, hold these very elements."""
+    import torch
+
+    from elastic.core.zero_layout import zero3_layout, zero12_layout
+    from elastic.training.state import open_state
+
+    join_fake(rank, world_size)
+    engine = make_engine(zero)
+    groups = [[(name.replace(".", "_"), numel) for name, numel in group] for group in GROUPS]
+    if zero["stage"] == 3:
+        layout = zero3_layout(groups, world_size, zero.get("sub_group_size", 10**9)).ranks[rank]
+        flats = engine.optimizer.fp32_partitioned_groups_flat
+    else:
+        layout = zero12_layout(
+            groups,
+            world_size,
+            round_robin=zero.get("round_robin_gradients", False),
+            parameter_alignment_elements=4 if zero.get("parameter_alignment") else 1,
+        ).ranks[rank]
+        flats = engine.optimizer.single_partition_of_fp32_groups
+    numels = {name.replace(".", "_"): (name, numel) for group in GROUPS for name, numel in group}
+    assert [flat.numel() for flat in flats] == list(layout.buffers.values())
+    for piece in layout.pieces:
+        flat = flats[list(layout.buffers).index(piece.buffer)].detach()
+        found = flat[piece.offset : piece.offset + piece.numel]
+        assert torch.equal(found, content(*numels[piece.name])[piece.start : piece.stop]), piece
+    # And what we derive from the live engine agrees with the pure layout (open_state compares them).
+    state = open_state(engine)
+    assert set(layout.pieces) <= set(state.layout.pieces)
+    snapshot = state.snapshot(run_id="run", generation=1, step=0, client={})
+    assert (snapshot.client is not None) == (rank == 0)
+    _leave(engine)
+
+
+def _leave(engine: Any) -> None:
+    from deepspeed import comm
+
+    from elastic.training.cleanup import release_engine
+
+    release_engine(engine)
+    comm.destroy_process_group()
+
+
+def check_fake_group() -> None:
+    """Joins at once, alone, as any rank; collectives return and change nothing."""
+    import torch
+    import torch.distributed as dist
+
+    join_fake(2, 5)
+    ones = torch.ones(3)
+    dist.all_reduce(ones)
+    assert (dist.get_rank(), dist.get_world_size(), ones.tolist()) == (2, 5, [1.0, 1.0, 1.0])
+    dist.destroy_process_group()
+
+
+def verdict_of(check: Callable[..., None], *arguments: Any) -> str:
+    try:
+        check(*arguments)
+    except Exception:  # noqa: BLE001 - the traceback is the verdict
+        return traceback.format_exc()
+    return ""
+
+
+def main() -> None:
+    os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    verdicts = {"canary": verdict_of(check_fake_group)}
+    for name, zero in ZERO.items():
+        for world_size, ranks in WORLDS.items():
+            for rank in ranks:
+                verdicts[f"{name}-{rank}-of-{world_size}"] = verdict_of(check_rank, zero, rank, world_size)
+    with open(sys.argv[1], "w") as report:
+        json.dump(verdicts, report)
+
+
+if __name__ == "__main__":
+    main()
