@@ -11,7 +11,6 @@ import logging
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,9 +26,7 @@ from elastic.training.sockets import Address, TcpSocket
 
 logger = logging.getLogger(__name__)
 
-# One attempt to reach the store; an abort is seen between attempts. Not shorter: the store looks up the names of those
-# who connect (reverse DNS, one after another), and a resolver that drops a query costs 5 s.
-_CONNECT_ATTEMPT_S = 10.0
+_CHECK_EVERY_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -175,23 +172,11 @@ class ProcessGroup:
         )
 
     def _connect(self, check: Callable[[], None]) -> Store:
-        deadline = time.monotonic() + self.spec.collective_timeout_s
-        while True:
-            try:
-                store = TCPStore(
-                    self.rendezvous.host,
-                    self.rendezvous.port,
-                    is_master=False,
-                    wait_for_workers=False,
-                    timeout=timedelta(seconds=_CONNECT_ATTEMPT_S),
-                )
-            except dist.DistError:
-                check()
-                if time.monotonic() > deadline:
-                    raise
-            else:
-                store.set_timeout(self._timeout())
-                return store
+        """On a thread of its own: an attempt cannot be interrupted, and an abort must not wait for a host that is gone."""
+        attempt = _Attempt(self.rendezvous, self.spec.collective_timeout_s)
+        while not attempt.done.wait(_CHECK_EVERY_S):
+            check()
+        return attempt.store()
 
     def _exchange_addresses(self) -> None:
         assert self._store is not None
@@ -222,6 +207,38 @@ class ProcessGroup:
             # The hosted store's side of the others' connections: they are theirs to close.
             return False
         return self._building or found.local in self._listening or found.peer in self._peers_listening
+
+
+class _Attempt:
+    """Reaches the store in the background; gives up after `timeout_s`."""
+
+    def __init__(self, rendezvous: Rendezvous, timeout_s: float) -> None:
+        self.done = threading.Event()
+        self._outcome: Store | BaseException | None = None
+        threading.Thread(target=self._run, args=(rendezvous, timeout_s), name="elastic-connect", daemon=True).start()
+
+    def store(self) -> Store:
+        """Once `done`. Raises what connecting raised (a DistError of torch's)."""
+        assert self._outcome is not None
+        if isinstance(self._outcome, BaseException):
+            raise self._outcome
+        return self._outcome
+
+    def _run(self, rendezvous: Rendezvous, timeout_s: float) -> None:
+        try:
+            # The store looks up the names of those who connect (reverse DNS, one after another): a resolver that drops
+            # a query costs 5 s here unless RES_OPTIONS says otherwise.
+            self._outcome = TCPStore(
+                rendezvous.host,
+                rendezvous.port,
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=timeout_s),
+            )
+        except BaseException as error:  # noqa: BLE001 - handed to the thread that waits for it
+            self._outcome = error
+        finally:
+            self.done.set()
 
 
 def _groups() -> list[dist.ProcessGroup]:

@@ -51,7 +51,10 @@ class Crew:
     def __init__(self, size: int) -> None:
         self._spawn = multiprocessing.get_context("spawn")
         self._generation = 0
-        os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore")
+        # torch's store looks up the name of everybody who connects; a resolver that drops a query would cost 5 s.
+        os.environ.update(
+            DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore", RES_OPTIONS="timeout:1 attempts:2"
+        )
         self.members = [self._start(number) for number in range(size)]
 
     def _start(self, number: int) -> Member:

@@ -1,0 +1,155 @@
+"""The oracle under plain processes: 4 -> 3 -> 2 -> 4 ends with the weights and losses of an undisturbed run.
+
+Tolerance. The only difference between world sizes is the order of additions. It is measured here, run to run: the same
+undisturbed training at 4 and at 2 ranks. The disturbed run may differ from the undisturbed by MARGIN times that (it
+changes its order of additions three times), and by no more than CEILING whatever was measured.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from crew import Crew, Outcome
+
+from elastic.checkpoint.source import ReadRange
+from elastic.checkpoint.storage import CheckpointStore
+from elastic.core.samples import SampleOrder
+from elastic.training.session import BatchSettings
+
+pytestmark = pytest.mark.processes
+
+MARGIN = 8.0
+# Of the largest weight or moment, which is about one. fp32 rounds at 6e-8, bf16 at 4e-3.
+CEILING = {"fp32": 2e-5, "bf16": 3e-2}
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I64": torch.int64}
+SIZE = 37
+# Two epochs of 37 samples in steps of ten: a step reaches over the epoch's end, and the last one is short.
+BATCH = BatchSettings(epochs=2)
+LAST_STEP = 8
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    made = Crew(4)
+    yield made
+    made.close()
+
+
+CASES = [
+    pytest.param({"stage": 0, "dropout": 0.1}, id="stage0-adamw-dropout"),
+    pytest.param({"stage": 1, "dropout": 0.1}, id="stage1-adamw-dropout"),
+    pytest.param({"stage": 2, "dropout": 0.1}, id="stage2-adamw-dropout"),
+    pytest.param({"stage": 3, "dropout": 0.1}, id="stage3-adamw-dropout"),
+    pytest.param({"stage": 2, "dropout": 0.0, "optimizer": "sgd"}, id="stage2-sgd"),
+    pytest.param({"stage": 3, "dropout": 0.1, "optimizer": "sgd"}, id="stage3-sgd-dropout"),
+    pytest.param({"stage": 2, "dropout": 0.1, "dtype": "bf16"}, id="stage2-bf16"),
+    pytest.param({"stage": 3, "dropout": 0.0, "dtype": "bf16"}, id="stage3-bf16"),
+]
+
+
+@pytest.mark.parametrize("config", CASES)
+def test_run_through_other_world_sizes_equals_the_undisturbed_run(
+    crew: Crew, tmp_path: Path, config: dict[str, Any]
+) -> None:
+    still = _undisturbed(crew, tmp_path / "four", config, 4)
+    other = _undisturbed(crew, tmp_path / "two", config, 2)
+    moved = _disturbed(crew, tmp_path / "moved", config)
+
+    ceiling = CEILING[config.get("dtype", "fp32")]
+    noise = max(_distance(still.state, other.state), _distance(still.losses, other.losses))
+    allowed = min(MARGIN * noise + 1e-7, ceiling)
+    assert noise < ceiling
+    assert _distance(still.state, moved.state) <= allowed
+    assert _distance(still.losses, moved.losses) <= allowed
+    assert moved.starts == 4
+    # Buffers: rank 0's count of weighted passes, whatever padding there was, never more than one per micro-batch.
+    _assert_every_sample_once(moved.outcomes)
+
+
+class Run:
+    """What is compared: the final checkpoint, tensor by tensor, and the loss of every step."""
+
+    def __init__(self, url: Path, generations: Sequence[Sequence[Outcome]]) -> None:
+        self.outcomes = [outcome for generation in generations for outcome in generation]
+        self.state = _whole_state(CheckpointStore(str(url), "run"))
+        losses: Counter[str] = Counter()
+        for outcome in self.outcomes:
+            for report in outcome.reports:
+                losses[f"loss {report.step}"] += report.loss
+        self.losses = {name: torch.tensor(loss) for name, loss in losses.items()}
+        self.starts = generations[-1][0].told["starts"]
+
+
+def _undisturbed(crew: Crew, url: Path, config: dict[str, Any], world_size: int) -> Run:
+    outcomes = crew.run(range(world_size), "train", {**config, "url": str(url)}, batch=BATCH, max_world_size=4)
+    _assert_ended(outcomes, "finished", LAST_STEP)
+    return Run(url, [outcomes])
+
+
+def _disturbed(crew: Crew, url: Path, config: dict[str, Any]) -> Run:
+    """4 ranks to step 2, 3 (in another order) to step 4, 2 to step 6, 4 to the end, always in the same processes."""
+    store = CheckpointStore(str(url), "run")
+    generations = []
+    checkpoint = None
+    for who, end_at in (((0, 1, 2, 3), 2), ((2, 0, 3), 4), ((3, 2), 6), ((1, 3, 0, 2), None)):
+        outcomes = crew.run(
+            who,
+            "train",
+            {**config, "url": str(url)},
+            end_at=end_at,
+            batch=BATCH,
+            max_world_size=4,
+            checkpoint=checkpoint,
+        )
+        _assert_ended(outcomes, "finished" if end_at is None else "ended", end_at or LAST_STEP)
+        assert all(outcome.clean for outcome in outcomes)
+        checkpoint = store.list()[0].id
+        generations.append(outcomes)
+    return Run(url, generations)
+
+
+def _assert_ended(outcomes: Sequence[Outcome], kind: str, step: int) -> None:
+    for outcome in outcomes:
+        assert (outcome.result.kind, outcome.result.step) == (kind, step), outcome.result.traceback
+
+
+def _assert_every_sample_once(outcomes: Sequence[Outcome]) -> None:
+    positions = sorted(
+        position
+        for outcome in outcomes
+        for report in outcome.reports
+        for start, stop in report.positions
+        for position in range(start, stop)
+    )
+    assert positions == list(range(2 * SIZE))
+    # The dataset was asked for each sample once per epoch; a rank whose every pass is padding may read one more batch.
+    read = Counter(index for outcome in outcomes for index in outcome.indices)
+    assert set(read) == set(range(SIZE))
+    assert all(count >= 2 for count in read.values())
+    assert sorted(SampleOrder(SIZE, 0).indices(0, SIZE)) == list(range(SIZE))
+
+
+def _whole_state(store: CheckpointStore) -> dict[str, torch.Tensor]:
+    """Every "<kind>/<name>" of the newest checkpoint as one flat tensor."""
+    manifest = store.manifest(store.list()[0].id)
+    whole: dict[str, torch.Tensor] = {}
+    for shard in manifest.shards:
+        for stored in shard.tensors:
+            kind, buffer = stored.key.split("/", 1)
+            flat = torch.empty(stored.numel, dtype=DTYPES[stored.dtype])
+            store.read(manifest, [ReadRange(shard.rank, stored.key, 0, stored.numel, flat)])
+            for piece in (piece for piece in shard.pieces if piece.buffer == buffer):
+                numel = int(torch.tensor(manifest.parameters[piece.name]).prod()) if manifest.parameters[piece.name] else 1
+                target = whole.setdefault(f"{kind}/{piece.name}", torch.zeros(numel, dtype=torch.float64))
+                target[piece.start : piece.stop] = flat[piece.offset : piece.offset + piece.numel].double()
+    return whole
+
+
+def _distance(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one if "passes" not in name)
