@@ -16,10 +16,10 @@ from typing import Any, get_args
 @dataclass(frozen=True)
 class RunStarted:
     """First event of an attempt at a run. `checkpoints` are (id, step) of complete checkpoints found in storage, newest
-    first; `generation` is the last one that an earlier attempt used (numbers are never used again)."""
+    first; `last_generation` is the last one that an earlier attempt used (numbers are never used again)."""
 
     checkpoints: tuple[tuple[str, int], ...] = ()
-    generation: int = 0
+    last_generation: int = 0
 
 
 @dataclass(frozen=True)

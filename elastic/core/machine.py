@@ -2,10 +2,12 @@
 
 A turn has two halves. The event changes what is known (`_apply`); then `settle` does whatever now follows: deadlines
 that have passed, slots to ask for, a generation to begin, to grow, or to end. `settle` depends on the state and
-the time only, so nothing is forgotten when two events come in an unusual order.
+the time only, so nothing is forgotten when two events come in an unusual order; only a Tick lets a deadline pass.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from typing_extensions import assert_never
 
@@ -17,6 +19,7 @@ from elastic.core.actions import (
     BeginGeneration,
     ConfirmHold,
     EndGeneration,
+    FinishRun,
     RequestSlot,
     StartWorker,
 )
@@ -26,6 +29,7 @@ from elastic.core.settings import RunSettings
 from elastic.core.settle import next_deadline as next_deadline
 from elastic.core.settle import settle
 from elastic.core.state import (
+    Closing,
     Ending,
     Finished,
     Joining,
@@ -38,7 +42,7 @@ from elastic.core.state import (
 )
 from elastic.core.turn import Turn
 
-_DEFAULT_POLICY = EagerScaling()
+DEFAULT_POLICY = EagerScaling()
 
 
 def initial(settings: RunSettings, now: float) -> RunState:
@@ -47,12 +51,14 @@ def initial(settings: RunSettings, now: float) -> RunState:
 
 
 def step(
-    state: RunState, event: ev.Event, now: float, policy: ScalingPolicy = _DEFAULT_POLICY
+    state: RunState, event: ev.Event, now: float, policy: ScalingPolicy = DEFAULT_POLICY
 ) -> tuple[RunState, tuple[Action, ...]]:
     """One turn. `now` is wall clock seconds and never decreases. Never raises for any event in any state."""
-    if isinstance(state.stage, Finished) or is_fenced(state, event):
+    if isinstance(state.stage, Finished):
+        return state, reissue(state) if isinstance(event, ev.ControllerRestarted) else ()
+    if is_fenced(state, event):
         return state, ()
-    turn = Turn(state, now)
+    turn = Turn(state, now, tick=isinstance(event, ev.Tick))
     _apply(turn, event)
     settle(turn, policy)
     return turn.state, tuple(turn.actions)
@@ -65,7 +71,11 @@ def is_fenced(state: RunState, event: ev.Event) -> bool:
 
 
 def reissue(state: RunState) -> tuple[Action, ...]:
-    """The actions whose outcome is still awaited, for a controller that has just replayed its journal."""
+    """The actions whose outcome is still awaited, for a controller that has just replayed its journal.
+
+    ReleaseSlot and KillWorker leave no trace in the state: the executor ends, by itself, every slot and every worker that
+    it finds alive and that the state does not know.
+    """
     stage = state.stage
     actions: list[Action] = []
     per_slot = state.settings.scaling.workers_per_slot
@@ -78,9 +88,11 @@ def reissue(state: RunState) -> tuple[Action, ...]:
     elif isinstance(stage, Ending):
         actions.append(EndGeneration(state.generation, state.members_inside, "the controller was restarted meanwhile"))
     elif isinstance(stage, Pausing) and stage.stop_at is None:
-        actions.append(AskHold(state.generation, state.members))
+        actions.append(AskHold(state.generation, state.members_inside))
     elif isinstance(stage, Pausing) and stage.stop_at is not None:
-        actions.append(ConfirmHold(state.generation, state.members, stage.stop_at))
+        actions.append(ConfirmHold(state.generation, state.members_inside, stage.stop_at))
+    elif isinstance(stage, Finished):
+        actions.append(FinishRun(stage.status, stage.reason))
     return tuple(actions)
 
 
@@ -89,11 +101,11 @@ def _apply(turn: Turn, event: ev.Event) -> None:
         case ev.RunStarted():
             _run_started(turn, event)
         case ev.ControllerRestarted():
-            turn.set(suspicion=None)
+            _restart_clocks(turn)
             turn.say(f"controller {event.incarnation} has taken over after a restart", kind="controller")
             turn.actions.extend(reissue(turn.state))
         case ev.StopRequested():
-            turn.set(stop_reason=event.reason)
+            turn.set(stop_reason=turn.state.stop_reason or event.reason)
         case ev.Tick():
             pass
         case ev.SlotPlaced():
@@ -144,12 +156,31 @@ def _apply_to_generation(turn: Turn, event: ev.GenerationEvent) -> None:
             assert_never(event)
 
 
+def _restart_clocks(turn: Turn) -> None:
+    """Nobody listened while the controller was away, so nobody is late: every time limit starts anew."""
+    turn.set(suspicion=None)
+    failures, stage, now = turn.state.settings.failures, turn.state.stage, turn.now
+    for worker in turn.state.workers.values():
+        if worker.phase is WorkerPhase.STARTING:
+            turn.put_worker(replace(worker, since=now))
+    if isinstance(stage, Waiting | Joining):
+        turn.enter(replace(stage, since=now))
+    elif isinstance(stage, Pausing):
+        turn.enter(replace(stage, deadline=now + failures.drain_timeout_s))
+    elif isinstance(stage, Ending):
+        turn.enter(replace(stage, deadline=now + failures.abort_timeout_s))
+    elif isinstance(stage, Closing):
+        turn.enter(replace(stage, deadline=now + failures.storage_timeout_s))
+
+
 def _run_started(turn: Turn, event: ev.RunStarted) -> None:
+    if turn.state.next_slot:
+        return
     known = tuple(KnownCheckpoint(name, step) for name, step in event.checkpoints)
     furthest = max((checkpoint.step for checkpoint in known), default=0)
     turn.set(
         checkpoints=known, furthest_step=furthest, stage=Waiting(turn.now, "starting"),
-        generation=event.generation, first_generation=event.generation,
+        generation=event.last_generation, first_generation=event.last_generation,
     )  # fmt: skip
     scaling = turn.state.settings.scaling
     origin = f"from step {furthest} of an earlier run" if known else "from the beginning"
