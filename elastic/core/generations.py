@@ -31,6 +31,8 @@ from elastic.core.state import (
 )
 from elastic.core.turn import Turn
 
+_KEPT = 100
+
 
 def begin(turn: Turn, size: int, reason: str) -> None:
     """Start the next generation on the first `size` idle workers, from the newest good checkpoint."""
@@ -44,7 +46,11 @@ def begin(turn: Turn, size: int, reason: str) -> None:
         next_generation=number, next_world_size=size, resumed_step=step, steps_repeated=repeated,
         source="storage" if base else "fresh start",
     )  # fmt: skip
-    turn.set(generation=number, members=members, base=base, start_step=step, suspicion=None)
+    turn.set(
+        generation=number, members=members, base=base, start_step=step, done_step=None,
+        # Writes of earlier generations that still failed are over; this one's own will tell.
+        storage_failing=False,
+    )  # fmt: skip
     turn.set_phase(members, WorkerPhase.MEMBER)
     turn.enter(Joining(turn.now))
     origin = f"checkpoint {base.id}, step {step}" if base else "the beginning"
@@ -114,12 +120,16 @@ def hold_answered(turn: Turn, event: HoldAnswered) -> None:
     stage = turn.state.stage
     if not isinstance(stage, Pausing) or stage.stop_at is not None or event.worker not in turn.state.members:
         return
-    answers = {**stage.answers, event.worker: event.step}
+    _promised(turn, stage, event.worker, event.step)
+
+
+def _promised(turn: Turn, stage: Pausing, worker: int, step: int) -> None:
+    answers = {**stage.answers, worker: step}
     turn.enter(replace(stage, answers=answers))
     if len(answers) == turn.state.world_size:
         stop_at = max(answers.values())
         turn.enter(replace(stage, answers=answers, stop_at=stop_at))
-        turn.do(ConfirmHold(turn.state.generation, turn.state.members, stop_at))
+        turn.do(ConfirmHold(turn.state.generation, turn.state.members_inside, stop_at))
 
 
 def worker_left(turn: Turn, event: WorkerLeft) -> None:
@@ -136,10 +146,14 @@ def worker_left(turn: Turn, event: WorkerLeft) -> None:
 
 
 def worker_completed(turn: Turn, event: WorkerCompleted) -> None:
+    """The training function has returned on one member, which is thereby out of the generation."""
     stage = turn.state.stage
-    if event.worker not in turn.state.members:
+    if event.worker not in turn.state.members_inside:
         return
     turn.set(furthest_step=max(turn.state.furthest_step, event.step))
+    if isinstance(stage, Ending):
+        turn.set_phase((event.worker,), WorkerPhase.IDLE)
+        return
     if isinstance(stage, Joining):
         stage = Training(turn.now)
     running = stage.was if isinstance(stage, Pausing) else stage
@@ -150,11 +164,24 @@ def worker_completed(turn: Turn, event: WorkerCompleted) -> None:
         completed=running.completed | {event.worker},
         all_reached_end=running.all_reached_end and event.reached_end,
     )
-    turn.enter(replace(stage, was=running) if isinstance(stage, Pausing) else running)
+    if isinstance(stage, Pausing):
+        # Its end came before the question: it has stopped, and where it stopped is its promise.
+        turn.enter(replace(stage, was=running))
+        turn.set_phase((event.worker,), WorkerPhase.IDLE)
+        if stage.stop_at is None:
+            _promised(turn, replace(stage, was=running), event.worker, event.step)
+    else:
+        turn.enter(running)
     if running.completed >= set(turn.state.members):
-        close_incident(turn)
-        deadline = turn.now + turn.state.settings.failures.storage_timeout_s
-        turn.enter(Closing(turn.now, deadline, event.step, running.all_reached_end))
+        close(turn, event.step, running.all_reached_end)
+
+
+def close(turn: Turn, step: int, reached_end: bool) -> None:
+    """Every member is done: what is left is the checkpoint of the last step."""
+    close_incident(turn)
+    deadline = turn.now + turn.state.settings.failures.storage_timeout_s
+    turn.set(done_step=step if reached_end else None)
+    turn.enter(Closing(turn.now, deadline, step, reached_end))
 
 
 def collective_failed(turn: Turn, event: CollectiveFailed) -> None:
@@ -169,10 +196,11 @@ def user_code_failed(turn: Turn, event: UserCodeFailed) -> None:
     who = turn.name_of(event.worker)
     kind = "usage-error" if event.usage else "user-error"
     evidence = event.error if event.usage else f"{who}, step {event.step}: {event.error}"
-    if isinstance(turn.state.stage, Ending):
-        open_incident(turn, kind, evidence, turn.state.furthest_step)
     turn.say(f"the training function raised on {who}: {event.error}", kind="user-error", traceback=event.traceback)
     fail_generation(turn, kind, evidence, event.step)
+    stage = turn.state.stage
+    if isinstance(stage, Ending):
+        turn.enter(replace(stage, raised=stage.raised | {event.worker}))
 
 
 def restore_failed(turn: Turn, event: RestoreFailed) -> None:
@@ -193,7 +221,8 @@ def progress_stalled(turn: Turn, event: ProgressStalled) -> None:
 def checkpoint_committed(turn: Turn, event: CheckpointCommitted) -> None:
     known = KnownCheckpoint(event.checkpoint, event.step)
     if known not in turn.state.checkpoints:
-        turn.set(checkpoints=(known, *turn.state.checkpoints))
+        # Retention keeps fewer than these; a list that grew for months would slow every turn.
+        turn.set(checkpoints=(known, *turn.state.checkpoints[: _KEPT - 1]))
     turn.set(furthest_step=max(turn.state.furthest_step, event.step))
     if turn.state.storage_failing:
         turn.say(f"storage takes checkpoints again: {event.checkpoint}", kind="storage")

@@ -73,8 +73,8 @@ def is_fenced(state: RunState, event: ev.Event) -> bool:
 def reissue(state: RunState) -> tuple[Action, ...]:
     """The actions whose outcome is still awaited, for a controller that has just replayed its journal.
 
-    ReleaseSlot and KillWorker leave no trace in the state: the executor ends, by itself, every slot and every worker that
-    it finds alive and that the state does not know.
+    ReleaseSlot and KillWorker leave no trace in the state: the executor ends, by itself, every slot and every worker
+    that it finds alive and that the state does not know.
     """
     stage = state.stage
     actions: list[Action] = []

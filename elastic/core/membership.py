@@ -14,8 +14,22 @@ from elastic.core.events import (
     WorkersSilent,
     WorkerStartFailed,
 )
-from elastic.core.recovery import fail_generation, finish, in_generation, open_incident, record_loss
-from elastic.core.state import GAVE_UP, USAGE, Ending, SlotPhase, Suspicion, WorkerPhase
+from elastic.core.recovery import fail_generation, finish, hold_back_slots
+from elastic.core.state import (
+    GAVE_UP,
+    USAGE,
+    Closing,
+    Ending,
+    Joining,
+    Pausing,
+    RunState,
+    SlotPhase,
+    Suspicion,
+    Training,
+    Waiting,
+    Worker,
+    WorkerPhase,
+)
 from elastic.core.turn import Turn
 
 
@@ -33,25 +47,34 @@ def slot_lost(turn: Turn, event: SlotLost) -> None:
     lose_slot(turn, event.slot, event.evidence, "node-lost")
 
 
+def needed(state: RunState, worker: Worker) -> bool:
+    """True when the generation cannot do without this worker.
+
+    At a planned end and after the last step that holds for members that are done, too: until the checkpoint is
+    complete, a part of it may be in their hands only.
+    """
+    stage = state.stage
+    if isinstance(stage, Pausing | Closing):
+        return worker.id in state.members
+    return isinstance(stage, Joining | Training | Ending) and worker.phase is WorkerPhase.MEMBER
+
+
 def lose_slot(turn: Turn, slot_id: int, evidence: str, kind: str) -> None:
-    """Drop the slot; when one of its workers was inside the generation, the generation ends."""
+    """Drop the slot; when the generation needs one of its workers, the generation ends."""
     slot = turn.state.slots.get(slot_id)
     if slot is None:
         return
-    workers = turn.workers_in(slot_id)
-    members = tuple(w.id for w in workers if w.phase is WorkerPhase.MEMBER)
-    if members and in_generation(turn.state):
+    members = tuple(worker.id for worker in turn.workers_in(slot_id) if needed(turn.state, worker))
+    if members:
         ranks = ", ".join(str(turn.state.rank_of(w)) for w in members)
         evidence = f"{evidence} (rank {ranks})"
-        if isinstance(turn.state.stage, Ending):
-            open_incident(turn, kind, evidence, turn.state.furthest_step)
-        record_loss(turn, members, slot.node)
         turn.drop_slot(slot_id, evidence)
-        fail_generation(turn, kind, evidence)
-        record_loss(turn, members, slot.node)
-    else:
-        turn.drop_slot(slot_id, evidence)
-        turn.say(f"slot {slot_id} is lost: {evidence}")
+        fail_generation(turn, kind, evidence, lost=members, node=slot.node)
+        return
+    turn.drop_slot(slot_id, evidence)
+    turn.say(f"slot {slot_id} is lost: {evidence}")
+    if slot.phase is SlotPhase.PENDING:
+        hold_back_slots(turn)
 
 
 def worker_ready(turn: Turn, event: WorkerReady) -> None:
@@ -61,7 +84,7 @@ def worker_ready(turn: Turn, event: WorkerReady) -> None:
     turn.put_worker(replace(worker, phase=WorkerPhase.IDLE, pid=event.pid, host=event.host, since=turn.now))
     slot = turn.state.slots[worker.slot]
     turn.put_slot(replace(slot, start_failures=0))
-    turn.set(streaks=replace(turn.state.streaks, start_failures=0))
+    turn.set(streaks=replace(turn.state.streaks, start_failures=0, slot_failures=0))
     turn.say(f"{turn.name_of(worker.id)} is ready after {turn.now - worker.since:.1f} s", kind="worker")
 
 
@@ -76,20 +99,30 @@ def worker_start_failed(turn: Turn, event: WorkerStartFailed) -> None:
 
 
 def start_failed(turn: Turn, worker_id: int, evidence: str) -> None:
-    """Try again in the slot, then in another slot, then give up."""
+    """Try again in the slot, then in another slot, then give up; never while a generation is at work without it."""
     worker = turn.state.workers[worker_id]
     slot = turn.state.slots[worker.slot]
-    limits = turn.state.settings.failures
+    scaling, limits = turn.state.settings.scaling, turn.state.settings.failures
     streak = turn.state.streaks.start_failures + 1
     turn.set(streaks=replace(turn.state.streaks, start_failures=streak))
+    turn.put_slot(replace(slot, start_failures=slot.start_failures + 1))
     turn.say(f"{turn.name_of(worker_id)} could not be started: {evidence}")
-    if streak > limits.startup_retries * (turn.state.settings.scaling.max_slots + 1):
+    stuck = isinstance(turn.state.stage, Waiting) and len(turn.idle_workers()) < scaling.min_workers
+    if stuck and streak > limits.startup_retries * (scaling.max_slots + 1):
         finish(turn, GAVE_UP, f"{streak} worker processes in a row could not be started; the last: {evidence}")
-    elif slot.start_failures >= limits.startup_retries:
-        turn.drop_slot(slot.id, f"{slot.start_failures + 1} failed starts in a row")
-    else:
-        turn.put_slot(replace(slot, start_failures=slot.start_failures + 1))
+    elif slot.start_failures < limits.startup_retries:
         turn.replace_worker(worker_id, evidence)
+    else:
+        turn.kill_worker(worker_id, evidence)
+
+
+def drop_worn_slots(turn: Turn) -> None:
+    """Give back slots in which workers cannot be started, once the generation does not need their other workers."""
+    retries = turn.state.settings.failures.startup_retries
+    for slot in tuple(turn.state.slots.values()):
+        if slot.start_failures > retries and not any(needed(turn.state, w) for w in turn.workers_in(slot.id)):
+            turn.drop_slot(slot.id, f"{slot.start_failures} failed starts in a row")
+            hold_back_slots(turn)
 
 
 def worker_died(turn: Turn, event: WorkerDied) -> None:
@@ -97,20 +130,20 @@ def worker_died(turn: Turn, event: WorkerDied) -> None:
 
 
 def lose_worker(turn: Turn, worker_id: int, evidence: str, kind: str) -> None:
-    """Replace the process; when it was inside the generation, the generation ends."""
+    """Replace the process; when the generation needs it, the generation ends."""
     worker = turn.state.workers.get(worker_id)
     if worker is None:
         return
+    stage = turn.state.stage
     if worker.phase is WorkerPhase.STARTING:
         start_failed(turn, worker_id, evidence)
-    elif worker.phase is WorkerPhase.MEMBER and in_generation(turn.state):
+    elif needed(turn.state, worker):
         evidence = f"{turn.name_of(worker_id)}: {evidence}"
-        if isinstance(turn.state.stage, Ending):
-            open_incident(turn, kind, evidence, turn.state.furthest_step)
+        # A process that ends after its training function raised is no loss of its own: the exception is the cause.
+        raised = isinstance(stage, Ending) and worker_id in stage.raised
         # Written off before the generation is ended, so that nobody waits for it to leave.
         turn.replace_worker(worker_id, evidence)
-        fail_generation(turn, kind, evidence)
-        record_loss(turn, (worker_id,))
+        fail_generation(turn, "user-error" if raised else kind, evidence, lost=(worker_id,))
     else:
         turn.say(f"{turn.name_of(worker_id)} is lost while idle: {evidence}")
         turn.replace_worker(worker_id, evidence)
@@ -124,19 +157,19 @@ def workers_silent(turn: Turn, event: WorkersSilent) -> None:
         return
     state, old = turn.state, turn.state.suspicion
     deadline = turn.now + state.settings.failures.probe_timeout_s
-    fresh = silent - (old.suspects if old else frozenset())
+    before = old.suspects if old else {}
+    fresh = sorted(silent - before.keys())
     suspicion = Suspicion(
         since=old.since if old else turn.now,
-        deadline=(deadline if fresh else old.deadline) if old else deadline,
-        suspects=silent | (old.suspects if old else frozenset()),
+        suspects={**before, **dict.fromkeys(fresh, deadline)},
         nodes=frozenset(event.nodes) | (old.nodes if old else frozenset()),
         silence_s=max(event.silence_s, old.silence_s if old else 0.0),
     )
     turn.set(suspicion=suspicion)
     if isinstance(state.stage, Ending):
-        condemn(turn)
+        condemn(turn, silent)
     elif fresh:
-        turn.do(Probe(tuple(sorted(fresh))))
+        turn.do(Probe(tuple(fresh)))
 
 
 def probe_answered(turn: Turn, event: ProbeAnswered) -> None:
@@ -144,7 +177,7 @@ def probe_answered(turn: Turn, event: ProbeAnswered) -> None:
     if old is None or event.worker not in old.suspects:
         return
     node = turn.state.node_of(event.worker)
-    suspects = old.suspects - {event.worker}
+    suspects = {worker: deadline for worker, deadline in old.suspects.items() if worker != event.worker}
     # One process that answers acquits its whole node of being dead.
     rest = replace(old, suspects=suspects, nodes=old.nodes - {node} if node else old.nodes)
     turn.set(suspicion=rest if suspects else None)
@@ -153,15 +186,16 @@ def probe_answered(turn: Turn, event: ProbeAnswered) -> None:
         turn.say(f"false alarm: every silent worker answered within {turn.now - old.since:.1f} s", kind="false-alarm")
 
 
-def condemn(turn: Turn) -> None:
-    """The suspects did not answer: write off their nodes, or the single processes."""
+def condemn(turn: Turn, guilty: frozenset[int]) -> None:
+    """These suspects did not answer: write off their nodes, or the single processes."""
     suspicion = turn.state.suspicion
     if suspicion is None:
         return
-    turn.set(suspicion=None)
+    rest = {worker: deadline for worker, deadline in suspicion.suspects.items() if worker not in guilty}
+    turn.set(suspicion=replace(suspicion, suspects=rest) if rest else None)
     silence = suspicion.silence_s + (turn.now - suspicion.since)
     for slot in tuple(turn.state.slots.values()):
-        if slot.node in suspicion.nodes and any(w.id in suspicion.suspects for w in turn.workers_in(slot.id)):
+        if slot.node in suspicion.nodes and any(w.id in guilty for w in turn.workers_in(slot.id)):
             lose_slot(turn, slot.id, f"node {slot.node[:8]} has been silent for {silence:.1f} s", "node-frozen")
-    for worker in sorted(suspicion.suspects & turn.state.workers.keys()):
+    for worker in sorted(guilty & turn.state.workers.keys()):
         lose_worker(turn, worker, f"silent for {silence:.1f} s while its node is alive", "worker-frozen")

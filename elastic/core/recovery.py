@@ -26,12 +26,15 @@ from elastic.core.state import (
 )
 from elastic.core.turn import Turn
 
-# The strongest evidence that was seen names the incident; weaker evidence is kept beside it.
+# The strongest evidence that was seen names the incident; weaker evidence is kept beside it. A lost process is stronger
+# than an exception: user code that loses a peer in a collective may well raise something of its own.
 _KINDS = (
-    "resize", "stop", "collective-failed", "hang", "worker-frozen", "worker-lost", "node-frozen", "node-lost",
-    "restore-failed", "user-error", "usage-error",
+    "resize", "stop", "collective-failed", "hang", "user-error", "worker-frozen", "worker-lost", "node-frozen",
+    "node-lost", "restore-failed", "usage-error",
 )  # fmt: skip
 _STRENGTH = {name: rank for rank, name in enumerate(_KINDS)}
+# A thousand ranks that all report the same broken collective are not a thousand pieces of evidence.
+_ALSO = 20
 
 
 def in_generation(state: RunState) -> bool:
@@ -40,14 +43,16 @@ def in_generation(state: RunState) -> bool:
 
 def open_incident(turn: Turn, kind: str, evidence: str, step: int, *, planned: bool = False) -> None:
     """Begin an incident, or add to the one that is being recovered from."""
-    state = turn.state
-    if state.incident is not None:
-        stronger = _STRENGTH[kind] > _STRENGTH[state.incident.kind]
+    state, old = turn.state, turn.state.incident
+    if old is not None:
+        stronger = _STRENGTH[kind] > _STRENGTH[old.kind]
+        weaker = old.evidence if stronger else evidence
+        known = weaker == evidence == old.evidence or weaker in old.also or len(old.also) >= _ALSO
         turn.amend(
-            kind=kind if stronger else state.incident.kind,
-            evidence=evidence if stronger else state.incident.evidence,
-            also=(*state.incident.also, state.incident.evidence if stronger else evidence),
-            planned=planned and state.incident.planned,
+            kind=kind if stronger else old.kind,
+            evidence=evidence if stronger else old.evidence,
+            also=old.also if known else (*old.also, weaker),
+            planned=planned and old.planned,
         )
         return
     incident = Incident(
@@ -64,7 +69,10 @@ def open_incident(turn: Turn, kind: str, evidence: str, step: int, *, planned: b
 
 
 def record_loss(turn: Turn, workers: tuple[int, ...], node: str | None = None) -> None:
-    incident = turn.state.incident
+    """Write off members of the generation that is ending, in the incident and for the decision that follows."""
+    incident, stage = turn.state.incident, turn.state.stage
+    if isinstance(stage, Ending):
+        turn.enter(replace(stage, lost=stage.lost.union(workers)))
     if incident is None:
         return
     nodes = incident.lost_nodes + ((node,) if node and node not in incident.lost_nodes else ())
@@ -75,49 +83,68 @@ def record_loss(turn: Turn, workers: tuple[int, ...], node: str | None = None) -
     )
 
 
-def fail_generation(turn: Turn, kind: str, evidence: str, step: int | None = None) -> None:
-    """The generation cannot go on: tell every member that is still inside to leave."""
-    state = turn.state
+def fail_generation(
+    turn: Turn, kind: str, evidence: str, step: int | None = None, lost: tuple[int, ...] = (), node: str | None = None
+) -> None:
+    """The generation cannot go on: tell every member that is still inside to leave.
+
+    `lost` members are known to be gone; `node` is where they were, if it is gone too. Further reasons are added.
+    """
+    state, stage = turn.state, turn.state.stage
     reached = max(step or 0, state.furthest_step)
     turn.set(furthest_step=reached)
     open_incident(turn, kind, evidence, reached)
-    if isinstance(state.stage, Ending):
+    if isinstance(stage, Ending):
+        if _STRENGTH[kind] > _STRENGTH[stage.kind]:
+            turn.enter(replace(stage, kind=kind, evidence=evidence))
+        record_loss(turn, lost, node)
         return
-    turn.enter(Ending(turn.now, turn.now + state.settings.failures.abort_timeout_s))
+    turn.enter(Ending(turn.now, turn.now + state.settings.failures.abort_timeout_s, kind, evidence))
+    record_loss(turn, lost, node)
     turn.do(EndGeneration(state.generation, state.members_inside, evidence))
     turn.say(f"generation {state.generation} ends at step {reached}: {evidence}", evidence_kind=kind)
 
 
-def resolve_ending(turn: Turn) -> None:
+def resolve_ending(turn: Turn, stage: Ending) -> None:
     """Every member has left or was written off: decide what comes next."""
     turn.mark("decided", "fenced")
-    incident = turn.state.incident
-    _count_failure(turn)
+    incident = turn.amend(step=turn.state.furthest_step)
+    _count_failure(turn, stage)
     streaks, limits = turn.state.streaks, turn.state.settings.failures
-    kind = incident.kind if incident else ""
-    survivors = len(turn.idle_workers())
-    turn.set(members=())
-    if kind == "usage-error":
-        finish(turn, USAGE, incident.evidence if incident else "")
-    elif kind == "user-error" and streaks.user_errors > limits.user_error_retries:
+    if stage.kind == "usage-error":
+        finish(turn, USAGE, stage.evidence)
+    elif stage.kind == "user-error" and streaks.user_errors > limits.user_error_retries:
         tried = f" {streaks.user_errors} times in a row" if streaks.user_errors > 1 else ""
-        finish(turn, USER_CODE_FAILED, f"the training function failed{tried}: {incident.evidence if incident else ''}")
-    elif kind == "restore-failed" and turn.state.rejected and turn.state.newest_checkpoint is None:
-        finish(turn, INTEGRITY, f"no checkpoint is left that can be restored; the last one: {_evidence(turn)}")
+        finish(turn, USER_CODE_FAILED, f"the training function failed{tried}: {stage.evidence}")
+    elif turn.state.rejected and turn.state.newest_checkpoint is None:
+        # From the beginning would be a silent loss of everything: that is for a person to decide.
+        evidence = incident.evidence if incident else stage.evidence
+        finish(turn, INTEGRITY, f"no checkpoint is left that can be restored; the last one: {evidence}")
     elif streaks.crashes > limits.crash_streak:
-        finish(
-            turn,
-            GAVE_UP,
-            f"{streaks.crashes} generations in a row failed without a new step or checkpoint; {_evidence(turn)}",
-        )
+        failed = f"{streaks.crashes} generations in a row failed without a new step or checkpoint"
+        finish(turn, GAVE_UP, f"{failed}; the last one: {stage.evidence}")
     else:
-        _escalate(turn)
-        pause = _backoff(turn.state)
-        what = f"go on with {survivors} survivors" if survivors else "start again"
-        turn.amend(action=what, alternatives=f"wait for {turn.state.settings.scaling.max_workers} workers")
-        turn.enter(Waiting(turn.now, what, not_before=turn.now + pause))
-        lost = f"{len(incident.lost_workers)} workers lost" if incident and incident.lost_workers else "no worker lost"
-        turn.say(f"{lost}, {survivors} left in good order; {what}" + (f" after {pause:.1f} s" if pause else ""))
+        _go_on(turn, stage)
+
+
+def _go_on(turn: Turn, stage: Ending) -> None:
+    survivors, low = len(turn.idle_workers()), turn.state.settings.scaling.min_workers
+    what = f"go on with {survivors}" if survivors >= low else f"wait for {low - survivors} more workers"
+    lost = f"{len(stage.lost)} workers lost" if stage.lost else "no worker lost"
+    pause = _backoff(turn.state)
+    after = f" after {pause:.1f} s" if pause else ""
+    turn.say(f"{lost}, {survivors} in good order (at least {low} needed): {what}{after}")
+    turn.amend(action=what, alternatives=f"wait for {turn.state.settings.scaling.max_workers} workers")
+    _escalate(turn)
+    wait(turn, what, pause)
+
+
+def wait(turn: Turn, reason: str, pause_s: float = 0.0) -> None:
+    """No generation runs; the next one begins after `pause_s`, when there are enough workers."""
+    not_before = turn.now + pause_s if pause_s else 0.0
+    # Failed starts beside a healthy generation do not count against this wait.
+    turn.set(members=(), streaks=replace(turn.state.streaks, start_failures=0))
+    turn.enter(Waiting(turn.now, reason, not_before))
 
 
 def finish(turn: Turn, status: str, reason: str) -> None:
@@ -146,28 +173,23 @@ def reject_checkpoint(turn: Turn, checkpoint: str, error: str) -> None:
     turn.say(f"checkpoint {checkpoint} is passed over: {error}; {instead}", kind="integrity")
 
 
-def _evidence(turn: Turn) -> str:
-    return turn.state.incident.evidence if turn.state.incident else "unknown"
-
-
-def _count_failure(turn: Turn) -> None:
+def _count_failure(turn: Turn, stage: Ending) -> None:
     """Spend the budgets: a streak grows unless the run got further than at the failure before."""
-    state, incident = turn.state, turn.state.incident
+    state, kind = turn.state, stage.kind
     newest = state.newest_checkpoint
     reached = (state.furthest_step, newest.step if newest else -1)
     streaks = state.streaks
     progressed = reached[0] > streaks.mark[0] or reached[1] > streaks.mark[1]
     if progressed:
-        streaks = Streaks(start_failures=streaks.start_failures)
-    kind = incident.kind if incident else ""
-    nobody_lost = incident is None or not incident.lost_workers
+        streaks = Streaks(slot_failures=streaks.slot_failures)
+    # Passing over a bad checkpoint is bounded by the number of checkpoints and is not a crash.
+    passed_over = state.base is not None and state.base.id in state.rejected
     turn.set(
         streaks=replace(
             streaks,
-            # Passing over a bad checkpoint is bounded by the number of checkpoints and is not a crash.
-            crashes=streaks.crashes + (kind != "restore-failed"),
+            crashes=streaks.crashes + (not passed_over),
             user_errors=streaks.user_errors + (kind == "user-error"),
-            in_place=streaks.in_place + 1 if nobody_lost and kind in ("collective-failed", "hang") else 0,
+            in_place=streaks.in_place + 1 if not stage.lost and kind in ("collective-failed", "hang") else 0,
             mark=(max(reached[0], streaks.mark[0]), reached[1]),
         )
     )
@@ -184,10 +206,23 @@ def _escalate(turn: Turn) -> None:
     turn.set(streaks=replace(turn.state.streaks, in_place=0))
 
 
+def hold_back_slots(turn: Turn) -> None:
+    """A slot was no good: pause before the next request, so that one bad node cannot keep the run busy."""
+    failed = turn.state.streaks.slot_failures + 1
+    turn.set(
+        streaks=replace(turn.state.streaks, slot_failures=failed),
+        slots_not_before=turn.now + _pause(turn.state, failed),
+    )
+
+
 def _backoff(state: RunState) -> float:
-    """No pause after a first failure; then base * 2**n up to the limit."""
+    """No pause after a first failure."""
+    return _pause(state, state.streaks.crashes - 1)
+
+
+def _pause(state: RunState, failed: int) -> float:
+    """base * 2**(n - 1) up to the limit, for the n-th failure in a row."""
     failures = state.settings.failures
-    again = state.streaks.crashes - 2
-    if again < 0:
+    if failed < 1:
         return 0.0
-    return float(min(failures.retry_backoff_s * 2.0 ** min(again, 30), failures.retry_backoff_limit_s))
+    return float(min(failures.retry_backoff_s * 2.0 ** min(failed - 1, 30), failures.retry_backoff_limit_s))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elastic.core.generations import begin, start_pause
-from elastic.core.membership import condemn, start_failed
-from elastic.core.recovery import fail_generation, finish, open_incident, record_loss, resolve_ending
+from elastic.core.generations import begin, close, start_pause
+from elastic.core.membership import condemn, drop_worn_slots, start_failed
+from elastic.core.recovery import fail_generation, finish, resolve_ending, wait
 from elastic.core.scaling import ScalingFacts, ScalingPolicy, Verdict
 from elastic.core.state import (
     FINISHED,
@@ -40,8 +40,11 @@ def settle(turn: Turn, policy: ScalingPolicy) -> None:
     raise AssertionError(f"the rules do not come to rest in {turn.state.stage}")
 
 
-def next_deadline(state: RunState, policy: ScalingPolicy) -> float | None:
-    """When the next Tick is due, in wall clock seconds; None when nothing depends on time."""
+def next_deadline(state: RunState, policy: ScalingPolicy | None = None) -> float | None:
+    """When the next Tick is due, in wall clock seconds; None when nothing depends on time.
+
+    Always later than the Tick that was last given, so that a caller who waits for it does not spin.
+    """
     failures, stage = state.settings.failures, state.stage
     times = [
         worker.since + failures.worker_start_timeout_s
@@ -55,12 +58,13 @@ def next_deadline(state: RunState, policy: ScalingPolicy) -> float | None:
     elif isinstance(stage, Joining):
         times.append(stage.since + failures.join_timeout_s)
     elif isinstance(stage, Waiting):
-        if stage.not_before > stage.since:
+        if stage.not_before:
             times.append(stage.not_before)
-        if failures.capacity_timeout_s is not None:
+        elif failures.capacity_timeout_s is not None and not _enough(state):
             times.append(stage.since + failures.capacity_timeout_s)
-        again = policy.start(_facts(state, stage.since)).again_at
-        times += [again] if again is not None else []
+        times += [stage.again_at] if stage.again_at is not None else []
+    if _missing_slots(state) and state.slots_not_before:
+        times.append(state.slots_not_before)
     return min(times, default=None)
 
 
@@ -68,30 +72,38 @@ def _suspicion(turn: Turn, policy: ScalingPolicy) -> None:
     suspicion = turn.state.suspicion
     if suspicion is None:
         return
-    known = suspicion.suspects & turn.state.workers.keys()
+    known = {worker: until for worker, until in suspicion.suspects.items() if worker in turn.state.workers}
+    overdue = frozenset(worker for worker, until in known.items() if turn.passed(until))
     if not known:
         turn.set(suspicion=None)
-    elif turn.now >= suspicion.deadline:
-        condemn(turn)
-    elif known != suspicion.suspects:
+    elif overdue:
+        condemn(turn, overdue)
+    elif len(known) < len(suspicion.suspects):
         turn.set(suspicion=replace(suspicion, suspects=known))
 
 
 def _starts(turn: Turn, policy: ScalingPolicy) -> None:
     limit = turn.state.settings.failures.worker_start_timeout_s
     for worker in tuple(turn.state.workers.values()):
-        if worker.phase is WorkerPhase.STARTING and turn.now >= worker.since + limit:
+        if worker.phase is WorkerPhase.STARTING and turn.passed(worker.since + limit):
             if worker.id in turn.state.workers:
                 start_failed(turn, worker.id, f"not ready after {limit:.0f} s")
             if isinstance(turn.state.stage, Finished):
                 return
+    drop_worn_slots(turn)
 
 
 def _slots(turn: Turn, policy: ScalingPolicy) -> None:
     """Keep asking for as many slots as the run may use; a pending slot is the demand that an autoscaler sees."""
-    if turn.state.stop_reason is None and not isinstance(turn.state.stage, Closing):
-        for _ in range(turn.state.settings.scaling.max_slots - len(turn.state.slots)):
+    if turn.now >= turn.state.slots_not_before:
+        for _ in range(_missing_slots(turn.state)):
             turn.request_slot()
+
+
+def _missing_slots(state: RunState) -> int:
+    if state.stop_reason is not None or isinstance(state.stage, Closing | Finished):
+        return 0
+    return max(0, state.settings.scaling.max_slots - len(state.slots))
 
 
 def _stage(turn: Turn, policy: ScalingPolicy) -> None:
@@ -100,7 +112,7 @@ def _stage(turn: Turn, policy: ScalingPolicy) -> None:
         _waiting(turn, stage, policy)
     elif isinstance(stage, Joining):
         limit = turn.state.settings.failures.join_timeout_s
-        if turn.now >= stage.since + limit:
+        if turn.passed(stage.since + limit):
             late = [m for m in turn.state.members_inside if m not in stage.training]
             names = ", ".join(turn.name_of(m) for m in late)
             fail_generation(turn, "hang", f"not training after {limit:.0f} s: {names}")
@@ -116,21 +128,33 @@ def _stage(turn: Turn, policy: ScalingPolicy) -> None:
 
 def _waiting(turn: Turn, stage: Waiting, policy: ScalingPolicy) -> None:
     state = turn.state
-    if state.stop_reason is not None:
+    newest = state.newest_checkpoint
+    if state.done_step is not None and newest is not None and newest.step >= state.done_step:
+        finish(turn, FINISHED, f"all {state.done_step} steps are done and saved")
+    elif state.stop_reason is not None:
         finish(turn, STOPPED, state.stop_reason)
-        return
-    if turn.now < stage.not_before:
-        return
+    elif not stage.not_before:
+        _start(turn, stage, policy)
+    elif turn.passed(stage.not_before):
+        turn.enter(replace(stage, not_before=0.0))
+
+
+def _start(turn: Turn, stage: Waiting, policy: ScalingPolicy) -> None:
+    state = turn.state
     verdict = policy.start(_facts(state, stage.since, turn.now))
     if verdict.go:
-        begin(turn, verdict.size, verdict.reason)
+        # Nobody begins with a worker that may be dead; its probe has a deadline.
+        if state.suspicion is None:
+            begin(turn, verdict.size, verdict.reason)
         return
-    limit = state.settings.failures.capacity_timeout_s
-    if limit is not None and turn.now >= stage.since + limit:
+    limit, again = state.settings.failures.capacity_timeout_s, verdict.again_at
+    again = again if again is not None and again > turn.now else None
+    if limit is not None and turn.passed(stage.since + limit) and not _enough(state):
         finish(turn, NO_CAPACITY, f"after {limit:.0f} s still {verdict.reason}")
-    elif verdict.reason != stage.reason:
-        turn.say(verdict.reason, kind="waiting")
-        turn.enter(replace(stage, reason=verdict.reason))
+    elif (verdict.reason, again) != (stage.reason, stage.again_at):
+        if verdict.reason != stage.reason:
+            turn.say(verdict.reason, kind="waiting")
+        turn.enter(replace(stage, reason=verdict.reason, again_at=again))
 
 
 def _training(turn: Turn, stage: Training, policy: ScalingPolicy) -> None:
@@ -147,12 +171,16 @@ def _training(turn: Turn, stage: Training, policy: ScalingPolicy) -> None:
 
 def _pausing(turn: Turn, stage: Pausing) -> None:
     state = turn.state
-    late = turn.now >= stage.deadline
+    late = turn.passed(stage.deadline)
     if state.members_inside:
         if late:
             names = ", ".join(turn.name_of(m) for m in state.members_inside)
             limit = state.settings.failures.drain_timeout_s
             fail_generation(turn, "hang", f"did not stop at a step boundary within {limit:.0f} s: {names}")
+        return
+    if stage.was.completed and stage.stop_at is not None:
+        # The run's end came before the planned one.
+        close(turn, stage.stop_at, stage.was.all_reached_end)
         return
     newest = state.newest_checkpoint
     saved = newest is not None and stage.stop_at is not None and newest.step >= stage.stop_at
@@ -163,25 +191,23 @@ def _pausing(turn: Turn, stage: Pausing) -> None:
             f"storage has not taken the checkpoint of step {stage.stop_at}; steps since the one before are repeated"
         )
     turn.mark("decided", "fenced")
-    turn.set(members=())
     if stage.purpose == "stop":
         finish(turn, STOPPED, state.stop_reason or "stopped")
     else:
-        turn.enter(Waiting(turn.now, "every member has left as planned"))
+        wait(turn, "every member has left as planned")
 
 
 def _ending(turn: Turn, stage: Ending) -> None:
     inside = turn.state.members_inside
     if not inside:
-        resolve_ending(turn)
-    elif turn.now >= stage.deadline:
+        resolve_ending(turn, stage)
+    elif turn.passed(stage.deadline):
         limit = turn.state.settings.failures.abort_timeout_s
         for worker in inside:
             # Being slow is always safe: a process that does not leave is replaced, never waited for.
             evidence = f"{turn.name_of(worker)} did not leave within {limit:.1f} s"
-            open_incident(turn, "hang", evidence, turn.state.furthest_step)
-            record_loss(turn, (worker,))
             turn.replace_worker(worker, evidence)
+            fail_generation(turn, "hang", evidence, lost=(worker,))
 
 
 def _closing(turn: Turn, stage: Closing) -> None:
@@ -193,15 +219,20 @@ def _closing(turn: Turn, stage: Closing) -> None:
         finish(
             turn, NOT_FINISHED, f"the training function returned after {stage.step} steps, before the end of the run"
         )
-    elif turn.now >= stage.deadline:
+    elif turn.passed(stage.deadline):
         finish(turn, NOT_FINISHED, f"training is done, but storage has not taken the checkpoint of step {stage.step}")
 
 
-def _facts(state: RunState, since: float, now: float | None = None) -> ScalingFacts:
+def _enough(state: RunState) -> bool:
+    idle = sum(worker.phase is WorkerPhase.IDLE for worker in state.workers.values())
+    return idle >= state.settings.scaling.min_workers
+
+
+def _facts(state: RunState, since: float, now: float) -> ScalingFacts:
     phases = [worker.phase for worker in state.workers.values()]
     return ScalingFacts(
         settings=state.settings.scaling,
-        now=since if now is None else now,
+        now=now,
         idle=phases.count(WorkerPhase.IDLE),
         arriving=phases.count(WorkerPhase.STARTING),
         pending_slots=sum(slot.phase is SlotPhase.PENDING for slot in state.slots.values()),

@@ -61,11 +61,13 @@ class KnownCheckpoint:
 
 @dataclass(frozen=True)
 class Waiting:
-    """No generation. `not_before` holds a start back (backoff after failures, or to let nodes arrive together)."""
+    """No generation. `not_before` holds a start back after failures (0: it does not); `again_at` is when the scaling
+    policy wants to be asked again."""
 
     since: float
     reason: str
     not_before: float = 0.0
+    again_at: float | None = None
 
 
 @dataclass(frozen=True)
@@ -97,10 +99,18 @@ class Pausing:
 
 @dataclass(frozen=True)
 class Ending:
-    """The generation has failed; members that have not left by `deadline` are written off."""
+    """The generation has failed; members that have not left by `deadline` are written off.
+
+    `kind` and `evidence` are the strongest reason known for this one failure (an incident may hold several), `lost` the
+    members that it cost, `raised` those whose training function raised.
+    """
 
     since: float
     deadline: float
+    kind: str = "collective-failed"
+    evidence: str = ""
+    lost: frozenset[int] = frozenset()
+    raised: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -125,13 +135,16 @@ Stage = Waiting | Joining | Training | Pausing | Ending | Closing | Finished
 
 @dataclass(frozen=True)
 class Suspicion:
-    """Silent workers that have until `deadline` to answer a probe. `nodes` are those whose agents are silent too."""
+    """Silent workers, each with the time until which it may answer its probe. `nodes`: their agents are silent too."""
 
     since: float
-    deadline: float
-    suspects: frozenset[int]
+    suspects: Mapping[int, float]
     nodes: frozenset[str]
     silence_s: float
+
+    @property
+    def deadline(self) -> float:
+        return min(self.suspects.values())
 
 
 @dataclass(frozen=True)
@@ -141,6 +154,7 @@ class Streaks:
     crashes: int = 0
     user_errors: int = 0
     start_failures: int = 0
+    slot_failures: int = 0
     in_place: int = 0
     mark: tuple[int, int] = (-1, -1)
 
@@ -166,6 +180,10 @@ class RunState:
     incident: Incident | None = None
     incidents: int = 0
     storage_failing: bool = False
+    # Requests for slots are held back until then, after slots that failed.
+    slots_not_before: float = 0.0
+    # The run's last step, once every member has done it: when a checkpoint covers it, there is nothing left to do.
+    done_step: int | None = None
     stop_reason: str | None = None
     false_alarms: int = 0
 

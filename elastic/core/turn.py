@@ -16,9 +16,10 @@ from elastic.core.state import RunState, Slot, SlotPhase, Stage, Worker, WorkerP
 
 
 class Turn:
-    def __init__(self, state: RunState, now: float) -> None:
+    def __init__(self, state: RunState, now: float, tick: bool = False) -> None:
         self.state = state
         self.now = now
+        self._tick = tick
         self.actions: list[Action] = []
 
     # --- writing ---
@@ -82,18 +83,25 @@ class Turn:
     def replace_worker(self, worker: int, cause: str) -> None:
         """End the worker's process and start a fresh one in its slot."""
         known = self.state.workers.get(worker)
-        if known is None:
-            return
-        self.do(KillWorker(worker, cause))
-        self.forget_worker(worker)
-        if known.slot in self.state.slots:
+        self.kill_worker(worker, cause)
+        if known is not None and known.slot in self.state.slots:
             self.start_worker(known.slot)
+
+    def kill_worker(self, worker: int, cause: str) -> None:
+        """End the worker's process and forget it."""
+        if worker in self.state.workers:
+            self.do(KillWorker(worker, cause))
+            self.forget_worker(worker)
 
     def set_phase(self, workers: Iterable[int], phase: WorkerPhase) -> None:
         changed = {w: replace(self.state.workers[w], phase=phase) for w in workers if w in self.state.workers}
         self.set(workers={**self.state.workers, **changed})
 
     # --- reading ---
+
+    def passed(self, deadline: float) -> bool:
+        """Deadlines are enforced by ticks only: after a pause of the controller, messages that wait are heard first."""
+        return self._tick and self.now >= deadline
 
     def workers_in(self, slot: int) -> list[Worker]:
         return [worker for worker in self.state.workers.values() if worker.slot == slot]
