@@ -4,6 +4,6 @@ Importing this package does not import Ray.
 """
 
 from cluster.local import LocalCluster
-from cluster.source import ClusterError, NodeInfo, NodeSource, NodeState
+from cluster.source import ClusterEnded, ClusterError, NodeInfo, NodeSource, NodeState
 
-__all__ = ["ClusterError", "LocalCluster", "NodeInfo", "NodeSource", "NodeState"]
+__all__ = ["ClusterEnded", "ClusterError", "LocalCluster", "NodeInfo", "NodeSource", "NodeState"]

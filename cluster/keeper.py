@@ -7,7 +7,7 @@ when its last owner is gone: closed its connection, or died in whatever way. Two
 - the starter watches it in turn, and does the same work if the keeper itself is killed.
 
 Only if both are killed in the same instant is it left to the kernel, which then kills the raylets (PR_SET_PDEATHSIG)
-but neither a stopped worker process nor the directory.
+but neither a stopped worker process nor the directory: the next cluster that starts does (`cluster.remains`).
 """
 
 from __future__ import annotations
@@ -20,64 +20,24 @@ import selectors
 import shutil
 import signal
 import socket
-import struct
 import subprocess
 import sys
-import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cluster import processes
 from cluster.nodes import TAG, Entry, Nodes
 from cluster.operations import Operations
+from cluster.owner import Owner, Waiting
+from cluster.remains import clear_remains, private_directory
 from cluster.source import ClusterError, NodeState
-from cluster.wire import Wire
 
 logger = logging.getLogger(__name__)
 
 _END_LIMIT_S = 20.0
 _PACKAGE_ROOT = Path(__file__).resolve().parent.parent
 _OPERATIONS = frozenset({"kill_node", "remove_node", "freeze_node", "thaw_node", "kill_worker", "kill_process"})
-
-
-class Owner:
-    """A connection, and the process at its other end: a child forked by that may hold the connection open."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        connection.settimeout(5.0)
-        self.wire = Wire(connection)
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        self.pid: int = struct.unpack("3i", credentials)[0]
-        try:
-            self.handle: int | None = os.pidfd_open(self.pid)
-        except OSError:  # Gone already: the connection will say so too.
-            self.handle = None
-
-    def reply(self, request_id: int, **content: Any) -> None:
-        with contextlib.suppress(OSError):  # An owner that is gone is noticed by its connection.
-            self.wire.send({"id": request_id, **content})
-
-    def close(self) -> None:
-        self.wire.connection.close()
-        if self.handle is not None:
-            os.close(self.handle)
-
-
-@dataclass
-class Waiting:
-    """An owner's request that is answered when all of `entries` are up, or not in time."""
-
-    owner: Owner
-    request_id: int
-    entries: list[Entry]
-    limit_s: float
-    deadline: float
-
-    def late(self) -> str:
-        missing = [entry.name for entry in self.entries if entry.state is NodeState.STARTING]
-        return f"waited {self.limit_s:g} s for {', '.join(missing)} to register with Ray"
 
 
 class Keeper:
@@ -87,6 +47,7 @@ class Keeper:
         self._selector = selectors.DefaultSelector()
         self._owners: list[Owner] = []
         self._waiting: list[Waiting] = []
+        self._logs_to: str | None = None
         self._starter = self._spawn_starter()
         self._nodes = Nodes(directory.name, os.getpid(), self._starter.pid)
         self._operations = Operations(self._nodes, self._reap)
@@ -107,6 +68,8 @@ class Keeper:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=_PACKAGE_ROOT,
+            # A buffer here would hold answers that the selector cannot see.
+            bufsize=0,
         )
         self._selector.register(starter.stdout, selectors.EVENT_READ, self._starter_spoke)  # type: ignore[arg-type]
         return starter
@@ -127,6 +90,10 @@ class Keeper:
         try:
             processes.kill_all(self._nodes.everything, self._reap, _END_LIMIT_S)
         finally:
+            if self._logs_to is not None:
+                shutil.copytree(
+                    self.directory / "ray/session_latest/logs", self._logs_to, symlinks=True, dirs_exist_ok=True
+                )
             shutil.rmtree(self.directory, ignore_errors=True)
 
     def _reap(self) -> None:
@@ -164,11 +131,11 @@ class Keeper:
             return
         try:
             requests, closed = owner.wire.feed()
-        except ValueError as error:
+            for request in requests:
+                self._handle(owner, **request)
+        except (ValueError, TypeError) as error:
             logger.warning("process %d sent what is not a command: %s", owner.pid, error)
-            requests, closed = [], True
-        for request in requests:
-            self._handle(owner, **request)
+            closed = True
         if closed:
             self._drop_owner(owner)
 
@@ -181,7 +148,7 @@ class Keeper:
             elif do in _OPERATIONS:
                 owner.reply(id, result=getattr(self._operations, do)(**arguments).to_json())
             elif do == "nodes":
-                owner.reply(id, result=[info.to_json() for info in self._nodes.infos()])
+                owner.reply(id, result=[info.to_json() for info in self._operations.nodes()])
             elif do == "hello":
                 owner.reply(id, result=self._hello())
             elif do == "shutdown":
@@ -196,13 +163,17 @@ class Keeper:
 
     # Starting nodes
 
-    def _start(self, owner: Owner, request_id: int, nodes: list[dict[str, Any]], limit_s: float) -> None:
+    def _start(
+        self, owner: Owner, request_id: int, nodes: list[dict[str, Any]], limit_s: float, logs_to: str | None
+    ) -> None:
         """The first of `nodes` is the head. The others are started, all together, when that is up."""
+        self._logs_to = logs_to
         entries = [self._nodes.define(node["name"], i == 0, node["options"]) for i, node in enumerate(nodes)]
         self._waiting.append(Waiting(owner, request_id, entries, limit_s, time.monotonic() + limit_s))
         self._tell_starter(entries[0])
 
     def _add_node(self, owner: Owner, request_id: int, name: str | None, limit_s: float) -> None:
+        self._operations.bury()
         entry = self._nodes.revive(name)
         self._waiting.append(Waiting(owner, request_id, [entry], limit_s, time.monotonic() + limit_s))
         self._tell_starter(entry)
@@ -213,7 +184,6 @@ class Keeper:
         assert self._starter.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # Its end is noticed, and ends the cluster.
             self._starter.stdin.write(json.dumps(request).encode() + b"\n")
-            self._starter.stdin.flush()
 
     def _starter_spoke(self) -> None:
         assert self._starter.stdout is not None
@@ -254,12 +224,6 @@ class Keeper:
                 self._waiting.remove(waiting)
 
 
-def private_directory() -> Path:
-    """A new directory that only this user can enter. Short: a socket path ends at 107 bytes, of which Ray takes 80."""
-    root = tempfile.gettempdir()
-    return Path(tempfile.mkdtemp(prefix="elc-", dir=root if len(root) <= 8 else "/tmp"))
-
-
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -273,6 +237,7 @@ def main() -> None:
     os.chdir(sys.argv[2])
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     processes.adopt_orphans()
+    clear_remains(directory)
     keeper = Keeper(first, directory)
     signal.signal(signal.SIGTERM, lambda *_: setattr(keeper, "ending", "SIGTERM"))
     try:

@@ -14,13 +14,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from cluster.source import ClusterError, NodeInfo
+from cluster.source import ClusterEnded, ClusterError, NodeInfo
 from cluster.wire import Wire
 
 _PACKAGE_ROOT = Path(__file__).resolve().parent.parent
 _COMMAND_LIMIT_S = 30.0
 # Ray refuses less.
 _MIN_OBJECT_STORE_BYTES = 75 * 1024 * 1024
+# Keepers that this process has started and no longer owns: a Popen that is forgotten while its process runs warns.
+_let_go: list[subprocess.Popen[bytes]] = []
 _ENVIRONMENT = {
     # Every worker on a node without accelerators warns until this choice is made; this is Ray's next default.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -32,7 +34,7 @@ class LocalCluster:
     """Implements `NodeSource`. Every node is on 127.0.0.1. Not for several threads at once.
 
     The cluster belongs to a keeper process and ends when the last process that owns it (started it or attached to it)
-    has detached, shut it down or died, SIGKILL included.
+    has detached or died, SIGKILL included, or when one of them shuts it down.
     """
 
     def __init__(self, connection: socket.socket, keeper: subprocess.Popen[bytes] | None) -> None:
@@ -54,12 +56,14 @@ class LocalCluster:
         object_store_bytes: int = 100_000_000,
         environment: Mapping[str, str] | None = None,
         system_config: Mapping[str, Any] | None = None,
+        logs_to: str | Path | None = None,
         limit_s: float = 60.0,
     ) -> LocalCluster:
         """`nodes` nodes called node-0 (the head) to node-{nodes - 1}, all registered with Ray when this returns.
 
         `resources` and `labels` are those of each node. GPUs are logical and need no device. `environment` is added
-        to this process's own for every process of the cluster; `system_config` is Ray's.
+        to this process's own for every process of the cluster; `system_config` is Ray's. Ray's logs are copied to the
+        directory `logs_to` when the cluster ends; without it they go with the cluster.
         Raises ClusterError when they are not all up after `limit_s` seconds.
         """
         if nodes < 1:
@@ -77,7 +81,9 @@ class LocalCluster:
         specs = [{"name": f"node-{i}", "options": {**options, **(head if i == 0 else {})}} for i in range(nodes)]
         cluster = cls._spawn(environment or {})
         try:
-            cluster._ask("start", limit_s + 5.0, f"{nodes} nodes to start", nodes=specs, limit_s=limit_s)
+            awaited = f"{nodes} nodes to start"
+            logs = None if logs_to is None else os.path.abspath(logs_to)
+            cluster._ask("start", limit_s + 5.0, awaited, nodes=specs, limit_s=limit_s, logs_to=logs)
             cluster._hello()
         except BaseException:
             cluster.shutdown()
@@ -175,6 +181,8 @@ class LocalCluster:
     def detach(self) -> None:
         """Stop owning the cluster. It ends unless another process owns it."""
         self._wire.connection.close()
+        if self._keeper is not None:
+            _let_go.append(self._keeper)
 
     def shutdown(self) -> None:
         """End the cluster, whoever else owns it. Returns when no process and no file of it is left."""
@@ -182,10 +190,10 @@ class LocalCluster:
             return
         with contextlib.suppress(OSError):
             self._wire.send({"id": 0, "do": "shutdown"})
-        with contextlib.suppress(ClusterError):
+        with contextlib.suppress(ClusterEnded):
             while True:  # Late replies, then the end of the connection, which comes with the end of the keeper.
                 self._wire.receive(_COMMAND_LIMIT_S, "the cluster to end")
-        self.detach()
+        self._wire.connection.close()
         if self._keeper is not None:
             self._keeper.wait(_COMMAND_LIMIT_S)
 
@@ -206,7 +214,7 @@ class LocalCluster:
         try:
             self._wire.send({"id": request_id, "do": command, **arguments})
         except OSError as error:
-            raise ClusterError(f"the cluster has ended; asked for {awaited}") from error
+            raise ClusterEnded(f"the cluster has ended; asked for {awaited}") from error
         while True:
             reply = self._wire.receive(wait_s, awaited)
             if reply["id"] != request_id:  # A reply that came after its asker had stopped waiting.

@@ -119,9 +119,6 @@ class Nodes:
                 return entry
         raise ClusterError(f"process {pid} belongs to no node of this cluster")
 
-    def infos(self) -> list[NodeInfo]:
-        return [self.info(entry) for entry in self.entries.values()]
-
     def info(self, entry: Entry, pids: set[int] | None = None) -> NodeInfo:
         if pids is None:
             pids = {process.pid for process in self.members(entry) if not process.zombie}

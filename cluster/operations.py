@@ -21,6 +21,25 @@ class Operations:
         self._nodes = nodes
         self._reap = reap
 
+    def nodes(self) -> list[NodeInfo]:
+        self._notice()
+        return [self._nodes.info(entry) for entry in self._nodes.entries.values()]
+
+    def _notice(self) -> None:
+        """A node whose raylet has ended by itself is lost, though its other processes may still be ending."""
+        for entry in self._nodes.entries.values():
+            if entry.state in (NodeState.ALIVE, NodeState.FROZEN):
+                raylet = processes.read(entry.raylet_pid)
+                if raylet is None or raylet.zombie:
+                    self._nodes.lost(entry)
+
+    def bury(self) -> None:
+        """End what is left of lost nodes, so that a node brought back shares nothing with its former life."""
+        self._notice()
+        for entry in self._nodes.entries.values():
+            if entry.state is NodeState.LOST:
+                processes.kill_all(lambda entry=entry: self._nodes.members(entry), self._reap, _KILL_LIMIT_S)  # type: ignore[misc]
+
     def kill_node(self, name: str) -> NodeInfo:
         """SIGKILL every process of the node at one instant. Unlike with a lost machine its sockets are closed."""
         return self._end(self._nodes.running(name))

@@ -12,6 +12,10 @@ class ClusterError(Exception):
     """The cluster did not do what was asked. The message is one sentence; waits name what was waited for."""
 
 
+class ClusterEnded(ClusterError):
+    """The cluster is gone, as a whole."""
+
+
 class NodeState(str, Enum):
     """As the source knows it, at once; Ray's own node table follows later (a killed node: after about 14 s)."""
 

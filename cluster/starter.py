@@ -49,6 +49,7 @@ _REGISTER_LIMIT_S = 30.0
 _IDLE_AGENT = "/bin/cat"
 _AGENT_OPTION = "--dashboard_agent_command="
 
+_raylets: dict[str | None, Any] = {}
 _start_ray_process: Any = services.start_ray_process
 _get_node: Any = services.get_node
 
@@ -62,11 +63,14 @@ def _get_node_soon(gcs_address: str, node_id: str) -> Any:
     """Ray's own call asks once a second; a node is registered 0.3 s after its raylet was started."""
     client = GcsClient(address=gcs_address)
     deadline = time.monotonic() + _REGISTER_LIMIT_S
+    # Neither error is a RuntimeError: that one Ray answers by asking again.
     while time.monotonic() < deadline:
+        code = _raylets[node_id].poll()
+        if code is not None:
+            raise ChildProcessError(f"its raylet ended with code {code} before it had registered")
         if any(found.hex() == node_id for found in client.get_all_node_info(timeout=5)):
             return _get_node(gcs_address, node_id)
         time.sleep(0.02)
-    # Not RuntimeError: that one Ray answers by asking again.
     raise TimeoutError(f"waited {_REGISTER_LIMIT_S:g} s for the raylet to register with the GCS at {gcs_address}")
 
 
@@ -81,6 +85,7 @@ class _LeanNode(Node):
         for port_name in (METRICS_AGENT_PORT_NAME, METRICS_EXPORT_PORT_NAME, DASHBOARD_AGENT_LISTEN_PORT_NAME):
             persist_port(self._session_dir, self._node_id, port_name, -1)
         super().start_raylet(*args, **kwargs)
+        _raylets[self._node_id] = self.all_processes["raylet"][0].process
 
     def _make_inc_temp(self, suffix: str = "", prefix: str = "", directory_name: str | None = None) -> str:
         # Ray numbers sockets and logs by looking for the first free one; nodes started together would get the same.

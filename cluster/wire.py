@@ -7,7 +7,7 @@ import socket
 import time
 from typing import Any
 
-from cluster.source import ClusterError
+from cluster.source import ClusterEnded, ClusterError
 
 _MAX_LINE_BYTES = 16 * 1024 * 1024
 
@@ -36,7 +36,7 @@ class Wire:
         return [json.loads(line) for line in lines], not data
 
     def receive(self, limit_s: float, awaited: str) -> dict[str, Any]:
-        """The next message. Raises ClusterError naming `awaited` after `limit_s` or when the other end is gone."""
+        """The next message. ClusterError naming `awaited` after `limit_s`, ClusterEnded when the other end is gone."""
         deadline = time.monotonic() + limit_s
         while b"\n" not in self._received:
             left = deadline - time.monotonic()
@@ -50,7 +50,7 @@ class Wire:
             except ConnectionError:
                 data = b""
             if not data:
-                raise ClusterError(f"the cluster ended while waiting for {awaited}")
+                raise ClusterEnded(f"the cluster ended while waiting for {awaited}")
             self._received += data
         line, _, self._received = self._received.partition(b"\n")
         message: dict[str, Any] = json.loads(line)

@@ -1,0 +1,52 @@
+"""Who owns a cluster, as its keeper sees it, and what they wait for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.nodes import Entry
+from cluster.source import NodeState
+from cluster.wire import Wire
+
+
+class Owner:
+    """A connection, and the process at its other end: a child forked by that may hold the connection open."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.settimeout(5.0)
+        self.wire = Wire(connection)
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        self.pid: int = struct.unpack("3i", credentials)[0]
+        try:
+            self.handle: int | None = os.pidfd_open(self.pid)
+        except OSError:  # Gone already: the connection will say so too.
+            self.handle = None
+
+    def reply(self, request_id: int, **content: Any) -> None:
+        with contextlib.suppress(OSError):  # An owner that is gone is noticed by its connection.
+            self.wire.send({"id": request_id, **content})
+
+    def close(self) -> None:
+        self.wire.connection.close()
+        if self.handle is not None:
+            os.close(self.handle)
+
+
+@dataclass
+class Waiting:
+    """An owner's request that is answered when all of `entries` are up, or not in time."""
+
+    owner: Owner
+    request_id: int
+    entries: list[Entry]
+    limit_s: float
+    deadline: float
+
+    def late(self) -> str:
+        missing = [entry.name for entry in self.entries if entry.state is NodeState.STARTING]
+        return f"waited {self.limit_s:g} s for {', '.join(missing)} to register with Ray"
