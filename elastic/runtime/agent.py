@@ -1,0 +1,142 @@
+"""The node agent: one actor per node of the run.
+
+Gathers its workers' heartbeats into one message to the controller, notices at once when one of their processes ends,
+and ends them when the controller says so or has been away for too long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import tempfile
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+
+from elastic.core.settings import FailureSettings
+from elastic.runtime.vitals import open_mailbox, receive
+
+logger = logging.getLogger(__name__)
+
+# Less than this in the temporary folder and not even a shard's header could be spooled.
+_MIN_FREE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Beat:
+    """One node's heartbeat. `ages` are seconds since each worker's own last heartbeat; `gone` are ended processes."""
+
+    node: str
+    ages: dict[int, float]
+    vitals: dict[int, dict[str, Any]]
+    gone: dict[int, str] = field(default_factory=dict)
+
+
+class AgentActor:
+    """Asyncio actor; created by the executor on a given node, detached, never restarted by Ray."""
+
+    def __init__(self, node: str, failures: FailureSettings, controller: Any) -> None:
+        self._node = node
+        self._failures = failures
+        self._controller = controller
+        self._pids: dict[int, int] = {}
+        self._watched: dict[int, int] = {}
+        self._heard: dict[int, float] = {}
+        self._vitals: dict[int, dict[str, Any]] = {}
+        self._gone: dict[int, str] = {}
+        self._wake = asyncio.Event()
+        self._box, self._name = open_mailbox()
+        loop = asyncio.get_event_loop()
+        loop.add_reader(self._box.fileno(), self._collect)
+        self._task = loop.create_task(self._beat())
+
+    async def join(self) -> str:
+        """Check the node's health and give the mailbox for its workers. Raises RuntimeError for an unfit node."""
+        free = shutil.disk_usage(tempfile.gettempdir()).free
+        if free < _MIN_FREE_BYTES:
+            raise RuntimeError(f"node {self._node[:8]} is unfit: {free >> 20} MiB left in its temporary folder")
+        return self._name
+
+    async def watch(self, worker: int, pid: int) -> None:
+        """Tell the controller the moment process `pid` of `worker` ends."""
+        if worker in self._watched:
+            return
+        self._pids[worker] = pid
+        self._heard[worker] = time.monotonic()
+        try:
+            handle = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._ended(worker)
+            return
+        self._watched[worker] = handle
+        asyncio.get_event_loop().add_reader(handle, self._ended, worker)
+
+    async def kill(self, worker: int) -> None:
+        """SIGKILL, which also ends a stopped process. The worker is no longer reported on."""
+        pid = self._pids.get(worker)
+        self._forget(worker)
+        if pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    async def ping(self) -> bool:
+        return True
+
+    # --- inside ---
+
+    def _collect(self) -> None:
+        now = time.monotonic()
+        for pid, message in receive(self._box):
+            worker = message.get("worker")
+            if isinstance(worker, int) and self._pids.get(worker) == pid:
+                self._heard[worker] = now
+                self._vitals[worker] = message
+
+    def _ended(self, worker: int) -> None:
+        self._gone[worker] = f"process {self._pids.get(worker)} on node {self._node[:8]} has ended"
+        self._forget(worker)
+        self._wake.set()
+
+    def _forget(self, worker: int) -> None:
+        handle = self._watched.pop(worker, None)
+        if handle is not None:
+            asyncio.get_event_loop().remove_reader(handle)
+            os.close(handle)
+        for table in (self._pids, self._heard, self._vitals):
+            table.pop(worker, None)
+
+    async def _beat(self) -> None:
+        last_answer = time.monotonic()
+        while True:
+            now = time.monotonic()
+            gone = dict(self._gone)
+            ages = {worker: now - heard for worker, heard in self._heard.items()}
+            try:
+                call = self._controller.beat.remote(Beat(self._node, ages, dict(self._vitals), gone))
+                wanted = await asyncio.wait_for(call, 2.0)
+            except (ray.exceptions.RayError, asyncio.TimeoutError) as error:
+                logger.debug("the controller did not hear node %s: %s", self._node[:8], error)
+                if time.monotonic() - last_answer > self._failures.controller_lease_s:
+                    self._abandon()
+            else:
+                last_answer = time.monotonic()
+                self._gone = {worker: why for worker, why in self._gone.items() if worker not in gone}
+                if not wanted:
+                    self._abandon()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), self._failures.heartbeat_s)
+            self._wake.clear()
+
+    def _abandon(self) -> None:
+        """The controller does not want this node (any more), or has been away for longer than the lease."""
+        logger.warning("node %s leaves the run: its workers are ended", self._node[:8])
+        for pid in self._pids.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        os._exit(0)

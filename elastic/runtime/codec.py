@@ -1,0 +1,30 @@
+"""Translations between what a worker's training says and what the state machine hears."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from elastic.core import events as ev
+
+if TYPE_CHECKING:
+    from elastic.training.loop import GenerationResult
+
+
+def outcome(result: GenerationResult, generation: int, worker: int) -> ev.Event | None:
+    """The event that tells how a generation ended on a worker; None when its leaving says enough."""
+    if result.kind == "finished":
+        return ev.WorkerCompleted(generation, worker, result.step, result.completed)
+    if result.kind == "collective_failed":
+        peer = f" (rank {result.peer_rank})" if result.peer_rank is not None else ""
+        return ev.CollectiveFailed(generation, worker, result.step, _first_line(result.message) + peer)
+    if result.kind in ("user_error", "usage_error"):
+        error = result.message if result.kind == "usage_error" else f"{result.error_type}: {result.message}"
+        usage = result.kind == "usage_error"
+        return ev.UserCodeFailed(generation, worker, result.step, error, result.traceback or "", usage)
+    if result.kind == "restore_failed":
+        return ev.RestoreFailed(generation, worker, result.checkpoint or "", _first_line(result.message))
+    return None
+
+
+def _first_line(text: str) -> str:
+    return text.strip().splitlines()[0][:500] if text.strip() else "no message"

@@ -1,0 +1,102 @@
+"""Makes checkpoints of shards: when every rank of a generation has reported, the manifest is written, by nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from elastic.checkpoint.storage import CheckpointStore
+from elastic.core import events as ev
+from elastic.core.assembly import assemble
+from elastic.core.errors import ElasticError, StorageError
+from elastic.core.manifest import Manifest, ShardRecord
+from elastic.core.names import checkpoint_id
+from elastic.core.retention import to_delete
+from elastic.core.settings import RunSettings
+
+logger = logging.getLogger(__name__)
+
+
+class Committer:
+    """`emit` gets CheckpointCommitted and SaveFailing; `record` gets journal records of type "checkpoint"."""
+
+    def __init__(
+        self,
+        settings: RunSettings,
+        store: CheckpointStore,
+        versions: Mapping[str, str],
+        emit: Callable[[ev.Event], None],
+        record: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self._settings = settings
+        self._store = store
+        self._versions = versions
+        self._emit = emit
+        self._record = record
+        self._shards: dict[str, dict[int, ShardRecord]] = {}
+        self._first_shard: dict[str, float] = {}
+        self._committed: set[str] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def add(self, shard: ShardRecord, protect: str | None) -> None:
+        """A shard of the running generation (the caller has fenced it). `protect` is the checkpoint in use."""
+        name = checkpoint_id(shard.step, shard.generation)
+        if name in self._committed:
+            return
+        shards = self._shards.setdefault(name, {})
+        self._first_shard.setdefault(name, time.time())
+        shards[shard.rank] = shard
+        if len(shards) == shard.world_size:
+            self._committed.add(name)
+            task = asyncio.get_running_loop().create_task(self._commit(name, protect))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def settle(self, timeout_s: float) -> None:
+        """Wait for commits under way."""
+        if self._tasks:
+            await asyncio.wait(tuple(self._tasks), timeout=timeout_s)
+
+    async def _commit(self, name: str, protect: str | None) -> None:
+        shards = list(self._shards.pop(name).values())
+        failures, limits = 0, self._settings.failures
+        while True:
+            try:
+                manifest = await asyncio.to_thread(self._write, shards)
+                break
+            except StorageError as error:
+                retry_s = min(limits.storage_backoff_s * 2.0 ** min(failures, 30), limits.storage_backoff_limit_s)
+                failures += 1
+                self._emit(ev.SaveFailing(shards[0].step, str(error), retry_s))
+                await asyncio.sleep(retry_s)
+            except ElasticError as error:
+                logger.error("checkpoint %s was not made: %s", name, error)
+                self._emit(ev.SaveFailing(shards[0].step, f"{name} was not made: {error}", 0.0))
+                return
+        size = sum(shard.bytes for shard in shards)
+        seconds = time.time() - self._first_shard.pop(name, time.time())
+        self._record(
+            {"type": "checkpoint", "id": name, "step": manifest.step, "bytes": size, "seconds": round(seconds, 4)}
+        )
+        self._emit(ev.CheckpointCommitted(name, manifest.step, manifest.generation))
+        await asyncio.to_thread(self._retire, {name, protect or name})
+
+    def _write(self, shards: list[ShardRecord]) -> Manifest:
+        manifest = assemble(shards, run_id=self._settings.run_id, versions=self._versions, written_at=time.time())
+        self._store.commit(manifest)
+        return manifest
+
+    def _retire(self, protect: set[str]) -> None:
+        """Delete what the retention rules do not keep. A failure costs space, not safety: it is tried again next time."""
+        rules = self._settings.checkpoint
+        try:
+            for ref in to_delete(self._store.list(), rules.keep_last, rules.keep_every_steps, protect):
+                self._store.delete(ref.id)
+            newest = max((int(name.rsplit("-g", 1)[1]) for name in protect), default=0)
+            for ref in self._store.incomplete(older_than_generation=newest):
+                self._store.abandon(ref.id)
+        except ElasticError as error:
+            logger.warning("old checkpoints could not be deleted: %s", error)

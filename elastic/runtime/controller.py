@@ -1,0 +1,353 @@
+"""The controller actor: feeds events to the state machine, one at a time, and has its actions carried out.
+
+It decides nothing itself and holds no tensor. Every event is in the journal before it is acted on; a restarted
+controller replays the journal and goes on, while the workers keep training.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+
+from elastic.checkpoint.storage import CheckpointStore
+from elastic.core import actions as act
+from elastic.core import events as ev
+from elastic.core import machine
+from elastic.core.detector import LastSeen
+from elastic.core.errors import Fenced, StorageError
+from elastic.core.settings import RunSettings
+from elastic.core.state import Ending, Finished, RunState, Training, WorkerPhase
+from elastic.observe.journal import JournalWriter
+from elastic.runtime.agent import Beat
+from elastic.runtime.committer import Committer
+from elastic.runtime.entry import Entry
+from elastic.runtime.executor import Executor
+from elastic.runtime.outbox import Item, Reply
+from elastic.runtime.replay import Replayed, replay
+from elastic.runtime.versions import versions
+
+logger = logging.getLogger(__name__)
+
+# The finished controller stays reachable for this long, so that watchers can fetch the result.
+_LINGER_S = 600.0
+
+
+class ControllerActor:
+    """Asyncio actor; detached, named, restarted by Ray for as long as the run goes on.
+
+    Clients call `progress`, `wait_step`, `wait_end`, `stop`, `leave`; agents call `beat`; workers call `deliver`.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], entry: Entry) -> None:
+        self._settings = RunSettings.from_json(settings)
+        self._entry = entry
+        self._ready = asyncio.Event()
+        self._ended = asyncio.Event()
+        self._stepped = asyncio.Condition()
+        self._events: asyncio.Queue[ev.Event] = asyncio.Queue()
+        self._notes: list[dict[str, Any]] = []
+        self._backlog: list[dict[str, Any]] = []
+        self._journal_failing = False
+        self._error: str | None = None
+        self._doing = "starting"
+        self._fenced = 0
+        self._result: dict[str, Any] | None = None
+        self._seen = LastSeen(self._settings.failures.heartbeat_s)
+        self._last_turn = 0.0
+        reconstructed = ray.get_runtime_context().was_current_actor_reconstructed
+        self._main = asyncio.get_running_loop().create_task(self._run(reconstructed))
+
+    # --- for clients ---
+
+    async def progress(self) -> dict[str, Any]:
+        """The live figures; see `jobs.handle.RunHandle.progress`."""
+        await self._ready.wait()
+        state, telemetry = self._state, self._telemetry
+        newest = state.newest_checkpoint
+        return {
+            "status": self._result["status"] if self._result else "running",
+            "step": telemetry.step,
+            "max_steps": self._settings.max_steps,
+            "loss": telemetry.loss,
+            "tokens_per_s": telemetry.rate(),
+            "world_size": state.world_size,
+            "generation": state.generation,
+            "last_checkpoint": newest.id if newest else None,
+            "last_checkpoint_step": newest.step if newest else None,
+            "doing": None if isinstance(state.stage, Training) else self._doing,
+            "incidents": state.incidents,
+            "workers": self._placement(),
+            "controller_pid": os.getpid(),
+        }
+
+    async def wait_step(self, step: int, timeout_s: float) -> bool:
+        await self._ready.wait()
+        try:
+            async with self._stepped:
+                await asyncio.wait_for(
+                    self._stepped.wait_for(lambda: self._telemetry.step >= step or self._result is not None), timeout_s
+                )
+        except asyncio.TimeoutError:
+            return False
+        return self._telemetry.step >= step
+
+    async def wait_end(self, timeout_s: float) -> dict[str, Any] | None:
+        try:
+            await asyncio.wait_for(self._ended.wait(), timeout_s)
+        except asyncio.TimeoutError:
+            return None
+        return self._result
+
+    async def stop(self, reason: str) -> None:
+        self._events.put_nowait(ev.StopRequested(reason))
+
+    async def leave(self) -> None:
+        """The result has been fetched: this actor may end."""
+        if self._result is not None:
+            asyncio.get_running_loop().call_later(0.1, _exit)
+
+    # --- for agents and workers ---
+
+    async def beat(self, beat: Beat) -> bool:
+        """One node's heartbeat. False when the node is not part of the run: the agent then ends its workers."""
+        await self._ready.wait()
+        if isinstance(self._state.stage, Finished):
+            return False
+        now = time.time()
+        if all(slot.node != beat.node for slot in self._state.slots.values()):
+            return False
+        self._seen.heard_node(beat.node, now, beat.ages)
+        for worker, evidence in beat.gone.items():
+            self._events.put_nowait(ev.WorkerDied(worker, evidence))
+        return True
+
+    async def deliver(self, worker: int, items: Sequence[Item]) -> Reply:
+        """A worker's messages, in order. A worker that was written off is told so, and nothing it says counts."""
+        await self._ready.wait()
+        known = self._state.workers.get(worker)
+        if known is None:
+            self._fenced += len(items)
+            logger.warning("worker %d was written off and is told to end; %d messages refused", worker, len(items))
+            return Reply(self._journal.incarnation, fenced=True)
+        node = self._state.node_of(worker)
+        if node is not None:
+            self._seen.heard_worker(worker, node, time.time())
+        for item in items:
+            self._take(item)
+        return Reply(self._journal.incarnation)
+
+    def _take(self, item: Item) -> None:
+        now = time.time()
+        if item.kind == "event":
+            self._events.put_nowait(ev.from_json(item.data))
+        elif item.kind == "shard":
+            self._take_shard(item.data)
+        elif item.data["generation"] != self._state.generation:
+            self._fenced += 1
+        elif item.kind == "step":
+            done, first = self._telemetry.report(item.data, now)
+            if first is not None:
+                self._events.put_nowait(first)
+            if done is not None:
+                asyncio.get_running_loop().create_task(self._tell_step())
+        elif item.kind == "restored":
+            self._telemetry.restored(item.data)
+
+    def _take_shard(self, shard: Any) -> None:
+        """A shard counts only while its generation is the newest one: a late waker's never does."""
+        if shard.generation != self._state.generation:
+            self._fenced += 1
+            logger.warning("a shard of generation %d is refused: %d runs", shard.generation, self._state.generation)
+            return
+        self._committer.add(shard, self._state.base.id if self._state.base else None)
+
+    async def _tell_step(self) -> None:
+        async with self._stepped:
+            self._stepped.notify_all()
+
+    # --- the loop ---
+
+    async def _run(self, reconstructed: bool) -> None:
+        try:
+            await self._start(reconstructed)
+            watch = asyncio.get_running_loop().create_task(self._watch())
+            while not isinstance(self._state.stage, Finished):
+                await self._turn(await self._next_events())
+            watch.cancel()
+            await self._finish()
+        except Fenced as error:
+            # A newer controller owns the run and its workers: leave everything as it is.
+            logger.warning("this controller ends: %s", error)
+            _exit()
+        except BaseException as error:
+            logger.exception("the controller of run %s cannot go on", self._settings.run_id)
+            self._error = f"{type(error).__name__}: {error}"
+            self._result = self._result or {"status": "not-finished", "reason": f"the controller failed: {self._error}"}
+            self._ready.set()
+            self._ended.set()
+            await self._tell_step()
+            raise
+        asyncio.get_running_loop().call_later(_LINGER_S, _exit)
+
+    async def _start(self, reconstructed: bool) -> None:
+        settings, here = self._settings, ray.get_runtime_context().current_actor
+        store = CheckpointStore(settings.checkpoint.url, settings.run_id)
+        self._journal = await asyncio.to_thread(JournalWriter, settings.storage_url, settings.run_id)
+        old = replay(self._journal.replayed, settings) if reconstructed else Replayed.nothing(settings, self._journal)
+        self._telemetry = old.telemetry(settings, time.time(), self._notes.append)
+        self._state: RunState = old.state
+        self._executor = Executor(settings, old.attempt, self._entry, here, self._events.put_nowait)
+        self._committer = Committer(settings, store, versions(), self._events.put_nowait, self._note_checkpoint)
+        if reconstructed and not isinstance(old.state.stage, Finished):
+            await self._executor.reattach(old.state)
+            first: ev.Event = ev.ControllerRestarted(self._journal.incarnation)
+        else:
+            self._notes.append({"type": "run", "status": "running", "run_id": settings.run_id, "attempt": old.attempt})
+            found = await asyncio.to_thread(store.list)
+            known = tuple((ref.id, ref.step) for ref in found)
+            first = ev.RunStarted(known, max([old.generation, *(ref.generation for ref in found)]))
+        await self._turn([first])
+        self._ready.set()
+
+    async def _next_events(self) -> list[ev.Event]:
+        """Whatever waits; or a Tick when a deadline passes first."""
+        deadline = machine.next_deadline(self._state, machine.DEFAULT_POLICY)
+        timeout = None if deadline is None else max(0.0, deadline - time.time())
+        try:
+            events = [await asyncio.wait_for(self._events.get(), timeout)]
+        except asyncio.TimeoutError:
+            return [ev.Tick()]
+        while not self._events.empty():
+            events.append(self._events.get_nowait())
+        return events
+
+    async def _turn(self, events: Sequence[ev.Event]) -> None:
+        """Journal first, then decide, then act."""
+        now = self._last_turn = max(time.time(), self._last_turn)
+        fresh = [event for event in events if not machine.is_fenced(self._state, event)]
+        self._fenced += len(events) - len(fresh)
+        await self._append([{"type": "event", "now": now, **ev.to_json(event)} for event in fresh])
+        for event in fresh:
+            before = self._state
+            self._state, actions = machine.step(before, event, now)
+            self._follow(before, event, now)
+            for action in actions:
+                self._act(action, now)
+        if self._notes:
+            await self._append([])
+
+    def _act(self, action: act.Action, now: float) -> None:
+        if isinstance(action, act.Note):
+            self._doing = action.sentence if action.kind in ("decision", "waiting", "start") else self._doing
+            logger.info("%s", action.sentence)
+            place = {"generation": self._state.generation, "world_size": self._state.world_size}
+            self._notes.append(
+                {"type": "decision", "kind": action.kind, "sentence": action.sentence, "step": self._telemetry.step}
+                | place | {"data": dict(action.data)}
+            )  # fmt: skip
+        elif isinstance(action, act.CloseIncident):
+            self._notes.append({"type": "incident", "run": self._settings.run_id, **action.incident.to_json()})
+        elif isinstance(action, act.BeginGeneration) and not self._is_reissue(action):
+            self._telemetry.generation_begins(action.generation, len(action.members), action.step, now)
+        self._executor.perform(action)
+
+    def _is_reissue(self, action: act.BeginGeneration) -> bool:
+        return action.generation == self._telemetry.generation
+
+    def _follow(self, before: RunState, event: ev.Event, now: float) -> None:
+        """Keep the tables beside the state in step with it."""
+        state = self._state
+        self._telemetry.owner(state, now)
+        if isinstance(event, ev.SlotPlaced) and event.slot in state.slots:
+            self._executor.placed(event.slot, event.node)
+        if isinstance(event, ev.CheckpointCommitted):
+            self._telemetry.time.commit(event.step)
+        if before.workers.keys() != state.workers.keys():
+            self._seen.retain(state.workers.keys())
+        if before.members and not state.members and before.generation:
+            self._telemetry.generation_ended(before.generation)
+
+    async def _append(self, records: list[dict[str, Any]]) -> None:
+        """Durable on return, unless storage is away: then the lines wait in memory and training goes on."""
+        self._backlog += [*self._notes, *records]
+        self._notes.clear()
+        lines = list(self._backlog)
+        if not lines:
+            return
+        try:
+            await asyncio.to_thread(self._journal.extend, lines)
+        except StorageError as error:
+            if not self._journal_failing:
+                logger.warning("the journal cannot be written (%s): %d lines wait in memory", error, len(lines))
+            self._journal_failing = True
+        else:
+            del self._backlog[: len(lines)]
+            self._journal_failing = False
+
+    def _note_checkpoint(self, record: dict[str, Any]) -> None:
+        self._notes.append({**record, "stall_s": self._telemetry.stall_of(record["step"])})
+
+    async def _watch(self) -> None:
+        """Look for silence and standstill; what is found is an event like any other."""
+        failures = self._settings.failures
+        while True:
+            await asyncio.sleep(failures.heartbeat_s / 2)
+            state, now = self._state, time.time()
+            ending = isinstance(state.stage, Ending)
+            limit_s = failures.probe_timeout_s + failures.heartbeat_s if ending else failures.suspect_after_s
+            silence = self._seen.silent(now, limit_s)
+            if silence is not None:
+                self._events.put_nowait(silence)
+            training = isinstance(state.stage, Training)
+            stalled = self._telemetry.watch.check(state.generation, self._telemetry.step, now, training)
+            if stalled is not None:
+                self._events.put_nowait(stalled)
+            self._telemetry.flush(now)
+
+    async def _finish(self) -> None:
+        stage = self._state.stage
+        assert isinstance(stage, Finished)
+        limit_s = self._settings.failures.storage_timeout_s
+        await self._committer.settle(limit_s)
+        self._telemetry.flush(time.time(), force=True)
+        self._notes.extend(self._telemetry.summary_records(time.time()))
+        self._result = {
+            "status": stage.status,
+            "reason": stage.reason,
+            "step": self._telemetry.step,
+            "loss": self._telemetry.loss,
+            "fenced_messages": self._fenced,
+            "false_alarms": self._state.false_alarms,
+        }
+        self._notes.append({"type": "run", "run_id": self._settings.run_id, **self._result})
+        await self._append([])
+        if self._journal_failing:
+            logger.error("the end of run %s could not be written down", self._settings.run_id)
+        await self._executor.close()
+        self._ended.set()
+        await self._tell_step()
+
+    def _placement(self) -> list[dict[str, Any]]:
+        """Where the workers are, for people and for fault injection."""
+        state = self._state
+        return [
+            {
+                "worker": w.id,
+                "rank": state.rank_of(w.id),
+                "node": state.node_of(w.id),
+                "pid": w.pid,
+                "phase": w.phase.value,
+            }
+            for w in state.workers.values()
+            if w.phase is not WorkerPhase.STARTING
+        ]
+
+
+def _exit() -> None:
+    ray.actor.exit_actor()  # type: ignore[no-untyped-call]

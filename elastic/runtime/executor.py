@@ -1,0 +1,293 @@
+"""Carries out what the state machine asks for. Every action that can end ends by an event; nothing here decides."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from elastic.core import actions as act
+from elastic.core import events as ev
+from elastic.core.errors import UsageError
+from elastic.core.settings import RunSettings
+from elastic.core.state import RunState, SlotPhase, WorkerPhase
+from elastic.runtime import names
+from elastic.runtime.agent import AgentActor
+from elastic.runtime.entry import Entry
+from elastic.runtime.slots import SlotKeeper
+from elastic.runtime.worker import WorkerActor
+
+logger = logging.getLogger(__name__)
+
+# A call to a worker that is alive returns in milliseconds; beyond this the detector's verdict counts.
+_CALL_TIMEOUT_S = 10.0
+
+
+class Executor:
+    """Effects of one attempt at a run. `emit` puts an event into the controller's queue."""
+
+    def __init__(
+        self, settings: RunSettings, attempt: int, entry: Entry, controller: Any, emit: Callable[[ev.Event], None]
+    ) -> None:
+        self._settings = settings
+        self._entry = entry
+        self._controller = controller
+        self._emit = emit
+        self._slots = SlotKeeper(settings.run_id, attempt, settings.resources_per_worker, emit)
+        self._nodes: dict[int, str] = {}
+        self._worker_slot: dict[int, int] = {}
+        self._workers: dict[int, Any] = {}
+        self._agents: dict[str, asyncio.Task[tuple[Any, str]]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # --- called by the controller ---
+
+    def placed(self, slot: int, node: str) -> None:
+        """The controller has accepted SlotPlaced: workers of this slot go to `node`."""
+        self._nodes[slot] = node
+
+    def perform(self, action: act.Action) -> None:
+        """Start carrying out the action; returns at once."""
+        work: Coroutine[Any, Any, None]
+        match action:
+            case act.RequestSlot():
+                work = self._slots.request(action.slot, action.workers)
+            case act.ReleaseSlot():
+                work = self._release(action.slot)
+            case act.StartWorker():
+                work = self._start_worker(action.worker, action.slot)
+            case act.KillWorker():
+                work = self._kill_worker(action.worker)
+            case act.BeginGeneration():
+                work = self._begin(action)
+            case act.EndGeneration():
+                work = self._each(action.workers, self._end, action.generation, action.cause)
+            case act.Probe():
+                work = self._each(action.workers, self._probe)
+            case act.AskHold():
+                work = self._each(action.workers, self._ask_hold, action.generation)
+            case act.ConfirmHold():
+                work = self._each(action.workers, self._confirm, action.generation, action.step)
+            case act.Note() | act.CloseIncident() | act.FinishRun():
+                return
+        self._spawn(work, action)
+
+    async def reattach(self, state: RunState) -> None:
+        """After a restart of the controller: find by name what the replayed state says must be there."""
+        for slot in state.slots.values():
+            if slot.phase is SlotPhase.PLACED and slot.node is not None:
+                self._nodes[slot.id] = slot.node
+                await self._slots.attach(slot.id)
+        for worker in state.workers.values():
+            self._worker_slot[worker.id] = worker.slot
+            if worker.phase is WorkerPhase.STARTING:
+                continue
+            try:
+                self._workers[worker.id] = ray.get_actor(
+                    names.worker(self._settings.run_id, worker.id), names.NAMESPACE
+                )
+            except ValueError:
+                self._emit(ev.WorkerDied(worker.id, "it was gone when the controller came back"))
+
+    async def close(self) -> None:
+        """Wait for everything under way, then give back whatever is left. Bounded."""
+        if self._tasks:
+            await asyncio.wait(tuple(self._tasks), timeout=_CALL_TIMEOUT_S)
+        for slot in tuple(self._nodes):
+            await self._release(slot)
+        for node in tuple(self._agents):
+            await self._drop_agent(node)
+        await self._slots.close()
+
+    # --- slots, agents, workers ---
+
+    async def _release(self, slot: int) -> None:
+        node = self._nodes.pop(slot, None)
+        for worker in [w for w, where in self._worker_slot.items() if where == slot]:
+            await self._kill_worker(worker, node)
+        await self._slots.release(slot)
+        if node is not None and node not in self._nodes.values():
+            await self._drop_agent(node)
+
+    async def _drop_agent(self, node: str) -> None:
+        task = self._agents.pop(node, None)
+        if task is not None and task.done() and task.exception() is None:
+            _kill(task.result()[0])
+        elif task is not None:
+            task.cancel()
+
+    async def _start_worker(self, worker: int, slot: int) -> None:
+        node, group = self._nodes.get(slot), self._slots.group(slot)
+        if node is None or group is None:
+            return
+        self._worker_slot[worker] = slot
+        try:
+            agent, mailbox = await self._agent(node)
+            actor = self._create(worker, group)
+            self._workers[worker] = actor
+            facts = await actor.prepare.remote(mailbox)
+            await agent.watch.remote(worker, facts["pid"])
+        except UsageError as error:
+            self._emit(ev.WorkerStartFailed(worker, str(error), usage=True))
+        except (ray.exceptions.RayError, OSError, RuntimeError) as error:
+            if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, UsageError):
+                self._emit(ev.WorkerStartFailed(worker, str(error.cause), usage=True))
+            else:
+                self._emit(ev.WorkerStartFailed(worker, _sentence(error)))
+        else:
+            self._emit(ev.WorkerReady(worker, facts["pid"], facts["host"]))
+
+    def _create(self, worker: int, group: Any) -> Any:
+        resources = dict(self._settings.resources_per_worker)
+        name = names.worker(self._settings.run_id, worker)
+        with contextlib.suppress(ValueError):
+            return ray.get_actor(name, names.NAMESPACE)
+        options: dict[str, Any] = {
+            "name": name,
+            "namespace": names.NAMESPACE,
+            "lifetime": "detached",
+            "max_restarts": 0,
+            "max_concurrency": 8,
+            "num_cpus": resources.pop("CPU", 0),
+            "num_gpus": resources.pop("GPU", 0),
+            "resources": resources,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(placement_group=group),
+        }
+        actor_class: Any = ray.remote(WorkerActor)
+        return actor_class.options(**options).remote(worker, self._settings.to_json(), self._entry, self._controller)
+
+    async def _agent(self, node: str) -> tuple[Any, str]:
+        """The node's agent and its mailbox, started at the first need."""
+        task = self._agents.get(node)
+        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+            task = asyncio.get_running_loop().create_task(self._start_agent(node))
+            self._agents[node] = task
+        return await asyncio.shield(task)
+
+    async def _start_agent(self, node: str) -> tuple[Any, str]:
+        options = {
+            "name": names.agent(self._settings.run_id, node),
+            "namespace": names.NAMESPACE,
+            "lifetime": "detached",
+            "get_if_exists": True,
+            "max_restarts": 0,
+            "max_concurrency": 100,
+            "num_cpus": 0,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
+        }
+        actor_class: Any = ray.remote(AgentActor)
+        agent = actor_class.options(**options).remote(node, self._settings.failures, self._controller)
+        return agent, await agent.join.remote()
+
+    async def _kill_worker(self, worker: int, node: str | None = None) -> None:
+        slot = self._worker_slot.pop(worker, None)
+        handle = self._workers.pop(worker, None)
+        where = node or self._nodes.get(slot if slot is not None else -1)
+        task = self._agents.get(where or "")
+        if task is not None and task.done() and not task.cancelled() and task.exception() is None:
+            # By the agent too: SIGKILL ends a stopped process, which Ray's own request would not reach.
+            task.result()[0].kill.remote(worker)
+        if handle is not None:
+            _kill(handle)
+
+    # --- a generation ---
+
+    async def _begin(self, action: act.BeginGeneration) -> None:
+        from elastic.training.session import BatchSettings, GenerationSpec
+
+        settings = self._settings
+        batch = BatchSettings(settings.global_batch, settings.micro_batch, settings.max_steps, settings.epochs)
+        first = action.members[0]
+        rendezvous = await self._call(first, "host_store", action.generation)
+        if rendezvous is None:
+            return
+        specs = [
+            GenerationSpec(
+                run_id=settings.run_id,
+                generation=action.generation,
+                rank=rank,
+                world_size=len(action.members),
+                seed=settings.seed,
+                max_world_size=settings.scaling.max_workers,
+                batch=batch,
+                checkpoint=action.checkpoint,
+                checkpoint_every_steps=settings.checkpoint.every_steps,
+                deepspeed_config=settings.deepspeed_config,
+                collective_timeout_s=settings.failures.collective_timeout_s,
+            )
+            for rank in range(len(action.members))
+        ]
+        members = zip(action.members, specs, strict=True)
+        await asyncio.gather(*(self._call(worker, "begin", spec, rendezvous) for worker, spec in members))
+
+    async def _end(self, worker: int, generation: int, cause: str) -> None:
+        await self._call(worker, "end", generation, cause)
+
+    async def _probe(self, worker: int) -> None:
+        if await self._call(worker, "ping"):
+            self._emit(ev.ProbeAnswered(worker))
+
+    async def _ask_hold(self, worker: int, generation: int) -> None:
+        step = await self._call(worker, "hold", generation)
+        if step is not None:
+            self._emit(ev.HoldAnswered(generation, worker, step))
+
+    async def _confirm(self, worker: int, generation: int, step: int) -> None:
+        await self._call(worker, "confirm", generation, step)
+
+    # --- inside ---
+
+    async def _each(
+        self, workers: tuple[int, ...], function: Callable[..., Coroutine[Any, Any, None]], *args: Any
+    ) -> None:
+        await asyncio.gather(*(function(worker, *args) for worker in workers))
+
+    async def _call(self, worker: int, method: str, *args: Any) -> Any:
+        """Call a worker's method once more if the connection breaks; None when it cannot be reached.
+
+        Only Ray's word that the actor is dead becomes an event here: mere unavailability is the detector's to judge.
+        """
+        handle = self._workers.get(worker)
+        if handle is None:
+            return None
+        for attempt in (1, 2):
+            try:
+                return await asyncio.wait_for(getattr(handle, method).remote(*args), _CALL_TIMEOUT_S)
+            except ray.exceptions.ActorUnavailableError as error:
+                logger.debug("worker %d did not take %s (try %d): %s", worker, method, attempt, error)
+            except ray.exceptions.ActorDiedError as error:
+                self._emit(ev.WorkerDied(worker, _sentence(error)))
+                return None
+            except asyncio.TimeoutError:
+                logger.warning("worker %d has not answered %s for %.0f s", worker, method, _CALL_TIMEOUT_S)
+                return None
+        return None
+
+    def _spawn(self, work: Coroutine[Any, Any, None], action: act.Action) -> None:
+        task = asyncio.get_running_loop().create_task(self._guard(work, action))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _guard(self, work: Coroutine[Any, Any, None], action: act.Action) -> None:
+        try:
+            await work
+        except asyncio.CancelledError:
+            raise
+        except Exception:
+            # An action that ends without its event is caught by the state machine's deadlines.
+            logger.exception("%s failed", action)
+
+
+def _kill(handle: Any) -> None:
+    with contextlib.suppress(ray.exceptions.RayError, ValueError):
+        ray.kill(handle, no_restart=True)
+
+
+def _sentence(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1] if lines else 'no message'}"[:500]

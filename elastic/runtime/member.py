@@ -1,0 +1,126 @@
+"""A worker's side of one generation: the `Coordinator` that the training thread talks to."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from elastic.checkpoint.snapshot import ShardSnapshot
+from elastic.checkpoint.source import CheckpointSource
+from elastic.core import events as ev
+from elastic.core.errors import GenerationEnded
+from elastic.runtime.outbox import Item, Outbox
+from elastic.runtime.vitals import Vitals
+from elastic.training.session import GenerationSpec, Phase, RestoreReport, StepReport
+
+
+class Member:
+    """Implements `elastic.training.session.Coordinator`.
+
+    `hold` and `confirm` come from the controller on other threads; `boundary` on the training thread waits for them.
+    """
+
+    def __init__(
+        self,
+        spec: GenerationSpec,
+        worker: int,
+        vitals: Vitals,
+        outbox: Outbox,
+        source: CheckpointSource,
+        submit: Callable[[ShardSnapshot], bool],
+        hold_timeout_s: float,
+    ) -> None:
+        self._spec = spec
+        self._worker = worker
+        self._vitals = vitals
+        self._outbox = outbox
+        self._source = source
+        self._submit = submit
+        self._hold_timeout_s = hold_timeout_s
+        self._change = threading.Condition()
+        self._hold_at: int | None = None
+        self._stop_at: int | None = None
+        self._ended: str | None = None
+        self._step: int | None = None
+        self._origin = ""
+        self._reached = False
+        self._first_report = True
+        vitals.generation, vitals.step = spec.generation, 0
+
+    # --- Coordinator, on the training thread ---
+
+    def source(self) -> CheckpointSource:
+        return self._source
+
+    def phase(self, phase: Phase) -> None:
+        self._vitals.phase = phase.value
+        if phase is Phase.BUILDING:
+            self._post(ev.GroupJoined(self._spec.generation, self._worker))
+
+    def restored(self, report: RestoreReport) -> None:
+        self._origin = report.source
+        self._outbox.put(Item("restored", {**asdict(report), "worker": self._worker, **self._place()}))
+
+    def boundary(self, step: int) -> bool:
+        with self._change:
+            self._step = step
+            self._vitals.step = step
+            if not self._reached:
+                self._reached = True
+                self._post(ev.TrainingReached(self._spec.generation, self._worker, step, self._origin))
+            self._check()
+            if self._hold_at is not None and step >= self._hold_at and self._stop_at is None:
+                self._hold()
+            return self._stop_at is not None and step >= self._stop_at
+
+    def step_done(self, report: StepReport, metrics: Mapping[str, Any]) -> None:
+        # The end of a recovery is told at once; later steps may wait for company.
+        data = {**asdict(report), "metrics": dict(metrics), **self._place()}
+        self._outbox.put(Item("step", data, urgent=self._first_report, replay=True))
+        self._first_report = False
+
+    def save(self, snapshot: ShardSnapshot) -> None:
+        self._submit(snapshot)
+
+    # --- the controller, on other threads ---
+
+    def hold(self) -> int:
+        """Promise a step not to be passed: the end of the one that may be under way."""
+        with self._change:
+            if self._hold_at is None:
+                self._hold_at = (self._step if self._step is not None else 0) + 1
+            return self._hold_at
+
+    def confirm(self, step: int) -> None:
+        with self._change:
+            self._stop_at = step
+            self._change.notify_all()
+
+    def end(self, reason: str) -> None:
+        with self._change:
+            self._ended = reason
+            self._change.notify_all()
+
+    # --- inside ---
+
+    def _hold(self) -> None:
+        before, self._vitals.phase = self._vitals.phase, Phase.HOLDING.value
+        limit = time.monotonic() + self._hold_timeout_s
+        while self._stop_at is None:
+            self._check()
+            if not self._change.wait(max(0.0, limit - time.monotonic())) and time.monotonic() >= limit:
+                raise GenerationEnded(self._spec.generation, "the controller did not say where to stop")
+        self._vitals.phase = before
+
+    def _check(self) -> None:
+        if self._ended is not None:
+            raise GenerationEnded(self._spec.generation, self._ended)
+
+    def _post(self, event: ev.Event) -> None:
+        self._outbox.put(Item("event", ev.to_json(event)))
+
+    def _place(self) -> dict[str, int]:
+        return {"generation": self._spec.generation, "rank": self._spec.rank, "world_size": self._spec.world_size}

@@ -1,0 +1,64 @@
+"""A controller's state rebuilt from its journal: the same events, through the same pure function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from elastic.core import actions as act
+from elastic.core import events as ev
+from elastic.core import machine
+from elastic.core.settings import RunSettings
+from elastic.core.state import RunState
+from elastic.observe.journal import JournalWriter
+from elastic.runtime.telemetry import Telemetry
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """`attempt` numbers the starts of a run (resumes included); it is the incarnation that wrote RunStarted."""
+
+    state: RunState
+    attempt: int
+    generation: int
+    records: tuple[Record, ...] = ()
+    begun: tuple[act.BeginGeneration, ...] = field(default=())
+
+    @classmethod
+    def nothing(cls, settings: RunSettings, journal: JournalWriter) -> Replayed:
+        """A new attempt. Only the last generation number of those before matters: numbers are never used again."""
+        numbers = (int(r["number"]) for r in journal.replayed if r.get("type") == "generation")
+        state = machine.initial(settings, 0.0)
+        return cls(state, journal.incarnation, max(numbers, default=0))
+
+    def telemetry(self, settings: RunSettings, now: float, record: Callable[[dict[str, Any]], None]) -> Telemetry:
+        """Losses, samples and the running generation, as the journal knows them."""
+        silent = Telemetry(settings, now, lambda _: None)
+        for item in self.records:
+            if item["type"] == "generation" and "first_step" in item:
+                silent.generation_begins(item["number"], item["world_size"], item["first_step"] - 1, item["time"])
+            elif item["type"] == "steps":
+                for step in item["steps"]:
+                    silent.recall(step)
+        silent.write_to(record)
+        return silent
+
+
+def replay(records: Sequence[Record], settings: RunSettings) -> Replayed:
+    """The state after the last attempt's events. Actions are not carried out again: `machine.reissue` finds the open."""
+    starts = [i for i, r in enumerate(records) if r.get("type") == "event" and r.get("event") == "RunStarted"]
+    if not starts:
+        return Replayed(machine.initial(settings, 0.0), _incarnation(records), 0)
+    own = records[starts[-1] :]
+    state = machine.initial(settings, own[0]["now"])
+    for record in own:
+        if record.get("type") == "event":
+            state, _ = machine.step(state, ev.from_json(record), record["now"])
+    return Replayed(state, int(own[0]["incarnation"]), state.generation, tuple(own))
+
+
+def _incarnation(records: Sequence[Record]) -> int:
+    return max((int(record["incarnation"]) for record in records), default=0) + 1

@@ -1,0 +1,153 @@
+"""What the run has done, put together from the workers' step reports: losses, samples, time, and the live figures."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from elastic.core import events as ev
+from elastic.core.detector import HangLimit, ProgressWatch
+from elastic.core.ledger import SampleLedger, TimeLedger, owner_of
+from elastic.core.settings import RunSettings
+from elastic.core.state import RunState
+from elastic.core.steps import CompletedStep, StepTable
+
+# A journal record of steps holds at most this many, and waits at most this long.
+_STEPS_PER_RECORD = 100
+_FLUSH_S = 2.0
+
+
+class Telemetry:
+    """One per controller. `record` appends to the journal; everything here can be rebuilt from those records."""
+
+    def __init__(self, settings: RunSettings, now: float, record: Callable[[dict[str, Any]], None]) -> None:
+        limits = settings.failures
+        self._record = record
+        self.table = StepTable()
+        self.generation = 0
+        self.samples = SampleLedger()
+        self.time = TimeLedger(now)
+        self._hang = HangLimit(limits.hang_floor_s, limits.hang_factor, limits.join_timeout_s)
+        self.watch = ProgressWatch(self._hang)
+        self._unwritten: list[dict[str, Any]] = []
+        self._written_at = now
+        self._recent: deque[tuple[float, int]] = deque(maxlen=20)
+        self._stalls: dict[int, float] = {}
+        self._restores: dict[int, list[Mapping[str, Any]]] = {}
+        self.losses: dict[int, float] = {}
+        self.step = 0
+        self.loss: float | None = None
+        self.total_positions: int | None = None
+
+    # --- generations ---
+
+    def generation_begins(self, number: int, world_size: int, step: int, now: float) -> None:
+        """Steps after `step` were rolled back; they will be done again."""
+        self.generation = number
+        self.table.begin(number, world_size, step)
+        self.samples.rollback(step)
+        self.time.rollback(step)
+        self.losses = {known: loss for known, loss in self.losses.items() if known <= step}
+        self.step = step
+        self._recent.clear()
+        self._record({"type": "generation", "number": number, "world_size": world_size, "first_step": step + 1})
+
+    def generation_ended(self, number: int) -> None:
+        self.flush(time.time(), force=True)
+        self._record({"type": "generation", "number": number, "last_step": self.step})
+
+    # --- reports ---
+
+    def report(self, data: Mapping[str, Any], now: float) -> tuple[CompletedStep | None, ev.FirstStepDone | None]:
+        """One rank's step report. Returns the step when it is complete, and the event if it is a generation's first."""
+        self.watch.step_ended(data["generation"], data["step"], now)
+        done = self.table.add(
+            data["generation"], data["rank"], data["step"], data["loss"], data["positions"], data["samples"],
+            data["duration_s"], data["data_wait_s"], data["grad_norm"], data["learning_rates"], data["tokens"],
+            data["save_stall_s"],
+        )  # fmt: skip
+        if done is None:
+            return None, None
+        self._completed(done, now, data.get("metrics") or {})
+        return done, done.first_step_done
+
+    def _completed(self, done: CompletedStep, now: float, metrics: Mapping[str, Any]) -> None:
+        self.step, self.loss = done.step, done.loss
+        self.losses[done.step] = done.loss
+        self.samples.add(done.step, done.positions)
+        self.time.step_done(done.step, now, done.save_stall_s, done.data_wait_s)
+        if not done.first:
+            self._hang.add(done.duration_s)
+        if done.save_stall_s:
+            self._stalls[done.step] = done.save_stall_s
+        self._recent.append((now, done.tokens or done.samples))
+        self._unwritten.append(
+            {
+                "step": done.step, "generation": done.generation, "loss": done.loss, "time": round(now, 3),
+                "duration_s": round(done.duration_s, 5), "samples": done.samples, "positions": done.positions,
+                "grad_norm": done.grad_norm, "learning_rates": done.learning_rates, **({"metrics": metrics} if metrics else {}),
+            }
+        )  # fmt: skip
+        self.flush(now)
+
+    def restored(self, data: Mapping[str, Any]) -> None:
+        """One rank's restore report; the last one of a generation is written down for all."""
+        reports = self._restores.setdefault(data["generation"], [])
+        reports.append(data)
+        if len(reports) == data["world_size"]:
+            del self._restores[data["generation"]]
+            self._record(
+                {
+                    "type": "restore", "generation": data["generation"], "checkpoint": data["checkpoint"],
+                    "source": data["source"], "step": data["step"],
+                    **{key: sum(r[key] for r in reports) for key in ("bytes_read", "bytes_needed")},
+                    **{key: round(max(r[key] for r in reports), 4) for key in ("read_s", "install_s", "verify_s")},
+                }
+            )  # fmt: skip
+
+    def stall_of(self, step: int) -> float | None:
+        """Seconds that the save of `step` cost the slowest training thread."""
+        return self._stalls.get(step)
+
+    # --- after a restart of the controller ---
+
+    def recall(self, step: Mapping[str, Any]) -> None:
+        """One finished step as the journal has it."""
+        self.step, self.loss = step["step"], step["loss"]
+        self.losses[step["step"]] = step["loss"]
+        self.samples.add(step["step"], tuple((start, end) for start, end in step["positions"]))
+
+    def write_to(self, record: Callable[[dict[str, Any]], None]) -> None:
+        self._record = record
+
+    # --- time ---
+
+    def owner(self, state: RunState, now: float) -> None:
+        self.time.switch(owner_of(state), now)
+
+    def flush(self, now: float, force: bool = False) -> None:
+        """Write down steps that wait, when there are many or they have waited long."""
+        if self._unwritten and (
+            force or len(self._unwritten) >= _STEPS_PER_RECORD or now - self._written_at > _FLUSH_S
+        ):
+            self._record({"type": "steps", "steps": self._unwritten})
+            self._unwritten = []
+            self._written_at = now
+
+    def rate(self) -> float | None:
+        """Tokens per second over the last steps; samples where the model does not say what a token is."""
+        if len(self._recent) < 2:
+            return None
+        seconds = self._recent[-1][0] - self._recent[0][0]
+        return sum(count for _, count in list(self._recent)[1:]) / seconds if seconds > 0 else None
+
+    def summary_records(self, now: float) -> list[dict[str, Any]]:
+        """The closing records of a run: samples and time."""
+        total = self.samples.end()
+        counted = self.samples.result(total)
+        return [
+            {"type": "samples", "seen": counted.seen, "missing": counted.missing, "repeated": counted.repeated},
+            {"type": "ledger", "seconds": self.time.totals(now)},
+        ]

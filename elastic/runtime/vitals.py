@@ -1,0 +1,105 @@
+"""Heartbeats from a worker to its node's agent: datagrams on an abstract Unix socket.
+
+Datagrams because a heartbeat must never wait: neither for a busy agent nor for a frozen one. The abstract name leaves
+nothing in the file system; the kernel attests the sender's process and user, so no other user can speak for a worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+_CREDENTIALS = struct.Struct("3i")
+_MAX_BYTES = 4096
+
+
+@dataclass
+class Vitals:
+    """What a worker says of itself in every heartbeat. Written by the training thread, read by the heartbeat thread."""
+
+    worker: int
+    generation: int = 0
+    step: int = 0
+    phase: str = "idle"
+
+    def encode(self) -> bytes:
+        return json.dumps(vars(self)).encode()
+
+
+def open_mailbox() -> tuple[socket.socket, str]:
+    """The agent's receiving end and the name that workers send to (without the leading NUL of abstract sockets)."""
+    name = f"elastic-agent-{os.getpid()}-{secrets.token_hex(8)}"
+    box = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    box.setblocking(False)
+    box.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+    box.bind(f"\0{name}")
+    return box, name
+
+
+def receive(box: socket.socket) -> list[tuple[int, dict[str, Any]]]:
+    """Every waiting heartbeat as (sender's process id, message). Foreign users and nonsense are dropped."""
+    messages: list[tuple[int, dict[str, Any]]] = []
+    while True:
+        try:
+            data, ancillary, _, _ = box.recvmsg(_MAX_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size))
+        except BlockingIOError:
+            return messages
+        for level, kind, payload in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
+                pid, uid, _ = _CREDENTIALS.unpack(payload[: _CREDENTIALS.size])
+                with contextlib.suppress(ValueError):
+                    if uid == os.getuid():
+                        messages.append((pid, json.loads(data)))
+
+
+class Heart:
+    """Sends `vitals` to the mailbox every `interval_s`, from its own thread.
+
+    `on_orphaned` is called once when the mailbox has been gone for `lease_s`: the node's agent is dead, and with it the
+    only way to be told that this worker was written off.
+    """
+
+    def __init__(
+        self, vitals: Vitals, mailbox: str, interval_s: float, lease_s: float, on_orphaned: Callable[[], None]
+    ) -> None:
+        self._vitals = vitals
+        self._address = f"\0{mailbox}"
+        self._interval_s = interval_s
+        self._tries = max(1, int(lease_s / interval_s))
+        self._on_orphaned = on_orphaned
+        self._stop = threading.Event()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
+        self._thread = threading.Thread(target=self._beat, name="elastic-heart", daemon=True)
+        self._thread.start()
+
+    def now(self) -> bool:
+        """Send at once (a phase has changed). False when nobody listens."""
+        try:
+            self._socket.sendto(self._vitals.encode(), self._address)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return True
+
+    def _beat(self) -> None:
+        missed = 0
+        while not self._stop.wait(self._interval_s):
+            missed = 0 if self.now() else missed + 1
+            if missed >= self._tries:
+                self._on_orphaned()
+                return
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join(timeout=2 * self._interval_s + 1)
+        self._socket.close()

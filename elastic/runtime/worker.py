@@ -1,0 +1,216 @@
+"""The worker actor: one persistent process with one accelerator.
+
+Generations run one after the other on one thread of it, so that imports, compiled kernels and the device context stay.
+Every method returns at once; what happens is told through the outbox.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from elastic.core import events as ev
+from elastic.core.settings import RunSettings
+from elastic.runtime import codec
+from elastic.runtime.entry import Entry
+from elastic.runtime.outbox import Item, Outbox, Reply
+from elastic.runtime.vitals import Heart, Vitals
+
+if TYPE_CHECKING:
+    from elastic.checkpoint.storage import CheckpointStore
+    from elastic.checkpoint.writer import BackgroundWriter
+    from elastic.runtime.member import Member
+    from elastic.training.loop import GenerationResult, GenerationRunner
+    from elastic.training.process_group import Rendezvous
+    from elastic.training.session import GenerationSpec
+
+logger = logging.getLogger(__name__)
+
+_DELIVERY_TIMEOUT_S = 5.0
+
+
+@dataclass
+class _Current:
+    generation: int
+    member: Member
+    runner: GenerationRunner
+
+
+class WorkerActor:
+    """Ray actor with several threads; created by the executor, detached, never restarted by Ray.
+
+    Call order: `prepare` once; then for each generation `host_store` (rank 0 only), `begin`, and `end` if it is to stop
+    early, or `hold` and `confirm` for a planned end. `ping` at any time.
+    """
+
+    def __init__(self, worker: int, settings: Mapping[str, Any], entry: Entry, controller: Any) -> None:
+        self._worker = worker
+        self._settings = RunSettings.from_json(settings)
+        self._entry = entry
+        self._controller = controller
+        self._vitals = Vitals(worker)
+        self._lock = threading.Lock()
+        self._current: _Current | None = None
+        self._over = 0
+        self._last_step = 0
+        self._stores: dict[int, Rendezvous] = {}
+        self._work: queue.SimpleQueue[_Current] = queue.SimpleQueue()
+        self._heart: Heart | None = None
+        self._outbox = Outbox(self._deliver, on_fenced=lambda: self._quit("this worker was written off"))
+        self._store: CheckpointStore | None = None
+        self._writer: BackgroundWriter | None = None
+        self._function: Callable[..., Any] | None = None
+
+    # --- called by the controller ---
+
+    def prepare(self, mailbox: str) -> dict[str, Any]:
+        """Import everything, load the user's function, start the heart. Raises UsageError for a bad entry point."""
+        for key, value in self._entry.env.items():
+            os.environ.setdefault(key, value)
+        if not ray.get_gpu_ids():
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        address = _address()
+        if address.startswith("127."):
+            # A cluster on one machine: the host name may resolve to an address that only the outside can reach.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        failures = self._settings.failures
+        self._heart = Heart(
+            self._vitals, mailbox, failures.heartbeat_s, failures.suspect_after_s * 5, lambda: self._quit("no agent")
+        )
+        self._import()
+        self._function = self._entry.load()
+        threading.Thread(target=self._train, name="elastic-training", daemon=True).start()
+        return {"pid": os.getpid(), "host": address}
+
+    def host_store(self, generation: int) -> Rendezvous:
+        """Open the rendezvous store of a generation in this process (that of rank 0)."""
+        from elastic.training.process_group import host_store
+
+        with self._lock:
+            if generation not in self._stores:
+                self._stores[generation] = host_store(_address())
+            return self._stores[generation]
+
+    def begin(self, spec: GenerationSpec, rendezvous: Rendezvous) -> None:
+        from elastic.runtime.member import Member
+        from elastic.training.loop import GenerationRunner
+
+        with self._lock:
+            running = self._current.generation if self._current else 0
+            if spec.generation <= max(self._over, running):
+                return
+            assert self._writer is not None and self._store is not None
+            member = Member(
+                spec, self._worker, self._vitals, self._outbox, self._store, self._writer.submit,
+                self._settings.failures.drain_timeout_s,
+            )  # fmt: skip
+            runner = GenerationRunner(spec, member, rendezvous, on_result=self._announce)
+            self._current = _Current(spec.generation, member, runner)
+            self._work.put(self._current)
+
+    def end(self, generation: int, cause: str) -> None:
+        """Abort the generation. Answered by WorkerLeft, at once if it is not being run here (any more)."""
+        with self._lock:
+            current = self._current
+            self._over = max(self._over, generation)
+            if current is None or current.generation != generation:
+                self._post(ev.WorkerLeft(generation, self._worker, self._last_step))
+                return
+        current.member.end(cause)
+        current.runner.abort(cause)
+
+    def hold(self, generation: int) -> int | None:
+        with self._lock:
+            current = self._current
+        return current.member.hold() if current and current.generation == generation else None
+
+    def confirm(self, generation: int, step: int) -> None:
+        with self._lock:
+            current = self._current
+        if current and current.generation == generation:
+            current.member.confirm(step)
+
+    def ping(self) -> bool:
+        return True
+
+    # --- the training thread ---
+
+    def _train(self) -> None:
+        while True:
+            current = self._work.get()
+            assert self._function is not None
+            self._vitals.phase = "joining"
+            result = current.runner.run(self._function, self._entry.config)
+            self._left(current, result)
+
+    def _announce(self, result: GenerationResult) -> None:
+        """Before this rank closes its groups: the first cause must be known before what it causes."""
+        event = codec.outcome(result, self._current.generation if self._current else 0, self._worker)
+        if event is not None:
+            self._post(event)
+
+    def _left(self, current: _Current, result: GenerationResult) -> None:
+        from elastic.training.process_group import release_store
+
+        with self._lock:
+            self._current = None
+            self._over = max(self._over, current.generation)
+            self._last_step = result.step
+            for generation in [g for g in self._stores if g <= current.generation]:
+                release_store(self._stores.pop(generation))
+        self._vitals.phase = "idle"
+        if not current.runner.clean:
+            self._post(ev.WorkerDied(self._worker, "its engine outlived the generation; a fresh process is needed"))
+        elif result.kind != "finished":
+            self._post(ev.WorkerLeft(current.generation, self._worker, result.step))
+
+    # --- inside ---
+
+    def _import(self) -> None:
+        """What takes seconds, before the controller counts on this worker."""
+        import elastic
+        from elastic.checkpoint.storage import CheckpointStore
+        from elastic.checkpoint.writer import BackgroundWriter
+        from elastic.runtime import member
+        from elastic.training import api, loop
+
+        logger.debug("imported %s", (elastic, api, loop, member))
+        failures = self._settings.failures
+        self._store = CheckpointStore(self._settings.checkpoint.url, self._settings.run_id)
+        self._writer = BackgroundWriter(
+            self._store,
+            on_written=lambda record: self._outbox.put(Item("shard", record, replay=True)),
+            on_failed=self._save_failed,
+            backoff_s=failures.storage_backoff_s,
+            backoff_limit_s=failures.storage_backoff_limit_s,
+        )
+
+    def _save_failed(self, step: int, error: BaseException, retry_s: float | None) -> None:
+        self._post(ev.SaveFailing(step, str(error), retry_s or 0.0))
+
+    def _post(self, event: ev.Event) -> None:
+        self._outbox.put(Item("event", ev.to_json(event)))
+
+    def _deliver(self, items: Sequence[Item]) -> Reply:
+        reply: Reply = ray.get(self._controller.deliver.remote(self._worker, list(items)), timeout=_DELIVERY_TIMEOUT_S)
+        return reply
+
+    def _quit(self, why: str) -> None:
+        logger.warning("worker %d ends itself: %s", self._worker, why)
+        with contextlib.suppress(Exception):
+            logging.shutdown()
+        # The training thread may be blocked in a collective that nothing will ever end.
+        os._exit(0)
+
+
+def _address() -> str:
+    """How other nodes reach this one."""
+    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
