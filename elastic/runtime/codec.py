@@ -27,4 +27,6 @@ def outcome(result: GenerationResult, generation: int, worker: int) -> ev.Event 
 
 
 def _first_line(text: str) -> str:
-    return text.strip().splitlines()[0][:500] if text.strip() else "no message"
+    """Without the advice that gloo appends to every error."""
+    line = text.strip().splitlines()[0] if text.strip() else "no message"
+    return line.partition(". This is typically caused by")[0][:500]

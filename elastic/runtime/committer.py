@@ -1,4 +1,4 @@
-"""Makes checkpoints of shards: when every rank of a generation has reported, the manifest is written, by nobody else."""
+"""Makes checkpoints of shards: when every rank of a generation has reported, the manifest is written, only here."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Committer:
         return manifest
 
     def _retire(self, protect: set[str]) -> None:
-        """Delete what the retention rules do not keep. A failure costs space, not safety: it is tried again next time."""
+        """Delete what the retention rules do not keep. A failure costs space, not safety: the next save tries again."""
         rules = self._settings.checkpoint
         try:
             for ref in to_delete(self._store.list(), rules.keep_last, rules.keep_every_steps, protect):

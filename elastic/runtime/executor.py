@@ -82,7 +82,7 @@ class Executor:
         for slot in state.slots.values():
             if slot.phase is SlotPhase.PLACED and slot.node is not None:
                 self._nodes[slot.id] = slot.node
-                await self._slots.attach(slot.id)
+                await self._slots.attach(slot.id, slot.node)
         for worker in state.workers.values():
             self._worker_slot[worker.id] = worker.slot
             if worker.phase is WorkerPhase.STARTING:

@@ -48,7 +48,7 @@ class Replayed:
 
 
 def replay(records: Sequence[Record], settings: RunSettings) -> Replayed:
-    """The state after the last attempt's events. Actions are not carried out again: `machine.reissue` finds the open."""
+    """The state after the last attempt's events. Nothing is carried out again: `machine.reissue` finds what is open."""
     starts = [i for i, r in enumerate(records) if r.get("type") == "event" and r.get("event") == "RunStarted"]
     if not starts:
         return Replayed(machine.initial(settings, 0.0), _incarnation(records), 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +37,8 @@ class SlotKeeper:
         self._emit = emit
         self._groups: dict[int, PlacementGroup] = {}
         self._waiting: set[int] = set()
+        self._placed: dict[int, str | None] = {}
+        self._asked = asyncio.Event()
         self._poller: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="elastic-slots")
 
@@ -53,19 +56,21 @@ class SlotKeeper:
             self._emit(ev.SlotLost(slot, f"the cluster refused the placement group: {error}"))
             return
         self._waiting.add(slot)
-        if self._poller is None or self._poller.done():
-            self._poller = asyncio.get_running_loop().create_task(self._poll())
+        self._watch()
 
-    async def attach(self, slot: int) -> None:
+    async def attach(self, slot: int, node: str) -> None:
         """Find a placed slot again after a restart of the controller."""
         name = names.slot(self._run_id, self._attempt, slot)
         try:
             self._groups[slot] = await self._call(ray.util.get_placement_group, name)
+            self._placed[slot] = node
+            self._watch()
         except ValueError:
             self._emit(ev.SlotLost(slot, "its placement group is gone"))
 
     async def release(self, slot: int) -> None:
         self._waiting.discard(slot)
+        self._placed.pop(slot, None)
         group = self._groups.pop(slot, None)
         if group is not None:
             await self._call(ray.util.remove_placement_group, group)
@@ -75,22 +80,42 @@ class SlotKeeper:
             await self.release(slot)
         self._thread.shutdown(wait=False)
 
+    def _watch(self) -> None:
+        if self._poller is None or self._poller.done():
+            self._poller = asyncio.get_running_loop().create_task(self._poll())
+        self._asked.set()
+
     async def _poll(self) -> None:
         pause = _POLL_S
-        while self._waiting:
+        while self._groups:
             table = await self._call(ray.util.placement_group_table)
-            for slot in tuple(self._waiting):
-                group = self._groups.get(slot)
-                entry = table.get(group.id.hex()) if group is not None else None
-                if entry is not None and entry["state"] == "CREATED":
-                    self._waiting.discard(slot)
+            for slot in tuple(self._groups):
+                if slot in self._groups and self._look(slot, table.get(self._groups[slot].id.hex())):
                     pause = _POLL_S
-                    self._emit(ev.SlotPlaced(slot, next(iter(entry["bundles_to_node_id"].values()))))
-                elif entry is not None and entry["state"] == "REMOVED":
-                    self._waiting.discard(slot)
-                    self._emit(ev.SlotLost(slot, "its placement group was removed"))
-            await asyncio.sleep(pause)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._asked.wait(), pause)
+                pause = _POLL_S
+            self._asked.clear()
             pause = min(pause * 1.1, _MAX_POLL_S)
+
+    def _look(self, slot: int, entry: Mapping[str, Any] | None) -> bool:
+        """One slot's row of Ray's table; True when it has brought news."""
+        if entry is None:
+            return False
+        node = next(iter(entry["bundles_to_node_id"].values()), None)
+        if slot in self._waiting and entry["state"] == "CREATED" and node is not None:
+            self._waiting.discard(slot)
+            self._placed[slot] = node
+            self._emit(ev.SlotPlaced(slot, node))
+            return True
+        moved = slot in self._placed and (entry["state"] != "CREATED" or node != self._placed[slot])
+        if moved or entry["state"] == "REMOVED":
+            # Ray would place the bundles again by itself, one by one, and two groups can deadlock: ask anew instead.
+            self._waiting.discard(slot)
+            self._placed.pop(slot, None)
+            self._emit(ev.SlotLost(slot, f"Ray has lost its node (placement group {entry['state'].lower()})"))
+            return True
+        return False
 
     def _find_or_create(self, slot: int, workers: int) -> PlacementGroup:
         name = names.slot(self._run_id, self._attempt, slot)

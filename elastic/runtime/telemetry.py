@@ -87,7 +87,7 @@ class Telemetry:
             {
                 "step": done.step, "generation": done.generation, "loss": done.loss, "time": round(now, 3),
                 "duration_s": round(done.duration_s, 5), "samples": done.samples, "positions": done.positions,
-                "grad_norm": done.grad_norm, "learning_rates": done.learning_rates, **({"metrics": metrics} if metrics else {}),
+                "grad_norm": done.grad_norm, "learning_rates": done.learning_rates, "metrics": dict(metrics),
             }
         )  # fmt: skip
         self.flush(now)

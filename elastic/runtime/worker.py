@@ -107,7 +107,8 @@ class WorkerActor:
             running = self._current.generation if self._current else 0
             if spec.generation <= max(self._over, running):
                 return
-            assert self._writer is not None and self._store is not None
+            assert self._writer is not None
+            assert self._store is not None
             member = Member(
                 spec, self._worker, self._vitals, self._outbox, self._store, self._writer.submit,
                 self._settings.failures.drain_timeout_s,
