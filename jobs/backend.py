@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from cluster.chaos import Breakable
 from elastic.core.errors import UsageError
 from elastic.core.settings import RunSettings
 from elastic.observe.text import plural
 from jobs.handle import RunHandle
 
 
-class ClusterLike(Protocol):
-    """What is used of `cluster.LocalCluster`, beside the faults that `Chaos` injects into it."""
+class ClusterLike(Breakable, Protocol):
+    """What is used of `cluster.LocalCluster`."""
 
     @property
     def address(self) -> str: ...
@@ -25,22 +26,6 @@ class ClusterLike(Protocol):
     def detach(self) -> None: ...
 
     def shutdown(self) -> None: ...
-
-
-class FaultPlan(Protocol):
-    """What is used of `cluster.chaos`: faults in the order of their steps."""
-
-    def next_step(self) -> int | None:
-        """The step of the next fault; None when all have been applied."""
-        ...
-
-    def apply_next(self, cluster: Any) -> str:
-        """Injects it and says what was done, in a sentence."""
-        ...
-
-    def remaining(self) -> str:
-        """The faults not applied yet, in the form that they were given in."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -67,8 +52,8 @@ class Backend(Protocol):
         """Raises RunNotFound when no controller of that run answers at the address."""
         ...
 
-    def faults(self, text: str) -> FaultPlan:
-        """Raises UsageError."""
+    def disconnect(self) -> None:
+        """Before the cluster is shut down: Ray waits for a cluster that is gone, even at the exit of the process."""
         ...
 
 

@@ -47,7 +47,7 @@ def take_over(plan: Mapping[str, Any], cluster_socket: str, address: str, folder
 
 def main() -> int:
     # Not at the top: launch imports this module.
-    from jobs.launch import Launch, own
+    from jobs.launch import Launch, end, own
     from jobs.real import RealBackend
 
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -65,9 +65,9 @@ def main() -> int:
         return error.exit_code
     try:
         _answer(_READY)
-        return own(backend, plan, cluster, handle, folder)[0]
+        return own(plan, cluster, handle, folder)[0]
     finally:
-        cluster.shutdown()
+        end(backend, cluster)
 
 
 def _answer(text: str) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from jobs.backend import FaultPlan
+from cluster.chaos import Breakable, Chaos, Injector
+from cluster.source import ClusterError, NodeInfo
+from elastic.core.errors import ElasticError, UsageError
 from jobs.display import Display
 from jobs.handle import RunHandle
 
@@ -13,12 +16,20 @@ from jobs.handle import RunHandle
 _WAIT_S = 0.5
 
 
+def parse_faults(text: str | None) -> Chaos:
+    """Raises UsageError."""
+    try:
+        return Chaos.parse(text or "")
+    except ValueError as error:
+        raise UsageError(f"--chaos: {error}") from error
+
+
 class FaultThread:
     """1. `start`; 2. `stop`, which gives what has not been injected. An injection is never cut short."""
 
-    def __init__(self, plan: FaultPlan, cluster: Any, handle: RunHandle, display: Display) -> None:
+    def __init__(self, plan: Chaos, cluster: Breakable, handle: RunHandle, display: Display) -> None:
         self._plan = plan
-        self._cluster = cluster
+        self._injector = injector(cluster, handle)
         self._handle = handle
         self._display = display
         self._leave = threading.Event()
@@ -27,18 +38,25 @@ class FaultThread:
     def start(self) -> None:
         self._thread.start()
 
-    def stop(self) -> str:
+    def stop(self) -> Chaos:
         self._leave.set()
         self._thread.join()
-        return self._plan.remaining()
+        return self._plan
 
     def _run(self) -> None:
         try:
-            while (step := self._plan.next_step()) is not None and self._reached(step):
-                self._display.note(f"fault at step {step}: {self._plan.apply_next(self._cluster)}")
-        # A fault that cannot be injected must not be silent, and must not end the run that it was meant to test.
-        except Exception as error:  # noqa: BLE001
+            while self._plan.faults and self._reached(self._plan.faults[0].step):
+                self._display.note(self._inject())
+        except ElasticError as error:
             self._display.note(f"no more faults are injected: {error}")
+
+    def _inject(self) -> str:
+        fault, self._plan = self._plan.faults[0], Chaos(self._plan.faults[1:])
+        try:
+            return f"injected {fault}: {self._injector.apply(fault).name}"
+        except ClusterError as error:
+            # Not silent, and no end of the run that it was meant to test.
+            return f"could not inject {fault}: {error}"
 
     def _reached(self, step: int) -> bool:
         while not self._leave.is_set():
@@ -47,3 +65,24 @@ class FaultThread:
             if self._handle.result(0.0) is not None:
                 return False
         return False
+
+
+def injector(cluster: Breakable, handle: RunHandle) -> Injector:
+    """Faults find workers and the controller where the run itself says that they are."""
+
+    def workers() -> list[Mapping[str, Any]]:
+        return [worker for worker in handle.progress().get("workers") or () if worker.get("rank") is not None]
+
+    def worker_pid(target: str | None, node: NodeInfo | None) -> int:
+        for worker in workers():
+            if str(worker["rank"]) == target or (node is not None and worker["node"] == node.node_id):
+                return int(worker["pid"])
+        raise ClusterError(f"no worker has rank {target}" if target is not None else "that node carries no worker")
+
+    def controller_pid() -> int:
+        return int(handle.progress()["controller_pid"])
+
+    def carrying() -> Collection[str]:
+        return {str(worker["node"]) for worker in workers()}
+
+    return Injector(cluster, worker_pid, controller_pid, carrying)

@@ -18,7 +18,7 @@ from jobs import background
 from jobs.backend import Backend, ClusterLike, node_shape
 from jobs.display import open_display
 from jobs.exit_codes import NOT_FINISHED
-from jobs.faults import FaultThread
+from jobs.faults import FaultThread, parse_faults
 from jobs.follow import conclude, follow
 from jobs.handle import RunHandle
 from jobs.live import Live, remove_live, write_live
@@ -83,16 +83,19 @@ def _launch_locally(backend: Backend, plan: Launch, folder: RunFolder) -> int:
     try:
         handle = backend.start_run(settings, plan.entry_point, plan.config, cluster.address, plan.folder)
         write_live(folder, Live(cluster.address, str(cluster.socket_path)))
-        code, handed_over = own(backend, plan, cluster, handle, folder)
+        code, handed_over = own(plan, cluster, handle, folder)
         return code
     finally:
-        cluster.detach() if handed_over else cluster.shutdown()
+        if handed_over:
+            cluster.detach()
+        else:
+            end(backend, cluster)
 
 
-def own(backend: Backend, plan: Launch, cluster: ClusterLike, handle: RunHandle, folder: RunFolder) -> tuple[int, bool]:
+def own(plan: Launch, cluster: ClusterLike, handle: RunHandle, folder: RunFolder) -> tuple[int, bool]:
     """Follows a run whose cluster this process owns; (exit code, whether another process owns the cluster now)."""
     display = open_display(sys.stderr)
-    faults = FaultThread(backend.faults(plan.chaos or ""), cluster, handle, display)
+    faults = FaultThread(parse_faults(plan.chaos), cluster, handle, display)
     faults.start()
     try:
         while True:
@@ -100,10 +103,10 @@ def own(backend: Backend, plan: Launch, cluster: ClusterLike, handle: RunHandle,
                 result = follow(handle, display)
                 break
             except KeyboardInterrupt:
-                rest = replace(plan, chaos=faults.stop() or None)
+                rest = replace(plan, chaos=str(faults.stop()) or None)
                 if _hand_over(rest, cluster, folder):
                     return NOT_FINISHED, True
-                faults = FaultThread(backend.faults(rest.chaos or ""), cluster, handle, display)
+                faults = FaultThread(parse_faults(rest.chaos), cluster, handle, display)
                 faults.start()
     finally:
         display.close()
@@ -120,6 +123,11 @@ def _hand_over(plan: Launch, cluster: ClusterLike, folder: RunFolder) -> bool:
         return False
     say(f"detached; {how_to_come_back(folder)}")
     return True
+
+
+def end(backend: Backend, cluster: ClusterLike) -> None:
+    backend.disconnect()
+    cluster.shutdown()
 
 
 def how_to_come_back(folder: RunFolder) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from cluster.source import ClusterError
 from elastic.core.errors import ElasticError
 from elastic.core.settings import RunSettings
-from jobs.backend import ClusterLike, FaultPlan, NodeShape
+from jobs.backend import ClusterLike, NodeShape
 from jobs.handle import RunHandle
 
 
@@ -53,5 +53,7 @@ class RealBackend:
         handle: RunHandle = attach(run_id, address)
         return handle
 
-    def faults(self, text: str) -> FaultPlan:
-        raise NotImplementedError
+    def disconnect(self) -> None:
+        import ray
+
+        ray.shutdown()

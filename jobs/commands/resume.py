@@ -35,7 +35,7 @@ def run(options: argparse.Namespace, backend: Backend) -> int:
     folder = folder_of(options)
     job = folder.job()
     check_summary_file(options.summary)
-    check_chaos(options, backend)
+    check_chaos(options)
     plan = _plan(options, job, folder)
     settings = plan.run_settings
     if plan.nodes is not None:

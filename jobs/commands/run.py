@@ -12,6 +12,7 @@ from elastic.entrypoint import EntryPoint, load_entry_point, parse_entry_point
 from jobs.backend import Backend, check_nodes
 from jobs.checks import check_checkpoint_storage, check_deepspeed
 from jobs.commands.common import output_arguments, place_arguments, storage_argument
+from jobs.faults import parse_faults
 from jobs.follow import check_summary_file
 from jobs.launch import Launch, launch
 from jobs.spec import JobSpec, load_job
@@ -32,16 +33,16 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, backend: Backend) -> int:
-    plan = prepare(options, backend)
+    plan = prepare(options)
     RunFolder(plan.run_settings.storage_url, plan.run_settings.run_id).write("job.json", job_record(plan))
     return launch(backend, plan)
 
 
-def prepare(options: argparse.Namespace, backend: Backend) -> Launch:
+def prepare(options: argparse.Namespace) -> Launch:
     """Everything that can be wrong is found here, before any node is asked for. Raises UsageError."""
     spec, job = load_job(options.job), Path(options.job)
     check_summary_file(options.summary)
-    check_chaos(options, backend)
+    check_chaos(options)
     check_deepspeed(spec)
     entry = parse_entry_point(spec.entry_point, job.absolute().parent)
     load_entry_point(entry)
@@ -57,12 +58,9 @@ def prepare(options: argparse.Namespace, backend: Backend) -> Launch:
     return plan
 
 
-def check_chaos(options: argparse.Namespace, backend: Backend) -> None:
-    if options.chaos is None:
-        return
-    if options.address is not None:
+def check_chaos(options: argparse.Namespace) -> None:
+    if parse_faults(options.chaos).faults and options.address is not None:
         raise UsageError("--chaos works on a local cluster only; leave out --address")
-    backend.faults(options.chaos)
 
 
 def job_record(plan: Launch) -> dict[str, object]:

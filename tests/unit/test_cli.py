@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
-from elastic.core.errors import RunNotFound, UsageError, UserCodeError
+from cluster.source import NodeInfo, NodeState
+from elastic.core.errors import RunNotFound, UserCodeError
 from elastic.core.settings import RunSettings
 from elastic.observe.journal import JournalWriter
 from jobs import background, cli
 from jobs.backend import NodeShape
+from jobs.faults import FaultThread, parse_faults
 from jobs.handle import FakeHandle
 from jobs.launch import Launch
 from jobs.live import Live, read_live, write_live
@@ -36,29 +38,33 @@ class FakeCluster:
     def __init__(self) -> None:
         self.log: list[str] = []
 
+    def nodes(self) -> tuple[NodeInfo, ...]:
+        return tuple(NodeInfo(f"node-{i}", NodeState.ALIVE, head=i == 0, node_id=f"{i:02x}") for i in range(3))
+
+    def _done(self, what: str, name: str | None) -> NodeInfo:
+        self.log.append(f"{what} {name}")
+        return self.nodes()[1]
+
+    def kill_node(self, name: str) -> NodeInfo:
+        return self._done("kill-node", name)
+
+    def add_node(self, name: str | None = None) -> NodeInfo:
+        return self._done("add-node", name)
+
+    def freeze_node(self, name: str) -> NodeInfo:
+        return self._done("freeze-node", name)
+
+    def thaw_node(self, name: str) -> NodeInfo:
+        return self._done("thaw-node", name)
+
+    def kill_worker(self, pid: int) -> NodeInfo:
+        return self._done("kill-worker", str(pid))
+
     def detach(self) -> None:
         self.log.append("detach")
 
     def shutdown(self) -> None:
         self.log.append("shutdown")
-
-
-class FakeFaults:
-    def __init__(self, text: str, applied: list[str]) -> None:
-        self._steps = [int(part.split("=")[1]) for part in text.split(",") if part]
-        self._parts = [part for part in text.split(",") if part]
-        self._applied = applied
-
-    def next_step(self) -> int | None:
-        return self._steps[0] if self._steps else None
-
-    def apply_next(self, cluster: Any) -> str:
-        self._steps.pop(0)
-        self._applied.append(self._parts.pop(0))
-        return self._applied[-1]
-
-    def remaining(self) -> str:
-        return ",".join(self._parts)
 
 
 class FakeBackend:
@@ -69,7 +75,6 @@ class FakeBackend:
         self.handle = FakeHandle()
         self.status, self.more = status, more
         self.calls: list[Any] = []
-        self.applied: list[str] = []
         self.reachable = True
 
     def start_cluster(self, nodes: int, shape: NodeShape, python_path: str) -> FakeCluster:
@@ -98,10 +103,8 @@ class FakeBackend:
             raise RunNotFound(f"no controller of {run_id} at {address}")
         return self.handle
 
-    def faults(self, text: str) -> FakeFaults:
-        if "=" not in text and text:
-            raise UsageError(f"no fault: {text!r}")
-        return FakeFaults(text, self.applied)
+    def disconnect(self) -> None:
+        self.cluster.log.append("disconnect")
 
 
 class InterruptedHandle(FakeHandle):
@@ -131,7 +134,7 @@ def test_a_run_from_start_to_end(job: Path, capfd: pytest.CaptureFixture[str]) -
     assert (nodes, shape) == (3, NodeShape(2.0, 1.0, {"TPU": 3.0}))
     assert (settings.run_id, settings.storage_url, address) == ("r1", str(job.parent / "runs"), "127.0.0.1:1")
     assert entry == f"{job.parent}/cli_train.py:main"
-    assert backend.cluster.log == ["shutdown"]
+    assert backend.cluster.log == ["disconnect", "shutdown"]
     out, err = capfd.readouterr()
     assert json.loads(out) == json.loads((job.parent / "s.json").read_text())
     assert json.loads(out)["final_loss"] == 1.5
@@ -179,7 +182,7 @@ def test_user_codes_traceback_is_shown_without_control_characters(job: Path, cap
         (["job.yaml", "--run-id", "../x"], "run id '../x'"),
         (["job.yaml", "--summary", "no/such/folder/s.json"], "cannot write a file there"),
         (["job.yaml", "--chaos", "gibberish"], "gibberish"),
-        (["job.yaml", "--chaos", "kill@step=1", "--address", "a:1"], "--chaos works on a local cluster only"),
+        (["job.yaml", "--chaos", "kill-node@step=1", "--address", "a:1"], "--chaos works on a local cluster only"),
         (["job.yaml", "--storage", "nosuch://x"], "nosuch"),
     ],
 )
@@ -266,27 +269,43 @@ def test_a_run_that_is_not_there(job: Path, command: str, capfd: pytest.CaptureF
     assert "nope" in err
 
 
-def test_faults_are_injected_in_order_by_step(job: Path) -> None:
-    class Stepping(FakeBackend):
-        def play(self, writer: JournalWriter) -> None:
-            self.handle.advance(step=5)
+class Display:
+    def __init__(self) -> None:
+        self.notes: list[str] = []
 
-        def faults(self, text: str) -> FakeFaults:
-            outer = self
+    def update(self, progress: Mapping[str, Any]) -> None: ...
 
-            class Plan(FakeFaults):
-                def apply_next(self, cluster: Any) -> str:
-                    said = super().apply_next(cluster)
-                    if self.next_step() is None:
-                        outer.handle.advance(step=10)
-                        outer.handle.end("finished")
-                    return said
+    def note(self, sentence: str) -> None:
+        self.notes.append(sentence)
 
-            return Plan(text, self.applied)
+    def close(self) -> None: ...
 
-    backend = Stepping()
-    assert cli.main(["run", "job.yaml", "--chaos", "kill-node@step=2,add-node@step=4"], backend) == 0
-    assert backend.applied == ["kill-node@step=2", "add-node@step=4"]
+
+WORKERS = [
+    {"rank": 0, "node": "00", "pid": 100},
+    {"rank": 1, "node": "01", "pid": 101},
+    {"rank": None, "node": "02", "pid": 102},
+]
+
+
+def test_faults_are_injected_in_order_by_step_where_the_run_is() -> None:
+    cluster, handle, display = FakeCluster(), FakeHandle(), Display()
+    handle.advance(step=9, workers=WORKERS, controller_pid=7)
+    text = "add-node@step=4,kill-node@step=2,kill-worker:1@step=5,kill-controller@step=6,thaw-node@step=7"
+    thread = FaultThread(parse_faults(text), cluster, handle, display)
+    thread._run()
+    # The last node carries no rank, so the one before it is struck.
+    assert cluster.log == ["kill-node node-1", "add-node None", "kill-worker 101", "kill-worker 7"]
+    assert display.notes[-1] == "could not inject thaw-node@step=7: no node is frozen"
+
+
+def test_faults_that_are_not_reached_are_left() -> None:
+    handle = FakeHandle()
+    handle.advance(step=3, workers=WORKERS)
+    handle.end("finished")
+    thread = FaultThread(parse_faults("kill-node@step=2,add-node@step=4"), FakeCluster(), handle, Display())
+    thread._run()
+    assert str(thread._plan) == "add-node@step=4"
 
 
 def test_ctrl_c_hands_a_local_cluster_over_with_the_faults_left(
@@ -330,7 +349,7 @@ def test_ctrl_c_follows_on_when_nobody_can_take_over(
     backend.handle = Once()
     backend.play = lambda writer: None  # type: ignore[method-assign]
     assert cli.main(["run", "job.yaml"], backend) == 0
-    assert backend.cluster.log == ["shutdown"]
+    assert backend.cluster.log == ["disconnect", "shutdown"]
     assert "no memory" in capfd.readouterr().err
 
 
@@ -351,7 +370,7 @@ def test_the_local_cluster_is_shut_down_when_the_run_cannot_start(job: Path) -> 
 
     backend = Broken()
     assert cli.main(["run", "job.yaml"], backend) == 100
-    assert backend.cluster.log == ["shutdown"]
+    assert backend.cluster.log == ["disconnect", "shutdown"]
 
 
 def test_watch_of_a_finished_run_tells_its_end(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
