@@ -142,11 +142,12 @@ def _waiting(turn: Turn, stage: Waiting, policy: ScalingPolicy) -> None:
 def _start(turn: Turn, stage: Waiting, policy: ScalingPolicy) -> None:
     state = turn.state
     verdict = policy.start(_facts(state, stage.since, turn.now))
-    if verdict.go:
-        # Nobody begins with a worker that may be dead; its probe has a deadline.
-        if state.suspicion is None:
-            begin(turn, verdict.size, verdict.reason)
+    if verdict.go and state.suspicion is None:
+        begin(turn, verdict.size, verdict.reason)
         return
+    if verdict.go and state.suspicion is not None:
+        # A worker that may be dead is not begun with; its probe has a deadline.
+        verdict = Verdict(False, f"{len(state.suspicion.suspects)} silent workers are being probed")
     limit, again = state.settings.failures.capacity_timeout_s, verdict.again_at
     again = again if again is not None and again > turn.now else None
     if limit is not None and turn.passed(stage.since + limit) and not _enough(state):
