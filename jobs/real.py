@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +12,8 @@ from elastic.core.errors import ElasticError
 from elastic.core.settings import RunSettings
 from jobs.backend import ClusterLike, NodeShape
 from jobs.handle import RunHandle
+
+logger = logging.getLogger(__name__)
 
 
 class RealBackend:
@@ -44,12 +47,14 @@ class RealBackend:
     ) -> RunHandle:
         from elastic.runtime.client import start_run
 
+        _hush_ray()
         handle: RunHandle = start_run(settings, entry_point, config, address, folder)
         return handle
 
     def attach_run(self, run_id: str, address: str) -> RunHandle:
         from elastic.runtime.client import attach
 
+        _hush_ray()
         handle: RunHandle = attach(run_id, address)
         return handle
 
@@ -57,3 +62,15 @@ class RealBackend:
         import ray
 
         ray.shutdown()
+
+
+def _hush_ray() -> None:
+    """Ray prints a raylet's messages to the driver's stdout, in colour, whatever `log_to_driver` says: they would be
+    among the data that somebody parses. They go to the log."""
+    from ray._private import worker
+
+    def log(data: Mapping[str, Any], ignore_prefix: bool = False) -> None:
+        for line in data.get("lines", ()):
+            logger.info("ray: %s", line)
+
+    worker.print_to_stdstream = log
