@@ -1,7 +1,7 @@
 """Any rank of any world size in one process: unmodified DeepSpeed under torch's fake process group.
 
-Run as a program it prints, as JSON, a verdict for every combination below. The fake group is private to torch: it is
-imported here and nowhere else. Its collectives do nothing, so weights are what this rank's model had; layouts are exact.
+Run as a program it writes, as JSON, a verdict for every combination below. The fake group is private to torch: it is
+imported here and nowhere else. Its collectives do nothing: weights are what this rank's model had, layouts are exact.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def join_fake(rank: int, world_size: int) -> None:
 
 
 def content(name: str, numel: int) -> Any:
-    """A value for each element of each parameter, exact in fp32 and bf16 rounding to its own: no two are in one place."""
+    """A value for each element of each parameter, exact in fp32; no two elements have the same."""
     import torch
 
     names = sorted([name for group in GROUPS for name, _ in group] + [FROZEN[0]])
