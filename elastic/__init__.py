@@ -10,14 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from elastic.core.errors import ElasticError, UsageError
+    from elastic.core.settings import FailureSettings
     from elastic.training.api import get_context, initialize, report, state
+    from elastic.runtime.trainer import ElasticTrainer
     from elastic.training.context import Context
 
-__all__ = ["Context", "ElasticError", "UsageError", "get_context", "initialize", "report", "state"]
+__all__ = [
+    "Context", "ElasticError", "ElasticTrainer", "FailureSettings", "UsageError",
+    "get_context", "initialize", "report", "state",
+]  # fmt: skip
 
 _HOMES = {
     "Context": "elastic.training.context",
     "ElasticError": "elastic.core.errors",
+    "ElasticTrainer": "elastic.runtime.trainer",
+    "FailureSettings": "elastic.core.settings",
     "UsageError": "elastic.core.errors",
     "get_context": "elastic.training.api",
     "initialize": "elastic.training.api",

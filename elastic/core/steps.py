@@ -92,6 +92,18 @@ class StepTable:
         furthest = max(self._last.values(), default=0)
         return tuple(rank for rank in range(self._world_size) if self._last.get(rank, 0) < furthest)
 
+    def known(self, step: int) -> None:
+        """The step was completed, as the journal tells: reports of it that come again change nothing."""
+        self._first = False
+        self._mark_done(step)
+
+    def _mark_done(self, step: int) -> None:
+        if not self._is_done(step):
+            self._done.add(step)
+        while self._done_below in self._done:
+            self._done.remove(self._done_below)
+            self._done_below += 1
+
     def _is_done(self, step: int) -> bool:
         return step < self._done_below or step in self._done
 
@@ -99,10 +111,7 @@ class StepTable:
         first, self._first = self._first, False
         by_rank = self._parts.pop(step)
         parts = [by_rank[rank] for rank in sorted(by_rank)]
-        self._done.add(step)
-        while self._done_below in self._done:
-            self._done.remove(self._done_below)
-            self._done_below += 1
+        self._mark_done(step)
         norms = [part.grad_norm for part in parts if part.grad_norm is not None]
         return CompletedStep(
             generation=self.generation,

@@ -28,9 +28,17 @@ logger = logging.getLogger(__name__)
 _MIN_FREE_BYTES = 64 << 20
 
 
+# A worker's heart is a Python thread: an import or a long call into a library may hold it up for this long while the
+# process is well. What it holds up for longer, or what is stopped by a signal, counts as silent.
+_BUSY_S = 10.0
+
+
 @dataclass(frozen=True)
 class Beat:
-    """One node's heartbeat. `ages` are seconds since each worker's own last heartbeat; `gone` are ended processes."""
+    """One node's heartbeat. `ages` are the seconds for which each worker has been silent; `gone` are ended processes.
+
+    The agent vouches for a process that is there and not stopped: its age is 0 until it has missed its beats for long.
+    """
 
     node: str
     ages: dict[int, float]
@@ -98,6 +106,9 @@ class AgentActor:
                 self._heard[worker] = now
                 self._vitals[worker] = message
 
+    def _age(self, worker: int, silent_s: float) -> float:
+        return silent_s if silent_s > _BUSY_S or _is_stopped(self._pids[worker]) else 0.0
+
     def _ended(self, worker: int) -> None:
         self._gone[worker] = f"process {self._pids.get(worker)} on node {self._node[:8]} has ended"
         self._forget(worker)
@@ -116,7 +127,7 @@ class AgentActor:
         while True:
             now = time.monotonic()
             gone = dict(self._gone)
-            ages = {worker: now - heard for worker, heard in self._heard.items()}
+            ages = {worker: self._age(worker, now - heard) for worker, heard in self._heard.items()}
             try:
                 call = self._controller.beat.remote(Beat(self._node, ages, dict(self._vitals), gone))
                 wanted = await asyncio.wait_for(call, 2.0)
@@ -140,3 +151,12 @@ class AgentActor:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         os._exit(0)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a signal or a tracer has stopped the process (states T and t of proc(5))."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
+    except OSError:
+        return False

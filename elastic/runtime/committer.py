@@ -41,10 +41,13 @@ class Committer:
         self._committed: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def add(self, shard: ShardRecord, protect: str | None) -> None:
-        """A shard of the running generation (the caller has fenced it). `protect` is the checkpoint in use."""
+    def add(self, shard: ShardRecord, protect: str | None, newest_step: int) -> None:
+        """A shard of the running generation (the caller has fenced it). `protect` is the checkpoint in use.
+
+        Shards up to `newest_step` (complete already) come again after a restart of the controller and are dropped.
+        """
         name = checkpoint_id(shard.step, shard.generation)
-        if name in self._committed:
+        if name in self._committed or shard.step <= newest_step:
             return
         shards = self._shards.setdefault(name, {})
         self._first_shard.setdefault(name, time.time())

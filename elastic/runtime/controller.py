@@ -165,7 +165,9 @@ class ControllerActor:
             self._fenced += 1
             logger.warning("a shard of generation %d is refused: %d runs", shard.generation, self._state.generation)
             return
-        self._committer.add(shard, self._state.base.id if self._state.base else None)
+        state = self._state
+        newest = max((known.step for known in state.checkpoints if known.id not in state.rejected), default=-1)
+        self._committer.add(shard, state.base.id if state.base else None, newest)
 
     async def _tell_step(self) -> None:
         async with self._stepped:

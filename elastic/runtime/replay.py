@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from elastic.core import actions as act
 from elastic.core import events as ev
 from elastic.core import machine
 from elastic.core.settings import RunSettings
@@ -25,7 +24,6 @@ class Replayed:
     attempt: int
     generation: int
     records: tuple[Record, ...] = ()
-    begun: tuple[act.BeginGeneration, ...] = field(default=())
 
     @classmethod
     def nothing(cls, settings: RunSettings, journal: JournalWriter) -> Replayed:
@@ -35,14 +33,20 @@ class Replayed:
         return cls(state, journal.incarnation, max(numbers, default=0))
 
     def telemetry(self, settings: RunSettings, now: float, record: Callable[[dict[str, Any]], None]) -> Telemetry:
-        """Losses, samples and the running generation, as the journal knows them."""
-        silent = Telemetry(settings, now, lambda _: None)
-        for item in self.records:
-            if item["type"] == "generation" and "first_step" in item:
-                silent.generation_begins(item["number"], item["world_size"], item["first_step"] - 1, item["time"])
-            elif item["type"] == "steps":
-                for step in item["steps"]:
-                    silent.recall(step)
+        """Losses, samples, times and the running generation, as the journal knows them."""
+        silent = Telemetry(settings, self.records[0]["now"] if self.records else now, lambda _: None)
+        state = machine.initial(settings, now)
+        for when, item in _timeline(self.records):
+            if item["type"] == "event":
+                event = ev.from_json(item)
+                state, _ = machine.step(state, event, item["now"])
+                silent.owner(state, when)
+                if isinstance(event, ev.CheckpointCommitted):
+                    silent.time.commit(event.step)
+            elif item["type"] == "generation" and "first_step" in item:
+                silent.generation_begins(item["number"], item["world_size"], item["first_step"] - 1, when)
+            elif item["type"] == "step":
+                silent.recall(item, when)
         silent.write_to(record)
         return silent
 
@@ -58,6 +62,17 @@ def replay(records: Sequence[Record], settings: RunSettings) -> Replayed:
         if record.get("type") == "event":
             state, _ = machine.step(state, ev.from_json(record), record["now"])
     return Replayed(state, int(own[0]["incarnation"]), state.generation, tuple(own))
+
+
+def _timeline(records: Sequence[Record]) -> list[tuple[float, Record]]:
+    """Every record at its own time: steps are written down in bundles, after the events that they came before."""
+    found: list[tuple[float, Record]] = []
+    for record in records:
+        if record["type"] == "steps":
+            found += [(step["time"], {**step, "type": "step"}) for step in record["steps"]]
+        else:
+            found.append((record.get("now", record["time"]), record))
+    return sorted(found, key=lambda item: item[0])
 
 
 def _incarnation(records: Sequence[Record]) -> int:

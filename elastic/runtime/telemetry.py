@@ -86,7 +86,8 @@ class Telemetry:
         self._unwritten.append(
             {
                 "step": done.step, "generation": done.generation, "loss": done.loss, "time": round(now, 3),
-                "duration_s": round(done.duration_s, 5), "samples": done.samples, "positions": done.positions,
+                "duration_s": round(done.duration_s, 5), "data_wait_s": round(done.data_wait_s, 5),
+                "save_stall_s": round(done.save_stall_s, 5), "samples": done.samples, "positions": done.positions,
                 "grad_norm": done.grad_norm, "learning_rates": done.learning_rates, "metrics": dict(metrics),
             }
         )  # fmt: skip
@@ -113,11 +114,13 @@ class Telemetry:
 
     # --- after a restart of the controller ---
 
-    def recall(self, step: Mapping[str, Any]) -> None:
+    def recall(self, step: Mapping[str, Any], when: float) -> None:
         """One finished step as the journal has it."""
         self.step, self.loss = step["step"], step["loss"]
         self.losses[step["step"]] = step["loss"]
         self.samples.add(step["step"], tuple((start, end) for start, end in step["positions"]))
+        self.time.step_done(step["step"], when, step.get("save_stall_s", 0.0), step.get("data_wait_s", 0.0))
+        self.table.known(step["step"])
 
     def write_to(self, record: Callable[[dict[str, Any]], None]) -> None:
         self._record = record
