@@ -3,7 +3,7 @@
 It starts nothing of Ray itself (`cluster.starter` does), so its loop never waits for Ray. It ends the whole cluster
 when its last owner is gone: closed its connection, or died in whatever way. Two things make that complete:
 
-- it adopts every orphan below it (a subreaper), so no process of the cluster can leave its tree;
+- it and the starter adopt every orphan below them (subreapers), so no process of the cluster can leave their tree;
 - the starter watches it in turn, and does the same work if the keeper itself is killed.
 
 Only if both are killed in the same instant is it left to the kernel, which then kills the raylets (PR_SET_PDEATHSIG)

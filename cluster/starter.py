@@ -15,6 +15,7 @@ Every private use of Ray is in this module.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -24,7 +25,7 @@ import signal
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
@@ -49,14 +50,18 @@ _REGISTER_LIMIT_S = 30.0
 _IDLE_AGENT = "/bin/cat"
 _AGENT_OPTION = "--dashboard_agent_command="
 
+_started: list[Any] = []
 _raylets: dict[str | None, Any] = {}
+_out_lock = threading.Lock()
 _start_ray_process: Any = services.start_ray_process
 _get_node: Any = services.get_node
 
 
 def _start_with_idle_agent(command: list[str], *args: Any, **kwargs: Any) -> Any:
     command = [_AGENT_OPTION + _IDLE_AGENT if part.startswith(_AGENT_OPTION) else part for part in command]
-    return _start_ray_process(command, *args, **kwargs)
+    info = _start_ray_process(command, *args, **kwargs)
+    _started.append(info.process)
+    return info
 
 
 def _get_node_soon(gcs_address: str, node_id: str) -> Any:
@@ -111,7 +116,6 @@ def _start_node(request: dict[str, Any], temp_dir: str) -> dict[str, Any]:
     # spawn_reaper asks the kernel to kill the node's processes when the thread that started them ends.
     node = _LeanNode(parameters, head=head, shutdown_at_exit=False, spawn_reaper=True)
     children = [info.process for infos in node.all_processes.values() for info in infos]
-    _started.extend(children)
     return {
         "started": name,
         "node_id": node.node_id,
@@ -119,10 +123,6 @@ def _start_node(request: dict[str, Any], temp_dir: str) -> dict[str, Any]:
         "pids": [child.pid for child in children],
         "address": node.gcs_address,
     }
-
-
-_started: list[Any] = []
-_out_lock = threading.Lock()
 
 
 def _answer(request: dict[str, Any], temp_dir: str, out: IO[str]) -> None:
@@ -137,24 +137,44 @@ def _answer(request: dict[str, Any], temp_dir: str, out: IO[str]) -> None:
         out.flush()
 
 
-def _reap() -> None:
-    """Take notice of raylets that ended, so that they do not stay as zombies."""
+def _reap(starting: bool) -> None:
+    """Take notice of raylets and orphans that ended, so that they do not stay as zombies."""
     for child in list(_started):
         if child.poll() is not None:
             _started.remove(child)
+    # While Ray starts a node it waits for short-lived children of its own; those must be left to it.
+    if not starting and not _started_ended():
+        _reap_any()
+
+
+def _started_ended() -> bool:
+    """Whether the next child to be reaped is one whose exit code somebody wants."""
+    try:
+        child = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return child is not None and any(child.si_pid == started.pid for started in _started)
+
+
+def _reap_any() -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
 
 
 def _serve(source: IO[bytes], out: IO[str], temp_dir: str) -> None:
     # The threads live as long as this process: the kernel's death signal follows the thread, not the process.
     with ThreadPoolExecutor(max_workers=16) as pool:
+        starting: set[Future[None]] = set()
         while True:
             # A timeout, because nothing wakes this when a raylet ends.
             if select.select([source], [], [], 0.05)[0]:
                 line = source.readline()
                 if not line:
                     _stand_in(Path(temp_dir).parent)
-                pool.submit(_answer, json.loads(line), temp_dir, out)
-            _reap()
+                starting.add(pool.submit(_answer, json.loads(line), temp_dir, out))
+            starting = {start for start in starting if not start.done()}
+            _reap(bool(starting))
 
 
 def _stand_in(directory: Path) -> None:
@@ -164,18 +184,13 @@ def _stand_in(directory: Path) -> None:
     def members() -> list[processes.Process]:
         found = processes.table()
         below = processes.descendants([own], found)
-        return [p for p in found.values() if p.pid != own and (p.pid in below or p.session == session)]
+        # The keeper itself may stay as a zombie for as long as its parent likes.
+        return [
+            p for p in found.values() if p.pid != own and not p.zombie and (p.pid in below or p.session == session)
+        ]
 
-    def reap() -> None:
-        try:
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        except ChildProcessError:
-            pass
-
-    processes.adopt_orphans()
     try:
-        processes.kill_all(members, reap, limit_s=10.0)
+        processes.kill_all(members, lambda: None, limit_s=10.0)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
         # Not sys.exit: that waits for node starts which may never end now.
@@ -191,6 +206,8 @@ def main() -> None:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    # As the keeper does, so that orphans are below both: whichever of the two is left can end them.
+    processes.adopt_orphans()
     services.start_ray_process = _start_with_idle_agent
     services.get_node = _get_node_soon
     # Unbuffered, so that select sees what readline has not taken.

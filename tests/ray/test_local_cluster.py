@@ -1,0 +1,298 @@
+"""Real raylets: lost, frozen and brought back; and nothing is left of a cluster, however it ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from cluster import ClusterEnded, ClusterError, LocalCluster, NodeInfo, NodeState, processes
+from cluster.nodes import TAG
+
+pytestmark = pytest.mark.ray
+
+_LIMIT_S = 60.0
+
+
+def wait_until(condition: Callable[[], object], awaited: Callable[[], str]) -> None:
+    deadline = time.monotonic() + _LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {_LIMIT_S:g} s for {awaited()}"
+        time.sleep(0.02)
+
+
+@ray.remote(num_cpus=1, max_restarts=0)
+class Worker:
+    def pid(self) -> int:
+        return os.getpid()
+
+    def tag(self) -> str:
+        return os.environ[TAG]
+
+    def orphan(self) -> int:
+        """Starts a process with nothing to know it by: no parent, no session, no environment of ours."""
+        shell = "setsid sleep 600 >/dev/null 2>&1 & echo $!"
+        return int(subprocess.run(["/bin/sh", "-c", shell], env={}, stdout=subprocess.PIPE, check=True).stdout)
+
+
+def worker_on(node: NodeInfo) -> Any:
+    return Worker.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.node_id, soft=False)).remote()
+
+
+@pytest.fixture
+def connect() -> Iterator[Callable[[LocalCluster], None]]:
+    yield lambda cluster: ray.init(cluster.address, log_to_driver=False)
+    ray.shutdown()
+
+
+class Trace:
+    """What a cluster has on this machine: processes, its directory, files in shared memory."""
+
+    def __init__(self, cluster: LocalCluster, *more_pids: int) -> None:
+        self.directory = cluster.directory
+        found = processes.table()
+        self.pids = {cluster.keeper_pid, *processes.descendants([cluster.keeper_pid], found), *more_pids}
+        self.identities = {found[pid] for pid in self.pids}
+        self.shared = {path for pid in self.pids for path in self._shared_files(pid)}
+
+    @staticmethod
+    def _shared_files(pid: int) -> set[str]:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        paths = {line.split(maxsplit=5)[5] for line in lines if "/dev/shm/" in line}
+        return {path for path in paths if not path.endswith("(deleted)")}
+
+    def left(self) -> list[str]:
+        now = {(p.pid, p.start_ticks) for p in processes.table().values() if not p.zombie}
+        tag = f"{self.directory.name}/"
+        tagged = [pid for pid, _ in now if processes.environment(pid).get(TAG, "").startswith(tag)]
+        old = [p.pid for p in self.identities if (p.pid, p.start_ticks) in now]
+        files = [path for path in (str(self.directory), *self.shared) if os.path.exists(path)]
+        return [*(f"process {pid}" for pid in {*old, *tagged}), *files]
+
+    def wait_until_nothing_is_left(self) -> None:
+        wait_until(lambda: not self.left(), lambda: f"nothing to be left of the cluster; there is {self.left()}")
+
+
+def ray_node(node: NodeInfo) -> dict[str, Any]:
+    return next(entry for entry in ray.nodes() if entry["NodeID"] == node.node_id)
+
+
+def listening_addresses(pids: set[int]) -> set[str]:
+    """Where any of the processes takes TCP connections, as the kernel writes it (hex)."""
+    inodes = set()
+    for pid in pids:
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            target = os.readlink(entry) if entry.is_symlink() else ""
+            inodes.add(target.removeprefix("socket:[").removesuffix("]"))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                found.add(fields[1].partition(":")[0])
+    return found
+
+
+def test_a_cluster_is_what_was_asked_for(connect: Callable[[LocalCluster], None], tmp_path: Path) -> None:
+    current = Path("/tmp/ray/ray_current_cluster")
+    before = current.read_text() if current.exists() else None
+    options: dict[str, Any] = {"cpus_per_node": 3, "gpus_per_node": 2, "resources": {"spot": 1}}
+    with LocalCluster.start(2, **options, labels={"zone": "a"}, logs_to=tmp_path / "logs") as cluster:
+        nodes = cluster.nodes()
+        assert [(node.name, node.head, node.state) for node in nodes] == [
+            ("node-0", True, NodeState.ALIVE),
+            ("node-1", False, NodeState.ALIVE),
+        ]
+        connect(cluster)
+        for node in nodes:
+            entry = ray_node(node)
+            assert entry["Alive"]
+            assert entry["NodeName"] == node.name
+            assert {key: entry["Resources"][key] for key in ("CPU", "GPU", "spot")} == {"CPU": 3, "GPU": 2, "spot": 1}
+            assert entry["Labels"]["zone"] == "a"
+        assert ray.get(worker_on(nodes[1]).tag.remote()) == f"{cluster.directory.name}/node-1/1"
+        trace = Trace(cluster)
+        assert listening_addresses(trace.pids) == {"0100007F", "0000000000000000FFFF00000100007F"}
+        # Nobody's plain ray.init() must find this cluster.
+        assert (current.read_text() if current.exists() else None) == before
+        ray.shutdown()
+    assert trace.left() == []
+    assert list((tmp_path / "logs").glob("raylet*"))
+
+
+def test_a_killed_node_is_gone_at_once_and_can_be_brought_back(connect: Callable[[LocalCluster], None]) -> None:
+    with LocalCluster.start(3, cpus_per_node=1) as cluster:
+        connect(cluster)
+        workers = [worker_on(node) for node in cluster.nodes()]
+        pids = ray.get([worker.pid.remote() for worker in workers])
+        orphan = ray.get(workers[2].orphan.remote())
+        for node, pid in zip(cluster.nodes(), pids, strict=True):
+            assert pid in node.pids
+
+        victim = cluster.node("node-2")
+        killed = cluster.kill_node("node-2")
+        assert killed.state is NodeState.LOST
+        assert {victim.raylet_pid, pids[2], *victim.pids} <= set(killed.pids)
+        alive = {pid for pid in killed.pids if processes.read(pid) is not None}
+        assert alive == set()
+        with pytest.raises(ray.exceptions.RayActorError):
+            ray.get(workers[2].pid.remote(), timeout=_LIMIT_S)
+        assert ray.get([worker.pid.remote() for worker in workers[:2]]) == pids[:2]
+        with pytest.raises(ClusterError, match="node-2 is lost"):
+            cluster.kill_node("node-2")
+
+        back = cluster.add_node()
+        assert (back.name, back.lives, back.state) == ("node-2", 2, NodeState.ALIVE)
+        assert back.node_id != victim.node_id
+        assert ray_node(back)["Alive"]
+        assert ray.get(worker_on(back).pid.remote(), timeout=_LIMIT_S) in cluster.node("node-2").pids
+        trace = Trace(cluster, *({orphan} if processes.read(orphan) else ()))
+        ray.shutdown()
+    assert trace.left() == []
+
+
+def test_a_frozen_node_stands_still_until_it_is_thawed(connect: Callable[[LocalCluster], None]) -> None:
+    with LocalCluster.start(2, cpus_per_node=1) as cluster:
+        connect(cluster)
+        worker = worker_on(cluster.node("node-1"))
+        pid = ray.get(worker.pid.remote())
+        frozen = cluster.freeze_node("node-1")
+        assert pid in frozen.pids
+        states = {process.state for p in frozen.pids if (process := processes.read(p)) is not None}
+        assert states == {"T"}
+        assert cluster.node("node-1").state is NodeState.FROZEN
+        with pytest.raises(ClusterError, match="node-1 is frozen and cannot leave in good order"):
+            cluster.remove_node("node-1")
+        answer = worker.pid.remote()
+        assert ray.wait([answer], timeout=0.5)[0] == []
+        assert cluster.thaw_node("node-1").state is NodeState.ALIVE
+        assert ray.get(answer, timeout=_LIMIT_S) == pid
+        ray.shutdown()
+
+
+def test_single_processes_are_killed_only_if_they_are_the_clusters_own(connect: Callable[[LocalCluster], None]) -> None:
+    with LocalCluster.start(2, cpus_per_node=1) as cluster, LocalCluster.start(1) as other:
+        connect(cluster)
+        worker = worker_on(cluster.node("node-1"))
+        pid = ray.get(worker.pid.remote())
+        raylet = cluster.node("node-1").raylet_pid
+        for foreign in (os.getpid(), cluster.keeper_pid, other.keeper_pid, other.node("node-0").raylet_pid):
+            with pytest.raises(ClusterError, match=f"process {foreign} belongs to no node"):
+                cluster.kill_process(foreign)
+        with pytest.raises(ClusterError, match=f"process {raylet} runs node-1 itself"):
+            cluster.kill_worker(raylet)
+
+        assert cluster.kill_worker(pid).name == "node-1"
+        with pytest.raises(ray.exceptions.RayActorError):
+            ray.get(worker.pid.remote(), timeout=_LIMIT_S)
+        assert cluster.node("node-1").state is NodeState.ALIVE
+
+        assert cluster.kill_process(raylet).name == "node-1"
+        assert cluster.node("node-1").state is NodeState.LOST
+        assert cluster.add_node("node-1").lives == 2
+
+        assert cluster.remove_node("node-1").state is NodeState.LOST
+        wait_until(lambda: sum(node["Alive"] for node in ray.nodes()) <= 2, lambda: "the removed node to leave Ray")
+        # Its neighbour has noticed nothing.
+        assert [node.state for node in other.nodes()] == [NodeState.ALIVE]
+        ray.shutdown()
+
+
+_OWNER = """
+import json, sys
+from cluster import LocalCluster
+cluster = LocalCluster.start(2, cpus_per_node=1)
+print(json.dumps(str(cluster.socket_path)), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def owner() -> Iterator[subprocess.Popen[str]]:
+    """Another process that has started a cluster of two nodes; the first line of its output is the socket's path."""
+    with subprocess.Popen([sys.executable, "-c", _OWNER], stdin=-1, stdout=-1, text=True) as process:
+        yield process
+        process.kill()
+
+
+def _socket_path(owner: subprocess.Popen[str]) -> str:
+    assert owner.stdout is not None
+    path: str = json.loads(owner.stdout.readline())
+    return path
+
+
+def test_a_follower_takes_over_from_a_killed_owner(owner: subprocess.Popen[str]) -> None:
+    follower = LocalCluster.attach(_socket_path(owner))
+    trace = Trace(follower)
+    owner.kill()
+    owner.wait()
+    # The keeper sees the owner's end before it sees this command, which was sent after it.
+    assert [node.state for node in follower.nodes()] == [NodeState.ALIVE] * 2
+    follower.freeze_node("node-1")
+    follower.detach()
+    trace.wait_until_nothing_is_left()
+
+
+def test_nothing_is_left_when_the_owner_is_killed(owner: subprocess.Popen[str]) -> None:
+    watcher = LocalCluster.attach(_socket_path(owner))
+    trace = Trace(watcher)
+    watcher.freeze_node("node-1")
+    watcher.detach()
+    owner.kill()
+    trace.wait_until_nothing_is_left()
+
+
+@pytest.mark.parametrize("victim", ["keeper", "starter"])
+def test_nothing_is_left_when_a_guardian_is_killed(victim: str, connect: Callable[[LocalCluster], None]) -> None:
+    cluster = LocalCluster.start(2, cpus_per_node=1)
+    connect(cluster)
+    worker = worker_on(cluster.node("node-1"))
+    pids = {ray.get(worker.pid.remote()), ray.get(worker.orphan.remote())}
+    trace = Trace(cluster)
+    assert pids <= trace.pids
+    ray.shutdown()
+    cluster.freeze_node("node-1")
+    keeper = cluster.keeper_pid
+    starter = processes.read(cluster.node("node-0").raylet_pid)
+    assert starter is not None
+    os.kill(keeper if victim == "keeper" else starter.ppid, signal.SIGKILL)
+    trace.wait_until_nothing_is_left()
+    with pytest.raises(ClusterEnded):
+        cluster.nodes()
+    cluster.shutdown()
+
+
+def test_what_both_guardians_leave_is_cleared_by_the_next_cluster(connect: Callable[[LocalCluster], None]) -> None:
+    cluster = LocalCluster.start(2, cpus_per_node=1)
+    connect(cluster)
+    ray.get(worker_on(cluster.node("node-1")).pid.remote())
+    trace = Trace(cluster)
+    ray.shutdown()
+    cluster.freeze_node("node-1")
+    starter = processes.read(cluster.node("node-0").raylet_pid)
+    assert starter is not None
+    # Stopped first, so that neither sees the other die.
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in (starter.ppid, cluster.keeper_pid):
+            os.kill(pid, number)
+    cluster.shutdown()
+    with LocalCluster.start(1):
+        trace.wait_until_nothing_is_left()
+
+
+def test_a_cluster_that_cannot_start_says_why_and_leaves_nothing(tmp_path: Path) -> None:
+    environment = {"CUDA_VISIBLE_DEVICES": "", "A_TEST": str(tmp_path)}
+    with pytest.raises(ClusterError, match=r"node-0 did not start: .*1 GPU, but CUDA_VISIBLE_DEVICES"):
+        LocalCluster.start(1, gpus_per_node=1, environment=environment)
+    left = [p.pid for p in processes.table().values() if processes.environment(p.pid).get("A_TEST") == str(tmp_path)]
+    assert left == []
