@@ -135,7 +135,7 @@ def _attempts(records: Sequence[Record]) -> list[list[Record]]:
 
 def _run(records: Sequence[Record], attempt: Sequence[Record]) -> Json:
     """What is known of the run: its last attempt's own words, and its last step where it did not come to speak."""
-    steps = [step for record in _of(records, "steps") for step in record.get("steps") or ()]
+    steps = _steps_of(records)
     last = {key: steps[-1].get(key) for key in ("step", "loss")} if steps else {}
     names = {"run_id": _merged(_of(records, "run")).get("run_id")}
     return {**names, **last, **_merged(_of(attempt, "run"))}
@@ -173,8 +173,20 @@ def _latest(records: Iterable[Record], key: str) -> list[Json]:
 
 
 def _generations(records: Sequence[Record]) -> list[Json]:
-    keys = ("number", "world_size", "first_step", "last_step")
-    return [{key: merged.get(key) for key in keys} for merged in _latest(_of(records, "generation"), "number")]
+    """A generation that was cut short has not said which step was its last; its steps have."""
+    last: dict[Any, int] = {}
+    for step in _steps_of(records):
+        last[step.get("generation")] = max(int(step["step"]), last.get(step.get("generation"), 0))
+    keys = ("number", "world_size", "first_step")
+    return [
+        {**{key: merged.get(key) for key in keys}, "last_step": merged.get("last_step", last.get(merged.get("number")))}
+        for merged in _latest(_of(records, "generation"), "number")
+    ]
+
+
+def _steps_of(records: Iterable[Record]) -> list[Record]:
+    """Finished steps, in the order in which they were written down."""
+    return [step for record in _of(records, "steps") for step in record.get("steps") or () if "step" in step]
 
 
 def _checkpoints(records: Sequence[Record]) -> list[Json]:

@@ -82,6 +82,15 @@ def test_the_last_step_speaks_for_a_run_that_cannot() -> None:
     assert (summary["steps"], summary["final_loss"], summary["status"]) == (7, 1.5, "running")
 
 
+def test_a_generation_that_was_cut_short_ends_with_its_last_finished_step() -> None:
+    records = [
+        {"type": "generation", "number": 1, "world_size": 4, "first_step": 1},
+        {"type": "steps", "steps": [{"step": 1, "generation": 1}, {"step": 2, "generation": 1}]},
+        {"type": "generation", "number": 2, "world_size": 3, "first_step": 3},
+    ]
+    assert [g["last_step"] for g in summarize(records)["generations"]] == [2, None]
+
+
 def test_lost_in_words() -> None:
     assert lost({"lost_workers": [1, 3]}) == "workers 1, 3"
     assert lost({"lost": "node x"}) == "node x"
