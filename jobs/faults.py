@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -33,6 +34,8 @@ class FaultThread:
         self._handle = handle
         self._display = display
         self._leave = threading.Event()
+        # What was done, for the summary: the fault, the node, and the wall clock at which it began.
+        self.injected: list[dict[str, Any]] = []
         self._thread = threading.Thread(target=self._run, name="faults", daemon=True)
 
     def start(self) -> None:
@@ -53,7 +56,10 @@ class FaultThread:
     def _inject(self) -> str:
         fault, self._plan = self._plan.faults[0], Chaos(self._plan.faults[1:])
         try:
-            return f"injected {fault}: {self._injector.apply(fault).name}"
+            at = time.time()
+            node = self._injector.apply(fault).name
+            self.injected.append({"fault": str(fault), "node": node, "at": round(at, 4)})
+            return f"injected {fault}: {node}"
         except ClusterError as error:
             # Not silent, and no end of the run that it was meant to test.
             return f"could not inject {fault}: {error}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from elastic.core.errors import ElasticError, UsageError
 from elastic.core.state import USER_CODE_FAILED
 from elastic.observe.journal import JournalReader
 from elastic.observe.report import report
-from elastic.observe.summary import summarize
+from elastic.observe.summary import summarize, with_faults
 from elastic.observe.text import finite
 from jobs.display import Display
 from jobs.exit_codes import exit_code
@@ -33,9 +33,16 @@ def follow(handle: RunHandle, display: Display) -> Mapping[str, Any]:
             return result
 
 
-def conclude(run_id: str, storage_url: str, result: Mapping[str, Any], summary_file: str | None, as_json: bool) -> int:
+def conclude(
+    run_id: str,
+    storage_url: str,
+    result: Mapping[str, Any],
+    summary_file: str | None,
+    as_json: bool,
+    faults: Sequence[Mapping[str, Any]] = (),
+) -> int:
     """Writes the summary file and prints the report; returns the exit code of the result's status."""
-    summary = read_summary(run_id, storage_url, result)
+    summary = with_faults(read_summary(run_id, storage_url, result), faults)
     if summary_file:
         write_summary(summary_file, summary)
     say_why(result, summary)

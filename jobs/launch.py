@@ -106,13 +106,15 @@ def own(plan: Launch, cluster: ClusterLike, handle: RunHandle, folder: RunFolder
                 rest = replace(plan, chaos=str(faults.stop()) or None)
                 if _hand_over(rest, cluster, folder):
                     return NOT_FINISHED, True
-                faults = FaultThread(parse_faults(rest.chaos), cluster, handle, display)
+                injected, faults = faults.injected, FaultThread(parse_faults(rest.chaos), cluster, handle, display)
+                faults.injected = injected
                 faults.start()
     finally:
         display.close()
     faults.stop()
     forget_live(folder)
-    return conclude(folder.run_id, folder.url, result, plan.summary_file, plan.as_json), False
+    code = conclude(folder.run_id, folder.url, result, plan.summary_file, plan.as_json, faults.injected)
+    return code, False
 
 
 def _hand_over(plan: Launch, cluster: ClusterLike, folder: RunFolder) -> bool:

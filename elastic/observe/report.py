@@ -49,7 +49,9 @@ def _incidents(summary: Summary) -> list[str]:
 
 
 def _incident(incident: Mapping[str, Any], began: float | None) -> dict[str, str]:
-    seconds, at = incident.get("seconds") or {}, incident.get("at")
+    # The fault itself is the better beginning, where it is known.
+    seconds = incident.get("seconds_from_fault") or incident.get("seconds") or {}
+    at = incident.get("at")
     return {
         "incident": clean(incident.get("kind", "")),
         "lost": clean(incident.get("lost") or "-"),

@@ -88,6 +88,25 @@ def incident_seconds(record: Record) -> dict[str, float | None]:
     }
 
 
+def with_faults(summary: Mapping[str, Any], faults: Sequence[Mapping[str, Any]]) -> Json:
+    """The summary beside the faults {"fault", "node", "at"} that were injected from outside: each unplanned incident
+    that follows one gets `seconds_from_fault`, measured from the fault itself and not from its first symptom."""
+    incidents = [_with_fault(incident, faults, summary["incidents"]) for incident in summary["incidents"]]
+    return {**summary, "incidents": incidents, "faults": [dict(fault) for fault in faults]}
+
+
+def _with_fault(incident: Json, faults: Sequence[Mapping[str, Any]], incidents: Sequence[Json]) -> Json:
+    at = incident["at"]
+    # The one before it: a fault that has its own incident already did not cause this one.
+    earlier = max((i["at"] for i in incidents if at and i["at"] and i["at"] < at), default=0.0)
+    causes = [fault for fault in faults if at is not None and earlier < fault["at"] <= at]
+    if incident["planned"] or not causes:
+        return incident
+    shift = at - causes[0]["at"]
+    seconds = {name: None if s is None else round(s + shift, 4) for name, s in incident["seconds"].items()}
+    return {**incident, "fault": causes[0]["fault"], "seconds_from_fault": seconds}
+
+
 def lost(record: Record) -> str:
     """In words: "node 3f2a (worker 2)", "worker 1", or "" for nothing."""
     if isinstance(record.get("lost"), str):

@@ -7,7 +7,7 @@ import json
 from sample_journal import INCIDENT, journal
 
 from elastic.observe.report import report
-from elastic.observe.summary import lost, summarize
+from elastic.observe.summary import lost, summarize, with_faults
 from elastic.observe.text import duration, size
 
 
@@ -89,6 +89,22 @@ def test_a_generation_that_was_cut_short_ends_with_its_last_finished_step() -> N
         {"type": "generation", "number": 2, "world_size": 3, "first_step": 3},
     ]
     assert [g["last_step"] for g in summarize(records)["generations"]] == [2, None]
+
+
+def test_an_incident_is_timed_from_the_fault_that_was_injected() -> None:
+    faults = [
+        {"fault": "kill-node@step=40", "node": "node-3", "at": 109.5},
+        {"fault": "add-node@step=80", "node": "node-3", "at": 140.0},
+    ]
+    summary = with_faults(summarize(journal()), faults)
+    (incident,) = summary["incidents"]
+    assert incident["fault"] == "kill-node@step=40"
+    assert incident["seconds_from_fault"]["detected"] == 0.75
+    assert incident["seconds_from_fault"]["first_step"] == 2.5
+    assert "0.75 s" in "\n".join(report(summary))
+    assert summary["faults"] == faults
+    later = with_faults(summarize(journal()), faults[1:])
+    assert "fault" not in later["incidents"][0]
 
 
 def test_lost_in_words() -> None:
