@@ -177,15 +177,14 @@ class WorkerActor:
 
     def _import(self) -> None:
         """What takes seconds, before the controller counts on this worker."""
-        import deepspeed
-
         import elastic
         from elastic.checkpoint.storage import CheckpointStore
         from elastic.checkpoint.writer import BackgroundWriter
         from elastic.runtime import member
-        from elastic.training import api, loop
+        from elastic.training import api, cleanup, loop
 
-        logger.debug("imported %s", (deepspeed, elastic, api, loop, member))
+        logger.debug("imported %s", (elastic, api, loop, member))
+        cleanup.warm_up()
         failures = self._settings.failures
         self._store = CheckpointStore(self._settings.checkpoint.url, self._settings.run_id)
         self._writer = BackgroundWriter(
