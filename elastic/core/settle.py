@@ -63,7 +63,7 @@ def next_deadline(state: RunState, policy: ScalingPolicy | None = None) -> float
         elif failures.capacity_timeout_s is not None and not _enough(state):
             times.append(stage.since + failures.capacity_timeout_s)
         times += [stage.again_at] if stage.again_at is not None else []
-    if _missing_slots(state) and state.slots_not_before:
+    if state.slots_not_before and not isinstance(stage, Finished):
         times.append(state.slots_not_before)
     return min(times, default=None)
 
@@ -95,7 +95,9 @@ def _starts(turn: Turn, policy: ScalingPolicy) -> None:
 
 def _slots(turn: Turn, policy: ScalingPolicy) -> None:
     """Keep asking for as many slots as the run may use; a pending slot is the demand that an autoscaler sees."""
-    if turn.now >= turn.state.slots_not_before:
+    if turn.state.slots_not_before and turn.passed(turn.state.slots_not_before):
+        turn.set(slots_not_before=0.0)
+    if not turn.state.slots_not_before:
         for _ in range(_missing_slots(turn.state)):
             turn.request_slot()
 

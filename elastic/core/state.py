@@ -180,7 +180,7 @@ class RunState:
     incident: Incident | None = None
     incidents: int = 0
     storage_failing: bool = False
-    # Requests for slots are held back until then, after slots that failed.
+    # Requests for slots are held back until then, after slots that failed; 0: they are not.
     slots_not_before: float = 0.0
     # The run's last step, once every member has done it: when a checkpoint covers it, there is nothing left to do.
     done_step: int | None = None

@@ -1,0 +1,1 @@
+"""A simulated world that drives the rules of a run through failures, seeded and exactly repeatable."""

@@ -1,0 +1,126 @@
+"""Simulated cluster and storage: where slots and checkpoints come from, and how they fail."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from elastic.core import events as ev
+from simulation.processes import Group, Node, Process
+
+if TYPE_CHECKING:
+    from simulation.world import World
+
+
+class Cluster:
+    """One slot per node. A frozen node is still handed out: nobody has noticed yet."""
+
+    def __init__(self, world: World, nodes: int) -> None:
+        self.world = world
+        self.nodes = [Node(f"n{i}") for i in range(nodes)]
+        self.names = nodes
+        self.pending: list[int] = []
+        self.placed: dict[int, Node] = {}
+        self.requested: set[int] = set()
+        self.released: set[int] = set()
+        self.processes: dict[int, Process] = {}
+
+    def request(self, slot: int) -> None:
+        if slot in self.placed:
+            self.world.tell(ev.SlotPlaced(slot, self.placed[slot].name), 0.1)
+        elif slot in self.released:
+            self.world.tell(ev.SlotLost(slot, "its group is gone"), 0.1)
+        elif slot not in self.pending:
+            self.requested.add(slot)
+            self.pending.append(slot)
+            self.world.clock.after(self.world.rng.uniform(*self.world.place_s), self.place)
+
+    def place(self) -> None:
+        free = [node for node in self.nodes if node.alive and node.slot is None]
+        while self.pending and free:
+            slot = self.pending.pop(0)
+            if self.world.slot_fails():
+                self.released.add(slot)
+                self.world.tell(ev.SlotLost(slot, "the group could not be created"), 0.05)
+                continue
+            node = free.pop(self.world.rng.randrange(len(free)))
+            node.slot, self.placed[slot] = slot, node
+            self.world.tell(ev.SlotPlaced(slot, node.name), self.world.rng.uniform(0.01, 0.3))
+
+    def release(self, slot: int) -> None:
+        self.released.add(slot)
+        if slot in self.pending:
+            self.pending.remove(slot)
+        node = self.placed.pop(slot, None)
+        if node is None:
+            return
+        for process in self.processes.values():
+            if process.slot == slot and process.alive:
+                self.kill(process)
+        node.slot = None
+        self.world.clock.after(self.world.rng.uniform(0.0, 0.5), self.place)
+
+    def start(self, worker: int, slot: int) -> None:
+        known = self.processes.get(worker)
+        if known is not None:
+            known.repeat("WorkerReady") if known.alive else self.world.tell(ev.WorkerStartFailed(worker, "gone"), 0.1)
+            return
+        assert slot not in self.released, f"worker {worker} was started in slot {slot}, which was given back"
+        node = self.placed.get(slot)
+        if node is None:
+            return
+        process = self.processes[worker] = Process(self.world, worker, slot, node)
+        if not node.alive or (node.lemon and self.world.rng.random() < self.world.plan.lemon_rate):
+            process.alive = False
+            self.world.tell(ev.WorkerStartFailed(worker, "it did not start"), self.world.rng.uniform(0.1, 1.0))
+        else:
+            process.act(self.world.rng.uniform(0.2, 2.0), process.ready)
+
+    def kill(self, process: Process) -> None:
+        """The controller's kill does not reach a frozen process: it wakes up later, a zombie."""
+        if process.frozen and self.world.rng.random() < 0.5:
+            return
+        process.die()
+
+    def lose(self, node: Node) -> list[Process]:
+        """The node is gone with everything on it; its workers."""
+        node.alive = False
+        victims = [process for process in self.processes.values() if process.node is node and process.alive]
+        for process in victims:
+            process.die()
+        return victims
+
+    def add(self) -> None:
+        self.names += 1
+        self.nodes.append(Node(f"n{self.names - 1}"))
+        self.place()
+
+
+class Storage:
+    """Checkpoints of whole groups. `down`: writes fail and are retried."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.down = False
+        self.corrupt: set[str] = set()
+        self.committed: list[tuple[str, int]] = list(world.plan.earlier)
+        self.corrupt |= {name for name, _ in self.committed[:-1] if world.corrupts(len(self.committed))}
+
+    def save(self, group: Group) -> None:
+        self.world.clock.after(self.world.rng.uniform(0.2, 1.5), self._commit, group, group.step, 0)
+
+    def _commit(self, group: Group, step: int, tries: int) -> None:
+        # A part that died with its process, or that a controller forgot, never becomes a checkpoint.
+        if any(not member.alive for member in group.members) or self.world.loses_commit(step):
+            return
+        if self.down or any(member.frozen for member in group.members):
+            if self.down:
+                self.world.tell(ev.SaveFailing(step, "503 slow down", 1.0), 0.05)
+            if tries < 400:
+                self.world.clock.after(1.0, self._commit, group, step, tries + 1)
+            return
+        name = f"{step:06d}-{group.number}"
+        if (name, step) not in self.committed:
+            self.committed.append((name, step))
+            if self.world.corrupts(len(self.committed)):
+                self.corrupt.add(name)
+        self.world.tell(ev.CheckpointCommitted(name, step, group.number), self.world.rng.uniform(0.01, 0.3))

@@ -1,0 +1,149 @@
+"""The simulated controller: journal, state machine and executor, as the real one has them, without any actor."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from elastic.core import actions as act
+from elastic.core import events as ev
+from elastic.core import machine
+from elastic.core.settings import RunSettings
+from elastic.core.state import Finished, RunState
+from simulation.invariants import Invariants
+from simulation.processes import Group
+
+if TYPE_CHECKING:
+    from simulation.world import World
+
+
+class Controller:
+    def __init__(self, world: World, settings: RunSettings) -> None:
+        self.world, self.settings = world, settings
+        self.began = world.clock.now
+        self.state: RunState = machine.initial(settings, self.began)
+        self.journal: list[tuple[ev.Event, float]] = []
+        self.history: list[act.Action] = []
+        self.invariants = Invariants(world)
+        self.up, self.incarnation, self.finished = True, 1, False
+        self.waiting: list[ev.Event] = []
+        self.tick_at: float | None = None
+        self.crash_after: int | None = None
+        self.groups: dict[int, Group] = {}
+
+    # --- events ---
+
+    def deliver(self, event: ev.Event) -> None:
+        if self.up:
+            self.handle(event)
+        else:
+            self.waiting.append(event)
+
+    def handle(self, event: ev.Event) -> None:
+        """Journal, decide, act: a crash may come between any two of them."""
+        if self.finished:
+            return
+        now, before = self.world.clock.now, self.state
+        self.journal.append((event, now))
+        self.state, actions = machine.step(before, event, now)
+        self.history.extend(actions)
+        self.invariants.check(before, event, now, self.state, actions)
+        performed = actions
+        if self.crash_after is not None:
+            performed, self.crash_after = actions[: self.crash_after], None
+            self._crash()
+        for action in performed:
+            self.perform(action)
+        if self.up:
+            self._plan_tick()
+            if type(before.stage) is not type(self.state.stage):
+                self.world.stage_entered(type(self.state.stage).__name__)
+
+    def _plan_tick(self) -> None:
+        deadline = machine.next_deadline(self.state, machine.DEFAULT_POLICY)
+        if deadline is not None and deadline != self.tick_at:
+            self.world.clock.at(deadline, self._tick, deadline)
+        self.tick_at = deadline
+
+    def _tick(self, deadline: float) -> None:
+        if self.up and deadline == self.tick_at:
+            self.tick_at = None
+            self.handle(ev.Tick())
+
+    # --- restarts ---
+
+    def crash(self, down_s: float, actions: int | None = None) -> None:
+        """End the controller now, or in the middle of its next turn, after it has performed `actions` actions."""
+        if not self.up or self.finished:
+            return
+        self.down_s = down_s
+        if actions is not None:
+            self.crash_after = actions
+        else:
+            self._crash()
+
+    def _crash(self) -> None:
+        self.up, self.tick_at = False, None
+        self.world.seen(f"controller restart in {type(self.state.stage).__name__}")
+        self.world.clock.after(self.down_s, self._restart)
+
+    def _restart(self) -> None:
+        replayed = machine.initial(self.settings, self.began)
+        for event, now in self.journal:
+            replayed, _ = machine.step(replayed, event, now)
+        assert replayed == self.state, "the journal does not lead to the state that the controller had"
+        self.state, self.up = replayed, True
+        self.incarnation += 1
+        self.world.reattach(self.state)
+        self.handle(ev.ControllerRestarted(self.incarnation))
+        waiting, self.waiting = self.waiting, []
+        for event in waiting:
+            self.deliver(event)
+
+    # --- actions ---
+
+    def perform(self, action: act.Action) -> None:
+        world, cluster = self.world, self.world.cluster
+        match action:
+            case act.RequestSlot():
+                cluster.request(action.slot)
+            case act.ReleaseSlot():
+                cluster.release(action.slot)
+            case act.StartWorker():
+                cluster.start(action.worker, action.slot)
+            case act.KillWorker():
+                if action.worker in cluster.processes:
+                    cluster.kill(cluster.processes[action.worker])
+            case act.BeginGeneration():
+                self._begin(action)
+            case act.EndGeneration():
+                for worker in action.workers:
+                    world.ask(worker, "end", action.generation)
+            case act.Probe():
+                for worker in action.workers:
+                    world.probe(worker)
+            case act.AskHold():
+                for worker in action.workers:
+                    world.ask(worker, "ask_hold", action.generation)
+            case act.ConfirmHold():
+                for worker in action.workers:
+                    world.ask(worker, "confirm_hold", action.generation, action.step)
+            case act.FinishRun():
+                self.finished = True
+                for slot in [*cluster.pending, *cluster.placed]:
+                    cluster.release(slot)
+            case _:
+                pass
+
+    def _begin(self, action: act.BeginGeneration) -> None:
+        group = self.groups.get(action.generation)
+        if group is None:
+            members = [self.world.cluster.processes[worker] for worker in action.members]
+            group = Group(self.world, action.generation, members, action.checkpoint, action.step)
+            self.groups[action.generation] = group
+            self.world.watch(group)
+        for worker in action.members:
+            self.world.ask(worker, "begin", group)
+
+    @property
+    def over(self) -> bool:
+        return self.finished and isinstance(self.state.stage, Finished)

@@ -1,0 +1,147 @@
+"""What goes wrong in a simulated run: a plan drawn from a seed, plain data that can be printed and shrunk by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+
+from elastic.core.settings import CheckpointSettings, FailureSettings, RunSettings, ScalingSettings
+
+# Kind: how often, relative to the others; how long it lasts (None: for ever) for kinds that end by themselves.
+_KINDS: dict[str, tuple[float, tuple[float, float] | None]] = {
+    "kill_node": (4, (1.0, 40.0)),
+    "freeze_node": (3, (0.5, 30.0)),
+    "freeze_worker": (2, (0.5, 30.0)),
+    "kill_worker": (4, None),
+    "hang_worker": (2, None),
+    "stubborn_worker": (1, None),
+    "false_alarm": (3, None),
+    "break_group": (3, None),
+    "storage_down": (2, (1.0, 25.0)),
+    "lemon": (1, None),
+    "crash_controller": (3, (0.2, 12.0)),
+    "add_node": (2, None),
+    "nonsense": (2, None),
+}
+_STAGES = ("Waiting", "Joining", "Training", "Pausing", "Ending", "Closing")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """At `time` seconds after the start, or after the first entry into `stage`. `arg` in [0, 1) picks the victim."""
+
+    kind: str
+    time: float
+    arg: float
+    lasts_s: float = 0.0
+    stage: str = ""
+
+
+@dataclass
+class Plan:
+    """`liveness` plans leave a run no reason to end other than reaching its end."""
+
+    settings: RunSettings
+    faults: tuple[Fault, ...]
+    nodes: int
+    max_steps: int
+    step_s: float
+    save_every: int
+    liveness: bool
+    horizon_s: float
+    patience_s: float = 2000.0
+    place_s: tuple[float, float] = (0.1, 2.0)
+    recovers: bool = True
+    returns_early: bool = False
+    usage: bool = False
+    bugs: list[int] = field(default_factory=list)
+    bugs_stay: bool = False
+    slot_failures: float = 0.0
+    lost_commits: float = 0.0
+    corruption: float = 0.0
+    lemon_rate: float = 0.4
+    # A run that is resumed: its checkpoints (id, step) and the last generation of the attempt before.
+    earlier: tuple[tuple[str, int], ...] = ()
+    earlier_generation: int = 0
+
+
+def draw(seed: int) -> Plan:
+    """The plan of one seed."""
+    rng = Random(f"plan {seed}")
+    liveness = rng.random() < 0.6
+    scaling = _scaling(rng)
+    horizon = rng.uniform(20, 90)
+    faults = [_fault(rng, horizon) for _ in range(rng.choice((1, 2, 3, 5, 8, 13)))]
+    plan = Plan(
+        settings=RunSettings(
+            f"run-{seed}", scaling=scaling, checkpoint=CheckpointSettings(), failures=_failures(rng, liveness)
+        ),
+        faults=tuple(faults),
+        nodes=rng.randint(scaling.min_slots, scaling.max_slots + 1),
+        max_steps=rng.randint(5, 50),
+        step_s=rng.choice((0.2, 1.0, 2.0)),
+        save_every=rng.choice((3, 10, 1000)),
+        liveness=liveness,
+        horizon_s=horizon,
+        slot_failures=rng.choice((0.0, 0.0, 0.2)),
+        lost_commits=rng.choice((0.0, 0.0, 0.2)),
+        corruption=rng.choice((0.0, 0.0, 0.3)),
+    )
+    if liveness and rng.random() < 0.2:
+        plan.bugs = [rng.randint(1, plan.max_steps)]
+    if rng.random() < 0.3:
+        # One failure that is aimed at a stage, so that short stages are hit in many runs, too.
+        kind = rng.choice(("kill_node", "kill_worker", "freeze_node", "crash_controller"))
+        plan.faults += (Fault(kind, rng.choice((0.0, 0.1, 0.6)), rng.random(), 3.0, rng.choice(_STAGES)),)
+    if rng.random() < 0.1:
+        # The same trouble again and again, with nobody lost.
+        plan.faults += tuple(Fault("break_group", 0.1, rng.random(), stage="Training") for _ in range(3))
+    if rng.random() < 0.2:
+        steps = sorted({rng.randint(0, plan.max_steps) for _ in range(3)}, reverse=True)
+        plan.earlier_generation = rng.randint(1, 9)
+        plan.earlier = tuple((f"{step:06d}-{plan.earlier_generation}", step) for step in steps)
+    if not liveness:
+        _ends(rng, plan)
+    return plan
+
+
+def _ends(rng: Random, plan: Plan) -> None:
+    """Reasons for a run to end before its end."""
+    if rng.random() < 0.3:
+        plan.faults += (Fault("stop", rng.uniform(0, plan.horizon_s), 0.0, stage=rng.choice(("", *_STAGES))),)
+    if rng.random() < 0.3:
+        plan.bugs, plan.bugs_stay = [rng.randint(1, plan.max_steps)], rng.random() < 0.6
+        plan.usage = rng.random() < 0.2
+    plan.recovers = rng.random() < 0.6 or plan.settings.failures.capacity_timeout_s is None
+    plan.lemon_rate = 0.95
+    plan.returns_early = rng.random() < 0.1
+    plan.corruption = rng.choice((0.0, 0.3, 1.0))
+
+
+def _scaling(rng: Random) -> ScalingSettings:
+    per_slot = rng.choice((1, 1, 1, 2, 3))
+    slots = rng.randint(1, 5)
+    low = rng.randint(1, slots * per_slot)
+    return ScalingSettings(low, slots * per_slot, per_slot, gather_s=rng.choice((0.0, 2.0, 5.0)))
+
+
+def _failures(rng: Random, liveness: bool) -> FailureSettings:
+    return FailureSettings(
+        hang_floor_s=10.0, join_timeout_s=20.0, worker_start_timeout_s=15.0, drain_timeout_s=rng.choice((5.0, 20.0)),
+        abort_timeout_s=rng.choice((1.0, 3.0)), retry_backoff_limit_s=10.0,
+        storage_timeout_s=300.0 if liveness else rng.choice((10.0, 60.0)),
+        user_error_retries=10**6 if liveness else rng.choice((0, 1, 2)),
+        crash_streak=10**6 if liveness else rng.choice((0, 2, 5)),
+        startup_retries=5 if liveness else rng.choice((0, 1, 3)),
+        capacity_timeout_s=None if liveness else rng.choice((None, 10.0, 60.0)),
+    )  # fmt: skip
+
+
+def _fault(rng: Random, horizon: float) -> Fault:
+    kinds = tuple(_KINDS)
+    kind = rng.choices(kinds, [_KINDS[k][0] for k in kinds])[0]
+    span = _KINDS[kind][1]
+    lasts = rng.uniform(*span) if span and rng.random() < 0.8 else (span[1] if span else 0.0)
+    if rng.random() < 0.35:
+        return Fault(kind, rng.choice((0.0, 0.1, 1.0)) * rng.random(), rng.random(), lasts, rng.choice(_STAGES))
+    return Fault(kind, rng.uniform(0, horizon), rng.random(), lasts)

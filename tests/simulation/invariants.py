@@ -1,0 +1,226 @@
+"""What must hold after every event, whatever happens. Each rule says what it protects."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from elastic.core import actions as act
+from elastic.core import events as ev
+from elastic.core import machine
+from elastic.core.state import (
+    FINISHED,
+    STOPPED,
+    Closing,
+    Ending,
+    Finished,
+    Joining,
+    Pausing,
+    RunState,
+    SlotPhase,
+    Training,
+    Waiting,
+    WorkerPhase,
+)
+
+if TYPE_CHECKING:
+    from simulation.controller import Controller
+    from simulation.world import World
+
+
+class Invariants:
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.requested: set[int] = set()
+        self.released: set[int] = set()
+        self.started: set[int] = set()
+        self.begun: set[int] = set()
+        self.closed: set[int] = set()
+        self.finishes = 0
+
+    def check(
+        self, before: RunState, event: ev.Event, now: float, after: RunState, actions: tuple[act.Action, ...]
+    ) -> None:
+        """Raises AssertionError with the rule that was broken."""
+        self._fencing(before, event, after, actions)
+        self._monotone(before, after)
+        again = isinstance(event, ev.ControllerRestarted)
+        for action in actions:
+            self._action(before, after, action, again)
+        if isinstance(after.stage, Ending) and not isinstance(before.stage, Ending):
+            told = {w for action in actions if isinstance(action, act.EndGeneration) for w in action.workers}
+            assert told >= set(after.members_inside), "a member was not told that its generation ends"
+        if after is not before:
+            self._members(after)
+            self._slots(after)
+            self._budgets(after)
+            self._incidents(before, after)
+        self._waits_for_something(after)
+        if isinstance(event, ev.Tick):
+            deadline = machine.next_deadline(after, machine.DEFAULT_POLICY)
+            assert deadline is None or deadline > now, f"the clock would spin: next tick {deadline}, now {now}"
+        self._remember(before, after, event, actions)
+
+    # --- the rules ---
+
+    def _fencing(self, before: RunState, event: ev.Event, after: RunState, actions: tuple[act.Action, ...]) -> None:
+        """A message of another generation, or of one that is over, or of a stranger to it, changes nothing at all."""
+        generation, worker = getattr(event, "generation", None), getattr(event, "worker", None)
+        if generation is None:
+            return
+        over = not isinstance(before.stage, Joining | Training | Pausing | Ending)
+        stranger = worker is not None and worker not in before.members
+        if generation != before.generation or over:
+            assert after is before, "a fenced message changed the state"
+            assert not actions, "a fenced message caused actions"
+        elif stranger:
+            assert after == before, "a stranger's message changed the state"
+            assert not actions, "a stranger's message caused actions"
+
+    def _monotone(self, before: RunState, after: RunState) -> None:
+        """Numbers of generations, slots and workers are used once; what was reached stays reached."""
+        if before.next_slot:
+            assert after.generation in (before.generation, before.generation + 1)
+        assert after.furthest_step >= before.furthest_step, "the furthest step went back"
+        assert after.next_slot >= before.next_slot
+        assert after.next_worker >= before.next_worker
+        assert after.incidents - before.incidents in (0, 1, 2)
+        assert set(before.rejected) <= set(after.rejected)
+
+    def _action(self, before: RunState, after: RunState, action: act.Action, again: bool) -> None:
+        if isinstance(action, act.RequestSlot):
+            assert again or action.slot not in self.requested, "a slot was requested twice"
+            self.requested.add(action.slot)
+        elif isinstance(action, act.ReleaseSlot):
+            assert action.slot in self.requested, "a slot was released that was never asked for"
+            assert action.slot not in self.released, "a slot was released twice"
+            self.released.add(action.slot)
+        elif isinstance(action, act.StartWorker):
+            assert again or action.worker not in self.started, "a worker was started twice"
+            assert action.slot not in self.released, "a worker was started in a slot that is gone"
+            self.started.add(action.worker)
+        elif isinstance(action, act.BeginGeneration):
+            self._begin(before, after, action, again)
+        elif isinstance(action, act.ConfirmHold):
+            promises = [self.world.cluster.processes[worker].hold_at or 0 for worker in action.workers]
+            assert action.step >= max(promises, default=0), "a member is asked to stop where it may not be any more"
+        elif isinstance(action, act.CloseIncident):
+            assert action.incident.id not in self.closed, "an incident was closed twice"
+            self.closed.add(action.incident.id)
+            times = [action.incident.times[key] for key in ("detected", "decided", "first_step") if key in
+                     action.incident.times]  # fmt: skip
+            assert times == sorted(times), f"an incident's times are out of order: {action.incident.times}"
+            self.world.seen(f"incident {action.incident.kind}")
+        elif isinstance(action, act.FinishRun):
+            assert again or not self.finishes, "the run finished twice"
+            self.finishes += 1
+
+    def _begin(self, before: RunState, after: RunState, action: act.BeginGeneration, again: bool) -> None:
+        """One generation at a time, of living members, from the newest good checkpoint."""
+        assert again or action.generation not in self.begun, "a generation began twice"
+        self.begun.add(action.generation)
+        scaling, newest = after.settings.scaling, after.newest_checkpoint
+        assert scaling.min_workers <= len(action.members) <= scaling.max_workers
+        assert len(set(action.members)) == len(action.members), "a worker has two ranks"
+        if not again:
+            assert (action.checkpoint, action.step) == ((newest.id, newest.step) if newest else (None, 0))
+            assert newest is not None or not after.rejected, "a run began anew although its checkpoints were refused"
+            assert not before.members_inside or isinstance(before.stage, Ending | Pausing)
+            for process in self.world.cluster.processes.values():
+                old = process.inside and process.generation < action.generation
+                assert not (old and process.worker in after.workers), "a worker is still inside an older generation"
+
+    def _members(self, state: RunState) -> None:
+        stage, inside = state.stage, set(state.members_inside)
+        phases = {w.id for w in state.workers.values() if w.phase is WorkerPhase.MEMBER}
+        assert phases == inside, "a worker believes to be a member of nothing"
+        assert len(set(state.members)) == len(state.members)
+        if isinstance(stage, Joining | Training):
+            assert inside == set(state.members), "a generation goes on without one of its members"
+            assert inside
+        elif isinstance(stage, Pausing | Closing):
+            assert set(state.members) <= state.workers.keys(), "a member is gone and nothing is done about it"
+        elif isinstance(stage, Waiting | Finished):
+            assert not state.members, "members without a generation"
+        for worker in state.workers.values():
+            assert worker.slot in state.slots, "a worker in a slot that is gone"
+
+    def _slots(self, state: RunState) -> None:
+        assert len(state.slots) <= state.settings.scaling.max_slots, "more slots than allowed"
+        assert set(state.slots) == self.requested - self.released, "a slot was lost from the books"
+        for slot in state.slots.values():
+            count = sum(worker.slot == slot.id for worker in state.workers.values())
+            assert count <= state.settings.scaling.workers_per_slot, "too many workers in a slot"
+            full = count == state.settings.scaling.workers_per_slot
+            assert (slot.phase is SlotPhase.PENDING) == (count == 0) or slot.start_failures, "an empty slot is kept"
+            assert slot.phase is SlotPhase.PENDING or full or slot.start_failures, "a slot is not used"
+
+    def _budgets(self, state: RunState) -> None:
+        streaks, limits = state.streaks, state.settings.failures
+        if not isinstance(state.stage, Finished):
+            assert streaks.crashes <= limits.crash_streak, "a budget was overdrawn"
+            assert streaks.user_errors <= limits.user_error_retries, "a budget was overdrawn"
+            assert streaks.in_place < 2, "fresh processes are overdue"
+
+    def _incidents(self, before: RunState, after: RunState) -> None:
+        if before.incident is not None and (after.incident is None or after.incident.id != before.incident.id):
+            assert before.incident.id in self.closed, "an incident vanished without a record"
+        if isinstance(after.stage, Ending):
+            assert after.incident is not None, "a generation fails without an incident"
+        if isinstance(after.stage, Training) and after.stage.first_step_done:
+            assert after.incident is None, "an incident stays open while training goes on"
+
+    def _waits_for_something(self, state: RunState) -> None:
+        """Nothing is waited for without a time limit or the name of who has to act."""
+        stage = state.stage
+        if isinstance(stage, Joining | Pausing | Ending | Closing):
+            assert machine.next_deadline(state, machine.DEFAULT_POLICY) is not None, f"{stage} may last for ever"
+        if isinstance(stage, Waiting):
+            pending = any(slot.phase is SlotPhase.PENDING for slot in state.slots.values())
+            assert pending or machine.next_deadline(state, machine.DEFAULT_POLICY) is not None, f"{state} waits"
+            assert stage.reason, "a wait without a reason"
+        if state.suspicion is not None:
+            assert state.suspicion.suspects, "a suspicion of nobody"
+
+    # --- what was reached ---
+
+    def _remember(
+        self, before: RunState, after: RunState, event: ev.Event, actions: tuple[act.Action, ...]
+    ) -> None:
+        old, new, seen = before.stage, after.stage, self.world.seen
+        if isinstance(new, Ending) and not isinstance(old, Ending):
+            seen(f"failure in {type(old).__name__}")
+        elif isinstance(new, Ending) and isinstance(old, Ending) and new.lost > old.lost:
+            seen("loss in Ending")
+        if isinstance(new, Joining) and isinstance(old, Pausing):
+            seen("growth" if after.world_size > before.world_size else "planned end without growth")
+        if isinstance(new, Finished) and not isinstance(old, Finished):
+            seen(f"finished: {new.status}")
+            if new.status == FINISHED and isinstance(old, Waiting | Ending):
+                seen("finished without its last generation")
+            if new.status == STOPPED:
+                seen(f"stopped in {type(old).__name__}")
+        if after.false_alarms > before.false_alarms:
+            seen("false alarm")
+        for action in actions:
+            if isinstance(action, act.Note):
+                for phrase in ("every worker process is replaced", "falling back to", "could not be "
+                               "started", "has not taken the checkpoint"):  # fmt: skip
+                    if phrase in action.sentence:
+                        seen(phrase)
+
+    def at_end(self, controller: Controller) -> None:
+        """Everything was given back, and a run without an excuse has reached its end."""
+        state, plan = controller.state, self.world.plan
+        assert controller.over, f"the run did not end: {state.stage}"
+        assert isinstance(state.stage, Finished)
+        assert self.requested == self.released, "slots were not given back"
+        assert not self.world.cluster.placed, "the cluster still holds slots"
+        assert not self.world.cluster.pending, "the cluster still looks for slots"
+        assert self.closed == set(range(1, state.incidents + 1)), "an incident has no record"
+        assert not state.slots
+        assert not state.workers
+        if plan.liveness:
+            assert state.stage.status == "finished", f"{state.stage.status}: {state.stage.reason}"
+        if state.stage.status == "finished":
+            newest = max(step for _, step in self.world.storage.committed)
+            assert newest == plan.max_steps, f"finished, but the newest checkpoint is of step {newest}"

@@ -1,0 +1,238 @@
+"""Simulated nodes, worker processes and process groups: what really happens, whoever knows about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from elastic.core import events as ev
+
+if TYPE_CHECKING:
+    from simulation.world import World
+
+
+class Node:
+    """`lemon`: worker processes cannot be started here. `frozen`: all its processes are stopped."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.alive = True
+        self.frozen = False
+        self.lemon = False
+        self.slot: int | None = None
+
+
+class Process:
+    """A worker process. `hung`: its training thread is stuck for good, its other threads answer. `stubborn`: it never
+    leaves a generation when told to."""
+
+    def __init__(self, world: World, worker: int, slot: int, node: Node) -> None:
+        self.world, self.worker, self.slot, self.node = world, worker, slot, node
+        self.alive, self.stopped, self.hung, self.stubborn = True, False, False, False
+        self.status = "starting"
+        self.generation, self.ended = 0, 0
+        self.group: Group | None = None
+        self.hold_at: int | None = None
+        self.stop_at: int | None = None
+        self.sent_until = 0.0
+        self.deferred: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        self.said: dict[str, ev.Event] = {}
+
+    @property
+    def frozen(self) -> bool:
+        return self.stopped or self.node.frozen
+
+    @property
+    def inside(self) -> bool:
+        return self.alive and self.status in ("joining", "joined", "training", "raised")
+
+    def act(self, delay: float, call: Callable[..., None], *args: Any) -> None:
+        """Do something after `delay`, unless dead by then; a frozen process does it when it thaws."""
+        self.world.clock.after(delay, self._now, call, args)
+
+    def _now(self, call: Callable[..., None], args: tuple[Any, ...]) -> None:
+        if not self.alive:
+            return
+        if self.frozen:
+            self.deferred.append((call, args))
+        else:
+            call(*args)
+
+    def thaw(self) -> None:
+        deferred, self.deferred = self.deferred, []
+        for call, args in deferred:
+            self.act(self.world.rng.uniform(0.0, 0.05), call, *args)
+        if self.group is not None:
+            self.group.kick()
+
+    def say(self, event: ev.Event) -> None:
+        self.said[type(event).__name__] = event
+        self.world.send(self, event)
+
+    def repeat(self, *names: str) -> None:
+        """The controller asked again: say again what was said."""
+        for name in names:
+            if name in self.said:
+                self.world.send(self, self.said[name])
+
+    # --- what the controller asks for ---
+
+    def ready(self) -> None:
+        if self.status == "starting":
+            self.status = "ready"
+        self.say(ev.WorkerReady(self.worker, 1000 + self.worker, self.node.name))
+
+    def begin(self, group: Group) -> None:
+        if group.number <= self.ended and not self.inside:
+            self.say(ev.WorkerLeft(group.number, self.worker, group.start))
+        elif group.number == self.generation:
+            self.repeat("GroupJoined", "TrainingReached", "CollectiveFailed", "UserCodeFailed", "RestoreFailed")
+        elif group.number > self.generation:
+            self.said = {}
+            self.generation, self.group, self.status = group.number, group, "joining"
+            self.hold_at = self.stop_at = None
+            self.act(self.world.rng.uniform(0.05, 0.5), self._join, group)
+
+    def end(self, generation: int) -> None:
+        self.ended = max(self.ended, generation)
+        if generation != self.generation:
+            self.say(ev.WorkerLeft(generation, self.worker, 0))
+        elif not self.inside:
+            self.say(ev.WorkerLeft(generation, self.worker, self.group.step if self.group else 0))
+        elif not self.hung and not self.stubborn:
+            self.act(self.world.rng.uniform(0.01, 0.8), self._leave, generation)
+
+    def ask_hold(self, generation: int) -> None:
+        if generation != self.generation or self.status != "training" or self.group is None:
+            return
+        if self.hold_at is None:
+            self.hold_at = self.group.step + (self.world.rng.random() < 0.7 and self.group.step < self.group.last)
+        self.say(ev.HoldAnswered(generation, self.worker, self.hold_at))
+
+    def confirm_hold(self, generation: int, step: int) -> None:
+        if generation != self.generation or self.group is None:
+            return
+        if self.status == "training":
+            self.hold_at = self.stop_at = step
+            self.group.kick()
+        elif not self.inside:
+            self.repeat("WorkerLeft", "WorkerCompleted")
+
+    # --- what it does by itself ---
+
+    def _join(self, group: Group) -> None:
+        if self.status == "joining" and self.group is group:
+            self.status = "joined"
+            self.say(ev.GroupJoined(group.number, self.worker))
+            group.joined()
+
+    def restore(self, group: Group) -> None:
+        if self.status != "joined" or self.group is not group or group.broken:
+            return
+        if group.base is not None and group.base in self.world.storage.corrupt:
+            self.status = "raised"
+            self.say(ev.RestoreFailed(group.number, self.worker, group.base, "content check failed"))
+            return
+        self.status = "training"
+        self.say(ev.TrainingReached(group.number, self.worker, group.start, "storage"))
+        group.trains()
+
+    def finish_training(self, reached_end: bool) -> None:
+        """The user's function returns, unless this rank has promised to wait at its last boundary."""
+        group = self.group
+        assert group is not None
+        if self.status == "training" and self.hold_at is None and self.generation > self.ended:
+            self.status = "completed"
+            self.say(ev.WorkerCompleted(group.number, self.worker, group.step, reached_end))
+
+    def stop_here(self) -> None:
+        if self.status == "training":
+            assert self.group is not None
+            self.status = "left"
+            self.say(ev.WorkerLeft(self.generation, self.worker, self.group.step))
+
+    def _leave(self, generation: int) -> None:
+        if generation == self.generation and self.inside:
+            assert self.group is not None
+            self.status = "left"
+            self.group.broken = True
+            self.say(ev.WorkerLeft(generation, self.worker, self.group.step))
+
+    def notice_broken(self, group: Group) -> None:
+        if self.group is group and self.status in ("joined", "training") and not self.hung:
+            self.say(ev.CollectiveFailed(group.number, self.worker, group.step, "connection closed by peer"))
+
+    def die(self) -> None:
+        self.alive = False
+        self.deferred = []
+        if self.group is not None:
+            self.group.lost(self)
+
+
+class Group:
+    """A generation as it really is: members that move in lock-step, or not at all."""
+
+    def __init__(self, world: World, number: int, members: list[Process], base: str | None, start: int) -> None:
+        self.world, self.number, self.members, self.base, self.start = world, number, members, base, start
+        self.step, self.last, self.broken, self.moving = start, world.max_steps, False, False
+        self.progress_at = world.clock.now
+
+    def joined(self) -> None:
+        if not self.broken and all(m.status == "joined" and m.alive for m in self.members):
+            for member in self.members:
+                member.act(self.world.rng.uniform(0.05, 0.6), member.restore, self)
+
+    def trains(self) -> None:
+        if all(m.status == "training" for m in self.members):
+            self.progress_at = self.world.clock.now
+            if self.step >= self.last:
+                self._all(lambda member: member.finish_training(self.world.reaches_end))
+            else:
+                self.kick()
+
+    def kick(self) -> None:
+        """Something that stood in the way may be gone."""
+        for member in self.members:
+            if member.stop_at == self.step:
+                member.act(0.01, member.stop_here)
+        if not self.moving and not self.broken and self.step < self.last:
+            self.moving = True
+            self.world.clock.after(self.world.step_s * self.world.rng.uniform(0.9, 1.1), self._step_ends)
+
+    def _able(self, member: Process) -> bool:
+        free = member.hold_at is None or member.hold_at > self.step
+        return member.alive and member.status == "training" and free and not (member.frozen or member.hung)
+
+    def _step_ends(self) -> None:
+        self.moving = False
+        if self.broken or not all(self._able(member) for member in self.members):
+            return
+        raising = self.world.raises(self.step + 1, self.members)
+        if raising is not None:
+            self._raise(raising)
+            return
+        self.step += 1
+        self.progress_at = self.world.clock.now
+        self.world.step_ended(self)
+        if self.step >= self.last:
+            self._all(lambda member: member.finish_training(self.world.reaches_end))
+        self.kick()
+
+    def _raise(self, member: Process) -> None:
+        self.broken, member.status = True, "raised"
+        member.act(self.world.rng.uniform(0, 0.5), member.say, self.world.user_error(self.number, member, self.step))
+        for other in self.members:
+            if other is not member and self.world.rng.random() < 0.5:
+                other.act(self.world.rng.uniform(0, 0.5), other.notice_broken, self)
+
+    def lost(self, lost: Process) -> None:
+        if self.broken or lost.generation != self.number:
+            return
+        self.broken = True
+        for member in self.members:
+            if member.inside and self.world.rng.random() < 0.8:
+                member.act(self.world.rng.uniform(0.02, 0.5), member.notice_broken, self)
+
+    def _all(self, call: Callable[[Process], None]) -> None:
+        for member in self.members:
+            member.act(self.world.rng.uniform(0.01, 0.4), call, member)

@@ -1,0 +1,81 @@
+"""The rules of a run against a thousand bad days. A failure names its seed; `play(seed)` repeats it exactly."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic.core.settings import FailureSettings, RunSettings, ScalingSettings
+from simulation.faults import Fault, Plan, draw
+from simulation.world import World
+
+SEEDS = range(1000)
+
+# Every branch of interest must be reached by some run, or the thousand prove less than they seem to.
+SOMETIMES = {
+    *(f"stage {stage}" for stage in ("Waiting", "Joining", "Training", "Pausing", "Ending", "Closing", "Finished")),
+    *(f"controller restart in {stage}" for stage in ("Waiting", "Joining", "Training", "Pausing", "Ending", "Closing")),
+    *(f"failure in {stage}" for stage in ("Joining", "Training", "Pausing", "Closing")),
+    "controller restart in Finished", "loss in Ending",
+    *(f"incident {kind}" for kind in ("resize", "stop", "collective-failed", "hang", "worker-frozen", "worker-lost",
+      "node-frozen", "node-lost", "restore-failed", "user-error", "usage-error")),
+    *(f"finished: {status}" for status in ("finished", "not-finished", "user-code-failed", "usage", "stopped",
+      "gave-up", "no-capacity", "integrity")),
+    *(f"stopped in {stage}" for stage in ("Waiting", "Pausing", "Ending")),
+    "growth", "planned end without growth", "false alarm", "late waker", "falling back to", "could not be started",
+    "every worker process is replaced", "has not taken the checkpoint", "finished without its last generation",
+}  # fmt: skip
+
+
+def play(seed: int) -> World:
+    world = World(seed, draw(seed))
+    try:
+        world.run()
+    except Exception as error:
+        raise AssertionError(f"seed {seed}, {world.clock.now - world.begin_s:.3f} s in: {error}") from error
+    return world
+
+
+def test_a_thousand_failing_runs_keep_every_rule_and_reach_every_branch() -> None:
+    seen: set[str] = set()
+    for seed in SEEDS:
+        seen |= play(seed).sometimes
+    assert seen >= SOMETIMES, f"never reached in {len(SEEDS)} runs: {sorted(SOMETIMES - seen)}"
+
+
+@pytest.mark.parametrize("seed", range(0, 1000, 50))
+def test_a_seed_repeats_exactly(seed: int) -> None:
+    first, second = play(seed).controller, play(seed).controller
+    assert first.journal == second.journal
+    assert first.history == second.history
+    assert first.state == second.state
+
+
+def test_different_seeds_differ() -> None:
+    assert play(1).controller.journal != play(2).controller.journal
+
+
+def calm(faults: tuple[Fault, ...] = (), **more: object) -> Plan:
+    settings = RunSettings("calm", scaling=ScalingSettings(2, 4), failures=FailureSettings(hang_floor_s=10.0))
+    values = {"nodes": 4, "max_steps": 20, "step_s": 1.0, "save_every": 5, "liveness": True, "horizon_s": 60.0, **more}
+    return Plan(settings, faults, **values)  # type: ignore[arg-type]
+
+
+def test_a_run_without_faults_is_one_generation_without_incidents() -> None:
+    world = World(0, calm())
+    world.run()
+    assert (world.controller.state.generation, world.controller.state.incidents) == (1, 0)
+    assert world.clock.now - world.begin_s < 40
+
+
+def test_a_lost_node_costs_seconds_and_the_steps_since_the_checkpoint() -> None:
+    world = World(0, calm((Fault("kill_node", 12.0, 0.0),)))
+    world.run()
+    assert world.controller.state.incidents == 1
+    assert world.controller.state.generation == 2
+    assert world.clock.now - world.begin_s < 50
+
+
+def test_a_broken_rule_is_reported_with_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("simulation.world.World.run", lambda self: 1 / 0)
+    with pytest.raises(AssertionError, match="seed 7"):
+        play(7)
