@@ -1,0 +1,40 @@
+# Everything happens in .venv inside the checkout; nothing outside of it is changed.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+# One thread per process: the tests start many processes on few cores.
+export OMP_NUM_THREADS ?= 1
+export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO ?= 0
+export RAY_USAGE_STATS_ENABLED ?= 0
+
+.PHONY: demo test test-all unit lint bench clean
+
+$(READY): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+demo: $(READY)
+	$(BIN)/python examples/demo.py
+
+test: lint
+	$(BIN)/python -m pytest -q
+
+# The same for now; slower suites of other areas join it.
+test-all: test
+
+# The pure tests: no Ray, no processes.
+unit: $(READY)
+	$(BIN)/python -m pytest -q tests/unit tests/simulation
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
