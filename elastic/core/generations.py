@@ -19,7 +19,7 @@ from elastic.core.events import (
     WorkerCompleted,
     WorkerLeft,
 )
-from elastic.core.recovery import close_incident, fail_generation, open_incident, reject_checkpoint
+from elastic.core.recovery import backdate, close_incident, fail_generation, open_incident, reject_checkpoint
 from elastic.core.state import (
     Closing,
     Ending,
@@ -216,6 +216,7 @@ def progress_stalled(turn: Turn, event: ProgressStalled) -> None:
         return
     evidence = f"no step has ended for {event.stalled_s:.1f} s after step {event.step} (limit {event.limit_s:.1f} s)"
     fail_generation(turn, "hang", evidence, event.step)
+    backdate(turn, event.stalled_s)
 
 
 def checkpoint_committed(turn: Turn, event: CheckpointCommitted) -> None:

@@ -14,7 +14,7 @@ from elastic.core.events import (
     WorkersSilent,
     WorkerStartFailed,
 )
-from elastic.core.recovery import fail_generation, finish, hold_back_slots
+from elastic.core.recovery import backdate, fail_generation, finish, hold_back_slots
 from elastic.core.state import (
     GAVE_UP,
     USAGE,
@@ -194,8 +194,11 @@ def condemn(turn: Turn, guilty: frozenset[int]) -> None:
     rest = {worker: deadline for worker, deadline in suspicion.suspects.items() if worker not in guilty}
     turn.set(suspicion=replace(suspicion, suspects=rest) if rest else None)
     silence = suspicion.silence_s + (turn.now - suspicion.since)
+    # Peers that lost their connections first tell a node that is gone from one that only stands still.
+    kind = "node-lost" if isinstance(turn.state.stage, Ending) else "node-frozen"
     for slot in tuple(turn.state.slots.values()):
         if slot.node in suspicion.nodes and any(w.id in guilty for w in turn.workers_in(slot.id)):
-            lose_slot(turn, slot.id, f"node {slot.node[:8]} has been silent for {silence:.1f} s", "node-frozen")
+            lose_slot(turn, slot.id, f"node {slot.node[:8]} has been silent for {silence:.1f} s", kind)
     for worker in sorted(guilty & turn.state.workers.keys()):
         lose_worker(turn, worker, f"silent for {silence:.1f} s while its node is alive", "worker-frozen")
+    backdate(turn, silence)

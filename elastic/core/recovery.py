@@ -68,6 +68,13 @@ def open_incident(turn: Turn, kind: str, evidence: str, step: int, *, planned: b
     turn.set(incident=incident, incidents=incident.id)
 
 
+def backdate(turn: Turn, seconds: float) -> None:
+    """The incident that this turn has opened began `seconds` ago: silence is noticed only afterwards."""
+    incident = turn.state.incident
+    if incident is not None and incident.times.get("symptom") == turn.now:
+        turn.amend(times={**incident.times, "symptom": turn.now - seconds})
+
+
 def record_loss(turn: Turn, workers: tuple[int, ...], node: str | None = None) -> None:
     """Write off members of the generation that is ending, in the incident and for the decision that follows."""
     incident, stage = turn.state.incident, turn.state.stage

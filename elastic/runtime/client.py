@@ -44,23 +44,36 @@ def start_run(
 
 
 def start(settings: RunSettings, entry: Entry) -> RayRunHandle:
-    """Start the controller on this process's node, where Ray can; it outlives this process.
+    """Start the controller; it outlives this process.
 
     Raises UsageError when a run of this id is going on: there is never a second trainer of one run.
     """
     name = names.controller(settings.run_id)
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     actor_class: Any = ray.remote(ControllerActor)
     try:
         actor = actor_class.options(
             name=name, namespace=names.NAMESPACE, lifetime="detached", max_restarts=-1, max_concurrency=1000,
-            num_cpus=0, scheduling_strategy=here,
+            num_cpus=0, scheduling_strategy=_placement(),
         ).remote(settings.to_json(), entry)  # fmt: skip
     except ValueError as error:
         raise UsageError(
             f"run {settings.run_id!r} is going on already: follow it with `elastic watch {settings.run_id}`"
         ) from error
     return RayRunHandle(settings.run_id, actor)
+
+
+def _placement() -> NodeAffinitySchedulingStrategy:
+    """On this process's node where Ray can, so that the loss of a worker's node is not the loss of the controller too.
+
+    Where all nodes are on one machine a driver cannot tell which one is its own; there the head is the one that no
+    fault may take away, since the cluster ends with it.
+    """
+    nodes = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+    if len({node["NodeManagerAddress"] for node in nodes}) == 1:
+        head = next((n["NodeID"] for n in nodes if "node:__internal_head__" in n["Resources"]), None)
+        if head is not None:
+            return NodeAffinitySchedulingStrategy(head, soft=False)
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
 
 
 def attach(run_id: str, address: str | None) -> RayRunHandle:

@@ -234,6 +234,9 @@ class ControllerActor:
         now = self._last_turn = max(time.time(), self._last_turn)
         fresh = [event for event in events if not machine.is_fenced(self._state, event)]
         self._fenced += len(events) - len(fresh)
+        if any(isinstance(event, ev.CheckpointCommitted) for event in fresh):
+            # A step that a checkpoint covers is never done again, so what is known of it must not be lost either.
+            self._telemetry.flush(now, force=True)
         await self._append([{"type": "event", "now": now, **ev.to_json(event)} for event in fresh])
         for event in fresh:
             before = self._state
@@ -272,7 +275,7 @@ class ControllerActor:
             self._telemetry.time.commit(event.step)
         if before.workers.keys() != state.workers.keys():
             self._seen.retain(state.workers.keys())
-        if before.members and not state.members and before.generation:
+        if before.members and before.members != state.members:
             self._telemetry.generation_ended(before.generation)
 
     async def _append(self, records: list[dict[str, Any]]) -> None:

@@ -152,5 +152,5 @@ class Telemetry:
         counted = self.samples.result(total)
         return [
             {"type": "samples", "seen": counted.seen, "missing": counted.missing, "repeated": counted.repeated},
-            {"type": "ledger", "seconds": self.time.totals(now)},
+            {"type": "ledger", "seconds": self.time.totals(now), "wall_s": self.time.wall_s()},
         ]

@@ -73,8 +73,6 @@ class WorkerActor:
 
     def prepare(self, mailbox: str) -> dict[str, Any]:
         """Import everything, load the user's function, start the heart. Raises UsageError for a bad entry point."""
-        for key, value in self._entry.env.items():
-            os.environ.setdefault(key, value)
         if not ray.get_gpu_ids():
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         address = _address()

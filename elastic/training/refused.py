@@ -40,7 +40,7 @@ REFUSED: tuple[tuple[str, _Test, str], ...] = (
         f"{_GONE}; ray-elastic changes the world size itself: give min and max workers in the job's scaling settings, "
         "and train_batch_size, which stays the global batch at every world size",
     ),
-    ("nebula", _present, f"{_GONE}; give the job's checkpoint.uri, which takes any fsspec URL"),
+    ("nebula", _present, f"{_GONE}; give the job's checkpoint.url, which takes any fsspec URL"),
     ("amp", _present, f"{_GONE}; use fp16 or bf16"),
     ("compression_training", _present, f"{_GONE} and nothing here replaces it; remove the block"),
     ("quantize_training", _present, f"{_GONE} and nothing here replaces it; remove the block"),
