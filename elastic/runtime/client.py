@@ -21,12 +21,12 @@ _UNREACHABLE_S = 90.0
 _CALL_TIMEOUT_S = 30.0
 
 
-def connect(address: str | None) -> None:
+def connect(address: str | None, *, show_prints: bool = False) -> None:
     """Join the cluster at `address` (None: Ray's own rules). Raises UsageError when there is none."""
     if ray.is_initialized():
         return
     try:
-        ray.init(address=address, namespace=names.NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(address=address, namespace=names.NAMESPACE, log_to_driver=show_prints, logging_level=logging.ERROR)
     except (ConnectionError, ray.exceptions.RayError, RuntimeError) as error:
         raise UsageError(f"no Ray cluster answers at {address!r}: {error}") from error
 

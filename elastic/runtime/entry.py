@@ -1,7 +1,7 @@
 """The user's training function on its way to the workers.
 
 Either a name, resolved by each worker from the import paths that the submitter had, or, for functions defined in a
-script or a notebook, the function itself as Ray ships it between its own processes. Nothing of this ever comes from storage.
+script or a notebook, the function itself as Ray ships it between its own processes. Nothing of it comes from storage.
 """
 
 from __future__ import annotations

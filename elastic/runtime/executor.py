@@ -135,6 +135,9 @@ class Executor:
         except UsageError as error:
             self._emit(ev.WorkerStartFailed(worker, str(error), usage=True))
         except (ray.exceptions.RayError, OSError, RuntimeError) as error:
+            if isinstance(error, ray.exceptions.RayActorError):
+                # It may have been the agent that died: the next try starts another one.
+                self._agents.pop(node, None)
             if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, UsageError):
                 self._emit(ev.WorkerStartFailed(worker, str(error.cause), usage=True))
             else:

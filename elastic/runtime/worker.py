@@ -21,6 +21,7 @@ from elastic.core import events as ev
 from elastic.core.settings import RunSettings
 from elastic.runtime import codec
 from elastic.runtime.entry import Entry
+from elastic.runtime.logs import log_file, redirect
 from elastic.runtime.outbox import Item, Outbox, Reply
 from elastic.runtime.vitals import Heart, Vitals
 
@@ -73,8 +74,11 @@ class WorkerActor:
 
     def prepare(self, mailbox: str) -> dict[str, Any]:
         """Import everything, load the user's function, start the heart. Raises UsageError for a bad entry point."""
+        redirect(log_file(self._settings.storage_url, self._settings.run_id, self._worker))
         if not ray.get_gpu_ids():
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        # torch's store looks up the names of those who connect; a resolver that drops queries must not cost 5 s each.
+        os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
         address = _address()
         if address.startswith("127."):
             # A cluster on one machine: the host name may resolve to an address that only the outside can reach.

@@ -1,0 +1,40 @@
+"""Where a worker's prints go: a file beside the run's journal, when that is on a disk; else Ray's own log files."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from elastic.core.names import check_run_id
+
+logger = logging.getLogger(__name__)
+
+
+def log_file(storage_url: str, run_id: str, worker: int) -> Path | None:
+    """None where the storage is no disk: object stores cannot append."""
+    fs, root = fsspec.core.url_to_fs(storage_url)
+    if not isinstance(fs, LocalFileSystem):
+        return None
+    return Path(str(root)) / check_run_id(run_id) / "logs" / f"worker-{worker:04d}.log"
+
+
+def redirect(path: Path | None) -> None:
+    """Send this process's standard output and error to the file, native code's included."""
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        logger.warning("output stays in Ray's log files: %s", error)
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
