@@ -26,6 +26,8 @@ class Case:
     worlds: tuple[int, ...]
     # Another configuration to restore into; None: the same.
     into: Setup | None = None
+    # The engine has trained something else before the restore.
+    used: bool = False
 
 
 @dataclass
@@ -118,6 +120,8 @@ def _restore(
     store = CheckpointStore(folder.as_uri(), case.name)
     names: list[str] = [checkpoint]
     dist.broadcast_object_list(names, src=0)
+    if case.used:
+        train_step(engine, 90)
     report, client = open_state(engine).restore(store, names[0])
     assert report.bytes_read == report.bytes_needed > 0
     assert client == CALLER
@@ -160,6 +164,7 @@ def _compare_losses(wanted: list[float], found: list[float], exact: bool, bf16: 
     if exact:
         assert found == wanted, f"losses {found}, expected exactly {wanted}"
         return
-    tolerance = 2e-2 if bf16 else 2e-5
+    # Ten times what these cases measure (2.6e-7 in fp32, 1.8e-3 in bf16): the batch is summed in other parts.
+    tolerance = 2e-2 if bf16 else 3e-6
     for one, other in zip(wanted, found, strict=True):
         assert abs(one - other) <= tolerance * abs(one), f"losses {found}, expected {wanted}"

@@ -135,11 +135,11 @@ class LiveState:
         inventory = self._without(skipped)
         for master in inventory.masters:
             live = master.tensor.detach()
-            live.copy_(staged.tensors[f"master/{master.buffer}"].view(live.shape))
+            live.copy_(staged.master(master).view(live.shape))
             install_state(stage, master, staged.states(master), scalars_of(master, by_name))
         for extra in inventory.extras:
             live = extra.tensor.detach()
-            live.copy_(staged.tensors[f"{extra.kind}/{extra.piece.buffer}"].view(live.shape))
+            live.copy_(staged.extra(extra).view(live.shape))
 
     def _inventory(self) -> Inventory:
         return Inventory.of(self._stage, self._engine.module)
@@ -162,10 +162,8 @@ def _client_of(manifest: Manifest) -> Mapping[str, Json]:
 
 def _check_dtypes(inventory: Inventory, staged: Staged) -> None:
     """Weights are never cast: a cast master is another training run. Optimizer state takes the stored dtype."""
-    live = inventory.tensors()
-    wanted = [(f"master/{master.buffer}", master.names[0]) for master in inventory.masters]
-    wanted += [(f"{extra.kind}/{extra.piece.buffer}", extra.piece.name) for extra in inventory.extras]
-    for key, name in wanted:
-        stored = staged.tensors[key].dtype
-        if stored != live[key].dtype:
-            raise ModelMismatch(f"{name!r} is held as {live[key].dtype} here, as {stored} in the checkpoint")
+    pairs = [(master.names[0], master.tensor, staged.master(master)) for master in inventory.masters]
+    pairs += [(extra.piece.name, extra.tensor, staged.extra(extra)) for extra in inventory.extras]
+    for name, live, stored in pairs:
+        if live.dtype != stored.dtype:
+            raise ModelMismatch(f"{name!r} is held as {live.dtype} here, as {stored.dtype} in the checkpoint")

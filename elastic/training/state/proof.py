@@ -9,7 +9,7 @@ import torch
 
 from elastic.checkpoint.digest import partial_digests
 from elastic.core.errors import IntegrityError
-from elastic.core.layout import RankLayout
+from elastic.core.layout import Piece, RankLayout
 from elastic.core.manifest import Manifest
 from elastic.training.state.agree import Agreement
 from elastic.training.state.inventory import Inventory
@@ -44,16 +44,17 @@ def prove(inventory: Inventory, manifest: Manifest, skipped: Collection[str], ag
 
 
 def _digests(inventory: Inventory) -> _Digests:
-    held = inventory.held()
+    pieces: dict[str, list[Piece]] = {}
+    for piece in inventory.held().pieces:
+        pieces.setdefault(piece.buffer, []).append(piece)
     whole_buffers = {m.buffer for m in inventory.masters if m.replicated}
     whole_buffers |= {e.piece.buffer for e in inventory.extras if e.replicated}
     found = _Digests({}, {})
     for key, tensor in inventory.tensors().items():
         buffer = key.split("/", 1)[1]
-        pieces = tuple(piece for piece in held.pieces if piece.buffer == buffer)
         # One at a time, so that the device's state is never on the host twice.
         host = tensor.detach().reshape(-1).cpu()
-        values = partial_digests(RankLayout(pieces, {buffer: host.numel()}), {key: host})
+        values = partial_digests(RankLayout(tuple(pieces.get(buffer, ())), {buffer: host.numel()}), {key: host})
         (found.whole if buffer in whole_buffers else found.partial).update(values)
     return found
 

@@ -13,23 +13,27 @@ from elastic.core.layout import RankLayout
 from elastic.core.manifest import Manifest, StoredTensor
 from elastic.core.plan import Copy, plan_rank
 from elastic.training.state.dtypes import torch_dtype
-from elastic.training.state.live import MASTER, Master
+from elastic.training.state.live import MASTER, Extra, Master
 
 
 @dataclass(frozen=True)
 class Staged:
-    """`tensors` by "<kind>/<buffer>" of the live layout, in the stored dtype; what no piece covers is zero."""
+    """`tensors` by buffer of the live layout and kind, in the stored dtype; what no piece covers is zero."""
 
     manifest: Manifest
-    tensors: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, Mapping[str, torch.Tensor]]
     bytes_read: int
     bytes_needed: int
 
+    def master(self, master: Master) -> torch.Tensor:
+        return self.tensors[master.buffer][MASTER]
+
     def states(self, master: Master) -> dict[str, torch.Tensor]:
         """The optimizer's tensors for one master, by their names."""
-        suffix = f"/{master.buffer}"
-        kinds = [key.removesuffix(suffix) for key in self.tensors if key.endswith(suffix)]
-        return {kind: self.tensors[kind + suffix] for kind in kinds if "/" not in kind and kind != MASTER}
+        return {kind: tensor for kind, tensor in self.tensors[master.buffer].items() if kind != MASTER}
+
+    def extra(self, extra: Extra) -> torch.Tensor:
+        return self.tensors[extra.piece.buffer][extra.kind]
 
 
 def read_checkpoint(
@@ -43,12 +47,15 @@ def read_checkpoint(
     copies = plan_rank([shard.layout for shard in manifest.shards], target, spread=rank)
     dtypes = _dtypes(copies, stored)
     # A rank whose part is all padding copies nothing, but its optimizer still has state there.
+    kinds = _kinds(manifest)
     for master in masters:
-        for kind in _kinds(manifest, master):
-            dtypes.setdefault(f"{kind}/{master.buffer}", _any_dtype(manifest, kind))
+        for kind in sorted({kind for name in master.names for kind in kinds.get(name, ())}):
+            own = dtypes.setdefault(master.buffer, {})
+            if kind not in own:
+                own[kind] = _any_dtype(manifest, kind)
     tensors = {
-        key: torch.zeros(target.buffers[key.split("/", 1)[1]], dtype=torch_dtype(dtype))
-        for key, dtype in dtypes.items()
+        buffer: {kind: torch.zeros(target.buffers[buffer], dtype=torch_dtype(dtype)) for kind, dtype in own.items()}
+        for buffer, own in dtypes.items()
     }
     ranges = [read for copy in copies for read in _ranges(copy, stored[copy.source_rank], tensors)]
     needed = sum(read.target.numel() * read.target.element_size() for read in ranges)
@@ -64,34 +71,37 @@ def _by_buffer(tensors: Iterable[StoredTensor]) -> dict[str, dict[str, StoredTen
     return found
 
 
-def _dtypes(copies: Iterable[Copy], stored: list[dict[str, dict[str, StoredTensor]]]) -> dict[str, str]:
-    found: dict[str, str] = {}
+def _dtypes(copies: Iterable[Copy], stored: list[dict[str, dict[str, StoredTensor]]]) -> dict[str, dict[str, str]]:
+    """Target buffer -> kind -> dtype."""
+    found: dict[str, dict[str, str]] = {}
     for copy in copies:
+        own = found.setdefault(copy.target_buffer, {})
         for kind, tensor in stored[copy.source_rank].get(copy.source_buffer, {}).items():
-            key = f"{kind}/{copy.target_buffer}"
-            if found.setdefault(key, tensor.dtype) != tensor.dtype:
+            if own.setdefault(kind, tensor.dtype) != tensor.dtype:
                 raise ModelMismatch(
                     f"the checkpoint holds {kind!r} of {copy.name!r} as {tensor.dtype} and of a parameter that shares "
-                    f"its flat tensor here as {found[key]}"
+                    f"its flat tensor here as {own[kind]}"
                 )
     return found
 
 
 def _ranges(
-    copy: Copy, stored: Mapping[str, Mapping[str, StoredTensor]], tensors: Mapping[str, torch.Tensor]
+    copy: Copy, stored: Mapping[str, Mapping[str, StoredTensor]], tensors: Mapping[str, Mapping[str, torch.Tensor]]
 ) -> list[ReadRange]:
     found = []
     for kind, tensor in stored.get(copy.source_buffer, {}).items():
-        target = tensors[f"{kind}/{copy.target_buffer}"][copy.target_offset : copy.target_offset + copy.numel]
+        target = tensors[copy.target_buffer][kind][copy.target_offset : copy.target_offset + copy.numel]
         found.append(ReadRange(copy.source_rank, tensor.key, copy.source_offset, copy.numel, target))
     return found
 
 
-def _kinds(manifest: Manifest, master: Master) -> set[str]:
-    """Kinds that any of the master's parameters has in the checkpoint."""
-    names = set(master.names)
-    keys = (key.split("/", 1) for key in manifest.digests)
-    return {kind for kind, name in keys if name in names}
+def _kinds(manifest: Manifest) -> dict[str, list[str]]:
+    """Name -> the kinds that the checkpoint has of it."""
+    found: dict[str, list[str]] = {}
+    for key in manifest.digests:
+        kind, name = key.split("/", 1)
+        found.setdefault(name, []).append(kind)
+    return found
 
 
 def _any_dtype(manifest: Manifest, kind: str) -> str:
