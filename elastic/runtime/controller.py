@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -60,8 +61,7 @@ class ControllerActor:
         self._result: dict[str, Any] | None = None
         self._seen = LastSeen(self._settings.failures.heartbeat_s)
         self._last_turn = 0.0
-        reconstructed = ray.get_runtime_context().was_current_actor_reconstructed
-        self._main = asyncio.get_running_loop().create_task(self._run(reconstructed))
+        self._main = asyncio.get_running_loop().create_task(self._run(_was_restarted()))
 
     # --- for clients ---
 
@@ -355,4 +355,12 @@ class ControllerActor:
 
 
 def _exit() -> None:
-    ray.actor.exit_actor()  # type: ignore[no-untyped-call]
+    """End this actor for good, from wherever it is called."""
+    ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+
+def _was_restarted() -> bool:
+    with warnings.catch_warnings():
+        # Ray's own property uses another of Ray's properties that it has deprecated.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return bool(ray.get_runtime_context().was_current_actor_reconstructed)

@@ -19,12 +19,16 @@ from elastic.entrypoint import EntryPoint, load_entry_point, parse_entry_point
 
 @dataclass(frozen=True)
 class Entry:
-    """`point` names the function; or it is None and `pickled` holds the function."""
+    """`point` names the function; or it is None and `pickled` holds the function.
+
+    `keep_prints`: workers' output goes to files of the run instead of to Ray, which shows it to a driver that stays.
+    """
 
     point: EntryPoint | None = None
     pickled: bytes | None = None
     paths: tuple[str, ...] = ()
     config: Mapping[str, Any] | None = None
+    keep_prints: bool = False
 
     @classmethod
     def of(cls, function: Callable[..., Any], config: Mapping[str, Any] | None) -> Entry:
@@ -36,7 +40,7 @@ class Entry:
     def named(cls, target: str, config: Mapping[str, Any] | None, folder: str | None = None) -> Entry:
         """`target` is "module:function" or "file.py:function", looked for in `folder` first. Raises UsageError."""
         here = folder or str(Path.cwd())
-        return cls(point=parse_entry_point(target, here), paths=(str(Path.cwd()),), config=config)
+        return cls(point=parse_entry_point(target, here), paths=(str(Path.cwd()),), config=config, keep_prints=True)
 
     def load(self) -> Callable[..., Any]:
         """The function. Raises UsageError with one sentence when it cannot be had."""

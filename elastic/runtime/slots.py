@@ -78,6 +78,8 @@ class SlotKeeper:
     async def close(self) -> None:
         for slot in tuple(self._groups):
             await self.release(slot)
+        if self._poller is not None:
+            self._poller.cancel()
         self._thread.shutdown(wait=False)
 
     def _watch(self) -> None:

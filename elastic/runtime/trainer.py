@@ -84,7 +84,7 @@ class ElasticTrainer:
         An interrupt (Ctrl-C) asks the run for a last checkpoint before it is passed on.
         """
         CheckpointStore(self.settings.checkpoint.url, self.settings.run_id).check_writable()
-        client.connect(None)
+        client.connect(None, show_prints=True)
         handle = client.start(self.settings, Entry.of(self._function, self._config))
         try:
             result = None

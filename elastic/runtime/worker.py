@@ -11,6 +11,7 @@ import logging
 import os
 import queue
 import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -74,7 +75,8 @@ class WorkerActor:
 
     def prepare(self, mailbox: str) -> dict[str, Any]:
         """Import everything, load the user's function, start the heart. Raises UsageError for a bad entry point."""
-        redirect(log_file(self._settings.storage_url, self._settings.run_id, self._worker))
+        if self._entry.keep_prints:
+            redirect(log_file(self._settings.storage_url, self._settings.run_id, self._worker))
         if not ray.get_gpu_ids():
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         # torch's store looks up the names of those who connect; a resolver that drops queries must not cost 5 s each.
@@ -87,6 +89,8 @@ class WorkerActor:
         self._heart = Heart(
             self._vitals, mailbox, failures.heartbeat_s, failures.suspect_after_s * 5, lambda: self._quit("no agent")
         )
+        # DeepSpeed calls what torch has renamed, at every step; nobody who trains can do anything about it.
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
         self._import()
         self._function = self._entry.load()
         threading.Thread(target=self._train, name="elastic-training", daemon=True).start()
