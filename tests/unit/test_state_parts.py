@@ -1,0 +1,231 @@
+"""Parts of the engine's state that need no engine: host memory, JSON values, optimizer state, scalers, models."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from elastic.core.errors import ModelMismatch, UsageError
+from elastic.core.layout import Piece, RankLayout
+from elastic.core.manifest import Manifest
+from elastic.training.state.host import HostCopy, HostPool
+from elastic.training.state.inventory import gaps
+from elastic.training.state.live import Master, Member
+from elastic.training.state.match import check_model
+from elastic.training.state.optimizer import decode_scalars, encode_scalars, install_state, read_states, scalars_of
+from elastic.training.state.values import decode, encode
+
+
+class TestHostPool:
+    def test_copies_are_equal_flat_and_independent(self) -> None:
+        weights = torch.arange(12, dtype=torch.float32).view(3, 4).t()
+        flags = torch.tensor([True, False, True])
+        found = HostPool(pinned=False).copy([HostCopy("a", weights), HostCopy("b", flags)])
+        wanted = weights.reshape(-1).clone()
+        weights.zero_()
+        assert torch.equal(found["a"], wanted)
+        assert found["b"].dtype is torch.bool
+        assert found["b"].tolist() == [True, False, True]
+
+    def test_padding_is_zero_whatever_was_in_it(self) -> None:
+        found = HostPool(pinned=False).copy([HostCopy("a", torch.full((5,), math.nan), gaps=[(0, 1), (3, 2)])])
+        assert torch.isnan(found["a"]).tolist() == [False, True, True, False, False]
+
+    def test_memory_is_used_again_only_after_the_last_view_is_gone(self) -> None:
+        pool = HostPool(pinned=False)
+        first = pool.copy([HostCopy("a", torch.ones(1000))])
+        address, view = first["a"].data_ptr(), first["a"][10:20]
+        del first
+        gc.collect()
+        second = pool.copy([HostCopy("a", torch.zeros(1000))])
+        assert second["a"].data_ptr() != address
+        assert view.tolist() == [1.0] * 10
+        del view, second
+        gc.collect()
+        third = pool.copy([HostCopy("a", torch.full((1000,), 3.0))])
+        fourth = pool.copy([HostCopy("a", torch.full((1000,), 4.0))])
+        assert address in {third["a"].data_ptr(), fourth["a"].data_ptr()}
+
+    def test_a_larger_snapshot_gets_larger_memory(self) -> None:
+        pool = HostPool(pinned=False)
+        pool.copy([HostCopy("a", torch.ones(4))])
+        gc.collect()
+        assert pool.copy([HostCopy("a", torch.full((4000,), 2.0))])["a"].sum() == 8000.0
+
+
+class TestValues:
+    @pytest.mark.parametrize(
+        "value",
+        [
+            None,
+            True,
+            3,
+            0.1,
+            "text",
+            [1, (2.0, "a")],
+            {"a": {"b": (1, 2)}, "c": []},
+            {1: 2, "x": 3},
+            {"$float": "not one of ours"},
+            Counter({3: 1, 5: 2}),
+            math.inf,
+            -math.inf,
+        ],
+    )
+    def test_values_survive_strict_json(self, value: Any) -> None:
+        text = json.dumps(encode(value, "it"), allow_nan=False)
+        found = decode(json.loads(text))
+        assert found == value
+        assert type(found) is type(value)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bfloat16, torch.float64])
+    def test_a_single_tensor_keeps_dtype_shape_and_bits(self, dtype: torch.dtype) -> None:
+        for value in (torch.tensor(7.3).to(dtype), torch.tensor([7.3]).to(dtype)):
+            found = decode(json.loads(json.dumps(encode(value, "it"))))
+            assert found.dtype is dtype
+            assert found.shape == value.shape
+            assert torch.equal(found, value)
+
+    def test_each_decoding_makes_new_tensors(self) -> None:
+        stored = encode(torch.tensor(1.0), "it")
+        assert decode(stored) is not decode(stored)
+
+    def test_what_json_cannot_hold_is_named_with_its_path(self) -> None:
+        with pytest.raises(UsageError, match=r"scheduler\.inner\[1\] is a function"):
+            encode({"inner": [1, lambda: 0]}, "scheduler")
+
+
+def _stage(optimizer: torch.optim.Optimizer) -> Any:
+    return SimpleNamespace(base=optimizer)
+
+
+def _master(name: str, tensor: torch.Tensor, names: tuple[str, ...] = ()) -> Master:
+    piece = Piece(name, 0, tensor.numel(), name, 0)
+    return Master(name, 0, tensor, (piece,), names or (name,), None, replicated=True)
+
+
+class TestOptimizerState:
+    def test_a_parameter_without_dimensions_is_told_from_a_step_count(self) -> None:
+        point, line = torch.nn.Parameter(torch.tensor(1.0)), torch.nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.AdamW([point, line])
+        (point * line.sum()).backward()
+        optimizer.step()
+        for state in read_states(_stage(optimizer), [_master("point", point), _master("line", line)]):
+            assert set(state.tensors) == {"exp_avg", "exp_avg_sq"}
+            assert set(state.scalars) == {"step"}
+
+    def test_looking_creates_nothing(self) -> None:
+        weight = torch.nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.AdamW([weight])
+        assert read_states(_stage(optimizer), [_master("w", weight)])[0].tensors == {}
+        assert len(optimizer.state) == 0
+
+    def test_state_of_another_shape_is_refused_by_name(self) -> None:
+        weight = torch.nn.Parameter(torch.ones(3, 4))
+        optimizer = torch.optim.Adafactor([weight])
+        weight.sum().backward()
+        optimizer.step()
+        with pytest.raises(UsageError, match=r"Adafactor keeps '(row|col)_var'"):
+            read_states(_stage(optimizer), [_master("w", weight)])
+
+    def test_scalars_are_stored_once_and_found_by_name(self) -> None:
+        first, second, third = (torch.nn.Parameter(torch.ones(n)) for n in (2, 3, 4))
+        optimizer = torch.optim.AdamW([first, second, third])
+        (first.sum() + second.sum()).backward()
+        optimizer.step()
+        masters = [_master("a", first), _master("b", second), _master("c", third)]
+        stored = encode_scalars(masters, read_states(_stage(optimizer), masters))
+        assert len(stored) == 1
+        by_name = decode_scalars(json.loads(json.dumps(stored)))
+        assert set(by_name) == {"a", "b"}
+        assert scalars_of(masters[2], by_name) is None
+        assert scalars_of(_master("flat", torch.ones(9), ("c", "a")), by_name) == by_name["a"]
+
+    def test_one_flat_cannot_have_two_step_counts(self) -> None:
+        by_name = {"a": {"step": 3}, "b": {"step": 4}}
+        with pytest.raises(ModelMismatch, match="'a' and 'b' have different optimizer scalars"):
+            scalars_of(_master("flat", torch.ones(2), ("a", "b")), by_name)
+
+    def test_state_that_was_absent_goes_away(self) -> None:
+        weight = torch.nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+        weight.sum().backward()
+        optimizer.step()
+        install_state(_stage(optimizer), _master("w", weight), {}, None)
+        assert len(optimizer.state) == 0
+
+    def test_state_is_made_with_the_stored_dtype_and_the_masters_shape(self) -> None:
+        weight = torch.nn.Parameter(torch.ones(3, 2))
+        optimizer = torch.optim.AdamW([weight])
+        tensors = {"exp_avg": torch.ones(6, dtype=torch.bfloat16), "exp_avg_sq": torch.ones(6)}
+        step = encode(torch.tensor(4.0), "step")
+        install_state(_stage(optimizer), _master("w", weight), tensors, {"step": step})
+        state = optimizer.state[weight]
+        assert state["exp_avg"].dtype is torch.bfloat16
+        assert state["exp_avg_sq"].shape == (3, 2)
+        assert state["step"].item() == 4.0
+
+
+class TestModel:
+    def _manifest(self, parameters: dict[str, tuple[int, ...]], digests: list[str]) -> Manifest:
+        return Manifest("id", "run", 1, 1, 1, 2, parameters, (), dict.fromkeys(digests, 0))
+
+    def test_the_first_difference_in_the_models_order_is_named(self) -> None:
+        manifest = self._manifest({"b": (2,), "a": (3,)}, ["master/b", "master/a"])
+        members = [Member("b", "master", (3,)), Member("a", "master", (9,))]
+        with pytest.raises(ModelMismatch, match=r"'b' has shape \(3,\) here, \(2,\) in the checkpoint"):
+            check_model(manifest, members, ())
+
+    def test_a_parameter_that_was_frozen_is_not_the_same(self) -> None:
+        manifest = self._manifest({"a": (3,)}, ["param/a"])
+        with pytest.raises(ModelMismatch, match="'a' is trained here, frozen in the checkpoint"):
+            check_model(manifest, [Member("a", "master", (3,))], ())
+
+    def test_what_the_model_lacks_is_named_unless_it_was_a_cache(self) -> None:
+        manifest = self._manifest({"a": (3,), "cache": (2,)}, ["master/a", "buffer/cache"])
+        members = [Member("a", "master", (3,))]
+        with pytest.raises(ModelMismatch, match="it has 'cache', this model has not"):
+            check_model(manifest, members, ())
+        assert check_model(manifest, members, ("cache",)) == {"cache"}
+
+    def test_tensors_without_elements_are_no_difference(self) -> None:
+        manifest = self._manifest({"a": (0,)}, [])
+        assert check_model(manifest, [Member("a", "param", (0,))], ()) == frozenset()
+
+
+class TestScaler:
+    def test_a_dynamic_scaler_goes_on_where_it_was(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from deepspeed.runtime.fp16 import loss_scaler
+
+        from elastic.training.state.client import _install_scaler, _read_scaler
+
+        # It asks for the rank before it logs.
+        monkeypatch.setattr(loss_scaler, "dist", SimpleNamespace(get_rank=lambda: 1))
+
+        def engine() -> Any:
+            scaler = loss_scaler.DynamicLossScaler(
+                init_scale=256.0, scale_window=2, min_scale=1.0, delayed_shift=2, consecutive_hysteresis=False
+            )
+            return SimpleNamespace(optimizer=SimpleNamespace(loss_scaler=scaler))
+
+        used, fresh = engine(), engine()
+        for overflow in (True, False, True, False, False):
+            used.optimizer.loss_scaler.update_scale(overflow)
+        stored = json.loads(json.dumps(_read_scaler(used)))
+        assert stored["kind"] == "dynamic"
+        _install_scaler(fresh, stored)
+        for overflow in (False, True, True, False, False, False):
+            used.optimizer.loss_scaler.update_scale(overflow)
+            fresh.optimizer.loss_scaler.update_scale(overflow)
+            assert vars(used.optimizer.loss_scaler) == vars(fresh.optimizer.loss_scaler)
+
+
+def test_gaps_are_what_no_piece_covers() -> None:
+    layout = RankLayout((Piece("a", 0, 2, "x", 1), Piece("b", 0, 1, "x", 5)), {"x": 8, "y": 3, "z": 0})
+    assert gaps(layout) == {"x": [(0, 1), (3, 2), (6, 2)], "y": [(0, 3)], "z": []}
