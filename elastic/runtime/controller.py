@@ -23,7 +23,7 @@ from elastic.core import machine
 from elastic.core.detector import LastSeen
 from elastic.core.errors import Fenced, StorageError
 from elastic.core.settings import RunSettings
-from elastic.core.state import Ending, Finished, RunState, Training, WorkerPhase
+from elastic.core.state import USER_CODE_FAILED, Ending, Finished, RunState, Training, WorkerPhase
 from elastic.observe.journal import JournalWriter
 from elastic.runtime.agent import Beat
 from elastic.runtime.committer import Committer
@@ -55,7 +55,7 @@ class ControllerActor:
         self._notes: list[dict[str, Any]] = []
         self._backlog: list[dict[str, Any]] = []
         self._journal_failing = False
-        self._error: str | None = None
+        self._user_traceback: str | None = None
         self._doing = "starting"
         self._fenced = 0
         self._result: dict[str, Any] | None = None
@@ -189,8 +189,7 @@ class ControllerActor:
             _exit()
         except BaseException as error:
             logger.exception("the controller of run %s cannot go on", self._settings.run_id)
-            self._error = f"{type(error).__name__}: {error}"
-            self._result = self._result or {"status": "not-finished", "reason": f"the controller failed: {self._error}"}
+            self._result = self._result or {"status": "not-finished", "reason": f"the controller failed: {error!r}"}
             self._ready.set()
             self._ended.set()
             await self._tell_step()
@@ -249,6 +248,7 @@ class ControllerActor:
 
     def _act(self, action: act.Action, now: float) -> None:
         if isinstance(action, act.Note):
+            self._user_traceback = action.data.get("traceback") or self._user_traceback
             self._doing = action.sentence if action.kind in ("decision", "waiting", "start") else self._doing
             logger.info("%s", action.sentence)
             place = {"generation": self._state.generation, "world_size": self._state.world_size}
@@ -329,6 +329,7 @@ class ControllerActor:
             "loss": self._telemetry.loss,
             "fenced_messages": self._fenced,
             "false_alarms": self._state.false_alarms,
+            "error": self._user_traceback if stage.status == USER_CODE_FAILED else None,
         }
         self._notes.append({"type": "run", "run_id": self._settings.run_id, **self._result})
         await self._append([])

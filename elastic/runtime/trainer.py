@@ -33,6 +33,13 @@ _ERRORS: dict[str, type[ElasticError]] = {
 _POLL_S = 5.0
 
 
+class _OnWorker(Exception):
+    """A worker's traceback, shown as the cause of the error that the driver gets."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
 class ElasticTrainer:
     """Trains `train_loop_per_worker` on as many workers as there are, between the two ends of `num_workers`.
 
@@ -104,7 +111,8 @@ class ElasticTrainer:
         checkpoint = Checkpoint(f"{folder}/checkpoints/{newest.id}") if newest else None
         error_type = _ERRORS.get(str(result["status"]))
         if error_type is not None:
-            raise error_type(str(result["reason"]))
+            remote = result.get("error")
+            raise error_type(str(result["reason"])) from (_OnWorker(remote) if remote else None)
         metrics = {"loss": result.get("loss"), "step": result.get("step"), "status": result["status"]}
         return Result(metrics=metrics, checkpoint=checkpoint, path=folder, error=None, metrics_dataframe=None)
 
