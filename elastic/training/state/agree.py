@@ -39,6 +39,8 @@ class Agreement:
         for number, kind in enumerate(_CLASSES):
             if worst[number] > 0:
                 rank = self._world_size - worst[number]
+                if error is not None and rank == self._rank:
+                    raise error
                 raise self._verdict(kind, rank, error, doing) from error
 
     def sums(self, values: Sequence[int]) -> list[int]:
@@ -60,9 +62,8 @@ class Agreement:
         comm.all_reduce(on_device, op=getattr(comm.ReduceOp, operation), group=self._group)
         return [int(value) for value in on_device.cpu().tolist()]
 
-    def _verdict(self, kind: type[ElasticError], rank: int, error: Exception | None, doing: str) -> Exception:
-        if error is not None and rank == self._rank:
-            return error
+    @staticmethod
+    def _verdict(kind: type[ElasticError], rank: int, error: Exception | None, doing: str) -> ElasticError:
         if error is None:
             return kind(f"rank {rank} failed while {doing}; its own error says why", Where(rank=rank))
         return kind(f"rank {rank} failed while {doing}, and this rank too: {error}", Where(rank=rank))
