@@ -52,6 +52,7 @@ class Generation:
     engine: ElasticEngine | None = None
     loader: ElasticLoader | None = None
     failure: CollectiveFailed | None = None
+    planned: bool = False
     _ended: str | None = None
 
     def end(self, reason: str) -> None:

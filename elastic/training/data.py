@@ -48,7 +48,7 @@ class SeededDataset(Dataset[Any]):
 
     def __getitem__(self, place: Place) -> Any:
         position, index = place
-        rng.seed_everything(self.seed, "sample", position)
+        rng.seed_host(self.seed, "sample", position)
         return self.dataset[index]
 
 
@@ -92,6 +92,8 @@ class BatchReader:
         self._dataset = SeededDataset(dataset, order.seed)
         self._order = order
         self._spare: Any = None
+        # Full steps are dealt alike; the last one may be short.
+        self._pads = any(b.weight == 0.0 for s in {0, plan.last_step - 1} for b in plan.deal(s))
         self._prefetched: Iterator[Any] | None = None
         if num_workers > 0:
             self._prefetched = iter(
@@ -115,8 +117,8 @@ class BatchReader:
                 self._spare = self._fetch(batch)
             return copy.deepcopy(self._spare)
         content = next(self._prefetched) if self._prefetched is not None else self._fetch(batch)
-        if number + 1 < len(passes) and passes[number + 1].weight == 0.0:
-            # The user may take the batch apart; the padding pass that follows needs it whole.
+        if self._spare is None and self._pads:
+            # A copy: the user may take the batch apart, and padding passes need it whole.
             self._spare = copy.deepcopy(content)
         return content
 

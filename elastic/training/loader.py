@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from elastic.core.errors import GenerationEnded, UsageError
+from elastic.core.errors import UsageError
 from elastic.training import rng
 from elastic.training.context import Generation
 from elastic.training.data import BatchReader
@@ -118,7 +118,9 @@ class ElasticLoader:
         if generation.coordinator.boundary(step):
             assert generation.engine is not None
             generation.engine.save_now()
-            raise GenerationEnded(generation.spec.generation, f"planned at step {step}")
+            generation.planned = True
+            generation.end(f"planned at step {step}")
+            generation.check()
 
     def _finish(self) -> None:
         self._boundary()

@@ -26,7 +26,7 @@ from elastic.checkpoint.storage import CheckpointStore
 from elastic.checkpoint.writer import BackgroundWriter
 from elastic.core.assembly import assemble
 from elastic.core.errors import ElasticError, UsageError
-from elastic.core.manifest import ShardRecord
+from elastic.core.manifest import Manifest, ShardRecord
 from elastic.training import cleanup, context, rng
 from elastic.training.context import Generation
 from elastic.training.loop import GenerationResult, GenerationRunner
@@ -109,7 +109,12 @@ class LocalCoordinator(SilentCoordinator):
             return
         told = records.multi_get([f"{key}{rank}" for rank in range(self._spec.world_size)])
         shards = [pickle.loads(bytes.fromhex(text.decode())) for text in told]  # noqa: S301 - see above
-        self._store.commit(assemble(shards, run_id=self._spec.run_id, written_at=time.time()))
+        manifest = assemble(shards, run_id=self._spec.run_id, written_at=time.time())
+        self._store.commit(manifest)
+        self.committed(manifest)
+
+    def committed(self, manifest: Manifest) -> None:
+        """A checkpoint is complete: on rank 0 only, on the writer's thread. For subclasses."""
 
     def _failed(self, step: int, error: ElasticError, next_retry_s: float | None) -> None:
         """The writer has logged it."""

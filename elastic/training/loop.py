@@ -75,6 +75,7 @@ class GenerationRunner:
         self._generation = Generation(spec, coordinator, self._group, device, local_rank)
         self._left = threading.Event()
         self._abort_lock = threading.Lock()
+        self._aborted = False
 
     def run(self, fn: Callable[..., Any], config: Mapping[str, Any] | None = None) -> GenerationResult:
         """Run `fn(config)`, or `fn()` if it takes nothing. Returns after everything was left; never raises."""
@@ -90,7 +91,7 @@ class GenerationRunner:
         the loader. Returns at once; calling it again does nothing new.
         """
         with self._abort_lock:
-            first = self._generation.ended is None
+            first, self._aborted = not self._aborted, True
             self._generation.end(reason)
         self._group.sweep()
         if first and not self._left.is_set():
@@ -149,8 +150,8 @@ class GenerationRunner:
         return self._result("user_error", error)
 
     def _collective_failed(self, failure: CollectiveFailed) -> GenerationResult:
-        peer = peer_of(failure.message)
-        return self._result("collective_failed", failure, peer=peer, peer_rank=self._group.rank_of(peer))
+        peer, rank = self._group.identify(peer_of(failure.message))
+        return self._result("collective_failed", failure, peer=peer, peer_rank=rank)
 
     def _result(
         self, kind: Kind, error: BaseException, message: str | None = None, text: str | None = "", **more: Any
@@ -176,8 +177,9 @@ class GenerationRunner:
 
     def _leave(self, result: GenerationResult) -> None:
         generation = self._generation
-        if generation.ended is not None or result.kind not in ("finished", "ended"):
-            # Collectives that this rank started and will not wait for would block the groups' destruction.
+        if result.kind not in ("finished", "ended") or (result.kind == "ended" and not generation.planned):
+            # Collectives that this rank started and will not wait for would block the groups' destruction. Where all
+            # is well nothing is cut: a slower rank may still be reading what this one has sent.
             self._group.sweep()
         engine: weakref.ReferenceType[Any] | None = None
         try:

@@ -108,6 +108,9 @@ class ProcessGroup:
         self._store = self._connect(check)
         # An abort before this line found no socket to shut down; one after it finds the store's.
         check()
+        # Groups are named by this counter and meet under their names. An attempt that was aborted half-way has moved it
+        # on in this process alone.
+        dist.distributed_c10d._world.group_count = 0
         dist.init_process_group(
             backend,
             store=PrefixStore(f"generation{self.spec.generation}", self._store),
@@ -127,12 +130,18 @@ class ProcessGroup:
         self._exchange_addresses()
         self._building = False
 
-    def rank_of(self, peer: str | None) -> int | None:
-        """The rank whose socket "host:port" is, when known."""
+    def identify(self, peer: str | None) -> tuple[str | None, int | None]:
+        """The peer "host:port" of gloo's message and its rank, where known."""
         if peer is None:
-            return None
-        host, _, port = peer.rpartition(":")
-        return self._rank_at.get((host.strip("[]"), int(port)))
+            return None, None
+        host, _, text = peer.rpartition(":")
+        port = int(text)
+        # gloo prints the port as it lies in the socket address: its bytes are swapped on most machines.
+        for candidate in (port, (port & 0xFF) << 8 | port >> 8):
+            rank = self._rank_at.get((host.strip("[]"), candidate))
+            if rank is not None:
+                return f"{host}:{candidate}", rank
+        return peer, None
 
     def sweep(self) -> int:
         """Release whatever is blocked in this generation's collectives; the number of sockets shut down."""
@@ -172,7 +181,7 @@ class ProcessGroup:
         )
 
     def _connect(self, check: Callable[[], None]) -> Store:
-        """On a thread of its own: an attempt cannot be interrupted, and an abort must not wait for a host that is gone."""
+        """On a thread of its own: it cannot be interrupted, and an abort must not wait for a host that is gone."""
         attempt = _Attempt(self.rendezvous, self.spec.collective_timeout_s)
         while not attempt.done.wait(_CHECK_EVERY_S):
             check()

@@ -1,4 +1,4 @@
-"""Real processes for tests of one generation and of the next: started once, given generations to run, killed if need be.
+"""Real processes for tests of one generation and of the next: started once, given generations, killed if need be.
 
 The test is the controller: it tells ranks, world size and checkpoint, sees every event, and ends generations.
 """
@@ -59,7 +59,7 @@ class Crew:
 
     def _start(self, number: int) -> Member:
         ours, theirs = self._spawn.Pipe()
-        process = self._spawn.Process(target=_live, args=(theirs,), daemon=True)
+        process = self._spawn.Process(target=_live, args=(theirs,))  # not a daemon: may have data workers
         process.start()
         theirs.close()
         return Member(number, process, ours)
@@ -133,7 +133,7 @@ class Crew:
                 raise RuntimeError(value)
 
 
-# -- in the member's process --------------------------------------------------------------------------------------------
+# -- in the member's process -------------------------------------------------------------------------------------
 
 _pipe: Connection
 _pipe_lock = threading.Lock()
@@ -188,7 +188,8 @@ def _live(pipe: Connection) -> None:
         elif command == "abort":
             runner["now"].abort(value)
         elif command == "where":
-            assert thread is not None and thread.ident is not None
+            assert thread is not None
+            assert thread.ident is not None
             frame = sys._current_frames().get(thread.ident)
             files = []
             while frame is not None:
@@ -200,13 +201,18 @@ def _live(pipe: Connection) -> None:
 def _run(value: Any, runner: dict[str, Any], made: threading.Event) -> None:
     try:
         import trainings
+
         from elastic.training.local import LocalCoordinator
         from elastic.training.loop import GenerationRunner
         from elastic.training.session import GenerationSpec
 
+        class Telling(LocalCoordinator):
+            def committed(self, manifest: Any) -> None:
+                point(f"committed step {manifest.step}")
+
         fn, config, fields, rendezvous, end_at = value
         spec = GenerationSpec(**fields)
-        coordinator = LocalCoordinator(spec, rendezvous, config["url"], end_at)
+        coordinator = Telling(spec, rendezvous, config["url"], end_at)
 
         def on_result(result: Any) -> None:
             coordinator.close(wait=result.kind == "finished" or (result.kind == "ended" and result.step == end_at))

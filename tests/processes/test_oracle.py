@@ -2,11 +2,13 @@
 
 Tolerance. The only difference between world sizes is the order of additions. It is measured here, run to run: the same
 undisturbed training at 4 and at 2 ranks. The disturbed run may differ from the undisturbed by MARGIN times that (it
-changes its order of additions three times), and by no more than CEILING whatever was measured.
+changes its order of additions three times) or by FLOOR, a few units in the last place, where nothing was measured; and
+by no more than CEILING whatever was measured. Seen: 3e-8 to 2e-7 in fp32, 4e-4 to 1e-3 in bf16.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,14 +20,14 @@ from crew import Crew, Outcome
 
 from elastic.checkpoint.source import ReadRange
 from elastic.checkpoint.storage import CheckpointStore
-from elastic.core.samples import SampleOrder
 from elastic.training.session import BatchSettings
 
 pytestmark = pytest.mark.processes
 
 MARGIN = 8.0
-# Of the largest weight or moment, which is about one. fp32 rounds at 6e-8, bf16 at 4e-3.
-CEILING = {"fp32": 2e-5, "bf16": 3e-2}
+FLOOR = 4 * torch.finfo(torch.float32).eps
+# All relative to the tensor's largest element, or absolute below one. fp32 rounds at 6e-8, bf16 at 4e-3.
+CEILING = {"fp32": 2e-6, "bf16": 1e-2}
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I64": torch.int64}
 SIZE = 37
 # Two epochs of 37 samples in steps of ten: a step reaches over the epoch's end, and the last one is short.
@@ -62,12 +64,11 @@ def test_run_through_other_world_sizes_equals_the_undisturbed_run(
 
     ceiling = CEILING[config.get("dtype", "fp32")]
     noise = max(_distance(still.state, other.state), _distance(still.losses, other.losses))
-    allowed = min(MARGIN * noise + 1e-7, ceiling)
+    allowed = min(max(MARGIN * noise, FLOOR), ceiling)
     assert noise < ceiling
     assert _distance(still.state, moved.state) <= allowed
     assert _distance(still.losses, moved.losses) <= allowed
     assert moved.starts == 4
-    # Buffers: rank 0's count of weighted passes, whatever padding there was, never more than one per micro-batch.
     _assert_every_sample_once(moved.outcomes)
 
 
@@ -127,11 +128,8 @@ def _assert_every_sample_once(outcomes: Sequence[Outcome]) -> None:
         for position in range(start, stop)
     )
     assert positions == list(range(2 * SIZE))
-    # The dataset was asked for each sample once per epoch; a rank whose every pass is padding may read one more batch.
-    read = Counter(index for outcome in outcomes for index in outcome.indices)
-    assert set(read) == set(range(SIZE))
-    assert all(count >= 2 for count in read.values())
-    assert sorted(SampleOrder(SIZE, 0).indices(0, SIZE)) == list(range(SIZE))
+    # The dataset itself was asked for each sample once per epoch: padding repeats what the rank has.
+    assert Counter(index for outcome in outcomes for index in outcome.indices) == dict.fromkeys(range(SIZE), 2)
 
 
 def _whole_state(store: CheckpointStore) -> dict[str, torch.Tensor]:
@@ -144,7 +142,7 @@ def _whole_state(store: CheckpointStore) -> dict[str, torch.Tensor]:
             flat = torch.empty(stored.numel, dtype=DTYPES[stored.dtype])
             store.read(manifest, [ReadRange(shard.rank, stored.key, 0, stored.numel, flat)])
             for piece in (piece for piece in shard.pieces if piece.buffer == buffer):
-                numel = int(torch.tensor(manifest.parameters[piece.name]).prod()) if manifest.parameters[piece.name] else 1
+                numel = math.prod(manifest.parameters[piece.name])
                 target = whole.setdefault(f"{kind}/{piece.name}", torch.zeros(numel, dtype=torch.float64))
                 target[piece.start : piece.stop] = flat[piece.offset : piece.offset + piece.numel].double()
     return whole
@@ -152,4 +150,6 @@ def _whole_state(store: CheckpointStore) -> dict[str, torch.Tensor]:
 
 def _distance(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> float:
     assert one.keys() == other.keys()
-    return max(float((one[name] - other[name]).abs().max()) for name in one if "passes" not in name)
+    # "passes" counts rank 0's own passes and is meant to depend on the world size.
+    names = [name for name in one if "passes" not in name]
+    return max(float((one[name] - other[name]).abs().max() / one[name].abs().max().clamp(min=1.0)) for name in names)

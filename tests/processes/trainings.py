@@ -92,7 +92,7 @@ def train(config: dict[str, Any]) -> None:
 
 
 def train_until_fault(config: dict[str, Any]) -> None:
-    """Rank `config["victim"]` stays for ever in the middle of step `config["at"]`; everybody tells when it gets there."""
+    """Rank `config["victim"]` stays for ever in the middle of step `config["at"]`; all tell when they get there."""
     engine, loader = build(config)
     for x, y in loader:
         loss = nn.functional.mse_loss(engine(x), y)
@@ -102,3 +102,63 @@ def train_until_fault(config: dict[str, Any]) -> None:
                 crew.stay()
         engine.backward(loss)
         engine.step()
+
+
+def train_raises(config: dict[str, Any]) -> None:
+    engine, loader = build(config)
+    for batch in loader:
+        one_pass(engine, batch)
+        context = elastic.get_context()
+        if (context.step, context.rank) == (config["at"], config["victim"]):
+            raise ZeroDivisionError("the user's own mistake")
+
+
+def returns_in_a_step(config: dict[str, Any]) -> None:
+    engine, loader = build(config)
+    for batch in loader:
+        one_pass(engine, batch)
+        if elastic.get_context().step == 1 and not engine.is_gradient_accumulation_boundary():
+            break
+
+
+def skips_step(config: dict[str, Any]) -> None:
+    engine, loader = build(config)
+    for x, y in loader:
+        engine.backward(nn.functional.mse_loss(engine(x), y))
+
+
+def steps_without_backward(config: dict[str, Any]) -> None:
+    engine, loader = build(config)
+    for x, _ in loader:
+        engine(x)
+        engine.step()
+
+
+def saves_by_itself(config: dict[str, Any]) -> None:
+    engine, loader = build(config)
+    for batch in loader:
+        one_pass(engine, batch)
+        engine.save_checkpoint(config["url"])
+
+
+def keeps_a_tensor(config: dict[str, Any]) -> None:
+    build(config)
+    elastic.state["weights"] = torch.zeros(3)
+
+
+def initializes_twice(config: dict[str, Any]) -> None:
+    build(config)
+    build(config)
+
+
+def exits(config: dict[str, Any]) -> None:
+    raise SystemExit("enough")
+
+
+def swallows_everything(config: dict[str, Any]) -> None:
+    engine, loader = build(config)
+    try:
+        for batch in loader:
+            one_pass(engine, batch)
+    except BaseException:  # noqa: BLE001 - what a careless user writes
+        return

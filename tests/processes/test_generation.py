@@ -1,0 +1,172 @@
+"""A generation that is ended from outside, and the next one in the same processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from crew import Crew
+
+from elastic.checkpoint.storage import CheckpointStore
+from elastic.training.session import BatchSettings
+
+pytestmark = pytest.mark.processes
+
+BATCH = BatchSettings(max_steps=6)
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    made = Crew(3)
+    yield made
+    made.close()
+
+
+def _config(stage: int, url: Path, **more: Any) -> dict[str, Any]:
+    return {"stage": stage, "dropout": 0.1, "url": str(url), **more}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_survivors_of_a_killed_rank_go_on_in_the_same_processes(crew: Crew, tmp_path: Path, stage: int) -> None:
+    config = _config(stage, tmp_path, victim=1, at=3)
+    pids = [member.process.pid for member in crew.members]
+    crew.begin([0, 1, 2], "train_until_fault", config, batch=BATCH, checkpoint_every_steps=2)
+    for number in (0, 1, 2):
+        crew.reached(number, "there")
+    crew.reached(0, "committed step 2")
+    crew.members[1].signal(signal.SIGKILL)
+    crew.members[1].process.join()
+    # Not every survivor is the dead rank's neighbour in the ring: whoever is still blocked is released.
+    for number in (0, 2):
+        crew.abort(number, "rank 1 was lost")
+    ended = [crew.outcome(number) for number in (0, 2)]
+    assert {outcome.result.kind for outcome in ended} <= {"ended", "collective_failed"}
+    assert all(outcome.result.step == 3 and outcome.clean for outcome in ended), ended
+
+    store = CheckpointStore(str(tmp_path), "run")
+    newest = store.list()[0]
+    assert newest.step == 2
+    again = crew.run([0, 2], "train", config, batch=BATCH, checkpoint=newest.id)
+    assert [(outcome.result.kind, outcome.result.completed) for outcome in again] == [("finished", True)] * 2
+    assert [report.step for report in again[0].reports] == [3, 4, 5, 6]
+    assert [crew.members[number].process.pid for number in (0, 2)] == [pids[0], pids[2]]
+    crew.replace(1)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_abort_releases_ranks_that_a_frozen_peer_blocks(crew: Crew, tmp_path: Path, stage: int) -> None:
+    config = _config(stage, tmp_path, victim=0, at=2)
+    crew.begin([0, 1, 2], "train_until_fault", config, batch=BATCH)
+    for number in (0, 1, 2):
+        crew.reached(number, "there")
+    crew.members[0].signal(signal.SIGSTOP)
+    try:
+        for number in (1, 2):
+            crew.in_collective(number)
+        for number in (1, 2):
+            crew.abort(number, "rank 0 is frozen")
+        ended = [crew.outcome(number) for number in (1, 2)]
+        assert [(outcome.result.kind, outcome.result.message) for outcome in ended] == [
+            ("ended", "rank 0 is frozen")
+        ] * 2
+        again = crew.run([2, 1], "train", config, batch=BATCH)
+        assert [outcome.result.kind for outcome in again] == ["finished"] * 2
+    finally:
+        crew.members[0].signal(signal.SIGCONT)
+        crew.replace(0)
+
+
+def test_a_killed_rank_is_named_by_the_ranks_that_see_it(crew: Crew, tmp_path: Path) -> None:
+    config = _config(2, tmp_path, victim=2, at=1)
+    crew.begin([0, 1, 2], "train_until_fault", config, batch=BATCH)
+    for number in (0, 1, 2):
+        crew.reached(number, "there")
+    crew.members[2].signal(signal.SIGKILL)
+    # The dead rank's neighbours fail by themselves; in a ring of three both survivors are neighbours, but the one may
+    # hear of the other's leaving first.
+    results = [crew.outcome(number).result for number in (0, 1)]
+    assert {result.kind for result in results} == {"collective_failed"}, results
+    assert 2 in {result.peer_rank for result in results}, results
+    crew.replace(2)
+
+
+def test_a_generation_that_nobody_joins_can_be_aborted(crew: Crew, tmp_path: Path) -> None:
+    crew.begin([0], "train", _config(1, tmp_path), batch=BATCH, world_size=2)
+    crew.in_collective(0)
+    crew.abort(0, "rank 1 never came")
+    result = crew.outcome(0).result
+    assert (result.kind, result.message) == ("ended", "rank 1 never came")
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_rebuilding_leaks_nothing(crew: Crew, tmp_path: Path, stage: int) -> None:
+    seen = []
+    for _ in range(6):
+        outcomes = crew.run([0, 1], "train", _config(stage, tmp_path), batch=BatchSettings(max_steps=2))
+        # `clean` asks a weak reference to DeepSpeed's engine.
+        assert all(outcome.clean for outcome in outcomes)
+        seen.append([(outcome.threads, outcome.descriptors) for outcome in outcomes])
+    assert seen[1:] == [seen[1]] * 5
+
+
+def test_a_failing_rank_is_told_before_its_groups_close(crew: Crew, tmp_path: Path) -> None:
+    crew.begin([0, 1, 2], "train_raises", _config(2, tmp_path, victim=1, at=2), batch=BATCH)
+    result = crew.outcome(1).result
+    assert (result.kind, result.error_type, result.step) == ("user_error", "builtins.ZeroDivisionError", 2)
+    assert "train_raises" in result.traceback
+    for number in (0, 2):
+        crew.abort(number, "rank 1 raised")
+        assert crew.outcome(number).result.kind in ("ended", "collective_failed")
+
+
+@pytest.mark.parametrize(
+    ("fn", "kind", "words"),
+    [
+        ("returns_in_a_step", "usage_error", "returned in the middle of step 1"),
+        ("skips_step", "usage_error", "before engine.step()"),
+        ("steps_without_backward", "usage_error", "without engine.backward"),
+        ("saves_by_itself", "usage_error", "the platform saves by itself"),
+        ("keeps_a_tensor", "usage_error", "elastic.state['weights']"),
+        ("initializes_twice", "usage_error", "called twice"),
+        ("exits", "user_error", "enough"),
+        ("swallows_everything", "ended", "planned at step 2"),
+    ],
+)
+def test_how_user_code_can_go_wrong(crew: Crew, tmp_path: Path, fn: str, kind: str, words: str) -> None:
+    [outcome] = crew.run([0], fn, _config(1, tmp_path), batch=BATCH, end_at=2)
+    assert outcome.result.kind == kind, outcome.result.traceback
+    assert words in outcome.result.message
+    assert outcome.clean
+
+
+def test_an_unreadable_checkpoint_fails_on_every_rank(crew: Crew, tmp_path: Path) -> None:
+    outcomes = crew.run([0, 1], "train", _config(2, tmp_path), batch=BATCH, checkpoint="step-00000004-g0001")
+    assert {outcome.result.kind for outcome in outcomes} == {"restore_failed"}, outcomes[0].result.traceback
+    assert {outcome.result.checkpoint for outcome in outcomes} == {"step-00000004-g0001"}
+
+
+def test_another_batch_size_is_refused_on_resume(crew: Crew, tmp_path: Path) -> None:
+    config = _config(1, tmp_path)
+    crew.run([0, 1], "train", config, batch=BATCH, end_at=2)
+    checkpoint = CheckpointStore(str(tmp_path), "run").list()[0].id
+    outcomes = crew.run([0, 1], "train", config, batch=BATCH, checkpoint=checkpoint, seed=7)
+    assert {outcome.result.kind for outcome in outcomes} == {"usage_error"}
+    assert "seed 0, this run has 7" in outcomes[0].result.message
+
+
+def test_data_workers_end_with_their_generation(crew: Crew, tmp_path: Path) -> None:
+    [plain] = crew.run([0], "train", _config(1, tmp_path / "plain"), batch=BATCH)
+    [outcome] = crew.run([0], "train", _config(1, tmp_path / "workers", num_workers=2), batch=BATCH, end_at=3)
+    assert outcome.result.kind == "ended", outcome.result.traceback
+    # Augmentation is seeded by position: who reads does not matter.
+    assert [report.loss for report in outcome.reports] == [report.loss for report in plain.reports[:3]]
+    assert _children(crew.members[0].process.pid) == []
+
+
+def _children(pid: int) -> list[str]:
+    tasks = os.listdir(f"/proc/{pid}/task")
+    return [child for task in tasks for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split()]

@@ -1,0 +1,301 @@
+"""The loader: what is dealt, read, seeded, and refused. Without processes and without DeepSpeed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, IterableDataset
+
+from elastic.core.batches import passes_per_rank
+from elastic.core.errors import GenerationEnded, UsageError
+from elastic.core.samples import SampleOrder
+from elastic.training.context import Generation
+from elastic.training.data import BatchReader, require_map_style
+from elastic.training.loader import ElasticLoader
+from elastic.training.local import SilentCoordinator
+from elastic.training.progress import StepPlan, total_samples
+from elastic.training.session import GenerationSpec
+
+
+class Recorded:
+    """A dataset that remembers what it was asked for."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.asked: list[int] = []
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        self.asked.append(index)
+        return index, random.random()
+
+
+class Coordinator(SilentCoordinator):
+    def __init__(self, end_at: int | None = None) -> None:
+        self.boundaries: list[int] = []
+        self.end_at = end_at
+
+    def boundary(self, step: int) -> bool:
+        self.boundaries.append(step)
+        return step == self.end_at
+
+
+class Engine:
+    """Stands for the engine: finishes passes and counts what is saved."""
+
+    def __init__(self, generation: Generation) -> None:
+        self.generation = generation
+        self.saved: list[int] = []
+
+    def save_now(self) -> None:
+        if self.generation.step not in self.saved:
+            self.saved.append(self.generation.step)
+
+    def step(self) -> None:
+        assert self.generation.loader is not None
+        progress = self.generation.loader.progress
+        assert progress is not None
+        progress.backwards += 1
+        progress.require_backward()
+        progress.finish_pass()
+        if progress.complete:
+            self.generation.step += 1
+
+
+Made = tuple[Generation, Engine, ElasticLoader, Recorded]
+
+
+def make(
+    size: int = 10,
+    global_batch: int = 4,
+    micro_batch: int = 2,
+    rank: int = 0,
+    world_size: int = 1,
+    step: int = 0,
+    end_at: int | None = None,
+    max_steps: int | None = None,
+    epochs: int | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+) -> Made:
+    spec = GenerationSpec("run", 1, rank, world_size)
+    generation = Generation(spec, Coordinator(end_at), None, torch.device("cpu"))  # type: ignore[arg-type]
+    plan = StepPlan(
+        global_batch,
+        micro_batch,
+        world_size,
+        rank,
+        size,
+        total_samples(size, global_batch, max_steps, epochs),
+        passes_per_rank(global_batch, micro_batch, world_size),
+    )
+    data = Recorded(size)
+    reader = BatchReader(data, plan, SampleOrder(size, 0), step, collate_fn or (lambda items: items))
+    generation.step = step
+    generation.loader = ElasticLoader(generation, plan, reader)
+    engine = Engine(generation)
+    generation.engine = engine  # type: ignore[assignment]
+    return generation, engine, generation.loader, data
+
+
+def run(made: Made) -> list[Any]:
+    _, engine, loader, _ = made
+    seen = []
+    for batch in loader:
+        seen.append(batch)
+        engine.step()
+    return seen
+
+
+@given(st.integers(1, 30), st.integers(1, 9), st.integers(1, 4), st.integers(1, 5), st.integers(1, 3))
+def test_all_ranks_together_read_every_sample_of_every_epoch_once(
+    size: int, global_batch: int, micro_batch: int, world_size: int, epochs: int
+) -> None:
+    counts = [0] * size
+    batches = set()
+    for rank in range(world_size):
+        made = make(size, global_batch, min(micro_batch, global_batch), rank, world_size, epochs=epochs)
+        batches.add(len(run(made)))
+        assert len(made[2]) in batches
+        plan = made[2].plan
+        real = [b for step in range(plan.last_step) for b in plan.deal(step) if b.weight > 0]
+        own = [index for b in real for index in SampleOrder(size, 0).indices(b.start, b.stop)]
+        for index in own:
+            counts[index] += 1
+        # Padding repeats what the rank has; only a rank that has nothing yet reads a batch that is not its own.
+        assert sorted(own) == sorted(made[3].asked) or plan.deal(0)[0].weight == 0.0
+    assert counts == [epochs] * size
+    assert len(batches) == 1
+
+
+def test_it_goes_on_where_the_run_stopped() -> None:
+    whole = run(make(epochs=2))
+    rest = run(make(epochs=2, step=2))
+    assert rest == whole[4:]
+
+
+def test_random_augmentation_depends_on_the_sample_alone() -> None:
+    one = {item for batch in run(make(global_batch=4, micro_batch=2)) for item in batch}
+    other = {item for rank in range(2) for batch in run(make(5 + 5, 4, 1, rank, 2)) for item in batch}
+    assert one == other
+
+
+def test_what_the_loop_draws_depends_on_the_micro_batch_alone() -> None:
+    def draws(made: Made) -> list[float]:
+        drawn = []
+        for _ in made[2]:
+            drawn.append(random.random())
+            made[1].step()
+        return drawn
+
+    alone = draws(make(8, 4, 2))
+    both = [draws(make(8, 4, 2, rank, 2)) for rank in range(2)]
+    assert alone == [both[0][0], both[1][0], both[0][1], both[1][1]]
+
+
+def test_every_boundary_is_asked_and_the_end_is_saved() -> None:
+    made = make(max_steps=3)
+    run(made)
+    generation, engine, loader, _ = made
+    assert generation.coordinator.boundaries == [0, 1, 2, 3]  # type: ignore[attr-defined]
+    assert engine.saved == [3]
+    assert loader.finished
+    assert list(loader) == []
+
+
+def test_a_planned_end_saves_exactly_its_step() -> None:
+    made = make(max_steps=3, end_at=1)
+    with pytest.raises(GenerationEnded, match="planned at step 1"):
+        run(made)
+    assert made[1].saved == [1]
+    # Whoever swallowed that does not get any further.
+    with pytest.raises(GenerationEnded):
+        run(made)
+
+
+def test_a_run_that_was_over_already_has_no_batches() -> None:
+    made = make(max_steps=3, step=3)
+    assert run(made) == []
+    assert made[2].finished
+
+
+def test_epochs_are_cut_at_the_first_step_that_begins_in_the_next() -> None:
+    made = make(size=10, global_batch=4, micro_batch=4, epochs=3)
+    seen = []
+    for epoch in made[2].epochs():
+        steps = 0
+        for _ in epoch:
+            steps += 1
+            made[1].step()
+        seen.append((steps, made[2].epoch))
+    # 30 samples: steps begin at 0 4 8 | 12 16 | 20 24 28; the last has two samples.
+    assert [steps for steps, _ in seen] == [3, 2, 3]
+    assert made[2].finished
+
+
+def test_a_loop_over_epochs_around_the_loader_is_harmless() -> None:
+    made = make(epochs=2)
+    counts = []
+    for _ in range(2):
+        count = 0
+        for _ in made[2]:
+            count += 1
+            made[1].step()
+        counts.append(count)
+    # 20 samples: five steps of two micro-batches.
+    assert counts == [10, 0]
+
+
+def test_breaking_between_steps_is_allowed_and_goes_on() -> None:
+    made = make(max_steps=3)
+    for _ in made[2]:
+        made[1].step()
+        if made[0].step == 1:
+            break
+    made[2].stopped_early()
+    assert len(run(made)) == 4
+
+
+def test_the_next_batch_needs_the_step_before() -> None:
+    made = make()
+    batches = iter(made[2])
+    next(batches)
+    with pytest.raises(UsageError, match="before engine"):
+        next(batches)
+
+
+def test_leaving_inside_a_step_is_told() -> None:
+    made = make()
+    next(iter(made[2]))
+    with pytest.raises(UsageError):
+        made[2].stopped_early()
+    made = make()
+    for _ in made[2]:
+        made[1].step()
+        break
+    with pytest.raises(UsageError, match="in the middle of step 0, after 1 of 2"):
+        made[2].stopped_early()
+
+
+def test_an_epoch_that_nobody_iterates_is_told() -> None:
+    made = make(epochs=2)
+    with pytest.raises(UsageError, match="was not iterated"):
+        list(made[2].epochs())
+
+
+def test_a_batch_that_the_user_takes_apart_is_whole_again_in_the_padding_pass() -> None:
+    # 3 micro-batches on 2 ranks: rank 0 has one and a padding pass.
+    made = make(6, 6, 2, 0, 2, collate_fn=lambda items: {"items": list(items)})
+    sizes = []
+    for batch in made[2]:
+        sizes.append(len(batch.pop("items")))
+        made[1].step()
+    assert sizes == [2, 2]
+
+
+def test_the_end_of_an_aborted_generation_reaches_the_loop() -> None:
+    made = make()
+    batches = iter(made[2])
+    next(batches)
+    made[1].step()
+    made[0].end("a node was lost")
+    with pytest.raises(GenerationEnded, match="a node was lost"):
+        next(batches)
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter([1])
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (DataLoader([1, 2]), "not a DataLoader"),  # type: ignore[arg-type]
+        (Stream(), "map-style"),
+        (iter([1]), "map-style"),
+        ([], "empty"),
+    ],
+)
+def test_data_that_cannot_be_dealt_is_refused(data: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        require_map_style(data)
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "epochs", "expected"), [(None, None, 10), (3, None, 12), (None, 3, 30), (3, 3, 12), (100, 1, 10)]
+)
+def test_how_long_a_run_is(max_steps: int | None, epochs: int | None, expected: int) -> None:
+    assert total_samples(10, 4, max_steps, epochs) == expected
+
+
+def test_a_run_of_nothing_is_refused() -> None:
+    with pytest.raises(UsageError, match="max_steps"):
+        total_samples(10, 4, 0, None)
