@@ -78,7 +78,8 @@ class TimeLedger:
             self._totals[owner] += part
             rest -= part
         self._tentative.append((step, rest))
-        self._last_step, self._usual = step, rest
+        # Steps that are told together share one instant: the first of them has the time of all.
+        self._last_step, self._usual = step, rest or self._usual
 
     def commit(self, step: int) -> None:
         """A checkpoint covers everything up to and including `step`."""

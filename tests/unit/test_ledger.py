@@ -53,6 +53,16 @@ def test_rolled_back_steps_and_the_broken_one_become_replay_and_the_standstill_d
     }  # fmt: skip
 
 
+def test_steps_told_together_do_not_turn_a_standstill_into_lost_work() -> None:
+    ledger = TimeLedger(0.0, own.PRODUCTIVE)
+    for step in range(1, 5):
+        ledger.step_done(step, 4.0)
+    ledger.commit(4)
+    ledger.switch(own.DECIDE, 100.0)
+    ledger.rollback(4)
+    assert ledger.totals(100.0) == {own.PRODUCTIVE: 4.0, own.REPLAY: 4.0, own.DETECT: 92.0}
+
+
 def test_a_checkpoint_that_turned_out_bad_takes_its_time_with_it() -> None:
     ledger = TimeLedger(0.0, own.PRODUCTIVE)
     for step in range(1, 5):
