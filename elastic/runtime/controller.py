@@ -21,7 +21,7 @@ from elastic.core import actions as act
 from elastic.core import events as ev
 from elastic.core import machine
 from elastic.core.detector import LastSeen
-from elastic.core.errors import Fenced, StorageError
+from elastic.core.errors import Fenced
 from elastic.core.settings import RunSettings
 from elastic.core.state import USER_CODE_FAILED, Ending, Finished, RunState, Training, WorkerPhase
 from elastic.observe.journal import JournalWriter
@@ -29,7 +29,9 @@ from elastic.runtime.agent import Beat
 from elastic.runtime.committer import Committer
 from elastic.runtime.entry import Entry
 from elastic.runtime.executor import Executor
+from elastic.runtime.incidents import IncidentBook
 from elastic.runtime.outbox import Item, Reply
+from elastic.runtime.records import Records
 from elastic.runtime.replay import Replayed, replay
 from elastic.runtime.versions import versions
 
@@ -52,9 +54,8 @@ class ControllerActor:
         self._ended = asyncio.Event()
         self._stepped = asyncio.Condition()
         self._events: asyncio.Queue[ev.Event] = asyncio.Queue()
-        self._notes: list[dict[str, Any]] = []
-        self._backlog: list[dict[str, Any]] = []
-        self._journal_failing = False
+        self._records = Records()
+        self._incidents = IncidentBook(self._records.note, self._settings.run_id)
         self._user_traceback: str | None = None
         self._doing = "starting"
         self._fenced = 0
@@ -155,9 +156,12 @@ class ControllerActor:
             if first is not None:
                 self._events.put_nowait(first)
             if done is not None:
+                self._incidents.step_done(done.step, now)
                 asyncio.get_running_loop().create_task(self._tell_step())
         elif item.kind == "restored":
-            self._telemetry.restored(item.data)
+            restore = self._telemetry.restored(item.data)
+            if restore is not None:
+                self._incidents.restored(restore)
 
     def _take_shard(self, shard: Any) -> None:
         """A shard counts only while its generation is the newest one: a late waker's never does."""
@@ -200,8 +204,9 @@ class ControllerActor:
         settings, here = self._settings, ray.get_runtime_context().current_actor
         store = CheckpointStore(settings.checkpoint.url, settings.run_id)
         self._journal = await asyncio.to_thread(JournalWriter, settings.storage_url, settings.run_id)
+        self._records.open(self._journal)
         old = replay(self._journal.replayed, settings) if reconstructed else Replayed.nothing(settings, self._journal)
-        self._telemetry = old.telemetry(settings, time.time(), self._notes.append)
+        self._telemetry = old.telemetry(settings, time.time(), self._records.note)
         self._state: RunState = old.state
         self._executor = Executor(settings, old.attempt, self._entry, here, self._events.put_nowait)
         self._committer = Committer(settings, store, versions(), self._events.put_nowait, self._note_checkpoint)
@@ -209,7 +214,7 @@ class ControllerActor:
             await self._executor.reattach(old.state)
             first: ev.Event = ev.ControllerRestarted(self._journal.incarnation)
         else:
-            self._notes.append({"type": "run", "status": "running", "run_id": settings.run_id, "attempt": old.attempt})
+            self._records.note({"type": "run", "status": "running", "run_id": settings.run_id, "attempt": old.attempt})
             found = await asyncio.to_thread(store.list)
             known = tuple((ref.id, ref.step) for ref in found)
             first = ev.RunStarted(known, max([old.generation, *(ref.generation for ref in found)]))
@@ -236,15 +241,14 @@ class ControllerActor:
         if any(isinstance(event, ev.CheckpointCommitted) for event in fresh):
             # A step that a checkpoint covers is never done again, so what is known of it must not be lost either.
             self._telemetry.flush(now, force=True)
-        await self._append([{"type": "event", "now": now, **ev.to_json(event)} for event in fresh])
+        await self._records.write([{"type": "event", "now": now, **ev.to_json(event)} for event in fresh])
         for event in fresh:
             before = self._state
             self._state, actions = machine.step(before, event, now)
             self._follow(before, event, now)
             for action in actions:
                 self._act(action, now)
-        if self._notes:
-            await self._append([])
+        await self._records.write()
 
     def _act(self, action: act.Action, now: float) -> None:
         if isinstance(action, act.Note):
@@ -252,12 +256,12 @@ class ControllerActor:
             self._doing = action.sentence if action.kind in ("decision", "waiting", "start") else self._doing
             logger.info("%s", action.sentence)
             place = {"generation": self._state.generation, "world_size": self._state.world_size}
-            self._notes.append(
+            self._records.note(
                 {"type": "decision", "kind": action.kind, "sentence": action.sentence, "step": self._telemetry.step}
                 | place | {"data": dict(action.data)}
             )  # fmt: skip
         elif isinstance(action, act.CloseIncident):
-            self._notes.append({"type": "incident", "run": self._settings.run_id, **action.incident.to_json()})
+            self._incidents.close(action.incident)
         elif isinstance(action, act.BeginGeneration) and not self._is_reissue(action):
             self._telemetry.generation_begins(action.generation, len(action.members), action.step, now)
         self._executor.perform(action)
@@ -278,25 +282,8 @@ class ControllerActor:
         if before.members and before.members != state.members:
             self._telemetry.generation_ended(before.generation)
 
-    async def _append(self, records: list[dict[str, Any]]) -> None:
-        """Durable on return, unless storage is away: then the lines wait in memory and training goes on."""
-        self._backlog += [*self._notes, *records]
-        self._notes.clear()
-        lines = list(self._backlog)
-        if not lines:
-            return
-        try:
-            await asyncio.to_thread(self._journal.extend, lines)
-        except StorageError as error:
-            if not self._journal_failing:
-                logger.warning("the journal cannot be written (%s): %d lines wait in memory", error, len(lines))
-            self._journal_failing = True
-        else:
-            del self._backlog[: len(lines)]
-            self._journal_failing = False
-
     def _note_checkpoint(self, record: dict[str, Any]) -> None:
-        self._notes.append({**record, "stall_s": self._telemetry.stall_of(record["step"])})
+        self._records.note({**record, "stall_s": self._telemetry.stall_of(record["step"])})
 
     async def _watch(self) -> None:
         """Look for silence and standstill; what is found is an event like any other."""
@@ -321,7 +308,8 @@ class ControllerActor:
         limit_s = self._settings.failures.storage_timeout_s
         await self._committer.settle(limit_s)
         self._telemetry.flush(time.time(), force=True)
-        self._notes.extend(self._telemetry.summary_records(time.time()))
+        for record in self._telemetry.summary_records(time.time()):
+            self._records.note(record)
         self._result = {
             "status": stage.status,
             "reason": stage.reason,
@@ -331,9 +319,9 @@ class ControllerActor:
             "false_alarms": self._state.false_alarms,
             "error": self._user_traceback if stage.status == USER_CODE_FAILED else None,
         }
-        self._notes.append({"type": "run", "run_id": self._settings.run_id, **self._result})
-        await self._append([])
-        if self._journal_failing:
+        self._records.note({"type": "run", "run_id": self._settings.run_id, **self._result})
+        await self._records.write()
+        if self._records.failing:
             logger.error("the end of run %s could not be written down", self._settings.run_id)
         await self._executor.close()
         self._ended.set()

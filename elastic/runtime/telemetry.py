@@ -93,20 +93,21 @@ class Telemetry:
         )  # fmt: skip
         self.flush(now)
 
-    def restored(self, data: Mapping[str, Any]) -> None:
-        """One rank's restore report; the last one of a generation is written down for all."""
+    def restored(self, data: Mapping[str, Any]) -> dict[str, Any] | None:
+        """One rank's restore report; with the last one of a generation, the record of all."""
         reports = self._restores.setdefault(data["generation"], [])
         reports.append(data)
-        if len(reports) == data["world_size"]:
-            del self._restores[data["generation"]]
-            self._record(
-                {
-                    "type": "restore", "generation": data["generation"], "checkpoint": data["checkpoint"],
-                    "source": data["source"], "step": data["step"],
-                    **{key: sum(r[key] for r in reports) for key in ("bytes_read", "bytes_needed")},
-                    **{key: round(max(r[key] for r in reports), 4) for key in ("read_s", "install_s", "verify_s")},
-                }
-            )  # fmt: skip
+        if len(reports) < data["world_size"]:
+            return None
+        del self._restores[data["generation"]]
+        record = {
+            "type": "restore", "generation": data["generation"], "checkpoint": data["checkpoint"],
+            "source": data["source"], "step": data["step"],
+            **{key: sum(r[key] for r in reports) for key in ("bytes_read", "bytes_needed")},
+            **{key: round(max(r[key] for r in reports), 4) for key in ("read_s", "install_s", "verify_s")},
+        }  # fmt: skip
+        self._record(record)
+        return record
 
     def stall_of(self, step: int) -> float | None:
         """Seconds that the save of `step` cost the slowest training thread."""

@@ -1,0 +1,62 @@
+"""Incident records, completed by what only the runtime knows: bytes moved, and when the lost steps were caught up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from elastic.core.incident import Incident
+
+Record = dict[str, Any]
+
+# Who notices an incident of which kind first.
+_DETECTORS = {
+    "collective-failed": "a survivor's collective",
+    "hang": "progress watch",
+    "user-error": "the training function",
+    "usage-error": "the training function",
+    "worker-frozen": "worker heartbeats",
+    "worker-lost": "process watch",
+    "node-frozen": "node heartbeats",
+    "node-lost": "a survivor's collective, then node heartbeats",
+    "restore-failed": "the proof of the restored state",
+    "resize": "scaling policy",
+    "stop": "the user",
+}
+
+
+class IncidentBook:
+    """Writes each incident when it is over, and once more when the steps it cost have been done again."""
+
+    def __init__(self, note: Callable[[Record], None], run_id: str) -> None:
+        self._note = note
+        self._run_id = run_id
+        self._restores: dict[int, Mapping[str, Any]] = {}
+        self._open: Record | None = None
+
+    def restored(self, restore: Mapping[str, Any]) -> None:
+        """The summed-up restore of one generation (a "restore" record)."""
+        self._restores = {restore["generation"]: restore}
+
+    def close(self, incident: Incident) -> None:
+        record: Record = {
+            "type": "incident",
+            "run": self._run_id,
+            "detector": _DETECTORS.get(incident.kind, incident.kind),
+            **incident.to_json(),
+        }
+        restore = self._restores.get(incident.next_generation or -1)
+        if restore is not None:
+            keys = ("bytes_read", "bytes_needed", "read_s", "install_s", "verify_s")
+            record["restore"] = {key: restore[key] for key in keys}
+        self._note(record)
+        self._open = record if incident.steps_repeated else None
+
+    def step_done(self, step: int, now: float) -> None:
+        """A complete step of the run."""
+        record = self._open
+        if record is not None and step >= record["resumed_step"] + record["steps_repeated"]:
+            times = {**record["times"], "caught_up": now}
+            seconds = {**record["seconds"], "caught_up": round(now - times["symptom"], 4)}
+            self._note({**record, "times": times, "seconds": seconds})
+            self._open = None
