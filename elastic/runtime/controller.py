@@ -23,7 +23,7 @@ from elastic.core import machine
 from elastic.core.detector import LastSeen
 from elastic.core.errors import Fenced
 from elastic.core.settings import RunSettings
-from elastic.core.state import USER_CODE_FAILED, Ending, Finished, RunState, Training, WorkerPhase
+from elastic.core.state import USER_CODE_FAILED, Closing, Ending, Finished, RunState, Training, WorkerPhase
 from elastic.observe.journal import JournalWriter
 from elastic.runtime.agent import Beat
 from elastic.runtime.committer import Committer
@@ -58,6 +58,7 @@ class ControllerActor:
         self._incidents = IncidentBook(self._records.note, self._settings.run_id)
         self._user_traceback: str | None = None
         self._doing = "starting"
+        self._storage_news = ""
         self._fenced = 0
         self._result: dict[str, Any] | None = None
         self._seen = LastSeen(self._settings.failures.heartbeat_s)
@@ -81,7 +82,7 @@ class ControllerActor:
             "generation": state.generation,
             "last_checkpoint": newest.id if newest else None,
             "last_checkpoint_step": newest.step if newest else None,
-            "doing": None if isinstance(state.stage, Training) else self._doing,
+            "doing": self._what(state),
             "incidents": state.incidents,
             "workers": self._placement(),
             "controller_pid": os.getpid(),
@@ -253,7 +254,10 @@ class ControllerActor:
     def _act(self, action: act.Action, now: float) -> None:
         if isinstance(action, act.Note):
             self._user_traceback = action.data.get("traceback") or self._user_traceback
-            self._doing = action.sentence if action.kind in ("decision", "waiting", "start") else self._doing
+            if action.kind == "storage":
+                self._storage_news = action.sentence
+            elif action.kind in ("decision", "waiting", "start"):
+                self._doing = action.sentence
             logger.info("%s", action.sentence)
             place = {"generation": self._state.generation, "world_size": self._state.world_size}
             self._records.note(
@@ -326,6 +330,14 @@ class ControllerActor:
         await self._executor.close()
         self._ended.set()
         await self._tell_step()
+
+    def _what(self, state: RunState) -> str | None:
+        """What the run does besides training, in a sentence."""
+        if isinstance(state.stage, Training):
+            return self._storage_news if state.storage_failing else None
+        if isinstance(state.stage, Closing):
+            return f"waiting for the checkpoint of step {state.stage.step}, the last one"
+        return self._doing
 
     def _placement(self) -> list[dict[str, Any]]:
         """Where the workers are, for people and for fault injection."""
