@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from elastic.core import actions as act
@@ -124,7 +125,8 @@ class Invariants:
         if not again:
             assert (action.checkpoint, action.step) == ((newest.id, newest.step) if newest else (None, 0))
             assert newest is not None or not after.rejected, "a run began anew although its checkpoints were refused"
-            assert not before.members_inside or isinstance(before.stage, Ending | Pausing)
+            remaining = set(before.members_inside) & after.workers.keys()
+            assert not remaining or isinstance(before.stage, Ending | Pausing), "two generations at a time"
             for process in self.world.cluster.processes.values():
                 old = process.inside and process.generation < action.generation
                 assert not (old and process.worker in after.workers), "a worker is still inside an older generation"
@@ -147,8 +149,9 @@ class Invariants:
     def _slots(self, state: RunState) -> None:
         assert len(state.slots) <= state.settings.scaling.max_slots, "more slots than allowed"
         assert set(state.slots) == self.requested - self.released, "a slot was lost from the books"
+        counts = Counter(worker.slot for worker in state.workers.values())
         for slot in state.slots.values():
-            count = sum(worker.slot == slot.id for worker in state.workers.values())
+            count = counts[slot.id]
             assert count <= state.settings.scaling.workers_per_slot, "too many workers in a slot"
             full = count == state.settings.scaling.workers_per_slot
             assert (slot.phase is SlotPhase.PENDING) == (count == 0) or slot.start_failures, "an empty slot is kept"

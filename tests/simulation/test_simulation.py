@@ -1,14 +1,15 @@
-"""The rules of a run against a thousand bad days. A failure names its seed; `play(seed)` repeats it exactly."""
+"""The rules of a run against more than a thousand bad days. A failure names its seed; `play(seed)` repeats it exactly."""
 
 from __future__ import annotations
 
 import pytest
 
 from elastic.core.settings import FailureSettings, RunSettings, ScalingSettings
+from simulation import trace
 from simulation.faults import Fault, Plan, draw
 from simulation.world import World
 
-SEEDS = range(1000)
+SEEDS = range(1500)
 
 # Every branch of interest must be reached by some run, or the thousand prove less than they seem to.
 SOMETIMES = {
@@ -35,7 +36,7 @@ def play(seed: int) -> World:
     return world
 
 
-def test_a_thousand_failing_runs_keep_every_rule_and_reach_every_branch() -> None:
+def test_over_a_thousand_failing_runs_keep_every_rule_and_reach_every_branch() -> None:
     seen: set[str] = set()
     for seed in SEEDS:
         seen |= play(seed).sometimes
@@ -73,6 +74,14 @@ def test_a_lost_node_costs_seconds_and_the_steps_since_the_checkpoint() -> None:
     assert world.controller.state.incidents == 1
     assert world.controller.state.generation == 2
     assert world.clock.now - world.begin_s < 50
+
+
+def test_a_hundred_servers_live_through_the_worst_weeks_of_a_real_trace() -> None:
+    """99 faults of 47 servers in 20 days, many of them within minutes of each other; a day takes ten minutes here."""
+    world = World(0, trace.plan(60, 80, slots=100, low=50, seconds_per_day=600))
+    world.run()
+    assert world.controller.state.incidents > 30
+    assert {"growth", "failure in Joining", "late waker", "incident node-frozen"} <= world.sometimes
 
 
 def test_a_broken_rule_is_reported_with_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -181,14 +181,37 @@ class World:
         if fault.lasts_s:
             self.clock.after(fault.lasts_s, self.cluster.add)
 
+    def _lose_server(self, fault: Fault) -> None:
+        """A server of the trace, named by `arg`: the same one fails again and again."""
+        node = self.cluster.nodes[int(fault.arg)]
+        if node.alive:
+            self.cluster.lose(node)
+            if node.slot is not None:
+                self.tell(ev.SlotLost(node.slot, f"node {node.name} is gone"), self.rng.uniform(0.3, 1.5))
+            self.clock.after(fault.lasts_s, self._repaired, node)
+
+    def _freeze_server(self, fault: Fault) -> None:
+        self._freeze(self.cluster.nodes[int(fault.arg)], fault.lasts_s)
+
+    def _repaired(self, node: Node) -> None:
+        if node.slot is not None and node.slot not in self.cluster.released:
+            self.clock.after(1.0, self._repaired, node)
+            return
+        node.alive, node.frozen, node.slot = True, False, None
+        self.cluster.place()
+
     def _freeze_node(self, fault: Fault) -> None:
         node = self._pick(fault, [node for node in self._nodes() if not node.frozen])
-        if node is None:
+        if node is not None:
+            self._freeze(node, fault.lasts_s)
+
+    def _freeze(self, node: Node, lasts_s: float) -> None:
+        if node.frozen or not node.alive:
             return
         node.frozen = True
         processes = [process for process in self.cluster.processes.values() if process.node is node and process.alive]
         self.clock.after(1.0, self.silence, processes, node)
-        self.clock.after(fault.lasts_s or 1e9, self._thaw, node)
+        self.clock.after(lasts_s or 1e9, self._thaw, node)
 
     def _thaw(self, node: Node) -> None:
         if node.frozen:
