@@ -127,8 +127,8 @@ def resolve_ending(turn: Turn, stage: Ending) -> None:
         # From the beginning would be a silent loss of everything: that is for a person to decide.
         evidence = incident.evidence if incident else stage.evidence
         finish(turn, INTEGRITY, f"no checkpoint is left that can be restored; the last one: {evidence}")
-    elif streaks.crashes > limits.crash_streak:
-        failed = f"{streaks.crashes} generations in a row failed without a new step or checkpoint"
+    elif streaks.crashes > limits.crash_streak or streaks.node_losses > _node_losses(turn.state):
+        failed = f"{streaks.crashes + streaks.node_losses} generations in a row failed without a new step or checkpoint"
         finish(turn, GAVE_UP, f"{failed}; the last one: {stage.evidence}")
     else:
         _go_on(turn, stage)
@@ -191,15 +191,23 @@ def _count_failure(turn: Turn, stage: Ending) -> None:
         streaks = Streaks(slot_failures=streaks.slot_failures)
     # Passing over a bad checkpoint is bounded by the number of checkpoints and is not a crash.
     passed_over = state.base is not None and state.base.id in state.rejected
+    node_lost = kind in ("node-lost", "node-frozen")
     turn.set(
         streaks=replace(
             streaks,
-            crashes=streaks.crashes + (not passed_over),
+            crashes=streaks.crashes + (not passed_over and not node_lost),
+            node_losses=streaks.node_losses + node_lost,
             user_errors=streaks.user_errors + (kind == "user-error"),
             in_place=streaks.in_place + 1 if not stage.lost and kind in ("collective-failed", "hang") else 0,
             mark=(max(reached[0], streaks.mark[0]), reached[1]),
         )
     )
+
+
+def _node_losses(state: RunState) -> int:
+    """Nodes fail in bursts (a rack, a switch) that say nothing about the job, so each of them may fail once more than
+    the budget for crashes; a job that kills every node it gets still ends."""
+    return state.settings.failures.crash_streak + state.settings.scaling.max_slots
 
 
 def _escalate(turn: Turn) -> None:
@@ -223,8 +231,8 @@ def hold_back_slots(turn: Turn) -> None:
 
 
 def _backoff(state: RunState) -> float:
-    """No pause after a first failure."""
-    return _pause(state, state.streaks.crashes - 1)
+    """No pause after a first failure. The growing ones let a burst of losses pass in a few generations."""
+    return _pause(state, state.streaks.crashes + state.streaks.node_losses - 1)
 
 
 def _pause(state: RunState, failed: int) -> float:

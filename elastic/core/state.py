@@ -149,9 +149,13 @@ class Suspicion:
 
 @dataclass(frozen=True)
 class Streaks:
-    """Failures in a row. `mark` is (furthest step, newest checkpoint step) at the last one: beyond it is progress."""
+    """Failures in a row. `mark` is (furthest step, newest checkpoint step) at the last one: beyond it is progress.
+
+    `node_losses` are generations that ended with their nodes, `crashes` those that ended in any other way.
+    """
 
     crashes: int = 0
+    node_losses: int = 0
     user_errors: int = 0
     start_failures: int = 0
     slot_failures: int = 0
