@@ -3,7 +3,8 @@
 It starts nothing of Ray itself (`cluster.starter` does), so its loop never waits for Ray. It ends the whole cluster
 when its last owner is gone: closed its connection, or died in whatever way. Two things make that complete:
 
-- it and the starter adopt every orphan below them (subreapers), so no process of the cluster can leave their tree;
+- it and the starter adopt every orphan below them (subreapers), as does the init of each node (`cluster.node_init`), so
+  that no process can leave the tree of the cluster, nor that of its node;
 - the starter watches it in turn, and does the same work if the keeper itself is killed.
 
 Only if both are killed in the same instant is it left to the kernel, which then kills the raylets (PR_SET_PDEATHSIG)
@@ -49,7 +50,7 @@ class Keeper:
         self._waiting: list[Waiting] = []
         self._logs_to: str | None = None
         self._starter = self._spawn_starter()
-        self._nodes = Nodes(directory.name, os.getpid(), self._starter.pid)
+        self._nodes = Nodes(directory.name, os.getpid())
         self._operations = Operations(self._nodes, self._reap)
         self._listener = self._listen()
         self._add_owner(first)
@@ -173,7 +174,7 @@ class Keeper:
         self._tell_starter(entries[0])
 
     def _add_node(self, owner: Owner, request_id: int, name: str | None, limit_s: float) -> None:
-        self._operations.bury()
+        self._operations.bury_lost()
         entry = self._nodes.revive(name)
         self._waiting.append(Waiting(owner, request_id, [entry], limit_s, time.monotonic() + limit_s))
         self._tell_starter(entry)
@@ -192,14 +193,16 @@ class Keeper:
             self.ending = self.ending or "the starter is gone"
             return
         answer = json.loads(line)
+        entry = self._nodes.entries[answer.get("started") or answer["failed"]]
+        entry.roots = tuple(process for pid in answer["pids"] if (process := processes.read(pid)) is not None)
         if "failed" in answer:
-            self._node_failed(self._nodes.entries[answer["failed"]], answer["error"])
+            self._node_failed(entry, answer["error"])
         else:
-            self._node_started(self._nodes.entries[answer["started"]], answer)
+            self._node_started(entry, answer)
 
     def _node_started(self, entry: Entry, answer: dict[str, Any]) -> None:
         entry.state, entry.node_id = NodeState.ALIVE, answer["node_id"]
-        entry.raylet_pid, entry.own_pids = answer["raylet_pid"], tuple(answer["pids"])
+        entry.raylet_pid = answer["raylet_pid"] or 0
         if entry.head:
             self._nodes.address = answer["address"]
             for other in self._nodes.entries.values():
@@ -207,8 +210,8 @@ class Keeper:
                     self._tell_starter(other)
 
     def _node_failed(self, entry: Entry, error: str) -> None:
-        processes.kill_all(lambda: self._nodes.members(entry), self._reap, _END_LIMIT_S)
         self._nodes.lost(entry)
+        self._operations.bury_lost()
         for waiting in [waiting for waiting in self._waiting if entry in waiting.entries]:
             waiting.owner.reply(waiting.request_id, error=f"{entry.name} did not start: {error}")
             self._waiting.remove(waiting)
@@ -234,6 +237,7 @@ def main() -> None:
     for stream in (1, 2):
         os.dup2(log, stream)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    (directory / "session").write_text(str(os.getsid(0)))
     os.chdir(sys.argv[2])
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     processes.adopt_orphans()

@@ -17,7 +17,7 @@ TAG = "LOCAL_CLUSTER_NODE"
 
 @dataclass
 class Entry:
-    """One name, through all its lives. `own_pids` are the processes that Ray runs the node with (raylet, GCS)."""
+    """One name, through all its lives. All processes of the node are `roots` (its init, the GCS) or below them."""
 
     name: str
     head: bool
@@ -26,7 +26,7 @@ class Entry:
     lives: int = 1
     node_id: str = ""
     raylet_pid: int = 0
-    own_pids: tuple[int, ...] = ()
+    roots: tuple[Process, ...] = ()
     lost_at: int = 0
 
     def info(self, pids: tuple[int, ...]) -> NodeInfo:
@@ -50,7 +50,6 @@ class Nodes:
 
     cluster: str
     keeper_pid: int
-    starter_pid: int
     entries: dict[str, Entry] = field(default_factory=dict)
     address: str = ""
     _losses: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
@@ -73,7 +72,7 @@ class Nodes:
         if lost:
             entry = lost[0]
             entry.lives += 1
-            entry.state, entry.node_id, entry.raylet_pid, entry.own_pids = NodeState.STARTING, "", 0, ()
+            entry.state, entry.node_id, entry.raylet_pid, entry.roots = NodeState.STARTING, "", 0, ()
             return entry
         last = list(self.entries.values())[-1]
         return self.define(name or self._free_name(), False, {k: v for k, v in last.options.items() if k[0] != "_"})
@@ -101,16 +100,11 @@ class Nodes:
         return [found[pid] for pid in processes.descendants([self.keeper_pid], found)]
 
     def members(self, entry: Entry) -> list[Process]:
-        """The processes of one node, zombies included: all below its own, and orphans that carry its tag."""
+        """The processes of one node, zombies included."""
         found = processes.table()
-        all_pids = processes.descendants([self.keeper_pid], found)
-        pids = processes.descendants(entry.own_pids, found) | (set(entry.own_pids) & all_pids)
-        # Below the starter and the keeper are only raylets, GCS and orphans; what is below those follows them.
-        tops = {p for p in all_pids - pids if found[p].ppid in (self.keeper_pid, self.starter_pid)}
-        tag = self.tag(entry)
-        orphans = {pid for pid in tops - {self.starter_pid} if processes.environment(pid).get(TAG) == tag}
-        pids |= orphans | processes.descendants(orphans, found)
-        return [found[pid] for pid in pids]
+        # By start time too: the pid of a process that ended may have been given to one of another node.
+        roots = {p.pid for p in entry.roots if p.pid in found and found[p.pid].start_ticks == p.start_ticks}
+        return [found[pid] for pid in roots | processes.descendants(roots, found)]
 
     def of_pid(self, pid: int) -> Entry:
         """The node a process belongs to; ClusterError where it belongs to none, so that no other can be killed."""

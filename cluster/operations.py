@@ -33,12 +33,12 @@ class Operations:
                 if raylet is None or raylet.zombie:
                     self._nodes.lost(entry)
 
-    def bury(self) -> None:
+    def bury_lost(self) -> None:
         """End what is left of lost nodes, so that a node brought back shares nothing with its former life."""
         self._notice()
         for entry in self._nodes.entries.values():
             if entry.state is NodeState.LOST:
-                processes.kill_all(lambda entry=entry: self._nodes.members(entry), self._reap, _KILL_LIMIT_S)  # type: ignore[misc]
+                self._kill_members(entry)
 
     def kill_node(self, name: str) -> NodeInfo:
         """SIGKILL every process of the node at one instant. Unlike with a lost machine its sockets are closed."""
@@ -80,7 +80,7 @@ class Operations:
 
     def kill_worker(self, pid: int) -> NodeInfo:
         entry = self._nodes.of_pid(pid)
-        if pid in entry.own_pids:
+        if pid == entry.raylet_pid or any(pid == root.pid for root in entry.roots):
             raise ClusterError(f"process {pid} runs {entry.name} itself and is no worker: use kill_node")
         return self.kill_process(pid)
 
@@ -91,9 +91,19 @@ class Operations:
         return self._nodes.info(entry, {pid})
 
     def _end(self, entry: Entry) -> NodeInfo:
-        killed = processes.kill_all(lambda: self._nodes.members(entry), self._reap, _KILL_LIMIT_S)
+        killed = self._kill_members(entry)
         self._nodes.lost(entry)
         return self._nodes.info(entry, killed)
+
+    def _kill_members(self, entry: Entry) -> set[int]:
+        seen: set[tuple[int, int]] = set()
+
+        def members() -> list[processes.Process]:
+            # With its init a node's tree is gone, though what was below may still be on its way out.
+            seen.update((process.pid, process.start_ticks) for process in self._nodes.members(entry))
+            return [now for pid, ticks in seen if (now := processes.read(pid)) is not None and now.start_ticks == ticks]
+
+        return processes.kill_all(members, self._reap, _KILL_LIMIT_S)
 
     def _signal_and_wait(self, pid: int, number: signal.Signals, awaited: str) -> None:
         process = processes.read(pid)

@@ -41,7 +41,7 @@ def clear_remains(own: Path) -> None:
 def _clear(directory: Path) -> None:
     logger.warning("clearing away what is left of a cluster in %s", directory)
     with contextlib.suppress(TimeoutError):
-        processes.kill_all(lambda: _tagged(directory.name), lambda: None, _LIMIT_S)
+        processes.kill_all(lambda: _members(directory), lambda: None, _LIMIT_S)
     shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -58,6 +58,27 @@ def _dead(directory: Path) -> bool:
         return False
 
 
-def _tagged(cluster: str) -> list[processes.Process]:
-    found = processes.table().values()
-    return [p for p in found if processes.environment(p.pid).get(TAG, "").startswith(f"{cluster}/")]
+def _members(directory: Path) -> list[processes.Process]:
+    """Processes in the dead keeper's session that have a file of its private directory open, or carry its tag.
+
+    Either alone would do but for two things: the number of a session is given again when all in it have ended, and
+    Ray's processes write their title over their environment. A process that left the session is not found.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        session = int((directory / "session").read_text())
+        found = [p for p in processes.table().values() if p.session == session and not p.zombie]
+        return [p for p in found if _tagged(p.pid, directory.name) or _open_in(p.pid, directory)]
+    return []
+
+
+def _tagged(pid: int, cluster: str) -> bool:
+    return processes.environment(pid).get(TAG, "").startswith(f"{cluster}/")
+
+
+def _open_in(pid: int, directory: Path) -> bool:
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                if os.readlink(entry.path).startswith(f"{directory}/"):
+                    return True
+    return False

@@ -4,7 +4,7 @@ A child of the keeper, spoken to in JSON lines over its standard streams:
 
     in   {"start": name, "head": bool, "tag": {...}, "options": {...}}
     out  {"started": name, "node_id": ..., "raylet_pid": ..., "pids": [...], "address": ...}
-         {"failed": name, "error": ...}
+         {"failed": name, "pids": [...], "error": ...}
 
 It is a process of its own because starting a node with Ray's own code blocks, and the keeper must not: a kill has to
 work while a node is being added. It also stands in for the keeper: when its standard input ends, the keeper was
@@ -48,19 +48,24 @@ _REGISTER_LIMIT_S = 30.0
 # A raylet insists on a dashboard agent. Without a dashboard it has nothing to do, and starting the real one costs a
 # second of CPU and 120 MB per node. This reads the pipe that the raylet holds, so it ends when the raylet does.
 _IDLE_AGENT = "/bin/cat"
+_NODE_INIT = str(Path(__file__).with_name("node_init.py"))
 _AGENT_OPTION = "--dashboard_agent_command="
 
 _started: list[Any] = []
-_raylets: dict[str | None, Any] = {}
+_thread = threading.local()
 _out_lock = threading.Lock()
 _start_ray_process: Any = services.start_ray_process
 _get_node: Any = services.get_node
 
 
-def _start_with_idle_agent(command: list[str], *args: Any, **kwargs: Any) -> Any:
-    command = [_AGENT_OPTION + _IDLE_AGENT if part.startswith(_AGENT_OPTION) else part for part in command]
-    info = _start_ray_process(command, *args, **kwargs)
+def _start_process(command: list[str], process_type: str, *args: Any, **kwargs: Any) -> Any:
+    """Ray's own, for a raylet with an idle dashboard agent and under an init of its own."""
+    if process_type == "raylet":
+        command = [_AGENT_OPTION + _IDLE_AGENT if part.startswith(_AGENT_OPTION) else part for part in command]
+        command = [sys.executable, "-I", "-S", _NODE_INIT, *command]
+    info = _start_ray_process(command, process_type, *args, **kwargs)
     _started.append(info.process)
+    _thread.children.append(info.process)
     return info
 
 
@@ -70,9 +75,8 @@ def _get_node_soon(gcs_address: str, node_id: str) -> Any:
     deadline = time.monotonic() + _REGISTER_LIMIT_S
     # Neither error is a RuntimeError: that one Ray answers by asking again.
     while time.monotonic() < deadline:
-        code = _raylets[node_id].poll()
-        if code is not None:
-            raise ChildProcessError(f"its raylet ended with code {code} before it had registered")
+        if _raylet_pid(_thread.children[-1].pid) is None:
+            raise ChildProcessError("its raylet ended before it had registered")
         if any(found.hex() == node_id for found in client.get_all_node_info(timeout=5)):
             return _get_node(gcs_address, node_id)
         time.sleep(0.02)
@@ -90,7 +94,11 @@ class _LeanNode(Node):
         for port_name in (METRICS_AGENT_PORT_NAME, METRICS_EXPORT_PORT_NAME, DASHBOARD_AGENT_LISTEN_PORT_NAME):
             persist_port(self._session_dir, self._node_id, port_name, -1)
         super().start_raylet(*args, **kwargs)
-        _raylets[self._node_id] = self.all_processes["raylet"][0].process
+        deadline = time.monotonic() + _REGISTER_LIMIT_S
+        while _raylet_pid(self.all_processes["raylet"][0].process.pid) is None:
+            if self.all_processes["raylet"][0].process.poll() is not None or time.monotonic() > deadline:
+                raise ChildProcessError("its raylet could not be run")
+            time.sleep(0.005)
 
     def _make_inc_temp(self, suffix: str = "", prefix: str = "", directory_name: str | None = None) -> str:
         # Ray numbers sockets and logs by looking for the first free one; nodes started together would get the same.
@@ -115,23 +123,29 @@ def _start_node(request: dict[str, Any], temp_dir: str) -> dict[str, Any]:
     )
     # spawn_reaper asks the kernel to kill the node's processes when the thread that started them ends.
     node = _LeanNode(parameters, head=head, shutdown_at_exit=False, spawn_reaper=True)
-    children = [info.process for infos in node.all_processes.values() for info in infos]
     return {
         "started": name,
         "node_id": node.node_id,
-        "raylet_pid": node.all_processes["raylet"][0].process.pid,
-        "pids": [child.pid for child in children],
+        "raylet_pid": _raylet_pid(node.all_processes["raylet"][0].process.pid),
         "address": node.gcs_address,
     }
 
 
+def _raylet_pid(init_pid: int) -> int | None:
+    """The first child of a node's init that lives; orphans that it adopted have come later."""
+    children = [p for p in processes.table().values() if p.ppid == init_pid and not p.zombie]
+    return min(children, key=lambda child: child.start_ticks).pid if children else None
+
+
 def _answer(request: dict[str, Any], temp_dir: str, out: IO[str]) -> None:
+    _thread.children = []
     try:
         answer = _start_node(request, temp_dir)
     # Ray raises bare Exception here; whatever it is, it becomes the keeper's answer.
     except Exception as error:
         logger.exception("node %s did not start", request["start"])
         answer = {"failed": request["start"], "error": f"{type(error).__name__}: {error}"}
+    answer["pids"] = [child.pid for child in _thread.children]
     with _out_lock:
         out.write(json.dumps(answer) + "\n")
         out.flush()
@@ -208,7 +222,7 @@ def main() -> None:
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     # As the keeper does, so that orphans are below both: whichever of the two is left can end them.
     processes.adopt_orphans()
-    services.start_ray_process = _start_with_idle_agent
+    services.start_ray_process = _start_process
     services.get_node = _get_node_soon
     # Unbuffered, so that select sees what readline has not taken.
     _serve(os.fdopen(0, "rb", buffering=0), out, temp_dir)

@@ -40,7 +40,7 @@ class Worker:
         return os.environ[TAG]
 
     def orphan(self) -> int:
-        """Starts a process with nothing to know it by: no parent, no session, no environment of ours."""
+        """Starts a process with nothing to know it by: no parent, nor session, nor environment of ours."""
         shell = "setsid sleep 600 >/dev/null 2>&1 & echo $!"
         return int(subprocess.run(["/bin/sh", "-c", shell], env={}, stdout=subprocess.PIPE, check=True).stdout)
 
@@ -58,10 +58,10 @@ def connect() -> Iterator[Callable[[LocalCluster], None]]:
 class Trace:
     """What a cluster has on this machine: processes, its directory, files in shared memory."""
 
-    def __init__(self, cluster: LocalCluster, *more_pids: int) -> None:
+    def __init__(self, cluster: LocalCluster) -> None:
         self.directory = cluster.directory
         found = processes.table()
-        self.pids = {cluster.keeper_pid, *processes.descendants([cluster.keeper_pid], found), *more_pids}
+        self.pids = {cluster.keeper_pid, *processes.descendants([cluster.keeper_pid], found)}
         self.identities = {found[pid] for pid in self.pids}
         self.shared = {path for pid in self.pids for path in self._shared_files(pid)}
 
@@ -81,6 +81,14 @@ class Trace:
 
     def wait_until_nothing_is_left(self) -> None:
         wait_until(lambda: not self.left(), lambda: f"nothing to be left of the cluster; there is {self.left()}")
+
+
+def starter_pid(cluster: LocalCluster) -> int:
+    raylet = processes.read(cluster.node("node-0").raylet_pid)
+    assert raylet is not None
+    init = processes.read(raylet.ppid)
+    assert init is not None
+    return init.ppid
 
 
 def ray_node(node: NodeInfo) -> dict[str, Any]:
@@ -142,7 +150,7 @@ def test_a_killed_node_is_gone_at_once_and_can_be_brought_back(connect: Callable
         victim = cluster.node("node-2")
         killed = cluster.kill_node("node-2")
         assert killed.state is NodeState.LOST
-        assert {victim.raylet_pid, pids[2], *victim.pids} <= set(killed.pids)
+        assert {victim.raylet_pid, pids[2], orphan, *victim.pids} <= set(killed.pids)
         alive = {pid for pid in killed.pids if processes.read(pid) is not None}
         assert alive == set()
         with pytest.raises(ray.exceptions.RayActorError):
@@ -156,7 +164,7 @@ def test_a_killed_node_is_gone_at_once_and_can_be_brought_back(connect: Callable
         assert back.node_id != victim.node_id
         assert ray_node(back)["Alive"]
         assert ray.get(worker_on(back).pid.remote(), timeout=_LIMIT_S) in cluster.node("node-2").pids
-        trace = Trace(cluster, *({orphan} if processes.read(orphan) else ()))
+        trace = Trace(cluster)
         ray.shutdown()
     assert trace.left() == []
 
@@ -262,10 +270,7 @@ def test_nothing_is_left_when_a_guardian_is_killed(victim: str, connect: Callabl
     assert pids <= trace.pids
     ray.shutdown()
     cluster.freeze_node("node-1")
-    keeper = cluster.keeper_pid
-    starter = processes.read(cluster.node("node-0").raylet_pid)
-    assert starter is not None
-    os.kill(keeper if victim == "keeper" else starter.ppid, signal.SIGKILL)
+    os.kill(cluster.keeper_pid if victim == "keeper" else starter_pid(cluster), signal.SIGKILL)
     trace.wait_until_nothing_is_left()
     with pytest.raises(ClusterEnded):
         cluster.nodes()
@@ -279,11 +284,10 @@ def test_what_both_guardians_leave_is_cleared_by_the_next_cluster(connect: Calla
     trace = Trace(cluster)
     ray.shutdown()
     cluster.freeze_node("node-1")
-    starter = processes.read(cluster.node("node-0").raylet_pid)
-    assert starter is not None
+    guardians = (starter_pid(cluster), cluster.keeper_pid)
     # Stopped first, so that neither sees the other die.
     for number in (signal.SIGSTOP, signal.SIGKILL):
-        for pid in (starter.ppid, cluster.keeper_pid):
+        for pid in guardians:
             os.kill(pid, number)
     cluster.shutdown()
     with LocalCluster.start(1):

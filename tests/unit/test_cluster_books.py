@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from cluster import remains
 from cluster.local import LocalCluster, object_store
 from cluster.nodes import Entry, Nodes
+from cluster.processes import Process
 from cluster.source import ClusterEnded, ClusterError, NodeInfo, NodeState
 from cluster.wire import Wire
 
@@ -23,7 +24,7 @@ MB = 1024 * 1024
 
 @pytest.fixture
 def nodes() -> Nodes:
-    books = Nodes("elc-test", os.getpid(), starter_pid=-1)
+    books = Nodes("elc-test", os.getpid())
     for number in range(3):
         extra = {"_system_config": {}} if number == 0 else {}
         books.define(f"node-{number}", number == 0, {**_OPTIONS, **extra}).state = NodeState.ALIVE
@@ -38,7 +39,7 @@ class TestRevive:
 
     def test_gives_a_new_life_with_a_tag_of_its_own(self, nodes: Nodes) -> None:
         entry = nodes.entries["node-1"]
-        entry.node_id, entry.raylet_pid, entry.own_pids = "a", 7, (7,)
+        entry.node_id, entry.raylet_pid, entry.roots = "a", 7, (Process(7, 1, 1, "S", 1),)
         before = nodes.tag(entry)
         nodes.lost(entry)
         assert nodes.revive("node-1") is entry
@@ -50,7 +51,7 @@ class TestRevive:
         assert (entry.name, entry.head, entry.options) == ("gpu-node", False, _OPTIONS)
 
     def test_a_node_like_a_lone_head_leaves_out_what_only_a_head_takes(self) -> None:
-        books = Nodes("elc-test", os.getpid(), starter_pid=-1)
+        books = Nodes("elc-test", os.getpid())
         books.define("node-0", True, {**_OPTIONS, "_system_config": {}})
         assert books.revive(None).options == _OPTIONS
 
