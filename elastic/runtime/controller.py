@@ -23,7 +23,7 @@ from elastic.core import machine
 from elastic.core.detector import LastSeen
 from elastic.core.errors import Fenced
 from elastic.core.settings import RunSettings
-from elastic.core.state import USER_CODE_FAILED, Closing, Ending, Finished, RunState, Training, WorkerPhase
+from elastic.core.state import USER_CODE_FAILED, Ending, Finished, RunState, Training
 from elastic.observe.journal import JournalWriter
 from elastic.runtime.agent import Beat
 from elastic.runtime.committer import Committer
@@ -31,6 +31,7 @@ from elastic.runtime.entry import Entry
 from elastic.runtime.executor import Executor
 from elastic.runtime.incidents import IncidentBook
 from elastic.runtime.outbox import Item, Reply
+from elastic.runtime.progress import News, figures
 from elastic.runtime.records import Records
 from elastic.runtime.replay import Replayed, replay
 from elastic.runtime.versions import versions
@@ -57,8 +58,7 @@ class ControllerActor:
         self._records = Records()
         self._incidents = IncidentBook(self._records.note, self._settings.run_id)
         self._user_traceback: str | None = None
-        self._doing = "starting"
-        self._storage_news = ""
+        self._news = News()
         self._fenced = 0
         self._result: dict[str, Any] | None = None
         self._seen = LastSeen(self._settings.failures.heartbeat_s)
@@ -70,23 +70,8 @@ class ControllerActor:
     async def progress(self) -> dict[str, Any]:
         """The live figures; see `jobs.handle.RunHandle.progress`."""
         await self._ready.wait()
-        state, telemetry = self._state, self._telemetry
-        newest = state.newest_checkpoint
-        return {
-            "status": self._result["status"] if self._result else "running",
-            "step": telemetry.step,
-            "max_steps": self._settings.max_steps,
-            "loss": telemetry.loss,
-            "tokens_per_s": telemetry.rate(),
-            "world_size": state.world_size,
-            "generation": state.generation,
-            "last_checkpoint": newest.id if newest else None,
-            "last_checkpoint_step": newest.step if newest else None,
-            "doing": self._what(state),
-            "incidents": state.incidents,
-            "workers": self._placement(),
-            "controller_pid": os.getpid(),
-        }
+        status = self._result["status"] if self._result else "running"
+        return {**figures(self._state, self._telemetry, self._news), "status": status, "controller_pid": os.getpid()}
 
     async def wait_step(self, step: int, timeout_s: float) -> bool:
         await self._ready.wait()
@@ -119,7 +104,7 @@ class ControllerActor:
     async def beat(self, beat: Beat) -> bool:
         """One node's heartbeat. False when the node is not part of the run: the agent then ends its workers."""
         await self._ready.wait()
-        if isinstance(self._state.stage, Finished):
+        if isinstance(self._state.stage, Finished) or self._result is not None:
             return False
         now = time.time()
         if all(slot.node != beat.node for slot in self._state.slots.values()):
@@ -198,6 +183,7 @@ class ControllerActor:
             self._ready.set()
             self._ended.set()
             await self._tell_step()
+            await self._executor.close()
             raise
         asyncio.get_running_loop().call_later(_LINGER_S, _exit)
 
@@ -211,10 +197,15 @@ class ControllerActor:
         self._state: RunState = old.state
         self._executor = Executor(settings, old.attempt, self._entry, here, self._events.put_nowait)
         self._committer = Committer(settings, store, versions(), self._events.put_nowait, self._note_checkpoint)
-        if reconstructed and not isinstance(old.state.stage, Finished):
+        if isinstance(old.state.stage, Finished):
+            # Killed after the end, while it could still be asked: the end is told again, nothing is done again.
+            self._ready.set()
+            return
+        if reconstructed and old.records:
             await self._executor.reattach(old.state)
             first: ev.Event = ev.ControllerRestarted(self._journal.incarnation)
         else:
+            await self._executor.sweep()
             self._records.note({"type": "run", "status": "running", "run_id": settings.run_id, "attempt": old.attempt})
             found = await asyncio.to_thread(store.list)
             known = tuple((ref.id, ref.step) for ref in found)
@@ -254,10 +245,7 @@ class ControllerActor:
     def _act(self, action: act.Action, now: float) -> None:
         if isinstance(action, act.Note):
             self._user_traceback = action.data.get("traceback") or self._user_traceback
-            if action.kind == "storage":
-                self._storage_news = action.sentence
-            elif action.kind in ("decision", "waiting", "start"):
-                self._doing = action.sentence
+            self._news.hear(action)
             logger.info("%s", action.sentence)
             place = {"generation": self._state.generation, "world_size": self._state.world_size}
             self._records.note(
@@ -330,29 +318,6 @@ class ControllerActor:
         await self._executor.close()
         self._ended.set()
         await self._tell_step()
-
-    def _what(self, state: RunState) -> str | None:
-        """What the run does besides training, in a sentence."""
-        if isinstance(state.stage, Training):
-            return self._storage_news if state.storage_failing else None
-        if isinstance(state.stage, Closing):
-            return f"waiting for the checkpoint of step {state.stage.step}, the last one"
-        return self._doing
-
-    def _placement(self) -> list[dict[str, Any]]:
-        """Where the workers are, for people and for fault injection."""
-        state = self._state
-        return [
-            {
-                "worker": w.id,
-                "rank": state.rank_of(w.id),
-                "node": state.node_of(w.id),
-                "pid": w.pid,
-                "phase": w.phase.value,
-            }
-            for w in state.workers.values()
-            if w.phase is not WorkerPhase.STARTING
-        ]
 
 
 def _exit() -> None:

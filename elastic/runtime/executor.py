@@ -20,6 +20,7 @@ from elastic.runtime import names
 from elastic.runtime.agent import AgentActor
 from elastic.runtime.entry import Entry
 from elastic.runtime.slots import SlotKeeper
+from elastic.runtime.sweep import sweep
 from elastic.runtime.worker import WorkerActor
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,7 @@ class Executor:
         self, settings: RunSettings, attempt: int, entry: Entry, controller: Any, emit: Callable[[ev.Event], None]
     ) -> None:
         self._settings = settings
+        self._attempt = attempt
         self._entry = entry
         self._controller = controller
         self._emit = emit
@@ -89,7 +91,7 @@ class Executor:
                 continue
             try:
                 self._workers[worker.id] = ray.get_actor(
-                    names.worker(self._settings.run_id, worker.id), names.NAMESPACE
+                    names.worker(self._settings.run_id, self._attempt, worker.id), names.NAMESPACE
                 )
             except ValueError:
                 self._emit(ev.WorkerDied(worker.id, "it was gone when the controller came back"))
@@ -103,6 +105,11 @@ class Executor:
         for node in tuple(self._agents):
             await self._drop_agent(node)
         await self._slots.close()
+        await self.sweep()
+
+    async def sweep(self) -> None:
+        """Remove what no state knows of: leftovers of a controller that was killed while it gave things back."""
+        await asyncio.to_thread(sweep, self._settings.run_id)
 
     # --- slots, agents, workers ---
 
@@ -147,7 +154,7 @@ class Executor:
 
     def _create(self, worker: int, group: Any) -> Any:
         resources = dict(self._settings.resources_per_worker)
-        name = names.worker(self._settings.run_id, worker)
+        name = names.worker(self._settings.run_id, self._attempt, worker)
         with contextlib.suppress(ValueError):
             return ray.get_actor(name, names.NAMESPACE)
         options: dict[str, Any] = {
@@ -174,7 +181,7 @@ class Executor:
 
     async def _start_agent(self, node: str) -> tuple[Any, str]:
         options = {
-            "name": names.agent(self._settings.run_id, node),
+            "name": names.agent(self._settings.run_id, self._attempt, node),
             "namespace": names.NAMESPACE,
             "lifetime": "detached",
             "get_if_exists": True,

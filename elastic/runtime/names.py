@@ -1,4 +1,8 @@
-"""How actors and placement groups of a run are called, so that a restarted controller finds them again."""
+"""How actors and placement groups of a run are called, so that a restarted controller finds them again.
+
+An attempt is one start of a run; resuming it makes another. What belongs to an attempt carries its number, so that
+leftovers of the one before are never taken for its own.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +13,18 @@ def controller(run_id: str) -> str:
     return f"elastic:{run_id}:controller"
 
 
-def worker(run_id: str, worker_id: int) -> str:
-    return f"elastic:{run_id}:worker:{worker_id}"
+def parts(run_id: str) -> str:
+    """What the names of all parts of a run but its controller begin with."""
+    return f"elastic:{run_id}:attempt:"
 
 
-def agent(run_id: str, node: str) -> str:
-    return f"elastic:{run_id}:agent:{node}"
+def worker(run_id: str, attempt: int, worker_id: int) -> str:
+    return f"{parts(run_id)}{attempt}:worker:{worker_id}"
 
 
-def slot(run_id: str, slot_id: int, attempt: int) -> str:
-    """`attempt` keeps a resumed run's slots apart from those of the attempt before."""
-    return f"elastic:{run_id}:slot:{attempt}:{slot_id}"
+def agent(run_id: str, attempt: int, node: str) -> str:
+    return f"{parts(run_id)}{attempt}:agent:{node}"
+
+
+def slot(run_id: str, attempt: int, slot_id: int) -> str:
+    return f"{parts(run_id)}{attempt}:slot:{slot_id}"

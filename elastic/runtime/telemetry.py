@@ -36,10 +36,8 @@ class Telemetry:
         self._recent: deque[tuple[float, int]] = deque(maxlen=20)
         self._stalls: dict[int, float] = {}
         self._restores: dict[int, list[Mapping[str, Any]]] = {}
-        self.losses: dict[int, float] = {}
         self.step = 0
         self.loss: float | None = None
-        self.total_positions: int | None = None
 
     # --- generations ---
 
@@ -49,7 +47,6 @@ class Telemetry:
         self.table.begin(number, world_size, step)
         self.samples.rollback(step)
         self.time.rollback(step)
-        self.losses = {known: loss for known, loss in self.losses.items() if known <= step}
         self.step = step
         self._recent.clear()
         self._record({"type": "generation", "number": number, "world_size": world_size, "first_step": step + 1})
@@ -74,8 +71,7 @@ class Telemetry:
         return done, done.first_step_done
 
     def _completed(self, done: CompletedStep, now: float, metrics: Mapping[str, Any]) -> None:
-        self.step, self.loss = done.step, done.loss
-        self.losses[done.step] = done.loss
+        self._reached(done.step, done.loss)
         self.samples.add(done.step, done.positions)
         self.time.step_done(done.step, now, done.save_stall_s, done.data_wait_s)
         if not done.first:
@@ -92,6 +88,11 @@ class Telemetry:
             }
         )  # fmt: skip
         self.flush(now)
+
+    def _reached(self, step: int, loss: float) -> None:
+        """After a restart of the controller steps come again, older ones after newer ones."""
+        if step > self.step:
+            self.step, self.loss = step, loss
 
     def restored(self, data: Mapping[str, Any]) -> dict[str, Any] | None:
         """One rank's restore report; with the last one of a generation, the record of all."""
@@ -117,8 +118,7 @@ class Telemetry:
 
     def recall(self, step: Mapping[str, Any], when: float) -> None:
         """One finished step as the journal has it."""
-        self.step, self.loss = step["step"], step["loss"]
-        self.losses[step["step"]] = step["loss"]
+        self._reached(step["step"], step["loss"])
         self.samples.add(step["step"], tuple((start, end) for start, end in step["positions"]))
         self.time.step_done(step["step"], when, step.get("save_stall_s", 0.0), step.get("data_wait_s", 0.0))
         self.table.known(step["step"])

@@ -1,0 +1,66 @@
+"""What a run shows of itself while it goes on: figures for people, for displays and for fault injection."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from elastic.core.actions import Note
+from elastic.core.state import Closing, RunState, Training, WorkerPhase
+from elastic.runtime.telemetry import Telemetry
+
+
+@dataclass
+class News:
+    """The last sentences that say what is going on."""
+
+    doing: str = "starting"
+    storage: str = ""
+
+    def hear(self, note: Note) -> None:
+        if note.kind == "storage":
+            self.storage = note.sentence
+        elif note.kind in ("decision", "waiting", "start"):
+            self.doing = note.sentence
+
+
+def figures(state: RunState, telemetry: Telemetry, news: News) -> dict[str, Any]:
+    """The keys of `jobs.handle.RunHandle.progress`, without the status."""
+    newest = state.newest_checkpoint
+    return {
+        "step": telemetry.step,
+        "max_steps": state.settings.max_steps,
+        "loss": telemetry.loss,
+        "tokens_per_s": telemetry.rate(),
+        "world_size": state.world_size,
+        "generation": state.generation,
+        "last_checkpoint": newest.id if newest else None,
+        "last_checkpoint_step": newest.step if newest else None,
+        "doing": _doing(state, news),
+        "incidents": state.incidents,
+        "workers": _placement(state),
+    }
+
+
+def _doing(state: RunState, news: News) -> str | None:
+    """What the run does besides training, in a sentence."""
+    if isinstance(state.stage, Training):
+        return news.storage if state.storage_failing else None
+    if isinstance(state.stage, Closing):
+        return f"waiting for the checkpoint of step {state.stage.step}, the last one"
+    return news.doing
+
+
+def _placement(state: RunState) -> list[dict[str, Any]]:
+    """Where the workers are."""
+    return [
+        {
+            "worker": worker.id,
+            "rank": state.rank_of(worker.id),
+            "node": state.node_of(worker.id),
+            "pid": worker.pid,
+            "phase": worker.phase.value,
+        }
+        for worker in state.workers.values()
+        if worker.phase is not WorkerPhase.STARTING
+    ]

@@ -1,0 +1,43 @@
+"""Removes whatever a run has left in the cluster: parts of an attempt whose controller is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup
+
+from elastic.runtime import names
+
+logger = logging.getLogger(__name__)
+
+
+def sweep(run_id: str) -> int:
+    """Kill every named actor and remove every placement group of the run but its controller; how many there were.
+
+    Blocks on Ray's control store: not for the event loop.
+    """
+    prefix, found = names.parts(run_id), 0
+    for entry in ray.util.list_named_actors(all_namespaces=True):
+        if entry["namespace"] == names.NAMESPACE and entry["name"].startswith(prefix):
+            found += 1
+            with contextlib.suppress(ValueError, ray.exceptions.RayError):
+                ray.kill(ray.get_actor(entry["name"], names.NAMESPACE), no_restart=True)
+    for identity, group in _groups().items():
+        if group["name"].startswith(prefix) and group["state"] != "REMOVED":
+            found += 1
+            ray.util.remove_placement_group(_handle(identity))
+    if found:
+        logger.info("removed %d leftovers of run %s", found, run_id)
+    return found
+
+
+def _groups() -> dict[str, dict[str, Any]]:
+    table: dict[str, dict[str, Any]] = ray.util.placement_group_table()
+    return table
+
+
+def _handle(identity: str) -> PlacementGroup:
+    return PlacementGroup(ray.PlacementGroupID(bytes.fromhex(identity)))
