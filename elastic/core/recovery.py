@@ -115,7 +115,7 @@ def fail_generation(
 def resolve_ending(turn: Turn, stage: Ending) -> None:
     """Every member has left or was written off: decide what comes next."""
     turn.mark("decided", "fenced")
-    incident = turn.amend(step=turn.state.furthest_step)
+    turn.amend(step=turn.state.furthest_step)
     _count_failure(turn, stage)
     streaks, limits = turn.state.streaks, turn.state.settings.failures
     if stage.kind == "usage-error":
@@ -125,7 +125,7 @@ def resolve_ending(turn: Turn, stage: Ending) -> None:
         finish(turn, USER_CODE_FAILED, f"the training function failed{tried}: {stage.evidence}")
     elif turn.state.rejected and turn.state.newest_checkpoint is None:
         # From the beginning would be a silent loss of everything: that is for a person to decide.
-        evidence = incident.evidence if incident else stage.evidence
+        evidence = stage.evidence if stage.kind == "restore-failed" else turn.state.rejected[-1]
         finish(turn, INTEGRITY, f"no checkpoint is left that can be restored; the last one: {evidence}")
     elif streaks.crashes > limits.crash_streak or streaks.node_losses > _node_losses(turn.state):
         failed = f"{streaks.crashes + streaks.node_losses} generations in a row failed without a new step or checkpoint"

@@ -1,4 +1,4 @@
-"""The rules of a run against more than a thousand bad days. A failure names its seed; `play(seed)` repeats it exactly."""
+"""The rules of a run against over a thousand bad days. A failure names its seed; `play(seed)` repeats it exactly."""
 
 from __future__ import annotations
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from simulation.faults import Fault, Plan
-
 from elastic.core.settings import FailureSettings, RunSettings, ScalingSettings
+from simulation.faults import Fault, Plan
 
 _FAULTS = Path(__file__).parent.parent / "data" / "infinitehbd" / "faults.json"
 

@@ -1,0 +1,184 @@
+"""The machine and its caller: fencing, replay, restarts, deadlines, and never raising."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from machine_scenario import Scenario
+
+from elastic.core import actions as act
+from elastic.core import events as ev
+from elastic.core import machine
+from elastic.core.state import Closing, Ending, Finished, Joining, Pausing, Training, Waiting
+
+STORIES = {
+    "Waiting": lambda: Scenario(2, 3).do(ev.RunStarted()).nodes(1),
+    "Joining": lambda: Scenario(2, 2).do(ev.RunStarted()).nodes(2),
+    "Training": lambda: Scenario(2, 2).started(2),
+    "Pausing": lambda: Scenario(2, 3).started(2).nodes(1),
+    "Ending": lambda: Scenario(2, 2).started(2).do(ev.CollectiveFailed(1, 0, 3, "broken")),
+    "Closing": lambda: Scenario(2, 2).started(2).completed(9),
+    "Finished": lambda: Scenario(2, 2).started(2).completed(9).commit(9),
+}
+
+
+@pytest.mark.parametrize("stage", STORIES)
+def test_the_journal_leads_to_the_same_state(stage: str) -> None:
+    s = STORIES[stage]()
+    assert type(s.stage).__name__ == stage
+    state = machine.initial(s.state.settings, 1000.0)
+    for event, now in s.journal:
+        record = json.loads(json.dumps(ev.to_json(event)))
+        assert ev.from_json(record) == event
+        state, _ = machine.step(state, ev.from_json(record), now)
+    assert state == s.state
+
+
+@pytest.mark.parametrize("stage", STORIES)
+def test_messages_of_other_generations_change_nothing(stage: str) -> None:
+    s = STORIES[stage]()
+    before = s.state
+    for generation in (0, s.state.generation - 1, s.state.generation + 1):
+        s.do(*generation_events(generation, 0))
+        assert s.state is before
+        assert not s.last
+    if stage in ("Waiting", "Closing", "Finished"):
+        s.do(*generation_events(s.state.generation, 0))
+        assert s.state is before
+
+
+def generation_events(generation: int, worker: int) -> list[ev.Event]:
+    return [
+        ev.GroupJoined(generation, worker), ev.TrainingReached(generation, worker, 5),
+        ev.FirstStepDone(generation, 99), ev.ProgressStalled(generation, 5, 1.0, 1.0),
+        ev.CollectiveFailed(generation, worker, 99, "late"), ev.UserCodeFailed(generation, worker, 99, "late"),
+        ev.RestoreFailed(generation, worker, "c", "late"), ev.HoldAnswered(generation, worker, 99),
+        ev.WorkerLeft(generation, worker, 99), ev.WorkerCompleted(generation, worker, 99, True),
+    ]  # fmt: skip
+
+
+def test_a_checkpoint_is_never_fenced() -> None:
+    s = Scenario(2, 2).started(2).broken(0).do(ev.CheckpointCommitted("c7", 7, 1))
+    assert s.state.newest_checkpoint is not None
+    assert s.state.newest_checkpoint.step == 7
+
+
+# --- restarts --------------------------------------------------------------------------------------------------------
+
+
+def restarted(stage: str) -> Scenario:
+    return STORIES[stage]().do(ev.ControllerRestarted(2), after=1000.0)
+
+
+@pytest.mark.parametrize("stage", STORIES)
+def test_nobody_is_late_because_the_controller_was_away(stage: str) -> None:
+    s, restarted_ = STORIES[stage](), restarted(stage)
+    assert type(restarted_.stage) is type(s.stage)
+    assert not restarted_.acts(act.EndGeneration) or stage == "Ending"
+    assert not restarted_.acts(act.KillWorker)
+    deadline = machine.next_deadline(restarted_.state, machine.DEFAULT_POLICY)
+    assert deadline is None or deadline > restarted_.now
+
+
+def test_what_was_under_way_is_asked_for_again() -> None:
+    waiting = restarted("Waiting")
+    assert waiting.acts(act.RequestSlot) == [act.RequestSlot(1, 1), act.RequestSlot(2, 1)]
+    starting = Scenario(2, 2).do(ev.RunStarted(), ev.SlotPlaced(0, "a")).do(ev.ControllerRestarted(2))
+    assert starting.acts(act.StartWorker) == [act.StartWorker(0, 0)]
+    assert restarted("Joining").acts(act.BeginGeneration) == [act.BeginGeneration(1, (0, 1), None, 0)]
+    assert restarted("Pausing").acts(act.AskHold) == [act.AskHold(1, (0, 1))]
+    assert restarted("Ending").acts(act.EndGeneration)[0].workers == (0, 1)
+    assert restarted("Finished").acts(act.FinishRun)[0].status == "finished"
+    held = STORIES["Pausing"]().do(ev.HoldAnswered(1, 0, 7), ev.HoldAnswered(1, 1, 8), ev.WorkerLeft(1, 0, 8))
+    held.do(ev.ControllerRestarted(2))
+    assert held.acts(act.ConfirmHold) == [act.ConfirmHold(1, (1,), 8)]
+
+
+def test_training_goes_on_over_a_restart() -> None:
+    s = restarted("Training")
+    assert [type(action) for action in s.last] == [act.Note]
+    assert isinstance(s.stage, Training)
+
+
+def test_a_suspicion_does_not_outlive_the_controller_that_had_it() -> None:
+    s = STORIES["Training"]().do(ev.WorkersSilent((1,), 1.0)).do(ev.ControllerRestarted(2), after=60.0).wait(60)
+    assert isinstance(s.stage, Training)
+
+
+# --- deadlines -------------------------------------------------------------------------------------------------------
+
+
+def test_messages_that_waited_are_heard_before_deadlines_are_enforced() -> None:
+    s = STORIES["Ending"]().do(ev.WorkerLeft(1, 0, 3), after=100.0)
+    assert isinstance(s.stage, Ending), "worker 1 may have left, too: its message is next"
+    s.do(ev.WorkerLeft(1, 1, 3))
+    assert isinstance(s.stage, Joining)
+    silent = STORIES["Training"]().do(ev.WorkersSilent((0, 1), 1.0)).do(ev.ProbeAnswered(0), after=100.0)
+    silent.do(ev.ProbeAnswered(1))
+    assert silent.state.false_alarms == 1
+
+
+@pytest.mark.parametrize("stage", ["Joining", "Pausing", "Ending", "Closing"])
+def test_every_stage_that_waits_for_somebody_has_a_deadline_and_passes_it(stage: str) -> None:
+    s = STORIES[stage]()
+    before = s.stage
+    deadline = machine.next_deadline(s.state, machine.DEFAULT_POLICY)
+    assert deadline is not None
+    s.wait(deadline - s.now)
+    assert type(s.stage) is not type(before)
+
+
+# --- anything at all -------------------------------------------------------------------------------------------------
+
+small = st.integers(0, 4)
+steps = st.integers(0, 12)
+anything = st.one_of(
+    st.builds(ev.StopRequested, st.just("enough")),
+    st.builds(ev.ControllerRestarted, small),
+    st.builds(ev.Tick),
+    st.builds(ev.SlotPlaced, small, st.sampled_from(("a", "b"))),
+    st.builds(ev.SlotLost, small, st.just("gone")),
+    st.builds(ev.WorkerReady, small, small, st.just("host")),
+    st.builds(ev.WorkerStartFailed, small, st.just("no"), st.booleans()),
+    st.builds(ev.WorkerDied, small, st.just("dead")),
+    st.builds(ev.WorkersSilent, st.lists(small, max_size=4).map(tuple), st.just(1.0), st.sampled_from(((), ("a",)))),
+    st.builds(ev.ProbeAnswered, small),
+    st.builds(ev.CheckpointCommitted, st.sampled_from(("c1", "c2")), steps, small),
+    st.builds(ev.SaveFailing, steps, st.just("503"), st.just(1.0)),
+    st.builds(ev.RunStarted, st.sampled_from(((), (("c1", 3),))), small),
+    st.builds(lambda generation, worker, which: generation_events(generation, worker)[which],
+              st.integers(0, 3), small, st.integers(0, 9)),
+)  # fmt: skip
+
+
+later_by = st.sampled_from((0.0, 0.1, 3.0, 500.0))
+
+
+@given(st.sampled_from(sorted(STORIES)), st.lists(st.tuples(anything, later_by), max_size=30))
+def test_any_event_in_any_state_is_taken(stage: str, events: list[tuple[Any, float]]) -> None:
+    """Nothing raises, nothing spins, numbers only grow, and what does not count changes nothing."""
+    s = STORIES[stage]()
+    for event, later in events:
+        before = s.state
+        fenced = machine.is_fenced(before, event)
+        s.do(event, after=later)
+        after = s.state
+        assert after.generation >= before.generation
+        assert after.furthest_step >= before.furthest_step
+        assert len(after.slots) <= after.settings.scaling.max_slots
+        assert not (fenced and (s.last or after is not before))
+        if isinstance(after.stage, Joining | Training):
+            assert set(after.members_inside) == set(after.members)
+        if isinstance(after.stage, Joining | Pausing | Ending | Closing):
+            assert machine.next_deadline(after, machine.DEFAULT_POLICY) is not None
+        if isinstance(after.stage, Finished):
+            assert not after.slots
+        if isinstance(event, ev.Tick):
+            deadline = machine.next_deadline(after, machine.DEFAULT_POLICY)
+            assert deadline is None or deadline > s.now
+        if isinstance(after.stage, Waiting):
+            assert after.stage.reason

@@ -1,0 +1,189 @@
+"""Planned ends: growth, stops, and the end of the run itself."""
+
+from __future__ import annotations
+
+import pytest
+from machine_scenario import Scenario
+
+from elastic.core import actions as act
+from elastic.core import events as ev
+from elastic.core.state import Closing, Ending, Joining, Pausing, Training, Waiting
+
+
+def test_growth_holds_everybody_at_one_step_and_goes_on_from_its_checkpoint() -> None:
+    s = Scenario(2, 3).started(2).nodes(1)
+    assert isinstance(s.stage, Pausing)
+    assert s.acts(act.AskHold) == [act.AskHold(1, (0, 1))]
+    s.do(ev.HoldAnswered(1, 0, 7))
+    assert not s.acts(act.ConfirmHold)
+    s.do(ev.HoldAnswered(1, 1, 8))
+    assert s.acts(act.ConfirmHold) == [act.ConfirmHold(1, (0, 1), 8)]
+    s.left(8)
+    assert isinstance(s.stage, Pausing), "the checkpoint is waited for"
+    s.commit(8)
+    assert s.acts(act.BeginGeneration) == [act.BeginGeneration(2, (0, 1, 2), "c8", 8)]
+    s.train()
+    incident = s.acts(act.CloseIncident)[0].incident
+    assert (incident.kind, incident.planned, incident.steps_repeated) == ("resize", True, 0)
+    assert (incident.world_size, incident.next_world_size) == (2, 3)
+
+
+def test_growth_waits_for_the_first_step_and_for_workers_that_are_still_starting() -> None:
+    s = Scenario(2, 4).do(ev.RunStarted()).nodes(2).wait(5).nodes(1)
+    assert isinstance(s.stage, Joining)
+    s.join().do(ev.SlotPlaced(3, "node-3"))
+    s.do(ev.FirstStepDone(1, 1))
+    assert isinstance(s.stage, Training), "worker 3 is about to come"
+    s.do(ev.WorkerReady(3, 1, "host"))
+    assert isinstance(s.stage, Pausing)
+
+
+def test_growth_waits_while_storage_fails() -> None:
+    s = Scenario(2, 3).started(2).do(ev.SaveFailing(5, "503", 1.0)).nodes(1)
+    assert isinstance(s.stage, Training)
+    assert isinstance(s.commit(5).stage, Pausing)
+
+
+def test_failing_storage_of_an_earlier_generation_does_not_forbid_growth_for_ever() -> None:
+    s = Scenario(2, 3).started(2).do(ev.SaveFailing(5, "503", 1.0)).broken(0)
+    s.train().nodes(1)
+    assert isinstance(s.stage, Pausing)
+
+
+def test_a_member_that_dies_while_everybody_holds_makes_it_a_failure() -> None:
+    s = Scenario(1, 3).started(2).nodes(1).do(ev.HoldAnswered(1, 0, 7), ev.WorkerDied(1, "exit code -9"))
+    assert isinstance(s.stage, Ending)
+    assert s.acts(act.EndGeneration)[0].workers == (0,)
+    s.left(6)
+    assert s.acts(act.BeginGeneration)[0].members == (0, 2)
+    assert s.train().acts(act.CloseIncident)[0].incident.kind == "worker-lost"
+
+
+def test_a_member_that_left_is_needed_until_the_checkpoint_is_complete() -> None:
+    s = Scenario(1, 3).started(2).nodes(1).do(ev.HoldAnswered(1, 0, 7), ev.HoldAnswered(1, 1, 7)).left(7)
+    s.do(ev.WorkerDied(1, "exit code -9"))
+    assert s.acts(act.BeginGeneration)[0].step == 0, "nobody waits a minute for a checkpoint that cannot come"
+
+
+def test_storage_that_does_not_take_the_checkpoint_costs_the_steps_not_the_growth() -> None:
+    s = Scenario(2, 3, drain_timeout_s=20).started(2).nodes(1)
+    s.do(ev.HoldAnswered(1, 0, 7), ev.HoldAnswered(1, 1, 7)).left(7).wait(20)
+    assert s.acts(act.BeginGeneration) == [act.BeginGeneration(2, (0, 1, 2), None, 0)]
+    assert "7 steps will be repeated" in s.said()
+
+
+def test_who_does_not_stop_in_time_is_ended() -> None:
+    s = Scenario(2, 3, drain_timeout_s=20, abort_timeout_s=3).started(2).nodes(1).do(ev.HoldAnswered(1, 0, 7)).wait(20)
+    assert isinstance(s.stage, Ending)
+    s.left(7, 0).wait(3)
+    assert [kill.worker for kill in s.acts(act.KillWorker)] == [1]
+
+
+def test_the_end_of_the_run_may_overtake_the_planned_one() -> None:
+    s = Scenario(2, 3).started(2).nodes(1).do(ev.HoldAnswered(1, 0, 9))
+    s.completed(9, 1)
+    assert s.acts(act.ConfirmHold) == [act.ConfirmHold(1, (0,), 9)], "the end of rank 1 is its answer"
+    s.left(9, 0)
+    assert isinstance(s.stage, Closing)
+    assert s.commit(9).end[0] == "finished"
+
+
+# --- stops -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_stop_while_training_saves_first() -> None:
+    s = Scenario(2, 2).started(2).do(ev.StopRequested("a person asked"))
+    s.do(ev.HoldAnswered(1, 0, 7), ev.HoldAnswered(1, 1, 7)).left(7)
+    assert isinstance(s.stage, Pausing)
+    assert s.commit(7).end == ("stopped", "a person asked")
+    assert s.acts(act.CloseIncident)[0].incident.kind == "stop"
+    assert {release.slot for release in s.acts(act.ReleaseSlot)} == {0, 1}
+
+
+def test_a_stop_while_waiting_is_immediate_and_nothing_is_asked_for_any_more() -> None:
+    s = Scenario(2, 2).do(ev.RunStarted()).nodes(1).do(ev.StopRequested("enough"))
+    assert s.end == ("stopped", "enough")
+
+
+def test_a_stop_while_joining_waits_for_the_first_step() -> None:
+    s = Scenario(2, 2).do(ev.RunStarted()).nodes(2).do(ev.StopRequested("enough"))
+    assert isinstance(s.stage, Joining)
+    assert isinstance(s.train().stage, Pausing)
+
+
+def test_a_stop_while_ending_stops_when_everybody_has_left() -> None:
+    s = Scenario(2, 2).started(2).do(ev.CollectiveFailed(1, 0, 3, "peer closed"), ev.StopRequested("enough"))
+    assert isinstance(s.stage, Ending)
+    assert s.left(3).end == ("stopped", "enough")
+
+
+def test_the_first_reason_for_a_stop_counts() -> None:
+    s = Scenario(2, 2).started(2).do(ev.StopRequested("first"), ev.StopRequested("second"))
+    assert s.state.stop_reason == "first"
+
+
+# --- the end of the run ----------------------------------------------------------------------------------------------
+
+
+def test_completion_waits_for_the_last_checkpoint() -> None:
+    s = Scenario(2, 2).started(2).commit(5).completed(9, 0)
+    assert isinstance(s.stage, Training)
+    s.completed(9, 1)
+    assert isinstance(s.stage, Closing)
+    s.do(ev.CheckpointCommitted("late", 8, 1))
+    assert isinstance(s.stage, Closing)
+    assert s.commit(9).end == ("finished", "all 9 steps are done and saved")
+
+
+def test_a_checkpoint_that_was_there_first_is_enough() -> None:
+    assert Scenario(2, 2).started(2).commit(9).completed(9).end[0] == "finished"
+
+
+def test_a_run_that_was_done_already_completes_without_a_step() -> None:
+    s = Scenario(2, 2).do(ev.RunStarted((("c9", 9),), 4)).nodes(2)
+    assert s.acts(act.BeginGeneration) == [act.BeginGeneration(5, (0, 1), "c9", 9)]
+    assert s.completed(9).end[0] == "finished"
+
+
+def test_a_function_that_returns_early_has_not_finished_the_run() -> None:
+    s = Scenario(2, 2).started(2).completed(4, reached_end=False).commit(4)
+    assert s.end == ("not-finished", "the training function returned after 4 steps, before the end of the run")
+
+
+def test_a_last_checkpoint_that_never_comes_ends_the_wait() -> None:
+    s = Scenario(2, 2, storage_timeout_s=30).started(2).completed(9).wait(30)
+    assert s.end[0] == "not-finished"
+    assert "step 9" in s.end[1]
+
+
+@pytest.mark.parametrize("loss", ["node", "worker", "silence"])
+def test_a_loss_before_the_last_checkpoint_is_complete_repeats_the_end(loss: str) -> None:
+    s = Scenario(2, 3).started(3).commit(5).completed(9)
+    if loss == "node":
+        s.lose_node(2)
+    elif loss == "worker":
+        s.do(ev.WorkerDied(2, "exit code -9"))
+    else:
+        s.do(ev.WorkersSilent((2,), 1.0, ("node-2",))).wait(0.5)
+    assert isinstance(s.stage, Ending)
+    s.left(9)
+    assert s.acts(act.BeginGeneration) == [act.BeginGeneration(2, (0, 1), "c5", 5)]
+
+
+def test_a_last_checkpoint_that_comes_after_all_ends_the_run_without_another_generation() -> None:
+    s = Scenario(2, 2).started(2).completed(9).lose_node(1).left(9)
+    assert isinstance(s.stage, Waiting)
+    assert s.do(ev.CheckpointCommitted("c9", 9, 1)).end[0] == "finished"
+
+
+def test_one_member_completes_while_the_others_fail() -> None:
+    s = Scenario(2, 3).started(3).commit(5).completed(9, 0).do(ev.CollectiveFailed(1, 1, 8, "peer closed"))
+    s.completed(9, 2).left(8, 0, 1)
+    assert not s.acts(act.KillWorker)
+    assert s.acts(act.BeginGeneration) == [act.BeginGeneration(2, (0, 1, 2), "c5", 5)]
+
+
+def test_a_member_that_completes_while_its_generation_ends_has_left() -> None:
+    s = Scenario(2, 2).started(2).do(ev.CollectiveFailed(1, 0, 8, "peer closed")).left(8, 0).completed(9, 1)
+    assert s.acts(act.BeginGeneration)[0].members == (0, 1)
+    assert s.state.furthest_step == 9
