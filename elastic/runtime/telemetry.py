@@ -49,7 +49,9 @@ class Telemetry:
         self.time.rollback(step)
         self.step = step
         self._recent.clear()
-        self._record({"type": "generation", "number": number, "world_size": world_size, "first_step": step + 1})
+        self._record(
+            {"type": "generation", "number": number, "world_size": world_size, "first_step": step + 1, "now": now}
+        )
 
     def generation_ended(self, number: int) -> None:
         self.flush(time.time(), force=True)

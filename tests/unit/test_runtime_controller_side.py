@@ -1,0 +1,201 @@
+"""The controller's books: replay of a journal, incident records, the journal while storage is away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.core import actions as act
+from elastic.core import events as ev
+from elastic.core import machine
+from elastic.core.errors import StorageError, UsageError
+from elastic.core.incident import Incident
+from elastic.core.settings import RunSettings, ScalingSettings
+from elastic.observe.journal import JournalWriter
+from elastic.runtime import codec, names
+from elastic.runtime.entry import Entry
+from elastic.runtime.incidents import IncidentBook
+from elastic.runtime.records import Records
+from elastic.runtime.replay import Replayed, replay
+from elastic.runtime.telemetry import Telemetry
+from elastic.training.loop import GenerationResult
+
+SETTINGS = RunSettings("run", scaling=ScalingSettings(1, 2), max_steps=10)
+
+# (now, event): a run of two workers whose second one dies in step 4.
+EVENTS: tuple[tuple[float, ev.Event], ...] = (
+    (0.0, ev.RunStarted()),
+    (1.0, ev.SlotPlaced(0, "node-a")),
+    (1.0, ev.SlotPlaced(1, "node-b")),
+    (2.0, ev.WorkerReady(0, 100, "a")),
+    (2.0, ev.WorkerReady(1, 101, "b")),
+    (3.0, ev.GroupJoined(1, 0)),
+    (3.0, ev.GroupJoined(1, 1)),
+    (4.0, ev.TrainingReached(1, 0, 0)),
+    (4.0, ev.TrainingReached(1, 1, 0)),
+    (5.0, ev.FirstStepDone(1, 1)),
+    (6.5, ev.CheckpointCommitted("step-00000002-g0001", 2, 1)),
+    (8.0, ev.WorkerDied(1, "killed")),
+    (8.1, ev.WorkerLeft(1, 0, 3)),
+)
+
+
+def live(events: Sequence[tuple[float, ev.Event]]) -> Any:
+    state = machine.initial(SETTINGS, 0.0)
+    for now, event in events:
+        state, _ = machine.step(state, event, now)
+    return state
+
+
+def journal(url: Path) -> JournalWriter:
+    """What a controller would have written for EVENTS, with three steps of four samples each."""
+    writer = JournalWriter(str(url), "run")
+    telemetry = Telemetry(SETTINGS, 0.0, lambda record: writer.append(record) and None)
+    for now, event in EVENTS:
+        writer.append({"type": "event", "now": now, **ev.to_json(event)})
+        if isinstance(event, ev.WorkerReady) and event.worker == 1:
+            telemetry.generation_begins(1, 2, 0, now)
+        if isinstance(event, ev.TrainingReached) and event.worker == 1:
+            for step in (1, 2, 3):
+                for rank in (0, 1):
+                    telemetry.report(step_report(step, rank), 4.0 + step)
+            telemetry.flush(7.0, force=True)
+    return writer
+
+
+def step_report(step: int, rank: int) -> dict[str, Any]:
+    start = 4 * (step - 1) + 2 * rank
+    return {
+        "generation": 1, "rank": rank, "step": step, "loss": 0.5 / step, "positions": ((start, start + 2),),
+        "samples": 2, "duration_s": 0.5, "data_wait_s": 0.0, "grad_norm": None, "learning_rates": (), "tokens": 0,
+        "save_stall_s": 0.0,
+    }  # fmt: skip
+
+
+def test_a_replayed_controller_is_in_the_very_state_of_the_one_before(tmp_path: Path) -> None:
+    journal(tmp_path)
+    successor = JournalWriter(str(tmp_path), "run")
+    old = replay(successor.replayed, SETTINGS)
+    assert old.state == live(EVENTS)
+    assert (old.attempt, old.generation) == (1, old.state.generation)
+
+
+def test_a_replayed_controller_keeps_the_books(tmp_path: Path) -> None:
+    journal(tmp_path)
+    records: list[dict[str, Any]] = []
+    successor = JournalWriter(str(tmp_path), "run")
+    telemetry = replay(successor.replayed, SETTINGS).telemetry(SETTINGS, 9.0, records.append)
+    assert records == [], "what is in the journal is not written again"
+    assert (telemetry.step, telemetry.loss) == (3, 1.0 / 3)
+    assert telemetry.report(step_report(2, 0), 9.0) == (None, None), "a report that comes again changes nothing"
+    counted = telemetry.samples.result(12)
+    assert (counted.seen, counted.missing, counted.repeated) == (12, 0, 0)
+    totals = telemetry.time.totals(9.0)
+    assert sum(totals.values()) == pytest.approx(9.0)
+    assert totals["productive"] > 0
+
+
+def test_only_the_last_attempt_is_replayed_and_numbers_go_on(tmp_path: Path) -> None:
+    writer = journal(tmp_path)
+    writer.append({"type": "event", "now": 20.0, **ev.to_json(ev.RunStarted((("step-00000002-g0001", 2),), 1))})
+    successor = JournalWriter(str(tmp_path), "run")
+    assert replay(successor.replayed, SETTINGS).state.members == ()
+    assert replay(successor.replayed, SETTINGS).state.generation == 1
+    fresh = Replayed.nothing(SETTINGS, successor)
+    assert (fresh.generation, fresh.attempt, fresh.records) == (1, successor.incarnation, ())
+
+
+def test_an_incident_is_written_again_when_the_lost_steps_are_caught_up() -> None:
+    records: list[dict[str, Any]] = []
+    book = IncidentBook(records.append, "run")
+    keys = ("bytes_read", "bytes_needed", "read_s", "install_s", "verify_s")
+    book.restored({"generation": 2, **dict.fromkeys(keys, 7)})
+    times = {"symptom": 10.0, "detected": 10.0, "first_step": 11.0}
+    book.close(
+        Incident(1, "node-lost", 1, 4, 23, "gone", next_generation=2, resumed_step=20, steps_repeated=3, times=times)
+    )
+    for step, now in ((21, 11.0), (22, 11.5), (23, 12.0), (24, 12.5)):
+        book.step_done(step, now)
+    assert [record["seconds"].get("caught_up") for record in records] == [None, 2.0]
+    assert records[1]["restore"]["bytes_read"] == 7
+    assert "collective" in records[0]["detector"]
+
+
+class Away:
+    """A journal whose storage fails while `failing`."""
+
+    def __init__(self) -> None:
+        self.lines: list[dict[str, Any]] = []
+        self.failing = False
+
+    def extend(self, records: Sequence[dict[str, Any]]) -> None:
+        if self.failing:
+            raise StorageError("no route to storage")
+        self.lines += records
+
+
+def test_lines_wait_in_order_while_storage_is_away() -> None:
+    async def scenario() -> list[Any]:
+        away: Any = Away()
+        records = Records()
+        records.open(away)
+        records.note({"n": 1})
+        away.failing = True
+        await records.write([{"n": 2}])
+        assert records.failing
+        assert records.pending
+        away.failing = False
+        await records.write([{"n": 3}])
+        assert not records.failing
+        return [line["n"] for line in away.lines]
+
+    assert asyncio.run(scenario()) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("result", "event"),
+    [
+        (GenerationResult("finished", 9, True), ev.WorkerCompleted(2, 5, 9, True)),
+        (GenerationResult("ended", 9), None),
+        (
+            GenerationResult("collective_failed", 9, message="Read error. This is typically caused by you\nmore"),
+            ev.CollectiveFailed(2, 5, 9, "Read error"),
+        ),
+        (
+            GenerationResult("user_error", 9, error_type="ValueError", message="x", traceback="tb"),
+            ev.UserCodeFailed(2, 5, 9, "ValueError: x", "tb"),
+        ),
+        (GenerationResult("usage_error", 9, message="x"), ev.UserCodeFailed(2, 5, 9, "x", "", True)),
+        (GenerationResult("restore_failed", 0, message="bad", checkpoint="c"), ev.RestoreFailed(2, 5, "c", "bad")),
+    ],
+)
+def test_outcomes_become_events(result: GenerationResult, event: ev.Event | None) -> None:
+    assert codec.outcome(result, 2, 5) == event
+
+
+def test_parts_of_two_attempts_have_different_names_and_one_prefix() -> None:
+    first, second = names.worker("run", 1, 0), names.worker("run", 2, 0)
+    assert first != second
+    assert all(name.startswith(names.parts("run")) for name in (first, second, names.slot("run", 1, 0)))
+    assert not names.controller("run").startswith(names.parts("run"))
+    assert not names.worker("run-b", 1, 0).startswith(names.parts("run"))
+
+
+def test_a_function_travels_as_itself_and_a_name_as_a_name(tmp_path: Path) -> None:
+    assert Entry.of(lambda config: config["x"] + 1, {"x": 1}).load()({"x": 1}) == 2
+    (tmp_path / "job_of_mine.py").write_text("def train(config):\n    return 'trained'\n")
+    assert Entry.named("job_of_mine.py:train", None, str(tmp_path)).load()({}) == "trained"
+    with pytest.raises(UsageError, match="no 'trian'"):
+        Entry.named("job_of_mine.py:trian", None, str(tmp_path)).load()
+
+
+def test_the_reissued_actions_are_those_whose_outcome_is_awaited() -> None:
+    before_start = live(EVENTS[:4])
+    assert act.StartWorker(1, 1) in machine.reissue(before_start)
+    joining = live(EVENTS[:6])
+    assert next(a for a in machine.reissue(joining) if isinstance(a, act.BeginGeneration)).generation == 1
+    assert machine.reissue(live(EVENTS[:10])) == ()

@@ -1,0 +1,251 @@
+"""The parts of a worker that talk: heartbeats, the outbox, and the promise to stop at a step."""
+
+from __future__ import annotations
+
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from elastic.core import events as ev
+from elastic.core.errors import GenerationEnded
+from elastic.runtime.agent import _is_stopped
+from elastic.runtime.logs import log_file
+from elastic.runtime.member import Member
+from elastic.runtime.outbox import Item, Outbox, Reply
+from elastic.runtime.vitals import Heart, Vitals, open_mailbox, receive
+from elastic.training.session import GenerationSpec, Phase, StepReport
+
+LIMIT_S = 20.0
+
+
+class Controller:
+    """Takes batches; `answers` says what to do with each, the last answer for all that follow."""
+
+    def __init__(self, *answers: Reply | Exception) -> None:
+        self.answers = list(answers)
+        self.taken: queue.Queue[list[Item]] = queue.Queue()
+
+    def __call__(self, items: Sequence[Item]) -> Reply:
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        self.taken.put(list(items))
+        return answer
+
+    def items(self, count: int) -> list[str]:
+        found: list[str] = []
+        while len(found) < count:
+            found += [item.data for item in self.taken.get(timeout=LIMIT_S)]
+        return found
+
+
+def outbox(controller: Controller, fenced: Callable[[], None] = lambda: None) -> Outbox:
+    return Outbox(controller, on_fenced=fenced, retry_s=0.001)
+
+
+def test_messages_are_delivered_in_order_and_only_once() -> None:
+    controller = Controller(Reply(1))
+    box = outbox(controller)
+    for number in range(50):
+        box.put(Item("event", str(number), urgent=number % 7 == 0))
+    assert controller.items(50) == [str(number) for number in range(50)]
+    assert box.drained(LIMIT_S)
+    box.close()
+
+
+def test_nothing_is_lost_while_the_controller_is_away() -> None:
+    away = ray.exceptions.ActorUnavailableError("restarting", None)
+    controller = Controller(away, away, away, Reply(1))
+    box = outbox(controller)
+    box.put(Item("event", "first"))
+    box.put(Item("event", "second"))
+    assert controller.items(2) == ["first", "second"]
+    box.close()
+
+
+def test_a_new_controller_is_told_again_what_the_old_one_had_only_in_memory() -> None:
+    controller = Controller(Reply(1), Reply(2))
+    box = outbox(controller)
+    box.put(Item("step", "kept in the journal by nobody", replay=True))
+    assert controller.items(1) == ["kept in the journal by nobody"]
+    box.put(Item("event", "an event is in the journal"))
+    # The reply to this one tells that another controller has taken it.
+    assert controller.items(1) == ["an event is in the journal"]
+    assert controller.items(1) == ["kept in the journal by nobody"]
+    assert box.drained(LIMIT_S)
+    box.close()
+
+
+def test_a_worker_that_was_written_off_learns_it_from_any_reply() -> None:
+    fenced = threading.Event()
+    box = outbox(Controller(Reply(1, fenced=True)), fenced.set)
+    box.put(Item("event", "late"))
+    assert fenced.wait(LIMIT_S)
+    box.close()
+
+
+def test_the_kernel_attests_who_sends_a_heartbeat() -> None:
+    box, name = open_mailbox()
+    box.setblocking(True)
+    heart = Heart(Vitals(worker=7, generation=3, step=11), name, 0.001, 60.0, lambda: None)
+    try:
+        # Blocking here until one is there: what `receive` then finds is at least the next one.
+        box.recv(4096)
+        box.setblocking(False)
+        messages: list[tuple[int, dict[str, Any]]] = []
+        while not messages:
+            messages = receive(box)
+        pid, message = messages[0]
+        assert pid == os.getpid()
+        assert message == {"worker": 7, "generation": 3, "step": 11, "phase": "idle"}
+    finally:
+        heart.stop()
+        box.close()
+
+
+def test_nonsense_in_the_mailbox_is_dropped() -> None:
+    box, name = open_mailbox()
+    code = (
+        "import socket,sys;s=socket.socket(socket.AF_UNIX,socket.SOCK_DGRAM);"
+        "s.sendto(b'\\xff not json', '\\0'+sys.argv[1]);s.sendto(b'{\"worker\": 1}', '\\0'+sys.argv[1])"
+    )
+    subprocess.run([sys.executable, "-c", code, name], check=True, timeout=LIMIT_S)
+    messages = receive(box)
+    box.close()
+    assert [message for _, message in messages] == [{"worker": 1}]
+    assert messages[0][0] != os.getpid()
+
+
+def test_a_worker_whose_agent_is_gone_is_orphaned_once() -> None:
+    box, name = open_mailbox()
+    box.close()
+    orphaned = threading.Event()
+    heart = Heart(Vitals(0), name, 0.001, 0.005, orphaned.set)
+    assert orphaned.wait(LIMIT_S)
+    heart.stop()
+
+
+def test_a_stopped_process_is_told_from_a_busy_one() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "import os,signal;os.kill(os.getpid(),signal.SIGSTOP)"])
+    try:
+        os.waitpid(process.pid, os.WUNTRACED)
+        assert _is_stopped(process.pid)
+        assert not _is_stopped(os.getpid())
+    finally:
+        process.kill()
+        process.wait(LIMIT_S)
+    assert not _is_stopped(process.pid)
+
+
+@pytest.mark.parametrize("run_id", ["../out", "/abs", "a/b"])
+def test_a_log_file_cannot_leave_its_run(run_id: str, tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="run"):
+        log_file(str(tmp_path), run_id, 1)
+
+
+def test_prints_stay_with_ray_where_storage_cannot_append(tmp_path: Path) -> None:
+    assert log_file("memory://bucket", "run", 1) is None
+    assert log_file(str(tmp_path), "run", 1) == tmp_path / "run" / "logs" / "worker-0001.log"
+
+
+# --- the promise to stop at a step ---
+
+
+class Told:
+    """Collects what a member tells, without a controller."""
+
+    def __init__(self) -> None:
+        self.items: list[Item] = []
+
+    def put(self, item: Item) -> None:
+        self.items.append(item)
+
+    def events(self) -> list[ev.Event]:
+        return [ev.from_json(item.data) for item in self.items if item.kind == "event"]
+
+
+def member(told: Told, timeout_s: float = LIMIT_S) -> Member:
+    spec = GenerationSpec("run", generation=4, rank=1, world_size=2)
+    box: Any = told
+    source: Any = None
+    return Member(spec, 9, Vitals(9), box, source, lambda snapshot: True, timeout_s)
+
+
+def report(step: int) -> StepReport:
+    return StepReport(step, 1.0, ((0, 2),), 2, 0.1)
+
+
+def test_a_member_tells_when_it_has_joined_and_when_it_trains() -> None:
+    told = Told()
+    one = member(told)
+    one.phase(Phase.JOINING)
+    one.phase(Phase.BUILDING)
+    assert not one.boundary(20)
+    assert not one.boundary(21)
+    assert told.events() == [ev.GroupJoined(4, 9), ev.TrainingReached(4, 9, 20, "")]
+
+
+def test_only_the_first_step_of_a_generation_is_urgent() -> None:
+    told = Told()
+    one = member(told)
+    for step in (1, 2, 3):
+        one.step_done(report(step), {})
+    assert [item.urgent for item in told.items] == [True, False, False]
+    assert all(item.data["generation"] == 4 and item.data["rank"] == 1 for item in told.items)
+
+
+def test_a_member_holds_at_the_promised_step_until_it_is_told_where_to_stop() -> None:
+    one = member(Told())
+    assert not one.boundary(5)
+    promised = one.hold()
+    assert promised == 6
+    assert one.hold() == 6, "asking again changes nothing"
+    stops: queue.Queue[tuple[int, bool]] = queue.Queue()
+
+    def train() -> None:
+        step, stop = 5, False
+        while not stop:
+            step += 1
+            stop = one.boundary(step)
+            stops.put((step, stop))
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    one.confirm(8)
+    thread.join(LIMIT_S)
+    assert [stops.get_nowait() for _ in range(stops.qsize())] == [(6, False), (7, False), (8, True)]
+
+
+def test_an_abort_frees_a_member_that_holds() -> None:
+    one = member(Told())
+    one.boundary(5)
+    one.hold()
+    raised: queue.Queue[BaseException] = queue.Queue()
+
+    def train() -> None:
+        try:
+            one.boundary(6)
+        except GenerationEnded as error:
+            raised.put(error)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    one.end("a peer was lost")
+    thread.join(LIMIT_S)
+    assert "a peer was lost" in str(raised.get_nowait())
+
+
+def test_a_member_does_not_hold_for_ever() -> None:
+    one = member(Told(), timeout_s=0.01)
+    one.boundary(5)
+    one.hold()
+    with pytest.raises(GenerationEnded, match="did not say where to stop"):
+        one.boundary(6)
