@@ -58,10 +58,18 @@ class Committer:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def settle(self, timeout_s: float) -> None:
-        """Wait for commits under way."""
+    async def close(self, timeout_s: float) -> None:
+        """Wait for commits under way, then remove what will never become a checkpoint."""
         if self._tasks:
             await asyncio.wait(tuple(self._tasks), timeout=timeout_s)
+        await asyncio.to_thread(self._tidy)
+
+    def _tidy(self) -> None:
+        try:
+            for ref in self._store.incomplete():
+                self._store.abandon(ref.id)
+        except ElasticError as error:
+            logger.warning("unfinished checkpoints could not be removed: %s", error)
 
     async def _commit(self, name: str, protect: str | None) -> None:
         shards = list(self._shards.pop(name).values())

@@ -298,7 +298,7 @@ class ControllerActor:
         stage = self._state.stage
         assert isinstance(stage, Finished)
         limit_s = self._settings.failures.storage_timeout_s
-        await self._committer.settle(limit_s)
+        await self._committer.close(limit_s)
         self._telemetry.flush(time.time(), force=True)
         for record in self._telemetry.summary_records(time.time()):
             self._records.note(record)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -79,7 +80,7 @@ class ElasticTrainer:
             max_steps=max_steps,
             epochs=epochs,
             checkpoint=CheckpointSettings(storage, checkpoint_every_steps, keep or 2),
-            failures=failures or FailureSettings(),
+            failures=failures or _failures(run),
             resources_per_worker=_resources(scaling),
             deepspeed_config=deepspeed_config,
             storage_url=storage,
@@ -123,6 +124,12 @@ def _scaling(config: ScalingConfig) -> ScalingSettings:
     if not 1 <= low <= high:
         raise UsageError(f"num_workers=({low}, {high}): the smaller number comes first and is at least 1")
     return ScalingSettings(min_workers=low, max_workers=high)
+
+
+def _failures(run: RunConfig) -> FailureSettings:
+    """Ray Train's `max_failures` counts what its trainer would retry; here lost nodes need no budget, user code does."""
+    retries = run.failure_config.max_failures if run.failure_config else 0
+    return FailureSettings(user_error_retries=sys.maxsize if retries < 0 else retries)
 
 
 def _resources(config: ScalingConfig) -> dict[str, float]:
