@@ -6,11 +6,12 @@ from random import Random
 from typing import Any
 
 from elastic.core import events as ev
-from elastic.core.state import Joining, RunState, SlotPhase, Training, WorkerPhase
+from elastic.core.state import RunState, SlotPhase, Training, WorkerPhase
 from simulation.clock import Clock
 from simulation.cluster import Cluster, Storage
 from simulation.controller import Controller
-from simulation.faults import Fault, Plan
+from simulation.faults import Plan
+from simulation.injector import Injector
 from simulation.processes import Group, Node, Process
 
 
@@ -23,21 +24,16 @@ class World:
         self.begin_s = self.clock.now
         self.max_steps, self.step_s, self.place_s = plan.max_steps, plan.step_s, plan.place_s
         self.reaches_end = not plan.returns_early
-        self.healed = False
         self.sometimes: set[str] = set()
         self.storage = Storage(self)
         self.cluster = Cluster(self, plan.nodes)
         self.controller = Controller(self, plan.settings)
-        self.stage_faults = [fault for fault in plan.faults if fault.stage]
+        self.injector = Injector(self)
 
     # --- running ---
 
     def run(self) -> None:
         """To the end of the run. Raises AssertionError when it does not come, or a rule is broken on the way."""
-        for fault in self.plan.faults:
-            if not fault.stage:
-                self.clock.at(self.begin_s + fault.time, self.apply, fault)
-        self.clock.at(self.begin_s + self.plan.horizon_s, self.heal)
         self.controller.deliver(ev.RunStarted(self.plan.earlier, self.plan.earlier_generation))
         self.clock.run(self.begin_s + self.plan.horizon_s + self.plan.patience_s, lambda: self.controller.over)
         self.controller.invariants.at_end(self.controller)
@@ -47,13 +43,7 @@ class World:
 
     def stage_entered(self, stage: str) -> None:
         self.seen(f"stage {stage}")
-        for fault in [fault for fault in self.stage_faults if fault.stage == stage][:1]:
-            self.stage_faults.remove(fault)
-            self.clock.after(fault.time, self.apply, fault)
-
-    def apply(self, fault: Fault) -> None:
-        if not self.healed and not self.controller.over:
-            getattr(self, f"_{fault.kind}")(fault)
+        self.injector.stage_entered(stage)
 
     # --- the network ---
 
@@ -148,7 +138,7 @@ class World:
         return ev.UserCodeFailed(generation, process.worker, step, "ValueError: bad batch", "...", self.plan.usage)
 
     def slot_fails(self) -> bool:
-        return not self.healed and self.rng.random() < self.plan.slot_failures
+        return not self.injector.healed and self.rng.random() < self.plan.slot_failures
 
     def loses_commit(self, step: int) -> bool:
         return self.rng.random() < self.plan.lost_commits and not (self.plan.liveness and step >= self.max_steps)
@@ -156,159 +146,3 @@ class World:
     def corrupts(self, number: int) -> bool:
         """A run that has to finish keeps its first checkpoint good."""
         return self.rng.random() < self.plan.corruption and not (self.plan.liveness and number == 1)
-
-    # --- faults ---
-
-    def _nodes(self) -> list[Node]:
-        return [node for node in self.cluster.nodes if node.alive and node.slot is not None]
-
-    def _processes(self) -> list[Process]:
-        return [process for process in self.cluster.processes.values() if process.alive and not process.frozen]
-
-    def _pick(self, fault: Fault, items: list[Any]) -> Any:
-        return items[int(fault.arg * len(items))] if items else None
-
-    def _kill_node(self, fault: Fault) -> None:
-        node = self._pick(fault, self._nodes())
-        if node is None:
-            return
-        slot, victims = node.slot, self.cluster.lose(node)
-        if victims and self.rng.random() < 0.4:
-            self.died(victims[0])
-        if victims and self.rng.random() < 0.2:
-            self.clock.after(1.0, self.silence, victims, node)
-        self.tell(ev.SlotLost(slot, f"node {node.name} is gone"), self.rng.uniform(0.3, 1.5))
-        if fault.lasts_s:
-            self.clock.after(fault.lasts_s, self.cluster.add)
-
-    def _lose_server(self, fault: Fault) -> None:
-        """A server of the trace, named by `arg`: the same one fails again and again."""
-        node = self.cluster.nodes[int(fault.arg)]
-        if node.alive:
-            self.cluster.lose(node)
-            if node.slot is not None:
-                self.tell(ev.SlotLost(node.slot, f"node {node.name} is gone"), self.rng.uniform(0.3, 1.5))
-            self.clock.after(fault.lasts_s, self._repaired, node)
-
-    def _freeze_server(self, fault: Fault) -> None:
-        self._freeze(self.cluster.nodes[int(fault.arg)], fault.lasts_s)
-
-    def _repaired(self, node: Node) -> None:
-        if node.slot is not None and node.slot not in self.cluster.released:
-            self.clock.after(1.0, self._repaired, node)
-            return
-        node.alive, node.frozen, node.slot = True, False, None
-        self.cluster.place()
-
-    def _freeze_node(self, fault: Fault) -> None:
-        node = self._pick(fault, [node for node in self._nodes() if not node.frozen])
-        if node is not None:
-            self._freeze(node, fault.lasts_s)
-
-    def _freeze(self, node: Node, lasts_s: float) -> None:
-        if node.frozen or not node.alive:
-            return
-        node.frozen = True
-        processes = [process for process in self.cluster.processes.values() if process.node is node and process.alive]
-        self.clock.after(1.0, self.silence, processes, node)
-        self.clock.after(lasts_s or 1e9, self._thaw, node)
-
-    def _thaw(self, node: Node) -> None:
-        if node.frozen:
-            node.frozen = False
-            self.seen("late waker")
-            for process in self.cluster.processes.values():
-                if process.node is node and process.alive:
-                    process.thaw()
-            self.cluster.place()
-
-    def _freeze_worker(self, fault: Fault) -> None:
-        process = self._pick(fault, self._processes())
-        if process is not None:
-            process.stopped = True
-            self.clock.after(1.0, self.silence, [process], None)
-            self.clock.after(fault.lasts_s or 1e9, self._thaw_worker, process)
-
-    def _thaw_worker(self, process: Process) -> None:
-        process.stopped = False
-        if process.alive:
-            process.thaw()
-
-    def _kill_worker(self, fault: Fault) -> None:
-        process = self._pick(fault, self._processes())
-        if process is not None:
-            process.die()
-            self.died(process)
-
-    def _hang_worker(self, fault: Fault) -> None:
-        process = self._pick(fault, self._processes())
-        if process is not None:
-            process.hung = True
-
-    def _stubborn_worker(self, fault: Fault) -> None:
-        process = self._pick(fault, self._processes())
-        if process is not None:
-            process.stubborn = True
-
-    def _false_alarm(self, fault: Fault) -> None:
-        process = self._pick(fault, self._processes())
-        if process is not None:
-            nodes = (process.node.name,) if self.rng.random() < 0.5 else ()
-            self.tell(ev.WorkersSilent((process.worker,), 1.0, nodes), 0.0)
-
-    def _break_group(self, fault: Fault) -> None:
-        """The network between two members fails: everybody is alive, the collective is not."""
-        group = self.controller.groups.get(self.controller.state.generation)
-        if group is not None and not group.broken and isinstance(self.controller.state.stage, Training | Joining):
-            group.broken = True
-            member = self._pick(fault, group.members)
-            member.act(0.01, member.notice_broken, group)
-
-    def _storage_down(self, fault: Fault) -> None:
-        self.storage.down = True
-        self.clock.after(fault.lasts_s, self._storage_up)
-
-    def _storage_up(self) -> None:
-        self.storage.down = False
-
-    def _lemon(self, fault: Fault) -> None:
-        node = self._pick(fault, self.cluster.nodes)
-        if node is not None:
-            node.lemon = True
-
-    def _crash_controller(self, fault: Fault) -> None:
-        self.controller.crash(fault.lasts_s, int(fault.arg * 4) if fault.arg < 0.5 else None)
-
-    def _stop(self, fault: Fault) -> None:
-        self.tell(ev.StopRequested("a person asked"), 0.0)
-
-    def _add_node(self, fault: Fault) -> None:
-        self.cluster.add()
-
-    def _nonsense(self, fault: Fault) -> None:
-        """A worker lies: old generations, steps that never were, checkpoints that nobody restores."""
-        worker, old = int(fault.arg * 10), max(0, self.controller.state.generation - 1)
-        lies: list[ev.Event] = [
-            ev.TrainingReached(old, worker, 7), ev.FirstStepDone(old, 9), ev.WorkerCompleted(old, worker, 10**6, True),
-            ev.CollectiveFailed(old, worker, 10**6, "lie"), ev.WorkerLeft(old, worker, 10**6),
-            ev.HoldAnswered(old, worker, 10**6), ev.GroupJoined(old + 7, worker), ev.WorkerReady(10**6, 1, "?"),
-            ev.ProbeAnswered(10**6), ev.SlotPlaced(10**6, "?"), ev.WorkerDied(10**6, "?"), ev.SlotLost(10**6, "?"),
-            ev.WorkerLeft(old + 1, 10**6, 3), ev.CollectiveFailed(old + 1, 10**6, 10**6, "lie"),
-            ev.WorkerCompleted(old + 1, 10**6, 10**6, True), ev.HoldAnswered(old + 1, 10**6, 10**6),
-            ev.UserCodeFailed(old + 1, 10**6, 10**6, "lie"), ev.RestoreFailed(old + 1, 10**6, "0-0", "lie"),
-        ]  # fmt: skip
-        for lie in lies:
-            self.tell(lie, self.rng.uniform(0, 0.1))
-
-    def heal(self) -> None:
-        """From here on nothing goes wrong, and nodes are there: now the run has no excuse."""
-        self.healed = True
-        self.storage.down = False
-        for node in self.cluster.nodes:
-            node.lemon = False
-            self._thaw(node)
-        for process in self.cluster.processes.values():
-            self._thaw_worker(process)
-        alive = sum(node.alive for node in self.cluster.nodes)
-        for _ in range(self.plan.settings.scaling.max_slots - alive if self.plan.recovers else 0):
-            self.cluster.add()

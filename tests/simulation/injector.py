@@ -1,0 +1,188 @@
+"""Carries faults out in the simulated world: what each kind of fault really does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from elastic.core import events as ev
+from elastic.core.state import Joining, Training
+from simulation.faults import Fault
+from simulation.processes import Node, Process
+
+if TYPE_CHECKING:
+    from simulation.world import World
+
+
+class Injector:
+    def __init__(self, world: World) -> None:
+        self.world, self.clock, self.rng = world, world.clock, world.rng
+        self.cluster, self.storage, self.controller = world.cluster, world.storage, world.controller
+        self.healed = False
+        self.at_stages = [fault for fault in world.plan.faults if fault.stage]
+        for fault in world.plan.faults:
+            if not fault.stage:
+                self.clock.at(world.begin_s + fault.time, self.apply, fault)
+        self.clock.at(world.begin_s + world.plan.horizon_s, self.heal)
+
+    def stage_entered(self, stage: str) -> None:
+        for fault in [fault for fault in self.at_stages if fault.stage == stage][:1]:
+            self.at_stages.remove(fault)
+            self.clock.after(fault.time, self.apply, fault)
+
+    def apply(self, fault: Fault) -> None:
+        if not self.healed and not self.controller.over:
+            getattr(self, f"_{fault.kind}")(fault)
+
+    def _nodes(self) -> list[Node]:
+        return [node for node in self.cluster.nodes if node.alive and node.slot is not None]
+
+    def _processes(self) -> list[Process]:
+        return [process for process in self.cluster.processes.values() if process.alive and not process.frozen]
+
+    def _pick(self, fault: Fault, items: list[Any]) -> Any:
+        return items[int(fault.arg * len(items))] if items else None
+
+    def _kill_node(self, fault: Fault) -> None:
+        node = self._pick(fault, self._nodes())
+        if node is None:
+            return
+        slot, victims = node.slot, self.cluster.lose(node)
+        if victims and self.rng.random() < 0.4:
+            self.world.died(victims[0])
+        if victims and self.rng.random() < 0.2:
+            self.clock.after(1.0, self.world.silence, victims, node)
+        self.world.tell(ev.SlotLost(slot, f"node {node.name} is gone"), self.rng.uniform(0.3, 1.5))
+        if fault.lasts_s:
+            self.clock.after(fault.lasts_s, self.cluster.add)
+
+    def _lose_server(self, fault: Fault) -> None:
+        """A server of the trace, named by `arg`: the same one fails again and again."""
+        node = self.cluster.nodes[int(fault.arg)]
+        if node.alive:
+            self.cluster.lose(node)
+            if node.slot is not None:
+                self.world.tell(ev.SlotLost(node.slot, f"node {node.name} is gone"), self.rng.uniform(0.3, 1.5))
+            self.clock.after(fault.lasts_s, self._repaired, node)
+
+    def _freeze_server(self, fault: Fault) -> None:
+        self._freeze(self.cluster.nodes[int(fault.arg)], fault.lasts_s)
+
+    def _repaired(self, node: Node) -> None:
+        if node.slot is not None and node.slot not in self.cluster.released:
+            self.clock.after(1.0, self._repaired, node)
+            return
+        node.alive, node.frozen, node.slot = True, False, None
+        self.cluster.place()
+
+    def _freeze_node(self, fault: Fault) -> None:
+        node = self._pick(fault, [node for node in self._nodes() if not node.frozen])
+        if node is not None:
+            self._freeze(node, fault.lasts_s)
+
+    def _freeze(self, node: Node, lasts_s: float) -> None:
+        if node.frozen or not node.alive:
+            return
+        node.frozen = True
+        processes = [process for process in self.cluster.processes.values() if process.node is node and process.alive]
+        self.clock.after(1.0, self.world.silence, processes, node)
+        self.clock.after(lasts_s or 1e9, self._thaw, node)
+
+    def _thaw(self, node: Node) -> None:
+        if node.frozen:
+            node.frozen = False
+            self.world.seen("late waker")
+            for process in self.cluster.processes.values():
+                if process.node is node and process.alive:
+                    process.thaw()
+            self.cluster.place()
+
+    def _freeze_worker(self, fault: Fault) -> None:
+        process = self._pick(fault, self._processes())
+        if process is not None:
+            process.stopped = True
+            self.clock.after(1.0, self.world.silence, [process], None)
+            self.clock.after(fault.lasts_s or 1e9, self._thaw_worker, process)
+
+    def _thaw_worker(self, process: Process) -> None:
+        process.stopped = False
+        if process.alive:
+            process.thaw()
+
+    def _kill_worker(self, fault: Fault) -> None:
+        process = self._pick(fault, self._processes())
+        if process is not None:
+            process.die()
+            self.world.died(process)
+
+    def _hang_worker(self, fault: Fault) -> None:
+        process = self._pick(fault, self._processes())
+        if process is not None:
+            process.hung = True
+
+    def _stubborn_worker(self, fault: Fault) -> None:
+        process = self._pick(fault, self._processes())
+        if process is not None:
+            process.stubborn = True
+
+    def _false_alarm(self, fault: Fault) -> None:
+        process = self._pick(fault, self._processes())
+        if process is not None:
+            nodes = (process.node.name,) if self.rng.random() < 0.5 else ()
+            self.world.tell(ev.WorkersSilent((process.worker,), 1.0, nodes), 0.0)
+
+    def _break_group(self, fault: Fault) -> None:
+        """The network between two members fails: everybody is alive, the collective is not."""
+        group = self.controller.groups.get(self.controller.state.generation)
+        if group is not None and not group.broken and isinstance(self.controller.state.stage, Training | Joining):
+            group.broken = True
+            member = self._pick(fault, group.members)
+            member.act(0.01, member.notice_broken, group)
+
+    def _storage_down(self, fault: Fault) -> None:
+        self.storage.down = True
+        self.clock.after(fault.lasts_s, self._storage_up)
+
+    def _storage_up(self) -> None:
+        self.storage.down = False
+
+    def _lemon(self, fault: Fault) -> None:
+        node = self._pick(fault, self.cluster.nodes)
+        if node is not None:
+            node.lemon = True
+
+    def _crash_controller(self, fault: Fault) -> None:
+        self.controller.crash(fault.lasts_s, int(fault.arg * 4) if fault.arg < 0.5 else None)
+
+    def _stop(self, fault: Fault) -> None:
+        self.world.tell(ev.StopRequested("a person asked"), 0.0)
+
+    def _add_node(self, fault: Fault) -> None:
+        self.cluster.add()
+
+    def _nonsense(self, fault: Fault) -> None:
+        """A worker lies: old generations, steps that never were, checkpoints that nobody restores."""
+        worker, old = int(fault.arg * 10), max(0, self.controller.state.generation - 1)
+        lies: list[ev.Event] = [
+            ev.TrainingReached(old, worker, 7), ev.FirstStepDone(old, 9), ev.WorkerCompleted(old, worker, 10**6, True),
+            ev.CollectiveFailed(old, worker, 10**6, "lie"), ev.WorkerLeft(old, worker, 10**6),
+            ev.HoldAnswered(old, worker, 10**6), ev.GroupJoined(old + 7, worker), ev.WorkerReady(10**6, 1, "?"),
+            ev.ProbeAnswered(10**6), ev.SlotPlaced(10**6, "?"), ev.WorkerDied(10**6, "?"), ev.SlotLost(10**6, "?"),
+            ev.WorkerLeft(old + 1, 10**6, 3), ev.CollectiveFailed(old + 1, 10**6, 10**6, "lie"),
+            ev.WorkerCompleted(old + 1, 10**6, 10**6, True), ev.HoldAnswered(old + 1, 10**6, 10**6),
+            ev.UserCodeFailed(old + 1, 10**6, 10**6, "lie"), ev.RestoreFailed(old + 1, 10**6, "0-0", "lie"),
+        ]  # fmt: skip
+        for lie in lies:
+            self.world.tell(lie, self.rng.uniform(0, 0.1))
+
+    def heal(self) -> None:
+        """From here on nothing goes wrong, and nodes are there: now the run has no excuse."""
+        self.healed = True
+        self.storage.down = False
+        for node in self.cluster.nodes:
+            node.lemon = False
+            self._thaw(node)
+        for process in self.cluster.processes.values():
+            self._thaw_worker(process)
+        alive = sum(node.alive for node in self.cluster.nodes)
+        for _ in range(self.world.plan.settings.scaling.max_slots - alive if self.world.plan.recovers else 0):
+            self.cluster.add()
