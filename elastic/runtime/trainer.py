@@ -127,7 +127,7 @@ def _scaling(config: ScalingConfig) -> ScalingSettings:
 
 
 def _failures(run: RunConfig) -> FailureSettings:
-    """Ray Train's `max_failures` counts what its trainer would retry; here lost nodes need no budget, user code does."""
+    """Ray Train's `max_failures` counts what it would retry; here lost nodes need no budget, user code does."""
     retries = run.failure_config.max_failures if run.failure_config else 0
     return FailureSettings(user_error_retries=sys.maxsize if retries < 0 else retries)
 
