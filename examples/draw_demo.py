@@ -56,7 +56,7 @@ def _curves(moved: Mapping[str, Any], still: Mapping[int, float], other: Mapping
         step = incident["resumed_step"] if incident["planned"] else incident["step"]
         what = "node back, grown again" if incident["planned"] else "node killed (SIGKILL)"
         yield f"<path d='M{x(step):.1f} 34V{CURVE_BOTTOM}' stroke='{colour}' stroke-dasharray='4 3'/>"
-        yield _text(x(step) + 6, 76, f"{what}, step {step}", colour)
+        yield _text(x(step) + 6, 92 if incident["planned"] else 74, f"{what}, step {step}", colour)
     yield _text(LEFT, 22, "Loss at each step:", INK)
     yield _text(LEFT + 112, 22, "undisturbed run", FAINT)
     yield _text(LEFT + 218, 22, "run that lost a node", MOVED)
