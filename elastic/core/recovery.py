@@ -199,7 +199,8 @@ def _count_failure(turn: Turn, stage: Ending) -> None:
             node_losses=streaks.node_losses + node_lost,
             user_errors=streaks.user_errors + (kind == "user-error"),
             in_place=streaks.in_place + 1 if not stage.lost and kind in ("collective-failed", "hang") else 0,
-            mark=(max(reached[0], streaks.mark[0]), reached[1]),
+            # Never lowered: a checkpoint that is written again because the one before was bad is no progress.
+            mark=(max(reached[0], streaks.mark[0]), max(reached[1], streaks.mark[1])),
         )
     )
 

@@ -255,6 +255,20 @@ def test_progress_renews_the_budget(progress: str) -> None:
     assert s.state.streaks.crashes == 1
 
 
+def test_a_bad_checkpoint_that_is_written_again_and_again_is_no_progress() -> None:
+    s = Scenario(1, 1, crash_streak=3).do(ev.RunStarted((("c1", 1),))).nodes(1)
+    for _ in range(20):
+        if not isinstance(s.stage, Joining):
+            break
+        number = s.state.generation
+        s.join().do(ev.CheckpointCommitted(f"c10-{number}", 10, number))
+        s.do(ev.CollectiveFailed(number, s.state.members[0], 13, "broken")).left(13).wait(60)
+        s.do(*(ev.WorkerReady(worker, 1, "host") for worker in s.state.workers))
+        if isinstance(s.stage, Joining):
+            s.do(ev.RestoreFailed(s.state.generation, s.state.members[0], f"c10-{number}", "bad")).left(13).wait(60)
+    assert s.end[0] == "gave-up"
+
+
 def test_failed_attempts_pause_longer_and_longer() -> None:
     s = Scenario(1, 1, crash_streak=20, retry_backoff_s=1.0, retry_backoff_limit_s=8.0).started(1)
     pauses = []
