@@ -193,15 +193,16 @@ class Group:
     def kick(self) -> None:
         """Something that stood in the way may be gone."""
         for member in self.members:
-            if member.stop_at == self.step:
+            if member.group is self and member.stop_at == self.step:
                 member.act(0.01, member.stop_here)
         if not self.moving and not self.broken and self.step < self.last:
             self.moving = True
             self.world.clock.after(self.world.step_s * self.world.rng.uniform(0.9, 1.1), self._step_ends)
 
     def _able(self, member: Process) -> bool:
+        here = member.group is self and member.status == "training"
         free = member.hold_at is None or member.hold_at > self.step
-        return member.alive and member.status == "training" and free and not (member.frozen or member.hung)
+        return here and free and member.alive and not (member.frozen or member.hung)
 
     def _step_ends(self) -> None:
         self.moving = False
