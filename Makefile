@@ -20,15 +20,15 @@ $(READY): pyproject.toml
 demo: $(READY)
 	$(BIN)/python examples/demo.py
 
-test: lint
-	$(BIN)/python -m pytest -q
+test: lint unit
+	$(BIN)/python -m pytest -q tests/processes tests/ray
 
 # The same for now; slower suites of other areas join it.
 test-all: test
 
-# The pure tests: no Ray, no processes.
+# The pure tests: no Ray, no training processes.
 unit: $(READY)
-	$(BIN)/python -m pytest -q tests/unit tests/simulation
+	$(BIN)/python -m pytest -q -n 2 tests/unit tests/simulation
 
 lint: $(READY)
 	$(BIN)/ruff check .
