@@ -73,6 +73,7 @@ def initialize(
         num_workers,
         prefetch_factor,
         pin_memory=generation.device.type == "cuda",
+        worker_init_fn=generation.group.close_in_child(),
     )
     generation.loader = ElasticLoader(generation, plan, reader)
     return generation.engine, wrapped_optimizer, generation.loader, scheduler

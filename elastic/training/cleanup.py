@@ -13,9 +13,12 @@ import inspect
 import logging
 import traceback
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from elastic.training.context import Generation
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +55,22 @@ def warm_up() -> None:
             logger.debug("%s is not there to be imported early: %s", name, error)
     gc.collect()
     gc.freeze()
+
+
+def leave(generation: Generation) -> bool:
+    """Close the loader, the engine and the groups; True when nothing of the engine is left in this process."""
+    engine: weakref.ReferenceType[Any] | None = None
+    if generation.loader is not None:
+        generation.loader.close()
+        generation.loader = None
+    if generation.engine is not None:
+        engine = weakref.ref(generation.engine.deepspeed)
+        release_engine(generation.engine.deepspeed)
+        generation.engine.let_go()
+        generation.engine = None
+    generation.failure = None
+    generation.group.leave()
+    return collect(engine)
 
 
 def release_engine(engine: Any) -> None:

@@ -87,6 +87,7 @@ class BatchReader:
         num_workers: int = 0,
         prefetch_factor: int | None = None,
         pin_memory: bool = False,
+        worker_init_fn: Callable[[int], None] | None = None,
     ) -> None:
         self._collate: Collate = collate_fn or default_collate
         self._dataset = SeededDataset(dataset, order.seed)
@@ -104,6 +105,7 @@ class BatchReader:
                     num_workers=num_workers,
                     prefetch_factor=prefetch_factor,
                     pin_memory=pin_memory,
+                    worker_init_fn=worker_init_fn,
                     # Not drawn from the global generator, whose state belongs to the training loop.
                     generator=torch.Generator().manual_seed(rng.derive(order.seed, "workers")),
                 )

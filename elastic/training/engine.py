@@ -83,6 +83,9 @@ class ElasticEngine:
             raise UsageError(
                 "engine.backward(loss) was called without a batch from the loader; iterate over the loader"
             )
+        if progress.backwards > 0:
+            # DeepSpeed reduces in the backward of a step's last micro-batch: a second one would be lost (seen, ZeRO-2).
+            raise UsageError(f"step {progress.step}: engine.backward was called twice for one batch; add the losses up")
         weight = progress.active.weight
         scale = loss_scale(weight, self._plan.passes, self._plan.world_size)
         if weight > 0.0:

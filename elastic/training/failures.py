@@ -21,9 +21,9 @@ _GLOO_TEXTS = (
     "socketProgress",
     "NCCL error",
     "NCCL communicator was aborted",
-    "DeepSpeed backend not set",
 )
-_PEER = re.compile(r"\[?([0-9a-fA-F.:]*[0-9a-fA-F])\]?:(\d{2,5})\b")
+# "[127.0.0.1]:44305" and "[::1]:44305"; not the place in gloo's source, "[.../tcp/pair.cc:537]".
+_PEER = re.compile(r"\[([0-9a-fA-F.:]+)\]:(\d{1,5})\b")
 
 
 def as_collective_failure(error: BaseException, where: Where | None = None) -> CollectiveFailed | None:
@@ -39,18 +39,14 @@ def as_collective_failure(error: BaseException, where: Where | None = None) -> C
 
 def peer_of(message: str) -> str | None:
     """ "host:port" of the peer that gloo names in its message, if it names one."""
-    for line in message.splitlines():
-        # The source position "[.../pair.cc:538]" must not be taken for a peer.
-        match = _PEER.search(re.sub(r"\[?[\w./-]+\.(cc|h|cpp|hpp):\d+\]?", "", line))
-        if match and "." in match.group(1) + "." * match.group(1).count(":"):
-            return f"{match.group(1)}:{match.group(2)}"
-    return None
+    match = _PEER.search(message)
+    return None if match is None else f"{match.group(1)}:{match.group(2)}"
 
 
 def _is_collective(error: BaseException) -> bool:
-    if isinstance(error, (dist.DistError, ConnectionError)):
-        # A user's own ConnectionError (a database, say) is not ours; only torch's are.
-        return isinstance(error, dist.DistError)
+    if isinstance(error, dist.DistError):
+        return True
+    # Subclasses are others' errors: a ConnectionResetError, say, comes from a user's own connection.
     return type(error) is RuntimeError and any(text in str(error) for text in _GLOO_TEXTS)
 
 

@@ -155,11 +155,7 @@ def start_local() -> Generation:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if world_size > 1:
-        # torchrun serves a store of its own there; rank 0 would otherwise have to.
-        rendezvous = Rendezvous(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    else:
-        rendezvous = host_store("127.0.0.1")
+    rendezvous = _rendezvous(rank, world_size)
     spec = GenerationSpec(run_id="local", generation=1, rank=rank, world_size=world_size, max_world_size=world_size)
     group = ProcessGroup(spec, rendezvous, local_rank)
     generation = Generation(spec, SilentCoordinator(), group, backend_and_device(local_rank)[1], local_rank)
@@ -170,11 +166,19 @@ def start_local() -> Generation:
     return generation
 
 
+def _rendezvous(rank: int, world_size: int) -> Rendezvous:
+    if world_size == 1:
+        return host_store("127.0.0.1")
+    try:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    except (KeyError, ValueError) as error:
+        raise UsageError(f"WORLD_SIZE is {world_size}, so MASTER_ADDR and MASTER_PORT must be set") from error
+    # torchrun's agent serves a store there and says so; other launchers leave it to rank 0.
+    if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return host_store(host, port)
+    return Rendezvous(host, port)
+
+
 def _leave(generation: Generation) -> None:
-    if generation.loader is not None:
-        generation.loader.close()
-    if generation.engine is not None:
-        cleanup.release_engine(generation.engine.deepspeed)
-        generation.engine.let_go()
-    generation.group.leave()
+    cleanup.leave(generation)
     context.uninstall(generation)

@@ -6,7 +6,6 @@ import inspect
 import logging
 import threading
 import traceback
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -181,24 +180,18 @@ class GenerationRunner:
             # Collectives that this rank started and will not wait for would block the groups' destruction. Where all
             # is well nothing is cut: a slower rank may still be reading what this one has sent.
             self._group.sweep()
-        engine: weakref.ReferenceType[Any] | None = None
         try:
             generation.enter(Phase.LEAVING)
         except BaseException as error:  # noqa: BLE001 - the coordinator may refuse an ended generation
             logger.debug("leaving was not told: %s", error)
-        if generation.loader is not None:
-            generation.loader.close()
-            generation.loader = None
-        if generation.engine is not None:
-            engine = weakref.ref(generation.engine.deepspeed)
-            cleanup.release_engine(generation.engine.deepspeed)
-            generation.engine.let_go()
-            generation.engine = None
-        generation.failure = None
-        self._group.leave()
-        context.uninstall(generation)
-        self.clean = cleanup.collect(engine)
-        self._left.set()
+        try:
+            self.clean = cleanup.leave(generation)
+        except Exception:
+            logger.exception("generation %d was not left cleanly", self.spec.generation)
+            self.clean = False
+        finally:
+            context.uninstall(generation)
+            self._left.set()
 
     def _keep_sweeping(self) -> None:
         while not self._left.wait(_SWEEP_EVERY_S):

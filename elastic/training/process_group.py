@@ -41,12 +41,12 @@ _hosted: dict[Rendezvous, TCPStore] = {}
 _hosted_lock = threading.Lock()
 
 
-def host_store(host: str) -> Rendezvous:
-    """Start a store in this process (the one that will be rank 0) on a free port; `host` is how others reach it.
+def host_store(host: str, port: int = 0) -> Rendezvous:
+    """Start a store in this process (the one that will be rank 0); `host` is how others reach it, port 0 a free one.
 
     It stays open until the generation that uses it is left, or `release_store`.
     """
-    store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    store = TCPStore(host, port, is_master=True, wait_for_workers=False)
     rendezvous = Rendezvous(host, store.port)
     with _hosted_lock:
         _hosted[rendezvous] = store
@@ -152,6 +152,13 @@ class ProcessGroup:
                 _abort_nccl()
             return sum(sockets.shut_down(found) for found in sockets.tcp_sockets() if self._owns(found))
 
+    def close_in_child(self) -> Callable[[int], None]:
+        """For data workers, which inherit this process's descriptors: closes the groups' sockets in them.
+
+        Otherwise the other ranks would not see the death of this process until its data workers have noticed it.
+        """
+        return CloseSockets([found for found in sockets.tcp_sockets() if found.inode not in self._foreign])
+
     def leave(self) -> None:
         """Destroy every group and the store. Never raises: a group that fails to close is logged."""
         if not self._joined:
@@ -216,6 +223,18 @@ class ProcessGroup:
             # The hosted store's side of the others' connections: they are theirs to close.
             return False
         return self._building or found.local in self._listening or found.peer in self._peers_listening
+
+
+class CloseSockets:
+    """Closes descriptors if they are still the sockets that they were when this was made."""
+
+    def __init__(self, found: list[TcpSocket]) -> None:
+        self._found = found
+
+    def __call__(self, _: int) -> None:
+        for found in self._found:
+            if sockets.inode_of(found.fd) == found.inode:
+                os.close(found.fd)
 
 
 class _Attempt:

@@ -1,6 +1,6 @@
 """Random numbers that depend on the place in the run, never on the rank or the world size.
 
-Every stream is named by parts, for example `(seed, "forward", step, micro_batch, 0)`. Seeding the host costs some 15 us.
+Every stream is named by parts, for example `(seed, "forward", step, micro_batch, 0)`. Seeding the host costs 15 us.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def shut_down(target: TcpSocket) -> bool:
 
 
 def _look(fd: int) -> TcpSocket | None:
-    inode = _inode(fd)
+    inode = inode_of(fd)
     if inode is None:
         return None
     duplicate = _duplicate(fd, inode)
@@ -73,7 +73,8 @@ def _look(fd: int) -> TcpSocket | None:
     return TcpSocket(fd, inode, listening, local, peer)
 
 
-def _inode(fd: int) -> str | None:
+def inode_of(fd: int) -> str | None:
+    """What the descriptor refers to, if it is a socket."""
     try:
         target = os.readlink(f"/proc/self/fd/{fd}")
     except OSError:
@@ -87,7 +88,7 @@ def _duplicate(fd: int, inode: str) -> socket.socket | None:
         copy = os.dup(fd)
     except OSError:
         return None
-    if _inode(copy) != inode:
+    if inode_of(copy) != inode:
         os.close(copy)
         return None
     return socket.socket(fileno=copy)

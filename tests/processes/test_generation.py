@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,6 @@ from elastic.training.session import BatchSettings
 pytestmark = pytest.mark.processes
 
 BATCH = BatchSettings(max_steps=6)
-
-
-@pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    made = Crew(3)
-    yield made
-    made.close()
 
 
 def _config(stage: int, url: Path, **more: Any) -> dict[str, Any]:
@@ -129,6 +121,7 @@ def test_a_failing_rank_is_told_before_its_groups_close(crew: Crew, tmp_path: Pa
         ("returns_in_a_step", "usage_error", "returned in the middle of step 1"),
         ("skips_step", "usage_error", "before engine.step()"),
         ("steps_without_backward", "usage_error", "without engine.backward"),
+        ("calls_backward_twice", "usage_error", "twice for one batch"),
         ("saves_by_itself", "usage_error", "the platform saves by itself"),
         ("keeps_a_tensor", "usage_error", "elastic.state['weights']"),
         ("initializes_twice", "usage_error", "called twice"),
@@ -159,11 +152,12 @@ def test_another_batch_size_is_refused_on_resume(crew: Crew, tmp_path: Path) -> 
 
 
 def test_data_workers_end_with_their_generation(crew: Crew, tmp_path: Path) -> None:
-    [plain] = crew.run([0], "train", _config(1, tmp_path / "plain"), batch=BATCH)
-    [outcome] = crew.run([0], "train", _config(1, tmp_path / "workers", num_workers=2), batch=BATCH, end_at=3)
-    assert outcome.result.kind == "ended", outcome.result.traceback
-    # Augmentation is seeded by position: who reads does not matter.
-    assert [report.loss for report in outcome.reports] == [report.loss for report in plain.reports[:3]]
+    plain = crew.run([0, 1], "train", _config(1, tmp_path / "plain"), batch=BATCH)
+    outcomes = crew.run([0, 1], "train", _config(1, tmp_path / "workers", num_workers=2), batch=BATCH, end_at=3)
+    for outcome, other in zip(outcomes, plain, strict=True):
+        assert outcome.result.kind == "ended", outcome.result.traceback
+        # Augmentation is seeded by position: who reads does not matter.
+        assert [report.loss for report in outcome.reports] == [report.loss for report in other.reports[:3]]
     assert _children(crew.members[0].process.pid) == []
 
 

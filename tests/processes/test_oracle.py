@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +33,6 @@ SIZE = 37
 # Two epochs of 37 samples in steps of ten: a step reaches over the epoch's end, and the last one is short.
 BATCH = BatchSettings(epochs=2)
 LAST_STEP = 8
-
-
-@pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    made = Crew(4)
-    yield made
-    made.close()
 
 
 CASES = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import crew
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 import elastic
+from elastic.training.sockets import tcp_sockets
 
 
 class Small(nn.Module):
@@ -36,11 +38,21 @@ class Numbers(torch.utils.data.Dataset[Any]):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         crew.indices.append(index)
+        if torch.utils.data.get_worker_info() is not None:
+            require_no_group_sockets()
         generator = torch.Generator().manual_seed(index)
         x = torch.randn(16, generator=generator)
         # Random augmentation: must depend on the sample's position alone.
         x = x + 0.01 * torch.randn(16)
         return x.to(self.dtype), torch.stack([x.sum(), x[0] * x[1], x.abs().max()]).to(self.dtype)
+
+
+def require_no_group_sockets() -> None:
+    """A data worker that held them would keep its parent's death from the other ranks."""
+    store = int(os.environ["MASTER_PORT"])
+    held = [found for found in tcp_sockets() if found.peer and store not in (found.peer[1], found.local[1])]
+    if held:
+        raise AssertionError(f"a data worker holds {held}")
 
 
 def deepspeed_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -49,8 +61,9 @@ def deepspeed_config(config: dict[str, Any]) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": 0.5,
         "zero_optimization": {"stage": config["stage"], "stage3_param_persistence_threshold": 20},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": 0.02}},
     }
+    if config.get("schedule", True):
+        made["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": 0.02}}
     if config.get("dtype") == "bf16":
         made["bf16"] = {"enabled": True}
     return made
@@ -162,3 +175,39 @@ def swallows_everything(config: dict[str, Any]) -> None:
             one_pass(engine, batch)
     except BaseException:  # noqa: BLE001 - what a careless user writes
         return
+
+
+def train_and_tell(config: dict[str, Any]) -> None:
+    """Epoch by epoch, with evaluation between steps, metrics, and what a user may ask the engine."""
+    engine, loader = build(config)
+    context = elastic.get_context()
+    crew.told.update(context=context, length=len(loader), steps=loader.steps)
+    batches = 0
+    for epoch in loader.epochs():
+        for batch in epoch:
+            batches += 1
+            engine.eval()
+            with torch.no_grad():
+                engine(batch[0])
+            engine.train()
+            one_pass(engine, batch)
+        elastic.report(epoch_ended=loader.epoch)
+    crew.told.update(
+        batches=batches,
+        passes=float(engine.module.passes),
+        weights={name: value.detach().clone() for name, value in engine.module.named_parameters()},
+        global_samples=engine.global_samples,
+        global_steps=engine.global_steps,
+        train_batch_size=engine.train_batch_size(),
+        device=str(engine.device),
+        local_rank=engine.local_rank,
+    )
+
+
+def calls_backward_twice(config: dict[str, Any]) -> None:
+    engine, loader = build(config)
+    for x, y in loader:
+        out = engine(x)
+        engine.backward(nn.functional.mse_loss(out[:, :1], y[:, :1]), retain_graph=True)
+        engine.backward(nn.functional.mse_loss(out[:, 1:], y[:, 1:]))
+        engine.step()
