@@ -86,6 +86,9 @@ def worker_ready(turn: Turn, event: WorkerReady) -> None:
     turn.put_slot(replace(slot, start_failures=0))
     turn.set(streaks=replace(turn.state.streaks, start_failures=0, slot_failures=0))
     turn.say(f"{turn.name_of(worker.id)} is ready after {turn.now - worker.since:.1f} s", kind="worker")
+    for _ in range(turn.state.settings.scaling.workers_per_slot - len(turn.workers_in(slot.id))):
+        # A neighbour was given up here; the slot has just shown that it is not the slot.
+        turn.start_worker(slot.id)
 
 
 def worker_start_failed(turn: Turn, event: WorkerStartFailed) -> None:

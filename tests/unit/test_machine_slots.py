@@ -154,6 +154,15 @@ def test_a_slot_whose_second_worker_cannot_start_is_not_taken_from_the_first() -
     assert isinstance(s.stage, Waiting)
 
 
+def test_a_worker_that_was_given_up_is_tried_again_when_its_neighbour_starts() -> None:
+    s = Scenario(1, 3, per_slot=3, startup_retries=0).started(3)
+    s.do(ev.WorkerDied(1, "exit code -9"), ev.WorkerDied(2, "exit code -9")).left(1, 0).train()
+    s.do(ev.WorkerStartFailed(3, "no memory"))
+    assert not s.acts(act.StartWorker)
+    s.do(ev.WorkerReady(4, 1, "host"))
+    assert s.acts(act.StartWorker) == [act.StartWorker(5, 0)]
+
+
 # --- slots that do not come ------------------------------------------------------------------------------------------
 
 
