@@ -59,7 +59,7 @@ class Plan:
     slot_failures: float = 0.0
     lost_commits: float = 0.0
     corruption: float = 0.0
-    lemon_rate: float = 0.4
+    lemon_rate: float = 0.3
     # A run that is resumed: its checkpoints (id, step) and the last generation of the attempt before.
     earlier: tuple[tuple[str, int], ...] = ()
     earlier_generation: int = 0
