@@ -166,7 +166,10 @@ class UserCodeFailed:
 
 @dataclass(frozen=True)
 class RestoreFailed:
-    """The named checkpoint could not be read, or what was read is not what was saved."""
+    """The named checkpoint is incomplete, or what was read is not what was saved.
+
+    `checkpoint` is empty where storage could not be reached: that says nothing about what lies there.
+    """
 
     generation: int
     worker: int

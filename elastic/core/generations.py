@@ -206,8 +206,9 @@ def user_code_failed(turn: Turn, event: UserCodeFailed) -> None:
 def restore_failed(turn: Turn, event: RestoreFailed) -> None:
     if event.worker not in turn.state.members:
         return
-    reject_checkpoint(turn, event.checkpoint, event.error)
-    fail_generation(turn, "restore-failed", f"{event.checkpoint}: {event.error}")
+    if event.checkpoint:
+        reject_checkpoint(turn, event.checkpoint, event.error)
+    fail_generation(turn, "restore-failed", f"{event.checkpoint or 'storage'}: {event.error}")
 
 
 def progress_stalled(turn: Turn, event: ProgressStalled) -> None:

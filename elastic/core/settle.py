@@ -194,6 +194,7 @@ def _pausing(turn: Turn, stage: Pausing) -> None:
             f"storage has not taken the checkpoint of step {stage.stop_at}; steps since the one before are repeated"
         )
     turn.mark("decided", "fenced")
+    turn.amend(step=state.furthest_step)
     if stage.purpose == "stop":
         finish(turn, STOPPED, state.stop_reason or "stopped")
     else:

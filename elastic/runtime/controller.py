@@ -23,7 +23,7 @@ from elastic.core import machine
 from elastic.core.detector import LastSeen
 from elastic.core.errors import Fenced
 from elastic.core.settings import RunSettings
-from elastic.core.state import USER_CODE_FAILED, Ending, Finished, RunState, Training
+from elastic.core.state import USER_CODE_FAILED, Ending, Finished, RunState, Training, WorkerPhase
 from elastic.observe.journal import JournalWriter
 from elastic.runtime.agent import Beat
 from elastic.runtime.committer import Committer
@@ -203,6 +203,10 @@ class ControllerActor:
             return
         if reconstructed and old.records:
             await self._executor.reattach(old.state)
+            for worker in old.state.workers.values():
+                node = old.state.node_of(worker.id)
+                if node is not None and worker.phase is not WorkerPhase.STARTING:
+                    self._seen.expect(worker.id, node, time.time())
             first: ev.Event = ev.ControllerRestarted(self._journal.incarnation)
         else:
             await self._executor.sweep()
@@ -215,12 +219,15 @@ class ControllerActor:
 
     async def _next_events(self) -> list[ev.Event]:
         """Whatever waits; or a Tick when a deadline passes first."""
-        deadline = machine.next_deadline(self._state, machine.DEFAULT_POLICY)
-        timeout = None if deadline is None else max(0.0, deadline - time.time())
-        try:
-            events = [await asyncio.wait_for(self._events.get(), timeout)]
-        except asyncio.TimeoutError:
-            return [ev.Tick()]
+        events: list[ev.Event] = []
+        # What waits is heard before a deadline passes: a wait without time would not even look at the queue.
+        if self._events.empty():
+            deadline = machine.next_deadline(self._state, machine.DEFAULT_POLICY)
+            timeout = None if deadline is None else max(0.0, deadline - time.time())
+            try:
+                events.append(await asyncio.wait_for(self._events.get(), timeout))
+            except asyncio.TimeoutError:
+                return [ev.Tick()]
         while not self._events.empty():
             events.append(self._events.get_nowait())
         return events

@@ -80,11 +80,17 @@ class Executor:
         self._spawn(work, action)
 
     async def reattach(self, state: RunState) -> None:
-        """After a restart of the controller: find by name what the replayed state says must be there."""
+        """After a restart of the controller: find by name what the replayed state says must be there.
+
+        What is there and not in the state was given up by the controller before, which did not live to remove it.
+        """
+        await asyncio.to_thread(sweep, self._settings.run_id, self._names(state))
         for slot in state.slots.values():
             if slot.phase is SlotPhase.PLACED and slot.node is not None:
                 self._nodes[slot.id] = slot.node
                 await self._slots.attach(slot.id, slot.node)
+                # Not waited for: the node may be gone, and with it the agent that would answer.
+                self._agents.setdefault(slot.node, asyncio.ensure_future(self._start_agent(slot.node)))
         for worker in state.workers.values():
             self._worker_slot[worker.id] = worker.slot
             if worker.phase is WorkerPhase.STARTING:
@@ -95,6 +101,15 @@ class Executor:
                 )
             except ValueError:
                 self._emit(ev.WorkerDied(worker.id, "it was gone when the controller came back"))
+
+    def _names(self, state: RunState) -> set[str]:
+        run_id, attempt = self._settings.run_id, self._attempt
+        nodes = {slot.node for slot in state.slots.values() if slot.node is not None}
+        return {
+            *(names.worker(run_id, attempt, worker) for worker in state.workers),
+            *(names.slot(run_id, attempt, slot) for slot in state.slots),
+            *(names.agent(run_id, attempt, node) for node in nodes),
+        }
 
     async def close(self) -> None:
         """Wait for everything under way, then give back whatever is left. Bounded."""

@@ -12,7 +12,9 @@ from elastic.checkpoint.snapshot import ShardSnapshot
 from elastic.checkpoint.source import CheckpointSource
 from elastic.core import events as ev
 from elastic.core.errors import GenerationEnded
+from elastic.core.settings import FailureSettings
 from elastic.runtime.outbox import Item, Outbox
+from elastic.runtime.patience import PatientSource
 from elastic.runtime.vitals import Vitals
 from elastic.training.session import GenerationSpec, Phase, RestoreReport, StepReport
 
@@ -31,7 +33,7 @@ class Member:
         outbox: Outbox,
         source: CheckpointSource,
         submit: Callable[[ShardSnapshot], bool],
-        hold_timeout_s: float,
+        failures: FailureSettings,
     ) -> None:
         self._spec = spec
         self._worker = worker
@@ -39,7 +41,10 @@ class Member:
         self._outbox = outbox
         self._source = source
         self._submit = submit
-        self._hold_timeout_s = hold_timeout_s
+        self._hold_timeout_s = failures.drain_timeout_s
+        self._retry_s = failures.storage_backoff_s
+        # The controller gives the whole start of a generation `join_timeout_s`.
+        self._restore_limit_s = failures.join_timeout_s / 2
         self._change = threading.Condition()
         self._hold_at: int | None = None
         self._stop_at: int | None = None
@@ -53,7 +58,7 @@ class Member:
     # --- Coordinator, on the training thread ---
 
     def source(self) -> CheckpointSource:
-        return self._source
+        return PatientSource(self._source, self._retry_s, self._restore_limit_s, self._pause)
 
     def phase(self, phase: Phase) -> None:
         self._vitals.phase = phase.value
@@ -114,6 +119,11 @@ class Member:
             if not self._change.wait(max(0.0, limit - time.monotonic())) and time.monotonic() >= limit:
                 raise GenerationEnded(self._spec.generation, "the controller did not say where to stop")
         self._vitals.phase = before
+
+    def _pause(self, seconds: float) -> None:
+        with self._change:
+            self._change.wait_for(lambda: self._ended is not None, seconds)
+            self._check()
 
     def _check(self) -> None:
         if self._ended is not None:

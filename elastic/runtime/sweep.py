@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Collection
 from typing import Any
 
 import ray
@@ -14,19 +15,23 @@ from elastic.runtime import names
 logger = logging.getLogger(__name__)
 
 
-def sweep(run_id: str) -> int:
+def sweep(run_id: str, keep: Collection[str] = ()) -> int:
     """Kill every named actor and remove every placement group of the run but its controller; how many there were.
+
+    `keep` are the names of those that belong there.
 
     Blocks on Ray's control store: not for the event loop.
     """
     prefix, found = names.parts(run_id), 0
     for entry in ray.util.list_named_actors(all_namespaces=True):
-        if entry["namespace"] == names.NAMESPACE and entry["name"].startswith(prefix):
+        name = entry["name"]
+        if entry["namespace"] == names.NAMESPACE and name.startswith(prefix) and name not in keep:
             found += 1
             with contextlib.suppress(ValueError, ray.exceptions.RayError):
-                ray.kill(ray.get_actor(entry["name"], names.NAMESPACE), no_restart=True)
+                ray.kill(ray.get_actor(name, names.NAMESPACE), no_restart=True)
     for identity, group in _groups().items():
-        if group["name"].startswith(prefix) and group["state"] != "REMOVED":
+        name = group["name"]
+        if name.startswith(prefix) and name not in keep and group["state"] != "REMOVED":
             found += 1
             ray.util.remove_placement_group(_handle(identity))
     if found:

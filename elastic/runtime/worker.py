@@ -117,7 +117,7 @@ class WorkerActor:
             assert self._store is not None
             member = Member(
                 spec, self._worker, self._vitals, self._outbox, self._store, self._writer.submit,
-                self._settings.failures.drain_timeout_s,
+                self._settings.failures,
             )  # fmt: skip
             runner = GenerationRunner(spec, member, rendezvous, on_result=self._announce)
             self._current = _Current(spec.generation, member, runner)
@@ -142,6 +142,9 @@ class WorkerActor:
     def confirm(self, generation: int, step: int) -> None:
         with self._lock:
             current = self._current
+            if current is None and generation <= self._over:
+                # Asked again by a controller that was restarted before it heard that this worker has left.
+                self._post(ev.WorkerLeft(generation, self._worker, self._last_step))
         if current and current.generation == generation:
             current.member.confirm(step)
 

@@ -199,3 +199,16 @@ def test_the_reissued_actions_are_those_whose_outcome_is_awaited() -> None:
     joining = live(EVENTS[:6])
     assert next(a for a in machine.reissue(joining) if isinstance(a, act.BeginGeneration)).generation == 1
     assert machine.reissue(live(EVENTS[:10])) == ()
+
+
+def test_storage_that_is_away_condemns_no_checkpoint() -> None:
+    result = GenerationResult(
+        "restore_failed", 0, error_type="elastic.core.errors.StorageError", message="away", checkpoint="c"
+    )
+    assert codec.outcome(result, 2, 5) == ev.RestoreFailed(2, 5, "", "away")
+    state = live((*EVENTS[:11], (7.0, ev.CollectiveFailed(1, 0, 3, "broken")), (7.1, ev.WorkerLeft(1, 0, 3))))
+    state, _ = machine.step(state, ev.WorkerLeft(1, 1, 3), 7.1)
+    assert state.generation == 2
+    state, _ = machine.step(state, ev.RestoreFailed(2, 0, "", "away"), 8.0)
+    assert state.rejected == ()
+    assert state.newest_checkpoint is not None

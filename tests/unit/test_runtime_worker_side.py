@@ -15,11 +15,13 @@ import pytest
 import ray
 
 from elastic.core import events as ev
-from elastic.core.errors import GenerationEnded
+from elastic.core.errors import GenerationEnded, IntegrityError, StorageError
+from elastic.core.settings import FailureSettings
 from elastic.runtime.agent import _is_stopped
 from elastic.runtime.logs import log_file
 from elastic.runtime.member import Member
 from elastic.runtime.outbox import Item, Outbox, Reply
+from elastic.runtime.patience import PatientSource
 from elastic.runtime.vitals import Heart, Vitals, open_mailbox, receive
 from elastic.training.session import GenerationSpec, Phase, StepReport
 
@@ -176,7 +178,7 @@ def member(told: Told, timeout_s: float = LIMIT_S) -> Member:
     spec = GenerationSpec("run", generation=4, rank=1, world_size=2)
     box: Any = told
     source: Any = None
-    return Member(spec, 9, Vitals(9), box, source, lambda snapshot: True, timeout_s)
+    return Member(spec, 9, Vitals(9), box, source, lambda snapshot: True, FailureSettings(drain_timeout_s=timeout_s))
 
 
 def report(step: int) -> StepReport:
@@ -249,3 +251,45 @@ def test_a_member_does_not_hold_for_ever() -> None:
     one.hold()
     with pytest.raises(GenerationEnded, match="did not say where to stop"):
         one.boundary(6)
+
+
+# --- a storage that is away for a while ---
+
+
+class Flaky:
+    """A source that fails `times` times before it answers."""
+
+    name = "storage"
+
+    def __init__(self, times: int, error: Exception) -> None:
+        self.times, self.error = times, error
+
+    def read(self, manifest: Any, ranges: Any) -> int:
+        self.times -= 1
+        if self.times >= 0:
+            raise self.error
+        return 42
+
+    def manifest(self, checkpoint_id: str) -> Any:
+        return checkpoint_id
+
+
+def patient(source: Any, waits: list[float], limit_s: float = 60.0) -> PatientSource:
+    return PatientSource(source, 1.0, limit_s, waits.append)
+
+
+def test_storage_that_comes_back_is_waited_for() -> None:
+    waits: list[float] = []
+    anything: Any = None
+    assert patient(Flaky(3, StorageError("away")), waits).read(anything, ()) == 42
+    assert waits == [1.0, 2.0, 4.0]
+
+
+def test_storage_that_stays_away_and_damage_are_passed_on() -> None:
+    waits: list[float] = []
+    anything: Any = None
+    with pytest.raises(StorageError, match="away"):
+        patient(Flaky(99, StorageError("away")), waits, limit_s=0.5).read(anything, ())
+    with pytest.raises(IntegrityError, match="short"):
+        patient(Flaky(99, IntegrityError("short")), waits).read(anything, ())
+    assert waits == []

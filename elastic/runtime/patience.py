@@ -1,0 +1,53 @@
+"""A checkpoint source that is asked again while its storage is away for a while."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from elastic.checkpoint.source import CheckpointSource, ReadRange
+from elastic.core.errors import StorageError
+from elastic.core.manifest import Manifest
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+
+class PatientSource:
+    """Implements `CheckpointSource`. StorageError is passed on only after `limit_s`; anything else at once.
+
+    `wait(seconds)` pauses between two tries and raises what ends the generation meanwhile.
+    """
+
+    def __init__(
+        self, source: CheckpointSource, backoff_s: float, limit_s: float, wait: Callable[[float], object]
+    ) -> None:
+        self._source = source
+        self._backoff_s = backoff_s
+        self._limit_s = limit_s
+        self._wait = wait
+
+    @property
+    def name(self) -> str:
+        return self._source.name
+
+    def manifest(self, checkpoint_id: str) -> Manifest:
+        return self._patiently(lambda: self._source.manifest(checkpoint_id))
+
+    def read(self, manifest: Manifest, ranges: Sequence[ReadRange]) -> int:
+        return self._patiently(lambda: self._source.read(manifest, ranges))
+
+    def _patiently(self, ask: Callable[[], _T]) -> _T:
+        deadline, pause = time.monotonic() + self._limit_s, self._backoff_s
+        while True:
+            try:
+                return ask()
+            except StorageError as error:
+                if time.monotonic() + pause > deadline:
+                    raise
+                logger.warning("%s; asked again in %.1f s", error, pause)
+                self._wait(pause)
+                pause *= 2
