@@ -136,7 +136,8 @@ class ControllerActor:
         elif item.kind == "shard":
             self._take_shard(item.data)
         elif item.data["generation"] != self._state.generation:
-            self._fenced += 1
+            # Reports of what was rolled back, or is in the journal already.
+            logger.debug("a %s report of generation %d came late", item.kind, item.data["generation"])
         elif item.kind == "step":
             done, first = self._telemetry.report(item.data, now)
             if first is not None:
