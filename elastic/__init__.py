@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from elastic.core.errors import ElasticError, UsageError
     from elastic.core.settings import FailureSettings
-    from elastic.training.api import get_context, initialize, report, state
     from elastic.runtime.trainer import ElasticTrainer
+    from elastic.training.api import get_context, initialize, report, state
     from elastic.training.context import Context
 
 __all__ = [

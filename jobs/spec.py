@@ -38,10 +38,9 @@ _FAILURES = _mirror(FailureSettings)
 
 def _failures(value: Any) -> FailureSettings:
     checked = value if isinstance(value, FailureSettings) else FailureSettings(**dict(_FAILURES.model_validate(value)))
-    if not checked.heartbeat_s < checked.suspect_after_s <= checked.dead_after_s:
+    if not checked.heartbeat_s < checked.suspect_after_s:
         raise ValueError(
-            f"heartbeat_s ({checked.heartbeat_s}) must be below suspect_after_s ({checked.suspect_after_s}), "
-            f"and that not above dead_after_s ({checked.dead_after_s})"
+            f"heartbeat_s ({checked.heartbeat_s}) must be below suspect_after_s ({checked.suspect_after_s})"
         )
     return checked
 

@@ -94,11 +94,13 @@ class TimeLedger:
             self._totals[REPLAY] += sum(length for step, length in parts if step > to_step)
             parts[:] = [part for part in parts if part[0] <= to_step]
 
-    def move(self, source: str, target: str, seconds: float) -> None:
-        """Give up to `seconds` of `source`'s closed time to `target`, for what is learned only afterwards."""
+    def move(self, source: str, target: str, seconds: float) -> float:
+        """Give up to `seconds` of `source`'s closed time to `target`, for what is learned only afterwards; how many
+        there were to give."""
         part = min(self._totals[source], max(0, _nanoseconds(seconds)))
         self._totals[source] -= part
         self._totals[target] += part
+        return part / 1e9
 
     def nanoseconds(self, now: float) -> dict[str, int]:
         """Every owner's time up to `now`; the values sum to the time since the start exactly."""

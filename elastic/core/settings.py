@@ -22,9 +22,8 @@ class FailureSettings:
 
     # Telling the living from the dead.
     heartbeat_s: float = 0.2
-    # Silence after which a worker is suspected, and after which it counts as lost.
+    # Silence after which a worker is suspected and probed; without an answer by then it counts as lost.
     suspect_after_s: float = 1.0
-    dead_after_s: float = 1.5
     probe_timeout_s: float = 0.5
     # No step for max(floor, factor * median step time), with heartbeats going on, is a hang.
     hang_floor_s: float = 30.0

@@ -35,7 +35,12 @@ def story(records: Iterable[Record], *, everything: bool = False) -> list[Line]:
     lines: list[Line] = []
     start: float | None = None
     status: object = None
-    for record in records:
+    known = list(records)
+    # An incident is written once more when its lost steps have been done again: the last word on it is told, once.
+    last_word = {record.get("id"): record for record in known if record.get("type") == "incident"}
+    for record in known:
+        if record.get("type") == "incident" and record is not last_word[record.get("id")]:
+            continue
         time = float(record.get("time", 0.0))
         start = time if start is None else start
         # A run record is written often; only a change of its status is history.

@@ -9,7 +9,7 @@ from typing import Any
 
 from elastic.core import events as ev
 from elastic.core.detector import HangLimit, ProgressWatch
-from elastic.core.ledger import SampleLedger, TimeLedger, owner_of
+from elastic.core.ledger import PROVE, RESHARD, RESTORE, SampleLedger, TimeLedger, owner_of
 from elastic.core.settings import RunSettings
 from elastic.core.state import RunState
 from elastic.core.steps import CompletedStep, StepTable
@@ -36,6 +36,7 @@ class Telemetry:
         self._recent: deque[tuple[float, int]] = deque(maxlen=20)
         self._stalls: dict[int, float] = {}
         self._restores: dict[int, list[Mapping[str, Any]]] = {}
+        self._proof_s = 0.0
         self.step = 0
         self.loss: float | None = None
 
@@ -73,6 +74,11 @@ class Telemetry:
         return done, done.first_step_done
 
     def _completed(self, done: CompletedStep, now: float, metrics: Mapping[str, Any]) -> None:
+        if done.first:
+            # How long the proof took is known only when the state is there; until then the time is the restore's.
+            for owner in (RESHARD, RESTORE):
+                self._proof_s -= self.time.move(owner, PROVE, self._proof_s)
+            self._proof_s = 0.0
         self._reached(done.step, done.loss)
         self.samples.add(done.step, done.positions)
         self.time.step_done(done.step, now, done.save_stall_s, done.data_wait_s)
@@ -109,6 +115,7 @@ class Telemetry:
             **{key: sum(r[key] for r in reports) for key in ("bytes_read", "bytes_needed")},
             **{key: round(max(r[key] for r in reports), 4) for key in ("read_s", "install_s", "verify_s")},
         }  # fmt: skip
+        self._proof_s = record["verify_s"]
         self._record(record)
         return record
 

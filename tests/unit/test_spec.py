@@ -47,7 +47,7 @@ micro_batch: 2
 max_steps: 100
 seed: 7
 checkpoint: {url: ckpt, every_steps: 10, keep_last: 3, keep_every_steps: 50}
-failures: {dead_after_s: 2, crash_streak: 9, capacity_timeout_s: 60}
+failures: {suspect_after_s: 2, crash_streak: 9, capacity_timeout_s: 60}
 storage_url: s3://bucket/runs
 """,
     )
@@ -58,7 +58,7 @@ storage_url: s3://bucket/runs
     assert settings.checkpoint.url == str(tmp_path / "ckpt")
     assert settings.storage_url == "s3://bucket/runs"
     assert settings.deepspeed_config == {"zero_optimization": {"stage": 2}}
-    assert settings.failures == FailureSettings(dead_after_s=2, crash_streak=9, capacity_timeout_s=60)
+    assert settings.failures == FailureSettings(suspect_after_s=2, crash_streak=9, capacity_timeout_s=60)
     assert RunSettings.from_json(json.loads(json.dumps(settings.to_json()))) == settings
 
 
@@ -87,7 +87,10 @@ def test_deepspeed_config_may_be_a_file_beside_the_job(tmp_path: Path) -> None:
             "checkpoint:\n  every_step: 3\n",
             "line 4: unknown key 'checkpoint.every_step'; did you mean 'every_steps'?",
         ),
-        ("failures: {dead_after: 3}\n", "line 3: unknown key 'failures.dead_after'; did you mean 'dead_after_s'?"),
+        (
+            "failures: {suspect_after: 3}\n",
+            "line 3: unknown key 'failures.suspect_after'; did you mean 'suspect_after_s'?",
+        ),
         ("failures: {seed: 3}\n", "unknown key 'failures.seed'; 'seed' belongs at the top level"),
         ("min_workers: 5\n", "min_workers (5) is above max_workers (4)"),
         ("min_workers: 0\n", "line 3: 'min_workers' should be greater than or equal to 1, but is 0"),
@@ -98,7 +101,7 @@ def test_deepspeed_config_may_be_a_file_beside_the_job(tmp_path: Path) -> None:
         ("seed: yes\n", "line 3: 'seed' should be a valid integer, but is True"),
         ("max_steps: many\n", "line 3: 'max_steps' should be a valid integer, but is 'many'"),
         ("failures: {heartbeat_s: 0}\n", "'failures.heartbeat_s' should be greater than 0, but is 0"),
-        ("failures: {suspect_after_s: 9}\n", "suspect_after_s (9.0), and that not above dead_after_s (1.5)"),
+        ("failures: {heartbeat_s: 9}\n", "heartbeat_s (9.0) must be below suspect_after_s (1.0)"),
         ("failures: {capacity_timeout_s: -1}\n", "'failures.capacity_timeout_s' should be greater than 0, but is -1"),
         ("seed: 1\nseed: 2\n", "line 4: the key 'seed' was given before, in line 3"),
         ("deepspeed: 3\n", "line 3: 'deepspeed' should be"),
