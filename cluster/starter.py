@@ -199,9 +199,7 @@ def _stand_in(directory: Path) -> None:
         found = processes.table()
         below = processes.descendants([own], found)
         # The keeper itself may stay as a zombie for as long as its parent likes.
-        return [
-            p for p in found.values() if p.pid != own and not p.zombie and (p.pid in below or p.session == session)
-        ]
+        return [p for p in found.values() if p.pid != own and not p.zombie and (p.pid in below or p.session == session)]
 
     try:
         processes.kill_all(members, lambda: None, limit_s=10.0)

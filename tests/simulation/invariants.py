@@ -186,9 +186,7 @@ class Invariants:
 
     # --- what was reached ---
 
-    def _remember(
-        self, before: RunState, after: RunState, event: ev.Event, actions: tuple[act.Action, ...]
-    ) -> None:
+    def _remember(self, before: RunState, after: RunState, event: ev.Event, actions: tuple[act.Action, ...]) -> None:
         old, new, seen = before.stage, after.stage, self.world.seen
         if isinstance(new, Ending) and not isinstance(old, Ending):
             seen(f"failure in {type(old).__name__}")

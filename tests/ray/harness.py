@@ -1,0 +1,361 @@
+"""Runs on a real local cluster, steered from a test: every wait is for a journal record or a state, with a limit."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import loops
+import pytest
+import ray
+from ray.util.placement_group import PlacementGroup
+
+from cluster import LocalCluster, NodeState, processes
+from cluster.nodes import TAG
+from elastic.core.errors import RunNotFound
+from elastic.core.settings import CheckpointSettings, FailureSettings, RunSettings, ScalingSettings
+from elastic.observe.journal import JournalReader
+from elastic.observe.summary import summarize
+from elastic.runtime import client
+
+LIMIT_S = 90.0
+# Actors whose process is still being set up are titled by Ray as idle: their names are in the list of actors.
+_ACTORS = ("ray::ControllerActor", "ray::WorkerActor", "ray::AgentActor")
+HERE = Path(__file__).resolve().parent
+
+Record = Mapping[str, Any]
+
+
+def wait_until(condition: Callable[[], Any], awaited: str, limit_s: float = LIMIT_S) -> Any:
+    """The first value of `condition()` that is true."""
+    deadline = time.monotonic() + limit_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"waited {limit_s:g} s for {awaited}"
+        time.sleep(0.02)
+    return value
+
+
+class Run:
+    """One run of `loops` on `cluster`, its files below `folder`. Training stops where `allow` says."""
+
+    def __init__(
+        self,
+        cluster: LocalCluster,
+        folder: Path,
+        entry: str = "loops:train",
+        *,
+        run_id: str = "run",
+        config: Mapping[str, Any] | None = None,
+        scaling: ScalingSettings | None = None,
+        failures: Mapping[str, Any] | None = None,
+        every_steps: int | None = 5,
+        keep_last: int = 2,
+        epochs: int | None = 2,
+        max_steps: int | None = None,
+        resources: Mapping[str, float] | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.cluster, self.folder = cluster, folder
+        self.url = str(folder / "runs")
+        self.config = {"size": 127, "batch": 10, "folder": str(folder), **(config or {})}
+        self.entry = entry
+        self.settings = RunSettings(
+            run_id=run_id,
+            seed=seed,
+            scaling=scaling or ScalingSettings(2, 4),
+            epochs=epochs,
+            max_steps=max_steps,
+            checkpoint=CheckpointSettings(self.url, every_steps, keep_last),
+            # A gate that stays shut for long is no hang.
+            failures=FailureSettings(**{"hang_floor_s": 300.0, **(failures or {})}),
+            resources_per_worker=resources or {"CPU": 1.0},
+            storage_url=self.url,
+        )
+
+    def start(self) -> Run:
+        """Also a run that was started before: it goes on from its newest checkpoint."""
+        self.handle = client.start_run(self.settings, self.entry, self.config, self.cluster.address, str(HERE))
+        return self
+
+    # --- steering ---
+
+    def allow(self, step: int) -> None:
+        """Training may go on until `step` is finished."""
+        self.waiting_at = step
+        loops.allow(self.folder, step)
+
+    def reach(self, step: int) -> None:
+        """Wait until every rank has finished `step`."""
+        assert self.handle.wait_step(step, LIMIT_S), f"step {step} was not reached; {self.told()}"
+
+    def kill_node_of(self, rank: int) -> str:
+        """SIGKILL to the node of a rank; returns Ray's id of it."""
+        node = self.node_of(rank)
+        self.cluster.kill_node(node.name)
+        return node.node_id
+
+    def node_of(self, rank: int) -> Any:
+        place = self.worker(rank)["node"]
+        return next(node for node in self.cluster.nodes() if node.node_id == place)
+
+    def worker(self, rank: int) -> Record:
+        """Where a rank of the running generation is."""
+
+        def look() -> Record | None:
+            return next((w for w in self.handle.progress()["workers"] if w["rank"] == rank), None)
+
+        found: Record = wait_until(look, f"rank {rank} to be there")
+        return found
+
+    def away_from_head(self) -> list[int]:
+        """Ranks whose nodes may be struck: the controller is on the head."""
+        head = next(node.node_id for node in self.cluster.nodes() if node.head)
+        workers = self.handle.progress()["workers"]
+        return sorted(w["rank"] for w in workers if w["rank"] is not None and w["node"] != head)
+
+    def finish(self, status: str = "finished") -> Record:
+        """Let training go, wait for the end, and see that nothing of the run is left in the cluster."""
+        self.allow(1 << 30)
+        return self.ended(status)
+
+    def ended(self, status: str) -> Record:
+        result = self.handle.result(LIMIT_S)
+        assert result is not None, f"the run does not end; {self.told()}"
+        assert result["status"] == status, f"{result}; {self.told()}"
+        self.handle.leave()
+        wait_until(lambda: not left_of_run(self.settings.run_id), "the run to be gone from the cluster")
+        return result
+
+    # --- the journal ---
+
+    def records(self, kind: str | None = None) -> list[Record]:
+        try:
+            found = JournalReader(self.url, self.settings.run_id).records()
+        except RunNotFound:
+            return []
+        return [record for record in found if kind is None or record["type"] == kind]
+
+    def events(self, name: str) -> list[Record]:
+        return [record for record in self.records("event") if record["event"] == name]
+
+    def decisions(self, kind: str | None = None) -> list[str]:
+        return [r["sentence"] for r in self.records("decision") if kind is None or r["kind"] == kind]
+
+    def wait_for(self, awaited: str, condition: Callable[[list[Record]], Any]) -> Any:
+        """Until the journal fulfils the condition."""
+        deadline = time.monotonic() + LIMIT_S
+        while not (value := condition(self.records())):
+            assert time.monotonic() < deadline, f"waited {LIMIT_S:g} s for {awaited}; {self.told()}"
+            time.sleep(0.05)
+        return value
+
+    def wait_checkpoint(self, step: int) -> None:
+        def committed(records: list[Record]) -> bool:
+            return any(r["type"] == "checkpoint" and r["step"] == step for r in records)
+
+        self.wait_for(f"the checkpoint of step {step}", committed)
+
+    def grow_to(self, world_size: int) -> None:
+        """All ranks wait where they may not go on: let each planned end through until as many train."""
+        while (now := self.handle.progress())["world_size"] < world_size:
+            number = now["generation"]
+            self.wait_for(f"generation {number} to end as planned", lambda records, n=number: _planned_end(records, n))
+            self.allow(self.waiting_at + 1)
+            self.wait_generation(number + 1)
+
+    def walk_until(self, condition: Callable[[], Any], awaited: str) -> None:
+        """Let training go on, a few steps a second, so that the run is neither over nor at a standstill meanwhile."""
+
+        def one_step() -> Any:
+            self.allow(self.waiting_at + 1)
+            assert self.handle.result(0.2) is None, f"the run was over before {awaited}; {self.told()}"
+            return condition()
+
+        wait_until(one_step, awaited)
+
+    def wait_generation(self, number: int) -> Record:
+        """Until generation `number` has done its first step."""
+
+        def first_step(records: list[Record]) -> Record | None:
+            done = (r for r in records if r["type"] == "event" and r["event"] == "FirstStepDone")
+            return next((r for r in done if r["generation"] == number), None)
+
+        found: Record = self.wait_for(f"the first step of generation {number}", first_step)
+        return found
+
+    def incidents(self) -> list[Record]:
+        """In order; an incident that is written again is written whole."""
+        return list({record["id"]: record for record in self.records("incident")}.values())
+
+    def summary(self) -> dict[str, Any]:
+        return summarize(self.records())
+
+    def steps(self) -> dict[int, Record]:
+        """The final timeline: of a step that was done twice, the last."""
+        return {step["step"]: step for record in self.records("steps") for step in record["steps"]}
+
+    def losses(self) -> dict[int, float]:
+        return {number: step["loss"] for number, step in sorted(self.steps().items())}
+
+    def told(self) -> str:
+        return "the run has said:\n" + "\n".join(self.decisions()[-25:])
+
+    # --- what must hold of every run that has finished ---
+
+    def assert_whole(self) -> None:
+        self.assert_samples_once()
+        self.assert_time_is_accounted_for()
+        self.assert_generations_are_told()
+
+    def assert_samples_once(self) -> None:
+        """By the run's own ledger, and by what the datasets of its workers were asked for."""
+        total, batch, epochs = self.config["size"], self.config["batch"], self.settings.epochs or 1
+        ledger = self.records("samples")[-1]
+        assert {key: ledger[key] for key in ("seen", "missing", "repeated")} == {
+            "seen": total * epochs,
+            "missing": 0,
+            "repeated": 0,
+        }
+        sizes = {told["number"]: told["world_size"] for told in self.summary()["generations"]}
+        given = given_samples(self.folder)
+        last_step = -(-total * epochs // batch)
+        assert sorted(given) == list(range(1, last_step + 1))
+        counted: Counter[int] = Counter()
+        for step, by_generation in given.items():
+            # The newest generation that did a step is the one whose step was not rolled back.
+            generation = max(by_generation)
+            by_rank = by_generation[generation]
+            assert sorted(by_rank) == list(range(sizes[generation])), f"step {step} of generation {generation}"
+            counted.update(index for indices in by_rank.values() for index in indices)
+        assert counted == dict.fromkeys(range(total), epochs)
+
+    def assert_time_is_accounted_for(self) -> None:
+        """The ledger's owners sum to the time from the controller's first record to the ledger itself."""
+        records = self.records()
+        begun = next(i for i, r in enumerate(records) if r["type"] == "run" and r["status"] == "running")
+        ledger = self.records("ledger")[-1]
+        wall_s = ledger["time"] - records[begun]["time"]
+        # The two ends are read from the clock at two places each.
+        assert sum(ledger["seconds"].values()) == pytest.approx(wall_s, abs=1.0)
+        assert min(ledger["seconds"].values()) >= 0.0
+
+    def assert_generations_are_told(self) -> None:
+        """Numbers grow by one, worlds are complete, and each begins where its checkpoint was."""
+        told = self.summary()["generations"]
+        assert [generation["number"] for generation in told] == list(range(1, len(told) + 1))
+        for generation in told:
+            assert None not in generation.values(), generation
+        for earlier, later in pairwise(told):
+            assert 1 <= later["first_step"] <= earlier["last_step"] + 1
+        assert told[-1]["last_step"] == max(self.steps())
+
+
+def _planned_end(records: Sequence[Record], generation: int) -> bool:
+    said = (r for r in records if r["type"] == "decision" and r["generation"] == generation)
+    return any("will end at a step boundary" in record["sentence"] for record in said)
+
+
+def given_samples(folder: Path) -> dict[int, dict[int, dict[int, list[int]]]]:
+    """step -> generation -> rank -> dataset indices, as the workers' datasets were asked for them."""
+    found: dict[int, dict[int, dict[int, list[int]]]] = {}
+    for path in folder.glob("given-*.json"):
+        generation, rank, step = map(int, path.stem.split("-")[1:])
+        found.setdefault(step, {}).setdefault(generation, {})[rank] = json.loads(path.read_text())
+    return found
+
+
+# -- the cluster -------------------------------------------------------------------------------------------------------
+
+
+def module_cluster(nodes: int, **options: Any) -> Iterator[LocalCluster]:
+    """A cluster with this process in it, of which nothing is left in the end."""
+    with LocalCluster.start(nodes, **options) as cluster:
+        footprint = Footprint(cluster)
+        client.connect(cluster.address)
+        yield cluster
+        footprint.look()
+        ray.shutdown()
+    assert footprint.left() == []
+
+
+def left_of_run(run_id: str) -> list[str]:
+    """Named actors and placement groups."""
+    table = ray.util.placement_group_table().values()
+    groups = [entry["name"] for entry in table if entry["state"] != "REMOVED"]
+    actors = [entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True)]
+    return [name for name in (*groups, *actors) if name.startswith(f"elastic:{run_id}:" if run_id else "elastic:")]
+
+
+def left_in_cluster(cluster: LocalCluster) -> list[str]:
+    """What any run has in the cluster: named actors, placement groups, and processes of actors."""
+    return [*left_of_run(""), *(f"process {pid}: {title}" for pid, title in actor_processes(cluster).items())]
+
+
+def clear(cluster: LocalCluster) -> None:
+    """The next test must not inherit a run that this one has lost control of."""
+    for entry in ray.util.list_named_actors(all_namespaces=True):
+        with contextlib.suppress(ValueError):
+            ray.kill(ray.get_actor(entry["name"], entry["namespace"]), no_restart=True)
+    for identity, entry in ray.util.placement_group_table().items():
+        if entry["state"] != "REMOVED":
+            ray.util.remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(identity))))
+    wait_until(lambda: not left_in_cluster(cluster), "the cluster to be clear")
+
+
+def actor_processes(cluster: LocalCluster) -> dict[int, str]:
+    """Processes of the cluster in which an actor of a run lives; Ray titles them by class."""
+    found = {}
+    for pid in processes.descendants([cluster.keeper_pid], processes.table()):
+        try:
+            title = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        except OSError:
+            continue
+        if title.startswith(_ACTORS):
+            found[pid] = title
+    return found
+
+
+def heal(cluster: LocalCluster) -> None:
+    """Every node alive again."""
+    for node in cluster.nodes():
+        if node.state is NodeState.FROZEN:
+            cluster.thaw_node(node.name)
+        elif node.state is NodeState.LOST:
+            cluster.add_node(node.name)
+
+
+class Footprint:
+    """What a cluster has on this machine beside itself: processes, its folder, files in shared memory."""
+
+    def __init__(self, cluster: LocalCluster) -> None:
+        self._folder = cluster.directory
+        self._keeper = cluster.keeper_pid
+        self._shared: set[str] = set()
+        self.look()
+
+    def look(self) -> None:
+        for pid in processes.descendants([self._keeper], processes.table()):
+            self._shared |= _shared_memory(pid)
+
+    def left(self) -> list[str]:
+        tag = f"{self._folder.name}/"
+        tagged = [p for p in processes.table() if processes.environment(p).get(TAG, "").startswith(tag)]
+        files = [path for path in (str(self._folder), *self._shared) if os.path.exists(path)]
+        return [*(f"process {pid}" for pid in tagged), *files]
+
+
+def _shared_memory(pid: int) -> set[str]:
+    """Files in /dev/shm that the process has mapped or open."""
+    try:
+        mapped = {line.split(maxsplit=5)[-1] for line in Path(f"/proc/{pid}/maps").read_text().splitlines()}
+        opened = {os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()}
+    except OSError:
+        return set()
+    return {path for path in mapped | opened if path.startswith("/dev/shm/") and not path.endswith("(deleted)")}

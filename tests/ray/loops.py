@@ -1,0 +1,225 @@
+"""Training functions of the Ray tests, written as a user would write them, except that the test says how far they go.
+
+`config["folder"]` is shared between the test and the workers: `allowed` in it holds the last step that may be passed,
+and each rank leaves there which samples its dataset gave it, file by file, for the test to count by itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import elastic
+from elastic.core import events as ev
+from elastic.training import context
+from elastic.training.session import StepReport
+
+_POLL_S = 0.005
+_PATIENCE_S = 240.0
+
+
+class Small(nn.Module):
+    """Two layers of 16 with dropout between them, and a parameter of three elements."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.dropout = nn.Dropout(dropout)
+        self.second = nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        answer: torch.Tensor = self.second(self.dropout(torch.tanh(self.first(x))))
+        return answer
+
+
+class Numbers(torch.utils.data.Dataset[Any]):
+    """`given` are the indices that it was asked for since the last step ended."""
+
+    def __init__(self, size: int, dtype: torch.dtype) -> None:
+        self.size, self.dtype = size, dtype
+        self.given: list[int] = []
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.given.append(index)
+        x = torch.randn(16, generator=torch.Generator().manual_seed(index))
+        return x.to(self.dtype), torch.stack([x.sum(), x[0] * x[1], x.abs().max()]).to(self.dtype)
+
+
+def deepspeed_config(config: dict[str, Any]) -> dict[str, Any]:
+    made: dict[str, Any] = {
+        "train_batch_size": config.get("batch", 10),
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": config.get("stage", 2), "stage3_param_persistence_threshold": 20},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": 0.02}},
+    }
+    if config.get("dtype") == "bf16":
+        made["bf16"] = {"enabled": True}
+    return made
+
+
+def build(config: dict[str, Any]) -> tuple[Any, Any, Numbers]:
+    dtype = torch.bfloat16 if config.get("dtype") == "bf16" else torch.float32
+    data = Numbers(config["size"], dtype)
+    model = Small(config.get("dropout", 0.1))
+    optimizer: torch.optim.Optimizer
+    if config.get("optimizer") == "sgd":
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    engine, _, loader, _ = elastic.initialize(
+        model=model, training_data=data, optimizer=optimizer, config=deepspeed_config(config)
+    )
+    return engine, loader, data
+
+
+def train(config: dict[str, Any]) -> None:
+    """The whole run. `config["fault"]` = {"kind", "rank", "step"}: what that rank does after that step."""
+    engine, loader, data = build(config)
+    before = elastic.get_context().step
+    for x, y in loader:
+        loss = nn.functional.mse_loss(engine(x).float(), y.float())
+        engine.backward(loss)
+        engine.step()
+        now = elastic.get_context()
+        if now.step > before:
+            before = now.step
+            _finished_step(config, now, data)
+
+
+def _finished_step(config: dict[str, Any], now: Any, data: Numbers) -> None:
+    folder = Path(config["folder"])
+    given, data.given = data.given, []
+    _put(folder / f"given-{now.generation}-{now.rank}-{now.step}.json", json.dumps(given))
+    fault = config.get("fault")
+    if fault is not None and (now.step, now.rank) == (fault["step"], fault["rank"]):
+        _FAULTS[fault["kind"]](folder, now)
+    _gate(folder, now.step)
+
+
+def _gate(folder: Path, step: int) -> None:
+    """Wait until the test lets training pass `step`, or until the generation ends."""
+    generation, until = context.current(), time.monotonic() + _PATIENCE_S
+    while step >= allowed(folder):
+        assert generation is not None
+        generation.check()
+        if time.monotonic() > until:
+            raise TimeoutError(f"the test did not let training go past step {step}")
+        time.sleep(_POLL_S)
+
+
+def allowed(folder: Path) -> int:
+    try:
+        return int((folder / "allowed").read_text())
+    except FileNotFoundError:
+        return 1 << 30
+
+
+def allow(folder: Path, step: int) -> None:
+    """In the test's process: training may finish step `step`, and no more."""
+    _put(folder / "allowed", str(step))
+
+
+def _put(path: Path, text: str) -> None:
+    """At once: a reader sees all of it, and a killed writer leaves no part of it."""
+    made = path.with_name(f"{path.name}.{os.getpid()}")
+    made.write_text(text)
+    os.replace(made, path)
+
+
+# -- faults of user code -----------------------------------------------------------------------------------------------
+
+
+def _first_time(folder: Path, name: str) -> bool:
+    """True once, over all processes of the run."""
+    try:
+        (folder / f"did-{name}").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _raise(folder: Path, now: Any) -> None:
+    raise ZeroDivisionError(f"the user's own mistake on rank {now.rank}")
+
+
+def _raise_once(folder: Path, now: Any) -> None:
+    if _first_time(folder, "raise"):
+        _raise(folder, now)
+
+
+def _hang_once(folder: Path, now: Any) -> None:
+    """Alive, with a beating heart, and never coming back."""
+    if _first_time(folder, "hang"):
+        threading.Event().wait()
+
+
+def _leave_a_zombie(folder: Path, now: Any) -> None:
+    """A thread of this generation that outlives it, in a process that goes on to the next one."""
+    generation = context.current()
+    if generation is not None and _first_time(folder, "zombie"):
+        snapshot = generation.engine._snapshot()  # type: ignore[union-attr]
+        threading.Thread(target=_haunt, args=(folder, generation, snapshot), daemon=True).start()
+
+
+def _haunt(folder: Path, generation: Any, snapshot: Any) -> None:
+    """When the test says so: everything that a rank of a generation that is over might still try."""
+    while not (folder / "zombie-go").exists():
+        time.sleep(_POLL_S)
+    member, spec = generation.coordinator, generation.spec
+    committed = dataclasses.replace(snapshot, step=5)
+    ahead = StepReport(snapshot.step + 1, 1e9, ((0, 127),), 127, 0.1)
+    last_words = [
+        ev.CollectiveFailed(spec.generation, member._worker, ahead.step, "the zombie's own"),
+        ev.UserCodeFailed(spec.generation, member._worker, ahead.step, "the zombie's own"),
+        ev.RestoreFailed(spec.generation, member._worker, "step-00000005-g0001", "the zombie's own"),
+        ev.WorkerCompleted(spec.generation, member._worker, 1000, True),
+        ev.WorkerLeft(spec.generation, member._worker, 1000),
+    ]
+    tries = {
+        "write into a complete checkpoint": lambda: member._source.write_shard(committed),
+        "save a shard": lambda: member.save(snapshot),
+        "report a step": lambda: member.step_done(ahead, {}),
+        "go on": lambda: member.boundary(snapshot.step),
+        "use the engine": lambda: generation.engine(torch.zeros(2, 16)),
+        "say last words": lambda: [member._post(event) for event in last_words],
+    }
+    outcomes = {name: _outcome(attempt) for name, attempt in tries.items()}
+    member._outbox.drained(30.0)
+    _put(folder / "zombie-done", json.dumps(outcomes))
+
+
+def _outcome(attempt: Any) -> str | None:
+    try:
+        attempt()
+    except BaseException as error:  # noqa: BLE001 - GenerationEnded is none of the others
+        return type(error).__name__
+    return None
+
+
+_FAULTS = {"raise": _raise, "raise-once": _raise_once, "hang-once": _hang_once, "zombie": _leave_a_zombie}
+
+
+def contradictory(config: dict[str, Any]) -> None:
+    """A batch that is not the job's."""
+    build({**config, "batch": 12})
+
+
+def returns_early(config: dict[str, Any]) -> None:
+    engine, loader, _ = build(config)
+    for x, y in loader:
+        engine.backward(nn.functional.mse_loss(engine(x), y))
+        engine.step()
+        if elastic.get_context().step == config["stop_after"] and engine.is_gradient_accumulation_boundary():
+            return
