@@ -216,7 +216,8 @@ def _ending(turn: Turn, stage: Ending) -> None:
 
 def _closing(turn: Turn, stage: Closing) -> None:
     newest = turn.state.newest_checkpoint
-    saved = newest is not None and newest.step >= stage.step
+    # A function that returned before the first step has left nothing to wait for.
+    saved = (newest.step if newest is not None else 0) >= stage.step
     if saved and stage.reached_end:
         finish(turn, FINISHED, f"all {stage.step} steps are done and saved")
     elif saved:

@@ -154,16 +154,14 @@ class Executor:
             self._workers[worker] = actor
             facts = await actor.prepare.remote(mailbox)
             await agent.watch.remote(worker, facts["pid"])
-        except UsageError as error:
-            self._emit(ev.WorkerStartFailed(worker, str(error), usage=True))
-        except (ray.exceptions.RayError, OSError, RuntimeError) as error:
+        except (UsageError, ray.exceptions.RayError, OSError, RuntimeError) as error:
             if isinstance(error, ray.exceptions.RayActorError):
                 # It may have been the agent that died: the next try starts another one.
                 self._agents.pop(node, None)
-            if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, UsageError):
-                self._emit(ev.WorkerStartFailed(worker, str(error.cause), usage=True))
-            else:
-                self._emit(ev.WorkerStartFailed(worker, _sentence(error)))
+            # An error that comes from an actor is of its own class and of Ray's, and prints the actor's traceback.
+            cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+            usage = isinstance(cause, UsageError)
+            self._emit(ev.WorkerStartFailed(worker, str(cause) if usage else _sentence(error), usage))
         else:
             self._emit(ev.WorkerReady(worker, facts["pid"], facts["host"]))
 

@@ -129,6 +129,9 @@ class GenerationRunner:
             self._generation.check()
             if loader is not None:
                 loader.stopped_early()
+                assert self._generation.engine is not None
+                # As at the run's end: what was done is kept, and the run does not wait for a checkpoint in vain.
+                self._generation.engine.save_now()
         return GenerationResult("finished", self._generation.step, completed, where=self._generation.where())
 
     def _classify(self, error: BaseException) -> GenerationResult:

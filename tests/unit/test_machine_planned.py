@@ -150,6 +150,11 @@ def test_a_function_that_returns_early_has_not_finished_the_run() -> None:
     assert s.end == ("not-finished", "the training function returned after 4 steps, before the end of the run")
 
 
+def test_function_that_returned_before_its_first_step_is_not_waited_for() -> None:
+    s = Scenario(2, 2).started(2).completed(0, reached_end=False)
+    assert s.end == ("not-finished", "the training function returned after 0 steps, before the end of the run")
+
+
 def test_a_last_checkpoint_that_never_comes_ends_the_wait() -> None:
     s = Scenario(2, 2, storage_timeout_s=30).started(2).completed(9).wait(30)
     assert s.end[0] == "not-finished"
