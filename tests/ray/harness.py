@@ -58,7 +58,7 @@ class Run:
         every_steps: int | None = 5,
         keep_last: int = 2,
         epochs: int | None = 2,
-        max_steps: int | None = None,
+        global_batch: int | None = None,
         resources: Mapping[str, float] | None = None,
         seed: int = 0,
     ) -> None:
@@ -71,7 +71,7 @@ class Run:
             seed=seed,
             scaling=scaling or ScalingSettings(2, 4),
             epochs=epochs,
-            max_steps=max_steps,
+            global_batch=global_batch,
             checkpoint=CheckpointSettings(self.url, every_steps, keep_last),
             # A gate that stays shut for long is no hang.
             failures=FailureSettings(**{"hang_floor_s": 300.0, **(failures or {})}),
@@ -94,12 +94,6 @@ class Run:
     def reach(self, step: int) -> None:
         """Wait until every rank has finished `step`."""
         assert self.handle.wait_step(step, LIMIT_S), f"step {step} was not reached; {self.told()}"
-
-    def kill_node_of(self, rank: int) -> str:
-        """SIGKILL to the node of a rank; returns Ray's id of it."""
-        node = self.node_of(rank)
-        self.cluster.kill_node(node.name)
-        return node.node_id
 
     def node_of(self, rank: int) -> Any:
         place = self.worker(rank)["node"]
@@ -167,7 +161,8 @@ class Run:
         while (now := self.handle.progress())["world_size"] < world_size:
             number = now["generation"]
             self.wait_for(f"generation {number} to end as planned", lambda records, n=number: _planned_end(records, n))
-            self.allow(self.waiting_at + 1)
+            # A generation that begins where they may not go on does its first step all the same.
+            self.allow(max(self.waiting_at, self.handle.progress()["step"]) + 1)
             self.wait_generation(number + 1)
 
     def walk_until(self, condition: Callable[[], Any], awaited: str) -> None:

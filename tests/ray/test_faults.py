@@ -95,7 +95,7 @@ def test_training_goes_on_while_the_controller_is_away_and_a_recovery_while_it_i
     assert now["generation"] == 1
     assert {w["worker"]: w["pid"] for w in now["workers"]} == before
 
-    run.kill_node_of(run.away_from_head()[0])
+    cluster.kill_node(run.node_of(run.away_from_head()[0]).name)
     cluster.kill_process(now["controller_pid"])
     run.wait_generation(2)
     assert run.handle.progress()["world_size"] == 3

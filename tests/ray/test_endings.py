@@ -1,0 +1,174 @@
+"""How runs end: in user code, in bad input, for want of nodes, by a request; and how they go on."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from harness import Run
+
+from cluster import LocalCluster
+from elastic.checkpoint.storage import CheckpointStore
+from elastic.core.names import parse_checkpoint_id
+from elastic.core.settings import ScalingSettings
+
+pytestmark = pytest.mark.ray
+
+
+def test_runs_side_by_side_each_end_for_their_own_reason(cluster: LocalCluster, tmp_path: Path) -> None:
+    one, two = ScalingSettings(1, 1), ScalingSettings(2, 2)
+
+    def start(run_id: str, entry: str = "loops:train", scaling: ScalingSettings = one, **more: object) -> Run:
+        (tmp_path / run_id).mkdir()
+        config = {"fault": {"kind": more.pop("fault", "none"), "rank": scaling.max_workers - 1, "step": 3}}
+        config |= {"stop_after": 2}
+        return Run(cluster, tmp_path / run_id, entry, run_id=run_id, scaling=scaling, config=config, **more).start()  # type: ignore[arg-type]
+
+    raises = start("raises", scaling=two, fault="raise")
+    early = start("early", "loops:returns_early")
+    usage = start("usage", "loops:never_trains", global_batch=12)
+    idle = start("idle", "loops:never_trains")
+    # These wait until there is room.
+    again = start("again", fault="raise-once", failures={"user_error_retries": 1})
+    absent = start("absent", "no_such_module:train")
+    nowhere = start("nowhere", resources={"CPU": 1, "GPU": 1}, failures={"capacity_timeout_s": 1.0})
+
+    result = raises.ended("user-code-failed")
+    assert "rank 1" in result["reason"]
+    assert "ZeroDivisionError: the user's own mistake on rank 1" in result["reason"]
+    assert 'loops.py", line' in result["error"]
+    assert len(raises.summary()["generations"]) == 1
+    (failed,) = raises.events("UserCodeFailed")
+    assert failed["step"] == 3
+    assert "ZeroDivisionError" in failed["traceback"]
+    assert raises.incidents()[0]["kind"] == "user-error"
+
+    early.ended("not-finished")
+    assert early.decisions()[-1] == (
+        "the run is over (not-finished): the training function returned after 2 steps, before the end of the run"
+    )
+    # Nothing that was done is lost.
+    assert CheckpointStore(early.url, "early").list()[0].step == 2
+    assert "returned after 0 steps" in idle.ended("not-finished")["reason"]
+    reason = usage.ended("usage")["reason"]
+    assert "12" in reason
+    assert "10" in reason
+    assert "\n" not in reason
+    reason = absent.ended("usage")["reason"]
+    assert "there is no module 'no_such_module'" in reason
+    assert "\n" not in reason
+
+    again.ended("finished")
+    again.assert_whole()
+    assert [generation["first_step"] for generation in again.summary()["generations"]] == [1, 1]
+
+    reason = nowhere.ended("no-capacity")["reason"]
+    assert reason == "after 1 s still waiting for 1 more worker: 0 of at least 1 ready, 0 starting, 1 slots pending"
+
+
+def test_a_stopped_run_goes_on_from_the_newest_checkpoint_that_is_good(cluster: LocalCluster, tmp_path: Path) -> None:
+    run = Run(cluster, tmp_path, scaling=ScalingSettings(2, 2), keep_last=10)
+    _stop(run, 17)
+    store = CheckpointStore(run.url, "run")
+    assert [ref.step for ref in store.list()] == [17, 15, 10, 5]
+
+    _flip_a_byte(store, 17)
+    _delete_a_shard(store, 15)
+    _stop(run, 22)
+    (begun,) = (r for r in run.records("generation") if r["number"] == 4 and "first_step" in r)
+    assert begun["first_step"] == 11
+    passed_over = run.decisions("integrity")
+    assert len(passed_over) == 2
+    assert "step-00000017-g0001 is passed over" in passed_over[0]
+    assert "falling back to step-00000015-g0001 (step 15)" in passed_over[0]
+    assert "step-00000015-g0001 is passed over" in passed_over[1]
+    assert "falling back to step-00000010-g0001 (step 10)" in passed_over[1]
+    # One incident: nothing was done between the two.
+    assert [incident["kind"] for incident in run.incidents()] == ["restore-failed", "stop"]
+
+    copy = tmp_path / "copy"
+    shutil.copytree(run.url, copy / "runs")
+    run.start()
+    run.finish()
+    run.assert_samples_once()
+    run.assert_generations_are_told()
+    assert run.summary()["attempts"] == 3
+    (restored,) = (r for r in run.records("restore") if r["generation"] == 5)
+    assert restored["step"] == 22
+
+    _all_bad(Run(cluster, copy, scaling=ScalingSettings(1, 1), keep_last=10))
+
+
+def _stop(run: Run, step: int) -> None:
+    """Start the run and stop it at `step`."""
+    run.allow(step)
+    run.start()
+    run.reach(step)
+    run.handle.stop("enough for today")
+    run.wait_for("the stop", lambda _: _is_ending(run))
+    run.allow(step + 1)
+    result = run.ended("stopped")
+    assert result["reason"] == "enough for today"
+    assert result["step"] == step
+    assert parse_checkpoint_id(CheckpointStore(run.url, "run").list()[0].id).step == step
+    assert run.incidents()[-1]["kind"] == "stop"
+
+
+def _is_ending(run: Run) -> bool:
+    said = run.decisions()
+    return "will end at a step boundary: enough for today" in said[-1]
+
+
+def _all_bad(run: Run) -> None:
+    store = CheckpointStore(run.url, "run")
+    for ref in store.list():
+        _flip_a_byte(store, ref.step)
+    run.start()
+    result = run.ended("integrity")
+    assert "no checkpoint is left that can be restored" in result["reason"]
+
+
+def _flip_a_byte(store: CheckpointStore, step: int) -> None:
+    """In the middle of one tensor of one shard."""
+    ref = next(ref for ref in store.list() if ref.step == step)
+    shard = store.manifest(ref.id).shards[0]
+    tensor = next(stored for stored in shard.tensors if stored.key.startswith("exp_avg/"))
+    path = Path(store.url) / store.run_id / "checkpoints" / ref.id / shard.file
+    data = bytearray(path.read_bytes())
+    data[tensor.begin + 2] ^= 0x10
+    path.write_bytes(data)
+
+
+def _delete_a_shard(store: CheckpointStore, step: int) -> None:
+    ref = next(ref for ref in store.list() if ref.step == step)
+    (Path(store.url) / store.run_id / "checkpoints" / ref.id / store.manifest(ref.id).shards[1].file).unlink()
+
+
+def test_training_goes_on_while_storage_takes_nothing(cluster: LocalCluster, tmp_path: Path) -> None:
+    failures = {"storage_backoff_s": 0.2, "storage_backoff_limit_s": 0.5}
+    run = Run(cluster, tmp_path, scaling=ScalingSettings(2, 2), failures=failures)
+    run.allow(6)
+    run.start()
+    run.reach(6)
+    run.wait_checkpoint(5)
+    folder, aside = Path(run.url) / "run" / "checkpoints", tmp_path / "aside"
+    folder.rename(aside)
+    # Nobody, root included, can make a folder below a file.
+    folder.write_text("in the way")
+    run.allow(16)
+    run.reach(16)
+    run.wait_for("the trouble to be told", lambda _: run.decisions("storage"))
+    assert run.handle.progress()["generation"] == 1
+    folder.unlink()
+    aside.rename(folder)
+    run.wait_checkpoint(15)
+    run.finish()
+
+    run.assert_whole()
+    told = run.decisions("storage")
+    assert "could not be written" in told[0]
+    assert "training goes on" in told[0]
+    assert "storage takes checkpoints again" in told[1]
+    assert len(run.summary()["generations"]) == 1
+    assert run.events("SaveFailing")

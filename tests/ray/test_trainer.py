@@ -1,0 +1,75 @@
+"""Ray Train's shape, and scheduling by GPU with logical ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import harness
+import loops
+import pytest
+import ray
+from harness import Run
+from ray.train import CheckpointConfig, RunConfig, ScalingConfig
+
+from cluster import LocalCluster
+from elastic.checkpoint.storage import CheckpointStore
+from elastic.core.errors import UsageError, UserCodeError
+from elastic.core.settings import ScalingSettings
+from elastic.runtime.trainer import ElasticTrainer
+
+pytestmark = pytest.mark.ray
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[LocalCluster]:
+    """Two nodes with one logical GPU each, and room for more workers than that."""
+    yield from harness.module_cluster(2, cpus_per_node=2, gpus_per_node=1)
+
+
+def test_a_gpu_is_what_a_worker_needs_of_a_node(cluster: LocalCluster, tmp_path: Path) -> None:
+    run = Run(cluster, tmp_path, scaling=ScalingSettings(1, 3), resources={"GPU": 1, "CPU": 1})
+    run.allow(6)
+    run.start()
+    run.reach(6)
+    workers = run.handle.progress()["workers"]
+    # One on each node: a third would find a CPU, but no GPU.
+    assert sorted(w["node"] for w in workers) == sorted(node.node_id for node in cluster.nodes())
+    run.finish()
+    run.assert_whole()
+    assert [generation["world_size"] for generation in run.summary()["generations"]] == [2]
+
+
+def test_the_trainer_takes_and_gives_what_ray_trains_does(cluster: LocalCluster, tmp_path: Path) -> None:
+    def trainer(name: str, config: dict[str, Any]) -> ElasticTrainer:
+        return ElasticTrainer(
+            loops.train,
+            train_loop_config={"size": 127, "folder": str(tmp_path), **config},
+            scaling_config=ScalingConfig(num_workers=(1, 2), resources_per_worker={"CPU": 1}),
+            run_config=RunConfig(
+                name=name, storage_path=str(tmp_path / "runs"), checkpoint_config=CheckpointConfig(num_to_keep=1)
+            ),
+            epochs=2,
+            checkpoint_every_steps=5,
+        )
+
+    result = trainer("good", {}).fit()
+    assert isinstance(result, ray.train.Result)
+    assert result.error is None
+    assert result.metrics is not None
+    assert (result.metrics["step"], result.metrics["status"]) == (26, "finished")
+    assert result.metrics["loss"] < 5.0
+    store = CheckpointStore(str(tmp_path / "runs"), "good")
+    (newest,) = store.list()
+    assert newest.step == 26
+    assert result.checkpoint is not None
+    assert Path(result.checkpoint.path) == tmp_path / "runs" / "good" / "checkpoints" / newest.id
+    assert Path(result.path) == tmp_path / "runs" / "good"
+    assert store.verify_shards(store.manifest(newest.id)) > 0
+
+    with pytest.raises(UserCodeError, match="the user's own mistake on rank 0") as raised:
+        trainer("bad", {"fault": {"kind": "raise", "rank": 0, "step": 3}}).fit()
+    assert "loops.py" in str(raised.value.__cause__)
+    with pytest.raises(UsageError, match="at least 1"):
+        ElasticTrainer(loops.train, scaling_config=ScalingConfig(num_workers=(0, 2)))
