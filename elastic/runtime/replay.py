@@ -18,23 +18,29 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Replayed:
-    """`attempt` numbers the starts of a run (resumes included); it is the incarnation that wrote RunStarted."""
+    """`attempt` numbers the starts of a run (resumes included); it is the incarnation that wrote RunStarted.
+
+    `records` are those of this attempt, `before` those of the attempts before it.
+    """
 
     state: RunState
     attempt: int
     generation: int
     records: tuple[Record, ...] = ()
+    before: tuple[Record, ...] = ()
 
     @classmethod
     def nothing(cls, settings: RunSettings, journal: JournalWriter) -> Replayed:
-        """A new attempt. Only the last generation number of those before matters: numbers are never used again."""
+        """A new attempt. Of those before it, the last generation number is kept (numbers are never used again), and
+        which samples they consumed."""
         numbers = (int(r["number"]) for r in journal.replayed if r.get("type") == "generation")
         state = machine.initial(settings, 0.0)
-        return cls(state, journal.incarnation, max(numbers, default=0))
+        return cls(state, journal.incarnation, max(numbers, default=0), before=journal.replayed)
 
     def telemetry(self, settings: RunSettings, now: float, record: Callable[[dict[str, Any]], None]) -> Telemetry:
         """Losses, samples, times and the running generation, as the journal knows them."""
         silent = Telemetry(settings, self.records[0]["now"] if self.records else now, lambda _: None)
+        silent.recall_samples(self.before)
         state = machine.initial(settings, now)
         for when, item in _timeline(self.records):
             if item["type"] == "event":
@@ -61,7 +67,7 @@ def replay(records: Sequence[Record], settings: RunSettings) -> Replayed:
     for record in own:
         if record.get("type") == "event":
             state, _ = machine.step(state, ev.from_json(record), record["now"])
-    return Replayed(state, int(own[0]["incarnation"]), state.generation, tuple(own))
+    return Replayed(state, int(own[0]["incarnation"]), state.generation, tuple(own), tuple(records[: starts[-1]]))
 
 
 def _timeline(records: Sequence[Record]) -> list[tuple[float, Record]]:

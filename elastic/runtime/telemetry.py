@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from elastic.core import events as ev
@@ -131,6 +131,14 @@ class Telemetry:
         self.samples.add(step["step"], tuple((start, end) for start, end in step["positions"]))
         self.time.step_done(step["step"], when, step.get("save_stall_s", 0.0), step.get("data_wait_s", 0.0))
         self.table.known(step["step"])
+
+    def recall_samples(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """What earlier attempts at the run consumed; what of it was rolled back shows when a generation begins."""
+        for record in records:
+            if record["type"] == "generation" and "first_step" in record:
+                self.samples.rollback(record["first_step"] - 1)
+            for step in record["steps"] if record["type"] == "steps" else ():
+                self.samples.add(step["step"], tuple((start, end) for start, end in step["positions"]))
 
     def write_to(self, record: Callable[[dict[str, Any]], None]) -> None:
         self._record = record

@@ -109,6 +109,16 @@ def test_only_the_last_attempt_is_replayed_and_numbers_go_on(tmp_path: Path) -> 
     assert (fresh.generation, fresh.attempt, fresh.records) == (1, successor.incarnation, ())
 
 
+def test_a_resumed_run_counts_the_samples_of_the_attempts_before(tmp_path: Path) -> None:
+    journal(tmp_path)
+    fresh = Replayed.nothing(SETTINGS, JournalWriter(str(tmp_path), "run"))
+    telemetry = fresh.telemetry(SETTINGS, 9.0, lambda record: None)
+    # Three steps were done, and a checkpoint covers two.
+    telemetry.generation_begins(2, 1, 2, 9.0)
+    assert telemetry.samples.result(8).each_once
+    assert telemetry.step == 2
+
+
 def test_an_incident_is_written_again_when_the_lost_steps_are_caught_up() -> None:
     records: list[dict[str, Any]] = []
     book = IncidentBook(records.append, "run")
