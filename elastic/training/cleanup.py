@@ -83,17 +83,20 @@ def release_engine(engine: Any) -> None:
 
 
 def clear_stage3_globals() -> None:
-    """Forget the engines of the past, and count modules and parameters from zero again.
+    """Make a process that has been through stage 3 like one that has not. Called before and after every generation.
 
-    The numbers are compared between ranks: one that has been through a generation more than the others would disagree
-    with them. So this is called before a generation as well as after it.
+    Besides keeping engines alive, what stage 3 leaves behind makes ranks with different pasts disagree: numbers of
+    modules are compared between them, and with another `linear` gradients are finished in another order, so that
+    stage 2 would add up different parameters' gradients without a word.
     """
-    from deepspeed.runtime.zero import parameter_offload
+    from deepspeed.runtime.zero import linear, parameter_offload
     from deepspeed.runtime.zero.partition_parameters import Init
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
     Init.param_id = Init.num_persisted_parameters = Init.num_persisted_elements = 0
     Init.apply_param_persistence = False
+    if torch.nn.functional.linear is linear.zero3_linear_wrap:
+        torch.nn.functional.linear = Init.linear_bk
     register = inspect.signature(parameter_offload.DeepSpeedZeRoOffload._register_deepspeed_module)
     # A mutable default that serves DeepSpeed as a counter.
     register.parameters["count"].default[0] = 0

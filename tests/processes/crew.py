@@ -165,6 +165,8 @@ def _live(pipe: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
+    # Data workers are to be forked, as they are in a process that was not spawned itself.
+    multiprocessing.set_start_method("fork", force=True)
     from elastic.training.cleanup import warm_up
     from elastic.training.process_group import host_store
 

@@ -94,6 +94,16 @@ def test_a_generation_that_nobody_joins_can_be_aborted(crew: Crew, tmp_path: Pat
     assert (result.kind, result.message) == ("ended", "rank 1 never came")
 
 
+def test_what_a_process_has_been_through_does_not_matter(crew: Crew, tmp_path: Path) -> None:
+    crew.run([0, 1], "train", _config(3, tmp_path / "before"), batch=BATCH)
+    crew.replace(1)
+    mixed = crew.run([0, 1], "train", _config(2, tmp_path / "mixed"), batch=BATCH)
+    [alone] = crew.run([1], "train", _config(2, tmp_path / "alone"), batch=BATCH)
+    # Stage 3 changes DeepSpeed and torch for the whole process; undone, the gradients of both ranks match again.
+    norms = [report.grad_norm for report in mixed[0].reports]
+    assert norms == pytest.approx([report.grad_norm for report in alone.reports], rel=1e-5)
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_rebuilding_leaks_nothing(crew: Crew, tmp_path: Path, stage: int) -> None:
     seen = []
