@@ -279,7 +279,8 @@ class ControllerActor:
             self._telemetry.time.commit(event.step)
         if before.workers.keys() != state.workers.keys():
             self._seen.retain(state.workers.keys())
-        if before.members and before.members != state.members:
+        # The same members may begin the next generation in the very turn in which this one ended.
+        if before.members and (before.members, before.generation) != (state.members, state.generation):
             self._telemetry.generation_ended(before.generation)
 
     def _note_checkpoint(self, record: dict[str, Any]) -> None:
