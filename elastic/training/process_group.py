@@ -12,51 +12,21 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from elastic.training import cleanup, sockets
+from elastic.training.rendezvous import Rendezvous, connect, host_store, release_store
 from elastic.training.session import GenerationSpec
 from elastic.training.sockets import Address, TcpSocket
 
 logger = logging.getLogger(__name__)
 
-_CHECK_EVERY_S = 0.05
-
-
-@dataclass(frozen=True)
-class Rendezvous:
-    """Where the store of one generation listens. Of no use to any other generation."""
-
-    host: str
-    port: int
-
-
-_hosted: dict[Rendezvous, TCPStore] = {}
-_hosted_lock = threading.Lock()
-
-
-def host_store(host: str, port: int = 0) -> Rendezvous:
-    """Start a store in this process (the one that will be rank 0); `host` is how others reach it, port 0 a free one.
-
-    It stays open until the generation that uses it is left, or `release_store`.
-    """
-    store = TCPStore(host, port, is_master=True, wait_for_workers=False)
-    rendezvous = Rendezvous(host, store.port)
-    with _hosted_lock:
-        _hosted[rendezvous] = store
-    return rendezvous
-
-
-def release_store(rendezvous: Rendezvous) -> None:
-    """Close a store that this process hosts. Does nothing when it hosts no such store."""
-    with _hosted_lock:
-        _hosted.pop(rendezvous, None)
+__all__ = ["CloseSockets", "ProcessGroup", "Rendezvous", "backend_and_device", "host_store", "release_store"]
 
 
 def backend_and_device(local_rank: int = 0) -> tuple[str, torch.device]:
@@ -105,7 +75,7 @@ class ProcessGroup:
         self._building = True
         self._joined = True
         check()
-        self._store = self._connect(check)
+        self._store = connect(self.rendezvous, self.spec.collective_timeout_s, check)
         # An abort before this line found no socket to shut down; one after it finds the store's.
         check()
         # Groups are named by this counter and meet under their names. An attempt that was aborted half-way has moved it
@@ -187,13 +157,6 @@ class ProcessGroup:
             MASTER_PORT=str(self.rendezvous.port),
         )
 
-    def _connect(self, check: Callable[[], None]) -> Store:
-        """On a thread of its own: it cannot be interrupted, and an abort must not wait for a host that is gone."""
-        attempt = _Attempt(self.rendezvous, self.spec.collective_timeout_s)
-        while not attempt.done.wait(_CHECK_EVERY_S):
-            check()
-        return attempt.store()
-
     def _exchange_addresses(self) -> None:
         assert self._store is not None
         mine = [found for found in sockets.tcp_sockets() if found.inode not in self._foreign]
@@ -235,38 +198,6 @@ class CloseSockets:
         for found in self._found:
             if sockets.inode_of(found.fd) == found.inode:
                 os.close(found.fd)
-
-
-class _Attempt:
-    """Reaches the store in the background; gives up after `timeout_s`."""
-
-    def __init__(self, rendezvous: Rendezvous, timeout_s: float) -> None:
-        self.done = threading.Event()
-        self._outcome: Store | BaseException | None = None
-        threading.Thread(target=self._run, args=(rendezvous, timeout_s), name="elastic-connect", daemon=True).start()
-
-    def store(self) -> Store:
-        """Once `done`. Raises what connecting raised (a DistError of torch's)."""
-        assert self._outcome is not None
-        if isinstance(self._outcome, BaseException):
-            raise self._outcome
-        return self._outcome
-
-    def _run(self, rendezvous: Rendezvous, timeout_s: float) -> None:
-        try:
-            # The store looks up the names of those who connect (reverse DNS, one after another): a resolver that drops
-            # a query costs 5 s here unless RES_OPTIONS says otherwise.
-            self._outcome = TCPStore(
-                rendezvous.host,
-                rendezvous.port,
-                is_master=False,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=timeout_s),
-            )
-        except BaseException as error:  # noqa: BLE001 - handed to the thread that waits for it
-            self._outcome = error
-        finally:
-            self.done.set()
 
 
 def _groups() -> list[dist.ProcessGroup]:

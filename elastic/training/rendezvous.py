@@ -1,0 +1,85 @@
+"""Where the members of a generation meet: one store per generation, hosted by the process that will be rank 0."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+from torch._C._distributed_c10d import Store, TCPStore
+
+_CHECK_EVERY_S = 0.05
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the store of one generation listens. Of no use to any other generation."""
+
+    host: str
+    port: int
+
+
+_hosted: dict[Rendezvous, TCPStore] = {}
+_hosted_lock = threading.Lock()
+
+
+def host_store(host: str, port: int = 0) -> Rendezvous:
+    """Start a store in this process (the one that will be rank 0); `host` is how others reach it, port 0 a free one.
+
+    It stays open until the generation that uses it is left, or `release_store`.
+    """
+    store = TCPStore(host, port, is_master=True, wait_for_workers=False)
+    rendezvous = Rendezvous(host, store.port)
+    with _hosted_lock:
+        _hosted[rendezvous] = store
+    return rendezvous
+
+
+def release_store(rendezvous: Rendezvous) -> None:
+    """Close a store that this process hosts. Does nothing when it hosts no such store."""
+    with _hosted_lock:
+        _hosted.pop(rendezvous, None)
+
+
+def connect(rendezvous: Rendezvous, timeout_s: float, check: Callable[[], None]) -> Store:
+    """Reach the store. `check` is called while waiting and may raise; otherwise raises torch's DistError in the end.
+
+    On a thread of its own: it cannot be interrupted, and an abort must not wait for a host that is gone.
+    """
+    attempt = _Attempt(rendezvous, timeout_s)
+    while not attempt.done.wait(_CHECK_EVERY_S):
+        check()
+    return attempt.store()
+
+
+class _Attempt:
+    """Reaches the store in the background; gives up after `timeout_s`."""
+
+    def __init__(self, rendezvous: Rendezvous, timeout_s: float) -> None:
+        self.done = threading.Event()
+        self._outcome: Store | BaseException | None = None
+        threading.Thread(target=self._run, args=(rendezvous, timeout_s), name="elastic-connect", daemon=True).start()
+
+    def store(self) -> Store:
+        """Once `done`. Raises what connecting raised (a DistError of torch's)."""
+        assert self._outcome is not None
+        if isinstance(self._outcome, BaseException):
+            raise self._outcome
+        return self._outcome
+
+    def _run(self, rendezvous: Rendezvous, timeout_s: float) -> None:
+        try:
+            # The store looks up the names of those who connect (reverse DNS, one after another): a resolver that drops
+            # a query costs 5 s here unless RES_OPTIONS says otherwise.
+            self._outcome = TCPStore(
+                rendezvous.host,
+                rendezvous.port,
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=timeout_s),
+            )
+        except BaseException as error:  # noqa: BLE001 - handed to the thread that waits for it
+            self._outcome = error
+        finally:
+            self.done.set()
