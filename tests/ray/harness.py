@@ -186,8 +186,13 @@ class Run:
         return found
 
     def incidents(self) -> list[Record]:
-        """In order; an incident that is written again is written whole."""
-        return list({record["id"]: record for record in self.records("incident")}.values())
+        """In order; an incident that is written again is written whole, and each attempt numbers its own."""
+        attempt, found = 0, {}
+        for record in self.records():
+            attempt += record["type"] == "run" and record["status"] == "running"
+            if record["type"] == "incident":
+                found[attempt, record["id"]] = record
+        return list(found.values())
 
     def summary(self) -> dict[str, Any]:
         return summarize(self.records())
