@@ -79,8 +79,6 @@ class WorkerActor:
             redirect(log_file(self._settings.storage_url, self._settings.run_id, self._worker))
         if not ray.get_gpu_ids():
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        # torch's store looks up the names of those who connect; a resolver that drops queries must not cost 5 s each.
-        os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
         address = _address()
         if address.startswith("127."):
             # A cluster on one machine: the host name may resolve to an address that only the outside can reach.
