@@ -166,11 +166,11 @@ class Run:
             self.wait_generation(number + 1)
 
     def walk_until(self, condition: Callable[[], Any], awaited: str) -> None:
-        """Let training go on, a few steps a second, so that the run is neither over nor at a standstill meanwhile."""
+        """Let training go on, two steps a second, so that the run is neither over nor at a standstill meanwhile."""
 
         def one_step() -> Any:
             self.allow(self.waiting_at + 1)
-            assert self.handle.result(0.2) is None, f"the run was over before {awaited}; {self.told()}"
+            assert self.handle.result(0.5) is None, f"the run was over before {awaited}; {self.told()}"
             return condition()
 
         wait_until(one_step, awaited)

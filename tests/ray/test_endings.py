@@ -107,18 +107,19 @@ def _stop(run: Run, step: int) -> None:
     run.start()
     run.reach(step)
     run.handle.stop("enough for today")
-    run.wait_for("the stop", lambda _: _is_ending(run))
+    number = run.handle.progress()["generation"]
+    # Every rank has promised where to stop, and none of them can have gone further.
+    run.wait_for(
+        "every promise",
+        lambda _: {e["worker"] for e in run.events("HoldAnswered") if e["generation"] == number} == {0, 1},
+    )
+    assert "will end at a step boundary: enough for today" in run.decisions()[-1]
     run.allow(step + 1)
     result = run.ended("stopped")
     assert result["reason"] == "enough for today"
     assert result["step"] == step
     assert parse_checkpoint_id(CheckpointStore(run.url, "run").list()[0].id).step == step
     assert run.incidents()[-1]["kind"] == "stop"
-
-
-def _is_ending(run: Run) -> bool:
-    said = run.decisions()
-    return "will end at a step boundary: enough for today" in said[-1]
 
 
 def _all_bad(run: Run) -> None:

@@ -56,7 +56,7 @@ def test_a_killed_worker_is_replaced_and_a_frozen_node_comes_back_as_a_newcomer(
 def test_a_hung_rank_is_noticed_left_out_and_replaced(cluster: LocalCluster, tmp_path: Path) -> None:
     fault = {"kind": "hang-once", "rank": 1, "step": 8}
     run = Run(
-        cluster, tmp_path, config={"fault": fault}, failures={"hang_floor_s": 3.0, "join_timeout_s": 60.0}, epochs=30
+        cluster, tmp_path, config={"fault": fault}, failures={"hang_floor_s": 5.0, "join_timeout_s": 60.0}, epochs=12
     )
     run.allow(9)
     run.start()
