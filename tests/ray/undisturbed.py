@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import multiprocessing
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,6 +19,13 @@ from elastic.checkpoint.source import ReadRange
 from elastic.checkpoint.storage import CheckpointStore
 
 _LIMIT_S = 120.0
+# torch's store looks up the name of everybody who connects; a resolver that drops a query would cost 5 s.
+_SETTINGS = {
+    "DS_ACCELERATOR": "cpu",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONWARNINGS": "ignore",
+    "RES_OPTIONS": "timeout:1 attempts:2",
+}
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I64": torch.int64}
 
 
@@ -43,19 +51,9 @@ class Undisturbed:
     """Four processes, started once; each trains as any rank of one generation after another."""
 
     def __init__(self) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        # torch's store looks up the name of everybody who connects; a resolver that drops a query would cost 5 s.
-        os.environ.update(
-            DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore", RES_OPTIONS="timeout:1 attempts:2"
-        )
         self._runs = 0
-        self._members = []
-        for _ in range(4):
-            ours, theirs = spawn.Pipe()
-            process = spawn.Process(target=_live, args=(theirs,), daemon=True)
-            process.start()
-            theirs.close()
-            self._members.append((process, ours))
+        with _environment(_SETTINGS):
+            self._members = [_member() for _ in range(4)]
 
     def train(self, config: Mapping[str, Any], epochs: int, folder: Path, world_size: int) -> Outcome:
         """`loops.train` from the first step to the last at one world size. Files go below `folder`."""
@@ -77,6 +75,27 @@ class Undisturbed:
             process.kill()
             process.join()
             pipe.close()
+
+
+@contextlib.contextmanager
+def _environment(settings: Mapping[str, str]) -> Iterator[None]:
+    """For processes that are started inside; the tests that come later must not inherit it."""
+    before = dict(os.environ)
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _member() -> tuple[Any, Connection]:
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=_live, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()
+    return process, ours
 
 
 def whole_state(store: CheckpointStore) -> dict[str, torch.Tensor]:
