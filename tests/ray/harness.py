@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -156,11 +156,22 @@ class Run:
 
         self.wait_for(f"the checkpoint of step {step}", committed)
 
+    def wait_promises(self) -> int:
+        """Wait until every rank of the running generation has promised where to stop; returns the generation."""
+        now = self.handle.progress()
+        number, size = now["generation"], now["world_size"]
+
+        def promised(records: list[Record]) -> bool:
+            events = (r for r in records if r["type"] == "event" and r["event"] == "HoldAnswered")
+            return len({event["worker"] for event in events if event["generation"] == number}) == size
+
+        self.wait_for(f"generation {number} to end as planned", promised)
+        return number
+
     def grow_to(self, world_size: int) -> None:
         """All ranks wait where they may not go on: let each planned end through until as many train."""
-        while (now := self.handle.progress())["world_size"] < world_size:
-            number = now["generation"]
-            self.wait_for(f"generation {number} to end as planned", lambda records, n=number: _planned_end(records, n))
+        while self.handle.progress()["world_size"] < world_size:
+            number = self.wait_promises()
             # A generation that begins where they may not go on does its first step all the same.
             self.allow(max(self.waiting_at, self.handle.progress()["step"]) + 1)
             self.wait_generation(number + 1)
@@ -255,11 +266,6 @@ class Run:
         for earlier, later in pairwise(told):
             assert 1 <= later["first_step"] <= earlier["last_step"] + 1
         assert told[-1]["last_step"] == max(self.steps())
-
-
-def _planned_end(records: Sequence[Record], generation: int) -> bool:
-    said = (r for r in records if r["type"] == "decision" and r["generation"] == generation)
-    return any("will end at a step boundary" in record["sentence"] for record in said)
 
 
 def given_samples(folder: Path) -> dict[int, dict[int, dict[int, list[int]]]]:

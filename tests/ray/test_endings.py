@@ -107,12 +107,8 @@ def _stop(run: Run, step: int) -> None:
     run.start()
     run.reach(step)
     run.handle.stop("enough for today")
-    number = run.handle.progress()["generation"]
-    # Every rank has promised where to stop, and none of them can have gone further.
-    run.wait_for(
-        "every promise",
-        lambda _: {e["worker"] for e in run.events("HoldAnswered") if e["generation"] == number} == {0, 1},
-    )
+    # From here on none of them can go further.
+    run.wait_promises()
     assert "will end at a step boundary: enough for today" in run.decisions()[-1]
     run.allow(step + 1)
     result = run.ended("stopped")
