@@ -72,6 +72,13 @@ class Probe:
 
 
 @dataclass(frozen=True)
+class SurveyMemory:
+    """Ask every node of the run what its memory holds -> MemorySurveyed."""
+
+    survey: int
+
+
+@dataclass(frozen=True)
 class AskHold:
     """First half of a planned end -> HoldAnswered from each."""
 
@@ -81,11 +88,15 @@ class AskHold:
 
 @dataclass(frozen=True)
 class ConfirmHold:
-    """Second half: every member stops after exactly `step` finished steps, saves, and leaves -> WorkerLeft."""
+    """Second half: every member stops after exactly `step` finished steps, saves, and leaves -> WorkerLeft.
+
+    `durable`: to storage; otherwise the memory of the nodes is enough.
+    """
 
     generation: int
     workers: tuple[int, ...]
     step: int
+    durable: bool = True
 
 
 @dataclass(frozen=True)
@@ -113,6 +124,6 @@ class FinishRun:
 
 
 Action = (
-    RequestSlot | ReleaseSlot | StartWorker | KillWorker | BeginGeneration | EndGeneration | Probe | AskHold |
-    ConfirmHold | Note | CloseIncident | FinishRun
+    RequestSlot | ReleaseSlot | StartWorker | KillWorker | BeginGeneration | EndGeneration | Probe | SurveyMemory |
+    AskHold | ConfirmHold | Note | CloseIncident | FinishRun
 )  # fmt: skip

@@ -101,6 +101,17 @@ class ProbeAnswered:
     worker: int
 
 
+@dataclass(frozen=True)
+class MemorySurveyed:
+    """What `SurveyMemory` number `survey` has found: the snapshots that can be put together, newest first.
+
+    Each is (id, step).
+    """
+
+    survey: int
+    snapshots: tuple[tuple[str, int], ...] = ()
+
+
 # --- a generation ----------------------------------------------------------------------------------------------------
 
 
@@ -179,11 +190,15 @@ class RestoreFailed:
 
 @dataclass(frozen=True)
 class HoldAnswered:
-    """The worker promises not to go past `step` finished steps before it is told where to stop."""
+    """The worker promises not to go past `step` finished steps before it is told where to stop.
+
+    `memory`: its node's memory takes snapshots, so that the end need not wait for storage.
+    """
 
     generation: int
     worker: int
     step: int
+    memory: bool = False
 
 
 @dataclass(frozen=True)
@@ -230,7 +245,7 @@ GenerationEvent = (
 
 Event = (
     RunStarted | ControllerRestarted | StopRequested | Tick | SlotPlaced | SlotLost | WorkerReady | WorkerStartFailed |
-    WorkerDied | WorkersSilent | ProbeAnswered | CheckpointCommitted | SaveFailing | GenerationEvent
+    WorkerDied | WorkersSilent | ProbeAnswered | MemorySurveyed | CheckpointCommitted | SaveFailing | GenerationEvent
 )  # fmt: skip
 
 _TYPES: dict[str, type[Any]] = {cls.__name__: cls for cls in get_args(Event)}

@@ -20,6 +20,7 @@ from elastic.core.events import (
     WorkerLeft,
 )
 from elastic.core.recovery import backdate, close_incident, fail_generation, open_incident, reject_checkpoint
+from elastic.core.snapshots import is_snapshot
 from elastic.core.state import (
     Closing,
     Ending,
@@ -35,31 +36,37 @@ _KEPT = 100
 
 
 def begin(turn: Turn, size: int, reason: str) -> None:
-    """Start the next generation on the first `size` idle workers, from the newest good checkpoint."""
+    """Start the next generation on the first `size` idle workers, from the newest good state."""
     members = tuple(worker.id for worker in turn.idle_workers()[:size])
-    base = turn.state.newest_checkpoint
+    base = turn.state.newest_state
     step = base.step if base else 0
     number = turn.state.generation + 1
     repeated = max(0, turn.state.furthest_step - step)
     turn.mark("decided", "fenced")
     turn.amend(
         next_generation=number, next_world_size=size, resumed_step=step, steps_repeated=repeated,
-        source="storage" if base else "fresh start",
+        source=source_of(base),
     )  # fmt: skip
     turn.set(
         generation=number, members=members, base=base, start_step=step, done_step=None,
         # Writes of earlier generations that still failed are over; this one's own will tell.
-        storage_failing=False,
+        storage_failing=False, snapshots=(), survey=None,
     )  # fmt: skip
     turn.set_phase(members, WorkerPhase.MEMBER)
     turn.enter(Joining(turn.now))
-    origin = f"checkpoint {base.id}, step {step}" if base else "the beginning"
+    origin = f"{source_of(base)}, {base.id}, step {step}" if base else "the beginning"
     turn.say(
         f"generation {number} begins with {size} workers from {origin}: {reason}"
         + (f"; {repeated} steps will be repeated" if repeated else ""),
         number=number, world_size=size, step=step,
     )  # fmt: skip
     turn.do(BeginGeneration(number, members, base.id if base else None, step))
+
+
+def source_of(base: KnownCheckpoint | None) -> str:
+    if base is None:
+        return "fresh start"
+    return "memory" if is_snapshot(base.id) else "storage"
 
 
 def group_joined(turn: Turn, event: GroupJoined) -> None:
@@ -111,7 +118,8 @@ def start_pause(turn: Turn, purpose: str, reason: str) -> None:
     assert isinstance(stage, Training)
     kind = "stop" if purpose == "stop" else "resize"
     open_incident(turn, kind, reason, turn.state.furthest_step, planned=True)
-    turn.enter(Pausing(turn.now, turn.now + turn.state.settings.failures.drain_timeout_s, purpose, was=stage))
+    limit = turn.now + turn.state.settings.failures.drain_timeout_s
+    turn.enter(Pausing(turn.now, limit, purpose, was=stage, durable=not turn.state.settings.memory.enabled))
     turn.say(f"generation {turn.state.generation} will end at a step boundary: {reason}")
     turn.do(AskHold(turn.state.generation, turn.state.members))
 
@@ -120,7 +128,9 @@ def hold_answered(turn: Turn, event: HoldAnswered) -> None:
     stage = turn.state.stage
     if not isinstance(stage, Pausing) or stage.stop_at is not None or event.worker not in turn.state.members:
         return
-    _promised(turn, stage, event.worker, event.step)
+    # A run that stops for good needs the checkpoint in storage; so does one whose memory does not take it everywhere.
+    durable = stage.durable or stage.purpose == "stop" or not event.memory
+    _promised(turn, replace(stage, durable=durable), event.worker, event.step)
 
 
 def _promised(turn: Turn, stage: Pausing, worker: int, step: int) -> None:
@@ -129,7 +139,7 @@ def _promised(turn: Turn, stage: Pausing, worker: int, step: int) -> None:
     if len(answers) == turn.state.world_size:
         stop_at = max(answers.values())
         turn.enter(replace(stage, answers=answers, stop_at=stop_at))
-        turn.do(ConfirmHold(turn.state.generation, turn.state.members_inside, stop_at))
+        turn.do(ConfirmHold(turn.state.generation, turn.state.members_inside, stop_at, stage.durable))
 
 
 def worker_left(turn: Turn, event: WorkerLeft) -> None:
@@ -169,7 +179,7 @@ def worker_completed(turn: Turn, event: WorkerCompleted) -> None:
         turn.enter(replace(stage, was=running))
         turn.set_phase((event.worker,), WorkerPhase.IDLE)
         if stage.stop_at is None:
-            _promised(turn, replace(stage, was=running), event.worker, event.step)
+            _promised(turn, replace(stage, was=running, durable=True), event.worker, event.step)
     else:
         turn.enter(running)
     if running.completed >= set(turn.state.members):

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing_extensions import assert_never
 
 from elastic.core import events as ev
-from elastic.core import generations, membership
+from elastic.core import generations, membership, recovery
 from elastic.core.actions import (
     Action,
     AskHold,
@@ -22,6 +22,7 @@ from elastic.core.actions import (
     FinishRun,
     RequestSlot,
     StartWorker,
+    SurveyMemory,
 )
 from elastic.core.recovery import in_generation
 from elastic.core.scaling import EagerScaling, ScalingPolicy
@@ -90,8 +91,10 @@ def reissue(state: RunState) -> tuple[Action, ...]:
     elif isinstance(stage, Pausing) and stage.stop_at is None:
         actions.append(AskHold(state.generation, state.members_inside))
     elif isinstance(stage, Pausing) and stage.stop_at is not None:
-        actions.append(ConfirmHold(state.generation, state.members_inside, stage.stop_at))
-    elif isinstance(stage, Finished):
+        actions.append(ConfirmHold(state.generation, state.members_inside, stage.stop_at, stage.durable))
+    if state.survey is not None:
+        actions.append(SurveyMemory(state.survey.number))
+    if isinstance(stage, Finished):
         actions.append(FinishRun(stage.status, stage.reason))
     return tuple(actions)
 
@@ -122,6 +125,8 @@ def _apply(turn: Turn, event: ev.Event) -> None:
             membership.workers_silent(turn, event)
         case ev.ProbeAnswered():
             membership.probe_answered(turn, event)
+        case ev.MemorySurveyed():
+            recovery.memory_surveyed(turn, event)
         case ev.CheckpointCommitted():
             generations.checkpoint_committed(turn, event)
         case ev.SaveFailing():
@@ -160,6 +165,8 @@ def _restart_clocks(turn: Turn) -> None:
     """Nobody listened while the controller was away, so nobody is late: every time limit starts anew."""
     turn.set(suspicion=None)
     failures, stage, now = turn.state.settings.failures, turn.state.stage, turn.now
+    if turn.state.survey is not None:
+        turn.set(survey=replace(turn.state.survey, deadline=now + failures.survey_timeout_s))
     for worker in turn.state.workers.values():
         if worker.phase is WorkerPhase.STARTING:
             turn.put_worker(replace(worker, since=now))

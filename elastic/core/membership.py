@@ -14,7 +14,7 @@ from elastic.core.events import (
     WorkersSilent,
     WorkerStartFailed,
 )
-from elastic.core.recovery import backdate, fail_generation, finish, hold_back_slots
+from elastic.core.recovery import backdate, fail_generation, finish, hold_back_slots, survey_memory
 from elastic.core.state import (
     GAVE_UP,
     USAGE,
@@ -73,6 +73,9 @@ def lose_slot(turn: Turn, slot_id: int, evidence: str, kind: str) -> None:
         return
     turn.drop_slot(slot_id, evidence)
     turn.say(f"slot {slot_id} is lost: {evidence}")
+    if slot.phase is SlotPhase.PLACED and isinstance(turn.state.stage, Waiting | Pausing) and turn.state.surveys:
+        # Its node's memory went with it, which the last survey may have counted on.
+        survey_memory(turn)
     if slot.phase is SlotPhase.PENDING:
         hold_back_slots(turn)
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elastic.core.actions import CloseIncident, EndGeneration, FinishRun, ReleaseSlot
+from elastic.core.actions import CloseIncident, EndGeneration, FinishRun, ReleaseSlot, SurveyMemory
+from elastic.core.events import MemorySurveyed
 from elastic.core.incident import Incident
+from elastic.core.snapshots import is_snapshot
 from elastic.core.state import (
     GAVE_UP,
     INTEGRITY,
@@ -18,9 +20,11 @@ from elastic.core.state import (
     Ending,
     Finished,
     Joining,
+    KnownCheckpoint,
     Pausing,
     RunState,
     Streaks,
+    Survey,
     Training,
     Waiting,
 )
@@ -123,7 +127,7 @@ def resolve_ending(turn: Turn, stage: Ending) -> None:
     elif stage.kind == "user-error" and streaks.user_errors > limits.user_error_retries:
         tried = f" {streaks.user_errors} times in a row" if streaks.user_errors > 1 else ""
         finish(turn, USER_CODE_FAILED, f"the training function failed{tried}: {stage.evidence}")
-    elif turn.state.rejected and turn.state.newest_checkpoint is None:
+    elif turn.state.newest_checkpoint is None and any(not is_snapshot(name) for name in turn.state.rejected):
         # From the beginning would be a silent loss of everything: that is for a person to decide.
         evidence = stage.evidence if stage.kind == "restore-failed" else turn.state.rejected[-1]
         finish(turn, INTEGRITY, f"no checkpoint is left that can be restored; the last one: {evidence}")
@@ -152,6 +156,24 @@ def wait(turn: Turn, reason: str, pause_s: float = 0.0) -> None:
     # Failed starts beside a healthy generation do not count against this wait.
     turn.set(members=(), streaks=replace(turn.state.streaks, start_failures=0))
     turn.enter(Waiting(turn.now, reason, not_before))
+    survey_memory(turn)
+
+
+def survey_memory(turn: Turn) -> None:
+    """Ask the nodes what they hold. Any earlier answer is void: what it counted on may be gone."""
+    settings = turn.state.settings
+    if not settings.memory.enabled:
+        return
+    number = turn.state.surveys + 1
+    deadline = turn.now + settings.failures.survey_timeout_s
+    turn.set(surveys=number, survey=Survey(number, deadline), snapshots=())
+    turn.do(SurveyMemory(number))
+
+
+def memory_surveyed(turn: Turn, event: MemorySurveyed) -> None:
+    survey = turn.state.survey
+    if survey is not None and survey.number == event.survey:
+        turn.set(survey=None, snapshots=tuple(KnownCheckpoint(name, step) for name, step in event.snapshots))
 
 
 def finish(turn: Turn, status: str, reason: str) -> None:
@@ -160,7 +182,15 @@ def finish(turn: Turn, status: str, reason: str) -> None:
         close_incident(turn)
     for slot in tuple(turn.state.slots):
         turn.do(ReleaseSlot(slot, f"the run is over: {status}"))
-    turn.set(slots={}, workers={}, members=(), suspicion=None, stage=Finished(turn.now, status, reason))
+    turn.set(
+        slots={},
+        workers={},
+        members=(),
+        suspicion=None,
+        survey=None,
+        snapshots=(),
+        stage=Finished(turn.now, status, reason),
+    )
     turn.say(f"the run is over ({status}): {reason}", status=status)
     turn.do(FinishRun(status, reason))
 
@@ -175,7 +205,11 @@ def reject_checkpoint(turn: Turn, checkpoint: str, error: str) -> None:
     if checkpoint in turn.state.rejected:
         return
     turn.set(rejected=(*turn.state.rejected, checkpoint))
-    fallback = turn.state.newest_checkpoint
+    if is_snapshot(checkpoint):
+        # What the nodes hold besides is asked when this generation has ended.
+        turn.say(f"snapshot {checkpoint} is passed over: {error}; falling back to the next one", kind="integrity")
+        return
+    fallback = turn.state.newest_state
     instead = f"falling back to {fallback.id} (step {fallback.step})" if fallback else "there is none before it"
     turn.say(f"checkpoint {checkpoint} is passed over: {error}; {instead}", kind="integrity")
 

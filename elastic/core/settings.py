@@ -36,6 +36,8 @@ class FailureSettings:
     worker_start_timeout_s: float = 180.0
     # A collective that makes no progress for this long fails by itself, whatever else goes wrong.
     collective_timeout_s: float = 600.0
+    # Asking the nodes what their memory holds; who has not answered by then counts as holding nothing.
+    survey_timeout_s: float = 2.0
     # Planned ends (scale up, drain, stop) may take this long to save before they are forced.
     drain_timeout_s: float = 60.0
 
@@ -68,6 +70,8 @@ class ScalingSettings:
     workers_per_slot: int = 1
     # A first start with fewer than max_workers waits this long, so that nodes that arrive together start together.
     gather_s: float = 5.0
+    # Slots beyond `max_workers` whose workers are prepared and stand by, to replace a lost worker at once.
+    spare_slots: int = 0
 
     @property
     def min_slots(self) -> int:
@@ -75,7 +79,8 @@ class ScalingSettings:
 
     @property
     def max_slots(self) -> int:
-        return self.max_workers // self.workers_per_slot
+        """Slots that the run asks for: those it trains on, and the spares."""
+        return self.max_workers // self.workers_per_slot + self.spare_slots
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,23 @@ class CheckpointSettings:
     every_steps: int | None = None
     keep_last: int = 2
     keep_every_steps: int | None = None
+
+
+@dataclass(frozen=True)
+class MemorySettings:
+    """Snapshots in the memory of the run's nodes: what a lost node is recovered from without touching storage.
+
+    Every rank's shard is copied into its node's memory every `every_steps` steps (None: as often as stays under
+    `cost_limit` of the step time), and from there to `replicas` other nodes. With `every_steps` given a step that is
+    due waits for the snapshot before it to be complete; without, it is left out. `required` ends the run where a node
+    has not enough memory, which is otherwise said, and the run goes on with storage alone.
+    """
+
+    enabled: bool = False
+    required: bool = False
+    replicas: int = 1
+    every_steps: int | None = None
+    cost_limit: float = 0.01
 
 
 @dataclass(frozen=True)
@@ -109,6 +131,7 @@ class RunSettings:
     max_steps: int | None = None
     epochs: int | None = None
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    memory: MemorySettings = field(default_factory=MemorySettings)
     failures: FailureSettings = field(default_factory=FailureSettings)
     resources_per_worker: Mapping[str, float] = field(default_factory=lambda: {"CPU": 1.0})
     deepspeed_config: Mapping[str, Json] | None = None
@@ -121,7 +144,10 @@ class RunSettings:
     @classmethod
     def from_json(cls, data: Mapping[str, Json]) -> RunSettings:
         """Inverse of `to_json`. Raises UsageError on unknown fields (written by a newer version)."""
-        parts = {"scaling": ScalingSettings, "checkpoint": CheckpointSettings, "failures": FailureSettings}
+        parts = {
+            "scaling": ScalingSettings, "checkpoint": CheckpointSettings, "memory": MemorySettings,
+            "failures": FailureSettings,
+        }  # fmt: skip
         values = {key: _build(parts[key], value) if key in parts else value for key, value in data.items()}
         return _build(cls, values)
 

@@ -29,7 +29,7 @@ from elastic.core.turn import Turn
 
 def settle(turn: Turn, policy: ScalingPolicy) -> None:
     """Run every rule until none changes anything. Each rule moves the run forward, so this ends."""
-    rules = (_suspicion, _starts, _slots, _stage)
+    rules = (_suspicion, _survey, _starts, _slots, _stage)
     for _ in range(100):
         before = turn.state
         for rule in rules:
@@ -53,6 +53,8 @@ def next_deadline(state: RunState, policy: ScalingPolicy | None = None) -> float
     ]
     if state.suspicion is not None:
         times.append(state.suspicion.deadline)
+    if state.survey is not None:
+        times.append(state.survey.deadline)
     if isinstance(stage, Pausing | Ending | Closing):
         times.append(stage.deadline)
     elif isinstance(stage, Joining):
@@ -80,6 +82,13 @@ def _suspicion(turn: Turn, policy: ScalingPolicy) -> None:
         condemn(turn, overdue)
     elif len(known) < len(suspicion.suspects):
         turn.set(suspicion=replace(suspicion, suspects=known))
+
+
+def _survey(turn: Turn, policy: ScalingPolicy) -> None:
+    survey = turn.state.survey
+    if survey is not None and turn.passed(survey.deadline):
+        turn.say("no node has said in time what its memory holds: the newest checkpoint in storage is used")
+        turn.set(survey=None)
 
 
 def _starts(turn: Turn, policy: ScalingPolicy) -> None:
@@ -144,6 +153,8 @@ def _waiting(turn: Turn, stage: Waiting, policy: ScalingPolicy) -> None:
 def _start(turn: Turn, stage: Waiting, policy: ScalingPolicy) -> None:
     state = turn.state
     verdict = policy.start(_facts(state, stage.since, turn.now))
+    if verdict.go and state.survey is not None:
+        return  # A few milliseconds, or its deadline.
     if verdict.go and state.suspicion is None:
         begin(turn, verdict.size, verdict.reason)
         return
@@ -187,9 +198,10 @@ def _pausing(turn: Turn, stage: Pausing) -> None:
         return
     newest = state.newest_checkpoint
     saved = newest is not None and stage.stop_at is not None and newest.step >= stage.stop_at
-    if not saved and not late:
+    # Without `durable` the last step is in the nodes' memory, where the survey that follows finds it.
+    if stage.durable and not saved and not late:
         return
-    if not saved:
+    if stage.durable and not saved:
         turn.say(
             f"storage has not taken the checkpoint of step {stage.stop_at}; steps since the one before are repeated"
         )

@@ -108,7 +108,8 @@ def _followers(ring: Sequence[str], at: int, count: int, domains: Mapping[str, s
     # size leaves every domain that is not itself larger than half of the ring.
     strides = [(largest + turn) % size for turn in range(size)]
     order = [ring[(at + stride) % size] for stride in strides if stride]
-    taken, used = [], {domains.get(ring[at], ring[at])}
+    taken: list[str] = []
+    used = {domains.get(ring[at], ring[at])}
     for fresh in (True, False):
         for node in order:
             domain = domains.get(node, node)

@@ -95,6 +95,8 @@ class Pausing:
     was: Training
     answers: Mapping[int, int] = field(default_factory=dict)
     stop_at: int | None = None
+    # False where the memory of the nodes takes the last step, and storage need not be waited for.
+    durable: bool = True
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,14 @@ class Suspicion:
 
 
 @dataclass(frozen=True)
+class Survey:
+    """The nodes are being asked what their memory holds. Who has not answered by `deadline` holds nothing."""
+
+    number: int
+    deadline: float
+
+
+@dataclass(frozen=True)
 class Streaks:
     """Failures in a row. `mark` is (furthest step, newest checkpoint step) at the last one: beyond it is progress.
 
@@ -177,6 +187,10 @@ class RunState:
     next_slot: int = 0
     next_worker: int = 0
     checkpoints: tuple[KnownCheckpoint, ...] = ()
+    # What the last survey found in the memory of nodes, newest first; forgotten when a generation begins.
+    snapshots: tuple[KnownCheckpoint, ...] = ()
+    survey: Survey | None = None
+    surveys: int = 0
     rejected: tuple[str, ...] = ()
     furthest_step: int = 0
     streaks: Streaks = field(default_factory=Streaks)
@@ -200,6 +214,19 @@ class RunState:
         """The newest complete checkpoint that no restore has refused."""
         good = (known for known in self.checkpoints if known.id not in self.rejected)
         return max(good, key=lambda known: known.step, default=None)
+
+    @property
+    def newest_snapshot(self) -> KnownCheckpoint | None:
+        """The newest snapshot in memory that no restore has refused."""
+        return next((known for known in self.snapshots if known.id not in self.rejected), None)
+
+    @property
+    def newest_state(self) -> KnownCheckpoint | None:
+        """Where the next generation begins: in memory, unless storage is further."""
+        snapshot, checkpoint = self.newest_snapshot, self.newest_checkpoint
+        if snapshot is None or checkpoint is None:
+            return snapshot or checkpoint
+        return snapshot if snapshot.step >= checkpoint.step else checkpoint
 
     @property
     def members_inside(self) -> tuple[int, ...]:

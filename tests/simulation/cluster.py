@@ -57,6 +57,7 @@ class Cluster:
             if process.slot == slot and process.alive:
                 self.kill(process)
         node.slot = None
+        self.world.memory.wipe(node)
         self.world.clock.after(self.world.rng.uniform(0.0, 0.5), self.place)
 
     def start(self, worker: int, slot: int) -> None:
@@ -84,6 +85,7 @@ class Cluster:
     def lose(self, node: Node) -> list[Process]:
         """The node is gone with everything on it; its workers."""
         node.alive = False
+        self.world.memory.wipe(node)
         victims = [process for process in self.processes.values() if process.node is node and process.alive]
         for process in victims:
             process.die()

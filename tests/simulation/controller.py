@@ -121,12 +121,14 @@ class Controller:
             case act.Probe():
                 for worker in action.workers:
                     world.probe(worker)
+            case act.SurveyMemory():
+                world.memory.survey(action.survey)
             case act.AskHold():
                 for worker in action.workers:
                     world.ask(worker, "ask_hold", action.generation)
             case act.ConfirmHold():
                 for worker in action.workers:
-                    world.ask(worker, "confirm_hold", action.generation, action.step)
+                    world.ask(worker, "confirm_hold", action.generation, action.step, action.durable)
             case act.FinishRun():
                 self.finished = True
                 for slot in [*cluster.pending, *cluster.placed]:

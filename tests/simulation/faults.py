@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from random import Random
 
-from elastic.core.settings import CheckpointSettings, FailureSettings, RunSettings, ScalingSettings
+from elastic.core.settings import CheckpointSettings, FailureSettings, MemorySettings, RunSettings, ScalingSettings
 
 # Kind: how often, relative to the others; how long it lasts (None: for ever) for kinds that end by themselves.
 _KINDS: dict[str, tuple[float, tuple[float, float] | None]] = {
@@ -60,6 +60,9 @@ class Plan:
     lost_commits: float = 0.0
     corruption: float = 0.0
     lemon_rate: float = 0.3
+    snapshot_every: int = 1
+    lost_surveys: float = 0.0
+    memory_failures: float = 0.0
     # A run that is resumed: its checkpoints (id, step) and the last generation of the attempt before.
     earlier: tuple[tuple[str, int], ...] = ()
     earlier_generation: int = 0
@@ -74,7 +77,11 @@ def draw(seed: int) -> Plan:
     faults = [_fault(rng, horizon) for _ in range(rng.choice((1, 2, 3, 5, 8, 13)))]
     plan = Plan(
         settings=RunSettings(
-            f"run-{seed}", scaling=scaling, checkpoint=CheckpointSettings(), failures=_failures(rng, liveness)
+            f"run-{seed}",
+            scaling=scaling,
+            checkpoint=CheckpointSettings(),
+            failures=_failures(rng, liveness),
+            memory=MemorySettings(enabled=rng.random() < 0.7, replicas=rng.choice((0, 1, 1, 2))),
         ),
         faults=tuple(faults),
         nodes=rng.randint(scaling.min_slots, scaling.max_slots + 1),
@@ -86,6 +93,9 @@ def draw(seed: int) -> Plan:
         slot_failures=rng.choice((0.0, 0.0, 0.2)),
         lost_commits=rng.choice((0.0, 0.0, 0.2)),
         corruption=rng.choice((0.0, 0.0, 0.3)),
+        snapshot_every=rng.choice((1, 1, 2, 5)),
+        lost_surveys=rng.choice((0.0, 0.0, 0.2)),
+        memory_failures=rng.choice((0.0, 0.0, 0.1)),
     )
     if liveness and rng.random() < 0.2:
         plan.bugs = [rng.randint(1, plan.max_steps)]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from elastic.core import actions as act
 from elastic.core import events as ev
 from elastic.core import machine
+from elastic.core.snapshots import is_snapshot
 from elastic.core.state import (
     FINISHED,
     STOPPED,
@@ -46,7 +47,7 @@ class Invariants:
         self._monotone(before, after)
         again = isinstance(event, ev.ControllerRestarted)
         for action in actions:
-            self._action(before, after, action, again)
+            self._action(before, after, action, again, event)
         if isinstance(after.stage, Ending) and not isinstance(before.stage, Ending):
             told = {w for action in actions if isinstance(action, act.EndGeneration) for w in action.workers}
             assert told >= set(after.members_inside), "a member was not told that its generation ends"
@@ -87,7 +88,7 @@ class Invariants:
         assert after.incidents - before.incidents in (0, 1, 2)
         assert set(before.rejected) <= set(after.rejected)
 
-    def _action(self, before: RunState, after: RunState, action: act.Action, again: bool) -> None:
+    def _action(self, before: RunState, after: RunState, action: act.Action, again: bool, event: ev.Event) -> None:
         if isinstance(action, act.RequestSlot):
             assert again or action.slot not in self.requested, "a slot was requested twice"
             self.requested.add(action.slot)
@@ -100,7 +101,7 @@ class Invariants:
             assert action.slot not in self.released, "a worker was started in a slot that is gone"
             self.started.add(action.worker)
         elif isinstance(action, act.BeginGeneration):
-            self._begin(before, after, action, again)
+            self._begin(before, after, action, again, event)
         elif isinstance(action, act.ConfirmHold):
             promises = [self.world.cluster.processes[worker].hold_at or 0 for worker in action.workers]
             assert action.step >= max(promises, default=0), "a member is asked to stop where it may not be any more"
@@ -115,21 +116,43 @@ class Invariants:
             assert again or not self.finishes, "the run finished twice"
             self.finishes += 1
 
-    def _begin(self, before: RunState, after: RunState, action: act.BeginGeneration, again: bool) -> None:
-        """One generation at a time, of living members, from the newest good checkpoint."""
+    def _begin(
+        self, before: RunState, after: RunState, action: act.BeginGeneration, again: bool, event: ev.Event
+    ) -> None:
+        """One generation at a time, of living members, from the newest good state."""
         assert again or action.generation not in self.begun, "a generation began twice"
         self.begun.add(action.generation)
-        scaling, newest = after.settings.scaling, after.newest_checkpoint
+        scaling, newest = after.settings.scaling, self._newest(before, after, event)
         assert scaling.min_workers <= len(action.members) <= scaling.max_workers
         assert len(set(action.members)) == len(action.members), "a worker has two ranks"
         if not again:
-            assert (action.checkpoint, action.step) == ((newest.id, newest.step) if newest else (None, 0))
-            assert newest is not None or not after.rejected, "a run began anew although its checkpoints were refused"
+            assert (action.checkpoint, action.step) == (newest if newest else (None, 0))
+            late = isinstance(event, ev.Tick)
+            answered = isinstance(event, ev.MemorySurveyed) or before.survey is None
+            assert late or answered or before.members, "a generation begins before the nodes said what they hold"
+            if action.checkpoint is not None and is_snapshot(action.checkpoint):
+                self.world.seen("resize through memory" if before.stage and after.incident and after.incident.planned
+                                else "recovery from memory")  # fmt: skip
+            elif after.settings.memory.enabled and action.checkpoint and before.generation > before.first_generation:
+                self.world.seen("recovery from storage although there is memory")
+            if any(is_snapshot(name) for name in after.rejected):
+                self.world.seen("a refused snapshot")
+            refused = [name for name in after.rejected if not is_snapshot(name)]
+            assert newest is not None or not refused, "a run began anew although its checkpoints were refused"
             remaining = set(before.members_inside) & after.workers.keys()
             assert not remaining or isinstance(before.stage, Ending | Pausing), "two generations at a time"
             for process in self.world.cluster.processes.values():
                 old = process.inside and process.generation < action.generation
                 assert not (old and process.worker in after.workers), "a worker is still inside an older generation"
+
+    def _newest(self, before: RunState, after: RunState, event: ev.Event) -> tuple[str, int] | None:
+        """Worked out anew from what is known: the newest snapshot of the last survey, unless storage is further."""
+        snapshots = [(known.id, known.step) for known in before.snapshots]
+        if isinstance(event, ev.MemorySurveyed) and before.survey and before.survey.number == event.survey:
+            snapshots = list(event.snapshots)
+        stored = [(known.id, known.step) for known in after.checkpoints if known.id not in after.rejected]
+        usable = [known for known in snapshots if known[0] not in after.rejected][:1]
+        return max(stored + usable, key=lambda known: (known[1], is_snapshot(known[0])), default=None)
 
     def _members(self, state: RunState) -> None:
         stage, inside = state.stage, set(state.members_inside)
@@ -192,8 +215,8 @@ class Invariants:
             seen(f"failure in {type(old).__name__}")
         elif isinstance(new, Ending) and isinstance(old, Ending) and new.lost > old.lost:
             seen("loss in Ending")
-        if isinstance(new, Joining) and isinstance(old, Pausing):
-            seen("growth" if after.world_size > before.world_size else "planned end without growth")
+        if isinstance(new, Joining) and not isinstance(old, Joining) and after.incident and after.incident.planned:
+            seen("growth" if after.world_size > after.incident.world_size else "planned end without growth")
         if isinstance(new, Finished) and not isinstance(old, Finished):
             seen(f"finished: {new.status}")
             if new.status == FINISHED and isinstance(old, Waiting | Ending):

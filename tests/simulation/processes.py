@@ -34,6 +34,7 @@ class Process:
         self.group: Group | None = None
         self.hold_at: int | None = None
         self.stop_at: int | None = None
+        self.durable = True
         self.sent_until = 0.0
         self.deferred: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self.said: dict[str, ev.Event] = {}
@@ -107,13 +108,15 @@ class Process:
             return
         if self.hold_at is None:
             self.hold_at = self.group.step + (self.world.rng.random() < 0.7 and self.group.step < self.group.last)
-        self.say(ev.HoldAnswered(generation, self.worker, self.hold_at))
+        memory = self.world.plan.settings.memory.enabled and self.world.rng.random() > self.world.plan.memory_failures
+        self.say(ev.HoldAnswered(generation, self.worker, self.hold_at, memory))
 
-    def confirm_hold(self, generation: int, step: int) -> None:
+    def confirm_hold(self, generation: int, step: int, durable: bool) -> None:
         if generation != self.generation or self.group is None:
             return
         if self.status == "training":
             self.hold_at = self.stop_at = step
+            self.durable = durable
             self.group.kick()
         elif not self.inside:
             self.repeat("WorkerLeft", "WorkerCompleted")
@@ -129,7 +132,7 @@ class Process:
     def restore(self, group: Group) -> None:
         if self.status != "joined" or self.group is not group or group.broken:
             return
-        if group.base is not None and group.base in self.world.storage.corrupt:
+        if group.base is not None and not self.world.restorable(group.base):
             self.status = "raised"
             self.say(ev.RestoreFailed(group.number, self.worker, group.base, "content check failed"))
             return
@@ -186,6 +189,7 @@ class Group:
         if all(m.status == "training" for m in self.members):
             self.progress_at = self.world.clock.now
             if self.step >= self.last:
+                self.world.begun_at_the_end(self)
                 self._all(lambda member: member.finish_training(self.world.reaches_end))
             else:
                 self.kick()

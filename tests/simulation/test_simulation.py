@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.core.settings import FailureSettings, RunSettings, ScalingSettings
+from elastic.core import actions as act
+from elastic.core.settings import FailureSettings, MemorySettings, RunSettings, ScalingSettings
 from simulation import trace
 from simulation.faults import Fault, Plan, draw
 from simulation.world import World
@@ -23,7 +24,9 @@ SOMETIMES = {
       "gave-up", "no-capacity", "integrity")),
     *(f"stopped in {stage}" for stage in ("Waiting", "Pausing", "Ending")),
     "growth", "planned end without growth", "false alarm", "late waker", "falling back to", "could not be started",
-    "every worker process is replaced", "has not taken the checkpoint", "finished without its last generation",
+    "recovery from memory", "recovery from storage although there is memory", "resize through memory",
+    "a refused snapshot", "begun at the end", "survey without an answer", "every worker process is replaced",
+    "has not taken the checkpoint", "finished without its last generation",
 }  # fmt: skip
 
 
@@ -55,8 +58,13 @@ def test_different_seeds_differ() -> None:
     assert play(1).controller.journal != play(2).controller.journal
 
 
-def calm(faults: tuple[Fault, ...] = (), **more: object) -> Plan:
-    settings = RunSettings("calm", scaling=ScalingSettings(2, 4), failures=FailureSettings(hang_floor_s=10.0))
+def calm(faults: tuple[Fault, ...] = (), memory: bool = False, **more: object) -> Plan:
+    settings = RunSettings(
+        "calm",
+        scaling=ScalingSettings(2, 4),
+        memory=MemorySettings(memory),
+        failures=FailureSettings(hang_floor_s=10.0),
+    )
     values = {"nodes": 4, "max_steps": 20, "step_s": 1.0, "save_every": 5, "liveness": True, "horizon_s": 60.0, **more}
     return Plan(settings, faults, **values)  # type: ignore[arg-type]
 
@@ -74,6 +82,16 @@ def test_a_lost_node_costs_seconds_and_the_steps_since_the_checkpoint() -> None:
     assert world.controller.state.incidents == 1
     assert world.controller.state.generation == 2
     assert world.clock.now - world.begin_s < 50
+
+
+def test_with_memory_a_lost_node_costs_one_step_at_most() -> None:
+    for seed in range(20):
+        world = World(seed, calm((Fault("kill_node", 12.0 + seed / 10, seed / 20),), memory=True, save_every=1000))
+        world.run()
+        (incident,) = [a.incident for a in world.controller.history if isinstance(a, act.CloseIncident) and not
+                       a.incident.planned]  # fmt: skip
+        assert incident.source == "memory"
+        assert incident.steps_repeated <= 1
 
 
 def test_a_hundred_servers_live_through_the_worst_weeks_of_a_real_trace() -> None:

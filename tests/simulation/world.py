@@ -6,12 +6,14 @@ from random import Random
 from typing import Any
 
 from elastic.core import events as ev
+from elastic.core.snapshots import is_snapshot
 from elastic.core.state import RunState, SlotPhase, Training, WorkerPhase
 from simulation.clock import Clock
 from simulation.cluster import Cluster, Storage
 from simulation.controller import Controller
 from simulation.faults import Plan
 from simulation.injector import Injector
+from simulation.memory import Memory
 from simulation.processes import Group, Node, Process
 
 
@@ -26,6 +28,7 @@ class World:
         self.reaches_end = not plan.returns_early
         self.sometimes: set[str] = set()
         self.storage = Storage(self)
+        self.memory = Memory(self)
         self.cluster = Cluster(self, plan.nodes)
         self.controller = Controller(self, plan.settings)
         self.injector = Injector(self)
@@ -123,9 +126,21 @@ class World:
     def step_ended(self, group: Group) -> None:
         if group.step == group.start + 1:
             self.tell(ev.FirstStepDone(group.number, group.step), self.rng.uniform(0.01, 0.3))
-        last = group.step >= self.max_steps
-        if last or group.step % self.plan.save_every == 0 or any(m.stop_at == group.step for m in group.members):
+        last, ends = group.step >= self.max_steps, any(m.stop_at == group.step for m in group.members)
+        durable = ends and any(m.durable for m in group.members if m.stop_at == group.step)
+        if last or durable or group.step % self.plan.save_every == 0:
             self.storage.save(group)
+        if self.plan.settings.memory.enabled and (ends or group.step % self.plan.snapshot_every == 0):
+            self.memory.take(group)
+
+    def begun_at_the_end(self, group: Group) -> None:
+        """Nothing is left to do but to save what so far is in memory only."""
+        if group.base is not None and is_snapshot(group.base):
+            self.seen("begun at the end")
+            self.storage.save(group)
+
+    def restorable(self, base: str) -> bool:
+        return self.memory.readable(base) if is_snapshot(base) else base not in self.storage.corrupt
 
     def raises(self, step: int, members: list[Process]) -> Process | None:
         if step not in self.plan.bugs:

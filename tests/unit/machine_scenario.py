@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from elastic.core import actions as act
 from elastic.core import events as ev
 from elastic.core import machine
-from elastic.core.settings import FailureSettings, RunSettings, ScalingSettings
+from elastic.core.settings import FailureSettings, MemorySettings, RunSettings, ScalingSettings
 from elastic.core.state import Finished, SlotPhase, Stage, WorkerPhase
 
 A = TypeVar("A")
@@ -16,10 +16,21 @@ A = TypeVar("A")
 class Scenario:
     """A run of `low` to `high` workers. `last` holds the actions since `do`, `tick` or `wait` was called last."""
 
-    def __init__(self, low: int = 2, high: int = 3, per_slot: int = 1, gather_s: float = 5.0, **failures: Any) -> None:
+    def __init__(
+        self,
+        low: int = 2,
+        high: int = 3,
+        per_slot: int = 1,
+        gather_s: float = 5.0,
+        memory: bool = False,
+        **failures: Any,
+    ) -> None:
         scaling = ScalingSettings(low, high, per_slot, gather_s)
         self.now = 1000.0
-        self.state = machine.initial(RunSettings("r", scaling=scaling, failures=FailureSettings(**failures)), self.now)
+        self.state = machine.initial(
+            RunSettings("r", scaling=scaling, memory=MemorySettings(memory), failures=FailureSettings(**failures)),
+            self.now,
+        )
         self.last: list[act.Action] = []
         self.journal: list[tuple[ev.Event, float]] = []
 

@@ -1,0 +1,89 @@
+"""The simulated memory of nodes: who holds which rank's shard of which snapshot."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from elastic.core import events as ev
+from elastic.core.snapshots import Held, parse_snapshot_id, place_replicas, recoverable
+from simulation.processes import Group, Node
+
+if TYPE_CHECKING:
+    from simulation.world import World
+
+# Two segments for each: one complete snapshot, and the one being taken.
+_KEPT = 2
+
+
+class Memory:
+    """A node keeps the two newest snapshots that it holds of a rank; its memory goes with its agent."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.held: dict[str, list[Held]] = {}
+        self.corrupt: set[str] = set()
+        self.settled: set[int] = set()
+
+    def take(self, group: Group) -> None:
+        """Every member copies its shard to its node; replicas follow, unless something comes between."""
+        world, plan = self.world, self.world.plan
+        nodes = [member.node.name for member in group.members]
+        replicas = place_replicas(nodes, plan.settings.memory.replicas)
+        for rank, member in enumerate(group.members):
+            held = Held(group.number, group.step, rank, len(nodes), replica=False)
+            self._keep(member.node, held)
+            for target in replicas[rank]:
+                copy = Held(group.number, group.step, rank, len(nodes), replica=True)
+                world.clock.after(world.rng.uniform(0.0, 0.3), self._receive, member.node, target, copy)
+        if group.number not in self.settled:
+            world.clock.after(0.31, self._free_older, group.number)
+
+    def wipe(self, node: Node) -> None:
+        """Its agent has ended."""
+        self.held.pop(node.name, None)
+
+    def survey(self, number: int) -> None:
+        world = self.world
+        if world.rng.random() < world.plan.lost_surveys:
+            world.seen("survey without an answer")
+            return
+        world.clock.after(world.rng.uniform(0.0, 0.2), self._answer, number)
+
+    def readable(self, identifier: str) -> bool:
+        """Can a restore have it? It may have gone since the survey."""
+        if identifier in self.corrupt:
+            return False
+        return any(snapshot.id == identifier for snapshot in recoverable(self._reachable()))
+
+    def _answer(self, number: int) -> None:
+        found = tuple((snapshot.id, snapshot.step) for snapshot in recoverable(self._reachable()))
+        self.world.tell(ev.MemorySurveyed(number, found), 0.01)
+
+    def _reachable(self) -> dict[str, list[Held]]:
+        nodes = {node.name: node for node in self.world.cluster.placed.values() if node.alive and not node.frozen}
+        return {name: self.held.get(name, []) for name in nodes}
+
+    def _receive(self, sender: Node, target: str, copy: Held) -> None:
+        node = next(node for node in self.world.cluster.nodes if node.name == target)
+        if sender.alive and node.alive and not sender.frozen and not node.frozen and node.slot is not None:
+            self._keep(node, copy)
+
+    def _keep(self, node: Node, copy: Held) -> None:
+        mine = self.held.setdefault(node.name, [])
+        mine.append(copy)
+        same = sorted(
+            h for h in mine if (h.rank, h.replica, h.generation) == (copy.rank, copy.replica, copy.generation)
+        )
+        for old in same[:-_KEPT]:
+            mine.remove(old)
+        if self.world.corrupts(len(mine)) and copy.step % 7 == 0:
+            self.corrupt.add(next(s.id for s in recoverable({"x": [Held(copy.generation, copy.step, 0, 1, False)]})))
+
+    def _free_older(self, generation: int) -> None:
+        """Snapshots of older generations go when a newer one is complete everywhere."""
+        whole = recoverable(self.held)
+        newest = max((parse_snapshot_id(snapshot.id)[1] for snapshot in whole), default=0)
+        if newest == generation:
+            self.settled.add(generation)
+            for held in self.held.values():
+                held[:] = [copy for copy in held if copy.generation >= newest]

@@ -1,0 +1,213 @@
+"""Where replicas go, what can be put together from what nodes hold, and what the machine makes of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from machine_scenario import Scenario
+
+from elastic.core import actions as act
+from elastic.core import events as ev
+from elastic.core.errors import IntegrityError
+from elastic.core.snapshots import Held, is_snapshot, parse_snapshot_id, place_replicas, recoverable, snapshot_id
+from elastic.core.state import Joining, Training, Waiting
+
+CLUSTERS = st.lists(st.tuples(st.integers(0, 7), st.integers(0, 3)), min_size=1, max_size=24).map(
+    lambda ranks: [f"n{domain}-{node}" for domain, node in ranks]
+)
+
+
+def domain_of(node: str) -> str:
+    return node.split("-")[0]
+
+
+# --- placement ---
+
+
+@given(CLUSTERS, st.integers(0, 3))
+def test_every_shard_has_as_many_copies_on_other_nodes_as_there_can_be(ranks: list[str], count: int) -> None:
+    nodes = set(ranks)
+    for node, targets in zip(ranks, place_replicas(ranks, count), strict=True):
+        assert len(targets) == len(set(targets)) == min(count, len(nodes) - 1)
+        assert node not in targets
+        assert set(targets) <= nodes
+
+
+@given(CLUSTERS, st.integers(1, 3), st.data())
+def test_as_many_nodes_as_there_are_replicas_may_be_lost_at_once(
+    ranks: list[str], count: int, data: st.DataObject
+) -> None:
+    nodes = sorted(set(ranks))
+    placed = place_replicas(ranks, count)
+    lost = data.draw(st.sets(st.sampled_from(nodes), max_size=min(count, len(nodes) - 1)))
+    held: dict[str, list[Held]] = {node: [] for node in nodes if node not in lost}
+    for rank, node in enumerate(ranks):
+        for holder in (node, *placed[rank]):
+            if holder not in lost:
+                held[holder].append(Held(3, 40, rank, len(ranks), holder != node))
+    (found,) = recoverable(held)
+    assert (found.step, found.generation) == (40, 3)
+    assert not lost.intersection(found.holders)
+
+
+@given(CLUSTERS)
+def test_a_whole_domain_may_be_lost_where_no_domain_is_more_than_half(ranks: list[str]) -> None:
+    nodes = set(ranks)
+    sizes = Counter(domain_of(node) for node in nodes)
+    placed = place_replicas(ranks, 1, {node: domain_of(node) for node in nodes})
+    if 2 * max(sizes.values()) <= len(nodes):
+        for node, targets in zip(ranks, placed, strict=True):
+            assert [domain_of(target) for target in targets] != [domain_of(node)]
+
+
+@given(CLUSTERS, st.integers(1, 2))
+def test_nobody_holds_more_replicas_than_others(ranks: list[str], count: int) -> None:
+    by_node = dict(zip(ranks, place_replicas(ranks, count), strict=True))
+    load = Counter(target for targets in by_node.values() for target in targets)
+    assert len({load[node] for node in by_node}) <= 1
+
+
+def test_two_replicas_are_in_two_other_domains_where_there_are_three() -> None:
+    ranks = ["a-0", "a-1", "b-0", "b-1", "c-0", "c-1"]
+    for node, targets in zip(ranks, place_replicas(ranks, 2, {n: domain_of(n) for n in ranks}), strict=True):
+        assert {domain_of(t) for t in targets} == {"a", "b", "c"} - {domain_of(node)}
+
+
+# --- what can be put together ---
+
+
+def test_a_snapshot_needs_every_rank_of_one_world_size() -> None:
+    whole = [Held(1, 8, rank, 3, False) for rank in range(3)]
+    assert [s.step for s in recoverable({"a": whole[:2], "b": whole[2:]})] == [8]
+    assert recoverable({"a": whole[:2]}) == ()
+    assert recoverable({"a": whole[:2], "b": [Held(1, 8, 2, 4, False)]}) == ()
+    assert recoverable({"a": whole[:2], "b": [Held(2, 8, 2, 3, False)]}) == ()
+
+
+def test_a_ranks_own_node_is_read_before_its_replicas() -> None:
+    held = {"a": [Held(1, 8, 0, 2, True), Held(1, 8, 1, 2, False)], "b": [Held(1, 8, 0, 2, False)]}
+    (found,) = recoverable(held)
+    assert found.holders == ("b", "a")
+
+
+def test_the_newest_generation_is_the_truth_even_where_it_went_back_in_steps() -> None:
+    held = {"a": [Held(1, 9, 0, 1, False), Held(2, 8, 0, 1, False), Held(2, 7, 0, 1, False)]}
+    assert [(s.generation, s.step) for s in recoverable(held)] == [(2, 8), (2, 7), (1, 9)]
+
+
+def test_names_of_snapshots_are_not_names_of_checkpoints() -> None:
+    name = snapshot_id(40, 3)
+    assert is_snapshot(name)
+    assert not is_snapshot("step-00000040-g0003")
+    assert parse_snapshot_id(name) == (40, 3)
+    for bad in ("step-00000040-g0003", "memory:", "memory:../x", "memory:step-40-g3"):
+        with pytest.raises(IntegrityError):
+            parse_snapshot_id(bad)
+
+
+# --- the machine ---
+
+
+def lost(snapshots: tuple[tuple[str, int], ...], committed: int | None = None) -> Scenario:
+    """Three workers train, one is lost at step 17, the others have left, and the nodes have answered."""
+    run = Scenario(2, 3, memory=True).started(3)
+    if committed is not None:
+        run.commit(committed)
+    run.do(ev.WorkerDied(1, "exit code -9")).left(17, 0, 2)
+    assert isinstance(run.state.stage, Waiting)
+    survey = run.state.survey
+    assert survey is not None
+    return run.do(ev.MemorySurveyed(survey.number, snapshots))
+
+
+def begun(run: Scenario) -> act.BeginGeneration:
+    (action,) = [a for a in run.last if isinstance(a, act.BeginGeneration)]
+    return action
+
+
+def test_the_next_generation_begins_from_the_newest_snapshot() -> None:
+    run = lost(((snapshot_id(16, 1), 16), (snapshot_id(15, 1), 15)), committed=10)
+    assert (begun(run).checkpoint, begun(run).step) == (snapshot_id(16, 1), 16)
+    assert run.state.incident is not None
+    assert (run.state.incident.source, run.state.incident.steps_repeated) == ("memory", 1)
+
+
+def test_storage_is_used_where_it_is_further_or_memory_holds_nothing() -> None:
+    assert begun(lost(((snapshot_id(9, 1), 9),), committed=10)).checkpoint == "c10"
+    assert begun(lost((), committed=10)).checkpoint == "c10"
+    assert begun(lost(())).checkpoint is None
+
+
+def test_nobody_waits_for_ever_for_an_answer() -> None:
+    run = Scenario(2, 3, memory=True).started(3).commit(10)
+    run.do(ev.WorkerDied(1, "exit code -9")).left(17, 0, 2)
+    assert isinstance(run.state.stage, Waiting)
+    run.wait(run.state.settings.failures.survey_timeout_s)
+    assert begun(run).checkpoint == "c10"
+    assert any(isinstance(a, act.Note) and "no node has said in time" in a.sentence for a in run.last)
+
+
+def test_an_answer_to_an_older_question_changes_nothing() -> None:
+    run = Scenario(2, 3, memory=True).started(3)
+    run.do(ev.WorkerDied(1, "exit code -9")).left(17, 0, 2)
+    before = run.state
+    assert before.survey is not None
+    run.do(ev.MemorySurveyed(before.survey.number - 1, ((snapshot_id(17, 1), 17),)))
+    assert run.state == before
+
+
+def test_a_refused_snapshot_is_passed_over_for_the_next_and_then_for_storage() -> None:
+    found = ((snapshot_id(16, 1), 16), (snapshot_id(15, 1), 15))
+    run = lost(found, committed=10)
+    for refused, then in ((16, snapshot_id(15, 1)), (15, "c10")):
+        number, members = run.state.generation, run.state.members
+        run.do(ev.RestoreFailed(number, members[0], snapshot_id(refused, 1), "content check failed"))
+        run.left(refused, *members)
+        run.wait(1.0)
+        if run.state.survey is not None:
+            run.do(ev.MemorySurveyed(run.state.survey.number, found))
+        assert isinstance(run.state.stage, Joining)
+        assert run.state.base is not None
+        assert run.state.base.id == then
+
+
+def test_a_node_lost_while_waiting_makes_the_answer_void() -> None:
+    run = Scenario(3, 3, memory=True).started(3)
+    run.do(ev.WorkerDied(1, "exit code -9")).left(17, 0, 2)
+    assert run.state.survey is not None
+    run.do(ev.MemorySurveyed(run.state.survey.number, ((snapshot_id(16, 1), 16),)))
+    assert run.state.newest_snapshot is not None
+    slot = run.state.workers[2].slot
+    run.do(ev.SlotLost(slot, "gone"))
+    assert run.state.newest_snapshot is None
+    assert [a for a in run.last if isinstance(a, act.SurveyMemory)]
+
+
+def growing(memory: bool) -> Scenario:
+    run = Scenario(2, 3, memory=True).started(2).nodes(1)
+    members = run.state.members
+    return run.do(*(ev.HoldAnswered(run.state.generation, worker, 5, memory) for worker in members))
+
+
+def test_growth_goes_through_memory_without_waiting_for_storage() -> None:
+    run = growing(memory=True)
+    (confirm,) = [a for a in run.last if isinstance(a, act.ConfirmHold)]
+    assert not confirm.durable
+    run.left(5)
+    assert run.state.survey is not None
+    run.do(ev.MemorySurveyed(run.state.survey.number, ((snapshot_id(5, 1), 5),)))
+    assert (begun(run).step, len(begun(run).members)) == (5, 3)
+    assert run.train().state.stage == Training(run.state.stage.since, first_step_done=True)
+
+
+def test_growth_waits_for_storage_where_one_memory_fails() -> None:
+    run = growing(memory=False)
+    (confirm,) = [a for a in run.last if isinstance(a, act.ConfirmHold)]
+    assert confirm.durable
+    run.left(5)
+    assert run.state.survey is None
+    run.commit(5)
+    assert run.state.survey is not None
