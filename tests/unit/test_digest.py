@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from itertools import pairwise
 
 import pytest
@@ -7,8 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.checkpoint import digest as module
+from elastic.checkpoint import words as module
 from elastic.checkpoint.digest import digest, partial_digests
+from elastic.checkpoint.shards import DTYPE_NAMES
 from elastic.core.layout import Piece, RankLayout
 from elastic.core.zero_layout import zero3_layout, zero12_layout
 
@@ -42,6 +45,37 @@ def test_follows_its_formula() -> None:
         for i, word in enumerate(words, first)
     )
     assert digest(values(1000, torch.int32), "k/n", first) == expected % 2**64
+
+
+@given(dtype=st.sampled_from(DTYPES), count=st.integers(1, 300), start=st.integers(0, 70_000), shift=st.integers(0, 7))
+def test_bytes_anywhere_in_memory_have_the_tensors_digest(
+    dtype: torch.dtype, count: int, start: int, shift: int
+) -> None:
+    tensor = values(count, dtype)
+    raw = bytes(shift) + tensor.view(torch.uint8).numpy().tobytes()
+    assert module.digest_bytes(memoryview(raw)[shift:], DTYPE_NAMES[dtype], "k/n", start) == digest(
+        tensor, "k/n", start
+    )
+    assert by_torch(tensor, "k/n", start) == expected
+
+
+def by_torch(tensor: torch.Tensor, name: str, start: int) -> int:
+    """The formula once more, by torch's own arithmetic."""
+    parts = torch.view_as_real(tensor).flatten() if tensor.is_complex() else tensor
+    size = parts.element_size()
+    words = parts.view(torch.uint8 if size == 1 else torch.int16 if size == 2 else torch.int32).to(torch.int64)
+    table, _ = module._table()
+    seed = module._seed(str(tensor.dtype), name)
+    total = 0
+    for i, word in enumerate(words.tolist(), start * words.numel() // tensor.numel()):
+        place = int(table[i % module._BLOCK])
+        total += (word + module._OFFSET) * place * module._factor(seed, i // module._BLOCK)
+    return total % 2**64
+
+
+def test_the_arithmetic_needs_no_torch() -> None:
+    code = "import sys, elastic.checkpoint.words; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 @given(data=st.data(), dtype=st.sampled_from(DTYPES), count=st.integers(1, 300), start=st.integers(0, 200_000))

@@ -1,0 +1,126 @@
+"""Content checks that do not depend on how a tensor is cut, computed from raw bytes.
+
+A tensor is read as 32-bit (or narrower) words; word i of a tensor with the key k contributes
+
+    (word + OFFSET) * table[i mod B] * factor(k, i div B)   modulo 2**64
+
+with a fixed pseudo-random odd table and pseudo-random odd factors (multilinear hashing, after Carter and Wegman 1979
+and Dietzfelbinger 1996). The sum over all words is the digest, so the sum of partial digests is the digest of the
+whole, in whatever pieces the words were summed. The key is made of dtype, kind and name. Words are at most 32 bits wide
+because a sign flip in a 64-bit word would only change the highest bit of a product, and two of them would cancel.
+
+This finds mistakes and decay, not forgery: whoever can choose the data can make two tensors of one digest.
+
+Nothing here imports torch: the process that keeps snapshots in a node's memory is a light one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from elastic.core.layout import Piece
+from elastic.core.manifest_json import ITEM_BYTES
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+# The table and a chunk of words widened to 64 bits stay in a core's own cache together.
+_BLOCK = 1 << 16
+# Makes zeros count, so that a digest sees how many there are.
+_OFFSET = 1 << 33
+_MASK64 = (1 << 64) - 1
+
+# Keys are made with torch's names of dtypes; they must stay what they were in every checkpoint that was ever written.
+KEY_NAMES = {
+    "F64": "torch.float64",
+    "F32": "torch.float32",
+    "F16": "torch.float16",
+    "BF16": "torch.bfloat16",
+    "F8_E4M3": "torch.float8_e4m3fn",
+    "F8_E5M2": "torch.float8_e5m2",
+    "I64": "torch.int64",
+    "I32": "torch.int32",
+    "I16": "torch.int16",
+    "I8": "torch.int8",
+    "U64": "torch.uint64",
+    "U32": "torch.uint32",
+    "U16": "torch.uint16",
+    "U8": "torch.uint8",
+    "BOOL": "torch.bool",
+    "C64": "torch.complex64",
+}
+
+
+def digest_bytes(data: memoryview, dtype: str, name: str, start: int = 0) -> int:
+    """The partial digest of the elements in `data`, which begin at element `start` of `name` ("<kind>/<parameter>").
+
+    `dtype` is the safetensors name. Releases the GIL while it computes, block by block.
+    """
+    words: npt.NDArray[Any] = np.frombuffer(data, dtype=_word_type(dtype))
+    first = start * ITEM_BYTES[dtype] // words.itemsize
+    seed = _seed(KEY_NAMES[dtype], name)
+    table, sums = _table()
+    wide = np.empty(min(_BLOCK, words.size), dtype=np.int64)
+    total = done = 0
+    while done < words.size:
+        block, low = divmod(first + done, _BLOCK)
+        count = min(_BLOCK - low, words.size - done)
+        products = wide[:count]
+        products[:] = words[done : done + count]
+        products *= table[low : low + count]
+        total += (int(products.sum()) + _OFFSET * (sums[low + count] - sums[low])) * _factor(seed, block)
+        done += count
+    return total & _MASK64
+
+
+def piece_digests(pieces: Iterable[Piece], buffers: Mapping[str, tuple[str, memoryview]]) -> dict[str, int]:
+    """What the pieces add to the digest of each "<kind>/<parameter>", each in [0, 2**64).
+
+    `buffers` maps "<kind>/<buffer>" to its dtype's safetensors name and its bytes. Padding is not looked at.
+    """
+    by_buffer: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        by_buffer.setdefault(piece.buffer, []).append(piece)
+    digests: dict[str, int] = {}
+    for key, (dtype, raw) in buffers.items():
+        kind, buffer = key.split("/", 1)
+        item = ITEM_BYTES[dtype]
+        for piece in by_buffer.get(buffer, ()):
+            name = f"{kind}/{piece.name}"
+            with raw[piece.offset * item : (piece.offset + piece.numel) * item] as part:
+                value = digest_bytes(part, dtype, name, piece.start)
+            digests[name] = (digests.get(name, 0) + value) & _MASK64
+    return digests
+
+
+def _word_type(dtype: str) -> type[np.generic]:
+    # Signed words, widened with their sign: as good as unsigned ones for a check, and what the first release did.
+    size = ITEM_BYTES[dtype]
+    return np.uint8 if size == 1 else np.int16 if size == 2 else np.int32
+
+
+@lru_cache(maxsize=1)
+def _table() -> tuple[npt.NDArray[np.int64], list[int]]:
+    """The table, and the sums of its first 0, 1, ... entries."""
+    # From a hash and not from a generator of random numbers, which may differ between releases.
+    raw = hashlib.shake_256(b"ray-elastic content check 1").digest(8 * _BLOCK)
+    table = np.frombuffer(raw, dtype=np.int64) | np.int64(1)
+    sums = [0, *np.cumsum(table).tolist()]
+    return table, sums
+
+
+@lru_cache(maxsize=4096)
+def _seed(dtype: str, name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{dtype} {name}".encode(), digest_size=8).digest(), "little")
+
+
+def _factor(seed: int, block: int) -> int:
+    value = (seed + (block + 1) * 0x9E3779B97F4A7C15) & _MASK64
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK64
+    value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK64
+    return (value ^ value >> 31) | 1
