@@ -53,9 +53,8 @@ def test_bytes_anywhere_in_memory_have_the_tensors_digest(
 ) -> None:
     tensor = values(count, dtype)
     raw = bytes(shift) + tensor.view(torch.uint8).numpy().tobytes()
-    assert module.digest_bytes(memoryview(raw)[shift:], DTYPE_NAMES[dtype], "k/n", start) == digest(
-        tensor, "k/n", start
-    )
+    expected = digest(tensor, "k/n", start)
+    assert module.digest_bytes(memoryview(raw)[shift:], DTYPE_NAMES[dtype], "k/n", start) == expected
     assert by_torch(tensor, "k/n", start) == expected
 
 
