@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+import torch
+
 from elastic.checkpoint.snapshot import ShardSnapshot
 from elastic.checkpoint.source import CheckpointSource
 from elastic.core.layout import RankLayout
-from elastic.core.manifest import Json
+from elastic.core.manifest import Json, ShardRecord
 from elastic.training.session import RestoreReport
 from elastic.training.state.check import check_layout
 from elastic.training.state.engine_state import LiveState
+from elastic.training.state.host import Transfer
 from elastic.training.state.live import Stage
 from elastic.training.state.partitioned import PartitionedStage
 from elastic.training.state.refuse import refuse_unsupported
@@ -47,6 +50,25 @@ class EngineState(Protocol):
         Of replicated tensors each is carried by one rank; module buffers by rank 0, whose values are the run's. The
         snapshot owns its memory, which is used again only when no tensor of it is left.
         """
+        ...
+
+    def capture(
+        self, *, run_id: str, generation: int, step: int, client: Mapping[str, Json]
+    ) -> tuple[ShardSnapshot, Transfer]:
+        """The same, with tensors still to be filled: the Transfer must run before the next optimizer step."""
+        ...
+
+    def record(self, generation: int) -> tuple[ShardRecord, int]:
+        """The record of this rank's part as it would lie in memory of this many bytes, without a step or digests.
+
+        It stays the same from step to step, unless the optimizer begins to keep more.
+        """
+        ...
+
+    def capture_into(
+        self, memory: torch.Tensor, record: ShardRecord, client: Mapping[str, Json]
+    ) -> tuple[Mapping[str, Json] | None, Transfer] | None:
+        """Fill `memory` (1-D uint8) as `record` says: rank 0's client and the Transfer; None if it no longer fits."""
         ...
 
     def restore(self, source: CheckpointSource, checkpoint_id: str) -> tuple[RestoreReport, Mapping[str, Json]]:

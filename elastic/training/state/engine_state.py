@@ -7,18 +7,22 @@ from collections.abc import Mapping
 from time import monotonic
 from typing import Any
 
+import torch
+
+from elastic.checkpoint.shards import DTYPE_NAMES
 from elastic.checkpoint.snapshot import ShardSnapshot
 from elastic.checkpoint.source import CheckpointSource
 from elastic.core.errors import IntegrityError, ModelMismatch
 from elastic.core.layout import RankLayout
-from elastic.core.manifest import Json, Manifest
+from elastic.core.manifest import Json, Manifest, ShardRecord, StoredTensor
+from elastic.core.names import shard_file
 from elastic.training.session import RestoreReport
 from elastic.training.state.agree import Agreement
 from elastic.training.state.client import check_client, install_client, read_client
 from elastic.training.state.dtypes import check_dtype
-from elastic.training.state.host import HostCopy, HostPool
+from elastic.training.state.host import HostCopy, HostPool, Transfer, packed, placed, transfer
 from elastic.training.state.inventory import Inventory, gaps
-from elastic.training.state.live import Member, Stage, members
+from elastic.training.state.live import BUFFER, Member, Stage, members
 from elastic.training.state.match import check_model
 from elastic.training.state.optimizer import decode_scalars, install_state, scalars_of
 from elastic.training.state.proof import prove
@@ -49,17 +53,16 @@ class LiveState:
         return {member.name: member.shape for member in self._members()}
 
     def snapshot(self, *, run_id: str, generation: int, step: int, client: Mapping[str, Json]) -> ShardSnapshot:
-        refuse_moved_away(self._engine)
-        inventory = self._inventory()
-        layout = inventory.written(self._stage.rank, self._stage.world_size)
-        padding = gaps(layout)
-        wanted = [
-            HostCopy(key, tensor, padding[key.split("/", 1)[1]])
-            for key, tensor in inventory.tensors().items()
-            if key.split("/", 1)[1] in layout.buffers
-        ]
-        first = self._stage.rank == 0
-        return ShardSnapshot(
+        snapshot, copies = self.capture(run_id=run_id, generation=generation, step=step, client=client)
+        copies.run()
+        return snapshot
+
+    def capture(
+        self, *, run_id: str, generation: int, step: int, client: Mapping[str, Json]
+    ) -> tuple[ShardSnapshot, Transfer]:
+        inventory, layout, wanted = self._wanted()
+        tensors, copies = self._pool.prepare(wanted)
+        snapshot = ShardSnapshot(
             run_id=run_id,
             generation=generation,
             rank=self._stage.rank,
@@ -67,10 +70,63 @@ class LiveState:
             step=step,
             zero_stage=self.zero_stage,
             layout=layout,
-            tensors=self._pool.copy(wanted),
+            tensors=tensors,
             parameters=self.parameters,
-            client=read_client(self._engine, self._stage, inventory, client) if first else None,
+            client=self._client(inventory, client),
         )
+        return snapshot, copies
+
+    def record(self, generation: int) -> tuple[ShardRecord, int]:
+        _, layout, wanted = self._wanted()
+        begins, size = packed(wanted)
+        rank, world_size = self._stage.rank, self._stage.world_size
+        tensors = tuple(
+            StoredTensor(item.key, DTYPE_NAMES[item.source.dtype], item.source.numel(), begin)
+            for item, begin in zip(wanted, begins, strict=True)
+        )
+        record = ShardRecord(
+            rank=rank,
+            world_size=world_size,
+            generation=generation,
+            step=0,
+            file=shard_file(rank, world_size),
+            bytes=size,
+            xxh3="",
+            tensors=tensors,
+            pieces=layout.pieces,
+            digests={},
+            zero_stage=self.zero_stage,
+            parameters=self.parameters if rank == 0 else None,
+        )
+        return record, size
+
+    def capture_into(
+        self, memory: torch.Tensor, record: ShardRecord, client: Mapping[str, Json]
+    ) -> tuple[Mapping[str, Json] | None, Transfer] | None:
+        inventory, _, wanted = self._wanted()
+        shapes = [(item.key, DTYPE_NAMES[item.source.dtype], item.source.numel()) for item in wanted]
+        if shapes != [(tensor.key, tensor.dtype, tensor.numel) for tensor in record.tensors]:
+            return None
+        targets = placed(wanted, [tensor.begin for tensor in record.tensors], memory)
+        return self._client(inventory, client), transfer(wanted, targets)
+
+    def _wanted(self) -> tuple[Inventory, RankLayout, list[HostCopy]]:
+        """What this rank's part of a snapshot is copied from, now."""
+        refuse_moved_away(self._engine)
+        inventory = self._inventory()
+        layout = inventory.written(self._stage.rank, self._stage.world_size)
+        padding = gaps(layout)
+        wanted = []
+        for key, tensor in inventory.tensors().items():
+            kind, buffer = key.split("/", 1)
+            if buffer in layout.buffers:
+                # A forward pass changes module buffers, and in stage 0 the user's own code may change the masters.
+                at_once = kind == BUFFER or self.zero_stage == 0
+                wanted.append(HostCopy(key, tensor, padding[buffer], at_once))
+        return inventory, layout, wanted
+
+    def _client(self, inventory: Inventory, caller: Mapping[str, Json]) -> Mapping[str, Json] | None:
+        return read_client(self._engine, self._stage, inventory, caller) if self._stage.rank == 0 else None
 
     def restore(self, source: CheckpointSource, checkpoint_id: str) -> tuple[RestoreReport, Mapping[str, Json]]:
         began = monotonic()

@@ -15,11 +15,74 @@ _ALIGNMENT_BYTES = 64
 
 @dataclass(frozen=True)
 class HostCopy:
-    """One tensor to copy out under `key`; `gaps` are the (offset, numel) of its elements that have no meaning."""
+    """One tensor to copy out under `key`; `gaps` are the (offset, numel) of its elements that have no meaning.
+
+    `at_once`: something other than an optimizer step may change it, so the copy cannot be made beside the training.
+    """
 
     key: str
     source: torch.Tensor
     gaps: Sequence[tuple[int, int]] = ()
+    at_once: bool = False
+
+    @property
+    def bytes(self) -> int:
+        return self.source.numel() * self.source.element_size()
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Copies (target, source) still to be made, and the targets' gaps, to be set to zero after them."""
+
+    moves: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    zeros: Sequence[torch.Tensor]
+
+    def enqueue(self) -> None:
+        """On the current stream, where the sources are on a device and the targets are pinned."""
+        for target, source in self.moves:
+            target.copy_(source, non_blocking=True)
+
+    def finish(self) -> None:
+        """After every copy has arrived."""
+        for gap in self.zeros:
+            gap.zero_()
+
+    def run(self) -> None:
+        """Make all copies; returns when they are there."""
+        self.enqueue()
+        if any(source.is_cuda for _, source in self.moves):
+            torch.cuda.current_stream().synchronize()
+        self.finish()
+
+
+def packed(wanted: Sequence[HostCopy]) -> tuple[tuple[int, ...], int]:
+    """Where each tensor begins when they lie one after the other, and how long that is; bytes."""
+    begins, size = [], 0
+    for item in wanted:
+        begins.append(size)
+        size += -(-item.bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    return tuple(begins), size
+
+
+def placed(wanted: Sequence[HostCopy], begins: Sequence[int], memory: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Views by key of `memory` (1-D uint8), of the sources' dtypes and lengths."""
+    return {
+        item.key: memory[begin : begin + item.bytes].view(item.source.dtype)
+        for item, begin in zip(wanted, begins, strict=True)
+    }
+
+
+def transfer(wanted: Sequence[HostCopy], targets: Mapping[str, torch.Tensor]) -> Transfer:
+    """The copies of `wanted` into `targets`. Those that cannot wait are made before this returns."""
+    moves, zeros = [], []
+    for item in wanted:
+        move = (targets[item.key], item.source.detach().reshape(-1))
+        if item.at_once:
+            move[0].copy_(move[1])
+        else:
+            moves.append(move)
+        zeros += [targets[item.key][offset : offset + numel] for offset, numel in item.gaps]
+    return Transfer(moves, zeros)
 
 
 class HostPool:
@@ -36,24 +99,15 @@ class HostPool:
 
     def copy(self, wanted: Sequence[HostCopy]) -> Mapping[str, torch.Tensor]:
         """1-D contiguous CPU tensors by key, equal to the sources now; gaps are zero. Waits for the device once."""
-        begins, size = [], 0
-        for item in wanted:
-            begins.append(size)
-            size += -(-item.source.numel() * item.source.element_size() // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        slab = self._slab(size)
-        handed = self._hand_out(slab)
-        found: dict[str, torch.Tensor] = {}
-        for item, begin in zip(wanted, begins, strict=True):
-            end = begin + item.source.numel() * item.source.element_size()
-            target = slab[begin:end].view(item.source.dtype)
-            target.copy_(item.source.detach().reshape(-1), non_blocking=self._pinned)
-            found[item.key] = handed[begin:end].view(item.source.dtype)
-        if self._pinned:
-            torch.cuda.current_stream().synchronize()
-        for item in wanted:
-            for offset, numel in item.gaps:
-                found[item.key][offset : offset + numel] = 0
+        found, copies = self.prepare(wanted)
+        copies.run()
         return found
+
+    def prepare(self, wanted: Sequence[HostCopy]) -> tuple[Mapping[str, torch.Tensor], Transfer]:
+        """The same tensors before they are filled, and what fills them. Sources must not change until it has run."""
+        begins, size = packed(wanted)
+        found = placed(wanted, begins, self._hand_out(self._slab(size)))
+        return found, transfer(wanted, found)
 
     def _slab(self, size: int) -> torch.Tensor:
         while self._idle:

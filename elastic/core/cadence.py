@@ -1,0 +1,95 @@
+"""How often to take a snapshot into memory: as often as costs next to nothing, measured on the run itself.
+
+Every rank must come to the same answer, so `Cadence` is fed with figures that the ranks have agreed on; `Costs` is what
+one rank measures.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from statistics import median
+
+# Steps between snapshots that no measurement exceeds: a run of a second per step then loses 17 minutes at the worst.
+_MAX_INTERVAL = 1000
+# One snapshot in so many is left out even where each step could have one: without it nothing is left to compare with.
+_COMPARE_EVERY = 32
+_WINDOW = 32
+# So many steps of each sort are needed before their medians are worth comparing.
+_ENOUGH_QUIET, _ENOUGH_BUSY = 5, 3
+
+
+class Cadence:
+    """Which steps get a snapshot. `every` fixes the interval; otherwise the cost stays under `cost_limit` of step time.
+
+    A generation's first step is due: until there is a snapshot, a failure costs all that the generation has done.
+    """
+
+    def __init__(self, every: int | None, cost_limit: float) -> None:
+        self.fixed = every is not None
+        self.interval = every or 1
+        self._cost_limit = cost_limit
+        self._next: int | None = None
+        self._taken = 0
+
+    def due(self, step: int) -> bool:
+        """`step` steps are finished. True at a generation's first one."""
+        if self.fixed:
+            return step % self.interval == 0
+        return self._next is None or step >= self._next
+
+    def passed(self, step: int, taken: bool) -> None:
+        """A due step is over. One that could not be taken is made up for by the next step."""
+        self._taken += taken
+        pause = self.interval if taken else 1
+        if taken and self.interval == 1 and self._taken % _COMPARE_EVERY == 0:
+            pause = 2
+        self._next = step + pause
+
+    def agreed(self, cost_s: float, step_s: float) -> None:
+        """What a snapshot costs the training, and how long a step without one takes, as all ranks see it; seconds."""
+        if self.fixed or step_s <= 0.0:
+            return
+        wanted = math.ceil(cost_s / (self._cost_limit * step_s))
+        # Down slowly: one lucky measurement must not buy a hundred expensive snapshots.
+        self.interval = min(_MAX_INTERVAL, max(1, wanted, self.interval // 2))
+
+
+class Costs:
+    """What one rank measures: `step` after every step, `snapshot` after each snapshot that was begun."""
+
+    def __init__(self) -> None:
+        self._quiet: deque[float] = deque(maxlen=_WINDOW)
+        self._busy: deque[float] = deque(maxlen=_WINDOW)
+        self._stalls: deque[float] = deque(maxlen=_WINDOW)
+        self._spans: deque[int] = deque(maxlen=_WINDOW)
+        self._completion_s = 0.0
+
+    def step(self, duration_s: float, busy: bool) -> None:
+        """`busy`: a snapshot was being copied or sent while it ran. Not for a generation's first step."""
+        (self._busy if busy else self._quiet).append(duration_s)
+        if busy and self._spans:
+            self._spans[-1] += 1
+
+    def snapshot(self, stall_s: float) -> None:
+        """A snapshot was begun, for which the training thread stood still for `stall_s`."""
+        self._stalls.append(stall_s)
+        self._spans.append(0)
+
+    def completed(self, seconds: float) -> None:
+        """The last snapshot was complete, replicas included, so long after it was begun."""
+        self._completion_s = seconds
+
+    @property
+    def step_s(self) -> float:
+        return median(self._quiet) if self._quiet else median(self._busy) if self._busy else 0.0
+
+    @property
+    def cost_s(self) -> float:
+        """Seconds by which one snapshot delays the training."""
+        stall = median(self._stalls) if self._stalls else 0.0
+        if len(self._quiet) < _ENOUGH_QUIET or len(self._busy) < _ENOUGH_BUSY:
+            # Not known yet: as if nothing of it were hidden behind the training.
+            return stall + self._completion_s
+        slower = max(0.0, median(self._busy) - median(self._quiet))
+        return stall + slower * max(1.0, median(self._spans))

@@ -1,0 +1,119 @@
+"""Copies of the state that are made beside the training, between two optimizer steps.
+
+Nothing but an optimizer step changes masters and optimizer state, so the copies of a snapshot may be made while the
+next step computes its gradients; `fence` keeps that step's update from overtaking them.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from elastic.core.errors import ElasticError
+from elastic.training.state.host import Transfer
+
+logger = logging.getLogger(__name__)
+
+# A copy to host memory takes seconds at most; one that takes longer will not come.
+_LIMIT_S = 120.0
+
+
+@dataclass
+class _Job:
+    transfer: Transfer
+    then: Callable[[], None]
+    event: Any = None
+    copied: threading.Event = field(default_factory=threading.Event)
+    error: BaseException | None = None
+
+
+class Copier:
+    """One thread, and on a CUDA device one stream. `start` and `fence` belong to the training thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._pending: list[_Job] = []
+        self._idle = threading.Condition()
+        self._unfinished = 0
+        self._thread: threading.Thread | None = None
+
+    def start(self, transfer: Transfer, then: Callable[[], None]) -> None:
+        """Begin to copy; `then` is called on the copier's thread when everything is there. What it raises is logged."""
+        job = _Job(transfer, then)
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._stream):
+                transfer.enqueue()
+                job.event = self._stream.record_event()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="elastic-copier", daemon=True)
+            self._thread.start()
+        with self._idle:
+            self._unfinished += 1
+        self._pending.append(job)
+        self._jobs.put(job)
+
+    def fence(self) -> float:
+        """Before the state changes: every copy that was started has read it. Returns the seconds that this waited.
+
+        On a CUDA device the stream waits and not this thread. Raises ElasticError when a copy failed.
+        """
+        began, pending = time.perf_counter(), self._pending
+        self._pending = []
+        for job in pending:
+            if job.event is not None:
+                torch.cuda.current_stream(self._device).wait_event(job.event)
+            elif not job.copied.wait(_LIMIT_S):
+                raise ElasticError(f"a copy of the state to host memory has not ended for {_LIMIT_S:.0f} s")
+            if job.error is not None:
+                raise ElasticError(f"the state could not be copied to host memory: {job.error}") from job.error
+        return time.perf_counter() - began if pending else 0.0
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until every copy was made and every `then` has returned."""
+        with self._idle:
+            return self._idle.wait_for(lambda: not self._unfinished, timeout_s)
+
+    def close(self) -> None:
+        """End the thread after what was started. The sources are not looked at any more when this returns."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._jobs.put(None)
+            thread.join(_LIMIT_S)
+        self._pending.clear()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            self._finish(job)
+            with self._idle:
+                self._unfinished -= 1
+                self._idle.notify_all()
+            # Its tensors must not stay alive while the next job is waited for.
+            del job
+
+    def _finish(self, job: _Job) -> None:
+        try:
+            if job.event is not None:
+                job.event.synchronize()
+            else:
+                job.transfer.enqueue()
+            job.copied.set()
+            job.transfer.finish()
+        except Exception as error:
+            logger.exception("a copy to host memory failed")
+            job.error = error
+            job.copied.set()
+            return
+        try:
+            job.then()
+        except Exception:
+            logger.exception("what follows a copy to host memory failed")
