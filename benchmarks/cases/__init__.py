@@ -1,0 +1,1 @@
+"""The cases: a module each, with one function that measures and returns figures."""

@@ -1,0 +1,160 @@
+"""Processes of a case: started, watched, killed with everything below them, and nothing left at the end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+from cluster import processes
+
+ROOT = Path(__file__).resolve().parent.parent
+_POLL_S = 0.02
+_KILL_LIMIT_S = 20.0
+
+T = TypeVar("T")
+
+
+class NotMeasured(Exception):
+    """What was to be measured did not happen; the message says what was waited for and where to look."""
+
+
+def environment(**more: str) -> dict[str, str]:
+    """This process's own with one thread per process, no CUDA, and this checkout's packages to import."""
+    paths = [str(ROOT), str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "CUDA_VISIBLE_DEVICES": "",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "GLOO_SOCKET_IFNAME": "lo",
+        **more,
+    }
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def until(condition: Callable[[], T | None], awaited: str, limit_s: float) -> T:
+    """The first value of `condition()` that is true. Raises NotMeasured."""
+    deadline = time.monotonic() + limit_s
+    while not (value := condition()):
+        if time.monotonic() > deadline:
+            raise NotMeasured(f"waited {limit_s:g} s for {awaited}")
+        time.sleep(_POLL_S)
+    return value
+
+
+class Children:
+    """The processes that one case has started, each with its output in a file of `folder`.
+
+    This process adopts what their deaths leave behind, so that everything below them is found and killed at the end.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        processes.adopt_orphans()
+        self.folder = folder
+        self._started: dict[str, subprocess.Popen[bytes]] = {}
+        self._own = {process.pid for process in processes.table().values() if process.ppid == os.getpid()}
+
+    def start(self, name: str, command: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+        with open(self.folder / f"{name}.log", "ab") as log:
+            child = subprocess.Popen(
+                list(command), stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                env=dict(env or environment()), start_new_session=True, cwd=ROOT,
+            )  # fmt: skip
+        self._started[name] = child
+        return child
+
+    def start_python(self, name: str, module: str, *arguments: str, **env: str) -> subprocess.Popen[bytes]:
+        return self.start(name, [sys.executable, "-m", module, *arguments], environment(**env))
+
+    def kill(self, name: str) -> float:
+        """SIGKILL `name` and everything below it, as the loss of its node would; returns when it began."""
+        root = self._started[name].pid
+        at = time.time()
+
+        def members() -> list[processes.Process]:
+            found = processes.table()
+            pids = {root, *processes.descendants([root], found)} & found.keys()
+            return [found[pid] for pid in pids if not found[pid].zombie]
+
+        processes.kill_all(members, lambda: None, _KILL_LIMIT_S)
+        self._started.pop(name).wait(_KILL_LIMIT_S)
+        return at
+
+    def until(self, condition: Callable[[], T | None], awaited: str, limit_s: float) -> T:
+        """`until`, given up at once where a process has ended that was to go on."""
+
+        def look() -> T | None:
+            if value := condition():
+                return value
+            for name, status in self.exited().items():
+                raise NotMeasured(f"{name} ended with {status} before {awaited}: {self.tail(name)}")
+            return None
+
+        return until(look, awaited, limit_s)
+
+    def exited(self) -> dict[str, int]:
+        """name -> exit status of those that have ended by themselves."""
+        return {name: child.returncode for name, child in self._started.items() if child.poll() is not None}
+
+    def tail(self, name: str, lines: int = 12) -> str:
+        text = (self.folder / f"{name}.log").read_text(encoding="utf-8", errors="replace")
+        return "\n".join(text.splitlines()[-lines:])
+
+    def close(self) -> None:
+        """Nothing below this process that was not there at the start is left when this returns."""
+
+        def members() -> list[processes.Process]:
+            found = processes.table()
+            below = processes.descendants([os.getpid()], found) - self._own
+            return [found[pid] for pid in below - processes.descendants(self._own, found)]
+
+        processes.kill_all(members, _reap, _KILL_LIMIT_S)
+        for child in self._started.values():
+            child.poll()
+        self._started.clear()
+
+    def __enter__(self) -> Children:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _reap() -> None:
+    """Collect every dead child, adopted ones too. A Popen that comes later takes the missing status for 0."""
+    while True:
+        try:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+
+
+def stop(child: subprocess.Popen[bytes], limit_s: float = 10.0) -> None:
+    """SIGTERM, and SIGKILL where that is not enough."""
+    child.send_signal(signal.SIGTERM)
+    try:
+        child.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait(limit_s)

@@ -1,0 +1,115 @@
+"""The one model, data and batch of all subjects: the GPT of `examples/gpt.py` at two sizes, and DeepSpeed configs.
+
+A training function of this project; bodies of the peers in `benchmarks/bodies` train the same with their own means.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "gpt.py"
+_LEARNING_RATE = 1e-3
+
+
+@dataclass(frozen=True)
+class Size:
+    """A byte-level GPT; `batch` is the global batch in windows, `micro` the largest part of one pass of one rank."""
+
+    name: str
+    width: int
+    layers: int
+    heads: int
+    context: int
+    batch: int
+    micro: int
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+# 0.8 million parameters: what is measured is the recovery and not the step.
+SMALL = Size("small", width=128, layers=4, heads=4, context=64, batch=24, micro=8)
+# 19 million parameters, 75 MB: a step of two workers takes more than a second on two slow cores.
+LARGE = Size("large", width=512, layers=6, heads=8, context=128, batch=8, micro=4)
+# For tests: a second from start to end.
+TINY = Size("tiny", width=32, layers=1, heads=2, context=16, batch=24, micro=8)
+SIZES = {size.name: size for size in (SMALL, LARGE, TINY)}
+
+
+@cache
+def example() -> ModuleType:
+    """`examples/gpt.py`, which is a script and no package."""
+    spec = importlib.util.spec_from_file_location("benchmark_gpt", _EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def build(size: Size) -> tuple[Any, Any, Any]:
+    """(model, AdamW, dataset); the same weights in every process."""
+    import torch
+
+    torch.manual_seed(0)
+    gpt = example()
+    model = gpt.GPT(size.width, size.layers, size.heads, size.context, 0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
+    return model, optimizer, gpt.Windows(gpt.stdlib_bytes(), size.context)
+
+
+def deepspeed_config(size: Size, stage: int, world_size: int | None = None) -> dict[str, Any]:
+    """For this project the micro batch is a bound and the world size is left open; DeepSpeed alone needs both exact,
+    and gets the fewest passes for which the batch divides."""
+    micro = size.micro if world_size is None else micro_batch(size, world_size)
+    return {
+        "train_batch_size": size.batch,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 1_000_000,
+    }
+
+
+def micro_batch(size: Size, world_size: int) -> int:
+    """The largest micro batch up to `size.micro` with which `world_size` ranks make up the batch exactly."""
+    exact = [micro for micro in range(1, size.micro + 1) if size.batch % (micro * world_size) == 0]
+    if not exact:
+        raise ValueError(f"a batch of {size.batch} cannot be dealt to {world_size} ranks in equal parts")
+    return exact[-1]
+
+
+def avoid_compiling() -> None:
+    """DeepSpeed alone would compile an operator at the first start, for a minute; this project does the same."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def train(config: dict[str, Any]) -> None:
+    """This project's body. `config`: size (name), stage, marks (a folder)."""
+    import elastic
+    from benchmarks.marks import MarkWriter
+
+    size = SIZES[config["size"]]
+    model, optimizer, data = build(size)
+    engine, _, loader, _ = elastic.initialize(
+        model=model, optimizer=optimizer, training_data=data, config=deepspeed_config(size, config["stage"])
+    )
+    marks, done = MarkWriter(config["marks"]), elastic.get_context().step
+    for windows in loader:
+        engine.backward(engine(windows))
+        engine.step()
+        here = elastic.get_context()
+        if here.step != done:
+            done = here.step
+            marks.step_done(done, here.rank, here.world_size)
