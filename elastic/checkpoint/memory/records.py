@@ -1,0 +1,85 @@
+"""Shard records as JSON, for messages between servers: exact, and read with suspicion."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from elastic.core.errors import IntegrityError
+from elastic.core.layout import Piece, check_rank
+from elastic.core.manifest import Json, ShardRecord, StoredTensor
+from elastic.core.manifest_json import ITEM_BYTES, check_json
+from elastic.core.names import check_file
+
+
+def template_to_json(record: ShardRecord) -> dict[str, Json]:
+    """What is constant in a generation: no step, no digests, no client state."""
+    parameters = record.parameters
+    return {
+        "rank": record.rank,
+        "world_size": record.world_size,
+        "generation": record.generation,
+        "zero_stage": record.zero_stage,
+        "file": record.file,
+        "bytes": record.bytes,
+        "tensors": [[t.key, t.dtype, t.numel, t.begin] for t in record.tensors],
+        "pieces": [[p.name, p.start, p.numel, p.buffer, p.offset] for p in record.pieces],
+        "parameters": None if parameters is None else [[name, list(shape)] for name, shape in parameters.items()],
+    }
+
+
+def template_from_json(data: Json) -> ShardRecord:
+    """Raises IntegrityError for anything that `template_to_json` would not have written."""
+    try:
+        record = ShardRecord(
+            rank=_count(data["rank"]),
+            world_size=_count(data["world_size"]),
+            generation=_count(data["generation"]),
+            step=0,
+            file=check_file(_text(data["file"])),
+            bytes=_count(data["bytes"]),
+            xxh3="",
+            tensors=tuple(StoredTensor(_text(k), _text(d), _count(n), _count(b)) for k, d, n, b in data["tensors"]),
+            pieces=tuple(
+                Piece(_text(name), _count(start), _count(numel), _text(buffer), _count(offset))
+                for name, start, numel, buffer, offset in data["pieces"]
+            ),
+            digests={},
+            zero_stage=_count(data["zero_stage"]),
+            parameters=None
+            if data["parameters"] is None
+            else {_text(name): tuple(map(_count, shape)) for name, shape in data["parameters"]},
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise IntegrityError(f"a shard's record is malformed: {error!r}") from error
+    check_template(record)
+    return record
+
+
+def check_template(record: ShardRecord) -> None:
+    """Raises IntegrityError unless every tensor lies inside the shard and every piece inside its tensors."""
+    for tensor in record.tensors:
+        if "/" not in tensor.key or tensor.dtype not in ITEM_BYTES:
+            raise IntegrityError(f"a shard's record has the tensor {tensor.key!r} of dtype {tensor.dtype!r}")
+        if tensor.begin + tensor.numel * ITEM_BYTES[tensor.dtype] > record.bytes:
+            raise IntegrityError(f"tensor {tensor.key!r} would end behind its shard of {record.bytes} bytes")
+    check_rank(record.layout)
+
+
+def client_state(value: Json) -> dict[str, Json] | None:
+    """Raises IntegrityError when it is neither nothing nor what JSON can carry exactly."""
+    if value is not None and not isinstance(value, dict):
+        raise IntegrityError("a snapshot's client state is no JSON object")
+    check_json(value, "client")
+    return value
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is not a whole number of at least 0")
+    return value
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise ValueError(f"{value!r} is not text")
+    return value

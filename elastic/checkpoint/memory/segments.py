@@ -1,0 +1,75 @@
+"""One piece of anonymous shared memory: made by a node's server, mapped by its workers, gone with its last user."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+
+logger = logging.getLogger(__name__)
+
+# Short enough that a request which arrives meanwhile is answered at once.
+_POPULATE_BYTES = 32 << 20
+
+
+class Segment:
+    """`nbytes` of zeroed memory without a name in any file system. Raises OSError when there is none.
+
+    A memfd and not a file in /dev/shm: it ends with the processes that hold it, however they end, and the size of
+    /dev/shm, often 64 MiB in containers, does not bound it.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._size = max(1, nbytes)  # an empty mapping is not possible
+        self.fd = os.memfd_create("elastic-snapshot", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self.fd, self._size)
+            # Costs nothing but addresses until it is touched.
+            self._map = map_segment(self.fd, nbytes)
+        except OSError:
+            os.close(self.fd)
+            raise
+        self._populated = 0
+
+    def map(self) -> memoryview:
+        """The memory as writable bytes. To be released before `close`."""
+        return memoryview(self._map)[: self.nbytes]
+
+    def reader_fd(self) -> int:
+        """A new descriptor that can be read and mapped, but not written."""
+        return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+
+    @property
+    def rough(self) -> bool:
+        """May some of the pages still have to be provided by the system?"""
+        return self._populated < self._size
+
+    def populate(self) -> None:
+        """Have the system provide some more of the pages, so that the first copy need not wait for them."""
+        begin, self._populated = self._populated, min(self._size, self._populated + _POPULATE_BYTES)
+        try:
+            os.posix_fallocate(self.fd, begin, self._populated - begin)
+        except OSError as error:
+            self._populated = self._size
+            logger.warning("memory for a snapshot could not be provided beforehand: %s", error)
+
+    @property
+    def unpopulated_bytes(self) -> int:
+        """What the segment will still take of the node's memory."""
+        return max(0, self._size - os.fstat(self.fd).st_blocks * 512)
+
+    def close(self) -> None:
+        try:
+            self._map.close()
+        except BufferError:
+            logger.warning("memory of a snapshot is still looked at and goes when that ends")
+        os.close(self.fd)
+
+
+def map_segment(fd: int, nbytes: int) -> mmap.mmap:
+    """A writable mapping; the descriptor may be closed afterwards."""
+    mapped = mmap.mmap(fd, max(1, nbytes))
+    # Processes that a data loader forks have no business here, and would keep the memory.
+    mapped.madvise(mmap.MADV_DONTFORK)
+    return mapped

@@ -1,0 +1,228 @@
+"""A node's memory of snapshots: its sockets and threads. Lives in the node's agent, needs neither torch nor Ray."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from elastic.checkpoint.memory.books import Mark
+from elastic.checkpoint.memory.replication import Progress, Replication
+from elastic.checkpoint.memory.sessions import LocalSession, PeerSession
+from elastic.checkpoint.memory.store import Store
+from elastic.checkpoint.memory.wire import TOKEN_BYTES, Address, Channel, Refused, admit, big_buffers
+from elastic.core.errors import UsageError
+from elastic.core.manifest import ShardRecord
+from elastic.core.snapshots import Held
+
+logger = logging.getLogger(__name__)
+
+_BACKLOG = 512
+_JOIN_LIMIT_S = 15.0
+
+
+class MemoryServer:
+    """Listens on (host, free port) and on an abstract Unix socket, and starts its threads.
+
+    `limit_bytes`: None for what the node has when memory is asked for (MemAvailable, cgroup v1 and v2).
+    """
+
+    def __init__(self, token: bytes, host: str, *, limit_bytes: int | None = None) -> None:
+        if len(token) != TOKEN_BYTES:
+            raise UsageError(f"the run's token has {len(token)} bytes, not {TOKEN_BYTES}")
+        self._token = token
+        self._store = Store(limit_bytes)
+        self._lock = threading.Lock()
+        self._channels: set[Channel] = set()
+        self._threads: set[threading.Thread] = set()
+        self._replications: list[Replication] = []
+        self._sent_bytes = self._received_bytes = 0
+        self._last_seconds: dict[int, float] = {}
+        self._closed = False
+        self._tcp = _listen_tcp(host)
+        self._address: Address = (host, self._tcp.getsockname()[1])
+        # Random, so that nobody else on the machine can take the name beforehand.
+        self._local_name = f"elastic-memory-{secrets.token_hex(16)}"
+        self._unix = _listen_unix(self._local_name)
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC)
+        self._acceptor = threading.Thread(target=self._accept, name="memory server", daemon=True)
+        self._acceptor.start()
+
+    @property
+    def address(self) -> Address:
+        return self._address
+
+    @property
+    def local_name(self) -> str:
+        """What workers of this node pass to `NodeMemory`."""
+        return self._local_name
+
+    def held(self) -> tuple[Held, ...]:
+        """The complete copies here, own and replicas."""
+        return self._store.held()
+
+    def record(self, held: Held, *, digests: bool = True) -> ShardRecord:
+        """The shard's record, with partial digests of the bytes that lie here now.
+
+        Their xxh3 is compared with what their sender computed. The result is remembered; the GIL is free meanwhile,
+        and calls for several shards may run in parallel. Raises IntegrityError when the shard is not here any more or
+        is not what was put here.
+        """
+        return self._store.record(held, digests)
+
+    def stats(self) -> dict[str, Any]:
+        """Figures for the journal: bytes held, segments, bytes sent and received, seconds of the last replications."""
+        with self._lock:
+            sent = self._sent_bytes + sum(replication.progress.sent_bytes for replication in self._replications)
+            return {
+                **self._store.stats(),
+                "sent_bytes": sent,
+                "received_bytes": self._received_bytes,
+                "replication_s": dict(self._last_seconds),
+                "connections": len(self._channels),
+                "threads": len(self._threads) + 1,
+            }
+
+    def close(self) -> None:
+        """Ends all threads, within a limit, and gives all memory back. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            channels, replications = list(self._channels), list(self._replications)
+            os.eventfd_write(self._wake, 1)
+        for replication in replications:
+            replication.stop()
+        for channel in channels:
+            channel.shut()
+        deadline = time.monotonic() + _JOIN_LIMIT_S
+        self._acceptor.join(_JOIN_LIMIT_S)
+        with self._lock:
+            threads = list(self._threads)
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        ended = [replication.join(max(0.0, deadline - time.monotonic())) for replication in replications]
+        if not all(ended) or any(thread.is_alive() for thread in threads):
+            logger.warning("a thread of the memory server has not ended within %s s", _JOIN_LIMIT_S)
+        self._store.close(max(0.0, deadline - time.monotonic()))
+        for sock in (self._tcp, self._unix):
+            sock.close()
+        os.close(self._wake)
+
+    def _accept(self) -> None:
+        poll = select.poll()
+        for fd in (self._tcp.fileno(), self._unix.fileno(), self._wake):
+            poll.register(fd, select.POLLIN)
+        while True:
+            ready = {fd for fd, _ in poll.poll()}
+            if self._wake in ready:
+                return
+            for listener in (self._tcp, self._unix):
+                if listener.fileno() in ready:
+                    self._take(listener)
+
+    def _take(self, listener: socket.socket) -> None:
+        try:
+            sock, _ = listener.accept()
+        except OSError as error:
+            # Out of descriptors: that does not pass at once.
+            logger.warning("a connection could not be taken: %s", error)
+            select.select([self._wake], [], [], 0.1)
+            return
+        try:
+            channel = Channel(sock)
+        except OSError:  # the other side is gone already
+            sock.close()
+            return
+        thread = threading.Thread(target=self._serve, args=(channel, sock), name="memory connection", daemon=True)
+        with self._lock:
+            self._channels.add(channel)
+            self._threads.add(thread)
+            if self._closed:
+                channel.shut()
+        thread.start()
+
+    def _serve(self, channel: Channel, sock: socket.socket) -> None:
+        try:
+            local = sock.family == socket.AF_UNIX
+            if local and _user_of(sock) != os.geteuid():
+                raise Refused(f"it belongs to user {_user_of(sock)}")
+            admit(channel, self._token)
+            if local:
+                LocalSession(self._store, channel, self._replicate).serve()
+            else:
+                PeerSession(self._store, channel, self._count_received).serve()
+        except Refused as error:
+            logger.warning("a connection was refused: %s", error)
+        except OSError as error:
+            logger.debug("a connection ended: %s", error)
+        except Exception:
+            logger.exception("a connection is closed after a request that could not be understood")
+        finally:
+            with self._lock:
+                self._channels.discard(channel)
+                self._threads.discard(threading.current_thread())
+                self._sent_bytes += channel.sent_bytes
+            channel.close()
+
+    def _replicate(
+        self,
+        template: ShardRecord,
+        targets: list[Address],
+        base: Mark | None,
+        told: Callable[[Progress], None],
+    ) -> Replication:
+        def tell(progress: Progress) -> None:
+            if progress.complete_step >= 0:
+                self._last_seconds[template.rank] = progress.seconds
+            told(progress)
+
+        with self._lock:
+            # Also those whose worker is gone: a generation that is over has nothing more to send.
+            for replication in self._replications:
+                if replication.generation < template.generation:
+                    replication.stop()
+            ended = [replication for replication in self._replications if not replication.alive]
+            self._sent_bytes += sum(replication.progress.sent_bytes for replication in ended)
+            self._replications = [replication for replication in self._replications if replication not in ended]
+            new = Replication(self._store, template, targets, self._token, base, tell)
+            self._replications.append(new)
+            if self._closed:
+                new.stop()
+            return new
+
+    def _count_received(self, count: int) -> None:
+        with self._lock:
+            self._received_bytes += count
+
+
+def _listen_tcp(host: str) -> socket.socket:
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    big_buffers(sock)
+    try:
+        sock.bind((host, 0))
+        sock.listen(_BACKLOG)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _listen_unix(name: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.bind(b"\0" + name.encode())
+    sock.listen(_BACKLOG)
+    return sock
+
+
+def _user_of(sock: socket.socket) -> int:
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, user, _ = struct.unpack("3i", raw)
+    return int(user)

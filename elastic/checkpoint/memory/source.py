@@ -1,0 +1,183 @@
+"""Reading a snapshot back from the nodes that hold it: the memory tier as a `CheckpointSource`."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+from elastic.checkpoint.memory.wire import CONNECT_LIMIT_S, MAX_PARTS, Address, Channel, after, checked, connect
+from elastic.checkpoint.reading import Request, requests
+from elastic.checkpoint.source import ReadRange
+from elastic.core.errors import IntegrityError, StorageError, Where
+from elastic.core.manifest import Manifest
+
+# One stream does not fill a fast network; more than that of one holder go over several.
+_STREAM_BYTES = 64 << 20
+_STREAMS = 4
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Where a shard is read from. `local_name` is set when that is the reader's own node."""
+
+    address: Address
+    local_name: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.address[0]}:{self.address[1]}"
+
+
+class MemorySource:
+    """`holders[rank]` is where that rank's shard is read from; `manifest` is asked for the manifest of an id.
+
+    `timeout_s` bounds one `read` as a whole.
+    """
+
+    name = "memory"
+
+    def __init__(
+        self,
+        manifest: Callable[[str], Manifest],
+        holders: Mapping[int, Holder],
+        token: bytes,
+        *,
+        timeout_s: float,
+    ) -> None:
+        self._manifest = manifest
+        self._holders = holders
+        self._token = token
+        self._timeout_s = timeout_s
+
+    def manifest(self, checkpoint_id: str) -> Manifest:
+        return self._manifest(checkpoint_id)
+
+    def read(self, manifest: Manifest, ranges: Sequence[ReadRange]) -> int:
+        """Fill every target; returns the number of bytes fetched.
+
+        Raises IntegrityError when a holder no longer has its shard or a range is not in it, and StorageError naming
+        the holder when it cannot be reached or does not deliver in time.
+        """
+        ranks = {shard.file: shard.rank for shard in manifest.shards}
+        wanted = requests(manifest, ranges, max_bytes=_STREAM_BYTES)
+        by_rank: dict[int, list[Request]] = {}
+        for request in wanted:
+            by_rank.setdefault(ranks[request.file], []).append(request)
+        fetches = [
+            _Fetch(self._holder(rank, manifest), self._token, manifest, rank, part)
+            for rank, own in by_rank.items()
+            for part in _dealt(own)
+        ]
+        if fetches:
+            self._run(fetches)
+        return sum(request.bytes for request in wanted)
+
+    def _holder(self, rank: int, manifest: Manifest) -> Holder:
+        if rank not in self._holders:
+            where = Where(rank=rank, step=manifest.step, generation=manifest.generation)
+            raise IntegrityError("no node is known to hold that rank's shard in memory", where)
+        return self._holders[rank]
+
+    def _run(self, fetches: Sequence[_Fetch]) -> None:
+        with ThreadPoolExecutor(max_workers=min(len(fetches), 16), thread_name_prefix="snapshot read") as pool:
+            futures: dict[Future[None], _Fetch] = {}
+            deadline = time.monotonic() + self._timeout_s
+            for fetch in fetches:
+                futures[pool.submit(fetch.run, deadline)] = fetch
+            done, late = wait(futures, timeout=self._timeout_s, return_when=FIRST_EXCEPTION)
+            failed = next((future for future in futures if future in done and future.exception() is not None), None)
+            # Nothing may write into the targets after this returns: the pool is left when all threads have ended.
+            for future in late:
+                future.cancel()
+                futures[future].cancel()
+        if failed is not None:
+            failed.result()
+        if late:
+            holder = futures[next(iter(late))].holder
+            raise StorageError(f"{holder} has not delivered its part of a snapshot within {self._timeout_s} s")
+
+
+class _Fetch:
+    """Some reads of one shard, over one connection."""
+
+    def __init__(
+        self, holder: Holder, token: bytes, manifest: Manifest, rank: int, requests: Sequence[Request]
+    ) -> None:
+        self.holder = holder
+        self._token = token
+        self._message = {"generation": manifest.generation, "step": manifest.step, "rank": rank}
+        self._where = Where(rank=rank, step=manifest.step, generation=manifest.generation)
+        self._requests = requests
+        self._lock = threading.Lock()
+        self._channel: Channel | None = None
+        self._cancelled = False
+
+    def run(self, deadline: float) -> None:
+        try:
+            limit_s = min(CONNECT_LIMIT_S, max(0.001, deadline - time.monotonic()))
+            channel = connect(self.holder.local_name or self.holder.address, self._token, limit_s=limit_s)
+            try:
+                with self._lock:
+                    self._channel = channel
+                    if self._cancelled:
+                        channel.shut()
+                channel.limit(max(0.001, deadline - time.monotonic()))
+                if self.holder.local_name is not None:
+                    self._copy(channel)
+                else:
+                    self._receive(channel)
+            finally:
+                with self._lock:
+                    self._channel = None
+                channel.close()
+        except OSError as error:
+            raise StorageError(
+                f"{self.holder} could not deliver its part of a snapshot: {error}", self._where
+            ) from error
+
+    def cancel(self) -> None:
+        with self._lock:
+            self._cancelled = True
+            if self._channel is not None:
+                self._channel.shut()
+
+    def _receive(self, channel: Channel) -> None:
+        parts = [(request.begin, request.bytes) for request in self._requests]
+        channel.ask({"do": "read", **self._message, "parts": parts})
+        channel.recv_into([view for request in self._requests for view in request.views])
+        channel.ask({"do": "release"})
+
+    def _copy(self, channel: Channel) -> None:
+        channel.send({"do": "lease", **self._message})
+        answer, fd = channel.receive()
+        checked(answer["answer"])
+        if fd is None:
+            raise ConnectionError("the server gave no memory to read")
+        try:
+            for request in self._requests:
+                _read_at(fd, request)
+        finally:
+            os.close(fd)
+        channel.send({"do": "release"})
+        checked(channel.receive()[0]["answer"])
+
+
+def _read_at(fd: int, request: Request) -> None:
+    begin, pending = request.begin, list(request.views)
+    while pending:
+        count = os.preadv(fd, pending[:MAX_PARTS], begin)
+        if not count:
+            raise IntegrityError(f"a shard in memory ends before byte {begin}, which its record says it has")
+        begin, pending = begin + count, after(pending, count)
+
+
+def _dealt(requests: Sequence[Request]) -> list[list[Request]]:
+    """In as many parts as are worth a connection each, of about the same size."""
+    count = min(_STREAMS, len(requests), 1 + sum(request.bytes for request in requests) // _STREAM_BYTES)
+    parts: list[list[Request]] = [[] for _ in range(count)]
+    for number, request in enumerate(requests):
+        parts[number * count // len(requests)].append(request)
+    return parts
