@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, create_model, model_validator
 
 from elastic.core.errors import UsageError
-from elastic.core.settings import CheckpointSettings, FailureSettings, RunSettings, ScalingSettings
+from elastic.core.settings import CheckpointSettings, FailureSettings, MemorySettings, RunSettings, ScalingSettings
 from jobs.sentences import sentence
 from jobs.storage import absolute_url
 from jobs.yaml_lines import Document, parse
@@ -56,6 +56,19 @@ class CheckpointSpec(BaseModel):
     keep_every_steps: Count | None = None
 
 
+class MemorySpec(BaseModel):
+    """See `MemorySettings`."""
+
+    model_config = _CONFIG
+
+    enabled: bool = MemorySettings.enabled
+    required: bool = False
+    replicas: Annotated[int, Field(ge=0, le=8)] = MemorySettings.replicas
+    every_steps: Count | None = None
+    cost_limit: Annotated[float, Field(gt=0, le=1)] = MemorySettings.cost_limit
+    domain_label: Annotated[str, Field(min_length=1)] = MemorySettings.domain_label
+
+
 class JobSpec(BaseModel):
     """One job. Batches count samples; None leaves them to the DeepSpeed config of the user's script."""
 
@@ -67,6 +80,7 @@ class JobSpec(BaseModel):
     min_workers: Count = 1
     max_workers: Count
     workers_per_slot: Count = 1
+    spare_slots: Annotated[int, Field(ge=0)] = 0
     gather_s: Annotated[float, Field(ge=0)] = ScalingSettings.gather_s
     resources_per_worker: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=lambda: {"CPU": 1.0})
     deepspeed: dict[str, Any] | str | None = None
@@ -76,6 +90,7 @@ class JobSpec(BaseModel):
     epochs: Count | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     checkpoint: CheckpointSpec = Field(default_factory=CheckpointSpec)
+    memory: MemorySpec = Field(default_factory=MemorySpec)
     failures: Annotated[FailureSettings, PlainValidator(_failures)] = Field(default_factory=FailureSettings)
     storage_url: str | None = None
 
@@ -105,7 +120,9 @@ class JobSpec(BaseModel):
             run_id=run_id,
             name=self.name,
             seed=self.seed,
-            scaling=ScalingSettings(self.min_workers, self.max_workers, self.workers_per_slot, self.gather_s),
+            scaling=ScalingSettings(
+                self.min_workers, self.max_workers, self.workers_per_slot, self.gather_s, self.spare_slots
+            ),
             global_batch=self.global_batch,
             micro_batch=self.micro_batch,
             max_steps=self.max_steps,
@@ -113,6 +130,7 @@ class JobSpec(BaseModel):
             checkpoint=CheckpointSettings(
                 checkpoint_url, self.checkpoint.every_steps, self.checkpoint.keep_last, self.checkpoint.keep_every_steps
             ),
+            memory=MemorySettings(**dict(self.memory)),
             failures=self.failures,
             resources_per_worker=self.resources_per_worker,
             deepspeed_config=self.deepspeed if isinstance(self.deepspeed, dict) else None,
@@ -148,6 +166,7 @@ def _keys() -> dict[tuple[str, ...], list[str]]:
     return {
         (): list(JobSpec.model_fields),
         ("checkpoint",): list(CheckpointSpec.model_fields),
+        ("memory",): list(MemorySpec.model_fields),
         ("failures",): [f.name for f in dataclasses.fields(FailureSettings)],
     }
 

@@ -73,9 +73,10 @@ class Probe:
 
 @dataclass(frozen=True)
 class SurveyMemory:
-    """Ask every node of the run what its memory holds -> MemorySurveyed."""
+    """Ask these nodes what their memory holds -> MemorySurveyed."""
 
     survey: int
+    nodes: tuple[str, ...]
 
 
 @dataclass(frozen=True)

@@ -202,6 +202,15 @@ class HoldAnswered:
 
 
 @dataclass(frozen=True)
+class MemoryLost:
+    """The members take no more snapshots into memory in this generation; training goes on."""
+
+    generation: int
+    worker: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class WorkerLeft:
     """The worker's training thread has left the generation after `step` finished steps; the process is idle."""
 
@@ -240,7 +249,7 @@ class SaveFailing:
 
 GenerationEvent = (
     GroupJoined | TrainingReached | FirstStepDone | ProgressStalled | CollectiveFailed | UserCodeFailed |
-    RestoreFailed | HoldAnswered | WorkerLeft | WorkerCompleted
+    RestoreFailed | HoldAnswered | MemoryLost | WorkerLeft | WorkerCompleted
 )  # fmt: skip
 
 Event = (

@@ -11,6 +11,7 @@ from elastic.core.events import (
     FirstStepDone,
     GroupJoined,
     HoldAnswered,
+    MemoryLost,
     ProgressStalled,
     RestoreFailed,
     SaveFailing,
@@ -140,6 +141,16 @@ def _promised(turn: Turn, stage: Pausing, worker: int, step: int) -> None:
         stop_at = max(answers.values())
         turn.enter(replace(stage, answers=answers, stop_at=stop_at))
         turn.do(ConfirmHold(turn.state.generation, turn.state.members_inside, stop_at, stage.durable))
+
+
+def memory_lost(turn: Turn, event: MemoryLost) -> None:
+    """Told by every member; said once."""
+    if turn.state.memory_lost_in < event.generation:
+        turn.set(memory_lost_in=event.generation)
+        turn.say(
+            f"no more snapshots are taken into memory: {event.reason}; a failure now goes back to storage",
+            kind="memory",
+        )
 
 
 def worker_left(turn: Turn, event: WorkerLeft) -> None:

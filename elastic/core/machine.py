@@ -93,7 +93,7 @@ def reissue(state: RunState) -> tuple[Action, ...]:
     elif isinstance(stage, Pausing) and stage.stop_at is not None:
         actions.append(ConfirmHold(state.generation, state.members_inside, stage.stop_at, stage.durable))
     if state.survey is not None:
-        actions.append(SurveyMemory(state.survey.number))
+        actions.append(SurveyMemory(state.survey.number, state.nodes))
     if isinstance(stage, Finished):
         actions.append(FinishRun(stage.status, stage.reason))
     return tuple(actions)
@@ -153,6 +153,8 @@ def _apply_to_generation(turn: Turn, event: ev.GenerationEvent) -> None:
             generations.restore_failed(turn, event)
         case ev.HoldAnswered():
             generations.hold_answered(turn, event)
+        case ev.MemoryLost():
+            generations.memory_lost(turn, event)
         case ev.WorkerLeft():
             generations.worker_left(turn, event)
         case ev.WorkerCompleted():

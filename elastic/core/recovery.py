@@ -167,7 +167,7 @@ def survey_memory(turn: Turn) -> None:
     number = turn.state.surveys + 1
     deadline = turn.now + settings.failures.survey_timeout_s
     turn.set(surveys=number, survey=Survey(number, deadline), snapshots=())
-    turn.do(SurveyMemory(number))
+    turn.do(SurveyMemory(number, turn.state.nodes))
 
 
 def memory_surveyed(turn: Turn, event: MemorySurveyed) -> None:

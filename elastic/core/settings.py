@@ -107,11 +107,13 @@ class MemorySettings:
     has not enough memory, which is otherwise said, and the run goes on with storage alone.
     """
 
-    enabled: bool = False
+    enabled: bool = True
     required: bool = False
     replicas: int = 1
     every_steps: int | None = None
     cost_limit: float = 0.01
+    # Nodes with the same value of this Ray label may be lost together; replicas go elsewhere where they can.
+    domain_label: str = "ray.io/availability-zone"
 
 
 @dataclass(frozen=True)

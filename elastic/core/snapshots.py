@@ -12,6 +12,8 @@ from elastic.core.errors import IntegrityError
 from elastic.core.names import checkpoint_id, parse_checkpoint_id
 
 _PREFIX = "memory:"
+# The key under which a rank's latest step reports travel with its part of a snapshot.
+STEPS = "steps"
 
 
 @dataclass(frozen=True, order=True)

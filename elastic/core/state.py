@@ -191,6 +191,8 @@ class RunState:
     snapshots: tuple[KnownCheckpoint, ...] = ()
     survey: Survey | None = None
     surveys: int = 0
+    # The last generation that had to stop taking snapshots into memory.
+    memory_lost_in: int = 0
     rejected: tuple[str, ...] = ()
     furthest_step: int = 0
     streaks: Streaks = field(default_factory=Streaks)
@@ -232,6 +234,11 @@ class RunState:
     def members_inside(self) -> tuple[int, ...]:
         """Members whose training threads are, as far as is known, still inside the generation."""
         return tuple(w for w in self.members if w in self.workers and self.workers[w].phase is WorkerPhase.MEMBER)
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The nodes of the run's slots, as far as is known."""
+        return tuple(dict.fromkeys(slot.node for slot in self.slots.values() if slot.node is not None))
 
     def rank_of(self, worker: int) -> int | None:
         return self.members.index(worker) if worker in self.members else None

@@ -19,7 +19,10 @@ from typing import Any
 
 import ray
 
-from elastic.core.settings import FailureSettings
+from elastic.checkpoint.memory.server import MemoryServer
+from elastic.core.manifest import ShardRecord
+from elastic.core.settings import RunSettings
+from elastic.core.snapshots import Held
 from elastic.runtime.vitals import open_mailbox, receive
 
 logger = logging.getLogger(__name__)
@@ -46,10 +49,26 @@ class Beat:
     gone: dict[int, str] = field(default_factory=dict)
 
 
-class AgentActor:
-    """Asyncio actor; created by the executor on a given node, detached, never restarted by Ray."""
+@dataclass(frozen=True)
+class NodeFacts:
+    """What a node's agent says of itself. `memory` is where other nodes reach its memory, `memory_name` its workers."""
 
-    def __init__(self, node: str, failures: FailureSettings, controller: Any) -> None:
+    mailbox: str
+    memory: tuple[str, int]
+    memory_name: str
+    domain: str = ""
+
+
+class AgentActor:
+    """Asyncio actor; created by the executor on a given node, detached, never restarted by Ray.
+
+    It hosts the node's share of the memory tier (`checkpoint/memory`), which a worker's death therefore does not touch.
+    """
+
+    def __init__(self, node: str, settings: RunSettings, controller: Any, token: bytes) -> None:
+        failures = settings.failures
+        self._domain_label = settings.memory.domain_label
+        self._memory = MemoryServer(token, str(ray.util.get_node_ip_address()))  # type: ignore[no-untyped-call]
         self._node = node
         self._failures = failures
         self._controller = controller
@@ -64,12 +83,26 @@ class AgentActor:
         loop.add_reader(self._box.fileno(), self._collect)
         self._task = loop.create_task(self._beat())
 
-    async def join(self) -> str:
-        """Check the node's health and give the mailbox for its workers. Raises RuntimeError for an unfit node."""
+    async def join(self) -> NodeFacts:
+        """Check the node's health and say how to reach it. Raises RuntimeError for an unfit node."""
         free = shutil.disk_usage(tempfile.gettempdir()).free
         if free < _MIN_FREE_BYTES:
             raise RuntimeError(f"node {self._node[:8]} is unfit: {free >> 20} MiB left in its temporary folder")
-        return self._name
+        labels = ray.get_runtime_context().get_node_labels()
+        return NodeFacts(
+            self._name, self._memory.address, self._memory.local_name, str(labels.get(self._domain_label, ""))
+        )
+
+    async def memory_held(self) -> tuple[Held, ...]:
+        """The complete shards of snapshots that lie here."""
+        return self._memory.held()
+
+    async def memory_record(self, held: Held) -> ShardRecord:
+        """One of them, with content checks computed from its bytes. Raises IntegrityError."""
+        return await asyncio.to_thread(self._memory.record, held)
+
+    async def memory_stats(self) -> dict[str, Any]:
+        return dict(self._memory.stats())
 
     async def watch(self, worker: int, pid: int) -> None:
         """Tell the controller the moment process `pid` of `worker` ends."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -54,7 +55,7 @@ def start(settings: RunSettings, entry: Entry) -> RayRunHandle:
         actor = actor_class.options(
             name=name, namespace=names.NAMESPACE, lifetime="detached", max_restarts=-1, max_concurrency=1000,
             num_cpus=0, scheduling_strategy=_placement(),
-        ).remote(settings.to_json(), entry)  # fmt: skip
+        ).remote(settings.to_json(), entry, secrets.token_bytes(32))  # fmt: skip
     except ValueError as error:
         raise UsageError(
             f"run {settings.run_id!r} is going on already: follow it with `elastic watch {settings.run_id}`"

@@ -29,6 +29,7 @@ from elastic.runtime.agent import Beat
 from elastic.runtime.committer import Committer
 from elastic.runtime.entry import Entry
 from elastic.runtime.executor import Executor
+from elastic.runtime.holdings import Assembled
 from elastic.runtime.incidents import IncidentBook
 from elastic.runtime.outbox import Item, Reply
 from elastic.runtime.progress import News, figures
@@ -48,9 +49,11 @@ class ControllerActor:
     Clients call `progress`, `wait_step`, `wait_end`, `stop`, `leave`; agents call `beat`; workers call `deliver`.
     """
 
-    def __init__(self, settings: Mapping[str, Any], entry: Entry) -> None:
+    def __init__(self, settings: Mapping[str, Any], entry: Entry, token: bytes) -> None:
         self._settings = RunSettings.from_json(settings)
         self._entry = entry
+        # What the parts of this run know each other by; an argument, so that a restarted controller has it again.
+        self._token = token
         self._ready = asyncio.Event()
         self._ended = asyncio.Event()
         self._stepped = asyncio.Condition()
@@ -129,6 +132,11 @@ class ControllerActor:
             self._take(item)
         return Reply(self._journal.incarnation)
 
+    async def snapshot(self, identifier: str) -> Assembled:
+        """What a worker needs to restore a snapshot from memory. Raises IntegrityError or StorageError."""
+        await self._ready.wait()
+        return await self._executor.holdings.wait_for(identifier)
+
     def _take(self, item: Item) -> None:
         now = time.time()
         if item.kind == "event":
@@ -196,7 +204,9 @@ class ControllerActor:
         old = replay(self._journal.replayed, settings) if reconstructed else Replayed.nothing(settings, self._journal)
         self._telemetry = old.telemetry(settings, time.time(), self._records.note)
         self._state: RunState = old.state
-        self._executor = Executor(settings, old.attempt, self._entry, here, self._events.put_nowait)
+        self._executor = Executor(
+            settings, old.attempt, self._entry, here, self._token, self._events.put_nowait, self._steps_recovered
+        )
         self._committer = Committer(settings, store, versions(), self._events.put_nowait, self._note_checkpoint)
         if isinstance(old.state.stage, Finished):
             # Killed after the end, while it could still be asked: the end is told again, nothing is done again.
@@ -282,6 +292,9 @@ class ControllerActor:
         # The same members may begin the next generation in the very turn in which this one ended.
         if before.members and (before.members, before.generation) != (state.members, state.generation):
             self._telemetry.generation_ended(before.generation)
+
+    def _steps_recovered(self, generation: int, world_size: int, steps: Mapping[int, Any]) -> None:
+        self._telemetry.recovered(generation, world_size, steps, time.time())
 
     def _note_checkpoint(self, record: dict[str, Any]) -> None:
         self._records.note({**record, "stall_s": self._telemetry.stall_of(record["step"])})

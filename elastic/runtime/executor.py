@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
@@ -15,13 +15,19 @@ from elastic.core import actions as act
 from elastic.core import events as ev
 from elastic.core.errors import UsageError
 from elastic.core.settings import RunSettings
+from elastic.core.snapshots import is_snapshot, place_replicas
 from elastic.core.state import RunState, SlotPhase, WorkerPhase
 from elastic.runtime import names
-from elastic.runtime.agent import AgentActor
+from elastic.runtime.agent import AgentActor, NodeFacts
 from elastic.runtime.entry import Entry
+from elastic.runtime.holdings import Holdings, OnSteps, targets_of
 from elastic.runtime.slots import SlotKeeper
 from elastic.runtime.sweep import sweep
+from elastic.runtime.wires import Wires
 from elastic.runtime.worker import WorkerActor
+
+if TYPE_CHECKING:
+    from elastic.training.session import MemoryPlan
 
 logger = logging.getLogger(__name__)
 
@@ -33,18 +39,29 @@ class Executor:
     """Effects of one attempt at a run. `emit` puts an event into the controller's queue."""
 
     def __init__(
-        self, settings: RunSettings, attempt: int, entry: Entry, controller: Any, emit: Callable[[ev.Event], None]
+        self,
+        settings: RunSettings,
+        attempt: int,
+        entry: Entry,
+        controller: Any,
+        token: bytes,
+        emit: Callable[[ev.Event], None],
+        on_steps: OnSteps,
     ) -> None:
+        """`on_steps` gets the step reports that come with a snapshot from memory."""
         self._settings = settings
         self._attempt = attempt
         self._entry = entry
         self._controller = controller
+        self._token = token
         self._emit = emit
         self._slots = SlotKeeper(settings.run_id, attempt, settings.resources_per_worker, emit)
         self._nodes: dict[int, str] = {}
         self._worker_slot: dict[int, int] = {}
         self._workers: dict[int, Any] = {}
-        self._agents: dict[str, asyncio.Task[tuple[Any, str]]] = {}
+        self._agents: dict[str, asyncio.Task[tuple[Any, NodeFacts]]] = {}
+        self._wires = Wires(token, self._agent_gone)
+        self.holdings = Holdings(settings.run_id, self._known_agent, settings.failures.survey_timeout_s * 0.8, on_steps)
         self._tasks: set[asyncio.Task[None]] = set()
 
     # --- called by the controller ---
@@ -74,7 +91,9 @@ class Executor:
             case act.AskHold():
                 work = self._each(action.workers, self._ask_hold, action.generation)
             case act.ConfirmHold():
-                work = self._each(action.workers, self._confirm, action.generation, action.step)
+                work = self._each(action.workers, self._confirm, action.generation, action.step, action.durable)
+            case act.SurveyMemory():
+                work = self._survey(action.survey, action.nodes)
             case act.Note() | act.CloseIncident() | act.FinishRun():
                 return
         self._spawn(work, action)
@@ -119,6 +138,7 @@ class Executor:
             await self._release(slot)
         for node in tuple(self._agents):
             await self._drop_agent(node)
+        self._wires.close()
         await self._slots.close()
         await self.sweep()
 
@@ -137,6 +157,7 @@ class Executor:
             await self._drop_agent(node)
 
     async def _drop_agent(self, node: str) -> None:
+        self._wires.forget(node)
         task = self._agents.pop(node, None)
         if task is not None and task.done() and task.exception() is None:
             _kill(task.result()[0])
@@ -149,10 +170,10 @@ class Executor:
             return
         self._worker_slot[worker] = slot
         try:
-            agent, mailbox = await self._agent(node)
+            agent, known = await self._agent(node)
             actor = self._create(worker, group)
             self._workers[worker] = actor
-            facts = await actor.prepare.remote(mailbox)
+            facts = await actor.prepare.remote(known)
             await agent.watch.remote(worker, facts["pid"])
         except (UsageError, ray.exceptions.RayError, OSError, RuntimeError) as error:
             if isinstance(error, ray.exceptions.RayActorError):
@@ -182,17 +203,26 @@ class Executor:
             "scheduling_strategy": PlacementGroupSchedulingStrategy(placement_group=group),
         }
         actor_class: Any = ray.remote(WorkerActor)
-        return actor_class.options(**options).remote(worker, self._settings.to_json(), self._entry, self._controller)
+        return actor_class.options(**options).remote(
+            worker, self._settings.to_json(), self._entry, self._controller, self._token
+        )
 
-    async def _agent(self, node: str) -> tuple[Any, str]:
-        """The node's agent and its mailbox, started at the first need."""
+    async def _known_agent(self, node: str) -> tuple[Any, NodeFacts]:
+        """The agent of a node that is part of the run. Raises OSError for any other node."""
+        task = self._agents.get(node)
+        if task is None:
+            raise ConnectionError(f"node {node[:8]} is not part of the run any more")
+        return await asyncio.shield(task)
+
+    async def _agent(self, node: str) -> tuple[Any, NodeFacts]:
+        """The node's agent and what it says of itself, started at the first need."""
         task = self._agents.get(node)
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
             task = asyncio.get_running_loop().create_task(self._start_agent(node))
             self._agents[node] = task
         return await asyncio.shield(task)
 
-    async def _start_agent(self, node: str) -> tuple[Any, str]:
+    async def _start_agent(self, node: str) -> tuple[Any, NodeFacts]:
         options = {
             "name": names.agent(self._settings.run_id, self._attempt, node),
             "namespace": names.NAMESPACE,
@@ -204,8 +234,15 @@ class Executor:
             "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
         }
         actor_class: Any = ray.remote(AgentActor)
-        agent = actor_class.options(**options).remote(node, self._settings.failures, self._controller)
-        return agent, await agent.join.remote()
+        agent = actor_class.options(**options).remote(node, self._settings, self._controller, self._token)
+        facts = await agent.join.remote()
+        self._wires.watch(node, facts.memory)
+        return agent, facts
+
+    def _agent_gone(self, node: str) -> None:
+        """Without its agent a node cannot take part: its workers end by themselves, if they are not gone too."""
+        for slot in [slot for slot, where in self._nodes.items() if where == node]:
+            self._emit(ev.SlotLost(slot, f"node {node[:8]} is gone: the process of its agent has ended"))
 
     async def _kill_worker(self, worker: int, node: str | None = None) -> None:
         slot = self._worker_slot.pop(worker, None)
@@ -226,6 +263,11 @@ class Executor:
         settings = self._settings
         batch = BatchSettings(settings.global_batch, settings.micro_batch, settings.max_steps, settings.epochs)
         first = action.members[0]
+        nodes = [self._nodes.get(self._worker_slot.get(worker, -1), "") for worker in action.members]
+        if action.checkpoint is not None and is_snapshot(action.checkpoint):
+            # Beside everything that the members do before they need it.
+            self.holdings.collect(action.checkpoint, tuple(self._agents))
+        memory = await self._memory_plans(nodes)
         rendezvous = await self._call(first, "host_store", action.generation)
         if rendezvous is None:
             return
@@ -241,12 +283,32 @@ class Executor:
                 checkpoint=action.checkpoint,
                 checkpoint_every_steps=settings.checkpoint.every_steps,
                 deepspeed_config=settings.deepspeed_config,
+                memory=memory[rank],
                 collective_timeout_s=settings.failures.collective_timeout_s,
             )
             for rank in range(len(action.members))
         ]
         members = zip(action.members, specs, strict=True)
         await asyncio.gather(*(self._call(worker, "begin", spec, rendezvous) for worker, spec in members))
+
+    async def _memory_plans(self, nodes: Sequence[str]) -> tuple[MemoryPlan | None, ...]:
+        """Where each rank's snapshots go; None for every rank where the run takes none."""
+        from elastic.training.session import MemoryPlan
+
+        memory = self._settings.memory
+        if not memory.enabled:
+            return (None,) * len(nodes)
+        known = {node: (await self._known_agent(node))[1] for node in dict.fromkeys(nodes)}
+        domains = {node: facts.domain for node, facts in known.items() if facts.domain}
+        placed = place_replicas(nodes, memory.replicas, domains)
+        return tuple(
+            MemoryPlan(targets, memory.every_steps, memory.cost_limit, memory.required)
+            for targets in targets_of(placed, {node: facts.memory for node, facts in known.items()})
+        )
+
+    async def _survey(self, survey: int, nodes: Sequence[str]) -> None:
+        found = await self.holdings.survey(nodes)
+        self._emit(ev.MemorySurveyed(survey, tuple((snapshot.id, snapshot.step) for snapshot in found)))
 
     async def _end(self, worker: int, generation: int, cause: str) -> None:
         await self._call(worker, "end", generation, cause)
@@ -256,12 +318,12 @@ class Executor:
             self._emit(ev.ProbeAnswered(worker))
 
     async def _ask_hold(self, worker: int, generation: int) -> None:
-        step = await self._call(worker, "hold", generation)
-        if step is not None:
-            self._emit(ev.HoldAnswered(generation, worker, step))
+        promise = await self._call(worker, "hold", generation)
+        if promise is not None:
+            self._emit(ev.HoldAnswered(generation, worker, *promise))
 
-    async def _confirm(self, worker: int, generation: int, step: int) -> None:
-        await self._call(worker, "confirm", generation, step)
+    async def _confirm(self, worker: int, generation: int, step: int, durable: bool) -> None:
+        await self._call(worker, "confirm", generation, step, durable)
 
     # --- inside ---
 

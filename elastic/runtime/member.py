@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -13,10 +14,15 @@ from elastic.checkpoint.source import CheckpointSource
 from elastic.core import events as ev
 from elastic.core.errors import GenerationEnded
 from elastic.core.settings import FailureSettings
+from elastic.core.snapshots import is_snapshot
 from elastic.runtime.outbox import Item, Outbox
 from elastic.runtime.patience import PatientSource
 from elastic.runtime.vitals import Vitals
-from elastic.training.session import GenerationSpec, Phase, RestoreReport, StepReport
+from elastic.training.session import GenerationSpec, Phase, RestoreReport, SnapshotMemory, StepReport, Stop
+
+# Enough for what may still be on its way to the controller, many times over.
+_RECENT_STEPS = 64
+_OF_A_STEP = ("step", "loss", "positions", "samples", "duration_s", "tokens")
 
 
 class Member:
@@ -34,7 +40,10 @@ class Member:
         source: CheckpointSource,
         submit: Callable[[ShardSnapshot], bool],
         failures: FailureSettings,
+        memory: SnapshotMemory | None = None,
+        snapshot: Callable[[str, float, Callable[[float], None]], CheckpointSource] | None = None,
     ) -> None:
+        """`snapshot(id, limit_s, check)` gives the source of a snapshot in the nodes' memory; `check` is `_pause`."""
         self._spec = spec
         self._worker = worker
         self._vitals = vitals
@@ -48,16 +57,25 @@ class Member:
         self._change = threading.Condition()
         self._hold_at: int | None = None
         self._stop_at: int | None = None
+        self._stop = Stop.DURABLE
+        self._memory = memory
+        self._snapshot = snapshot
+        self._memory_works = spec.memory is not None and memory is not None
         self._ended: str | None = None
         self._step: int | None = None
         self._origin = ""
         self._reached = False
         self._first_report = True
+        self._recent: deque[dict[str, Any]] = deque(maxlen=_RECENT_STEPS)
         vitals.generation, vitals.step = spec.generation, 0
 
     # --- Coordinator, on the training thread ---
 
     def source(self) -> CheckpointSource:
+        wanted = self._spec.checkpoint
+        if wanted is not None and is_snapshot(wanted) and self._snapshot is not None:
+            # Not asked again: a node that does not answer may be gone, and then another one has what it held.
+            return self._snapshot(wanted, self._restore_limit_s, self._pause)
         return PatientSource(self._source, self._retry_s, self._restore_limit_s, self._pause)
 
     def phase(self, phase: Phase) -> None:
@@ -69,7 +87,18 @@ class Member:
         self._origin = report.source
         self._outbox.put(Item("restored", {**asdict(report), "worker": self._worker, **self._place()}))
 
-    def boundary(self, step: int) -> bool:
+    def memory(self) -> SnapshotMemory | None:
+        return self._memory
+
+    def recent_steps(self) -> list[dict[str, Any]]:
+        # A copy: the training thread may be adding to it.
+        return [{key: report[key] for key in _OF_A_STEP} for report in tuple(self._recent)]
+
+    def memory_lost(self, reason: str) -> None:
+        self._memory_works = False
+        self._post(ev.MemoryLost(self._spec.generation, self._worker, reason))
+
+    def boundary(self, step: int) -> Stop | None:
         with self._change:
             self._step = step
             self._vitals.step = step
@@ -79,11 +108,12 @@ class Member:
             self._check()
             if self._hold_at is not None and step >= self._hold_at and self._stop_at is None:
                 self._hold()
-            return self._stop_at is not None and step >= self._stop_at
+            return self._stop if self._stop_at is not None and step >= self._stop_at else None
 
     def step_done(self, report: StepReport, metrics: Mapping[str, Any]) -> None:
         # The end of a recovery is told at once; later steps may wait for company.
         data = {**asdict(report), "metrics": dict(metrics), **self._place()}
+        self._recent.append(data)
         self._outbox.put(Item("step", data, urgent=self._first_report, replay=True))
         self._first_report = False
 
@@ -92,16 +122,18 @@ class Member:
 
     # --- the controller, on other threads ---
 
-    def hold(self) -> int:
-        """Promise a step not to be passed: the end of the one that may be under way."""
+    def hold(self) -> tuple[int, bool]:
+        """Promise a step not to be passed: the end of the one that may be under way. And: does memory take it?"""
         with self._change:
             if self._hold_at is None:
                 self._hold_at = (self._step if self._step is not None else 0) + 1
-            return self._hold_at
+            works = self._memory_works and self._memory is not None and self._memory.failed() is None
+            return self._hold_at, works
 
-    def confirm(self, step: int) -> None:
+    def confirm(self, step: int, durable: bool) -> None:
         with self._change:
             self._stop_at = step
+            self._stop = Stop.DURABLE if durable else Stop.MEMORY
             self._change.notify_all()
 
     def end(self, reason: str) -> None:

@@ -87,14 +87,7 @@ class Telemetry:
         if done.save_stall_s:
             self._stalls[done.step] = done.save_stall_s
         self._recent.append((now, done.tokens or done.samples))
-        self._unwritten.append(
-            {
-                "step": done.step, "generation": done.generation, "loss": done.loss, "time": round(now, 3),
-                "duration_s": round(done.duration_s, 5), "data_wait_s": round(done.data_wait_s, 5),
-                "save_stall_s": round(done.save_stall_s, 5), "samples": done.samples, "positions": done.positions,
-                "grad_norm": done.grad_norm, "learning_rates": done.learning_rates, "metrics": dict(metrics),
-            }
-        )  # fmt: skip
+        self._unwritten.append(_step_record(done, now, metrics))
         self.flush(now)
 
     def _reached(self, step: int, loss: float) -> None:
@@ -122,6 +115,22 @@ class Telemetry:
     def stall_of(self, step: int) -> float | None:
         """Seconds that the save of `step` cost the slowest training thread."""
         return self._stalls.get(step)
+
+    def recovered(
+        self, generation: int, world_size: int, steps: Mapping[int, Iterable[Mapping[str, Any]]], now: float
+    ) -> None:
+        """Reports by rank that came with a snapshot: a lost worker cannot tell its last steps any more."""
+        table = StepTable()
+        table.begin(generation, world_size)
+        for rank, reports in steps.items():
+            for part in reports:
+                done = table.add(
+                    generation, rank, part["step"], part["loss"], part["positions"], part["samples"],
+                    part["duration_s"], tokens=part["tokens"],
+                )  # fmt: skip
+                if done is not None and self.samples.add(done.step, done.positions):
+                    self._unwritten.append(_step_record(done, now, {}))
+        self.flush(now, force=True)
 
     # --- after a restart of the controller ---
 
@@ -172,3 +181,12 @@ class Telemetry:
             {"type": "samples", "seen": counted.seen, "missing": counted.missing, "repeated": counted.repeated},
             {"type": "ledger", "seconds": self.time.totals(now), "wall_s": self.time.wall_s()},
         ]
+
+
+def _step_record(done: CompletedStep, now: float, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "step": done.step, "generation": done.generation, "loss": done.loss, "time": round(now, 3),
+        "duration_s": round(done.duration_s, 5), "data_wait_s": round(done.data_wait_s, 5),
+        "save_stall_s": round(done.save_stall_s, 5), "samples": done.samples, "positions": done.positions,
+        "grad_norm": done.grad_norm, "learning_rates": done.learning_rates, "metrics": dict(metrics),
+    }  # fmt: skip

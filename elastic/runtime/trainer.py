@@ -19,7 +19,7 @@ from elastic.core.errors import (
     UsageError,
     UserCodeError,
 )
-from elastic.core.settings import CheckpointSettings, FailureSettings, RunSettings, ScalingSettings
+from elastic.core.settings import CheckpointSettings, FailureSettings, MemorySettings, RunSettings, ScalingSettings
 from elastic.runtime import client
 from elastic.runtime.entry import Entry
 
@@ -62,6 +62,7 @@ class ElasticTrainer:
         max_steps: int | None = None,
         epochs: int | None = None,
         checkpoint_every_steps: int | None = None,
+        memory: MemorySettings | None = None,
         failures: FailureSettings | None = None,
         seed: int = 0,
     ) -> None:
@@ -80,6 +81,7 @@ class ElasticTrainer:
             max_steps=max_steps,
             epochs=epochs,
             checkpoint=CheckpointSettings(storage, checkpoint_every_steps, keep or 2),
+            memory=memory or MemorySettings(),
             failures=failures or _failures(run),
             resources_per_worker=_resources(scaling),
             deepspeed_config=deepspeed_config,

@@ -11,6 +11,7 @@ import logging
 import os
 import queue
 import threading
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,16 +20,21 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from elastic.core import events as ev
+from elastic.core.errors import ElasticError, StorageError
 from elastic.core.settings import RunSettings
 from elastic.runtime import codec
+from elastic.runtime.agent import NodeFacts
 from elastic.runtime.entry import Entry
 from elastic.runtime.logs import log_file, redirect
 from elastic.runtime.outbox import Item, Outbox, Reply
 from elastic.runtime.vitals import Heart, Vitals
 
 if TYPE_CHECKING:
+    from elastic.checkpoint.memory.client import NodeMemory
+    from elastic.checkpoint.source import CheckpointSource
     from elastic.checkpoint.storage import CheckpointStore
     from elastic.checkpoint.writer import BackgroundWriter
+    from elastic.runtime.holdings import Assembled
     from elastic.runtime.member import Member
     from elastic.training.loop import GenerationResult, GenerationRunner
     from elastic.training.process_group import Rendezvous
@@ -37,6 +43,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _DELIVERY_TIMEOUT_S = 5.0
+_ASK_AGAIN_S = 0.2
+# Without a byte from a holder for so long, it counts as gone.
+_READ_TIMEOUT_S = 10.0
 
 
 @dataclass
@@ -53,7 +62,7 @@ class WorkerActor:
     early, or `hold` and `confirm` for a planned end. `ping` at any time.
     """
 
-    def __init__(self, worker: int, settings: Mapping[str, Any], entry: Entry, controller: Any) -> None:
+    def __init__(self, worker: int, settings: Mapping[str, Any], entry: Entry, controller: Any, token: bytes) -> None:
         self._worker = worker
         self._settings = RunSettings.from_json(settings)
         self._entry = entry
@@ -70,11 +79,15 @@ class WorkerActor:
         self._store: CheckpointStore | None = None
         self._writer: BackgroundWriter | None = None
         self._function: Callable[..., Any] | None = None
+        self._token = token
+        self._node: NodeFacts | None = None
+        self._memory: NodeMemory | None = None
 
     # --- called by the controller ---
 
-    def prepare(self, mailbox: str) -> dict[str, Any]:
+    def prepare(self, node: NodeFacts) -> dict[str, Any]:
         """Import everything, load the user's function, start the heart. Raises UsageError for a bad entry point."""
+        self._node = node
         if self._entry.keep_prints:
             redirect(log_file(self._settings.storage_url, self._settings.run_id, self._worker))
         if not ray.get_gpu_ids():
@@ -85,7 +98,11 @@ class WorkerActor:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         failures = self._settings.failures
         self._heart = Heart(
-            self._vitals, mailbox, failures.heartbeat_s, failures.suspect_after_s * 5, lambda: self._quit("no agent")
+            self._vitals,
+            node.mailbox,
+            failures.heartbeat_s,
+            failures.suspect_after_s * 5,
+            lambda: self._quit("no agent"),
         )
         # DeepSpeed calls what torch has renamed, at every step; nobody who trains can do anything about it.
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
@@ -115,7 +132,7 @@ class WorkerActor:
             assert self._store is not None
             member = Member(
                 spec, self._worker, self._vitals, self._outbox, self._store, self._writer.submit,
-                self._settings.failures,
+                self._settings.failures, self._memory, self._snapshot,
             )  # fmt: skip
             runner = GenerationRunner(spec, member, rendezvous, on_result=self._announce)
             self._current = _Current(spec.generation, member, runner)
@@ -132,19 +149,19 @@ class WorkerActor:
         current.member.end(cause)
         current.runner.abort(cause)
 
-    def hold(self, generation: int) -> int | None:
+    def hold(self, generation: int) -> tuple[int, bool] | None:
         with self._lock:
             current = self._current
         return current.member.hold() if current and current.generation == generation else None
 
-    def confirm(self, generation: int, step: int) -> None:
+    def confirm(self, generation: int, step: int, durable: bool) -> None:
         with self._lock:
             current = self._current
             if current is None and generation <= self._over:
                 # Asked again by a controller that was restarted before it heard that this worker has left.
                 self._post(ev.WorkerLeft(generation, self._worker, self._last_step))
         if current and current.generation == generation:
-            current.member.confirm(step)
+            current.member.confirm(step, durable)
 
     def ping(self) -> bool:
         return True
@@ -193,6 +210,13 @@ class WorkerActor:
         logger.debug("imported %s", (elastic, api, loop, member))
         cleanup.warm_up()
         failures = self._settings.failures
+        if self._settings.memory.enabled:
+            from elastic.checkpoint.memory import source
+            from elastic.checkpoint.memory.client import NodeMemory
+
+            assert self._node is not None
+            logger.debug("imported %s", source)
+            self._memory = NodeMemory(self._node.memory_name, self._token)
         self._store = CheckpointStore(self._settings.checkpoint.url, self._settings.run_id)
         self._writer = BackgroundWriter(
             self._store,
@@ -201,6 +225,41 @@ class WorkerActor:
             backoff_s=failures.storage_backoff_s,
             backoff_limit_s=failures.storage_backoff_limit_s,
         )
+
+    def _snapshot(self, identifier: str, limit_s: float, check: Callable[[float], None]) -> CheckpointSource:
+        """The source of a snapshot in the nodes' memory. Raises IntegrityError or StorageError.
+
+        `check(seconds)` waits so long, and raises when the generation is over.
+        """
+        from elastic.checkpoint.memory.source import Holder, MemorySource
+
+        assert self._node is not None
+        assembled = self._assembled(identifier, limit_s, check)
+        own = self._node.memory
+        holders = {
+            rank: Holder(address, self._node.memory_name if address == own else None)
+            for rank, address in enumerate(assembled.holders)
+        }
+        return MemorySource(lambda _: assembled.manifest, holders, self._token, timeout_s=_READ_TIMEOUT_S)
+
+    def _assembled(self, identifier: str, limit_s: float, check: Callable[[float], None]) -> Assembled:
+        """Ask the controller; one that is being restarted is waited for."""
+        deadline = time.monotonic() + limit_s
+        asked = self._controller.snapshot.remote(identifier)
+        while True:
+            check(0.0)
+            try:
+                found: Assembled = ray.get(asked, timeout=_ASK_AGAIN_S)
+                return found
+            except ray.exceptions.RayTaskError as error:
+                cause = error.cause
+                raise cause if isinstance(cause, ElasticError) else StorageError(str(cause)) from None
+            except (ray.exceptions.RayError, OSError) as error:
+                if time.monotonic() > deadline:
+                    raise StorageError(f"the controller has not said where {identifier} lies: {error}") from error
+                if not isinstance(error, ray.exceptions.GetTimeoutError):
+                    check(_ASK_AGAIN_S)
+                    asked = self._controller.snapshot.remote(identifier)
 
     def _save_failed(self, step: int, error: BaseException, retry_s: float | None) -> None:
         self._post(ev.SaveFailing(step, str(error), retry_s or 0.0))

@@ -28,6 +28,7 @@ _IMPORTED_LATE = (
     "deepspeed.module_inject.auto_ep_comm",
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "elastic.training.api",
+    "elastic.training.snapshots",
     "elastic.training.state",
 )
 _warm = False

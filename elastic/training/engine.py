@@ -12,6 +12,7 @@ import torch
 
 from elastic.core.batches import loss_scale
 from elastic.core.errors import UsageError
+from elastic.core.snapshots import is_snapshot
 from elastic.training import rng
 from elastic.training.context import Generation
 from elastic.training.failures import as_collective_failure
@@ -19,7 +20,7 @@ from elastic.training.progress import StepPlan, StepProgress
 from elastic.training.session import Phase, StepReport
 
 if TYPE_CHECKING:
-    from elastic.checkpoint.snapshot import ShardSnapshot
+    from elastic.training.snapshots import Snapshots
     from elastic.training.state import EngineState
 
 logger = logging.getLogger(__name__)
@@ -35,23 +36,28 @@ class ElasticEngine:
         self._state: EngineState | None = None
         self._loss: torch.Tensor | float = 0.0
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._saved_step: int | None = None
+        self._snapshots: Snapshots | None = None
 
     def open(self) -> None:
         """Check DeepSpeed's partitioning and, when the spec names a checkpoint, restore it. Collective.
 
         Raises UsageError, ModelMismatch, IntegrityError or StorageError.
         """
+        from elastic.training.snapshots import Snapshots
         from elastic.training.state import open_state
 
         generation, checkpoint = self._generation, self._generation.spec.checkpoint
         self._state = open_state(self.deepspeed)
+        group = self.deepspeed.seq_data_parallel_group
+        self._snapshots = Snapshots(generation, self._state, group, self._client)
         if checkpoint is None:
             return
         generation.enter(Phase.RESTORING)
         report, client = self._state.restore(generation.coordinator.source(), checkpoint)
         self._check_data(client["data"])
-        generation.step = self._saved_step = int(client["step"])
+        generation.step = int(client["step"])
+        # What came from memory is not in storage yet: a run that ends here still has to save it.
+        self._snapshots.saved_step = None if is_snapshot(checkpoint) else generation.step
         generation.state.load(client["user"])
         generation.coordinator.restored(report)
         generation.enter(Phase.BUILDING)
@@ -103,6 +109,9 @@ class ElasticEngine:
         if progress is None:
             raise UsageError("engine.step() was called without a batch from the loader; iterate over the loader")
         progress.require_backward()
+        assert self._snapshots is not None
+        if progress.on_last_pass:
+            self._snapshots.fence()
         with self._translated():
             self.deepspeed.step(*args, **kwargs)
         progress.finish_pass()
@@ -125,18 +134,17 @@ class ElasticEngine:
             "start another run from one with `elastic resume RUN`"
         )
 
-    def save_now(self) -> None:
-        """Save a snapshot of the step just finished, unless it was saved already. Between steps only."""
-        step = self._generation.step
-        if self._saved_step == step:
-            return
-        generation = self._generation
-        generation.enter(Phase.SAVING)
-        snapshot = self._snapshot()
-        generation.coordinator.save(snapshot)
+    def save_now(self, durable: bool = True) -> None:
+        """Save the step just finished, unless it was saved already; to storage if `durable`. Between steps only."""
+        assert self._snapshots is not None
+        with self._translated():
+            self._snapshots.at_end(durable)
 
     def let_go(self) -> None:
         """Drop DeepSpeed's engine. The user may still hold this object: it must not keep the shards alive."""
+        if self._snapshots is not None:
+            self._snapshots.close()
+            self._snapshots = None
         self.deepspeed = None
         self._state = None
         self._buffers.clear()
@@ -172,12 +180,9 @@ class ElasticEngine:
         loss, self._loss = float(self._loss), 0.0
         generation.step = progress.step + 1
         self.deepspeed.global_samples = self._plan.position(generation.step)
-        every = generation.spec.checkpoint_every_steps
-        due = every is not None and generation.step % every == 0
-        snapshot = None
-        if due:
-            generation.enter(Phase.SAVING)
-            snapshot = self._snapshot()
+        assert self._snapshots is not None
+        with self._translated():
+            stall_s = self._snapshots.prepare(ended - progress.begun)
         metrics, generation.metrics = generation.metrics, {}
         generation.coordinator.step_done(
             StepReport(
@@ -190,22 +195,11 @@ class ElasticEngine:
                 grad_norm=_as_float(self.deepspeed.get_global_grad_norm()),
                 learning_rates=_learning_rates(self.deepspeed),
                 tokens=progress.tokens,
-                save_stall_s=time.perf_counter() - ended if due else 0.0,
+                save_stall_s=stall_s,
             ),
             metrics,
         )
-        if snapshot is not None:
-            generation.coordinator.save(snapshot)
-
-    def _snapshot(self) -> ShardSnapshot:
-        generation, spec = self._generation, self._generation.spec
-        assert self._state is not None
-        with self._translated():
-            snapshot = self._state.snapshot(
-                run_id=spec.run_id, generation=spec.generation, step=generation.step, client=self._client()
-            )
-        self._saved_step = generation.step
-        return snapshot
+        self._snapshots.start()
 
     def _client(self) -> dict[str, Any]:
         plan = self._plan

@@ -13,7 +13,7 @@ from elastic.training import rng
 from elastic.training.context import Generation
 from elastic.training.data import BatchReader
 from elastic.training.progress import StepPlan, StepProgress
-from elastic.training.session import Phase
+from elastic.training.session import Phase, Stop
 
 
 class ElasticLoader:
@@ -115,9 +115,10 @@ class ElasticLoader:
         """Ask whether the generation ends here as planned; if so, save exactly this step and leave."""
         generation = self._generation
         step = generation.step
-        if generation.coordinator.boundary(step):
+        stop = generation.coordinator.boundary(step)
+        if stop is not None:
             assert generation.engine is not None
-            generation.engine.save_now()
+            generation.engine.save_now(durable=stop is Stop.DURABLE)
             generation.planned = True
             generation.end(f"planned at step {step}")
             generation.check()

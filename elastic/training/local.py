@@ -31,7 +31,7 @@ from elastic.training import cleanup, context, rng
 from elastic.training.context import Generation
 from elastic.training.loop import GenerationResult, GenerationRunner
 from elastic.training.process_group import ProcessGroup, Rendezvous, backend_and_device, host_store
-from elastic.training.session import GenerationSpec, Phase, RestoreReport, StepReport
+from elastic.training.session import GenerationSpec, Phase, RestoreReport, SnapshotMemory, StepReport, Stop
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +48,17 @@ class SilentCoordinator:
     def restored(self, report: RestoreReport) -> None:
         logger.debug("restored %s", report)
 
-    def boundary(self, step: int) -> bool:
-        return False
+    def memory(self) -> SnapshotMemory | None:
+        return None
+
+    def recent_steps(self) -> list[dict[str, Any]]:
+        return []
+
+    def memory_lost(self, reason: str) -> None:
+        logger.warning("no snapshots in memory: %s", reason)
+
+    def boundary(self, step: int) -> Stop | None:
+        return None
 
     def step_done(self, report: StepReport, metrics: Mapping[str, Any]) -> None:
         logger.debug("step %d: loss %.6f %s", report.step, report.loss, dict(metrics))
@@ -82,8 +91,8 @@ class LocalCoordinator(SilentCoordinator):
     def restored(self, report: RestoreReport) -> None:
         self.restores.append(report)
 
-    def boundary(self, step: int) -> bool:
-        return step == self._end_at
+    def boundary(self, step: int) -> Stop | None:
+        return Stop.DURABLE if step == self._end_at else None
 
     def step_done(self, report: StepReport, metrics: Mapping[str, Any]) -> None:
         super().step_done(report, metrics)

@@ -6,7 +6,7 @@ worker can be run and debugged without Ray.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from elastic.checkpoint.snapshot import ShardSnapshot
     from elastic.checkpoint.source import CheckpointSource
+    from elastic.core.manifest import ShardRecord
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,16 @@ class BatchSettings:
     micro_batch: int | None = None
     max_steps: int | None = None
     epochs: int | None = None
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Snapshots of one rank in its node's memory; see `core.settings.MemorySettings`. `targets` hold the replicas."""
+
+    targets: tuple[tuple[str, int], ...] = ()
+    every_steps: int | None = None
+    cost_limit: float = 0.01
+    required: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,8 +52,16 @@ class GenerationSpec:
     checkpoint: str | None = None
     checkpoint_every_steps: int | None = None
     deepspeed_config: Mapping[str, Any] | None = None
+    memory: MemoryPlan | None = None
     # A collective that makes no progress for this long fails by itself, whatever else goes wrong.
     collective_timeout_s: float = 600.0
+
+
+class Stop(str, Enum):
+    """Where the last step of a generation that ends as planned must be kept."""
+
+    DURABLE = "durable"
+    MEMORY = "memory"
 
 
 class Phase(str, Enum):
@@ -94,6 +113,46 @@ class RestoreReport:
     verify_s: float
 
 
+class SnapshotMemory(Protocol):
+    """The memory of this rank's node, and behind it that of the nodes that hold replicas.
+
+    Once per generation `open`; for every snapshot `segment`, then `commit` (from any thread, when it is filled).
+    """
+
+    def open(
+        self,
+        template: ShardRecord,
+        nbytes: int,
+        targets: Sequence[tuple[str, int]],
+        base: tuple[int, int] | None = None,
+    ) -> None:
+        """`base`: (generation, step) of what was restored. Raises UsageError when the node has not enough memory.
+
+        Any call may raise StorageError when the node's memory is out of reach, and Fenced after a newer generation.
+        """
+        ...
+
+    def segment(self) -> memoryview:
+        """Writable memory for the next snapshot; what it held before counts no longer."""
+        ...
+
+    def commit(self, step: int, client: Mapping[str, Any] | None) -> None: ...
+
+    def complete(self) -> int:
+        """The newest step whose own copy and replicas are all there; -1 without any."""
+        ...
+
+    def wait_complete(self, step: int, timeout_s: float) -> bool: ...
+
+    def failed(self) -> str | None:
+        """Why no snapshot becomes complete at the moment, in one sentence."""
+        ...
+
+    def settled(self, step: int) -> None:
+        """Every rank's snapshot of `step` is complete: older ones may go."""
+        ...
+
+
 class Coordinator(Protocol):
     """The runtime as seen from the training thread of one rank. Call order within a generation:
 
@@ -102,11 +161,13 @@ class Coordinator(Protocol):
     3. `restored` once, when state from a checkpoint has been installed and proven
     4. `boundary` before the first micro-batch of every step, and once more after the last step
     5. `step_done` after every optimizer step
-    6. `save` after a step whose snapshot is due; must return at once (the write goes on beside the training)
+    6. `save` after a step whose checkpoint is due, from any thread; must return at once (the write goes on beside the
+       training)
 
-    `boundary(step)` gets the number of finished optimizer steps. It returns True when this generation ends here as
-    planned: the caller then saves a snapshot of exactly this step and raises GenerationEnded. It may block while
-    members agree on the step. It raises GenerationEnded when the generation was aborted. Every method may raise it.
+    `boundary(step)` gets the number of finished optimizer steps. It returns a Stop when this generation ends here as
+    planned: the caller then saves exactly this step, to storage or to memory, and raises GenerationEnded. It may block
+    while members agree on the step. It raises GenerationEnded when the generation was aborted. Every method may raise
+    it.
     """
 
     def source(self) -> CheckpointSource: ...
@@ -115,7 +176,19 @@ class Coordinator(Protocol):
 
     def restored(self, report: RestoreReport) -> None: ...
 
-    def boundary(self, step: int) -> bool: ...
+    def memory(self) -> SnapshotMemory | None:
+        """Where the spec has a `memory` plan: the node's memory, if it has any."""
+        ...
+
+    def recent_steps(self) -> list[dict[str, Any]]:
+        """The latest reports of `step_done`, as JSON; from any thread."""
+        ...
+
+    def memory_lost(self, reason: str) -> None:
+        """No more snapshots are taken into memory in this generation."""
+        ...
+
+    def boundary(self, step: int) -> Stop | None: ...
 
     def step_done(self, report: StepReport, metrics: Mapping[str, Any]) -> None: ...
 

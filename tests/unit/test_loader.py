@@ -20,7 +20,7 @@ from elastic.training.data import BatchReader, require_map_style
 from elastic.training.loader import ElasticLoader
 from elastic.training.local import SilentCoordinator
 from elastic.training.progress import StepPlan, total_samples
-from elastic.training.session import GenerationSpec
+from elastic.training.session import GenerationSpec, Stop
 
 
 class Recorded:
@@ -43,9 +43,9 @@ class Coordinator(SilentCoordinator):
         self.boundaries: list[int] = []
         self.end_at = end_at
 
-    def boundary(self, step: int) -> bool:
+    def boundary(self, step: int) -> Stop | None:
         self.boundaries.append(step)
-        return step == self.end_at
+        return Stop.MEMORY if step == self.end_at else None
 
 
 class Engine:
@@ -54,8 +54,10 @@ class Engine:
     def __init__(self, generation: Generation) -> None:
         self.generation = generation
         self.saved: list[int] = []
+        self.durable: list[bool] = []
 
-    def save_now(self) -> None:
+    def save_now(self, durable: bool = True) -> None:
+        self.durable.append(durable)
         if self.generation.step not in self.saved:
             self.saved.append(self.generation.step)
 
@@ -166,6 +168,7 @@ def test_every_boundary_is_asked_and_the_end_is_saved() -> None:
     generation, engine, loader, _ = made
     assert generation.coordinator.boundaries == [0, 1, 2, 3]  # type: ignore[attr-defined]
     assert engine.saved == [3]
+    assert engine.durable == [True]
     assert loader.finished
     assert list(loader) == []
 
@@ -175,6 +178,7 @@ def test_a_planned_end_saves_exactly_its_step() -> None:
     with pytest.raises(GenerationEnded, match="planned at step 1"):
         run(made)
     assert made[1].saved == [1]
+    assert made[1].durable == [False]
     # Whoever swallowed that does not get any further.
     with pytest.raises(GenerationEnded):
         run(made)

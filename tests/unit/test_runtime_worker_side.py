@@ -23,7 +23,7 @@ from elastic.runtime.member import Member
 from elastic.runtime.outbox import Item, Outbox, Reply
 from elastic.runtime.patience import PatientSource
 from elastic.runtime.vitals import Heart, Vitals, open_mailbox, receive
-from elastic.training.session import GenerationSpec, Phase, StepReport
+from elastic.training.session import GenerationSpec, Phase, StepReport, Stop
 
 LIMIT_S = 20.0
 
@@ -208,22 +208,22 @@ def test_a_member_holds_at_the_promised_step_until_it_is_told_where_to_stop() ->
     one = member(Told())
     assert not one.boundary(5)
     promised = one.hold()
-    assert promised == 6
-    assert one.hold() == 6, "asking again changes nothing"
-    stops: queue.Queue[tuple[int, bool]] = queue.Queue()
+    assert promised == (6, False)
+    assert one.hold() == promised, "asking again changes nothing"
+    stops: queue.Queue[tuple[int, Stop | None]] = queue.Queue()
 
     def train() -> None:
-        step, stop = 5, False
-        while not stop:
+        step, stop = 5, None
+        while stop is None:
             step += 1
             stop = one.boundary(step)
             stops.put((step, stop))
 
     thread = threading.Thread(target=train)
     thread.start()
-    one.confirm(8)
+    one.confirm(8, durable=False)
     thread.join(LIMIT_S)
-    assert [stops.get_nowait() for _ in range(stops.qsize())] == [(6, False), (7, False), (8, True)]
+    assert [stops.get_nowait() for _ in range(stops.qsize())] == [(6, None), (7, None), (8, Stop.MEMORY)]
 
 
 def test_an_abort_frees_a_member_that_holds() -> None:

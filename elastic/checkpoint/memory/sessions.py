@@ -177,7 +177,8 @@ class PeerSession:
             self._channel.recv_into([receiving.view])
             trailer = checked(self._channel.receive()[0])
             self._store.finish(receiving, step, client, str(trailer["xxh3"]))
-        self._received(len(receiving.view))
+            received = len(receiving.view)
+        self._received(received)
         self._channel.send({})
 
     def _read(self, message: Message) -> None:

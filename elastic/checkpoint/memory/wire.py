@@ -68,6 +68,9 @@ class Channel:
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
 
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
     def idle(self, seconds: float) -> bool:
         """Waits for the next message; True when none came."""
         poll = select.poll()

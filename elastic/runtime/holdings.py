@@ -1,0 +1,137 @@
+"""What the memory of the run's nodes holds, as the controller learns it: asked when it is needed, never assumed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+
+from elastic.core.assembly import assemble
+from elastic.core.errors import IntegrityError, StorageError
+from elastic.core.manifest import Manifest
+from elastic.core.snapshots import STEPS, Held, Snapshot, recoverable
+from elastic.runtime.agent import NodeFacts
+
+logger = logging.getLogger(__name__)
+
+# The digests of a node's shards are computed when they are asked for: seconds for many gigabytes.
+_COLLECT_LIMIT_S = 60.0
+
+# A node's agent and what it said of itself; raises when the node cannot be had.
+AgentOf = Callable[[str], Coroutine[Any, Any, "tuple[Any, NodeFacts]"]]
+
+# (generation, world size, step reports of each rank): what a lost worker had not told any more lies in its snapshot.
+OnSteps = Callable[[int, int, Mapping[int, Sequence[Mapping[str, Any]]]], None]
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """A snapshot ready to be restored: `holders[rank]` is the address to read that rank's shard from."""
+
+    manifest: Manifest
+    holders: tuple[tuple[str, int], ...]
+
+
+class Holdings:
+    """One per controller. `survey` first; then `collect` what is to be restored, and any number of `wait_for`."""
+
+    def __init__(self, run_id: str, agent_of: AgentOf, limit_s: float, on_steps: OnSteps) -> None:
+        self._run_id = run_id
+        self._agent_of = agent_of
+        self._limit_s = limit_s
+        self._on_steps = on_steps
+        self._held: dict[str, tuple[Held, ...]] = {}
+        self._found: dict[str, Snapshot] = {}
+        self._collected: dict[str, asyncio.Task[Assembled]] = {}
+
+    async def survey(self, nodes: Sequence[str]) -> tuple[Snapshot, ...]:
+        """Ask every node; those that do not answer in time hold nothing. Newest first."""
+        answers = await asyncio.gather(*(self._ask(node) for node in nodes))
+        self._held = {node: held for node, held in zip(nodes, answers, strict=True) if held}
+        found = recoverable(self._held)
+        self._found = {snapshot.id: snapshot for snapshot in found}
+        return found
+
+    def collect(self, identifier: str, nodes: Sequence[str]) -> None:
+        """Begin to put the snapshot's manifest together; `wait_for` gives it. Begun once."""
+        if identifier not in self._collected:
+            # Of an older snapshot nobody will ask any more.
+            for task in self._collected.values():
+                task.cancel()
+            task = asyncio.get_running_loop().create_task(self._collect(identifier, nodes))
+            self._collected = {identifier: task}
+
+    async def wait_for(self, identifier: str) -> Assembled:
+        """Raises IntegrityError or StorageError saying what is missing."""
+        task = self._collected.get(identifier)
+        if task is None:
+            raise StorageError(f"snapshot {identifier} is not the one that the run goes on from")
+        return await asyncio.shield(task)
+
+    async def _ask(self, node: str) -> tuple[Held, ...]:
+        try:
+            held = await asyncio.wait_for(self._call(node, "memory_held"), self._limit_s)
+            return tuple(held)
+        except (ray.exceptions.RayError, asyncio.TimeoutError, OSError) as error:
+            logger.warning("node %s has not said what its memory holds: %s", node[:8], error or type(error).__name__)
+            return ()
+
+    async def _collect(self, identifier: str, nodes: Sequence[str]) -> Assembled:
+        began = time.perf_counter()
+        if identifier not in self._found:
+            # A controller that was restarted meanwhile.
+            await self.survey(nodes)
+        snapshot = self._found.get(identifier)
+        if snapshot is None:
+            raise IntegrityError(f"snapshot {identifier} cannot be put together any more: a node that held it is gone")
+        wanted = [self._copy(snapshot, rank) for rank in range(len(snapshot.holders))]
+        try:
+            records = await asyncio.wait_for(
+                asyncio.gather(
+                    *(
+                        self._call(node, "memory_record", held)
+                        for node, held in zip(snapshot.holders, wanted, strict=True)
+                    )
+                ),
+                _COLLECT_LIMIT_S,
+            )
+            facts = await asyncio.gather(*(self._agent_of(node) for node in snapshot.holders))
+        except IntegrityError:
+            raise
+        except (ray.exceptions.RayError, asyncio.TimeoutError, OSError) as error:
+            cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+            if isinstance(cause, IntegrityError):
+                raise cause from None
+            raise StorageError(f"a node that holds a part of {identifier} does not answer: {cause}") from error
+        whole = assemble(records, run_id=self._run_id, written_at=time.time())
+        client = {key: value for key, value in whole.client.items() if key != STEPS}
+        manifest = replace(whole, id=identifier, client=client)
+        steps = {record.rank: (record.client or {}).get(STEPS, ()) for record in records}
+        self._on_steps(snapshot.generation, len(records), steps)
+        logger.info("snapshot %s was put together in %.3f s", identifier, time.perf_counter() - began)
+        return Assembled(manifest, tuple(known.memory for _, known in facts))
+
+    def _copy(self, snapshot: Snapshot, rank: int) -> Held:
+        node = snapshot.holders[rank]
+        copies = [
+            held
+            for held in self._held[node]
+            if (held.step, held.generation, held.rank) == (snapshot.step, snapshot.generation, rank)
+        ]
+        return min(copies, key=lambda held: held.replica)
+
+    async def _call(self, node: str, method: str, *args: Any) -> Any:
+        agent, _ = await self._agent_of(node)
+        return await getattr(agent, method).remote(*args)
+
+
+def targets_of(
+    placed: Sequence[Sequence[str]], addresses: Mapping[str, tuple[str, int]]
+) -> tuple[tuple[tuple[str, int], ...], ...]:
+    """For each rank the addresses of the nodes that hold its replicas; nodes without an address are left out."""
+    return tuple(tuple(addresses[node] for node in nodes if node in addresses) for nodes in placed)
