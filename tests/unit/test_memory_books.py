@@ -243,10 +243,9 @@ def test_any_one_node_may_be_lost_at_any_moment() -> None:
     assert recovered > 200
 
 
-def opened(*lines: Line, shape: Shape = Shape(1, 10)) -> Node:
+def opened(line: Line) -> Node:
     node = Node()
-    for line in lines:
-        node.books.open(line, shape, None)
+    node.books.open(line, Shape(1, 10), None)
     return node
 
 

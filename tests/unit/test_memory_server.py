@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
+from pathlib import Path
 
 import memory_samples as samples
 import pytest
 import torch
 from memory_samples import TOKEN, held, snap, take, template
 
+from elastic.checkpoint.memory import store
 from elastic.checkpoint.memory.client import NodeMemory
 from elastic.checkpoint.memory.server import MemoryServer
 from elastic.checkpoint.memory.source import Holder, MemorySource
+from elastic.checkpoint.memory.wire import connect
 from elastic.checkpoint.source import ReadRange
 from elastic.core.assembly import assemble
+from elastic.core.errors import IntegrityError, StorageError, UsageError
 from elastic.core.manifest import Manifest
 
 
@@ -105,3 +112,237 @@ def test_a_new_generation_takes_the_place_of_the_old_one_when_it_has_settled(sta
     assert set(node.held()) == {held(new, 3)}
     take(memory, new, 4)  # carries the mark of step 3
     assert set(other.held()) == {held(new, 3, replica=True), held(new, 4, replica=True)}
+
+
+def pair(stack: ExitStack, **limits: int) -> tuple[MemoryServer, MemoryServer, NodeMemory]:
+    node, other = server(stack), server(stack, **limits)
+    return node, other, worker(stack, node)
+
+
+def wait_failed(memory: NodeMemory) -> str:
+    with memory._changed:
+        assert memory._changed.wait_for(lambda: memory._progress.get("failed"), 30)
+    failed = memory.failed()
+    assert failed is not None
+    return failed
+
+
+def test_a_node_without_the_memory_says_so_at_once(stack: ExitStack) -> None:
+    record = template(0, 2)
+    node = server(stack, 2 * record.bytes - 1)
+    memory = worker(stack, node)
+    with pytest.raises(UsageError, match=r"rank 0 need 2 x 0\.00 GiB in this node's memory, but .* can be had"):
+        memory.open(record, record.bytes, [])
+    assert node.stats()["lines"] == 0
+
+
+def test_replicas_count_too(stack: ExitStack) -> None:
+    own, foreign = template(0, 2), template(1, 2)
+    node = server(stack, 3 * own.bytes)
+    other = worker(stack, server(stack))
+    other.open(foreign, foreign.bytes, [node.address])
+    take(other, foreign, 1)
+    memory = worker(stack, node)
+    with pytest.raises(UsageError, match="with what it holds for other ranks"):
+        memory.open(own, own.bytes, [])
+
+
+def test_a_holder_without_the_memory_is_named_and_tried_again(stack: ExitStack) -> None:
+    record = template(0, 1)
+    node, other, memory = pair(stack, limit_bytes=record.bytes)
+    memory.open(record, record.bytes, [other.address])
+    failed = wait_failed(memory)
+    assert failed.startswith(f"127.0.0.1:{other.address[1]} takes no replica of rank 0: snapshots of replica of rank 0")
+    snap(memory, record, 1)
+    assert node.held() == (held(record, 1),)
+    assert memory.complete() == -1
+    other._store._limit_bytes = 10 * record.bytes
+    assert memory.wait_complete(1, 30)
+    assert memory.failed() is None
+
+
+def test_a_reader_keeps_its_copy(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = template(0, 1)
+    node = server(stack)
+    memory = worker(stack, node)
+    memory.open(record, record.bytes, [])
+    take(memory, record, 1)
+    take(memory, record, 2)
+    monkeypatch.setattr(store, "READER_LIMIT_S", 0.01)
+    with node._store.reading(1, 1, 0) as reading:
+        with pytest.raises(StorageError, match="is read for"):
+            memory.segment()
+        with reading.segment.map() as view:
+            assert view == memoryview(samples.content(record, 1))
+    take(memory, record, 3)
+    with node._store.reading(1, 2, 0) as reading:
+        new = template(0, 1, 2)
+        memory.open(new, new.bytes, [])
+        take(memory, new, 4)
+        assert node.held() == (held(new, 4),)
+        with reading.segment.map() as view:  # not held any more, but not gone under its reader
+            assert view == memoryview(samples.content(record, 2))
+    assert node.stats()["own_bytes"] <= 2 * new.bytes
+
+
+def test_reads_while_new_snapshots_come(stack: ExitStack) -> None:
+    node, other, memory = pair(stack)
+    record = template(0, 1, numel=20_000)
+    memory.open(record, record.bytes, [other.address])
+    ended, good, wrong = threading.Event(), [0, 0], []
+
+    def read(which: int, holder: Holder) -> None:
+        while not ended.is_set():
+            step = memory.complete()
+            if step < 1:
+                continue
+            manifest = assemble([replace(samples.full_record(record, step), client=None)], run_id="run")
+            targets = {t.key: torch.zeros(t.numel) for t in record.tensors}
+            ranges = [ReadRange(0, key, 0, len(target), target) for key, target in targets.items()]
+            try:
+                MemorySource(never, {0: holder}, TOKEN, timeout_s=30).read(manifest, ranges)
+            except IntegrityError:  # overwritten before it was read
+                continue
+            expected = samples.tensors(record, step)
+            same = all(torch.equal(targets[k].view(torch.int32), expected[k].view(torch.int32)) for k in targets)
+            good[which] += same
+            wrong.extend([] if same else [step])
+
+    holders = [Holder(node.address, node.local_name), Holder(other.address)]
+    threads = [threading.Thread(target=read, args=(number, holder)) for number, holder in enumerate(holders)]
+    for thread in threads:
+        thread.start()
+    step = 0
+    while min(good) < 5 and not wrong and step < 5000:
+        step += 1
+        take(memory, record, step)
+    ended.set()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong
+    assert min(good) >= 5
+
+
+def never(checkpoint_id: str) -> Manifest:
+    raise AssertionError("the manifest was given")
+
+
+def test_changed_bytes_are_refused(stack: ExitStack) -> None:
+    node, other, memory = pair(stack)
+    record = template(0, 1)
+    memory.open(record, record.bytes, [other.address])
+    take(memory, record, 1)
+    for holder, replica in ((node, False), (other, True)):
+        with holder._store.reading(1, 1, 0, replica) as reading, reading.segment.map() as view:
+            view[17] ^= 1
+        with pytest.raises(IntegrityError, match=r"is not what was put there \(rank 0, step 1, generation 1\)"):
+            holder.record(held(record, 1, replica=replica))
+        assert holder.record(held(record, 1, replica=replica), digests=False).digests == {}
+
+
+def test_what_is_not_held_is_not_read(stack: ExitStack) -> None:
+    node = server(stack)
+    memory = worker(stack, node)
+    record = template(0, 1)
+    memory.open(record, record.bytes, [])
+    take(memory, record, 1)
+    manifest = assemble([samples.full_record(record, 2)], run_id="run")
+    target = torch.zeros(10)
+    for local in (None, node.local_name):
+        source = MemorySource(lambda _: manifest, {0: Holder(node.address, local)}, TOKEN, timeout_s=30)
+        with pytest.raises(IntegrityError, match="does not hold that shard any more"):
+            source.read(manifest, [ReadRange(0, "fp32/flat", 0, 10, target)])
+    with pytest.raises(IntegrityError, match="no node is known"):
+        MemorySource(lambda _: manifest, {}, TOKEN, timeout_s=30).read(
+            manifest, [ReadRange(0, "fp32/flat", 0, 10, target)]
+        )
+    with pytest.raises(IntegrityError, match="does not hold"):
+        node.record(held(record, 2))
+
+
+@pytest.mark.parametrize("part", [[-1, 5], [0, 10**9], [8023, 2], [10**30, 1], [5, -5]])
+def test_bytes_outside_of_a_shard_are_not_given(stack: ExitStack, part: list[int]) -> None:
+    node = server(stack)
+    memory = worker(stack, node)
+    record = template(0, 1)
+    assert record.bytes == 8024
+    memory.open(record, record.bytes, [])
+    take(memory, record, 1)
+    with closing(connect(node.address, TOKEN)) as channel:
+        request = {"do": "read", "generation": 1, "step": 1, "rank": 0}
+        with pytest.raises(IntegrityError, match="are not in 8024"):
+            channel.ask({**request, "parts": [[0, 8], part]})
+        assert channel.ask({**request, "parts": [[8000, 24]]}) == {}
+        assert channel.exactly(24) == samples.content(record, 1)[8000:].tobytes()
+
+
+def test_a_holder_that_is_gone_or_stands_still_is_named(stack: ExitStack) -> None:
+    record = template(0, 1)
+    manifest = assemble([samples.full_record(record, 1)], run_id="run")
+    ranges = [ReadRange(0, "fp32/flat", 0, 10, torch.zeros(10))]
+    silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    address = ("127.0.0.1", silent.getsockname()[1])
+    with pytest.raises(StorageError, match=f"127.0.0.1:{address[1]} .*rank 0"):
+        MemorySource(lambda _: manifest, {0: Holder(address)}, TOKEN, timeout_s=0.05).read(manifest, ranges)
+    silent.close()
+    with pytest.raises(StorageError, match=f"127.0.0.1:{address[1]} .*refused.*rank 0"):
+        MemorySource(lambda _: manifest, {0: Holder(address)}, TOKEN, timeout_s=30).read(manifest, ranges)
+    with pytest.raises(StorageError, match="cannot be reached"):
+        NodeMemory("elastic-memory-nobody", TOKEN)
+
+
+def test_two_hundred_generations_leave_nothing_behind(stack: ExitStack) -> None:
+    nodes = [server(stack), server(stack)]
+    workers = [worker(stack, node) for node in nodes]
+    shm = set(os.listdir("/dev/shm"))
+    before: tuple[int, int, int] | None = None
+    for generation in range(1, 211):
+        numel = 1000 + generation * 7919 % 50_000  # growing and shrinking
+        for rank, memory in enumerate(workers):
+            record = template(rank, 2, generation, numel)
+            base = (generation - 1, generation * 3 - 1) if generation % 3 == 0 else None
+            memory.open(record, record.bytes, [nodes[1 - rank].address], base)
+        for step in range(generation * 3, generation * 3 + 3 - generation % 2):
+            for rank, memory in enumerate(workers):
+                snap(memory, template(rank, 2, generation, numel), step)
+            for memory in workers:
+                assert memory.wait_complete(step, 30)
+            for memory in workers:
+                memory.settled(step)
+        if generation == 10:
+            before = used()
+    for node in nodes:
+        assert {item.generation for item in node.held()} == {210}
+        assert node.stats()["segments"] == 4
+        assert node.stats()["lines"] == 2
+        assert node.stats()["connections"] == 2
+    assert before is not None
+    fds, threads, segments = used()
+    assert (fds, segments) == (before[0], before[2])
+    assert threads <= before[1] + 2  # a sender of an older generation may be about to end
+    assert set(os.listdir("/dev/shm")) - shm == set()
+
+
+def used() -> tuple[int, int, int]:
+    links = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+    maps = Path("/proc/self/maps").read_text().count("memfd:elastic-snapshot")
+    return sum("elastic-snapshot" in link or "socket" in link for link in links), threading.active_count(), maps
+
+
+def test_closing_ends_everything() -> None:
+    threads = threading.active_count()
+    node, other = samples.server(), samples.server()
+    memory = NodeMemory(node.local_name, TOKEN)
+    record = template(0, 1)
+    memory.open(record, record.bytes, [other.address])
+    take(memory, record, 1)
+    node.close()
+    node.close()
+    with pytest.raises(StorageError, match="gone"):
+        memory.segment()
+    assert not memory.wait_complete(2, 30)
+    memory.close()
+    memory.close()
+    other.close()
+    assert node.held() == ()
+    assert threading.active_count() == threads

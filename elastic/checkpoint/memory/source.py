@@ -96,8 +96,9 @@ class MemorySource:
         if failed is not None:
             failed.result()
         if late:
-            holder = futures[next(iter(late))].holder
-            raise StorageError(f"{holder} has not delivered its part of a snapshot within {self._timeout_s} s")
+            fetch = futures[next(iter(late))]
+            what = f"{fetch.holder} has not delivered its part of a snapshot within {self._timeout_s} s"
+            raise StorageError(what, fetch.where)
 
 
 class _Fetch:
@@ -109,7 +110,7 @@ class _Fetch:
         self.holder = holder
         self._token = token
         self._message = {"generation": manifest.generation, "step": manifest.step, "rank": rank}
-        self._where = Where(rank=rank, step=manifest.step, generation=manifest.generation)
+        self.where = Where(rank=rank, step=manifest.step, generation=manifest.generation)
         self._requests = requests
         self._lock = threading.Lock()
         self._channel: Channel | None = None
@@ -135,7 +136,7 @@ class _Fetch:
                 channel.close()
         except OSError as error:
             raise StorageError(
-                f"{self.holder} could not deliver its part of a snapshot: {error}", self._where
+                f"{self.holder} could not deliver its part of a snapshot: {error}", self.where
             ) from error
 
     def cancel(self) -> None:

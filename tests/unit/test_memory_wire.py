@@ -1,0 +1,221 @@
+"""Who may talk to a server, and what a message may look like."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from dataclasses import replace
+
+import memory_samples as samples
+import pytest
+from memory_samples import TOKEN, held, snap, take, template
+
+from elastic.checkpoint.memory import server as server_module
+from elastic.checkpoint.memory.client import NodeMemory
+from elastic.checkpoint.memory.records import template_from_json, template_to_json
+from elastic.checkpoint.memory.server import MemoryServer
+from elastic.checkpoint.memory.wire import Channel, Refused, admit, connect
+from elastic.core.errors import IntegrityError, StorageError, UsageError
+
+OTHER = bytes(32)
+
+
+@pytest.fixture
+def node() -> Iterator[MemoryServer]:
+    with closing(samples.server()) as node:
+        yield node
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+
+
+def test_another_runs_token_is_refused(node: MemoryServer, caplog: pytest.LogCaptureFixture) -> None:
+    for target in (node.address, node.local_name):
+        with pytest.raises(Refused, match="did not accept this run's token"):
+            connect(target, OTHER)
+    with pytest.raises(StorageError, match="did not accept"):
+        NodeMemory(node.local_name, OTHER)
+    node.close()
+    assert caplog.messages.count("a connection was refused: it does not hold this run's token") == 3
+    for secret in (TOKEN, OTHER):
+        assert secret.hex() not in caplog.text
+        assert repr(secret) not in caplog.text
+
+
+def test_a_server_without_the_token_is_refused() -> None:
+    """It sees the client's proof, and cannot answer with that."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def reflect() -> None:
+            near, _ = listener.accept()
+            with near, suppress(OSError):
+                near.sendall(b"elastic-memory-1" + bytes(32))
+                near.sendall(near.recv(64, socket.MSG_WAITALL)[32:])
+
+        thread = threading.Thread(target=reflect)
+        thread.start()
+        with pytest.raises(Refused, match="the server does not hold this run's token"):
+            connect(("127.0.0.1", listener.getsockname()[1]), TOKEN)
+        thread.join(30)
+
+
+@pytest.mark.parametrize("rubbish", [b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(64), b"\0" * 4096])
+def test_rubbish_does_no_harm(node: MemoryServer, rubbish: bytes) -> None:
+    for family, address in ((socket.AF_INET, node.address), (socket.AF_UNIX, "\0" + node.local_name)):
+        with socket.socket(family) as sock:
+            sock.connect(address)
+            with suppress(OSError):
+                sock.sendall(rubbish)
+                sock.shutdown(socket.SHUT_WR)
+                while sock.recv(4096):
+                    pass
+    assert_serves(node)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [{}, {"do": "open"}, {"do": "push"}, {"do": "read", "generation": "x"}, {"do": "begin"}, {"do": "format"}],
+)
+def test_requests_that_make_no_sense_do_no_harm(node: MemoryServer, message: dict[str, object]) -> None:
+    for target in (node.address, node.local_name):
+        with closing(connect(target, TOKEN)) as channel:
+            channel.send(message)
+            try:
+                answer, _ = channel.receive()
+            except OSError:
+                continue  # it was dropped
+            assert "error" in answer.get("answer", answer)
+    assert_serves(node)
+
+
+def test_a_length_that_nobody_sends_is_refused() -> None:
+    near, far = pair()
+    with closing(Channel(near)) as channel, far:
+        far.sendall(struct.pack("!I", 2**32 - 1))
+        with pytest.raises(ConnectionError, match="4294967295 bytes was announced"):
+            channel.receive()
+
+
+@pytest.mark.parametrize("text", [b"{", b"[1]", b"\xff\xff", b"1" * 5000])
+def test_what_is_no_json_object_is_refused(text: bytes) -> None:
+    near, far = pair()
+    with closing(Channel(near)) as channel, far:
+        far.sendall(struct.pack("!I", len(text)) + text)
+        with pytest.raises(ConnectionError, match="not"):
+            channel.receive()
+
+
+def test_a_descriptor_that_came_with_a_broken_message_is_closed() -> None:
+    near, far = pair()
+    opened = len(os.listdir("/proc/self/fd"))
+    with closing(Channel(near)) as channel, far:
+        socket.send_fds(far, [struct.pack("!I", 1) + b"{"], [far.fileno()])
+        with pytest.raises(ConnectionError):
+            channel.receive()
+        assert len(os.listdir("/proc/self/fd")) == opened
+
+
+def test_a_peer_that_says_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic.checkpoint.memory.wire.CONNECT_LIMIT_S", 0.01)
+    near, far = pair()
+    with closing(Channel(near)) as channel, far, pytest.raises(TimeoutError, match="nothing moved"):
+        admit(channel, TOKEN)
+
+
+def test_another_user_is_refused(
+    node: MemoryServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(server_module, "_user_of", lambda sock: os.geteuid() + 1)
+    with pytest.raises(StorageError):
+        NodeMemory(node.local_name, TOKEN)
+    node.close()
+    assert f"a connection was refused: it belongs to user {os.geteuid() + 1}" in caplog.messages
+
+
+def test_the_kernel_says_who_is_there() -> None:
+    near, far = pair()
+    with near, far:
+        assert server_module._user_of(near) == os.geteuid()
+
+
+def test_a_token_has_its_length() -> None:
+    with pytest.raises(UsageError, match="16 bytes, not 32"):
+        MemoryServer(bytes(16), "127.0.0.1")
+
+
+def test_a_reader_cannot_write(node: MemoryServer) -> None:
+    record = template(0, 1)
+    with closing(NodeMemory(node.local_name, TOKEN)) as memory, closing(connect(node.local_name, TOKEN)) as channel:
+        memory.open(record, record.bytes, [])
+        take(memory, record, 1)
+        channel.send({"do": "lease", "generation": 1, "step": 1, "rank": 0})
+        _, fd = channel.receive()
+        assert fd is not None
+        try:
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                os.pwrite(fd, b"x", 0)
+            assert os.pread(fd, record.bytes, 0) == samples.content(record, 1).tobytes()
+        finally:
+            os.close(fd)
+        assert os.get_inheritable(memory._channel._sock.fileno()) is False
+    assert node.held() == (held(record, 1),)
+
+
+def assert_serves(node: MemoryServer) -> None:
+    record = template(0, 1)
+    with closing(NodeMemory(node.local_name, TOKEN)) as memory:
+        memory.open(record, record.bytes, [])
+        snap(memory, record, 1)
+        assert memory.wait_complete(1, 30)
+    assert node.held() == (held(record, 1),)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_template_is_sent_as_it_is(rank: int) -> None:
+    record = template(rank)
+    assert template_from_json(json.loads(json.dumps(template_to_json(record)))) == record
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rank": -1}, {"rank": True}, {"bytes": "1"}, {"file": "../x"}, {"tensors": [["fp32/flat", "F32", 3]]},
+        {"tensors": [["fp32/flat", "F31", 3, 0]]}, {"tensors": [["flat", "F32", 3, 0]]}, {"tensors": None},
+        {"tensors": [["fp32/flat", "F32", 3000, 0]]}, {"pieces": [["w", 0, 2000, "flat", 0]]}, {"pieces": [[]]},
+        {"pieces": [["w", 0, 1, "other", 0]]}, {"parameters": {"w": 1}}, {"parameters": [["w", [-1]]]},
+    ],
+)  # fmt: skip
+def test_a_template_that_cannot_be_is_refused(change: dict[str, object]) -> None:
+    with pytest.raises(IntegrityError):
+        template_from_json({**template_to_json(template(0)), **change})
+    with pytest.raises(IntegrityError):
+        template_from_json([])
+
+
+def test_client_state_must_be_what_json_gives_back(node: MemoryServer) -> None:
+    record = template(0, 1)
+    with closing(NodeMemory(node.local_name, TOKEN)) as memory:
+        memory.open(record, record.bytes, [])
+        memory.segment()
+        with pytest.raises(IntegrityError, match="client"):
+            memory.commit(1, {"loss": object()})
+        with pytest.raises(UsageError, match="says 8024 bytes, but 8000"):
+            memory.open(record, 8000, [])
+        with pytest.raises(IntegrityError, match="would end behind"):
+            memory.open(replace(record, bytes=8000), 8000, [])
+
+
+def test_the_nodes_side_is_light() -> None:
+    code = (
+        "import sys, elastic.checkpoint.memory.server, elastic.checkpoint.memory.client;"
+        "assert not {'torch', 'ray', 'deepspeed'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
