@@ -1,0 +1,158 @@
+"""One mutation, end to end: the same configuration must pass without it, and with it nothing may train."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+from proof import scene
+from proof.tools import Mutation, Reading
+
+# The function in which an error began -> what the table calls that check. The innermost one counts.
+_CHECKS = {
+    "_one_checkpoint": "assembly: one shard per rank",
+    "_check_cover": "assembly: every element once",
+    "_summed": "assembly: content checks",
+    "check_layout": "layout check",
+    "check_model": "model check",
+    "check_client": "client check",
+    "_copy": "plan cover",
+    "_check_dtypes": "dtype check",
+    "raise_together": "agreement of all ranks",
+    "_prove_content": "proof: content",
+    "prove": "proof: content",
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`caught` is empty where nothing refused it; `difference` is what it did with the proof switched off."""
+
+    caught: str
+    message: str
+    difference: str
+    healthy: str
+    hung: bool
+    seconds: float
+
+    @property
+    def good(self) -> bool:
+        return bool(self.caught and self.difference and not self.healthy and not self.hung)
+
+
+def examine(mutation: Mutation) -> Verdict:
+    began = time.perf_counter()
+    healthy = _outcome(mutation, mutated=False, checked=True)
+    caught = _outcome(mutation, mutated=True, checked=True)
+    off = _outcome(mutation, mutated=True, checked=False)
+    name, message = _caught_by(caught.errors) if caught.errors else ("", "")
+    return Verdict(
+        caught=name,
+        message=message,
+        difference=_first(off),
+        healthy=_first(healthy),
+        hung=any(isinstance(error, scene_left_alone()) for error in caught.errors),
+        seconds=time.perf_counter() - began,
+    )
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    errors: Sequence[Exception]
+    differences: Sequence[str]
+    # Ranks that would have gone on to train.
+    trained: int = 0
+
+
+def _first(outcome: _Outcome) -> str:
+    if outcome.errors:
+        error = outcome.errors[0]
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return outcome.differences[0] if outcome.differences else ""
+
+
+def _outcome(mutation: Mutation, mutated: bool, checked: bool) -> _Outcome:
+    with ExitStack() as stack:
+        if not checked:
+            stack.enter_context(_unchecked())
+        before, after = mutation.worlds
+        source = stack.enter_context(scene.world(mutation.setup, before, scene.SAVED))
+        target = stack.enter_context(scene.world(mutation.setup, after, scene.FRESH))
+        try:
+            store, checkpoint = _saved(mutation, mutated, source)
+        except Exception as error:  # noqa: BLE001 - refusing to save is one way to catch a mutation
+            return _Outcome([error], [])
+        results = _restored(mutation, mutated, stack, target, store, checkpoint)
+        errors = [result for result in results if isinstance(result, Exception)]
+        if errors:
+            return _Outcome(errors, [], len(results) - len(errors))
+        return _Outcome([], scene.differences(target, source), len(results))
+
+
+def _saved(mutation: Mutation, mutated: bool, source: scene.World) -> tuple[Any, str]:
+    if not mutated:
+        return scene.save(source)
+    if mutation.before_save is not None:
+        mutation.before_save(source)
+    with mutation.saving():
+        return scene.save(source)
+
+
+def _restored(
+    mutation: Mutation, mutated: bool, stack: ExitStack, target: scene.World, store: Any, checkpoint: str
+) -> list[Any]:
+    if not mutated:
+        return scene.restore(target, lambda rank: store, checkpoint)
+    if mutation.before_restore is not None:
+        mutation.before_restore(target)
+    source_of: Any = lambda rank: store  # noqa: E731
+    if mutation.reading is not None:
+        older = stack.enter_context(scene.world(mutation.setup, target.crowd.world_size, scene.OLDER))
+        older_store, older_id = scene.save(older)
+        make = mutation.reading
+        source_of = lambda rank: make(Reading(rank, store, older_store, older_id))  # noqa: E731
+    with mutation.restoring():
+        return scene.restore(target, source_of, checkpoint)
+
+
+@contextmanager
+def _unchecked() -> Iterator[None]:
+    """Without the proof and the checks before it: what would the mutation have done?"""
+    import elastic.training.state as package
+    from elastic.core import assembly
+    from elastic.training.state import engine_state
+
+    def nothing(*_: Any, **__: Any) -> None:
+        return None
+
+    with contextlib.ExitStack() as stack:
+        for owner, name, instead in (
+            (engine_state, "prove", nothing),
+            (engine_state, "check_client", nothing),
+            (engine_state, "check_model", lambda *_: frozenset()),
+            (package, "check_layout", nothing),
+            (assembly, "_check_cover", nothing),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, instead))
+        yield
+
+
+def _caught_by(errors: Sequence[Exception]) -> tuple[str, str]:
+    """The check, and the message of the rank that saw it first."""
+    own = [error for error in errors if "its own error says why" not in str(error)]
+    error = (own or list(errors))[0]
+    frames = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+    names = [_CHECKS[frame] for frame in frames if frame in _CHECKS]
+    return (names[-1] if names else type(error).__name__), str(error).splitlines()[0]
+
+
+def scene_left_alone() -> type[Exception]:
+    from proof.crowd import LeftAlone
+
+    return LeftAlone
