@@ -47,12 +47,13 @@ class KillWorker:
 @dataclass(frozen=True)
 class BeginGeneration:
     """Start training on `members` (worker ids; the position is the rank) from `checkpoint` (None: from scratch)
-    -> GroupJoined, TrainingReached, FirstStepDone, or one of the failures."""
+    -> GroupJoined, TrainingReached, FirstStepDone, or one of the failures. `skips`: see `core.batches`."""
 
     generation: int
     members: tuple[int, ...]
     checkpoint: str | None
     step: int
+    skips: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)

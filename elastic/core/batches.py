@@ -3,13 +3,18 @@
 A step is cut into micro-batches without looking at the world size; only then are they dealt. So the samples of a
 step, their cut and their random streams (one per micro-batch) are the same at every world size, and the gradient is
 exactly the mean over the step's samples.
+
+Ranges of positions may be skipped (samples that made a step's loss or gradient no number): every step from there on
+takes the next ones instead. Numbers of steps stay what they are.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from elastic.core.errors import UsageError
+from elastic.core.steps import Range
 
 
 @dataclass(frozen=True)
@@ -36,15 +41,34 @@ def steps_in(total_samples: int, global_batch: int) -> int:
     return _ceil_div(total_samples, global_batch)
 
 
-def step_positions(step: int, global_batch: int, total_samples: int | None = None) -> tuple[int, int]:
-    """The positions [start, stop) that step number `step` (from 0) consumes."""
+def step_positions(
+    step: int, global_batch: int, total_samples: int | None = None, skips: Sequence[Range] = ()
+) -> Range:
+    """The positions [start, stop) that step number `step` (from 0) consumes.
+
+    `total_samples` counts what the run consumes, without what it skips. `skips` are sorted ranges of positions, each of
+    them what some steps would have consumed, so that no step is cut in two: ValueError otherwise.
+    """
     _positive("global_batch", global_batch)
     start, stop = step * global_batch, (step + 1) * global_batch
     if total_samples is not None:
         stop = min(stop, total_samples)
     if step < 0 or stop <= start:
         raise ValueError(f"step {step} has no samples: {total_samples} samples in steps of {global_batch}")
-    return start, stop
+    first = next_position(start, skips)
+    if next_position(stop - 1, skips) != first + (stop - 1 - start):
+        raise ValueError(f"step {step}, positions from {first}, is cut in two by the skipped ranges {list(skips)}")
+    return first, first + stop - start
+
+
+def next_position(consumed: int, skips: Sequence[Range] = ()) -> int:
+    """The position that follows when `consumed` samples were consumed. `skips` as in `step_positions`."""
+    position = consumed
+    for start, stop in skips:
+        if position < start:
+            break
+        position += stop - start
+    return position
 
 
 def passes_per_rank(samples: int, micro_batch: int, world_size: int) -> int:
@@ -55,14 +79,15 @@ def passes_per_rank(samples: int, micro_batch: int, world_size: int) -> int:
 
 
 def deal(
-    step: int, global_batch: int, micro_batch: int, world_size: int, rank: int, total_samples: int | None = None
-) -> tuple[MicroBatch, ...]:
+    step: int, global_batch: int, micro_batch: int, world_size: int, rank: int, total_samples: int | None = None,
+    skips: Sequence[Range] = (),
+) -> tuple[MicroBatch, ...]:  # fmt: skip
     """The passes of one rank in one step, in order; equally many on every rank.
 
     Over all ranks each position of the step comes exactly once with a weight above zero, and the weights sum to one.
     Neighbouring micro-batches go to the same rank, and ranks differ by at most one of them.
     """
-    start, stop = step_positions(step, global_batch, total_samples)
+    start, stop = step_positions(step, global_batch, total_samples, skips)
     passes = passes_per_rank(stop - start, micro_batch, world_size)
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} is not one of {world_size} ranks")

@@ -15,6 +15,8 @@ _MAX_INTERVAL = 1000
 # One snapshot in so many is left out even where each step could have one: without it nothing is left to compare with.
 _COMPARE_EVERY = 32
 _WINDOW = 32
+# Snapshots that do not count: each of the two segments is new memory once, and costs several times as much then.
+_FIRST = 2
 # So many steps of each sort are needed before their medians are worth comparing.
 _ENOUGH_QUIET, _ENOUGH_BUSY = 5, 3
 
@@ -64,6 +66,7 @@ class Costs:
         self._stalls: deque[float] = deque(maxlen=_WINDOW)
         self._spans: deque[int] = deque(maxlen=_WINDOW)
         self._completion_s = 0.0
+        self._begun = 0
 
     def step(self, duration_s: float, busy: bool) -> None:
         """`busy`: a snapshot was being copied or sent while it ran. Not for a generation's first step."""
@@ -73,12 +76,16 @@ class Costs:
 
     def snapshot(self, stall_s: float) -> None:
         """A snapshot was begun, for which the training thread stood still for `stall_s`."""
+        self._begun += 1
+        if self._begun <= _FIRST:
+            return
         self._stalls.append(stall_s)
         self._spans.append(0)
 
     def completed(self, seconds: float) -> None:
         """The last snapshot was complete, replicas included, so long after it was begun."""
-        self._completion_s = seconds
+        if self._begun > _FIRST:
+            self._completion_s = seconds
 
     @property
     def step_s(self) -> float:

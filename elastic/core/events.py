@@ -16,10 +16,12 @@ from typing import Any, get_args
 @dataclass(frozen=True)
 class RunStarted:
     """First event of an attempt at a run. `checkpoints` are (id, step) of complete checkpoints found in storage, newest
-    first; `last_generation` is the last one that an earlier attempt used (numbers are never used again)."""
+    first; `last_generation` is the last one that an earlier attempt used (numbers are never used again); `skips` are
+    the ranges of positions that earlier attempts have left out."""
 
     checkpoints: tuple[tuple[str, int], ...] = ()
     last_generation: int = 0
+    skips: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -176,6 +178,32 @@ class UserCodeFailed:
 
 
 @dataclass(frozen=True)
+class AnomalyFound:
+    """After `step` finished steps, the next one's loss or gradient is no number; nobody has saved that step.
+
+    `kind` is "loss", "gradient" or "loss scale", `value` what it was; `positions` are the ranges of the global sample
+    order that the whole step consumed. Every member finds it, each with what it knows itself.
+    """
+
+    generation: int
+    worker: int
+    step: int
+    kind: str
+    value: str
+    positions: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class StepSkipped:
+    """Every member has finished step `step` without applying it, for the reason `what`; `positions` were skipped."""
+
+    generation: int
+    step: int
+    what: str
+    positions: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
 class RestoreFailed:
     """The named checkpoint is incomplete, or what was read is not what was saved.
 
@@ -249,7 +277,7 @@ class SaveFailing:
 
 GenerationEvent = (
     GroupJoined | TrainingReached | FirstStepDone | ProgressStalled | CollectiveFailed | UserCodeFailed |
-    RestoreFailed | HoldAnswered | MemoryLost | WorkerLeft | WorkerCompleted
+    AnomalyFound | StepSkipped | RestoreFailed | HoldAnswered | MemoryLost | WorkerLeft | WorkerCompleted
 )  # fmt: skip
 
 Event = (

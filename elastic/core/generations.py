@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elastic.core.actions import AskHold, BeginGeneration, ConfirmHold
+from elastic.core.anomaly import counts
 from elastic.core.events import (
     CheckpointCommitted,
     CollectiveFailed,
@@ -61,7 +62,7 @@ def begin(turn: Turn, size: int, reason: str) -> None:
         + (f"; {repeated} steps will be repeated" if repeated else ""),
         number=number, world_size=size, step=step,
     )  # fmt: skip
-    turn.do(BeginGeneration(number, members, base.id if base else None, step))
+    turn.do(BeginGeneration(number, members, base.id if base else None, step, turn.state.skips))
 
 
 def source_of(base: KnownCheckpoint | None) -> str:
@@ -229,7 +230,7 @@ def restore_failed(turn: Turn, event: RestoreFailed) -> None:
         return
     if event.checkpoint:
         reject_checkpoint(turn, event.checkpoint, event.error)
-    fail_generation(turn, "restore-failed", f"{event.checkpoint or 'storage'}: {event.error}")
+    fail_generation(turn, "restore-failed", f"{event.checkpoint or source_of(turn.state.base)}: {event.error}")
 
 
 def progress_stalled(turn: Turn, event: ProgressStalled) -> None:
@@ -242,6 +243,9 @@ def progress_stalled(turn: Turn, event: ProgressStalled) -> None:
 
 
 def checkpoint_committed(turn: Turn, event: CheckpointCommitted) -> None:
+    if not counts(turn.state, event.by_generation, event.step):
+        turn.say(f"checkpoint {event.checkpoint} came late and does not count: it lies behind an anomaly", "anomaly")
+        return
     known = KnownCheckpoint(event.checkpoint, event.step)
     if known not in turn.state.checkpoints:
         # Retention keeps fewer than these; a list that grew for months would slow every turn.

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from typing_extensions import assert_never
 
+from elastic.core import anomalies, generations, membership, recovery
 from elastic.core import events as ev
-from elastic.core import generations, membership, recovery
 from elastic.core.actions import (
     Action,
     AskHold,
@@ -85,7 +85,7 @@ def reissue(state: RunState) -> tuple[Action, ...]:
     actions += [StartWorker(worker.id, worker.slot) for worker in starting]
     if isinstance(stage, Joining):
         base = state.base.id if state.base else None
-        actions.append(BeginGeneration(state.generation, state.members, base, state.start_step))
+        actions.append(BeginGeneration(state.generation, state.members, base, state.start_step, state.skips))
     elif isinstance(stage, Ending):
         actions.append(EndGeneration(state.generation, state.members_inside, "the controller was restarted meanwhile"))
     elif isinstance(stage, Pausing) and stage.stop_at is None:
@@ -149,6 +149,10 @@ def _apply_to_generation(turn: Turn, event: ev.GenerationEvent) -> None:
             generations.collective_failed(turn, event)
         case ev.UserCodeFailed():
             generations.user_code_failed(turn, event)
+        case ev.AnomalyFound():
+            anomalies.anomaly_found(turn, event)
+        case ev.StepSkipped():
+            anomalies.step_skipped(turn, event)
         case ev.RestoreFailed():
             generations.restore_failed(turn, event)
         case ev.HoldAnswered():
@@ -189,7 +193,7 @@ def _run_started(turn: Turn, event: ev.RunStarted) -> None:
     furthest = max((checkpoint.step for checkpoint in known), default=0)
     turn.set(
         checkpoints=known, furthest_step=furthest, stage=Waiting(turn.now, "starting"),
-        generation=event.last_generation, first_generation=event.last_generation,
+        generation=event.last_generation, first_generation=event.last_generation, skips=event.skips,
     )  # fmt: skip
     scaling = turn.state.settings.scaling
     origin = f"from step {furthest} of an earlier run" if known else "from the beginning"

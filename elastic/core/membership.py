@@ -14,7 +14,7 @@ from elastic.core.events import (
     WorkersSilent,
     WorkerStartFailed,
 )
-from elastic.core.recovery import backdate, fail_generation, finish, hold_back_slots, survey_memory
+from elastic.core.recovery import backdate, fail_generation, finish, hold_back_slots, record_loss, survey_memory
 from elastic.core.state import (
     GAVE_UP,
     USAGE,
@@ -71,6 +71,9 @@ def lose_slot(turn: Turn, slot_id: int, evidence: str, kind: str) -> None:
         turn.drop_slot(slot_id, evidence)
         fail_generation(turn, kind, evidence, lost=members, node=slot.node)
         return
+    if slot.phase is SlotPhase.PLACED and isinstance(turn.state.stage, Waiting):
+        # Between two generations nobody is a member, but what is being recovered from has become worse.
+        record_loss(turn, tuple(worker.id for worker in turn.workers_in(slot_id)), slot.node)
     turn.drop_slot(slot_id, evidence)
     turn.say(f"slot {slot_id} is lost: {evidence}")
     if slot.phase is SlotPhase.PLACED and isinstance(turn.state.stage, Waiting | Pausing) and turn.state.surveys:

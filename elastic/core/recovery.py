@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elastic.core.actions import CloseIncident, EndGeneration, FinishRun, ReleaseSlot, SurveyMemory
+from elastic.core.anomaly import counts, reason_to_end
 from elastic.core.events import MemorySurveyed
 from elastic.core.incident import Incident
-from elastic.core.snapshots import is_snapshot
+from elastic.core.snapshots import is_snapshot, parse_snapshot_id
 from elastic.core.state import (
     GAVE_UP,
     INTEGRITY,
@@ -33,8 +34,8 @@ from elastic.core.turn import Turn
 # The strongest evidence that was seen names the incident; weaker evidence is kept beside it. A lost process is stronger
 # than an exception: user code that loses a peer in a collective may well raise something of its own.
 _KINDS = (
-    "resize", "stop", "collective-failed", "hang", "user-error", "worker-frozen", "worker-lost", "node-frozen",
-    "node-lost", "restore-failed", "usage-error",
+    "resize", "stop", "collective-failed", "hang", "user-error", "anomaly", "worker-frozen", "worker-lost",
+    "node-frozen", "node-lost", "restore-failed", "usage-error",
 )  # fmt: skip
 _STRENGTH = {name: rank for rank, name in enumerate(_KINDS)}
 # A thousand ranks that all report the same broken collective are not a thousand pieces of evidence.
@@ -124,6 +125,8 @@ def resolve_ending(turn: Turn, stage: Ending) -> None:
     streaks, limits = turn.state.streaks, turn.state.settings.failures
     if stage.kind == "usage-error":
         finish(turn, USAGE, stage.evidence)
+    elif (reason := reason_to_end(turn.state)) is not None:
+        finish(turn, GAVE_UP, reason)
     elif stage.kind == "user-error" and streaks.user_errors > limits.user_error_retries:
         tried = f" {streaks.user_errors} times in a row" if streaks.user_errors > 1 else ""
         finish(turn, USER_CODE_FAILED, f"the training function failed{tried}: {stage.evidence}")
@@ -173,7 +176,8 @@ def survey_memory(turn: Turn) -> None:
 def memory_surveyed(turn: Turn, event: MemorySurveyed) -> None:
     survey = turn.state.survey
     if survey is not None and survey.number == event.survey:
-        turn.set(survey=None, snapshots=tuple(KnownCheckpoint(name, step) for name, step in event.snapshots))
+        good = (known for known in event.snapshots if counts(turn.state, parse_snapshot_id(known[0])[1], known[1]))
+        turn.set(survey=None, snapshots=tuple(KnownCheckpoint(name, step) for name, step in good))
 
 
 def finish(turn: Turn, status: str, reason: str) -> None:
@@ -229,7 +233,7 @@ def _count_failure(turn: Turn, stage: Ending) -> None:
     turn.set(
         streaks=replace(
             streaks,
-            crashes=streaks.crashes + (not passed_over and not node_lost),
+            crashes=streaks.crashes + (not passed_over and not node_lost and kind != "anomaly"),
             node_losses=streaks.node_losses + node_lost,
             user_errors=streaks.user_errors + (kind == "user-error"),
             in_place=streaks.in_place + 1 if not stage.lost and kind in ("collective-failed", "hang") else 0,

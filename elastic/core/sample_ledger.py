@@ -1,4 +1,5 @@
-"""The ledger of samples: which positions of the global order the run has trained on, on its final timeline."""
+"""The ledger of samples: which positions of the global order the run has trained on, on its final timeline, and which
+it has skipped on purpose."""
 
 from __future__ import annotations
 
@@ -6,12 +7,13 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from elastic.core.steps import Range
+from elastic.core.steps import Range, join
 
 
 @dataclass(frozen=True)
 class SampleCount:
-    """Positions of [0, total): `seen` at least once, `missing`, and `repeated` (consumptions beyond the first).
+    """Positions of [0, total): `seen` at least once, `skipped` on purpose and never seen, `missing`, and `repeated`
+    (consumptions beyond the first).
 
     `outside` counts consumptions at or beyond `total`. `gaps` are the missing ranges, at most ten of them.
     """
@@ -21,6 +23,7 @@ class SampleCount:
     repeated: int
     outside: int = 0
     gaps: tuple[Range, ...] = ()
+    skipped: int = 0
 
     @property
     def each_once(self) -> bool:
@@ -55,11 +58,21 @@ class SampleLedger:
     def __init__(self) -> None:
         self._stretches: list[_Stretch] = []
         self._odd: dict[int, tuple[Range, ...]] = {}
+        self._skips: tuple[Range, ...] = ()
+        self._passed: dict[int, tuple[Range, ...]] = {}
 
-    def add(self, step: int, positions: Iterable[Range]) -> bool:
-        """Step `step` consumed these positions. False, and nothing changes, if the step is known already."""
+    def skip(self, ranges: Iterable[Range]) -> None:
+        """All ranges that the run leaves out, whatever is rolled back: the whole list, which only grows."""
+        self._skips = join(ranges)
+
+    def add(self, step: int, positions: Iterable[Range], skipped: Iterable[Range] = ()) -> bool:
+        """Step `step` consumed these positions, and had `skipped` without being applied. False, and nothing changes,
+        if the step is known already."""
         if step in self._odd or self._known(step):
             return False
+        passed = tuple((start, end) for start, end in skipped if start < end)
+        if passed:
+            self._passed[step] = passed
         ranges = tuple((start, end) for start, end in positions if start < end)
         last = self._stretches[-1] if self._stretches else None
         if len(ranges) != 1 or (last is not None and step <= last.last):
@@ -75,32 +88,26 @@ class SampleLedger:
     def rollback(self, to_step: int) -> None:
         """The run goes on after step `to_step`: later steps have not happened."""
         self._odd = {step: ranges for step, ranges in self._odd.items() if step <= to_step}
+        self._passed = {step: ranges for step, ranges in self._passed.items() if step <= to_step}
         while self._stretches and self._stretches[-1].last > to_step:
             last = self._stretches.pop()
             if last.first <= to_step:
                 self._stretches.append(_Stretch(last.first, to_step - last.first + 1, last.start, last.size))
 
     def end(self) -> int:
-        """One past the highest position that was consumed."""
-        return max((end for _, end in self._ranges()), default=0)
+        """One past the highest position that was consumed or skipped."""
+        return max((end for _, end in [*self._ranges(), *self._skipped()]), default=0)
 
     def result(self, total: int) -> SampleCount:
-        """Compare with [0, total), each position once."""
-        reached, distinct, consumed, outside = 0, 0, 0, 0
-        gaps: list[Range] = []
-        for start, stop in sorted(self._ranges()):
-            outside += max(0, stop - max(start, total))
-            end = min(stop, total)
-            if start >= end:
-                continue
-            consumed += end - start
-            if start > reached:
-                gaps.append((reached, start))
-            distinct += max(0, end - max(start, reached))
-            reached = max(reached, end)
-        if reached < total:
-            gaps.append((reached, total))
-        return SampleCount(distinct, total - distinct, consumed - distinct, outside, tuple(gaps[:10]))
+        """Compare with [0, total), each position once. A position that was skipped and consumed counts as repeated."""
+        consumed, skipped = self._ranges(), self._skipped()
+        seen, _, _ = _cover(consumed, total)
+        covered, times, gaps = _cover([*consumed, *skipped], total)
+        outside = sum(max(0, stop - max(start, total)) for start, stop in consumed)
+        return SampleCount(seen, total - covered, times - covered, outside, gaps[:10], covered - seen)
+
+    def _skipped(self) -> list[Range]:
+        return [*self._skips, *(range_ for ranges in self._passed.values() for range_ in ranges)]
 
     def _ranges(self) -> list[Range]:
         odd = [range_ for ranges in self._odd.values() for range_ in ranges]
@@ -109,3 +116,21 @@ class SampleLedger:
     def _known(self, step: int) -> bool:
         place = bisect_right(self._stretches, step, key=lambda stretch: stretch.first)
         return place > 0 and step <= self._stretches[place - 1].last
+
+
+def _cover(ranges: Iterable[Range], total: int) -> tuple[int, int, tuple[Range, ...]]:
+    """(positions of [0, total) that are in some range, sum of the ranges' lengths in it, what is in none)."""
+    reached, distinct, times = 0, 0, 0
+    gaps: list[Range] = []
+    for start, stop in sorted(ranges):
+        end = min(stop, total)
+        if start >= end:
+            continue
+        times += end - start
+        if start > reached:
+            gaps.append((reached, start))
+        distinct += max(0, end - max(start, reached))
+        reached = max(reached, end)
+    if reached < total:
+        gaps.append((reached, total))
+    return distinct, times, tuple(gaps)

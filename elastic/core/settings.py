@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from elastic.core.errors import UsageError
 
@@ -117,6 +117,22 @@ class MemorySettings:
 
 
 @dataclass(frozen=True)
+class AnomalySettings:
+    """What is done about a step whose loss or gradient is no number (NaN or infinite).
+
+    "rollback" goes back to the newest good state and does the step with the next samples instead; "skip" leaves the
+    weights as they are and goes on with the next step; "stop" ends the run. More than `max_anomalies` within
+    `window_steps` steps end it in any case. An fp16 overflow is none, unless more than `max_overflows` come in a row
+    while the loss scale cannot be lowered any further.
+    """
+
+    policy: Literal["stop", "skip", "rollback"] = "rollback"
+    max_anomalies: int = 5
+    window_steps: int = 1000
+    max_overflows: int = 5
+
+
+@dataclass(frozen=True)
 class RunSettings:
     """Everything the controller knows about a run besides the user's function and its config.
 
@@ -135,6 +151,7 @@ class RunSettings:
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     memory: MemorySettings = field(default_factory=MemorySettings)
     failures: FailureSettings = field(default_factory=FailureSettings)
+    anomalies: AnomalySettings = field(default_factory=AnomalySettings)
     resources_per_worker: Mapping[str, float] = field(default_factory=lambda: {"CPU": 1.0})
     deepspeed_config: Mapping[str, Json] | None = None
     storage_url: str = "./runs"
@@ -148,7 +165,7 @@ class RunSettings:
         """Inverse of `to_json`. Raises UsageError on unknown fields (written by a newer version)."""
         parts = {
             "scaling": ScalingSettings, "checkpoint": CheckpointSettings, "memory": MemorySettings,
-            "failures": FailureSettings,
+            "failures": FailureSettings, "anomalies": AnomalySettings,
         }  # fmt: skip
         values = {key: _build(parts[key], value) if key in parts else value for key, value in data.items()}
         return _build(cls, values)

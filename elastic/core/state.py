@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from elastic.core.anomaly import Anomaly
 from elastic.core.incident import Incident
 from elastic.core.settings import RunSettings
 
@@ -194,6 +195,9 @@ class RunState:
     # The last generation that had to stop taking snapshots into memory.
     memory_lost_in: int = 0
     rejected: tuple[str, ...] = ()
+    # Steps whose loss or gradient was no number, oldest first; and every range of positions that is left out for it.
+    anomalies: tuple[Anomaly, ...] = ()
+    skips: tuple[tuple[int, int], ...] = ()
     furthest_step: int = 0
     streaks: Streaks = field(default_factory=Streaks)
     suspicion: Suspicion | None = None

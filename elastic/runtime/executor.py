@@ -266,7 +266,7 @@ class Executor:
         nodes = [self._nodes.get(self._worker_slot.get(worker, -1), "") for worker in action.members]
         if action.checkpoint is not None and is_snapshot(action.checkpoint):
             # Beside everything that the members do before they need it.
-            self.holdings.collect(action.checkpoint, tuple(self._agents))
+            self.holdings.collect(action.generation, action.checkpoint, tuple(self._agents))
         memory = await self._memory_plans(nodes)
         rendezvous = await self._call(first, "host_store", action.generation)
         if rendezvous is None:

@@ -47,7 +47,7 @@ class Holdings:
         self._on_steps = on_steps
         self._held: dict[str, tuple[Held, ...]] = {}
         self._found: dict[str, Snapshot] = {}
-        self._collected: dict[str, asyncio.Task[Assembled]] = {}
+        self._collecting: tuple[int, str, asyncio.Task[Assembled]] | None = None
 
     async def survey(self, nodes: Sequence[str]) -> tuple[Snapshot, ...]:
         """Ask every node; those that do not answer in time hold nothing. Newest first."""
@@ -57,21 +57,26 @@ class Holdings:
         self._found = {snapshot.id: snapshot for snapshot in found}
         return found
 
-    def collect(self, identifier: str, nodes: Sequence[str]) -> None:
-        """Begin to put the snapshot's manifest together; `wait_for` gives it. Begun once."""
-        if identifier not in self._collected:
-            # Of an older snapshot nobody will ask any more.
-            for task in self._collected.values():
-                task.cancel()
-            task = asyncio.get_running_loop().create_task(self._collect(identifier, nodes))
-            self._collected = {identifier: task}
+    def collect(self, generation: int, identifier: str, nodes: Sequence[str]) -> None:
+        """Begin to put together the snapshot that `generation` begins from; `wait_for` gives it. Begun once for each:
+        the next generation may begin from the same snapshot, held by others."""
+        if self._collecting is not None:
+            if self._collecting[0] == generation:
+                return
+            self._collecting[2].cancel()
+        task = asyncio.get_running_loop().create_task(self._collect(identifier, nodes))
+        # An error nobody asks for any more is no news: the generation has ended.
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._collecting = generation, identifier, task
 
     async def wait_for(self, identifier: str) -> Assembled:
         """Raises IntegrityError or StorageError saying what is missing."""
-        task = self._collected.get(identifier)
-        if task is None:
+        if self._collecting is None or self._collecting[1] != identifier:
             raise StorageError(f"snapshot {identifier} is not the one that the run goes on from")
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(self._collecting[2])
+        except asyncio.CancelledError:
+            raise StorageError(f"the generation that was to begin from {identifier} is over") from None
 
     async def _ask(self, node: str) -> tuple[Held, ...]:
         try:

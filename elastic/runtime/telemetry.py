@@ -120,7 +120,7 @@ class Telemetry:
         self, generation: int, world_size: int, steps: Mapping[int, Iterable[Mapping[str, Any]]], now: float
     ) -> None:
         """Reports by rank that came with a snapshot: a lost worker cannot tell its last steps any more."""
-        table = StepTable()
+        table, last = StepTable(), 0
         table.begin(generation, world_size)
         for rank, reports in steps.items():
             for part in reports:
@@ -130,7 +130,10 @@ class Telemetry:
                 )  # fmt: skip
                 if done is not None and self.samples.add(done.step, done.positions):
                     self._unwritten.append(_step_record(done, now, {}))
+                    last = max(last, done.step)
         self.flush(now, force=True)
+        if last:
+            self._record({"type": "generation", "number": generation, "last_step": last})
 
     # --- after a restart of the controller ---
 

@@ -20,10 +20,11 @@ from ray.util.placement_group import PlacementGroup
 from cluster import LocalCluster, NodeState, processes
 from cluster.nodes import TAG
 from elastic.core.errors import RunNotFound
-from elastic.core.settings import CheckpointSettings, FailureSettings, RunSettings, ScalingSettings
+from elastic.core.settings import CheckpointSettings, FailureSettings, MemorySettings, RunSettings, ScalingSettings
+from elastic.core.snapshots import Held
 from elastic.observe.journal import JournalReader
 from elastic.observe.summary import summarize
-from elastic.runtime import client
+from elastic.runtime import client, names
 
 LIMIT_S = 90.0
 # Actors whose process is still being set up are titled by Ray as idle: their names are in the list of actors.
@@ -43,7 +44,10 @@ def wait_until(condition: Callable[[], Any], awaited: str, limit_s: float = LIMI
 
 
 class Run:
-    """One run of `loops` on `cluster`, its files below `folder`. Training stops where `allow` says."""
+    """One run of `loops` on `cluster`, its files below `folder`. Training stops where `allow` says.
+
+    Without `memory` there are no snapshots, and storage is what everything is recovered from.
+    """
 
     def __init__(
         self,
@@ -60,6 +64,7 @@ class Run:
         epochs: int | None = 2,
         global_batch: int | None = None,
         resources: Mapping[str, float] | None = None,
+        memory: Mapping[str, Any] | None = None,
         seed: int = 0,
     ) -> None:
         self.cluster, self.folder = cluster, folder
@@ -73,6 +78,7 @@ class Run:
             epochs=epochs,
             global_batch=global_batch,
             checkpoint=CheckpointSettings(self.url, every_steps, keep_last),
+            memory=MemorySettings(enabled=memory is not None, **(memory or {})),
             # A gate that stays shut for long is no hang.
             failures=FailureSettings(**{"hang_floor_s": 300.0, **(failures or {})}),
             resources_per_worker=resources or {"CPU": 1.0},
@@ -155,6 +161,32 @@ class Run:
             return any(r["type"] == "checkpoint" and r["step"] == step for r in records)
 
         self.wait_for(f"the checkpoint of step {step}", committed)
+
+    def wait_snapshot(self, step: int) -> None:
+        """Wait until every node's memory has all that it is to hold of step `step`, replicas included."""
+
+        def whole() -> bool:
+            copies = [held for node in self.memory() for held in node if held.step == step]
+            ranks = {held.rank for held in copies}
+            size = next((held.world_size for held in copies), -1)
+            wanted = size * (1 + min(self.settings.memory.replicas, size - 1))
+            return len(ranks) == size and len(copies) == wanted
+
+        wait_until(whole, f"the snapshot of step {step} to be complete")
+
+    def memory(self) -> list[tuple[Held, ...]]:
+        """What the memory of each node of the run holds, as its agent tells."""
+        prefix = names.parts(self.settings.run_id)
+        agents = [
+            ray.get_actor(entry["name"], entry["namespace"])
+            for entry in ray.util.list_named_actors(all_namespaces=True)
+            if entry["name"].startswith(prefix) and ":agent:" in entry["name"]
+        ]
+        answers = []
+        for agent in agents:
+            with contextlib.suppress(ray.exceptions.RayError):
+                answers.append(ray.get(agent.memory_held.remote(), timeout=LIMIT_S))
+        return answers
 
     def wait_promises(self) -> int:
         """Wait until every rank of the running generation has promised where to stop; returns the generation."""

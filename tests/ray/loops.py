@@ -169,7 +169,11 @@ def _leave_a_zombie(folder: Path, now: Any) -> None:
     """A thread of this generation that outlives it, in a process that goes on to the next one."""
     generation = context.current()
     if generation is not None and _first_time(folder, "zombie"):
-        snapshot = generation.engine._snapshot()  # type: ignore[union-attr]
+        engine: Any = generation.engine
+        snapshot = engine._state.snapshot(
+            run_id=generation.spec.run_id, generation=generation.spec.generation, step=generation.step,
+            client=engine._client(),
+        )  # fmt: skip
         threading.Thread(target=_haunt, args=(folder, generation, generation.engine, snapshot), daemon=True).start()
 
 

@@ -16,10 +16,11 @@ from elastic.checkpoint.source import CheckpointSource
 from elastic.core.layout import RankLayout
 from elastic.core.manifest import Json, ShardRecord
 from elastic.training.session import RestoreReport
+from elastic.training.state.agree import Agreement
 from elastic.training.state.check import check_layout
 from elastic.training.state.engine_state import LiveState
 from elastic.training.state.host import Transfer
-from elastic.training.state.live import Stage
+from elastic.training.state.live import Stage, rank_in
 from elastic.training.state.partitioned import PartitionedStage
 from elastic.training.state.refuse import refuse_unsupported
 from elastic.training.state.replicated import ReplicatedStage
@@ -85,8 +86,20 @@ def open_state(engine: Any) -> EngineState:
     """The state of `engine`, a DeepSpeedEngine before or after any number of steps.
 
     Raises UsageError for what cannot be carried to another world size (named, with the reason) and for a DeepSpeed
-    whose partitioning is not the one that the pure layouts follow. Not collective.
+    whose partitioning is not the one that the pure layouts follow. Collective: on all ranks or on none.
     """
+    found: EngineState | None = None
+    error: Exception | None = None
+    try:
+        found = _opened(engine)
+    except Exception as caught:  # noqa: BLE001 - the other ranks go on to collectives: they must learn of it
+        error = caught
+    Agreement(engine, *rank_in(engine.seq_data_parallel_group)).raise_together(error, "looking at the engine")
+    assert found is not None
+    return found
+
+
+def _opened(engine: Any) -> EngineState:
     refuse_unsupported(engine)
     stage = _stage_of(engine)
     check_layout(stage)

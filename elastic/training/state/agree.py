@@ -48,9 +48,14 @@ class Agreement:
         signed = [value - (1 << 64) if value >= 1 << 63 else value for value in (v % (1 << 64) for v in values)]
         return [value % (1 << 64) for value in self._reduce(torch.tensor(signed, dtype=torch.int64), "SUM")]
 
-    def any(self, flags: Sequence[bool]) -> list[bool]:
-        """For each flag: is it set on any rank?"""
-        return [bool(flag) for flag in self._reduce(torch.tensor([int(flag) for flag in flags]), "MAX")]
+    def any_and_unequal(self, flags: Sequence[bool], values: Sequence[int]) -> tuple[list[bool], list[bool]]:
+        """For each flag: is it set on any rank? For each value of 63 bits, none negative: do the ranks' differ?"""
+        # The largest of the negated values is the smallest: one exchange tells both ends.
+        reduced = self._reduce(torch.tensor([*map(int, flags), *values, *(-value for value in values)]), "MAX")
+        count, numbers = len(flags), len(values)
+        largest, least = reduced[count : count + numbers], reduced[count + numbers :]
+        unequal = [high != -low for high, low in zip(largest, least, strict=True)]
+        return [bool(flag) for flag in reduced[:count]], unequal
 
     def _reduce(self, values: torch.Tensor, operation: str) -> list[int]:
         from deepspeed import comm

@@ -12,7 +12,7 @@ from elastic.training.state.live import Stage, members
 from elastic.training.state.optimizer import check_groups, encode_scalars, install_groups, read_groups
 from elastic.training.state.values import decode, encode
 
-_COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
+COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 # What a scaler has learned. Its settings (window, factor, minimum) come from the configuration.
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
@@ -23,14 +23,14 @@ def read_client(engine: Any, stage: Stage, inventory: Inventory, caller: Mapping
     Raises UsageError for a scheduler or an optimizer that keeps what JSON cannot hold.
     """
     return {
-        "engine": {name: int(getattr(engine, name)) for name in _COUNTERS},
+        "engine": {name: int(getattr(engine, name)) for name in COUNTERS},
         "optimizer": {
             "class": type(stage.base).__name__,
             "groups": read_groups(stage),
             "scalars": encode_scalars(list(inventory.masters), list(inventory.states)),
         },
-        "loss_scaler": _read_scaler(engine),
-        "scheduler": _read_scheduler(engine),
+        "loss_scaler": read_scaler(engine),
+        "scheduler": read_scheduler(engine),
         "fleeting_buffers": [member.name for member in members(engine.module, ()) if not member.persistent],
         "caller": dict(caller),
     }
@@ -43,7 +43,7 @@ def check_client(engine: Any, stage: Stage, client: Mapping[str, Json]) -> None:
     scheduler = engine.lr_scheduler
     stored = client["scheduler"]
     _same("learning-rate scheduler", stored and stored["class"], scheduler and type(scheduler).__name__)
-    _same("loss scaler", client["loss_scaler"]["kind"], _read_scaler(engine)["kind"])
+    _same("loss scaler", client["loss_scaler"]["kind"], read_scaler(engine)["kind"])
 
 
 def install_client(engine: Any, stage: Stage, client: Mapping[str, Json]) -> None:
@@ -54,11 +54,17 @@ def install_client(engine: Any, stage: Stage, client: Mapping[str, Json]) -> Non
     _install_scaler(engine, client["loss_scaler"])
     if client["scheduler"] is not None:
         engine.lr_scheduler.load_state_dict(decode(client["scheduler"]["state"]))
-    for name in _COUNTERS:
-        setattr(engine, name, client["engine"][name])
+    for name, value in counters_of(engine, client).items():
+        setattr(engine, name, value)
+
+
+def counters_of(engine: Any, client: Mapping[str, Json]) -> dict[str, int]:
+    """The engine's counters as they must be here after a restore."""
+    counters = {name: int(client["engine"][name]) for name in COUNTERS}
     if engine.managed_gradient_accumulation():
         # Micro-steps per step change with the world size, and the next step must begin at a boundary of the new number.
-        engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
+        counters["micro_steps"] = counters["global_steps"] * engine.gradient_accumulation_steps()
+    return counters
 
 
 def _same(what: str, stored: str | None, live: str | None) -> None:
@@ -66,7 +72,7 @@ def _same(what: str, stored: str | None, live: str | None) -> None:
         raise ModelMismatch(f"the checkpoint's {what} is {stored or 'none'}, this engine's is {live or 'none'}")
 
 
-def _read_scheduler(engine: Any) -> Json:
+def read_scheduler(engine: Any) -> Json:
     scheduler = engine.lr_scheduler
     if scheduler is None:
         return None
@@ -75,7 +81,7 @@ def _read_scheduler(engine: Any) -> Json:
     return {"class": name, "state": state}
 
 
-def _read_scaler(engine: Any) -> Json:
+def read_scaler(engine: Any) -> Json:
     autocast = _autocast_scaler(engine)
     if autocast is not None:
         return {"kind": "autocast", "values": encode(dict(autocast.state_dict()), "the state of the gradient scaler")}

@@ -25,6 +25,7 @@ from elastic.training.state.inventory import Inventory, gaps
 from elastic.training.state.live import BUFFER, Member, Stage, members
 from elastic.training.state.match import check_model
 from elastic.training.state.optimizer import decode_scalars, install_state, scalars_of
+from elastic.training.state.plain import LiveGroups
 from elastic.training.state.proof import prove
 from elastic.training.state.reading import Staged, read_checkpoint
 from elastic.training.state.refuse import refuse_moved_away
@@ -132,9 +133,10 @@ class LiveState:
         began = monotonic()
         staged, skipped = self._read_together(source, checkpoint_id)
         read = monotonic()
+        groups = LiveGroups.of(self._engine)
         self._install_together(staged, skipped)
         installed = monotonic()
-        prove(self._without(skipped), staged.manifest, skipped, self._agreement)
+        prove(self._engine, self._stage, self._without(skipped), staged.manifest, skipped, groups, self._agreement)
         report = RestoreReport(
             checkpoint=checkpoint_id,
             source=source.name,

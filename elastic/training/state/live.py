@@ -25,9 +25,7 @@ BUFFER = "buffer"
 class Master:
     """One live tensor of the base optimizer. `pieces` are in elements of the flattened `tensor`, none in padding.
 
-    `names` are the parameters that it holds on all ranks together: they share its optimizer scalars. `weights` is the
-    model's own copy of the same elements (low precision or the very same memory), 1-D; None where the master is itself
-    the model's parameter.
+    `names` are the parameters that it holds on all ranks together: they share its optimizer scalars.
     """
 
     buffer: str
@@ -35,8 +33,17 @@ class Master:
     tensor: torch.Tensor
     pieces: tuple[Piece, ...]
     names: tuple[str, ...]
-    weights: torch.Tensor | None
     replicated: bool
+
+
+@dataclass(frozen=True)
+class Weight:
+    """What a forward pass uses of one trained parameter on this rank, 1-D: its elements from `start` on, or all."""
+
+    name: str
+    start: int
+    tensor: torch.Tensor
+    whole: bool
 
 
 @dataclass(frozen=True)
@@ -66,7 +73,7 @@ class Member:
 class Stage(Protocol):
     """One ZeRO stage's live state. All tensors are looked up anew at each call, since DeepSpeed re-points them.
 
-    1. `masters`, `frozen` whenever the state is read or written; `expected` once, when the engine is opened
+    1. `masters`, `frozen`, `weights` whenever the state is read or written; `expected` once, when the engine is opened
     2. `begin_install` before anything is written; not collective
     3. `finish_install` after: the model's own weights follow from the masters; collective
     """
@@ -83,6 +90,10 @@ class Stage(Protocol):
     def masters(self) -> list[Master]: ...
 
     def frozen(self) -> list[Extra]: ...
+
+    def weights(self) -> list[Weight]:
+        """The trained parameters as the module itself has them: not by way of the flats that they may lie in."""
+        ...
 
     def expected(self) -> Layout | None:
         """The pure layout that the pieces of `masters` must equal; None where nothing but their sum is known."""
@@ -135,6 +146,16 @@ def frozen_whole(module: torch.nn.Module, optimized: Sequence[str]) -> list[Extr
         Extra(PARAM, parameter.data, Piece(name, 0, parameter.numel(), whole_buffer(name), 0), replicated=True)
         for name, parameter in module.named_parameters()
         if name not in trained and parameter.numel()
+    ]
+
+
+def weights_whole(module: torch.nn.Module, optimized: Sequence[str]) -> list[Weight]:
+    """Stages 0 to 2: every rank has every trained parameter whole."""
+    trained = set(optimized)
+    return [
+        Weight(name, 0, parameter.data.reshape(-1), whole=True)
+        for name, parameter in module.named_parameters()
+        if name in trained and parameter.numel()
     ]
 
 

@@ -12,7 +12,7 @@ import torch
 
 from elastic.core.layout import Layout, Piece
 from elastic.core.zero_layout import zero12_layout
-from elastic.training.state.live import Extra, Master, frozen_whole, parameter_names, rank_in
+from elastic.training.state.live import Extra, Master, Weight, frozen_whole, parameter_names, rank_in, weights_whole
 
 
 class PartitionedStage:
@@ -33,18 +33,20 @@ class PartitionedStage:
     def masters(self) -> list[Master]:
         wrapper = self._wrapper
         flats = wrapper.fp32_groups_flat_partition if self._bf16 else wrapper.single_partition_of_fp32_groups
-        parts = wrapper.bf16_partitioned_groups if self._bf16 else wrapper.parallel_partitioned_bit16_groups
         found = []
         for number, (flat, placed) in enumerate(zip(flats, self._placed(), strict=True)):
             buffer = f"group{number}"
             pieces = [self._piece(name, numel, begin, flat.numel(), buffer) for name, numel, begin in placed]
             kept = tuple(piece for piece in pieces if piece.numel > 0)
             names = tuple(name for name, _, _ in placed)
-            found.append(Master(buffer, number, flat, kept, names, parts[number][self.rank], replicated=False))
+            found.append(Master(buffer, number, flat, kept, names, replicated=False))
         return found
 
     def frozen(self) -> list[Extra]:
         return frozen_whole(self._module, [name for group in self.groups() for name in group])
+
+    def weights(self) -> list[Weight]:
+        return weights_whole(self._module, [name for group in self.groups() for name in group])
 
     def expected(self) -> Layout:
         groups = [[(self._names[id(parameter)], parameter.numel()) for parameter in group] for group in self._listed()]

@@ -1,11 +1,13 @@
-"""The proof after a restore: what now is in the live engine, recomputed and compared with the manifest on all ranks."""
+"""The proof after a restore: what now is in the live engine, compared with what the manifest says, on all ranks.
+
+Nothing here depends on how the state is cut: contents are compared by sums of partial digests, everything else by name.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-
-import torch
+from typing import Any
 
 from elastic.checkpoint.digest import partial_digests
 from elastic.core.errors import IntegrityError
@@ -13,29 +15,80 @@ from elastic.core.layout import Piece, RankLayout
 from elastic.core.manifest import Manifest
 from elastic.training.state.agree import Agreement
 from elastic.training.state.inventory import Inventory
-from elastic.training.state.live import Master
+from elastic.training.state.live import Stage
+from elastic.training.state.plain import REST, LiveGroups, wrong_groups, wrong_rest, wrong_scalars
+from elastic.training.state.weights import unfaithful, whole_hashes
 
 _SHOWN = 3
+_EXTRA = "optimizer state that was not saved"
 
 
 @dataclass(frozen=True)
-class _Digests:
-    """`partial` of slices, to be summed over the ranks; `whole` of replicas, each to be compared by itself."""
+class Evidence:
+    """One rank's part of the proof, before anything was exchanged. `flags` and `hashes` are the same lists everywhere.
+
+    `partial` digests of slices are to be summed over the ranks; `whole` ones of replicas are compared here. `flags`:
+    what is wrong on this rank. `hashes` of replicas are to be equal on all ranks.
+    """
 
     partial: dict[str, int]
     whole: dict[str, int]
+    flags: dict[str, bool]
+    hashes: dict[str, int]
 
 
-def prove(inventory: Inventory, manifest: Manifest, skipped: Collection[str], agreement: Agreement) -> None:
-    """Collective. Raises IntegrityError naming the first differing tensors, with the same verdict on every rank."""
+def prove(
+    engine: Any,
+    stage: Stage,
+    inventory: Inventory,
+    manifest: Manifest,
+    skipped: Collection[str],
+    groups: LiveGroups,
+    agreement: Agreement,
+) -> None:
+    """Collective. Raises IntegrityError naming what differs first, with the same verdict on every rank.
+
+    `inventory` is what is held now, without `skipped`; `groups` were the optimizer's before anything was installed.
+    """
+    evidence: Evidence | None = None
+    error: Exception | None = None
+    try:
+        evidence = collect(engine, stage, inventory, manifest, groups)
+    except Exception as caught:  # noqa: BLE001 - the other ranks wait: they must learn of it, then it is raised
+        error = caught
+    agreement.raise_together(error, f"proving checkpoint {manifest.id}")
+    assert evidence is not None
     keys = sorted(key for key in manifest.digests if key.split("/", 1)[1] not in skipped)
-    local = _digests(inventory)
-    sums = agreement.sums([local.partial.get(key, 0) for key in keys])
-    wrong = [local.whole.get(key, summed) != manifest.digests[key] for key, summed in zip(keys, sums, strict=True)]
-    # The masters may be right and the weights that the next forward pass uses still be old ones.
-    wrong += [not _follows(master) for master in inventory.masters]
-    keys += [f"the model's own weights of {master.buffer}" for master in inventory.masters]
-    failed = [key for key, flag in zip(keys, agreement.any(wrong), strict=True) if flag]
+    judge(evidence, keys, manifest, agreement)
+
+
+def collect(engine: Any, stage: Stage, inventory: Inventory, manifest: Manifest, groups: LiveGroups) -> Evidence:
+    """All that this rank can say by itself. Reads every tensor once."""
+    partial, whole = _digests(inventory)
+    weights = stage.weights()
+    names = sorted(name for group in stage.groups() for name in group)
+    scalars, unlike = wrong_scalars(inventory, manifest.client), unfaithful(inventory.masters, weights)
+    hyper, rest = wrong_groups(stage, manifest.client), wrong_rest(engine, manifest.client)
+    flags = {f"weights of {name}": name in unlike for name in names}
+    flags |= {f"optimizer scalars of {name}": name in scalars for name in names}
+    flags |= {f"hyper-parameters of group {number}": number in hyper for number in range(len(stage.base.param_groups))}
+    flags["live parameter groups"] = bool(groups.moved(LiveGroups.of(engine)))
+    flags[_EXTRA] = bool((partial.keys() | whole.keys()) - manifest.digests.keys())
+    flags |= {what: what in rest for what in REST}
+    hashes = dict(zip([f"replicas of {name}" for name in names], whole_hashes(names, weights), strict=True))
+    return Evidence(partial, whole, flags, hashes)
+
+
+def judge(evidence: Evidence, keys: Sequence[str], manifest: Manifest, agreement: Agreement) -> None:
+    """Collective. The verdict over all ranks' evidence; two exchanges of a few bytes per tensor."""
+    sums = agreement.sums([evidence.partial.get(key, 0) for key in keys])
+    contents = {
+        key: evidence.whole.get(key, total) != manifest.digests[key] for key, total in zip(keys, sums, strict=True)
+    }
+    wrong = contents | evidence.flags
+    flagged, unequal = agreement.any_and_unequal(list(wrong.values()), list(evidence.hashes.values()))
+    failed = [what for what, flag in zip(wrong, flagged, strict=True) if flag]
+    failed += [what for what, flag in zip(evidence.hashes, unequal, strict=True) if flag]
     if failed:
         more = f" and {len(failed) - _SHOWN} more" if len(failed) > _SHOWN else ""
         raise IntegrityError(
@@ -43,25 +96,19 @@ def prove(inventory: Inventory, manifest: Manifest, skipped: Collection[str], ag
         )
 
 
-def _digests(inventory: Inventory) -> _Digests:
+def _digests(inventory: Inventory) -> tuple[dict[str, int], dict[str, int]]:
+    """Digests of slices, and of what is whole on every rank, by "<kind>/<parameter>"."""
     pieces: dict[str, list[Piece]] = {}
     for piece in inventory.held().pieces:
         pieces.setdefault(piece.buffer, []).append(piece)
     whole_buffers = {m.buffer for m in inventory.masters if m.replicated}
     whole_buffers |= {e.piece.buffer for e in inventory.extras if e.replicated}
-    found = _Digests({}, {})
+    partial: dict[str, int] = {}
+    whole: dict[str, int] = {}
     for key, tensor in inventory.tensors().items():
         buffer = key.split("/", 1)[1]
         # One at a time, so that the device's state is never on the host twice.
         host = tensor.detach().reshape(-1).cpu()
         values = partial_digests(RankLayout(tuple(pieces.get(buffer, ())), {buffer: host.numel()}), {key: host})
-        (found.whole if buffer in whole_buffers else found.partial).update(values)
-    return found
-
-
-def _follows(master: Master) -> bool:
-    """Are the model's weights the master's values in the model's dtype, bit for bit?"""
-    if master.weights is None or not master.pieces:
-        return True
-    expected = master.tensor.detach().reshape(-1).to(device=master.weights.device, dtype=master.weights.dtype)
-    return torch.equal(expected.view(torch.uint8), master.weights.detach().contiguous().view(torch.uint8))
+        (whole if buffer in whole_buffers else partial).update(values)
+    return partial, whole

@@ -12,7 +12,16 @@ import torch
 
 from elastic.core.layout import Layout, Piece
 from elastic.core.zero_layout import replicated_layout
-from elastic.training.state.live import Extra, Master, frozen_whole, parameter_names, rank_in, whole_buffer
+from elastic.training.state.live import (
+    Extra,
+    Master,
+    Weight,
+    frozen_whole,
+    parameter_names,
+    rank_in,
+    weights_whole,
+    whole_buffer,
+)
 
 
 class ReplicatedStage:
@@ -41,12 +50,14 @@ class ReplicatedStage:
             for parameter, master in zip(group, held, strict=True):
                 name = self._names[id(parameter)]
                 pieces = (Piece(name, 0, parameter.numel(), whole_buffer(name), 0),)
-                weights = parameter.data.reshape(-1) if self._unfused else None
-                found.append(Master(whole_buffer(name), number, master, pieces, (name,), weights, replicated=True))
+                found.append(Master(whole_buffer(name), number, master, pieces, (name,), replicated=True))
         return found
 
     def frozen(self) -> list[Extra]:
         return frozen_whole(self._module, [name for group in self.groups() for name in group])
+
+    def weights(self) -> list[Weight]:
+        return weights_whole(self._module, [name for group in self.groups() for name in group])
 
     def expected(self) -> Layout | None:
         if self._flat:
@@ -88,7 +99,6 @@ class ReplicatedStage:
             for parameter in group:
                 pieces.append(Piece(self._names[id(parameter)], 0, parameter.numel(), f"group{number}", offset))
                 offset += parameter.numel()
-            weights = self._wrapper.fp16_groups_flat[number]
             names = tuple(piece.name for piece in pieces)
-            found.append(Master(f"group{number}", number, flat, tuple(pieces), names, weights, replicated=True))
+            found.append(Master(f"group{number}", number, flat, tuple(pieces), names, replicated=True))
         return found

@@ -12,7 +12,7 @@ import torch
 
 from elastic.core.layout import Layout, Piece
 from elastic.core.zero_layout import zero3_layout
-from elastic.training.state.live import PARAM, Extra, Master, full_numel, parameter_names, rank_in, whole_buffer
+from elastic.training.state.live import PARAM, Extra, Master, Weight, full_numel, parameter_names, rank_in, whole_buffer
 
 
 class Stage3:
@@ -44,9 +44,8 @@ class Stage3:
                     pieces.append(Piece(self._names[id(parameter)], start, numel, f"sub{number}", offset))
                 offset += int(parameter.partition_numel())
             group = self._wrapper.sub_group_to_group_id[number]
-            weights = self._wrapper.fp16_partitioned_groups_flat[number]
             names = tuple(self._names[id(parameter)] for parameter in sub_group)
-            found.append(Master(f"sub{number}", group, flat, tuple(pieces), names, weights, replicated=False))
+            found.append(Master(f"sub{number}", group, flat, tuple(pieces), names, replicated=False))
         return found
 
     def frozen(self) -> list[Extra]:
@@ -59,6 +58,21 @@ class Stage3:
                 name = self._names[id(parameter)]
                 part = parameter.ds_tensor.data.narrow(0, 0, numel)
                 found.append(Extra(PARAM, part, Piece(name, start, numel, whole_buffer(name), 0), replicated=False))
+        return found
+
+    def weights(self) -> list[Weight]:
+        """This rank's slices, and the small parameters that stay whole on every rank."""
+        trained = {id(parameter) for sub_group in self._wrapper.fp16_groups for parameter in sub_group}
+        found = []
+        parameters: list[tuple[str, Any]] = list(self._module.named_parameters())
+        for name, parameter in parameters:
+            if id(parameter) not in trained:
+                continue
+            start, numel = self._slice(parameter)
+            if numel > 0:
+                found.append(Weight(name, start, parameter.ds_tensor.data.narrow(0, 0, numel), whole=False))
+            if parameter.data.numel() == full_numel(parameter):
+                found.append(Weight(name, 0, parameter.data.reshape(-1), whole=True))
         return found
 
     def expected(self) -> Layout:

@@ -1,0 +1,60 @@
+"""What is done about a step whose loss or gradient is no number: the generation ends, the samples are left out."""
+
+from __future__ import annotations
+
+from elastic.core.anomaly import Anomaly, reason_to_end
+from elastic.core.events import AnomalyFound, StepSkipped
+from elastic.core.recovery import fail_generation
+from elastic.core.steps import Range, join
+from elastic.core.turn import Turn
+
+_KEPT = 100
+
+
+def anomaly_found(turn: Turn, event: AnomalyFound) -> None:
+    """Told by every member, all of the same step; the first one decides, the others add who saw what."""
+    state = turn.state
+    if event.worker not in state.members:
+        return
+    evidence = f"{turn.name_of(event.worker)}: the {event.kind} of step {event.step + 1} is {event.value}"
+    if not any(known.undone and known.generation == event.generation for known in state.anomalies):
+        _remember(turn, Anomaly(event.generation, event.step, evidence, undone=True))
+        _forget_what_lies_behind(turn, event.step)
+        if state.settings.anomalies.policy == "rollback":
+            _leave_out(turn, event, evidence)
+    fail_generation(turn, "anomaly", evidence, event.step)
+
+
+def step_skipped(turn: Turn, event: StepSkipped) -> None:
+    """The members have left the weights as they were and gone on. Bounded: a model that is lost would skip for ever."""
+    _remember(turn, Anomaly(event.generation, event.step - 1, f"step {event.step}: {event.what}", undone=False))
+    turn.say(f"step {event.step} was not applied: {event.what}; {_samples(event.positions)} are skipped", "anomaly")
+    turn.set(furthest_step=max(turn.state.furthest_step, event.step))
+    reason = reason_to_end(turn.state)
+    if reason is not None:
+        fail_generation(turn, "anomaly", reason, event.step)
+
+
+def _remember(turn: Turn, anomaly: Anomaly) -> None:
+    turn.set(anomalies=(*turn.state.anomalies[-_KEPT + 1 :], anomaly))
+
+
+def _leave_out(turn: Turn, event: AnomalyFound, evidence: str) -> None:
+    skips = join((*turn.state.skips, *event.positions))
+    turn.set(skips=skips)
+    turn.say(
+        f"{evidence}; {_samples(event.positions)} are skipped, step {event.step + 1} is done with the next ones",
+        kind="anomaly",
+        skipped=[list(range_) for range_ in event.positions],
+    )
+
+
+def _forget_what_lies_behind(turn: Turn, step: int) -> None:
+    """Usually nothing: the members do not save a step that they have found to be no good."""
+    kept = tuple(known for known in turn.state.checkpoints if known.step <= step)
+    if len(kept) < len(turn.state.checkpoints):
+        turn.set(checkpoints=kept)
+
+
+def _samples(ranges: tuple[Range, ...]) -> str:
+    return "samples " + ", ".join(f"{start} to {stop - 1}" for start, stop in ranges)

@@ -1,0 +1,73 @@
+"""The tensors that a forward pass uses, by the model's own names: do they follow the masters, on every rank?
+
+Together two checks cover every element of every replica: each rank compares the elements whose masters it holds, and
+all ranks compare the hashes of what they hold whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import xxhash
+
+from elastic.training.state.live import Extra, Master, Weight
+
+# One bit less than the hash: the agreement compares numbers that can be negated.
+_MASK63 = (1 << 63) - 1
+
+
+def unfaithful(masters: Iterable[Master], weights: Iterable[Weight]) -> set[str]:
+    """Names of parameters whose weights are not this rank's masters in the weights' dtype, bit for bit."""
+    held: dict[str, list[Weight]] = {}
+    for weight in weights:
+        held.setdefault(weight.name, []).append(weight)
+    wrong = set()
+    for master in masters:
+        flat = master.tensor.detach().reshape(-1)
+        for piece in master.pieces:
+            part = flat[piece.offset : piece.offset + piece.numel]
+            own = held.get(piece.name, [])
+            if not own or not all(_follows(weight, piece.start, part) for weight in own):
+                wrong.add(piece.name)
+    return wrong
+
+
+def whole_hashes(names: Sequence[str], weights: Iterable[Weight]) -> list[int]:
+    """For each name a hash of the weights that this rank holds whole, 0 where it holds none; 63 bits."""
+    found = {weight.name: fingerprint(weight.tensor) for weight in weights if weight.whole}
+    return [found.get(name, 0) for name in names]
+
+
+def replicas(
+    masters: Iterable[Master], states: Iterable[dict[str, torch.Tensor]], extras: Iterable[Extra]
+) -> dict[str, torch.Tensor]:
+    """What every rank holds a copy of and nobody derives from anything: "<kind>/<name>" -> tensor."""
+    found: dict[str, torch.Tensor] = {}
+    for master, state in zip(masters, states, strict=True):
+        if master.replicated:
+            found[f"master/{master.buffer}"] = master.tensor
+            found |= {f"{kind}/{master.buffer}": tensor for kind, tensor in state.items()}
+    return found | {f"{extra.kind}/{extra.piece.name}": extra.tensor for extra in extras if extra.replicated}
+
+
+def fingerprint(tensor: torch.Tensor) -> int:
+    """63 bits of the tensor's bytes. Not one that may be summed up: only equal tensors can be compared by it."""
+    if tensor.numel() == 0:
+        return 0
+    raw = tensor.detach().reshape(-1).cpu().contiguous().view(torch.uint8).numpy()
+    return xxhash.xxh3_64_intdigest(raw.data) & _MASK63
+
+
+def _follows(weight: Weight, start: int, part: torch.Tensor) -> bool:
+    """Are elements [start, start + len(part)) of `weight`, where it has them, those of the master?"""
+    low, high = max(start, weight.start), min(start + part.numel(), weight.start + weight.tensor.numel())
+    if low >= high:
+        # A slice that this rank should have and has not; a replica has everything.
+        return False
+    expected = part[low - start : high - start]
+    live = weight.tensor.detach()[low - weight.start : high - weight.start]
+    if live.data_ptr() == expected.data_ptr() and live.dtype == expected.dtype:
+        return True
+    expected = expected.to(device=live.device, dtype=live.dtype)
+    return torch.equal(expected.contiguous().view(torch.uint8), live.contiguous().view(torch.uint8))

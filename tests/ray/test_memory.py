@@ -1,0 +1,130 @@
+"""Recovery from the memory of peers, with storage switched off or far behind, on real raylets and with real kills."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from harness import Run, wait_until
+
+from cluster import LocalCluster
+from elastic.core.settings import ScalingSettings
+from elastic.core.snapshots import place_replicas
+
+pytestmark = pytest.mark.ray
+
+
+def _nodes_by_rank(run: Run) -> list[str]:
+    workers = sorted((w for w in run.handle.progress()["workers"] if w["rank"] is not None), key=lambda w: w["rank"])
+    return [worker["node"] for worker in workers]
+
+
+def _holder_pair(run: Run) -> tuple[int, int]:
+    """Two ranks away from the head of which the second one's node holds the only replica of the first one's shard."""
+    nodes = _nodes_by_rank(run)
+    away = run.away_from_head()
+    for rank, (target,) in enumerate(place_replicas(nodes, 1)):
+        if rank in away and nodes.index(target) in away:
+            return rank, nodes.index(target)
+    raise AssertionError(f"no such pair among {nodes}")
+
+
+def _started(run: Run, step: int = 6) -> Run:
+    run.allow(step)
+    run.start()
+    run.reach(step)
+    run.wait_snapshot(step)
+    return run
+
+
+def test_two_nodes_at_once_cost_nothing_where_there_are_two_replicas(cluster: LocalCluster, tmp_path: Path) -> None:
+    run = _started(Run(cluster, tmp_path, memory={"every_steps": 1, "replicas": 2}, every_steps=None))
+    victims = [run.node_of(rank) for rank in run.away_from_head()[:2]]
+    for victim in victims:
+        cluster.kill_node(victim.name)
+    run.walk_until(lambda: run.handle.progress()["world_size"] == 2, "the two others to train on")
+    run.finish()
+
+    run.assert_whole()
+    lost = [incident for incident in run.incidents() if not incident["planned"]]
+    assert {node for incident in lost for node in incident["lost_nodes"]} == {victim.node_id for victim in victims}
+    assert [incident["source"] for incident in lost] == ["memory"] * len(lost)
+    assert sum(incident["steps_repeated"] for incident in lost) == 0
+    assert [checkpoint["step"] for checkpoint in run.records("checkpoint")] == [max(run.steps())]
+
+
+def test_where_a_shard_and_its_replica_are_both_gone_storage_is_next(cluster: LocalCluster, tmp_path: Path) -> None:
+    run = Run(cluster, tmp_path, memory={"every_steps": 1})
+    _started(run).wait_checkpoint(5)
+    first, second = (run.node_of(rank) for rank in _holder_pair(run))
+    cluster.kill_node(first.name)
+    cluster.kill_node(second.name)
+    run.wait_for("the run to fall back to storage", lambda _: any("from storage" in s for s in run.decisions()))
+    run.walk_until(lambda: run.handle.progress()["world_size"] == 2, "the two others to train on")
+    run.finish()
+
+    run.assert_whole()
+    lost = [incident for incident in run.incidents() if not incident["planned"]]
+    assert (lost[-1]["source"], lost[-1]["resumed_step"]) == ("storage", 5)
+    # Nobody was asked for what was gone: the nodes had said what they hold.
+    assert not run.events("RestoreFailed")
+
+
+def test_the_holder_of_the_replica_dies_while_the_loss_of_its_owner_is_recovered(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
+    run = _started(Run(cluster, tmp_path, memory={"every_steps": 1, "replicas": 2}, every_steps=None))
+    first, second = (run.node_of(rank) for rank in run.away_from_head()[:2])
+    cluster.kill_node(first.name)
+    run.wait_for("the next generation to begin", lambda _: any("generation 2 begins" in s for s in run.decisions()))
+    cluster.kill_node(second.name)
+    run.walk_until(lambda: run.handle.progress()["world_size"] == 2, "the two others to train on")
+    run.finish()
+
+    run.assert_whole()
+    lost = [incident for incident in run.incidents() if not incident["planned"]]
+    assert {incident["source"] for incident in lost} == {"memory"}
+    assert sum(incident["steps_repeated"] for incident in lost) <= 1
+
+
+def test_a_killed_worker_costs_nothing_and_the_controller_may_go_with_a_node(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
+    run = _started(Run(cluster, tmp_path, memory={"every_steps": 1}, every_steps=None))
+    killed = run.worker(run.away_from_head()[0])
+    cluster.kill_worker(killed["pid"])
+    run.wait_generation(2)
+    run.grow_to(4)
+    number = run.handle.progress()["generation"]
+    run.allow(run.waiting_at + 2)
+    run.reach(run.waiting_at)
+    run.wait_snapshot(run.waiting_at)
+    victim = run.node_of(run.away_from_head()[-1])
+    cluster.kill_process(run.handle.progress()["controller_pid"])
+    cluster.kill_node(victim.name)
+    run.wait_generation(number + 1)
+    run.finish()
+
+    run.assert_whole()
+    incidents = run.incidents()
+    assert [incident["kind"] for incident in incidents if not incident["planned"]] == ["worker-lost", "node-lost"]
+    assert {incident["source"] for incident in incidents} == {"memory"}
+    assert [incident["steps_repeated"] for incident in incidents] == [0] * len(incidents)
+    assert run.summary()["controllers"] == 2
+
+
+def test_with_a_spare_the_run_goes_on_at_the_same_size_at_once(cluster: LocalCluster, tmp_path: Path) -> None:
+    scaling = ScalingSettings(2, 3, spare_slots=1)
+    run = Run(cluster, tmp_path, memory={"every_steps": 1}, every_steps=None, scaling=scaling)
+    _started(run)
+    wait_until(lambda: len(run.handle.progress()["workers"]) == 4, "the spare to be asked for")
+    run.wait_for("the spare to be ready", lambda _: len(run.events("WorkerReady")) == 4)
+    assert run.handle.progress()["world_size"] == 3
+    cluster.kill_node(run.node_of(run.away_from_head()[0]).name)
+    run.wait_generation(2)
+    run.finish()
+
+    run.assert_whole()
+    (incident,) = run.incidents()
+    assert (incident["world_size"], incident["next_world_size"]) == (3, 3)
+    assert (incident["source"], incident["steps_repeated"]) == ("memory", 0)
