@@ -8,34 +8,36 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 
 @dataclass(frozen=True)
 class Mark:
-    """`step` (from 1) was done at `at` (wall clock) by `rank` of `world_size`."""
+    """`step` (from 1) was done at `at` (wall clock) by `rank` of `world_size`.
+
+    `era` is another number for every set of members that trained together: a generation, a restart.
+    """
 
     at: float
     step: int
     rank: int
     world_size: int
-    pid: int
+    era: int
 
 
 class MarkWriter:
     """One per process; `folder` must exist. A line is one write, so a process that is killed leaves whole lines."""
 
     def __init__(self, folder: str | Path) -> None:
-        self._file = open(Path(folder) / f"marks-{os.getpid()}.jsonl", "ab", buffering=0)
+        self._path = Path(folder) / f"marks-{os.getpid()}.jsonl"
 
-    def step_done(self, step: int, rank: int, world_size: int) -> None:
-        line = json.dumps([time.time(), step, rank, world_size, os.getpid()])
-        self._file.write(line.encode() + b"\n")
-
-    def close(self) -> None:
-        self._file.close()
+    def step_done(self, step: int, rank: int, world_size: int, era: int) -> None:
+        line = json.dumps([time.time(), step, rank, world_size, era])
+        with open(self._path, "ab", buffering=0) as file:
+            file.write(line.encode() + b"\n")
 
 
 def read_marks(folder: str | Path) -> list[Mark]:
@@ -54,45 +56,60 @@ class StepDone:
     at: float
     step: int
     world_size: int
+    era: int
 
 
 def completed(marks: Iterable[Mark]) -> list[StepDone]:
-    """Steps in the order of time; a step that was repeated comes once per world that did it.
-
-    A step counts as done by `world_size` ranks; marks of one rank for one step a second time begin a repetition.
-    """
-    open_steps: dict[tuple[int, int], set[int]] = {}
+    """Steps in the order of time; a step that was repeated comes once per era that did it."""
+    ranks: dict[tuple[int, int], set[int]] = {}
     done = []
     for mark in sorted(marks, key=lambda mark: mark.at):
-        ranks = open_steps.setdefault((mark.step, mark.world_size), set())
-        if mark.rank in ranks:
-            ranks.clear()
-        ranks.add(mark.rank)
-        if len(ranks) == mark.world_size:
-            done.append(StepDone(mark.at, mark.step, mark.world_size))
-            ranks.clear()
+        there = ranks.setdefault((mark.era, mark.step), set())
+        there.add(mark.rank)
+        if len(there) == mark.world_size:
+            done.append(StepDone(mark.at, mark.step, mark.world_size, mark.era))
     return done
 
 
 @dataclass(frozen=True)
-class Recovered:
-    """From a fault to the next step done by another world; `steps_repeated` of those that had been done before."""
+class Change:
+    """From one era's last step, or from a fault, to the next era's first step done by all of its ranks."""
 
     seconds: float
     steps_repeated: int
     last_step: int
     first_step: int
+    world_size: int
     next_world_size: int
+    at: float
 
 
-def recovered(marks: Sequence[Mark], fault_at: float, world_size: int) -> Recovered | None:
-    """None while no other world has done a step. Steps that the old world finished after the fault count as its own:
-    the collective of the step under way may have been over when the fault struck."""
+def recovered(marks: Iterable[Mark], fault_at: float) -> Change | None:
+    """None while no other era than the one that was struck has done a step since.
+
+    Steps that it finished after the fault are its own: the collective of the step under way may have been over.
+    """
     done = completed(marks)
-    after = next((step for step in done if step.at > fault_at and step.world_size != world_size), None)
+    struck = next((step for step in reversed(done) if step.at <= fault_at), None)
+    if struck is None:
+        return None
+    after = next((step for step in done if step.at > fault_at and step.era != struck.era), None)
     if after is None:
         return None
-    before = [step for step in done if step.world_size == world_size and step.at < after.at]
-    last = before[-1].step if before else 0
+    last = max(step.step for step in done if step.era == struck.era)
+    return _change(last, struck.world_size, after, after.at - fault_at)
+
+
+def changes(marks: Iterable[Mark]) -> list[Change]:
+    """Every change of era, with the time from the last step before to the first step after."""
+    done = completed(marks)
+    return [
+        _change(before.step, before.world_size, after, after.at - before.at)
+        for before, after in pairwise(done)
+        if before.era != after.era
+    ]
+
+
+def _change(last: int, world_size: int, after: StepDone, seconds: float) -> Change:
     repeated = max(0, last - after.step + 1)
-    return Recovered(after.at - fault_at, repeated, last, after.step, after.world_size)
+    return Change(seconds, repeated, last, after.step, world_size, after.world_size, after.at)

@@ -112,4 +112,4 @@ def train(config: dict[str, Any]) -> None:
         here = elastic.get_context()
         if here.step != done:
             done = here.step
-            marks.step_done(done, here.rank, here.world_size)
+            marks.step_done(done, here.rank, here.world_size, here.generation)

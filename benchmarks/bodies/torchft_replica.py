@@ -54,7 +54,9 @@ def main(size_name: str, folder: str) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if manager.current_step() > before:
-            marks.step_done(manager.current_step(), manager.participating_rank() or 0, manager.num_participants())
+            # The quorum's number is not public; its size changes with every loss and every return.
+            size_now = manager.num_participants()
+            marks.step_done(manager.current_step(), manager.participating_rank() or 0, size_now, size_now)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks import workload
 from benchmarks.children import Children, NotMeasured, free_port
 from benchmarks.figures import Figure, not_measured
-from benchmarks.marks import completed, read_marks, recovered
+from benchmarks.marks import Change, completed, read_marks, recovered
 from benchmarks.options import Options
 
 CASE, SUBJECT, NAME = "torchft", "torchft", "node SIGKILL -> next step, 4 -> 3"
@@ -19,6 +19,7 @@ NOTES = (
     "configured as its README and train_ddp.py: min_replicas 1, quorum tick 100 ms, join timeout 10 s, gloo 5 s",
     "a replica's batch stays as it is: 18 of 24 windows after the loss",
 )
+_STEPS_BETWEEN = 10
 _START_LIMIT_S, _RECOVER_LIMIT_S = 120.0, 90.0
 
 
@@ -63,12 +64,14 @@ def _replica(children: Children, replica: int, lighthouse: str) -> None:
 
 
 def _kill_and_bring_back(children: Children, lighthouse: str) -> tuple[float, float]:
-    folder, victim = children.folder, REPLICAS - 1
+    victim = REPLICAS - 1
     _all_train(children, time.time())
     at = children.kill(f"replica-{victim}")
-    found = children.until(
-        lambda: recovered(read_marks(folder), at, REPLICAS), "a step of the others", _RECOVER_LIMIT_S
-    )
+
+    def back() -> Change | None:
+        return recovered(read_marks(children.folder), at)
+
+    found = children.until(back, "a step of the others", _RECOVER_LIMIT_S)
     _replica(children, victim, lighthouse)
     return found.seconds, float(found.steps_repeated)
 
@@ -77,9 +80,7 @@ def _all_train(children: Children, since: float) -> None:
     """Until all have done ten steps together."""
 
     def enough() -> bool:
-        done = [
-            step for step in completed(read_marks(children.folder)) if step.at > since and step.world_size == REPLICAS
-        ]
-        return len(done) >= 10
+        done = (step for step in completed(read_marks(children.folder)) if step.at > since)
+        return sum(step.world_size == REPLICAS for step in done) >= _STEPS_BETWEEN
 
-    children.until(enough, f"ten steps of all {REPLICAS} replica groups", _START_LIMIT_S)
+    children.until(enough, f"{_STEPS_BETWEEN} steps of all {REPLICAS} replica groups", _START_LIMIT_S)

@@ -1,0 +1,156 @@
+"""This project's recovery: a fault strikes one of four nodes, the others go on, the node comes back; many times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.children import NotMeasured
+from benchmarks.figures import Figure, Target, not_measured
+from benchmarks.marks import changes, read_marks
+from benchmarks.options import Options
+from benchmarks.own import Cluster, OwnRun, settings, timeline
+from benchmarks.workload import SMALL
+from elastic.core.settings import MemorySettings
+
+CASE = "recovery"
+NODES = 4
+# Saved to storage this often where storage is what is measured; at most as many steps are repeated.
+SAVE_EVERY = 10
+_STEPS_BETWEEN = 6
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One run with one kind of fault, `repetitions` times. `source`: "memory" or "storage"."""
+
+    what: str
+    fault: str
+    stage: int
+    source: str
+    repetitions: int
+    targets: tuple[Target, ...] = ()
+    spares: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.what}, ZeRO-{self.stage}, from {self.source}"
+
+
+@dataclass
+class Found:
+    """What the repetitions of one plan came to."""
+
+    seconds: list[float] = field(default_factory=list)
+    repeated: list[float] = field(default_factory=list)
+    pauses: list[float] = field(default_factory=list)
+    incidents: list[dict[str, Any]] = field(default_factory=list)
+    resizes: list[dict[str, Any]] = field(default_factory=list)
+    failure: str = ""
+
+
+def plans(options: Options) -> list[Plan]:
+    killed, few, frozen = options.pick(10, 1), options.pick(3, 1), options.pick(4, 1)
+    fast = (Target("median", 1.5), Target("p95", 3.0))
+    slow = (Target("median", 3.0),)
+    every = [
+        *(Plan("node SIGKILL -> next step, 4 -> 3", "kill_node", stage, "memory", killed, targets)
+          for stage, targets in ((1, fast), (2, fast), (3, slow))),
+        *(Plan("node SIGKILL -> next step, 4 -> 3", "kill_node", stage, "storage", few) for stage in (1, 2, 3)),
+        Plan("worker SIGKILL -> next step", "kill_worker", 2, "memory", killed, (Target("median", 3.0),)),
+        Plan("node frozen -> next step", "freeze_node", 2, "memory", frozen, (Target("median", 4.0),)),
+        Plan("worker SIGKILL with a warm spare -> next step", "kill_worker", 2, "memory", frozen,
+             (Target("median", 1.5),), spares=1),
+    ]  # fmt: skip
+    return [every[0], every[6]] if options.quick else every
+
+
+def measure(options: Options) -> list[Figure]:
+    return measure_plans(options, plans(options))
+
+
+def measure_plans(options: Options, wanted: Sequence[Plan]) -> list[Figure]:
+    figures: list[Figure] = []
+    with Cluster(NODES) as cluster:
+        for plan in sorted(wanted, key=lambda plan: plan.spares):
+            while len(cluster.nodes()) < NODES + plan.spares:
+                cluster.local.add_node()
+            figures += report(plan, _measure(options, cluster, plan))
+    return figures
+
+
+def _measure(options: Options, cluster: Cluster, plan: Plan) -> Found:
+    memory = plan.source == "memory"
+    made = settings(
+        f"{plan.fault}-{plan.stage}-{plan.source}-{plan.spares}".replace("_", "-"),
+        options.folder,
+        workers=(2, NODES),
+        memory=MemorySettings(enabled=memory, every_steps=1 if memory else None),
+        # With memory on, storage is the tier below: seldom written, as in a real run.
+        save_every=100 if memory else SAVE_EVERY,
+        spares=plan.spares,
+    )
+    found = Found()
+    try:
+        cluster.heal()
+        with OwnRun(cluster, made, SMALL.name, plan.stage) as run:
+            for _ in range(plan.repetitions):
+                run.wait_steps(max(_STEPS_BETWEEN, 0 if memory else SAVE_EVERY), NODES)
+                _strike(run, plan, found)
+                cluster.heal()
+            run.wait_steps(_STEPS_BETWEEN, NODES)
+            found.pauses, found.resizes = _growth(run)
+    except NotMeasured as error:
+        found.failure = str(error)
+    return found
+
+
+def _strike(run: OwnRun, plan: Plan, found: Found) -> None:
+    fault: Callable[[], tuple[float, str]] = getattr(run, plan.fault)
+    at, node = fault()
+    change, incident = run.recovery(at)
+    source = incident["source"] or "nothing"
+    told = {
+        "node": node, "kind": incident["kind"], "seconds": round(change.seconds, 3), "source": source,
+        "world_sizes": [change.world_size, change.next_world_size], "steps_repeated": change.steps_repeated,
+        "timeline": timeline(incident, at), "restore": incident.get("restore"),
+    }  # fmt: skip
+    found.incidents.append(told)
+    if plan.source not in source:
+        raise NotMeasured(f"the state came from {source}, not from {plan.source}")
+    found.seconds.append(change.seconds)
+    found.repeated.append(float(change.steps_repeated))
+
+
+def _growth(run: OwnRun) -> tuple[list[float], list[dict[str, Any]]]:
+    """The pauses of the scale-ups from 3 to 4, and their own timelines."""
+    grown = [change for change in changes(read_marks(run.marks)) if change.next_world_size > change.world_size]
+    resizes = [incident for incident in run.incidents() if incident["kind"] == "resize"]
+    told = [{"world_sizes": [i["world_size"], i["next_world_size"]], "steps_repeated": i["steps_repeated"],
+             "timeline": timeline(i, i["times"]["symptom"]), "source": i["source"]} for i in resizes]  # fmt: skip
+    return [change.seconds for change in grown], told
+
+
+def report(plan: Plan, found: Found) -> list[Figure]:
+    """Three figures: seconds, steps repeated, and the pause of the scale-ups between the faults."""
+    cadence = 1 if plan.source == "memory" else SAVE_EVERY
+    notes = (f"a snapshot every {cadence} steps" if cadence == 1 else f"a checkpoint every {cadence} steps",)
+    details = {"incidents": found.incidents}
+    missing = found.failure or "no repetition came to its end"
+    if not found.seconds:
+        return [not_measured(CASE, plan.name, "s", missing, targets=plan.targets, details=details)]
+    rows = [
+        Figure(CASE, plan.name, "s", tuple(found.seconds), targets=plan.targets, notes=notes, failure=found.failure,
+               details=details),
+        Figure(CASE, f"{plan.name}: steps repeated", "steps", tuple(found.repeated),
+               targets=(Target("max", cadence),), failure=found.failure),
+    ]  # fmt: skip
+    if plan.fault != "kill_node":
+        return rows
+    targets = (Target("median", 1.0),) if plan.stage < 3 and plan.source == "memory" else ()
+    name = f"scale-up pause, 3 -> 4, ZeRO-{plan.stage}, from {plan.source}"
+    pause = Figure(CASE, name, "s", tuple(found.pauses), targets=targets, failure=found.failure,
+                   notes=("last step before to first step after, both included once",),
+                   details={"resizes": found.resizes})  # fmt: skip
+    return [*rows, pause]
