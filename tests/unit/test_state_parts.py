@@ -107,7 +107,7 @@ def _stage(optimizer: torch.optim.Optimizer) -> Any:
 
 def _master(name: str, tensor: torch.Tensor, names: tuple[str, ...] = ()) -> Master:
     piece = Piece(name, 0, tensor.numel(), name, 0)
-    return Master(name, 0, tensor, (piece,), names or (name,), None, replicated=True)
+    return Master(name, 0, tensor, (piece,), names or (name,), replicated=True)
 
 
 class TestOptimizerState:
@@ -203,7 +203,7 @@ class TestScaler:
     def test_a_dynamic_scaler_goes_on_where_it_was(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from deepspeed.runtime.fp16 import loss_scaler
 
-        from elastic.training.state.client import _install_scaler, _read_scaler
+        from elastic.training.state.client import _install_scaler, read_scaler
 
         # It asks for the rank before it logs.
         monkeypatch.setattr(loss_scaler, "dist", SimpleNamespace(get_rank=lambda: 1))
@@ -217,7 +217,7 @@ class TestScaler:
         used, fresh = engine(), engine()
         for overflow in (True, False, True, False, False):
             used.optimizer.loss_scaler.update_scale(overflow)
-        stored = json.loads(json.dumps(_read_scaler(used)))
+        stored = json.loads(json.dumps(read_scaler(used)))
         assert stored["kind"] == "dynamic"
         _install_scaler(fresh, stored)
         for overflow in (False, True, True, False, False, False):
