@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+BENCH_VENV := .venv-bench
+BENCH_READY := $(BENCH_VENV)/.ready
+BENCH ?=
 
 # One thread per process: the tests start many processes on few cores.
 export OMP_NUM_THREADS ?= 1
@@ -36,5 +39,15 @@ lint: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# The peers want packages that the project does not: an environment of their own. BENCH='--case recovery --quick' runs one.
+bench: $(BENCH_READY)
+	$(BENCH_VENV)/bin/python -m benchmarks $(BENCH)
+
+$(BENCH_READY): benchmarks/peers.txt pyproject.toml
+	$(PYTHON) -m venv $(BENCH_VENV)
+	$(BENCH_VENV)/bin/python -m pip install --quiet --requirement benchmarks/peers.txt
+	$(BENCH_VENV)/bin/python -m pip install --quiet --editable .
+	touch $@
+
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(BENCH_VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

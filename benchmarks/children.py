@@ -28,10 +28,10 @@ class NotMeasured(Exception):
 
 def environment(**more: str) -> dict[str, str]:
     """This process's own with one thread per process, no CUDA, and this checkout's packages to import."""
-    paths = [str(ROOT), str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")]
+    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     return {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys([str(ROOT), *filter(None, inherited)])),
         "OMP_NUM_THREADS": "1",
         "DS_ACCELERATOR": "cpu",
         "CUDA_VISIBLE_DEVICES": "",

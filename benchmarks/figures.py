@@ -91,12 +91,11 @@ def not_measured(case: str, name: str, unit: str, reason: str, **more: Any) -> F
     return Figure(case, name, unit, failure=reason, **more)
 
 
-def ratio(figures: Sequence[Figure], case: str, name: str, over: Figure | None, under: Figure | None, target: Target
-          ) -> Figure:  # fmt: skip
+def ratio(case: str, name: str, over: Figure, under: Figure, target: Target | None = None) -> Figure:
     """The ratio of two medians as a figure of its own; not measured where one of them is not."""
-    del figures
-    missing = [figure.name if figure else "a peer" for figure in (over, under) if figure is None or not figure.values]
-    if missing or over is None or under is None:
-        return not_measured(case, name, "x", f"{' and '.join(missing)} not measured", targets=(target,))
+    targets = () if target is None else (target,)
+    missing = [figure.subject for figure in (over, under) if not figure.values]
+    if missing:
+        return not_measured(case, name, "x", f"not measured: {' and '.join(missing)}", targets=targets)
     value = statistic(over.values, "median") / statistic(under.values, "median")
-    return Figure(case, name, "x", (value,), targets=(target,), notes=(f"{over.subject} over {under.subject}",))
+    return Figure(case, name, "x", (value,), targets=targets, notes=("the ratio of the two medians",))

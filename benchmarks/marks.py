@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+_GATE_POLL_S = 0.002
+
 
 @dataclass(frozen=True)
 class Mark:
@@ -38,6 +40,22 @@ class MarkWriter:
         line = json.dumps([time.time(), step, rank, world_size, era])
         with open(self._path, "ab", buffering=0) as file:
             file.write(line.encode() + b"\n")
+
+
+def pass_gate(gate: str | None, step: int) -> None:
+    """Wait until the number in the file `gate` says that `step` may begin; at once without a gate.
+
+    Read by every rank between two steps. Ends with the process, which the case kills.
+    """
+    while gate is not None and int(Path(gate).read_text(encoding="utf-8") or 0) < step:
+        time.sleep(_GATE_POLL_S)
+
+
+def open_gate(gate: Path, step: int) -> None:
+    """Steps up to and including `step` may be done."""
+    written = gate.with_suffix(".new")
+    written.write_text(str(step), encoding="utf-8")
+    written.replace(gate)
 
 
 def read_marks(folder: str | Path) -> list[Mark]:

@@ -85,11 +85,12 @@ def settings(
 class OwnRun:
     """One run, started at once. `with` ends it, however the case ends."""
 
-    def __init__(self, cluster: Cluster, made: RunSettings, size: str, stage: int) -> None:
+    def __init__(self, cluster: Cluster, made: RunSettings, size: str, stage: int, **config: Any) -> None:
+        """`config` is given to the training function beside the size, the stage and the folder of the marks."""
         self.cluster, self.settings = cluster, made
         self.marks = Path(made.storage_url) / f"{made.run_id}-marks"
         self.marks.mkdir(parents=True)
-        self.handle = cluster.start_run(made, {"size": size, "stage": stage, "marks": str(self.marks)})
+        self.handle = cluster.start_run(made, {"size": size, "stage": stage, "marks": str(self.marks), **config})
 
     # -- waiting --
 

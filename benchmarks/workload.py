@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import time
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -96,9 +97,9 @@ def avoid_compiling() -> None:
 
 
 def train(config: dict[str, Any]) -> None:
-    """This project's body. `config`: size (name), stage, marks (a folder)."""
+    """This project's body. `config`: size (name), stage, marks (a folder), gate (a file or None), pace_s (0: free)."""
     import elastic
-    from benchmarks.marks import MarkWriter
+    from benchmarks.marks import MarkWriter, pass_gate
 
     size = SIZES[config["size"]]
     model, optimizer, data = build(size)
@@ -106,10 +107,16 @@ def train(config: dict[str, Any]) -> None:
         model=model, optimizer=optimizer, training_data=data, config=deepspeed_config(size, config["stage"])
     )
     marks, done = MarkWriter(config["marks"]), elastic.get_context().step
+    gate, pace_s = config.get("gate"), config.get("pace_s", 0.0)
+    begun = time.monotonic()
     for windows in loader:
         engine.backward(engine(windows))
         engine.step()
         here = elastic.get_context()
         if here.step != done:
             done = here.step
+            # What an accelerator would compute meanwhile, without the processor.
+            time.sleep(max(0.0, begun + pace_s - time.monotonic()))
             marks.step_done(done, here.rank, here.world_size, here.generation)
+            pass_gate(gate, done + 1)
+            begun = time.monotonic()

@@ -15,9 +15,9 @@ AGENTS = 4
 SAVE_EVERY = 10
 NOTES = (
     "--nnodes 2:4 --max-restarts 3, c10d rendezvous, every timeout at its default (last call: 30 s)",
-    f"a checkpoint every {SAVE_EVERY} steps, saved with training stopped; ds_to_universal and load_universal on restart",
-    "a fresh store per rendezvous (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1): with the shared one, which is the default, the "
-    "restart never succeeded here: agents that restarted for different reasons count differently and never meet",
+    f"a checkpoint every {SAVE_EVERY} steps, ds_to_universal and load_universal on restart",
+    "a fresh store per rendezvous (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1): with the shared one, the default, no restart "
+    "succeeded here, since agents that restart for different reasons count differently and their workers never meet",
     "sample position and learning rate are left to the user, and not restored here",
 )
 _FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}

@@ -1,0 +1,108 @@
+"""`python -m benchmarks`: every case in a process of its own with a limit, then one table and one JSON file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import machine, table
+from benchmarks.children import Children, environment
+from benchmarks.figures import Figure, not_measured
+from benchmarks.options import Options
+from benchmarks.registry import CASES, Case, find
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 when every case that was asked for came to its end, whatever its figures are."""
+    asked = _parser().parse_args(arguments)
+    if asked.child is not None:
+        return _measure_here(find(asked.case[0]), Options(Path(asked.child), asked.quick))
+    chosen = [find(name) for name in asked.case] if asked.case else list(CASES)
+    if asked.quick and not asked.case:
+        chosen = [case for case in chosen if not case.peer]
+    minutes = sum(case.expected_s(asked.quick) for case in chosen) / 60
+    _say(f"{len(chosen)} cases, about {minutes:.0f} minutes on two quiet cores: {', '.join(c.name for c in chosen)}")
+    about = {"machine": machine.describe(), "quick": asked.quick, "before": machine.load(), "argv": sys.argv[1:]}
+    ran = [_measure_apart(case, asked.quick) for case in chosen]
+    figures = table.with_ratios([figure for run in ran for figure in run["figures"]])
+    result = {
+        **about, "after": machine.load(), "cases": [{**run, "figures": len(run["figures"])} for run in ran],
+        "figures": [figure.to_json() for figure in figures],
+    }  # fmt: skip
+    table.show(figures, about["machine"])
+    target = asked.out or RESULTS / f"{time.strftime('%Y-%m-%d-%H%M')}{'-quick' if asked.quick else ''}.json"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    _say(f"kept in {target}")
+    return 1 if any(run["failure"] for run in ran) else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--case", action="append", default=[], choices=[case.name for case in CASES],
+                        help="only this one; may be given several times")  # fmt: skip
+    parser.add_argument(
+        "--quick", action="store_true", help="a smoke run of the project's own cases; figures are no use"
+    )
+    parser.add_argument("--out", type=Path, help="the JSON file; default: benchmarks/results/<date>.json")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    return parser
+
+
+def _measure_apart(case: Case, quick: bool) -> dict[str, Any]:
+    """In a process of its own: one that hangs, or that leaves something behind, spoils no other."""
+    _say(f"{time.strftime('%H:%M:%S')} {case.name}: {case.about}")
+    folder = Path(tempfile.mkdtemp(prefix=f"benchmark-{case.name}-"))
+    before, begun = machine.load(), time.monotonic()
+    command = [sys.executable, "-m", "benchmarks", "--case", case.name, "--child", str(folder)]
+    failure = ""
+    try:
+        with Children(folder) as children:
+            child = children.start(case.name, [*command, *(["--quick"] if quick else [])], environment())
+            try:
+                status = child.wait(case.limit_s(quick))
+                failure = "" if status == 0 else f"ended with {status}: {children.tail(case.name)}"
+            except subprocess.TimeoutExpired:
+                failure = f"took longer than {case.limit_s(quick):.0f} s: {children.tail(case.name)}"
+        figures = _read(folder / "figures.json")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    if failure:
+        figures.append(not_measured(case.name, case.about, "", failure))
+    seconds = round(time.monotonic() - begun, 1)
+    return {"case": case.name, "seconds": seconds, "before": before, "after": machine.load(), "failure": failure,
+            "figures": figures}  # fmt: skip
+
+
+def _measure_here(case: Case, options: Options) -> int:
+    os.environ.update(environment())
+    figures = case.load()(options)
+    text = json.dumps([figure.to_json() for figure in figures])
+    (options.folder / "figures.json").write_text(text, encoding="utf-8")
+    return 0
+
+
+def _read(file: Path) -> list[Figure]:
+    if not file.is_file():
+        return []
+    return [Figure.from_json(data) for data in json.loads(file.read_text(encoding="utf-8"))]
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

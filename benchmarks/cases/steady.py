@@ -1,0 +1,145 @@
+"""What the platform costs while nothing goes wrong: the same steps under it and under plain torchrun with DeepSpeed.
+
+All subjects are there from the start and take turns, a few steps each, so that whatever else the machine does strikes
+all of them. A gate between two steps holds those whose turn it is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from benchmarks import machine
+from benchmarks.children import Children, NotMeasured, free_port, until
+from benchmarks.figures import Figure, Target, not_measured, statistic
+from benchmarks.marks import completed, open_gate, read_marks
+from benchmarks.options import Options
+from benchmarks.own import Cluster, OwnRun, settings
+from benchmarks.workload import LARGE, TINY, Size, build
+from elastic.core.settings import MemorySettings
+
+CASE = "steady"
+PLAIN, DEFAULT, FORCED = "torchrun + DeepSpeed", "snapshots at the default cadence", "a snapshot at every step"
+WORKERS, STAGE = 2, 2
+_LIMIT_S = 240.0
+# fp32 master, first and second moment.
+_BYTES_PER_PARAMETER = 12
+
+
+@dataclass
+class Subject:
+    """One of those that take turns. `step` is the last that it was let do."""
+
+    name: str
+    marks: Path
+    gate: Path
+    step: int = 0
+
+    def turn(self, steps: int) -> list[float]:
+        """Let it do `steps` steps more; the seconds of each but the first, which begins with cold caches."""
+        last, self.step = self.step, self.step + steps
+        open_gate(self.gate, self.step)
+        awaited = f"step {self.step} of {self.name}"
+        until(lambda: any(done.step == self.step for done in completed(read_marks(self.marks))), awaited, _LIMIT_S)
+        own = [done.at for done in completed(read_marks(self.marks)) if done.step > last]
+        return [later - earlier for earlier, later in pairwise(own)]
+
+
+def measure(options: Options) -> list[Figure]:
+    rounds, steps, size = options.pick(7, 2), options.pick(6, 4), TINY if options.quick else LARGE
+    try:
+        with ExitStack() as stack:
+            subjects = _start(stack, options, size)
+            seconds = _take_turns(subjects, rounds, steps)
+            cadence = _cadence(subjects[DEFAULT][1])
+    except NotMeasured as error:
+        return [not_measured(CASE, "cost of the platform", "%", str(error))]
+    return _report(seconds, size, cadence)
+
+
+def _start(stack: ExitStack, options: Options, size: Size) -> dict[str, tuple[Subject, OwnRun | None]]:
+    children = stack.enter_context(Children(options.make_folder("plain")))
+    # Room for both runs of this project at once.
+    cluster = stack.enter_context(Cluster(2 * WORKERS))
+    plain = _subject(PLAIN, children.folder)
+    children.start_python(
+        "plain", "torch.distributed.run", "--nnodes=1", f"--nproc_per_node={WORKERS}", f"--master_port={free_port()}",
+        "-m", "benchmarks.bodies.plain_worker", size.name, str(STAGE), str(plain.marks), str(plain.gate),
+    )  # fmt: skip
+    found: dict[str, tuple[Subject, OwnRun | None]] = {PLAIN: (plain, None)}
+    for name, run_id, memory in (
+        (DEFAULT, "default", MemorySettings(enabled=True)),
+        (FORCED, "forced", MemorySettings(enabled=True, every_steps=1)),
+    ):
+        made = settings(run_id, options.folder, workers=(WORKERS, WORKERS), memory=memory, save_every=None)
+        # A subject whose turn it is not stands still for longer than any step.
+        made = replace(made, failures=replace(made.failures, hang_floor_s=10 * _LIMIT_S))
+        subject = _subject(name, options.make_folder(f"gate-{run_id}"))
+        run = OwnRun(cluster, made, size.name, STAGE, gate=str(subject.gate))
+        stack.callback(_let_go, subject, run)
+        found[name] = (replace(subject, marks=run.marks), run)
+    return found
+
+
+def _subject(name: str, folder: Path) -> Subject:
+    subject = Subject(name, folder, folder / "gate")
+    open_gate(subject.gate, 0)
+    return subject
+
+
+def _let_go(subject: Subject, run: OwnRun) -> None:
+    """A planned end comes between two steps, so the gate must be open."""
+    open_gate(subject.gate, 1 << 30)
+    run.stop()
+
+
+def _take_turns(
+    subjects: Mapping[str, tuple[Subject, OwnRun | None]], rounds: int, steps: int
+) -> dict[str, list[list[float]]]:
+    """subject -> the seconds of its steps, round by round. The first round warms up and does not count."""
+    seconds: dict[str, list[list[float]]] = {name: [] for name in subjects}
+    for _ in range(rounds + 1):
+        for name, (subject, _run) in subjects.items():
+            seconds[name].append(subject.turn(steps))
+    return {name: found[1:] for name, found in seconds.items()}
+
+
+def _cadence(run: OwnRun | None) -> dict[str, Any]:
+    """What the run says about its snapshots: the steps of which there was one, from its journal."""
+    records = [] if run is None else run.records()
+    taken = sorted({int(record["step"]) for record in records if record["type"] == "snapshot"})
+    told = [
+        record["sentence"] for record in records if record["type"] == "decision" and "snapshot" in record["sentence"]
+    ]
+    gaps = sorted(later - earlier for earlier, later in pairwise(taken))
+    return {"snapshots": taken, "steps_between": gaps[len(gaps) // 2] if gaps else None, "told": told[-5:]}
+
+
+def _report(seconds: Mapping[str, list[list[float]]], size: Size, cadence: Mapping[str, Any]) -> list[Figure]:
+    medians = {name: [statistic(steps, "median") for steps in rounds] for name, rounds in seconds.items()}
+    pairs = {name: list(zip(found, medians[PLAIN], strict=True)) for name, found in medians.items()}
+    note = f"{size.name} model, batch {size.batch}, {WORKERS} workers, ZeRO-{STAGE}; one value per round of turns"
+    slower = {name: tuple(100 * (own / plain - 1) for own, plain in pairs[name]) for name in (DEFAULT, FORCED)}
+    between = cadence["steps_between"]
+    chosen = f"the cadence chosen: {between} steps" if between else "the cadence chosen is not in the journal"
+    extra = tuple(own - plain for own, plain in pairs[FORCED])
+    copied = 2 * _BYTES_PER_PARAMETER * _parameters(size) // WORKERS
+    copy_s = statistic(machine.copy_seconds(copied), "median")
+    copy_note = f"own shard and replica of a rank: {copied / 1e6:.0f} MB, copied at {copied / copy_s / 1e9:.1f} GB/s"
+    return [
+        *(Figure(CASE, "step", "s", tuple(medians[name]), name, notes=(note,)) for name in medians),
+        Figure(CASE, f"cost of the platform, {DEFAULT}", "%", slower[DEFAULT], targets=(Target("median", 2.0),),
+               notes=(note, chosen), details={"cadence": dict(cadence), "seconds": dict(seconds)}),
+        Figure(CASE, f"cost of the platform, {FORCED}", "%", slower[FORCED], notes=(note,)),
+        Figure(CASE, "time to copy own and replica bytes once", "s", (copy_s,), "memory", notes=(copy_note,)),
+        Figure(CASE, f"extra time per step, {FORCED}, over that copy", "x", tuple(value / copy_s for value in extra),
+               targets=(Target("median", 1.5),), details={"extra_s": extra}),
+    ]  # fmt: skip
+
+
+def _parameters(size: Size) -> int:
+    return sum(int(parameter.numel()) for parameter in build(size)[0].parameters())

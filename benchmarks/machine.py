@@ -1,0 +1,71 @@
+"""The machine that was measured on: what it is, how busy it was, and how fast it copies memory."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("ray", "torch", "deepspeed", "torchft-nightly", "numpy")
+
+
+def describe() -> dict[str, Any]:
+    """Plain JSON."""
+    return {
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "revision": _revision(),
+    }
+
+
+def load() -> dict[str, Any]:
+    """The load averages of 1, 5 and 15 minutes, with the time at which they were read."""
+    return {"at": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "load": [round(value, 2) for value in os.getloadavg()]}
+
+
+def copy_seconds(size: int, repetitions: int = 5) -> list[float]:
+    """Seconds to copy `size` bytes from one place in memory to another, both touched before; one thread."""
+    import torch
+
+    source, target = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+    target.copy_(source)
+    seconds = []
+    for _ in range(repetitions):
+        begun = time.perf_counter()
+        target.copy_(source)
+        seconds.append(time.perf_counter() - begun)
+    return seconds
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or "unknown"
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _revision() -> str | None:
+    """The commit of this checkout, read from its files."""
+    git = Path(__file__).resolve().parent.parent / ".git"
+    try:
+        head = (git / "HEAD").read_text(encoding="utf-8").strip()
+        if not head.startswith("ref: "):
+            return head
+        return (git / head[5:]).read_text(encoding="utf-8").strip()
+    except OSError:
+        return None

@@ -1,0 +1,56 @@
+"""The cases there are, in the order in which they run, with the time that each may take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+
+from benchmarks.figures import Figure
+from benchmarks.options import Options
+
+
+@dataclass(frozen=True)
+class Case:
+    """`module` has a function `measure(options) -> list[Figure]`. Minutes on two quiet cores; the limit is twice that.
+
+    A peer needs packages that this project does not, and is left out of a quick run.
+    """
+
+    name: str
+    module: str
+    about: str
+    minutes: float
+    quick_minutes: float
+    peer: bool = False
+
+    def expected_s(self, quick: bool) -> float:
+        return 60.0 * (self.quick_minutes if quick else self.minutes)
+
+    def limit_s(self, quick: bool) -> float:
+        """Never below what a start on a busy machine may take."""
+        return max(240.0, 2.0 * self.expected_s(quick))
+
+    def load(self) -> Callable[[Options], list[Figure]]:
+        measure: Callable[[Options], list[Figure]] = import_module(self.module).measure
+        return measure
+
+
+CASES = (
+    Case("ray-train", "benchmarks.cases.ray_train", "Ray Train v2 elastic: a lost node", 2.5, 2.5, peer=True),
+    Case("torchft", "benchmarks.cases.torchft", "torchft: a lost replica group", 1.0, 0.5, peer=True),
+    Case("torchrun", "benchmarks.cases.torchrun", "torchrun elastic: a lost agent", 1.5, 1.5, peer=True),
+    Case("recovery", "benchmarks.cases.recovery", "lost and frozen nodes, killed workers, scaling up", 13.0, 1.0),
+    Case("steady", "benchmarks.cases.steady", "undisturbed training against plain DeepSpeed", 4.0, 0.7),
+    Case("save", "benchmarks.cases.save", "stalls of durable saves against DCP's async_save", 1.5, 1.5, peer=True),
+    Case("reshard", "benchmarks.cases.reshard", "a checkpoint read at another world size", 1.5, 1.5, peer=True),
+    Case("goodput", "benchmarks.cases.goodput", "steps that count, under a kill every 60 s and every 15 s", 20.5, 0.8),
+)
+
+
+def find(name: str) -> Case:
+    """Raises ValueError that names the cases there are."""
+    for case in CASES:
+        if case.name == name:
+            return case
+    raise ValueError(f"there is no case {name!r}; there are {', '.join(case.name for case in CASES)}")
