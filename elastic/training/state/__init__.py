@@ -15,6 +15,8 @@ from elastic.checkpoint.snapshot import ShardSnapshot
 from elastic.checkpoint.source import CheckpointSource
 from elastic.core.layout import RankLayout
 from elastic.core.manifest import Json, ShardRecord
+from elastic.core.samples import SampleOrder
+from elastic.training.progress import StepPlan
 from elastic.training.session import RestoreReport
 from elastic.training.state.agree import Agreement
 from elastic.training.state.check import check_layout
@@ -78,6 +80,23 @@ class EngineState(Protocol):
         Returns the times and the `client` of the snapshot. Raises on all ranks or on none: ModelMismatch (another
         model: the first difference is named), StorageError, IntegrityError. Until all ranks have read all they need,
         nothing is installed; after a failed proof the engine must be thrown away.
+        """
+        ...
+
+    def prove_place(
+        self, saved: Mapping[str, Json], here: Mapping[str, Json], plan: StepPlan, order: SampleOrder
+    ) -> None:
+        """After `restore`, when the step and the user's state are set: does the run go on where `saved` was taken?
+
+        `saved` is the client that `restore` gave back, `here` the one that would be saved now. Collective; raises
+        IntegrityError on all ranks.
+        """
+        ...
+
+    def prove_replicas(self) -> None:
+        """Before a snapshot: are the ranks' copies of whatever is not partitioned equal? Collective.
+
+        Raises IntegrityError on all ranks: a snapshot would carry one copy and a restore would give it to all.
         """
         ...
 

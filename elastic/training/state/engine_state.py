@@ -16,6 +16,8 @@ from elastic.core.errors import IntegrityError, ModelMismatch
 from elastic.core.layout import RankLayout
 from elastic.core.manifest import Json, Manifest, ShardRecord, StoredTensor
 from elastic.core.names import shard_file
+from elastic.core.samples import SampleOrder
+from elastic.training.progress import StepPlan
 from elastic.training.session import RestoreReport
 from elastic.training.state.agree import Agreement
 from elastic.training.state.client import check_client, install_client, read_client
@@ -26,7 +28,7 @@ from elastic.training.state.live import BUFFER, Member, Stage, members
 from elastic.training.state.match import check_model
 from elastic.training.state.optimizer import decode_scalars, install_state, scalars_of
 from elastic.training.state.plain import LiveGroups
-from elastic.training.state.proof import prove
+from elastic.training.state.proof import prove, prove_place, prove_replicas
 from elastic.training.state.reading import Staged, read_checkpoint
 from elastic.training.state.refuse import refuse_moved_away
 
@@ -149,6 +151,15 @@ class LiveState:
         )
         _log.info("restored %s at world size %d: %s", checkpoint_id, self._stage.world_size, report)
         return report, staged.manifest.client["caller"]
+
+    def prove_place(
+        self, saved: Mapping[str, Json], here: Mapping[str, Json], plan: StepPlan, order: SampleOrder
+    ) -> None:
+        prove_place(saved, here, plan, order, self._agreement)
+
+    def prove_replicas(self) -> None:
+        if self._stage.world_size > 1:
+            prove_replicas(self._stage, self._inventory(), self._agreement)
 
     def _read_together(self, source: CheckpointSource, checkpoint_id: str) -> tuple[Staged, frozenset[str]]:
         """Until all ranks have all they need in host memory, nothing is installed on any."""

@@ -5,19 +5,22 @@ Nothing here depends on how the state is cut: contents are compared by sums of p
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from elastic.checkpoint.digest import partial_digests
 from elastic.core.errors import IntegrityError
 from elastic.core.layout import Piece, RankLayout
-from elastic.core.manifest import Manifest
+from elastic.core.manifest import Json, Manifest
+from elastic.core.samples import SampleOrder
+from elastic.training.progress import StepPlan
 from elastic.training.state.agree import Agreement
+from elastic.training.state.cursor import next_step, whole_step
 from elastic.training.state.inventory import Inventory
 from elastic.training.state.live import Stage
 from elastic.training.state.plain import REST, LiveGroups, wrong_groups, wrong_rest, wrong_scalars
-from elastic.training.state.weights import unfaithful, whole_hashes
+from elastic.training.state.weights import fingerprint, replicas, unfaithful, whole_hashes
 
 _SHOWN = 3
 _EXTRA = "optimizer state that was not saved"
@@ -62,6 +65,47 @@ def prove(
     judge(evidence, keys, manifest, agreement)
 
 
+def prove_place(
+    saved: Mapping[str, Json],
+    here: Mapping[str, Json],
+    plan: StepPlan,
+    order: SampleOrder,
+    agreement: Agreement,
+) -> None:
+    """Collective. Does the run go on where the snapshot was taken: step, samples, random streams, the user's state?
+
+    `saved` is the snapshot's client, `here` what this rank would save now; more of the user's may be here than was
+    saved. Raises IntegrityError naming what differs, with the same verdict on every rank.
+    """
+    wrong = {name: not _contains(here.get(name), value) for name, value in saved.items()}
+    step = int(saved["step"])
+    dealt = agreement.sums([next_step(plan, order, step)])
+    wrong["samples and random streams of the next step"] = dealt != [whole_step(plan, order, step)]
+    flagged, _ = agreement.any_and_unequal(list(wrong.values()), [])
+    failed = [what for what, flag in zip(wrong, flagged, strict=True) if flag]
+    if failed:
+        raise IntegrityError(f"the run would not go on where the snapshot of step {step} was taken: {_listed(failed)}")
+
+
+def prove_replicas(stage: Stage, inventory: Inventory, agreement: Agreement) -> None:
+    """Collective, before a snapshot: of what every rank holds a copy of, are the copies equal?
+
+    A snapshot carries one of them and a restore gives it to all, so copies that have drifted apart would become another
+    run without a word. Module buffers are left out: rank 0's are the run's. Raises IntegrityError on every rank.
+    """
+    found = {f"weights of {w.name}": fingerprint(w.tensor) for w in stage.weights() if w.whole}
+    states = [state.tensors for state in inventory.states]
+    for what, tensor in replicas(inventory.masters, states, inventory.extras).items():
+        found[what] = fingerprint(tensor)
+    _, unequal = agreement.any_and_unequal([], list(found.values()))
+    failed = [what for what, flag in zip(found, unequal, strict=True) if flag]
+    if failed:
+        raise IntegrityError(
+            f"the ranks' copies of one tensor have drifted apart: {_listed(failed)}. A snapshot would carry one of "
+            "them only; go back to an older checkpoint, and look for code that changes weights on some ranks alone"
+        )
+
+
 def collect(engine: Any, stage: Stage, inventory: Inventory, manifest: Manifest, groups: LiveGroups) -> Evidence:
     """All that this rank can say by itself. Reads every tensor once."""
     partial, whole = _digests(inventory)
@@ -90,10 +134,19 @@ def judge(evidence: Evidence, keys: Sequence[str], manifest: Manifest, agreement
     failed = [what for what, flag in zip(wrong, flagged, strict=True) if flag]
     failed += [what for what, flag in zip(evidence.hashes, unequal, strict=True) if flag]
     if failed:
-        more = f" and {len(failed) - _SHOWN} more" if len(failed) > _SHOWN else ""
-        raise IntegrityError(
-            f"what checkpoint {manifest.id} gave back is not what was saved: {', '.join(failed[:_SHOWN])}{more} differ"
-        )
+        raise IntegrityError(f"what checkpoint {manifest.id} gave back is not what was saved: {_listed(failed)} differ")
+
+
+def _listed(failed: Sequence[str]) -> str:
+    more = f" and {len(failed) - _SHOWN} more" if len(failed) > _SHOWN else ""
+    return f"{', '.join(failed[:_SHOWN])}{more}"
+
+
+def _contains(here: Json, saved: Json) -> bool:
+    """Is everything saved here? Beside it there may be what was set since."""
+    if isinstance(saved, dict) and isinstance(here, dict):
+        return all(key in here and here[key] == value for key, value in saved.items())
+    return bool(here == saved)
 
 
 def _digests(inventory: Inventory) -> tuple[dict[str, int], dict[str, int]]:

@@ -6,12 +6,12 @@ all ranks compare the hashes of what they hold whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import xxhash
 
-from elastic.training.state.live import Extra, Master, Weight
+from elastic.training.state.live import BUFFER, MASTER, Extra, Master, Weight
 
 # One bit less than the hash: the agreement compares numbers that can be negated.
 _MASK63 = (1 << 63) - 1
@@ -40,15 +40,16 @@ def whole_hashes(names: Sequence[str], weights: Iterable[Weight]) -> list[int]:
 
 
 def replicas(
-    masters: Iterable[Master], states: Iterable[dict[str, torch.Tensor]], extras: Iterable[Extra]
+    masters: Iterable[Master], states: Iterable[Mapping[str, torch.Tensor]], extras: Iterable[Extra]
 ) -> dict[str, torch.Tensor]:
-    """What every rank holds a copy of and nobody derives from anything: "<kind>/<name>" -> tensor."""
+    """What every rank holds a copy of and derives from nothing: "<kind>/<name>" -> tensor; no module buffers."""
     found: dict[str, torch.Tensor] = {}
     for master, state in zip(masters, states, strict=True):
         if master.replicated:
-            found[f"master/{master.buffer}"] = master.tensor
+            found[f"{MASTER}/{master.buffer}"] = master.tensor
             found |= {f"{kind}/{master.buffer}": tensor for kind, tensor in state.items()}
-    return found | {f"{extra.kind}/{extra.piece.name}": extra.tensor for extra in extras if extra.replicated}
+    kept = (extra for extra in extras if extra.replicated and extra.kind != BUFFER)
+    return found | {f"{extra.kind}/{extra.piece.name}": extra.tensor for extra in kept}
 
 
 def fingerprint(tensor: torch.Tensor) -> int:
