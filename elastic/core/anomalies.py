@@ -27,6 +27,10 @@ def anomaly_found(turn: Turn, event: AnomalyFound) -> None:
 
 def step_skipped(turn: Turn, event: StepSkipped) -> None:
     """The members have left the weights as they were and gone on. Bounded: a model that is lost would skip for ever."""
+    known = ((a.generation, a.step, a.undone) for a in turn.state.anomalies)
+    if (event.generation, event.step - 1, False) in known:
+        # Told once more after a restart of the controller.
+        return
     _remember(turn, Anomaly(event.generation, event.step - 1, f"step {event.step}: {event.what}", undone=False))
     turn.say(f"step {event.step} was not applied: {event.what}; {_samples(event.positions)} are skipped", "anomaly")
     turn.set(furthest_step=max(turn.state.furthest_step, event.step))

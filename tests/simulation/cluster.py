@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from elastic.core import events as ev
 from simulation.processes import Group, Node, Process
+from simulation.samples import Samples
 
 if TYPE_CHECKING:
     from simulation.world import World
@@ -108,9 +109,10 @@ class Storage:
         self.corrupt |= {name for name, _ in self.committed[:-1] if world.corrupts(len(self.committed))}
 
     def save(self, group: Group) -> None:
-        self.world.clock.after(self.world.rng.uniform(0.2, 1.5), self._commit, group, group.step, 0)
+        delay = self.world.rng.uniform(0.2, 1.5)
+        self.world.clock.after(delay, self._commit, group, group.step, group.samples.copy(), 0)
 
-    def _commit(self, group: Group, step: int, tries: int) -> None:
+    def _commit(self, group: Group, step: int, samples: Samples, tries: int) -> None:
         # A part that died with its process, or that a controller forgot, never becomes a checkpoint.
         if any(not member.alive for member in group.members) or self.world.loses_commit(step):
             return
@@ -118,9 +120,10 @@ class Storage:
             if self.down:
                 self.world.tell(ev.SaveFailing(step, "503 slow down", 1.0), 0.05)
             if tries < 400:
-                self.world.clock.after(1.0, self._commit, group, step, tries + 1)
+                self.world.clock.after(1.0, self._commit, group, step, samples, tries + 1)
             return
         name = f"{step:06d}-{group.number}"
+        self.world.saved[name] = samples
         if (name, step) not in self.committed:
             self.committed.append((name, step))
             if self.world.corrupts(len(self.committed)):

@@ -140,7 +140,7 @@ class Controller:
         group = self.groups.get(action.generation)
         if group is None:
             members = [self.world.cluster.processes[worker] for worker in action.members]
-            group = Group(self.world, action.generation, members, action.checkpoint, action.step)
+            group = Group(self.world, action.generation, members, action.checkpoint, action.step, action.skips)
             self.groups[action.generation] = group
             self.world.watch(group)
         for worker in action.members:

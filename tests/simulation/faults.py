@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from random import Random
 
-from elastic.core.settings import CheckpointSettings, FailureSettings, MemorySettings, RunSettings, ScalingSettings
+from elastic.core.settings import (
+    AnomalySettings,
+    CheckpointSettings,
+    FailureSettings,
+    MemorySettings,
+    RunSettings,
+    ScalingSettings,
+)
 
 # Kind: how often, relative to the others; how long it lasts (None: for ever) for kinds that end by themselves.
 _KINDS: dict[str, tuple[float, tuple[float, float] | None]] = {
@@ -22,6 +29,7 @@ _KINDS: dict[str, tuple[float, tuple[float, float] | None]] = {
     "crash_controller": (3, (0.2, 12.0)),
     "add_node": (2, None),
     "nonsense": (2, None),
+    "glitch": (2, None),
 }
 _STAGES = ("Waiting", "Joining", "Training", "Pausing", "Ending", "Closing")
 
@@ -63,6 +71,8 @@ class Plan:
     snapshot_every: int = 1
     lost_surveys: float = 0.0
     memory_failures: float = 0.0
+    # Batches (numbered in the order of samples) that make a step's loss no number.
+    bad_batches: frozenset[int] = frozenset()
     # A run that is resumed: its checkpoints (id, step) and the last generation of the attempt before.
     earlier: tuple[tuple[str, int], ...] = ()
     earlier_generation: int = 0
@@ -82,6 +92,7 @@ def draw(seed: int) -> Plan:
             checkpoint=CheckpointSettings(),
             failures=_failures(rng, liveness),
             memory=MemorySettings(enabled=rng.random() < 0.7, replicas=rng.choice((0, 1, 1, 2))),
+            anomalies=_anomalies(rng, liveness),
         ),
         faults=tuple(faults),
         nodes=rng.randint(scaling.min_slots, scaling.max_slots + 1),
@@ -99,6 +110,9 @@ def draw(seed: int) -> Plan:
     )
     if liveness and rng.random() < 0.2:
         plan.bugs = [rng.randint(1, plan.max_steps)]
+    if rng.random() < 0.25:
+        first = rng.randint(0, plan.max_steps)
+        plan.bad_batches = frozenset({first, first + rng.randint(0, 2), rng.randint(0, plan.max_steps)})
     if rng.random() < 0.3:
         # One failure that is aimed at a stage, so that short stages are hit in many runs, too.
         kind = rng.choice(("kill_node", "kill_worker", "freeze_node", "crash_controller"))
@@ -110,6 +124,8 @@ def draw(seed: int) -> Plan:
         steps = sorted({rng.randint(0, plan.max_steps) for _ in range(3)}, reverse=True)
         plan.earlier_generation = rng.randint(1, 9)
         plan.earlier = tuple((f"{step:06d}-{plan.earlier_generation}", step) for step in steps)
+        # The attempt before has trained on the first ones.
+        plan.bad_batches = frozenset(batch for batch in plan.bad_batches if batch >= steps[0])
     if not liveness:
         _ends(rng, plan)
     return plan
@@ -145,6 +161,16 @@ def _failures(rng: Random, liveness: bool) -> FailureSettings:
         startup_retries=5 if liveness else rng.choice((0, 1, 3)),
         capacity_timeout_s=None if liveness else rng.choice((None, 10.0, 60.0)),
     )  # fmt: skip
+
+
+def _anomalies(rng: Random, liveness: bool) -> AnomalySettings:
+    if liveness:
+        return AnomalySettings(rng.choice(("rollback", "rollback", "skip")), max_anomalies=10**6)
+    return AnomalySettings(
+        rng.choice(("rollback", "rollback", "skip", "stop")),
+        max_anomalies=rng.choice((0, 1, 5)),
+        window_steps=rng.choice((1, 10, 1000)),
+    )
 
 
 def _fault(rng: Random, horizon: float) -> Fault:

@@ -138,6 +138,12 @@ class Injector:
             member = self._pick(fault, group.members)
             member.act(0.01, member.notice_broken, group)
 
+    def _glitch(self, fault: Fault) -> None:
+        """The step under way comes to no number, whatever its samples are."""
+        group = self.controller.groups.get(self.controller.state.generation)
+        if group is not None:
+            group.glitch = True
+
     def _storage_down(self, fault: Fault) -> None:
         self.storage.down = True
         self.clock.after(fault.lasts_s, self._storage_up)
@@ -169,6 +175,9 @@ class Injector:
             ev.ProbeAnswered(10**6), ev.SlotPlaced(10**6, "?"), ev.WorkerDied(10**6, "?"), ev.SlotLost(10**6, "?"),
             ev.WorkerLeft(old + 1, 10**6, 3), ev.CollectiveFailed(old + 1, 10**6, 10**6, "lie"),
             ev.WorkerCompleted(old + 1, 10**6, 10**6, True), ev.HoldAnswered(old + 1, 10**6, 10**6),
+            ev.AnomalyFound(old, worker, 3, "loss", "nan", ((0, 9),)),
+            ev.AnomalyFound(old + 1, 10**6, 3, "loss", "nan", ((0, 9),)),
+            ev.StepSkipped(old, 3, "lie", ((0, 9),)),
             ev.UserCodeFailed(old + 1, 10**6, 10**6, "lie"), ev.RestoreFailed(old + 1, 10**6, "0-0", "lie"),
         ]  # fmt: skip
         for lie in lies:

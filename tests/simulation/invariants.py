@@ -55,6 +55,7 @@ class Invariants:
             self._members(after)
             self._slots(after)
             self._budgets(after)
+            self._anomalies(before, after)
             self._incidents(before, after)
         self._waits_for_something(after)
         if isinstance(event, ev.Tick):
@@ -187,6 +188,18 @@ class Invariants:
             assert streaks.user_errors <= limits.user_error_retries, "a budget was overdrawn"
             assert streaks.in_place < 2, "fresh processes are overdue"
 
+    def _anomalies(self, before: RunState, after: RunState) -> None:
+        """Bounded, and what is left out stays left out; a state behind an anomaly is not known any more."""
+        settings = after.settings.anomalies
+        for end in after.anomalies if not isinstance(after.stage, Ending | Finished) else ():
+            recent = [a for a in after.anomalies if end.step - settings.window_steps < a.step <= end.step]
+            assert settings.policy != "stop", "the run goes on although it should have stopped"
+            assert len(recent) <= settings.max_anomalies or end is not after.anomalies[-1], "too many anomalies"
+        for start, stop in before.skips:
+            assert any(s <= start and stop <= e for s, e in after.skips), "what was left out came back"
+        for known in after.checkpoints:
+            self.world.saved[known.id].disjoint(after.skips)
+
     def _incidents(self, before: RunState, after: RunState) -> None:
         if before.incident is not None and (after.incident is None or after.incident.id != before.incident.id):
             assert before.incident.id in self.closed, "an incident vanished without a record"
@@ -223,12 +236,15 @@ class Invariants:
                 seen("finished without its last generation")
             if new.status == STOPPED:
                 seen(f"stopped in {type(old).__name__}")
+        if len(after.anomalies) > len(before.anomalies) and after.incident and after.incident.lost_workers:
+            seen("anomaly beside a lost node")
         if after.false_alarms > before.false_alarms:
             seen("false alarm")
         for action in actions:
             if isinstance(action, act.Note):
                 for phrase in ("every worker process is replaced", "falling back to", "could not be "
-                               "started", "has not taken the checkpoint"):  # fmt: skip
+                               "started", "has not taken the checkpoint", "came late and does not count",
+                               "anomalies within"):  # fmt: skip
                     if phrase in action.sentence:
                         seen(phrase)
 
@@ -245,6 +261,8 @@ class Invariants:
         assert not state.workers
         if plan.liveness:
             assert state.stage.status == "finished", f"{state.stage.status}: {state.stage.reason}"
+        for known in state.checkpoints:
+            self.world.saved[known.id].each_once(state.skips, self.world.is_bad)
         if state.stage.status == "finished":
             newest = max(step for _, step in self.world.storage.committed)
             assert newest == plan.max_steps, f"finished, but the newest checkpoint is of step {newest}"

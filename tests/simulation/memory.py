@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from elastic.core import events as ev
-from elastic.core.snapshots import Held, parse_snapshot_id, place_replicas, recoverable
+from elastic.core.snapshots import Held, parse_snapshot_id, place_replicas, recoverable, snapshot_id
 from simulation.processes import Group, Node
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ class Memory:
         world, plan = self.world, self.world.plan
         nodes = [member.node.name for member in group.members]
         replicas = place_replicas(nodes, plan.settings.memory.replicas)
+        world.saved[snapshot_id(group.step, group.number)] = group.samples.copy()
         for rank, member in enumerate(group.members):
             held = Held(group.number, group.step, rank, len(nodes), replica=False)
             self._keep(member.node, held)

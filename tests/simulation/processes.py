@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from elastic.core import events as ev
+from elastic.core.steps import Range
+from simulation.samples import Samples
 
 if TYPE_CHECKING:
     from simulation.world import World
@@ -87,7 +89,8 @@ class Process:
         if group.number <= self.ended and not self.inside:
             self.say(ev.WorkerLeft(group.number, self.worker, group.start))
         elif group.number == self.generation:
-            self.repeat("GroupJoined", "TrainingReached", "CollectiveFailed", "UserCodeFailed", "RestoreFailed")
+            self.repeat("GroupJoined", "TrainingReached", "CollectiveFailed", "UserCodeFailed", "RestoreFailed",
+                        "AnomalyFound")  # fmt: skip
         elif group.number > self.generation:
             self.said = {}
             self.generation, self.group, self.status = group.number, group, "joining"
@@ -165,6 +168,12 @@ class Process:
         if self.group is group and self.status in ("joined", "training") and not self.hung:
             self.say(ev.CollectiveFailed(group.number, self.worker, group.step, "connection closed by peer"))
 
+    def find_anomaly(self, event: ev.AnomalyFound) -> None:
+        """It tells, and leaves by itself."""
+        if self.generation == event.generation and self.status == "training":
+            self.say(event)
+            self.act(self.world.rng.uniform(0.01, 0.8), self._leave, self.generation)
+
     def die(self) -> None:
         self.alive = False
         self.deferred = []
@@ -175,9 +184,13 @@ class Process:
 class Group:
     """A generation as it really is: members that move in lock-step, or not at all."""
 
-    def __init__(self, world: World, number: int, members: list[Process], base: str | None, start: int) -> None:
+    def __init__(
+        self, world: World, number: int, members: list[Process], base: str | None, start: int, skips: tuple[Range, ...]
+    ) -> None:
         self.world, self.number, self.members, self.base, self.start = world, number, members, base, start
         self.step, self.last, self.broken, self.moving = start, world.max_steps, False, False
+        self.samples = (world.saved[base] if base is not None else Samples()).begin(skips)
+        self.glitch = False
         self.progress_at = world.clock.now
 
     def joined(self) -> None:
@@ -216,12 +229,32 @@ class Group:
         if raising is not None:
             self._raise(raising)
             return
+        positions, bad = self.samples.of_step(self.step), self.glitch
+        self.glitch = False
+        if bad or self.world.is_bad(positions):
+            policy = self.world.plan.settings.anomalies.policy
+            self.world.seen(f"anomaly, policy {policy}")
+            if policy != "skip":
+                self._found(positions)
+                return
+            self.samples.passed.append(positions)
+            self.world.step_skipped(self, positions)
+        else:
+            self.samples.consumed.append(positions)
         self.step += 1
         self.progress_at = self.world.clock.now
         self.world.step_ended(self)
         if self.step >= self.last:
             self._all(lambda member: member.finish_training(self.world.reaches_end))
         self.kick()
+
+    def _found(self, positions: Range) -> None:
+        """Every member finds it by itself."""
+        self.broken = True
+        for rank, member in enumerate(self.members):
+            kind = "loss" if rank == 0 else "gradient"
+            event = ev.AnomalyFound(self.number, member.worker, self.step, kind, "nan", (positions,))
+            member.act(self.world.rng.uniform(0.0, 0.3), member.find_anomaly, event)
 
     def _raise(self, member: Process) -> None:
         self.broken, member.status = True, "raised"

@@ -19,7 +19,9 @@ SOMETIMES = {
     *(f"failure in {stage}" for stage in ("Joining", "Training", "Pausing", "Closing")),
     "controller restart in Finished", "loss in Ending",
     *(f"incident {kind}" for kind in ("resize", "stop", "collective-failed", "hang", "worker-frozen", "worker-lost",
-      "node-frozen", "node-lost", "restore-failed", "user-error", "usage-error")),
+      "node-frozen", "node-lost", "restore-failed", "user-error", "usage-error", "anomaly")),
+    *(f"anomaly, policy {policy}" for policy in ("rollback", "skip", "stop")), "anomalies within",
+    "anomaly beside a lost node",
     *(f"finished: {status}" for status in ("finished", "not-finished", "user-code-failed", "usage", "stopped",
       "gave-up", "no-capacity", "integrity")),
     *(f"stopped in {stage}" for stage in ("Waiting", "Pausing", "Ending")),
@@ -92,6 +94,17 @@ def test_with_memory_a_lost_node_costs_one_step_at_most() -> None:
                        a.incident.planned]  # fmt: skip
         assert incident.source == "memory"
         assert incident.steps_repeated <= 1
+
+
+def test_a_checkpoint_of_an_abandoned_timeline_may_come_as_late_as_it_likes() -> None:
+    """Two wait for storage while the run has begun anew; then a step that they have done is found to be no good."""
+    faults = (Fault("storage_down", 0.0, 0.0, 25.0), Fault("break_group", 18.0, 0.0), Fault("glitch", 21.0, 0.0))
+    for seed in range(20):
+        world = World(seed, calm(faults))
+        world.run()
+        assert "came late and does not count" in world.sometimes
+        (left_out,) = world.controller.state.skips
+        assert left_out[0] < 50
 
 
 def test_a_hundred_servers_live_through_the_worst_weeks_of_a_real_trace() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from elastic.core import events as ev
 from elastic.core.snapshots import is_snapshot
 from elastic.core.state import RunState, SlotPhase, Training, WorkerPhase
+from elastic.core.steps import Range
 from simulation.clock import Clock
 from simulation.cluster import Cluster, Storage
 from simulation.controller import Controller
@@ -15,6 +16,7 @@ from simulation.faults import Plan
 from simulation.injector import Injector
 from simulation.memory import Memory
 from simulation.processes import Group, Node, Process
+from simulation.samples import BATCH, Samples
 
 
 class World:
@@ -27,6 +29,8 @@ class World:
         self.max_steps, self.step_s, self.place_s = plan.max_steps, plan.step_s, plan.place_s
         self.reaches_end = not plan.returns_early
         self.sometimes: set[str] = set()
+        # What each checkpoint and each snapshot has trained on.
+        self.saved = {name: Samples([(0, step * BATCH)] if step else []) for name, step in plan.earlier}
         self.storage = Storage(self)
         self.memory = Memory(self)
         self.cluster = Cluster(self, plan.nodes)
@@ -138,6 +142,14 @@ class World:
         if group.base is not None and is_snapshot(group.base):
             self.seen("begun at the end")
             self.storage.save(group)
+
+    def is_bad(self, positions: Range) -> bool:
+        return positions[0] // BATCH in self.plan.bad_batches
+
+    def step_skipped(self, group: Group, positions: Range) -> None:
+        event = ev.StepSkipped(group.number, group.step + 1, "the loss is nan", (positions,))
+        for _ in range(1 + (self.rng.random() < 0.1)):
+            self.tell(event, self.rng.uniform(0.01, 0.3))
 
     def restorable(self, base: str) -> bool:
         return self.memory.readable(base) if is_snapshot(base) else base not in self.storage.corrupt

@@ -7,8 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.core.batches import MicroBatch, deal, loss_scale, passes_per_rank, step_positions, steps_in
+from elastic.core.batches import (
+    MicroBatch,
+    deal,
+    loss_scale,
+    next_position,
+    passes_per_rank,
+    step_positions,
+    steps_in,
+)
 from elastic.core.errors import UsageError
+from elastic.core.steps import Range, join
 
 WORLD_SIZES = st.integers(1, 64)
 
@@ -105,3 +114,44 @@ def test_bad_settings_are_named() -> None:
         deal(0, 4, 1, 2, 2)
     assert step_positions(2, 10) == (20, 30)
     assert step_positions(2, 10, 25) == (20, 25)
+
+
+# --- skipped ranges --------------------------------------------------------------------------------------------------
+
+
+def test_a_step_whose_samples_are_skipped_takes_the_next_ones() -> None:
+    skips = ((20, 30),)
+    assert [step_positions(step, 10, None, skips) for step in range(4)] == [(0, 10), (10, 20), (30, 40), (40, 50)]
+    assert [next_position(consumed, skips) for consumed in (0, 19, 20, 21)] == [0, 19, 30, 31]
+    # 47 samples of which ten are skipped: three steps and a short one.
+    assert step_positions(3, 10, 37, skips) == (40, 47)
+    parts = weighted([deal(2, 10, 3, 4, rank, 37, skips) for rank in range(4)])
+    assert sorted(p for part in parts for p in range(part.start, part.stop)) == list(range(30, 40))
+
+
+def test_a_skip_that_cuts_a_step_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"step 1, positions from 10, is cut in two"):
+        step_positions(1, 10, None, ((15, 25),))
+
+
+@given(batch=st.integers(1, 9), steps=st.integers(1, 12), data=st.data())
+def test_whatever_is_found_to_be_bad_every_position_is_consumed_or_skipped(
+    batch: int, steps: int, data: st.DataObject
+) -> None:
+    """The run as the rules have it: a bad step goes back to any state before it, and its samples are skipped."""
+    skips: tuple[Range, ...] = ()
+    timeline: dict[int, Range] = {}
+    step = 0
+    while step < steps:
+        timeline[step] = positions = step_positions(step, batch, None, skips)
+        if len(skips) < 6 and data.draw(st.booleans(), label=f"step {step} is bad"):
+            skips = join((*skips, positions))
+            step = data.draw(st.integers(0, step), label="goes back to")
+            timeline = {number: ranges for number, ranges in timeline.items() if number < step}
+        else:
+            step += 1
+    everything = Counter(p for start, stop in (*timeline.values(), *skips) for p in range(start, stop))
+    end = max((stop for _, stop in timeline.values()), default=0)
+    assert set(everything.values()) == {1}
+    assert set(range(end)) <= everything.keys()
+    assert sum(stop - start for start, stop in timeline.values()) == steps * batch

@@ -215,6 +215,27 @@ def test_a_step_counts_once() -> None:
     assert ledger.result(12).each_once
 
 
+def test_samples_that_are_skipped_are_neither_seen_nor_missing() -> None:
+    ledger = SampleLedger()
+    ledger.skip([(4, 8)])
+    ledger.add(1, [(0, 4)])
+    ledger.add(2, [(8, 12)])
+    ledger.add(3, [], skipped=[(12, 16)])
+    assert ledger.end() == 16
+    assert ledger.result(16) == SampleCount(8, 0, 0, skipped=8)
+    assert ledger.result(16).each_once
+    # What a step had without being applied is undone with the step; what the run leaves out is not.
+    ledger.rollback(2)
+    assert ledger.result(16) == SampleCount(8, 4, 0, gaps=((12, 16),), skipped=4)
+
+
+def test_a_sample_that_was_skipped_and_consumed_shows() -> None:
+    ledger = SampleLedger()
+    ledger.add(1, [(0, 8)])
+    ledger.skip([(4, 8)])
+    assert ledger.result(8) == SampleCount(8, 0, 4)
+
+
 @given(st.data())
 def test_any_timeline_counts_as_the_plain_list_does(data: st.DataObject) -> None:
     ledger, plain = SampleLedger(), dict[int, list[tuple[int, int]]]()

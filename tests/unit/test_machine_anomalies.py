@@ -1,0 +1,196 @@
+"""A step whose loss or gradient is no number: what the run goes back to, what it leaves out, and when it ends."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from machine_scenario import Scenario
+
+from elastic.core import actions as act
+from elastic.core import events as ev
+from elastic.core import machine
+from elastic.core.settings import AnomalySettings
+from elastic.core.snapshots import snapshot_id
+from elastic.core.state import GAVE_UP, Ending, Training, Waiting
+
+
+def scenario(memory: bool = False, **anomalies: Any) -> Scenario:
+    run = Scenario(memory=memory)
+    settings = replace(run.state.settings, anomalies=AnomalySettings(**anomalies))
+    run.state = replace(run.state, settings=settings)
+    return run.started(3)
+
+
+def found(run: Scenario, step: int, *workers: int, start: int | None = None, kind: str = "gradient") -> Scenario:
+    """These members find the step after `step` finished ones to be no good; batches are of ten."""
+    positions = ((start if start is not None else step * 10, (start if start is not None else step * 10) + 10),)
+    who = workers or run.state.members
+    return run.do(*(ev.AnomalyFound(run.state.generation, w, step, kind, "nan", positions) for w in who))
+
+
+def begun(run: Scenario) -> act.BeginGeneration:
+    (begin,) = run.acts(act.BeginGeneration)
+    return begin
+
+
+def test_the_run_goes_back_and_leaves_the_samples_out() -> None:
+    run = scenario().commit(10)
+    found(run, 13)
+    assert isinstance(run.stage, Ending)
+    assert "rank 0 on node node-0: the gradient of step 14 is nan" in run.said()
+    assert "samples 130 to 139 are skipped, step 14 is done with the next ones" in run.said()
+    run.left(13)
+    assert begun(run) == act.BeginGeneration(2, (0, 1, 2), "c10", 10, ((130, 140),))
+    run.train()
+    assert isinstance(run.stage, Training)
+    (incident,) = run.acts(act.CloseIncident)
+    assert (incident.incident.kind, incident.incident.step, incident.incident.steps_repeated) == ("anomaly", 13, 3)
+    assert len(incident.incident.also) == 2, "who else saw it is kept"
+
+
+def test_every_member_tells_and_it_counts_once() -> None:
+    run = scenario()
+    found(run, 4)
+    found(run, 4, 1, kind="loss")
+    assert len(run.state.anomalies) == 1
+    assert run.state.skips == ((40, 50),)
+    assert run.state.incident is not None
+    assert "rank 1 on node node-1: the loss of step 5 is nan" in run.state.incident.also
+
+
+def test_skipped_ranges_add_up_and_every_later_generation_gets_them() -> None:
+    run = scenario().commit(4)
+    found(run, 4).left(4)
+    run.train()
+    found(run, 4, start=50).left(4)
+    assert begun(run).skips == ((40, 60),)
+    run.train()
+    run.broken(0, step=5)
+    assert begun(run).skips == ((40, 60),)
+
+
+def test_it_is_no_crash_and_fresh_processes_are_not_called_for() -> None:
+    run = scenario()
+    for step in range(4):
+        found(run, step, start=step * 20).left(step)
+        assert "pause" not in run.said()
+        assert run.acts(act.StartWorker) == []
+        run.train()
+    assert run.state.streaks.crashes == 0
+
+
+def test_a_checkpoint_that_lies_behind_it_never_counts() -> None:
+    run = scenario().commit(10)
+    run.broken(0, step=12)
+    run.train()
+    assert run.state.generation == 2
+    found(run, 13)
+    # Of the generation before, complete only now: its step 14 took the samples that are left out.
+    run.do(ev.CheckpointCommitted("late", 20, 1))
+    assert "checkpoint late came late and does not count" in run.said()
+    run.do(ev.CheckpointCommitted("before", 13, 1))
+    run.left(13)
+    assert begun(run).checkpoint == "before"
+    run.train()
+    run.do(ev.CheckpointCommitted("new", 20, 3))
+    assert run.state.newest_checkpoint is not None
+    assert run.state.newest_checkpoint.id == "new"
+
+
+def test_a_snapshot_that_lies_behind_it_never_counts() -> None:
+    run = scenario(memory=True)
+    found(run, 13).left(13)
+    assert isinstance(run.stage, Waiting)
+    assert run.state.survey is not None
+    held = ((snapshot_id(14, 1), 14), (snapshot_id(13, 1), 13), (snapshot_id(12, 1), 12))
+    run.do(ev.MemorySurveyed(run.state.survey.number, held))
+    assert (begun(run).checkpoint, begun(run).step) == (snapshot_id(13, 1), 13)
+
+
+def test_the_policy_may_be_to_stop() -> None:
+    run = scenario(policy="stop").commit(10)
+    found(run, 13).left(13)
+    assert run.end[0] == GAVE_UP
+    assert "the gradient of step 14 is nan; the policy is to stop" in run.end[1]
+    assert run.state.newest_checkpoint is not None
+
+
+def test_too_many_within_the_window_end_the_run() -> None:
+    run = scenario(max_anomalies=2, window_steps=10)
+    for step, start in ((1, 10), (8, 90)):
+        found(run, step, start=start).left(step)
+        run.train()
+    # The first is out of the window by now.
+    found(run, 12, start=140).left(12)
+    run.train()
+    found(run, 12, start=150).left(12)
+    assert run.end[0] == GAVE_UP
+    assert run.end[1].startswith("3 anomalies within 10 steps (at most 2 are dealt with); the last one: rank 0")
+
+
+def test_one_that_comes_with_a_lost_node_is_left_out_too() -> None:
+    run = scenario().commit(10)
+    run.lose_node(2)
+    found(run, 13, 0, 1)
+    run.left(13, 0, 1)
+    assert run.state.incident is not None
+    assert run.state.incident.kind == "node-lost"
+    assert begun(run).skips == ((130, 140),)
+
+
+def test_what_an_old_generation_or_a_stranger_says_changes_nothing() -> None:
+    run = scenario()
+    before = run.state
+    run.do(ev.AnomalyFound(run.state.generation, 99, 3, "loss", "nan", ((30, 40),)))
+    assert run.state == before
+    run.broken(0)
+    after = run.state
+    run.do(ev.AnomalyFound(1, 0, 3, "loss", "nan", ((30, 40),)))
+    assert run.state == after
+
+
+def test_steps_that_were_skipped_are_bounded() -> None:
+    run = scenario(policy="skip", max_anomalies=2, window_steps=10)
+    for step in (3, 4):
+        run.do(ev.StepSkipped(1, step, "the gradient is nan", ((step * 10 - 10, step * 10),)))
+        assert isinstance(run.stage, Training)
+    assert "step 4 was not applied: the gradient is nan; samples 30 to 39 are skipped" in run.said()
+    assert run.state.skips == (), "the step is over: nothing is done with the next samples instead"
+    run.do(ev.StepSkipped(1, 5, "the gradient is nan", ((40, 50),)))
+    assert isinstance(run.stage, Ending)
+    run.left(5)
+    assert run.end[0] == GAVE_UP
+    assert "3 anomalies within 10 steps" in run.end[1]
+
+
+def test_a_resumed_run_leaves_out_what_was_left_out() -> None:
+    run = Scenario()
+    run.do(ev.RunStarted((("c10", 10),), 4, ((130, 140),))).nodes(3)
+    assert begun(run) == act.BeginGeneration(5, (0, 1, 2), "c10", 10, ((130, 140),))
+
+
+def test_a_restarted_controller_knows_it_all_from_its_journal() -> None:
+    run = scenario().commit(10)
+    found(run, 13).left(13)
+    replayed = replace(machine.initial(run.state.settings, 1000.0), settings=run.state.settings)
+    for event, now in run.journal:
+        assert ev.from_json(_through_json(event)) == event
+        replayed, _ = machine.step(replayed, event, now)
+    assert replayed == run.state
+    (begin,) = (action for action in machine.reissue(replayed) if isinstance(action, act.BeginGeneration))
+    assert begin.skips == ((130, 140),)
+
+
+def _through_json(event: ev.Event) -> Any:
+    return json.loads(json.dumps(ev.to_json(event)))
+
+
+@pytest.mark.parametrize("policy", ["rollback", "skip"])
+def test_an_anomaly_at_a_planned_end_ends_it(policy: str) -> None:
+    run = scenario(policy=policy).commit(3)
+    run.nodes(1).do(ev.StopRequested("enough"))
+    found(run, 3).left(3)
+    assert run.end == ("stopped", "enough")
