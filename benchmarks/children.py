@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -97,6 +96,13 @@ class Children:
         self._started.pop(name).wait(_KILL_LIMIT_S)
         return at
 
+    def wait(self, name: str, limit_s: float) -> int:
+        """Its exit status. Raises NotMeasured."""
+        try:
+            return self._started[name].wait(limit_s)
+        except subprocess.TimeoutExpired:
+            raise NotMeasured(f"{name} had not ended after {limit_s:g} s: {self.tail(name)}") from None
+
     def until(self, condition: Callable[[], T | None], awaited: str, limit_s: float) -> T:
         """`until`, given up at once where a process has ended that was to go on."""
 
@@ -148,13 +154,3 @@ def _reap() -> None:
             return
         if pid == 0:
             return
-
-
-def stop(child: subprocess.Popen[bytes], limit_s: float = 10.0) -> None:
-    """SIGTERM, and SIGKILL where that is not enough."""
-    child.send_signal(signal.SIGTERM)
-    try:
-        child.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        child.wait(limit_s)

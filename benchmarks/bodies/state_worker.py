@@ -1,0 +1,143 @@
+"""One rank that saves or loads, without Ray, and writes down how long it took. `argv`: a JSON object.
+
+`do` is one of the functions below; `size`, `stage`, `folder` (of the checkpoints), `ports` (one per repetition, for
+this project's generations), `told` (the file for the answer). RANK, WORLD_SIZE and the master's address are set.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks import workload
+from benchmarks.bodies import deepspeed_alone
+
+Job = dict[str, Any]
+Told = dict[str, Any]
+_STEPS = 2
+
+
+def own_save(job: Job) -> Told:
+    """Two steps and a checkpoint."""
+    result, _ = _generation(job, job["ports"][0], 1, None, end_at=_STEPS)
+    return {"result": str(result.kind)}
+
+
+def own_load(job: Job) -> Told:
+    """The newest checkpoint into a new engine, once per port."""
+    from elastic.checkpoint.storage import CheckpointStore
+
+    found = []
+    newest = CheckpointStore(job["folder"], "run").list()[0]
+    for number, port in enumerate(job["ports"], 2):
+        _, coordinator = _generation(job, port, number, newest.id, end_at=None)
+        report = coordinator.restores[0]
+        found.append({name: getattr(report, name) for name in
+                      ("bytes_read", "bytes_needed", "read_s", "install_s", "verify_s")})  # fmt: skip
+    return {"loads": found}
+
+
+def native_save(job: Job) -> Told:
+    engine, batches = deepspeed_alone.make_engine(workload.SIZES[job["size"]], job["stage"])
+    _train(engine, batches, _STEPS)
+    deepspeed_alone.save(engine, Path(job["folder"]))
+    return {}
+
+
+def native_load(job: Job) -> Told:
+    """What DeepSpeed can load at the world size at which it was saved; or, with `universal`, what was converted."""
+    import torch
+
+    folder = Path(job["folder"])
+    tag = deepspeed_alone.newest(folder)
+    assert tag is not None
+    converted = 0.0
+    if job.get("universal"):
+        engine, _ = deepspeed_alone.make_engine(workload.SIZES[job["size"]], job["stage"], universal=True)
+        if torch.distributed.get_rank() == 0:
+            converted = deepspeed_alone.convert(folder / tag, folder / f"{tag}_universal")
+        torch.distributed.barrier()
+        tag = f"{tag}_universal"
+    else:
+        engine, _ = deepspeed_alone.make_engine(workload.SIZES[job["size"]], job["stage"])
+    seconds = []
+    for _ in job["ports"]:
+        torch.distributed.barrier()
+        begun = time.perf_counter()
+        engine.load_checkpoint(str(folder), tag=tag)
+        seconds.append(time.perf_counter() - begun)
+    return {"seconds": seconds, "converted_s": converted}
+
+
+def dcp_save(job: Job) -> Told:
+    """The state of this rank with `torch.distributed.checkpoint.async_save`: how long the call keeps the training."""
+    import torch
+    from torch.distributed.checkpoint.state_dict_saver import async_save
+
+    engine, batches = deepspeed_alone.make_engine(workload.SIZES[job["size"]], job["stage"])
+    _train(engine, batches, _STEPS)
+    rank, seconds = torch.distributed.get_rank(), []
+    group = torch.distributed.new_group(backend="gloo")
+    for number in range(job["saves"]):
+        target = Path(job["folder"]) / f"dcp-{number}"
+        torch.distributed.barrier()
+        begun = time.perf_counter()
+        written: Any = async_save({f"rank{rank}": _own_state(engine)}, checkpoint_id=str(target), process_group=group)
+        seconds.append(time.perf_counter() - begun)
+        _train(engine, batches, _STEPS)
+        written.result()
+    size = sum(tensor.numel() * tensor.element_size() for tensor in _own_state(engine).values())
+    return {"seconds": seconds, "bytes": size}
+
+
+def _own_state(engine: Any) -> dict[str, Any]:
+    """What ZeRO-1 and 2 keep of the state on this rank: masters and both moments."""
+    zero, found = engine.optimizer, {}
+    for group, master in enumerate(zero.single_partition_of_fp32_groups):
+        found[f"{group}.master"] = master.data
+        for name in ("exp_avg", "exp_avg_sq"):
+            found[f"{group}.{name}"] = zero.optimizer.state[master][name]
+    return found
+
+
+def _train(engine: Any, batches: Any, steps: int) -> None:
+    for _, _step in zip(range(steps), deepspeed_alone.steps(engine, batches), strict=False):
+        pass
+
+
+def _generation(job: Job, port: int, number: int, checkpoint: str | None, end_at: int | None) -> tuple[Any, Any]:
+    from elastic.training.local import run_local
+    from elastic.training.process_group import Rendezvous, host_store
+    from elastic.training.session import BatchSettings, GenerationSpec
+
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rendezvous = host_store("127.0.0.1", port) if rank == 0 else Rendezvous("127.0.0.1", port)
+    spec = GenerationSpec(
+        run_id="run", generation=number, rank=rank, world_size=world_size, max_world_size=world_size,
+        batch=BatchSettings(max_steps=_STEPS if end_at is None else None), checkpoint=checkpoint,
+    )  # fmt: skip
+    config = {"size": job["size"], "stage": job["stage"], "marks": job["folder"]}
+    result, coordinator = run_local(workload.train, config, spec, rendezvous, job["folder"], end_at)
+    if result.kind not in ("finished", "ended"):
+        raise RuntimeError(f"generation {number} came to {result}")
+    return result, coordinator
+
+
+JOBS: dict[str, Callable[[Job], Told]] = {
+    job.__name__: job for job in (own_save, own_load, native_save, native_load, dcp_save)
+}
+
+
+def main(text: str) -> None:
+    job = json.loads(text)
+    told = JOBS[job["do"]](job)
+    Path(job["told"]).write_text(json.dumps(told), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

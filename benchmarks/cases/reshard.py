@@ -1,0 +1,75 @@
+"""A checkpoint in storage read at another world size: bytes and time, beside what DeepSpeed needs for the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks import crews
+from benchmarks.children import Children, NotMeasured
+from benchmarks.figures import Figure, Target, not_measured, ratio
+from benchmarks.options import Options
+from benchmarks.workload import LARGE, SMALL
+
+CASE = "reshard"
+OLD, NEW, STAGE = 4, 2, 1
+DEEPSPEED = "DeepSpeed"
+
+
+def measure(options: Options) -> list[Figure]:
+    folder = options.make_folder("reshard")
+    size, times = (SMALL if options.quick else LARGE).name, options.pick(5, 2)
+    own: dict[str, Any] = {"size": size, "stage": STAGE, "folder": str(folder / "own")}
+    native: dict[str, Any] = {"size": size, "stage": STAGE, "folder": str(folder / "native")}
+    for job in (own, native):
+        options.make_folder(f"reshard/{job['folder'].rpartition('/')[2]}")
+    with Children(folder) as children:
+        try:
+            crews.do(children, "own_save", OLD, **own)
+            same = crews.do(children, "own_load", OLD, times, **own)
+            other = crews.do(children, "own_load", NEW, times, **own)
+        except NotMeasured as error:
+            return [not_measured(CASE, "reshard from storage", "s", str(error))]
+        figures = _own(size, same, other)
+        try:
+            crews.do(children, "native_save", OLD, **native)
+            plain = crews.do(children, "native_load", OLD, times, **native)
+            universal = crews.do(children, "native_load", NEW, times, universal=True, **native)
+        except NotMeasured as error:
+            failed = not_measured(CASE, "load at another world size", "s", str(error), subject=DEEPSPEED)
+            return [*figures, failed]
+    return figures + _peer(figures, plain, universal)
+
+
+def _own(size: str, same: list[dict[str, Any]], other: list[dict[str, Any]]) -> list[Figure]:
+    note = f"{size} model, ZeRO-{STAGE}; the slowest rank's reading, installing and proof; files are in the page cache"
+    loads = [load for rank in other for load in rank["loads"]]
+    excess = tuple(load["bytes_read"] / load["bytes_needed"] for load in loads)
+    at_same = Figure(CASE, f"load at the same world size, {OLD} -> {OLD}", "s", _slowest(same), notes=(note,))
+    at_other = Figure(CASE, f"load at another world size, {OLD} -> {NEW}", "s", _slowest(other), notes=(note,),
+                      details={"loads": other})  # fmt: skip
+    to_same = ratio(CASE, "another world size over the same one", at_other, at_same, Target("median", 1.2))
+    return [
+        at_same, at_other,
+        Figure(CASE, "bytes read over bytes needed", "x", excess, targets=(Target("max", 1.0),)), to_same,
+    ]  # fmt: skip
+
+
+def _slowest(ranks: list[dict[str, Any]]) -> tuple[float, ...]:
+    """Repetition by repetition, the time of the rank that took longest."""
+    seconds = [[load["read_s"] + load["install_s"] + load["verify_s"] for load in rank["loads"]] for rank in ranks]
+    return tuple(max(turn) for turn in zip(*seconds, strict=True))
+
+
+def _peer(own: list[Figure], plain: list[dict[str, Any]], universal: list[dict[str, Any]]) -> list[Figure]:
+    converted_s = max(rank["converted_s"] for rank in universal)
+    at_same = Figure(CASE, f"load_checkpoint at the same world size, {OLD} -> {OLD}", "s", _turns(plain), DEEPSPEED)
+    notes = (f"converted once, in {converted_s:.2f} s with its default numbers of processes",)
+    at_other = Figure(CASE, f"ds_to_universal and load_universal, {OLD} -> {NEW}", "s",
+                      tuple(converted_s + seconds for seconds in _turns(universal)), DEEPSPEED, notes=notes)  # fmt: skip
+    faster = ratio(CASE, "ds_to_universal and load over our load", at_other, own[1], Target("median", 5.0, False))
+    to_plain = ratio(CASE, "our load at another world size over DeepSpeed's at the same", own[1], at_same)
+    return [at_same, at_other, faster, to_plain]
+
+
+def _turns(ranks: list[dict[str, Any]]) -> tuple[float, ...]:
+    return tuple(max(turn) for turn in zip(*(rank["seconds"] for rank in ranks), strict=True))

@@ -1,0 +1,63 @@
+"""How long a durable save keeps the training, beside `torch.distributed.checkpoint.async_save` of the same state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks import crews
+from benchmarks.children import Children, NotMeasured
+from benchmarks.figures import Figure, Target, not_measured, ratio, statistic
+from benchmarks.options import Options
+from benchmarks.own import Cluster, OwnRun, settings
+from benchmarks.workload import LARGE, SMALL, Size
+from elastic.core.settings import MemorySettings
+
+CASE, NAME = "save", "stall per durable save"
+WORKERS, STAGE, SAVE_EVERY = 2, 2, 2
+DCP = "torch DCP async_save"
+
+
+def measure(options: Options) -> list[Figure]:
+    size, saves = SMALL if options.quick else LARGE, options.pick(10, 3)
+    own = _own(options, size, saves)
+    folder = options.make_folder("dcp")
+    with Children(folder) as children:
+        try:
+            job: dict[str, Any] = {"size": size.name, "stage": STAGE, "folder": str(folder), "saves": saves}
+            told = crews.do(children, "dcp_save", WORKERS, **job)
+            # The first one makes its threads and buffers.
+            turns = [max(turn) for turn in zip(*(rank["seconds"] for rank in told), strict=True)][1:]
+            notes = (f"{told[0]['bytes'] / 1e6:.0f} MB per rank: fp32 masters and both moments of ZeRO-{STAGE}",)
+            peer = Figure(CASE, NAME, "s", tuple(turns), DCP, notes=notes)
+        except NotMeasured as error:
+            peer = not_measured(CASE, NAME, "s", str(error), subject=DCP)
+    share = ratio(CASE, "stall of a durable save over DCP's", own, peer, Target("median", 0.05))
+    return [own, peer, share]
+
+
+def _own(options: Options, size: Size, saves: int) -> Figure:
+    made = settings("save", options.folder, workers=(WORKERS, WORKERS), save_every=SAVE_EVERY,
+                    memory=MemorySettings(enabled=True))  # fmt: skip
+    try:
+        with Cluster(WORKERS) as cluster, OwnRun(cluster, made, size.name, STAGE) as run:
+
+            def saved() -> list[Any]:
+                return [record for record in run.records() if record["type"] == "checkpoint"]
+
+            run.until(lambda: len(saved()) > saves, f"{saves + 1} checkpoints", 240.0)
+            steps = [step for record in run.records() if record["type"] == "steps" for step in record["steps"]]
+            records = saved()[1:]
+    except NotMeasured as error:
+        return not_measured(CASE, NAME, "s", str(error))
+    stalls = tuple(float(record["stall_s"] or 0.0) for record in records)
+    with_save, without = _durations(steps, {record["step"] for record in records})
+    noise = statistic(without, "p95") - statistic(without, "median") if without else 0.0
+    notes = (f"{size.name} model; beside it the p95 of steps without a save is {noise:.3f} s above their median",)
+    return Figure(CASE, NAME, "s", stalls, notes=notes, details={"with_save": with_save, "without": without})
+
+
+def _durations(steps: list[Any], saved: set[int]) -> tuple[list[float], list[float]]:
+    """Seconds of the steps after which there was a save, and of the others; without the first, which warms up."""
+    later = [step for step in steps if step["step"] > 2]
+    with_save = [step["duration_s"] for step in later if step["step"] in saved]
+    return with_save, [step["duration_s"] for step in later if step["step"] not in saved]
