@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO ?= 0
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: demo test test-all unit lint bench clean
+.PHONY: demo test test-all unit lint bench proof clean
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -48,6 +48,10 @@ $(BENCH_READY): benchmarks/peers.txt pyproject.toml
 	$(BENCH_VENV)/bin/python -m pip install --quiet --requirement benchmarks/peers.txt
 	$(BENCH_VENV)/bin/python -m pip install --quiet --editable .
 	touch $@
+
+# Known bugs of resharders, each put in on purpose: what catches it, and that a thousand healthy reshards pass.
+proof: $(READY)
+	cd tests && ../$(BIN)/python -m proof --reshards 1000
 
 clean:
 	rm -rf $(VENV) $(BENCH_VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -89,6 +89,12 @@ class _Here(threading.local):
 _here = _Here()
 
 
+def own_rank() -> tuple[int, int]:
+    """(rank, world size) of the calling thread."""
+    assert _here.crowd is not None
+    return _here.rank, _here.crowd.world_size
+
+
 @contextmanager
 def as_rank(rank: int, world_size: int) -> Iterator[None]:
     """This process is one rank of a group whose collectives do nothing: DeepSpeed builds its engine as it would."""

@@ -94,9 +94,18 @@ class Setup:
         return tuple(parameter for parameter in self.parameters if parameter.group is not None)
 
     def __str__(self) -> str:
-        options = [*self.zero, *self.extra]
+        options = [short for name, short in _SHORT.items() if name in self.zero or name in self.extra]
         groups = f"{self.groups} group{'s' if self.groups > 1 else ''}"
         return ", ".join([f"stage {self.stage}", self.dtype, self.optimizer, groups, *options])
+
+
+# What the table calls an option.
+_SHORT = {
+    "sub_group_size": "sub-groups",
+    "round_robin_gradients": "round robin",
+    "parameter_alignment": "aligned",
+    "data_types": "fp32 gradients",
+}
 
 
 class Lion(torch.optim.Optimizer):

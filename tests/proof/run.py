@@ -12,6 +12,8 @@ from typing import Any
 from unittest import mock
 
 from proof import scene
+from proof.compare import differences, plain
+from proof.crowd import LeftAlone
 from proof.tools import Mutation, Reading
 
 # The function in which an error began -> what the table calls that check. The innermost one counts.
@@ -25,8 +27,21 @@ _CHECKS = {
     "_copy": "plan cover",
     "_check_dtypes": "dtype check",
     "raise_together": "agreement of all ranks",
-    "_prove_content": "proof: content",
-    "prove": "proof: content",
+    "prove": "proof",
+    "prove_place": "proof of the place",
+    "prove_replicas": "proof of replicas, before the snapshot",
+}
+# How what differs begins in the proof's message -> which part of the proof that is.
+_PARTS = {
+    "weights of": "weights follow masters",
+    "replicas of": "replicas equal",
+    "optimizer scalars": "optimizer scalars",
+    "hyper-parameters": "hyper-parameters",
+    "live parameter groups": "live groups",
+    "optimizer state that": "nothing beside it",
+    "loss scaler": "loss scaler",
+    "learning-rate scheduler": "scheduler",
+    "global_": "counters",
 }
 
 
@@ -43,7 +58,17 @@ class Verdict:
 
     @property
     def good(self) -> bool:
-        return bool(self.caught and self.difference and not self.healthy and not self.hung)
+        named = self.caught not in ("", "nothing of ours")
+        return bool(named and self.difference and not self.healthy and not self.hung)
+
+    @property
+    def problem(self) -> str:
+        """Why it is not good, in a few words."""
+        if self.healthy:
+            return f"fails without it: {self.healthy}"
+        if self.hung:
+            return "a rank would hang"
+        return "it makes no difference" if not self.difference else "nothing refused it"
 
 
 def examine(mutation: Mutation) -> Verdict:
@@ -57,7 +82,7 @@ def examine(mutation: Mutation) -> Verdict:
         message=message,
         difference=_first(off),
         healthy=_first(healthy),
-        hung=any(isinstance(error, scene_left_alone()) for error in caught.errors),
+        hung=any(isinstance(error, LeftAlone) for error in caught.errors),
         seconds=time.perf_counter() - began,
     )
 
@@ -84,6 +109,7 @@ def _outcome(mutation: Mutation, mutated: bool, checked: bool) -> _Outcome:
         before, after = mutation.worlds
         source = stack.enter_context(scene.world(mutation.setup, before, scene.SAVED))
         target = stack.enter_context(scene.world(mutation.setup, after, scene.FRESH))
+        wanted = plain(source)
         try:
             store, checkpoint = _saved(mutation, mutated, source)
         except Exception as error:  # noqa: BLE001 - refusing to save is one way to catch a mutation
@@ -92,7 +118,7 @@ def _outcome(mutation: Mutation, mutated: bool, checked: bool) -> _Outcome:
         errors = [result for result in results if isinstance(result, Exception)]
         if errors:
             return _Outcome(errors, [], len(results) - len(errors))
-        return _Outcome([], scene.differences(target, source), len(results))
+        return _Outcome([], differences(target, source.version, wanted, results), len(results))
 
 
 def _saved(mutation: Mutation, mutated: bool, source: scene.World) -> tuple[Any, str]:
@@ -134,6 +160,8 @@ def _unchecked() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for owner, name, instead in (
             (engine_state, "prove", nothing),
+            (engine_state, "prove_place", nothing),
+            (engine_state, "prove_replicas", nothing),
             (engine_state, "check_client", nothing),
             (engine_state, "check_model", lambda *_: frozenset()),
             (package, "check_layout", nothing),
@@ -148,11 +176,11 @@ def _caught_by(errors: Sequence[Exception]) -> tuple[str, str]:
     own = [error for error in errors if "its own error says why" not in str(error)]
     error = (own or list(errors))[0]
     frames = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+    message = str(error).splitlines()[0]
     names = [_CHECKS[frame] for frame in frames if frame in _CHECKS]
-    return (names[-1] if names else type(error).__name__), str(error).splitlines()[0]
+    return (_part_of_proof(message) if names[-1:] == ["proof"] else names[-1] if names else "nothing of ours"), message
 
 
-def scene_left_alone() -> type[Exception]:
-    from proof.crowd import LeftAlone
-
-    return LeftAlone
+def _part_of_proof(message: str) -> str:
+    first = message.split(": ", 1)[1]
+    return next((f"proof: {name}" for start, name in _PARTS.items() if first.startswith(start)), "proof: content")

@@ -107,6 +107,40 @@ def stage_of(engine: Any) -> Any:
     return _stage_of(engine)
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where one rank would go on: its state to be saved, and (micro-batch, samples, seed) of its next passes."""
+
+    client: dict[str, Any]
+    passes: tuple[Any, ...]
+
+
+def place(rank: int, world_size: int, saved: dict[str, Any] | None, step: int) -> tuple[Place, Any, Any]:
+    """The place of a rank, its plan and its order, as the engine and the loader have them after `step` steps."""
+    from elastic.core.samples import SampleOrder
+    from elastic.training import rng
+    from elastic.training.progress import StepPlan
+    from elastic.training.state import cursor
+    from elastic.training.user_state import State
+
+    passes = -(-4 // world_size)
+    plan = StepPlan(10, 3, world_size, rank, dataset_size=37, total_samples=3700, passes=passes)
+    order, user = SampleOrder(37, seed=7), State()
+    user.load(saved["user"] if saved is not None else {"best": 0.5})
+    data = {"seed": 7, "global_batch": 10, "micro_batch": 3, "dataset_size": 37}
+    client = {"step": step, "position": plan.position(step), "data": data, "user": user.dump()}
+    drawn = [
+        (
+            batch.index,
+            tuple(order.indices(batch.start, batch.stop)),
+            rng.derive(*cursor.forward_stream(7, step, batch.index, 0)),
+        )
+        for batch in plan.deal(step)
+        if batch.weight > 0
+    ]
+    return Place(client, tuple(drawn)), plan, order
+
+
 def save(source: World, store_url: str | None = None) -> tuple[Any, str]:
     """Snapshot, shards, manifest: (store, checkpoint id)."""
     from elastic.checkpoint.storage import CheckpointStore
@@ -115,11 +149,12 @@ def save(source: World, store_url: str | None = None) -> tuple[Any, str]:
 
     store = CheckpointStore(store_url or f"memory://proof-{next(_numbers)}", RUN)
     step = steps_done(source.version, 0)
-    caller = {"step": step, "user": {"best": 0.5}}
 
     def shard(engine: Any, rank: int) -> Any:
-        snapshot = open_state(engine).snapshot(run_id=RUN, generation=1, step=step, client=caller)
-        return store.write_shard(snapshot)
+        state = open_state(engine)
+        state.prove_replicas()
+        caller = place(rank, source.crowd.world_size, None, step)[0].client
+        return store.write_shard(state.snapshot(run_id=RUN, generation=1, step=step, client=caller))
 
     manifest = assemble(require(source.run(shard)), run_id=RUN)
     store.commit(manifest)
@@ -127,102 +162,17 @@ def save(source: World, store_url: str | None = None) -> tuple[Any, str]:
 
 
 def restore(target: World, source_of: Callable[[int], Any], checkpoint: str) -> list[Any]:
-    """What `restore` returned or raised, by rank; `source_of(rank)` is where that rank reads."""
+    """The `Place` of each rank, or what it raised; `source_of(rank)` is where that rank reads.
+
+    Everything up to the first step, as the engine does it.
+    """
     from elastic.training.state import open_state
 
-    return target.run(lambda engine, rank: open_state(engine).restore(source_of(rank), checkpoint))
+    def work(engine: Any, rank: int) -> Place:
+        state = open_state(engine)
+        _, saved = state.restore(source_of(rank), checkpoint)
+        own, plan, order = place(rank, target.crowd.world_size, dict(saved), saved["step"])
+        state.prove_place(saved, own.client, plan, order)
+        return own
 
-
-# -- comparing ------------------------------------------------------------------------------------------------------
-
-
-def differences(target: World, source: World) -> list[str]:
-    """What the target holds otherwise than the source's version says; empty when the state is the saved one."""
-    setup, version = target.setup, source.version
-    wanted = require(source.run(lambda engine, _: _plain(engine)))[0]
-    found = require(target.run(lambda engine, rank: _differs(engine, setup, version, wanted)))
-    return [f"rank {rank}: {what}" for rank, own in enumerate(found) for what in own]
-
-
-def _differs(engine: Any, setup: Setup, version: str, wanted: dict[str, Any]) -> list[str]:
-    numels = {parameter.name: parameter.numel for parameter in setup.parameters}
-    stage = stage_of(engine)
-    kinds, _ = KINDS[setup.optimizer]
-    found = []
-    for master in stage.masters():
-        state = stage.base.state.get(master.tensor) or {}
-        tensors = {"master": master.tensor, **{kind: state.get(kind) for kind in kinds}}
-        absent = stage.zero_stage == 0 and any(p.idle and p.name in master.names for p in setup.trained)
-        for piece in master.pieces:
-            for kind, tensor in tensors.items():
-                whole = value(version, kind, piece.name, numels[piece.name], torch.float32)
-                if kind != "master" and (absent or tensor is None):
-                    if absent != (tensor is None):
-                        found.append(f"{kind}/{piece.name} {'should not be' if absent else 'is not'} there")
-                    continue
-                part = tensor.detach().reshape(-1)[piece.offset : piece.offset + piece.numel]
-                if not torch.equal(part, whole[piece.start : piece.stop]):
-                    found.append(f"{kind}/{piece.name}")
-    found += _wrong_weights(engine, setup, version)
-    plain = _plain(engine)
-    found += [f"{key} is {plain.get(key)}, was {wanted[key]}" for key in wanted if plain.get(key) != wanted[key]]
-    return found + _not_live(engine, stage)
-
-
-def _wrong_weights(engine: Any, setup: Setup, version: str) -> list[str]:
-    """The tensors that a forward pass would use, by the model's own names."""
-    found = []
-    named = dict(engine.module.named_parameters(remove_duplicate=False))
-    for parameter in setup.parameters:
-        whole = value(version, "master", parameter.name, parameter.numel, torch.float32).to(DTYPES[setup.dtype])
-        for name in (parameter.name, *parameter.ties):
-            if not torch.equal(*_comparable(named[name], whole)):
-                found.append(f"weight/{name}")
-    buffers = dict(engine.module.named_buffers())
-    for buffer in setup.buffers:
-        live = buffers[buffer.name]
-        if not torch.equal(live.reshape(-1), value(version, "buffer", buffer.name, live.numel(), live.dtype)):
-            found.append(f"buffer/{buffer.name}")
-    return found
-
-
-def _comparable(live: Any, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What this rank has of a parameter, and what it should be."""
-    if not hasattr(live, "ds_tensor") or live.data.numel() == whole.numel():
-        return live.detach().reshape(-1), whole
-    start = live.ds_tensor.numel() * _rank(live)
-    part = whole[start : start + live.ds_tensor.numel()]
-    return live.ds_tensor.detach().reshape(-1)[: part.numel()], part
-
-
-def _rank(live: Any) -> int:
-    from deepspeed import comm
-
-    return int(comm.get_rank())
-
-
-def _plain(engine: Any) -> dict[str, Any]:
-    """All that is no tensor, by name."""
-    from elastic.training.state.client import read_client
-    from elastic.training.state.inventory import Inventory
-
-    stage = stage_of(engine)
-    client = read_client(engine, stage, Inventory.of(stage, engine.module), {})
-    scalars = {name: entry["values"] for entry in client["optimizer"]["scalars"] for name in entry["names"]}
-    groups = {f"group {i}: {k}": v for i, g in enumerate(client["optimizer"]["groups"]) for k, v in g["hyper"].items()}
-    steps = {f"scalars of {name}": values for name, values in scalars.items()}
-    counters = {name: number for name, number in client["engine"].items() if name != "micro_steps"}
-    return {**steps, **groups, **counters, "scaler": client["loss_scaler"], "scheduler": client["scheduler"]}
-
-
-def _not_live(engine: Any, stage: Any) -> list[str]:
-    """Is a rate written by the scheduler one that the optimizer's step reads? Is one step counted once?"""
-    found = []
-    for number, group in enumerate(stage.base.param_groups):
-        for holder in (engine.optimizer, engine.basic_optimizer, engine.lr_scheduler.optimizer):
-            if holder.param_groups[number] is not group:
-                found.append(f"group {number} of {type(holder).__name__} is not the live one")
-    counts = [state["step"] for state in stage.base.state.values() if isinstance(state.get("step"), torch.Tensor)]
-    if len({id(count) for count in counts}) != len(counts):
-        found.append("one step count serves two tensors")
-    return found
+    return target.run(work)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -88,3 +89,12 @@ class Lying:
         for wanted in ranges:
             self._then(manifest, wanted)
         return count
+
+
+def modules() -> Any:
+    """Our modules that are changed, by their own names; imported when asked for."""
+    from elastic.core import assembly, plan
+    from elastic.training.state import client, engine_state, inventory, partitioned, reading, stage3
+
+    found = (assembly, plan, client, engine_state, inventory, partitioned, reading, stage3)
+    return SimpleNamespace(**{module.__name__.rsplit(".", 1)[1]: module for module in found})
