@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -197,6 +197,22 @@ def ended(incident: Record) -> float:
     return float(incident["times"].get("first_step", 0.0))
 
 
-def timeline(incident: Record, start: float) -> dict[str, float]:
-    """Seconds from `start` to each time of the incident, in their order."""
-    return {name: round(at - start, 3) for name, at in sorted(incident["times"].items(), key=lambda item: item[1])}
+# Marks of the incident under the names that the documents use; the others keep theirs.
+_NAMES = {"group_ready": "rebuilt", "state_ready": "verified", "proven": "verified"}
+
+
+def timeline(incident: Record, records: Sequence[Record], start: float) -> dict[str, float]:
+    """Seconds from `start` to each mark of the incident, in their order.
+
+    *aborted* is when the last member left its generation, and *restored* when the proof of the state began: neither is
+    among the incident's own times in every version, so both are taken from the records beside it where they are not.
+    """
+    times = {_NAMES.get(name, name): float(at) for name, at in incident["times"].items()}
+    left = [r["now"] for r in records if r["type"] == "event" and r["event"] == "WorkerLeft"
+            and r["generation"] == incident["generation"]]  # fmt: skip
+    proof_s = (incident.get("restore") or {}).get("verify_s")
+    derived = {
+        **({"aborted": max(left)} if left else {}),
+        **({"restored": times["verified"] - proof_s} if proof_s is not None and "verified" in times else {}),
+    }
+    return {name: round(at - start, 3) for name, at in sorted({**derived, **times}.items(), key=lambda item: item[1])}

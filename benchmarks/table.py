@@ -31,6 +31,8 @@ def with_ratios(figures: Sequence[Figure]) -> list[Figure]:
 def show(figures: Sequence[Figure], machine: Mapping[str, Any]) -> None:
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else _WIDTH)
     console.print(render(figures))
+    if timelines := render_timelines(figures):
+        console.print(timelines)
     for number, note in enumerate(_notes(figures), 1):
         console.print(f"[{number}] {note}", markup=False, highlight=False)
     versions = ", ".join(f"{name} {version}" for name, version in machine["packages"].items() if version)
@@ -49,6 +51,38 @@ def render(figures: Sequence[Figure]) -> Table:
     for figure in figures:
         table.add_row(*_cells(figure, notes), style=_COLOURS.get(figure.verdict))
     return table
+
+
+def render_timelines(figures: Sequence[Figure]) -> Table | None:
+    """Where the time of the incidents went: the median of each mark, in seconds since the fault or the decision."""
+    found = [(figure, incidents) for figure in figures if (incidents := _incidents(figure))]
+    marks = sorted(
+        {mark: at for _, incidents in found for mark, at in _medians(incidents).items()}.items(), key=_second
+    )
+    if not marks:
+        return None
+    table = Table(title="timelines of the incidents: medians, in seconds", title_justify="left")
+    table.add_column("figure", overflow="fold")
+    for mark, _ in marks:
+        table.add_column(mark.replace("_", " "), justify="right", no_wrap=True)
+    for figure, incidents in found:
+        medians = _medians(incidents)
+        table.add_row(figure.name, *(_number(medians[mark]) if mark in medians else "" for mark, _ in marks))
+    return table
+
+
+def _second(pair: tuple[str, float]) -> float:
+    return pair[1]
+
+
+def _incidents(figure: Figure) -> list[Mapping[str, Any]]:
+    return [*figure.details.get("incidents", ()), *figure.details.get("resizes", ())]
+
+
+def _medians(incidents: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    names = dict.fromkeys(name for incident in incidents for name in incident["timeline"])
+    at = {name: [i["timeline"][name] for i in incidents if name in i["timeline"]] for name in names}
+    return {name: statistic(values, "median") for name, values in at.items()}
 
 
 def _cells(figure: Figure, notes: Sequence[str]) -> list[str]:

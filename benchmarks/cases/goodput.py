@@ -23,7 +23,7 @@ NOTES = (
     f"a step lasts {PACE_S:g} s or longer, the rest of it is slept: an accelerator leaves the processor to the workers "
     "that start meanwhile, and training on two cores does not",
     "the last node that carries a rank is killed, and comes back as soon as it is dead",
-    "steps of the newest timeline per second, over those per second of the undisturbed minute before",
+    "steps of the newest timeline per second, over those per second of the undisturbed time before",
 )
 _WARM_STEPS = 10
 
@@ -39,7 +39,7 @@ class Plan:
 def plans(options: Options) -> list[Plan]:
     if options.quick:
         return [Plan(15.0, 30.0, 5.0, 75.0)]
-    return [Plan(60.0, 540.0, 20.0, 92.0), Plan(15.0, 540.0, 20.0, 75.0)]
+    return [Plan(60.0, 600.0, 20.0, 92.0), Plan(15.0, 600.0, 20.0, 75.0)]
 
 
 def measure(options: Options) -> list[Figure]:

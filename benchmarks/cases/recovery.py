@@ -51,14 +51,14 @@ class Found:
 
 
 def plans(options: Options) -> list[Plan]:
-    killed, few, frozen = options.pick(10, 1), options.pick(3, 1), options.pick(4, 1)
+    killed, slower, few, frozen = (options.pick(full, 1) for full in (10, 6, 2, 4))
     fast = (Target("median", 1.5), Target("p95", 3.0))
     slow = (Target("median", 3.0),)
     every = [
-        *(Plan("node SIGKILL -> next step, 4 -> 3", "kill_node", stage, "memory", killed, targets)
-          for stage, targets in ((1, fast), (2, fast), (3, slow))),
+        *(Plan("node SIGKILL -> next step, 4 -> 3", "kill_node", stage, "memory", times, targets)
+          for stage, times, targets in ((1, killed, fast), (2, killed, fast), (3, slower, slow))),
         *(Plan("node SIGKILL -> next step, 4 -> 3", "kill_node", stage, "storage", few) for stage in (1, 2, 3)),
-        Plan("worker SIGKILL -> next step", "kill_worker", 2, "memory", killed, (Target("median", 3.0),)),
+        Plan("worker SIGKILL -> next step", "kill_worker", 2, "memory", slower, (Target("median", 3.0),)),
         Plan("node frozen -> next step", "freeze_node", 2, "memory", frozen, (Target("median", 4.0),)),
         Plan("worker SIGKILL with a warm spare -> next step", "kill_worker", 2, "memory", frozen,
              (Target("median", 1.5),), spares=1),
@@ -114,7 +114,7 @@ def _strike(run: OwnRun, plan: Plan, found: Found) -> None:
     told = {
         "node": node, "kind": incident["kind"], "seconds": round(change.seconds, 3), "source": source,
         "world_sizes": [change.world_size, change.next_world_size], "steps_repeated": change.steps_repeated,
-        "timeline": timeline(incident, at), "restore": incident.get("restore"),
+        "timeline": timeline(incident, run.records(), at), "restore": incident.get("restore"),
     }  # fmt: skip
     found.incidents.append(told)
     if plan.source not in source:
@@ -126,16 +126,22 @@ def _strike(run: OwnRun, plan: Plan, found: Found) -> None:
 def _growth(run: OwnRun) -> tuple[list[float], list[dict[str, Any]]]:
     """The pauses of the scale-ups from 3 to 4, and their own timelines."""
     grown = [change for change in changes(read_marks(run.marks)) if change.next_world_size > change.world_size]
+    records = run.records()
     resizes = [incident for incident in run.incidents() if incident["kind"] == "resize"]
-    told = [{"world_sizes": [i["world_size"], i["next_world_size"]], "steps_repeated": i["steps_repeated"],
-             "timeline": timeline(i, i["times"]["symptom"]), "source": i["source"]} for i in resizes]  # fmt: skip
+    told = [
+        {
+            "world_sizes": [i["world_size"], i["next_world_size"]], "steps_repeated": i["steps_repeated"],
+            "timeline": timeline(i, records, i["times"]["symptom"]), "source": i["source"],
+        }
+        for i in resizes
+    ]  # fmt: skip
     return [change.seconds for change in grown], told
 
 
 def report(plan: Plan, found: Found) -> list[Figure]:
     """Three figures: seconds, steps repeated, and the pause of the scale-ups between the faults."""
     cadence = 1 if plan.source == "memory" else SAVE_EVERY
-    notes = (f"a snapshot every {cadence} steps" if cadence == 1 else f"a checkpoint every {cadence} steps",)
+    notes = ("a snapshot at every step" if cadence == 1 else f"a checkpoint every {cadence} steps",)
     details = {"incidents": found.incidents}
     missing = found.failure or "no repetition came to its end"
     if not found.seconds:
@@ -151,6 +157,6 @@ def report(plan: Plan, found: Found) -> list[Figure]:
     targets = (Target("median", 1.0),) if plan.stage < 3 and plan.source == "memory" else ()
     name = f"scale-up pause, 3 -> 4, ZeRO-{plan.stage}, from {plan.source}"
     pause = Figure(CASE, name, "s", tuple(found.pauses), targets=targets, failure=found.failure,
-                   notes=("last step before to first step after, both included once",),
+                   notes=("from the end of the last step before to that of the first step after, that step included",),
                    details={"resizes": found.resizes})  # fmt: skip
     return [*rows, pause]

@@ -109,14 +109,12 @@ def _take_turns(
 
 
 def _cadence(run: OwnRun | None) -> dict[str, Any]:
-    """What the run says about its snapshots: the steps of which there was one, from its journal."""
+    """Of which steps there was a snapshot: those that waited for one to be prepared; no other step waits."""
     records = [] if run is None else run.records()
-    taken = sorted({int(record["step"]) for record in records if record["type"] == "snapshot"})
-    told = [
-        record["sentence"] for record in records if record["type"] == "decision" and "snapshot" in record["sentence"]
-    ]
+    steps = [step for record in records if record["type"] == "steps" for step in record["steps"]]
+    taken = sorted(step["step"] for step in steps if step["save_stall_s"] > 0)
     gaps = sorted(later - earlier for earlier, later in pairwise(taken))
-    return {"snapshots": taken, "steps_between": gaps[len(gaps) // 2] if gaps else None, "told": told[-5:]}
+    return {"snapshots": taken, "steps_between": gaps[len(gaps) // 2] if gaps else None, "steps": len(steps)}
 
 
 def _report(seconds: Mapping[str, list[list[float]]], size: Size, cadence: Mapping[str, Any]) -> list[Figure]:
@@ -125,7 +123,9 @@ def _report(seconds: Mapping[str, list[list[float]]], size: Size, cadence: Mappi
     note = f"{size.name} model, batch {size.batch}, {WORKERS} workers, ZeRO-{STAGE}; one value per round of turns"
     slower = {name: tuple(100 * (own / plain - 1) for own, plain in pairs[name]) for name in (DEFAULT, FORCED)}
     between = cadence["steps_between"]
-    chosen = f"the cadence chosen: {between} steps" if between else "the cadence chosen is not in the journal"
+    chosen = (
+        f"cadence chosen: every {between} steps" if between else "fewer than two snapshots were taken at the default"
+    )
     extra = tuple(own - plain for own, plain in pairs[FORCED])
     copied = 2 * _BYTES_PER_PARAMETER * _parameters(size) // WORKERS
     copy_s = statistic(machine.copy_seconds(copied), "median")
