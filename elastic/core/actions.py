@@ -14,10 +14,14 @@ from elastic.core.incident import Incident
 
 @dataclass(frozen=True)
 class RequestSlot:
-    """Ask the cluster for one node's share -> SlotPlaced, or SlotLost. A pending request is the demand for nodes."""
+    """Ask the cluster for one node's share, not on the nodes in `avoid` -> SlotPlaced, or SlotLost.
+
+    A pending request is the demand for nodes.
+    """
 
     slot: int
     workers: int
+    avoid: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -74,10 +78,11 @@ class Probe:
 
 @dataclass(frozen=True)
 class SurveyMemory:
-    """Ask these nodes what their memory holds -> MemorySurveyed."""
+    """Ask these nodes what their memory holds, with `reach` also whom of them they cannot reach -> MemorySurveyed."""
 
     survey: int
     nodes: tuple[str, ...]
+    reach: bool = False
 
 
 @dataclass(frozen=True)

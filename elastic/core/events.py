@@ -107,11 +107,12 @@ class ProbeAnswered:
 class MemorySurveyed:
     """What `SurveyMemory` number `survey` has found: the snapshots that can be put together, newest first.
 
-    Each is (id, step).
+    Each is (id, step). `unreachable` are pairs of nodes (who, whom), where that was asked.
     """
 
     survey: int
     snapshots: tuple[tuple[str, int], ...] = ()
+    unreachable: tuple[tuple[str, str], ...] = ()
 
 
 # --- a generation ----------------------------------------------------------------------------------------------------

@@ -80,7 +80,8 @@ def reissue(state: RunState) -> tuple[Action, ...]:
     stage = state.stage
     actions: list[Action] = []
     per_slot = state.settings.scaling.workers_per_slot
-    actions += [RequestSlot(slot.id, per_slot) for slot in state.slots.values() if slot.phase is SlotPhase.PENDING]
+    pending = (slot for slot in state.slots.values() if slot.phase is SlotPhase.PENDING)
+    actions += [RequestSlot(slot.id, per_slot, slot.avoid) for slot in pending]
     starting = (worker for worker in state.workers.values() if worker.phase is WorkerPhase.STARTING)
     actions += [StartWorker(worker.id, worker.slot) for worker in starting]
     if isinstance(stage, Joining):
@@ -93,7 +94,7 @@ def reissue(state: RunState) -> tuple[Action, ...]:
     elif isinstance(stage, Pausing) and stage.stop_at is not None:
         actions.append(ConfirmHold(state.generation, state.members_inside, stage.stop_at, stage.durable))
     if state.survey is not None:
-        actions.append(SurveyMemory(state.survey.number, state.nodes))
+        actions.append(SurveyMemory(state.survey.number, state.nodes, state.survey.reach))
     if isinstance(stage, Finished):
         actions.append(FinishRun(stage.status, stage.reason))
     return tuple(actions)

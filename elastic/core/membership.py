@@ -14,6 +14,7 @@ from elastic.core.events import (
     WorkersSilent,
     WorkerStartFailed,
 )
+from elastic.core.quarantine import avoided
 from elastic.core.recovery import backdate, fail_generation, finish, hold_back_slots, record_loss, survey_memory
 from elastic.core.state import (
     GAVE_UP,
@@ -36,6 +37,9 @@ from elastic.core.turn import Turn
 def slot_placed(turn: Turn, event: SlotPlaced) -> None:
     slot = turn.state.slots.get(event.slot)
     if slot is None or slot.phase is SlotPhase.PLACED:
+        return
+    if event.node in avoided(turn.state.quarantine, turn.now):
+        turn.drop_slot(slot.id, f"node {event.node[:8]} is to be left alone")
         return
     turn.put_slot(replace(slot, phase=SlotPhase.PLACED, node=event.node, since=turn.now))
     turn.say(f"slot {slot.id} got node {event.node[:8]} after {turn.now - slot.since:.1f} s")
@@ -64,6 +68,8 @@ def lose_slot(turn: Turn, slot_id: int, evidence: str, kind: str) -> None:
     slot = turn.state.slots.get(slot_id)
     if slot is None:
         return
+    if slot.node is not None:
+        turn.strike(slot.node, "it was lost again", certain=False)
     members = tuple(worker.id for worker in turn.workers_in(slot_id) if needed(turn.state, worker))
     if members:
         ranks = ", ".join(str(turn.state.rank_of(w)) for w in members)
@@ -130,6 +136,8 @@ def drop_worn_slots(turn: Turn) -> None:
     retries = turn.state.settings.failures.startup_retries
     for slot in tuple(turn.state.slots.values()):
         if slot.start_failures > retries and not any(needed(turn.state, w) for w in turn.workers_in(slot.id)):
+            if slot.node is not None:
+                turn.strike(slot.node, "workers cannot be started there", certain=True)
             turn.drop_slot(slot.id, f"{slot.start_failures} failed starts in a row")
             hold_back_slots(turn)
 

@@ -12,6 +12,7 @@ from elastic.core.actions import CloseIncident, EndGeneration, FinishRun, Releas
 from elastic.core.anomaly import counts, reason_to_end
 from elastic.core.events import MemorySurveyed
 from elastic.core.incident import Incident
+from elastic.core.quarantine import left_out
 from elastic.core.snapshots import is_snapshot, parse_snapshot_id
 from elastic.core.state import (
     GAVE_UP,
@@ -150,27 +151,32 @@ def _go_on(turn: Turn, stage: Ending) -> None:
     turn.say(f"{lost}, {survivors} in good order (at least {low} needed): {what}{after}")
     turn.amend(action=what, alternatives=f"wait for {turn.state.settings.scaling.max_workers} workers")
     _escalate(turn)
-    wait(turn, what, pause)
+    # Where nobody was seen to be lost, it may be the way between two that is.
+    wait(turn, what, pause, reach=stage.kind in ("hang", "collective-failed", "restore-failed"))
 
 
-def wait(turn: Turn, reason: str, pause_s: float = 0.0) -> None:
+def wait(turn: Turn, reason: str, pause_s: float = 0.0, reach: bool = False) -> None:
     """No generation runs; the next one begins after `pause_s`, when there are enough workers."""
     not_before = turn.now + pause_s if pause_s else 0.0
     # Failed starts beside a healthy generation do not count against this wait.
     turn.set(members=(), streaks=replace(turn.state.streaks, start_failures=0))
     turn.enter(Waiting(turn.now, reason, not_before))
-    survey_memory(turn)
+    survey_memory(turn, reach)
 
 
-def survey_memory(turn: Turn) -> None:
-    """Ask the nodes what they hold. Any earlier answer is void: what it counted on may be gone."""
-    settings = turn.state.settings
-    if not settings.memory.enabled:
+def survey_memory(turn: Turn, reach: bool = False) -> None:
+    """Ask the nodes what they hold, and with `reach` whom of each other they cannot reach.
+
+    Any earlier answer is void: what it counted on may be gone.
+    """
+    state, settings = turn.state, turn.state.settings
+    reach = reach or (state.survey is not None and state.survey.reach)
+    if not settings.memory.enabled and not reach:
         return
-    number = turn.state.surveys + 1
+    number = state.surveys + 1
     deadline = turn.now + settings.failures.survey_timeout_s
-    turn.set(surveys=number, survey=Survey(number, deadline), snapshots=())
-    turn.do(SurveyMemory(number, turn.state.nodes))
+    turn.set(surveys=number, survey=Survey(number, deadline, reach), snapshots=())
+    turn.do(SurveyMemory(number, state.nodes, reach))
 
 
 def memory_surveyed(turn: Turn, event: MemorySurveyed) -> None:
@@ -178,6 +184,20 @@ def memory_surveyed(turn: Turn, event: MemorySurveyed) -> None:
     if survey is not None and survey.number == event.survey:
         good = (known for known in event.snapshots if counts(turn.state, parse_snapshot_id(known[0])[1], known[1]))
         turn.set(survey=None, snapshots=tuple(KnownCheckpoint(name, step) for name, step in good))
+        _leave_out(turn, event.unreachable)
+
+
+def _leave_out(turn: Turn, unreachable: tuple[tuple[str, str], ...]) -> None:
+    """Nodes that cannot talk to each other cannot train together, however well the controller hears both of them."""
+    for node in left_out(turn.state.nodes, unreachable):
+        others = sorted({who for pair in unreachable if node in pair for who in pair} - {node})
+        why = f"it and {', '.join(name[:8] for name in others)} cannot reach each other"
+        turn.strike(node, why, certain=True)
+        for slot in [slot for slot in turn.state.slots.values() if slot.node == node]:
+            record_loss(turn, tuple(worker.id for worker in turn.workers_in(slot.id)), node)
+            turn.drop_slot(slot.id, why)
+        # What it held went with it.
+        survey_memory(turn)
 
 
 def finish(turn: Turn, status: str, reason: str) -> None:

@@ -38,6 +38,9 @@ class FailureSettings:
     collective_timeout_s: float = 600.0
     # Asking the nodes what their memory holds; who has not answered by then counts as holding nothing.
     survey_timeout_s: float = 2.0
+    # A node that is lost again and again, or that others cannot reach, is left alone for base * 2**n, up to the limit.
+    quarantine_s: float = 60.0
+    quarantine_limit_s: float = 3600.0
     # Planned ends (scale up, drain, stop) may take this long to save before they are forced.
     drain_timeout_s: float = 60.0
 

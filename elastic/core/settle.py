@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from elastic.core.generations import begin, close, start_pause
 from elastic.core.membership import condemn, drop_worn_slots, start_failed
+from elastic.core.quarantine import avoided
 from elastic.core.recovery import fail_generation, finish, resolve_ending, wait
 from elastic.core.scaling import ScalingFacts, ScalingPolicy, Verdict
 from elastic.core.state import (
@@ -67,6 +68,8 @@ def next_deadline(state: RunState, policy: ScalingPolicy | None = None) -> float
         times += [stage.again_at] if stage.again_at is not None else []
     if state.slots_not_before and not isinstance(stage, Finished):
         times.append(state.slots_not_before)
+    pending = [slot for slot in state.slots.values() if slot.phase is SlotPhase.PENDING and slot.avoid]
+    times += [state.quarantine[node].until for slot in pending for node in slot.avoid if node in state.quarantine]
     return min(times, default=None)
 
 
@@ -106,6 +109,10 @@ def _slots(turn: Turn, policy: ScalingPolicy) -> None:
     """Keep asking for as many slots as the run may use; a pending slot is the demand that an autoscaler sees."""
     if turn.state.slots_not_before and turn.passed(turn.state.slots_not_before):
         turn.set(slots_not_before=0.0)
+    avoid = avoided(turn.state.quarantine, turn.now)
+    for slot in tuple(turn.state.slots.values()):
+        if slot.phase is SlotPhase.PENDING and slot.avoid != avoid:
+            turn.drop_slot(slot.id, "it is asked for anew: other nodes are to be left alone now")
     if not turn.state.slots_not_before:
         for _ in range(_missing_slots(turn.state)):
             turn.request_slot()

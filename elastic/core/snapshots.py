@@ -18,13 +18,23 @@ STEPS = "steps"
 
 @dataclass(frozen=True, order=True)
 class Held:
-    """One node's complete copy of one rank's shard of a snapshot."""
+    """One node's complete copy of one rank's shard of a snapshot, or what it can make one of.
+
+    With `stripe` the node holds the XOR of the shards of those ranks, this one among them: the shard can be had there
+    as long as all the others' are held somewhere.
+    """
 
     generation: int
     step: int
     rank: int
     world_size: int
     replica: bool
+    stripe: tuple[int, ...] = ()
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        """The ranks whose shards must be there to make this one of parity."""
+        return tuple(rank for rank in self.stripe if rank != self.rank)
 
 
 @dataclass(frozen=True, order=True)
@@ -58,23 +68,53 @@ def parse_snapshot_id(identifier: str) -> tuple[int, int]:
 
 
 def recoverable(held: Mapping[str, Iterable[Held]]) -> tuple[Snapshot, ...]:
-    """Every snapshot of which some node holds each rank's shard, newest first. `held` is by node.
+    """Every snapshot of which each rank's shard is on some node, or can be made there of parity; newest first.
 
-    A rank's own node is preferred to its replicas: there the shard was copied once and never sent.
+    `held` is by node. A rank's own node is preferred to its replicas: there the shard was copied once and never sent.
     """
-    found: dict[tuple[int, int, int], dict[int, tuple[bool, str]]] = {}
-    for node in sorted(held):
-        for copy in held[node]:
-            shards = found.setdefault((copy.step, copy.generation, copy.world_size), {})
-            if copy.rank not in shards or (copy.replica, node) < shards[copy.rank]:
-                shards[copy.rank] = (copy.replica, node)
     whole = [
-        Snapshot(step, generation, tuple(shards[rank][1] for rank in range(world_size)))
-        for (step, generation, world_size), shards in found.items()
+        Snapshot(step, generation, tuple(shards[rank] for rank in range(world_size)))
+        for (step, generation, world_size), shards in _holders(held).items()
         if shards.keys() >= set(range(world_size))
     ]
     # Of one step the newest generation's: what came before it was rolled back.
     return tuple(sorted(whole, key=lambda snapshot: (snapshot.generation, snapshot.step), reverse=True))
+
+
+def out_of_reach(held: Mapping[str, Iterable[Held]], newest: Snapshot | None = None) -> tuple[str, ...]:
+    """For each snapshot newer than that one, newest first, a sentence that says which shards are missing."""
+    found = _holders(held)
+    after = (newest.generation, newest.step) if newest is not None else (-1, -1)
+    sentences = []
+    for step, generation, size in sorted(found, key=lambda key: (key[1], key[0]), reverse=True):
+        missing = sorted(set(range(size)) - found[step, generation, size].keys())
+        if missing and (generation, step) > after:
+            ranks = ", ".join(map(str, missing))
+            what = "shard and every copy of it are" if len(missing) == 1 else "shards and every copy of them are"
+            sentences.append(f"{snapshot_id(step, generation)} cannot be put together: the {what} gone of rank {ranks}")
+    return tuple(sentences)
+
+
+def _holders(held: Mapping[str, Iterable[Held]]) -> dict[tuple[int, int, int], dict[int, str]]:
+    """(step, generation, world size) -> rank -> the node to have its shard from."""
+    copies: dict[tuple[int, int, int], dict[int, tuple[bool, str]]] = {}
+    parity: dict[tuple[int, int, int], dict[int, list[tuple[str, Held]]]] = {}
+    for node in sorted(held):
+        for copy in held[node]:
+            key = (copy.step, copy.generation, copy.world_size)
+            shards = copies.setdefault(key, {})
+            if copy.stripe:
+                parity.setdefault(key, {}).setdefault(copy.rank, []).append((node, copy))
+            elif copy.rank not in shards or (copy.replica, node) < shards[copy.rank]:
+                shards[copy.rank] = (copy.replica, node)
+    found = {key: {rank: node for rank, (_, node) in shards.items()} for key, shards in copies.items()}
+    for key, offers in parity.items():
+        for rank in offers.keys() - copies[key].keys():
+            # Of shards that are there as they are: of two that are missing in one stripe none can be made.
+            nodes = [node for node, copy in offers[rank] if copies[key].keys() >= set(copy.others)]
+            if nodes:
+                found[key][rank] = nodes[0]
+    return found
 
 
 def place_replicas(
@@ -90,7 +130,8 @@ def place_replicas(
     of the nodes, a whole domain may be.
     """
     ring = _ring(sorted(set(nodes), key=nodes.index), domains or {})
-    chosen = {node: _followers(ring, at, count, domains or {}) for at, node in enumerate(ring)}
+    largest = max(_sizes(ring, domains or {}).values(), default=0)
+    chosen = {node: _followers(ring, at, count, largest, domains or {}) for at, node in enumerate(ring)}
     return tuple(chosen[node] for node in nodes)
 
 
@@ -103,9 +144,8 @@ def _ring(nodes: Sequence[str], domains: Mapping[str, str]) -> list[str]:
     return [node for _, group in sorted(members.items(), key=lambda item: (-len(item[1]), item[0])) for node in group]
 
 
-def _followers(ring: Sequence[str], at: int, count: int, domains: Mapping[str, str]) -> tuple[str, ...]:
+def _followers(ring: Sequence[str], at: int, count: int, largest: int, domains: Mapping[str, str]) -> tuple[str, ...]:
     size = len(ring)
-    largest = max(_sizes(ring, domains).values())
     # The same stride for every node, so that nobody holds more replicas than others. A stride of the largest domain's
     # size leaves every domain that is not itself larger than half of the ring.
     strides = [(largest + turn) % size for turn in range(size)]

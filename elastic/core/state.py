@@ -17,6 +17,7 @@ from enum import Enum
 
 from elastic.core.anomaly import Anomaly
 from elastic.core.incident import Incident
+from elastic.core.quarantine import Quarantine
 from elastic.core.settings import RunSettings
 
 
@@ -40,6 +41,8 @@ class Slot:
     since: float
     node: str | None = None
     start_failures: int = 0
+    # Nodes that it was asked not to be placed on.
+    avoid: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -156,6 +159,7 @@ class Survey:
 
     number: int
     deadline: float
+    reach: bool = False
 
 
 @dataclass(frozen=True)
@@ -184,6 +188,7 @@ class RunState:
     start_step: int = 0
     base: KnownCheckpoint | None = None
     slots: Mapping[int, Slot] = field(default_factory=dict)
+    quarantine: Quarantine = field(default_factory=dict)
     workers: Mapping[int, Worker] = field(default_factory=dict)
     next_slot: int = 0
     next_worker: int = 0

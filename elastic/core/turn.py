@@ -12,6 +12,7 @@ from typing import Any
 
 from elastic.core.actions import Action, KillWorker, Note, ReleaseSlot, RequestSlot, StartWorker
 from elastic.core.incident import Incident
+from elastic.core.quarantine import avoided, struck
 from elastic.core.state import RunState, Slot, SlotPhase, Stage, Worker, WorkerPhase
 
 _FIELDS = frozenset(field.name for field in fields(RunState))
@@ -59,9 +60,21 @@ class Turn:
     # --- slots and workers ---
 
     def request_slot(self) -> None:
-        slot = Slot(self.state.next_slot, SlotPhase.PENDING, self.now)
+        avoid = avoided(self.state.quarantine, self.now)
+        slot = Slot(self.state.next_slot, SlotPhase.PENDING, self.now, avoid=avoid)
         self.set(next_slot=slot.id + 1, slots={**self.state.slots, slot.id: slot})
-        self.do(RequestSlot(slot.id, self.state.settings.scaling.workers_per_slot))
+        self.do(RequestSlot(slot.id, self.state.settings.scaling.workers_per_slot, avoid))
+
+    def strike(self, node: str, why: str, *, certain: bool) -> None:
+        """Something is held against the node; it may be left alone for a while (core.quarantine)."""
+        limits = self.state.settings.failures
+        table = struck(
+            self.state.quarantine, node, self.now, limits.quarantine_s, limits.quarantine_limit_s, certain=certain
+        )
+        self.set(quarantine=table)
+        if table[node].until:
+            pause_s = table[node].until - self.now
+            self.say(f"node {node[:8]} is left alone for {pause_s:.0f} s: {why}", kind="quarantine")
 
     def drop_slot(self, slot: int, cause: str) -> None:
         """Forget the slot and its workers and have it released."""

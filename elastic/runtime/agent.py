@@ -14,12 +14,14 @@ import shutil
 import signal
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 
 from elastic.checkpoint.memory.server import MemoryServer
+from elastic.checkpoint.memory.wire import Address, connect
 from elastic.core.manifest import ShardRecord
 from elastic.core.settings import RunSettings
 from elastic.core.snapshots import Held
@@ -34,6 +36,7 @@ _MIN_FREE_BYTES = 64 << 20
 # A worker's heart is a Python thread: an import or a long call into a library may hold it up for this long while the
 # process is well. What it holds up for longer, or what is stopped by a signal, counts as silent.
 _BUSY_S = 10.0
+_REACH_LIMIT_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ class AgentActor:
     def __init__(self, node: str, settings: RunSettings, controller: Any, token: bytes) -> None:
         failures = settings.failures
         self._domain_label = settings.memory.domain_label
+        self._token = token
         self._memory = MemoryServer(token, str(ray.util.get_node_ip_address()))  # type: ignore[no-untyped-call]
         self._node = node
         self._failures = failures
@@ -100,6 +104,19 @@ class AgentActor:
     async def memory_record(self, held: Held) -> ShardRecord:
         """One of them, with content checks computed from its bytes. Raises IntegrityError."""
         return await asyncio.to_thread(self._memory.record, held)
+
+    async def reach(self, others: Mapping[str, Address]) -> tuple[str, ...]:
+        """Those of the nodes that cannot be reached from here: no connection within a second, twice."""
+        found = await asyncio.gather(*(asyncio.to_thread(self._reaches, address) for address in others.values()))
+        return tuple(node for node, reached in zip(others, found, strict=True) if not reached)
+
+    def _reaches(self, address: Address) -> bool:
+        for _ in range(2):
+            # The first try after a cut has healed may still fail.
+            with contextlib.suppress(OSError):
+                connect(address, self._token, limit_s=_REACH_LIMIT_S).close()
+                return True
+        return False
 
     async def memory_stats(self) -> dict[str, Any]:
         return dict(self._memory.stats())

@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 # A call to a worker that is alive returns in milliseconds; beyond this the detector's verdict counts.
 _CALL_TIMEOUT_S = 10.0
+# So many others are tried by each node when the way between two is in doubt: all of them, on up to twice as many nodes.
+_TRIED = 32
 
 
 class Executor:
@@ -75,7 +77,7 @@ class Executor:
         work: Coroutine[Any, Any, None]
         match action:
             case act.RequestSlot():
-                work = self._slots.request(action.slot, action.workers)
+                work = self._slots.request(action.slot, action.workers, action.avoid)
             case act.ReleaseSlot():
                 work = self._release(action.slot)
             case act.StartWorker():
@@ -93,7 +95,7 @@ class Executor:
             case act.ConfirmHold():
                 work = self._each(action.workers, self._confirm, action.generation, action.step, action.durable)
             case act.SurveyMemory():
-                work = self._survey(action.survey, action.nodes)
+                work = self._survey(action)
             case act.Note() | act.CloseIncident() | act.FinishRun():
                 return
         self._spawn(work, action)
@@ -284,6 +286,8 @@ class Executor:
                 checkpoint_every_steps=settings.checkpoint.every_steps,
                 deepspeed_config=settings.deepspeed_config,
                 memory=memory[rank],
+                skips=action.skips,
+                anomalies=settings.anomalies,
                 collective_timeout_s=settings.failures.collective_timeout_s,
             )
             for rank in range(len(action.members))
@@ -306,9 +310,31 @@ class Executor:
             for targets in targets_of(placed, {node: facts.memory for node, facts in known.items()})
         )
 
-    async def _survey(self, survey: int, nodes: Sequence[str]) -> None:
-        found = await self.holdings.survey(nodes)
-        self._emit(ev.MemorySurveyed(survey, tuple((snapshot.id, snapshot.step) for snapshot in found)))
+    async def _survey(self, action: act.SurveyMemory) -> None:
+        reach = self._unreachable(action.nodes) if action.reach else _nothing()
+        holds = self.holdings.survey(action.nodes) if self._settings.memory.enabled else _nothing()
+        found, unreachable = await asyncio.gather(holds, reach)
+        snapshots = tuple((snapshot.id, snapshot.step) for snapshot in found)
+        self._emit(ev.MemorySurveyed(action.survey, snapshots, unreachable))
+
+    async def _unreachable(self, nodes: Sequence[str]) -> tuple[tuple[str, str], ...]:
+        """Pairs (who, whom). Every node tries those that follow it, in a ring; who does not answer is silent, which is
+        for the heartbeats to judge."""
+        asked = []
+        for place, node in enumerate(nodes):
+            following = [nodes[(place + step) % len(nodes)] for step in range(1, min(len(nodes), _TRIED + 1))]
+            asked.append(self._tries(node, [other for other in following if other != node]))
+        return tuple(pair for pairs in await asyncio.gather(*asked) for pair in pairs)
+
+    async def _tries(self, node: str, others: Sequence[str]) -> list[tuple[str, str]]:
+        try:
+            agent, _ = await self._known_agent(node)
+            known = {other: (await self._known_agent(other))[1].memory for other in others}
+            limit_s = self._settings.failures.survey_timeout_s * 0.8
+            return [(node, other) for other in await asyncio.wait_for(agent.reach.remote(known), limit_s)]
+        except (ray.exceptions.RayError, asyncio.TimeoutError, OSError) as error:
+            logger.warning("node %s has not said whom it can reach: %s", node[:8], error or type(error).__name__)
+            return []
 
     async def _end(self, worker: int, generation: int, cause: str) -> None:
         await self._call(worker, "end", generation, cause)
@@ -366,6 +392,10 @@ class Executor:
         except Exception:
             # An action that ends without its event is caught by the state machine's deadlines.
             logger.exception("%s failed", action)
+
+
+async def _nothing() -> tuple[Any, ...]:
+    return ()
 
 
 def _kill(handle: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 # A placed slot is noticed this much later at most; one call answers for all slots.
 _POLL_S = 0.1
+# Ray labels every node with its own id.
+_NODE_LABEL = "ray.io/node-id"
 _MAX_POLL_S = 1.0
 
 
@@ -45,12 +47,12 @@ class SlotKeeper:
     def group(self, slot: int) -> PlacementGroup | None:
         return self._groups.get(slot)
 
-    async def request(self, slot: int, workers: int) -> None:
+    async def request(self, slot: int, workers: int, avoid: Sequence[str] = ()) -> None:
         """Idempotent: a slot that was asked for before a restart of the controller is found by its name."""
         if slot in self._groups:
             return
         try:
-            self._groups[slot] = await self._call(self._find_or_create, slot, workers)
+            self._groups[slot] = await self._call(self._find_or_create, slot, workers, avoid)
         except ray.exceptions.RayError as error:
             await asyncio.sleep(_MAX_POLL_S)
             self._emit(ev.SlotLost(slot, f"the cluster refused the placement group: {error}"))
@@ -119,15 +121,16 @@ class SlotKeeper:
             return True
         return False
 
-    def _find_or_create(self, slot: int, workers: int) -> PlacementGroup:
+    def _find_or_create(self, slot: int, workers: int, avoid: Sequence[str]) -> PlacementGroup:
         name = names.slot(self._run_id, self._attempt, slot)
         try:
             found: PlacementGroup = ray.util.get_placement_group(name)
             return found
         except ValueError:
             bundles = [dict(self._resources) for _ in range(workers)]
+            elsewhere = [{_NODE_LABEL: f"!in({','.join(avoid)})"}] * workers if avoid else None
             made: PlacementGroup = ray.util.placement_group(
-                bundles, strategy="STRICT_PACK", name=name, lifetime="detached"
+                bundles, strategy="STRICT_PACK", name=name, lifetime="detached", bundle_label_selector=elsewhere
             )
             return made
 

@@ -23,12 +23,15 @@ class Memory:
         self.held: dict[str, list[Held]] = {}
         self.corrupt: set[str] = set()
         self.settled: set[int] = set()
+        self.placed: tuple[list[str], tuple[tuple[str, ...], ...]] = ([], ())
 
     def take(self, group: Group) -> None:
         """Every member copies its shard to its node; replicas follow, unless something comes between."""
         world, plan = self.world, self.world.plan
         nodes = [member.node.name for member in group.members]
-        replicas = place_replicas(nodes, plan.settings.memory.replicas)
+        if self.placed[0] != nodes:
+            self.placed = (nodes, place_replicas(nodes, plan.settings.memory.replicas))
+        replicas = self.placed[1]
         world.saved[snapshot_id(group.step, group.number)] = group.samples.copy()
         for rank, member in enumerate(group.members):
             held = Held(group.number, group.step, rank, len(nodes), replica=False)

@@ -57,6 +57,10 @@ class Scenario:
         self.journal.append((event, self.now))
         self.state, actions = machine.step(self.state, event, self.now)
         self.last.extend(actions)
+        for action in actions:
+            if isinstance(action, act.SurveyMemory) and not self.state.settings.memory.enabled:
+                # Where nothing is held in memory, only reachability was asked for, and everybody reaches everybody.
+                self._step(ev.MemorySurveyed(action.survey))
 
     # --- common passages ---
 

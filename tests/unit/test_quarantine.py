@@ -1,0 +1,114 @@
+"""Nodes that are left alone for a while, and which of two that cannot talk to each other goes."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from machine_scenario import Scenario
+
+from elastic.core import actions as act
+from elastic.core import events as ev
+from elastic.core.quarantine import Quarantine, avoided, left_out, next_release, struck
+from elastic.core.state import SlotPhase
+
+NODES = [f"n{number}" for number in range(7)]
+PAIRS = st.sets(st.tuples(st.sampled_from(NODES), st.sampled_from(NODES)).filter(lambda pair: pair[0] != pair[1]))
+
+
+def strikes(*times: float, certain: bool = False) -> Quarantine:
+    table: Quarantine = {}
+    for now in times:
+        table = struck(table, "n", now, 60.0, 3600.0, certain=certain)
+    return table
+
+
+def test_one_loss_is_bad_luck_and_the_second_one_a_pattern() -> None:
+    assert avoided(strikes(100.0), 100.0) == ()
+    assert strikes(100.0, 200.0)["n"].until == 260.0
+    assert strikes(100.0, 200.0, 300.0)["n"].until == 420.0
+    assert avoided(strikes(100.0, 800.0), 800.0) == ()
+
+
+def test_what_is_certain_counts_at_once_and_no_pause_is_longer_than_the_limit() -> None:
+    assert strikes(0.0, certain=True)["n"].until == 60.0
+    assert strikes(*(600.0 * n for n in range(1, 40)), certain=True)["n"].until == 600.0 * 39 + 3600.0
+
+
+def test_a_node_is_forgiven_in_time() -> None:
+    table = strikes(0.0, certain=True)
+    assert avoided(table, 59.0) == ("n",)
+    assert next_release(table, 59.0) == 60.0
+    assert avoided(table, 60.0) == ()
+    assert next_release(table, 60.0) is None
+    assert struck(table, "other", 10_000.0, 60.0, 3600.0, certain=False).keys() == {"other"}
+
+
+@given(PAIRS)
+def test_without_the_nodes_that_are_left_out_everybody_reaches_everybody(pairs: set[tuple[str, str]]) -> None:
+    gone = set(left_out(NODES, pairs))
+    assert not [pair for pair in pairs if not gone.intersection(pair)]
+    assert gone <= {node for pair in pairs for node in pair}
+
+
+@given(PAIRS)
+def test_hardly_more_nodes_are_left_out_than_must_be(pairs: set[tuple[str, str]]) -> None:
+    fewest = next(
+        size
+        for size in range(len(NODES) + 1)
+        for cover in combinations(NODES, size)
+        if all(set(pair) & set(cover) for pair in pairs)
+    )
+    assert fewest <= len(left_out(NODES, pairs)) <= 2 * fewest
+
+
+def test_of_two_that_cannot_talk_the_later_one_goes_and_a_common_partner_before_both() -> None:
+    assert left_out(NODES, [("n1", "n4"), ("n4", "n1")]) == ("n4",)
+    assert left_out(NODES, [("n4", "n1")]) == ("n4",)
+    assert left_out(NODES, [("n0", "n5"), ("n6", "n0")]) == ("n0",)
+    assert left_out(NODES, [("n0", "stranger")]) == ()
+
+
+# --- the machine ---
+
+
+def cut(run: Scenario, one: int, other: int) -> Scenario:
+    """Two members cannot reach each other: a hang in which everybody leaves as told, and what the nodes say then."""
+    number, members = run.state.generation, run.state.members
+    run.do(ev.ProgressStalled(number, 9, 40.0, 30.0)).left(9, *members)
+    survey = run.state.survey
+    assert survey is not None
+    assert survey.reach
+    return run.do(ev.MemorySurveyed(survey.number, (), ((f"node-{one}", f"node-{other}"),)))
+
+
+def test_one_of_two_nodes_that_cannot_talk_is_left_out_and_not_asked_for_again() -> None:
+    run = cut(Scenario(2, 3, memory=True).started(3), 0, 2)
+    assert [slot.node for slot in run.state.slots.values() if slot.phase is SlotPhase.PLACED] == ["node-0", "node-1"]
+    (request,) = [action for action in run.last if isinstance(action, act.RequestSlot)]
+    assert request.avoid == ("node-2",)
+    assert run.state.incident is not None
+    assert run.state.incident.lost_nodes == ("node-2",)
+    assert run.state.survey is not None, "what that node held went with it"
+    run.do(ev.MemorySurveyed(run.state.survey.number))
+    assert run.state.world_size == 2
+
+
+def test_a_slot_on_a_node_that_is_to_be_left_alone_is_given_back() -> None:
+    run = cut(Scenario(2, 3, memory=True).started(3), 0, 2)
+    (pending,) = [slot.id for slot in run.state.slots.values() if slot.phase is SlotPhase.PENDING]
+    run.do(ev.SlotPlaced(pending, "node-2"))
+    assert [action.slot for action in run.last if isinstance(action, act.ReleaseSlot)] == [pending]
+    assert [action.avoid for action in run.last if isinstance(action, act.RequestSlot)] == [("node-2",)]
+
+
+def test_after_its_time_the_node_may_come_back() -> None:
+    run = cut(Scenario(2, 3, memory=True).started(3), 0, 2)
+    assert run.state.survey is not None
+    run.do(ev.MemorySurveyed(run.state.survey.number)).train()
+    run.wait(run.state.settings.failures.quarantine_s)
+    (pending,) = [slot for slot in run.state.slots.values() if slot.phase is SlotPhase.PENDING]
+    assert pending.avoid == ()
+    run.do(ev.SlotPlaced(pending.id, "node-2"))
+    assert run.state.slots[pending.id].node == "node-2"
