@@ -19,6 +19,7 @@ from elastic.core.errors import Fenced, StorageError, UsageError
 from elastic.core.snapshots import STEPS, is_snapshot, parse_snapshot_id
 from elastic.training.session import MemoryPlan, Phase, SnapshotMemory
 from elastic.training.state.copier import Copier
+from elastic.training.state.pins import Pins
 
 if TYPE_CHECKING:
     from elastic.core.manifest import Json, ShardRecord
@@ -91,6 +92,8 @@ class Snapshots:
         """Copies under way are finished: they may be all that is left of the last step."""
         self._started.clear()
         self._copier.close()
+        if self._memory is not None:
+            self._memory.close()
 
     def begin(self, transfer: Any, then: Callable[[], None]) -> None:
         """Note a copy for `start`."""
@@ -115,6 +118,7 @@ class _MemoryTier:
         self._memory = memory
         self._cadence = Cadence(plan.every_steps, plan.cost_limit)
         self._costs = Costs()
+        self._pins = Pins(owner._generation.device)
         self._record: ShardRecord | None = None
         self._taken: int | None = None
         self._began = 0.0
@@ -142,6 +146,10 @@ class _MemoryTier:
     def at_end(self, step: int) -> None:
         if not self._off and self._taken != step:
             self._take(step, wait=True)
+
+    def close(self) -> None:
+        """After the last copy."""
+        self._pins.close()
 
     def _take(self, step: int, wait: bool) -> bool:
         """Collective. True when every rank takes a snapshot of this step."""
@@ -201,6 +209,7 @@ class _MemoryTier:
         for _ in range(2):
             if self._record is not None:
                 target = torch.frombuffer(self._memory.segment(), dtype=torch.uint8)
+                self._pins.pin(target)
                 captured = state.capture_into(target, self._record, client)
                 if captured is not None:
                     return captured
