@@ -26,12 +26,12 @@ class Pins:
             return
         # Registered once whatever comes of it: a refusal would only be repeated.
         self._pinned[key] = memory
-        error = torch.cuda.cudart().cudaHostRegister(*key, 0)
+        error = torch.cuda.cudart().cudaHostRegister(*key, 0)  # type: ignore[no-untyped-call]
         if int(error) != 0:
             logger.warning("%d MiB of snapshot memory could not be pinned: CUDA error %d", key[1] >> 20, int(error))
 
     def close(self) -> None:
         """No copy may be under way."""
         for address, _ in self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(address)
+            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
         self._pinned.clear()
