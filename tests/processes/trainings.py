@@ -59,18 +59,37 @@ def deepspeed_config(config: dict[str, Any]) -> dict[str, Any]:
     made: dict[str, Any] = {
         "train_batch_size": 10,
         "train_micro_batch_size_per_gpu": 2,
-        "gradient_clipping": 0.5,
-        "zero_optimization": {"stage": config["stage"], "stage3_param_persistence_threshold": 20},
+        "gradient_clipping": config.get("clipping", 0.5),
+        "zero_optimization": {
+            "stage": config["stage"],
+            "stage3_param_persistence_threshold": 20,
+            **config.get("zero", {}),
+        },
     }
     if config.get("schedule", True):
         made["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": 0.02}}
     if config.get("dtype") == "bf16":
-        made["bf16"] = {"enabled": True}
+        made["bf16"] = {"enabled": True, **config.get("bf16", {})}
+    if config.get("dtype") == "fp16":
+        # The scale grows several times within the run, so that its state has to be carried.
+        made["fp16"] = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 3}
     return made
 
 
+def believe_in_half_precision() -> None:
+    """DeepSpeed believes that a CPU cannot compute in fp16; torch can. What is tested is the loss scaler's way."""
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        accelerator.is_fp16_supported = lambda: True
+        accelerator.supported_dtypes = lambda: [torch.float32, torch.bfloat16, torch.float16]
+
+
 def build(config: dict[str, Any]) -> tuple[Any, Any]:
-    dtype = torch.bfloat16 if config.get("dtype") == "bf16" else torch.float32
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.get("dtype", ""), torch.float32)
+    if dtype is torch.float16:
+        believe_in_half_precision()
     model = Small(config.get("dropout", 0.0))
     optimizer: torch.optim.Optimizer
     if config.get("optimizer") == "sgd":
@@ -211,3 +230,30 @@ def calls_backward_twice(config: dict[str, Any]) -> None:
         engine.backward(nn.functional.mse_loss(out[:, :1], y[:, :1]), retain_graph=True)
         engine.backward(nn.functional.mse_loss(out[:, 1:], y[:, 1:]))
         engine.step()
+
+
+def train_on_a_bad_sample(config: dict[str, Any]) -> None:
+    """`config["bad"]` is a dataset index, `config["how"]` what goes wrong in the loss over a batch that holds it."""
+    engine, loader = build(config)
+    for x, y in loader:
+        bad = config["bad"] in crew.indices[-len(x) :]
+        out = engine(x)
+        loss = nn.functional.mse_loss(out.float(), y.float())
+        engine.backward(_GONE_WRONG[config["how"]](loss, out) if bad else loss)
+        engine.step()
+    crew.told.update(
+        weights={name: value.detach().clone() for name, value in engine.module.named_parameters()},
+        skipped_steps=engine.skipped_steps,
+        global_steps=engine.global_steps,
+        lr=engine.get_lr(),
+    )
+
+
+_GONE_WRONG = {
+    "nan": lambda loss, out: loss * float("nan"),
+    "inf": lambda loss, out: loss / 0.0,
+    # The loss is no number, its gradient is one.
+    "constant": lambda loss, out: loss + float("inf"),
+    # The other way round: the derivative of a root at zero.
+    "gradient": lambda loss, out: loss + torch.sqrt((out.float() * 0.0).sum().abs()),
+}
