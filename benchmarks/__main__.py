@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -29,9 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = _parser().parse_args(arguments)
     if asked.child is not None:
         return _measure_here(find(asked.case[0]), Options(Path(asked.child), asked.quick))
-    chosen = [find(name) for name in asked.case] if asked.case else list(CASES)
-    if asked.quick and not asked.case:
-        chosen = [case for case in chosen if not case.peer]
+    usual = [case for case in CASES if case.usual and not (asked.quick and case.peer)]
+    chosen = [find(name) for name in asked.case] or usual
+    signal.signal(signal.SIGTERM, _terminated)
     minutes = sum(case.expected_s(asked.quick) for case in chosen) / 60
     _say(f"{len(chosen)} cases, about {minutes:.0f} minutes on two quiet cores: {', '.join(c.name for c in chosen)}")
     about = {"machine": machine.describe(), "quick": asked.quick, "before": machine.load(), "argv": sys.argv[1:]}
@@ -62,6 +63,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, help="the JSON file; default: benchmarks/results/<date>.json")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     return parser
+
+
+def _terminated(number: int, frame: Any) -> None:
+    """SIGTERM is an interrupt: what was started is ended and removed on the way out."""
+    raise KeyboardInterrupt
 
 
 def _measure_apart(case: Case, quick: bool) -> dict[str, Any]:
@@ -109,4 +115,7 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +19,9 @@ from cluster import processes
 ROOT = Path(__file__).resolve().parent.parent
 _POLL_S = 0.02
 _KILL_LIMIT_S = 20.0
+_PR_SET_PDEATHSIG = 1
+# Loaded here: a child that is being made must not import anything.
+_LIBC = ctypes.CDLL(None)
 
 T = TypeVar("T")
 
@@ -74,7 +79,7 @@ class Children:
         with open(self.folder / f"{name}.log", "ab") as log:
             child = subprocess.Popen(
                 list(command), stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                env=dict(env or environment()), start_new_session=True, cwd=ROOT,
+                env=dict(env or environment()), start_new_session=True, cwd=ROOT, preexec_fn=_die_with_parent,
             )  # fmt: skip
         self._started[name] = child
         return child
@@ -143,6 +148,11 @@ class Children:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _die_with_parent() -> None:
+    """In a child before its program begins: also a case that is killed leaves nothing behind."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _reap() -> None:

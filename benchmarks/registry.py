@@ -14,7 +14,8 @@ from benchmarks.options import Options
 class Case:
     """`module` has a function `measure(options) -> list[Figure]`. Minutes on two quiet cores; the limit is twice that.
 
-    A peer needs packages that this project does not, and is left out of a quick run.
+    A peer needs packages that this project does not, and is left out of a quick run. One that is not `usual` runs only
+    when it is asked for by name.
     """
 
     name: str
@@ -23,6 +24,7 @@ class Case:
     minutes: float
     quick_minutes: float
     peer: bool = False
+    usual: bool = True
 
     def expected_s(self, quick: bool) -> float:
         return 60.0 * (self.quick_minutes if quick else self.minutes)
@@ -45,6 +47,7 @@ CASES = (
     Case("save", "benchmarks.cases.save", "stalls of durable saves against DCP's async_save", 1.5, 1.5, peer=True),
     Case("reshard", "benchmarks.cases.reshard", "a checkpoint read at another world size", 1.5, 1.5, peer=True),
     Case("goodput", "benchmarks.cases.goodput", "steps that count, under a kill every 60 s and every 15 s", 21.5, 0.8),
+    Case("smoke", "benchmarks.cases.smoke", "one node lost, once", 0.5, 0.5, usual=False),
 )
 
 

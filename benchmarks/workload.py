@@ -40,7 +40,9 @@ SMALL = Size("small", width=128, layers=4, heads=4, context=64, batch=24, micro=
 LARGE = Size("large", width=512, layers=6, heads=8, context=128, batch=8, micro=4)
 # For tests: a second from start to end.
 TINY = Size("tiny", width=32, layers=1, heads=2, context=16, batch=24, micro=8)
-SIZES = {size.name: size for size in (SMALL, LARGE, TINY)}
+# A billion parameters, for one CUDA device: 2 GB of bf16 weights and 12 GB of masters and moments.
+BILLION = Size("billion", width=2048, layers=20, heads=16, context=512, batch=8, micro=8)
+SIZES = {size.name: size for size in (SMALL, LARGE, TINY, BILLION)}
 
 
 @cache
@@ -66,7 +68,7 @@ def build(size: Size) -> tuple[Any, Any, Any]:
     return model, optimizer, gpt.Windows(gpt.stdlib_bytes(), size.context)
 
 
-def deepspeed_config(size: Size, stage: int, world_size: int | None = None) -> dict[str, Any]:
+def deepspeed_config(size: Size, stage: int, world_size: int | None = None, bf16: bool = False) -> dict[str, Any]:
     """For this project the micro batch is a bound and the world size is left open; DeepSpeed alone needs both exact,
     and gets the fewest passes for which the batch divides."""
     micro = size.micro if world_size is None else micro_batch(size, world_size)
@@ -78,6 +80,7 @@ def deepspeed_config(size: Size, stage: int, world_size: int | None = None) -> d
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 1_000_000,
+        **({"bf16": {"enabled": True}} if bf16 else {}),
     }
 
 
@@ -97,20 +100,20 @@ def avoid_compiling() -> None:
 
 
 def train(config: dict[str, Any]) -> None:
-    """This project's body. `config`: size (name), stage, marks (a folder), gate (a file or None), pace_s (0: free)."""
+    """This project's body. `config`: size (a name), stage and marks (a folder); and where wanted gate (a file), pace_s
+    (the least time of a step), bf16 and after_step(engine, step)."""
     import elastic
     from benchmarks.marks import MarkWriter, pass_gate
 
     size = SIZES[config["size"]]
     model, optimizer, data = build(size)
-    engine, _, loader, _ = elastic.initialize(
-        model=model, optimizer=optimizer, training_data=data, config=deepspeed_config(size, config["stage"])
-    )
+    resolved = deepspeed_config(size, config["stage"], bf16=config.get("bf16", False))
+    engine, _, loader, _ = elastic.initialize(model=model, optimizer=optimizer, training_data=data, config=resolved)
     marks, done = MarkWriter(config["marks"]), elastic.get_context().step
-    gate, pace_s = config.get("gate"), config.get("pace_s", 0.0)
+    gate, pace_s, after_step = config.get("gate"), config.get("pace_s", 0.0), config.get("after_step")
     begun = time.monotonic()
     for windows in loader:
-        engine.backward(engine(windows))
+        engine.backward(engine(windows.to(engine.device)))
         engine.step()
         here = elastic.get_context()
         if here.step != done:
@@ -118,5 +121,7 @@ def train(config: dict[str, Any]) -> None:
             # What an accelerator would compute meanwhile, without the processor.
             time.sleep(max(0.0, begun + pace_s - time.monotonic()))
             marks.step_done(done, here.rank, here.world_size, here.generation)
+            if after_step is not None:
+                after_step(engine, done)
             pass_gate(gate, done + 1)
             begun = time.monotonic()

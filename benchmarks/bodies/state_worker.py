@@ -87,15 +87,15 @@ def dcp_save(job: Job) -> Told:
         target = Path(job["folder"]) / f"dcp-{number}"
         torch.distributed.barrier()
         begun = time.perf_counter()
-        written: Any = async_save({f"rank{rank}": _own_state(engine)}, checkpoint_id=str(target), process_group=group)
+        written: Any = async_save({f"rank{rank}": own_state(engine)}, checkpoint_id=str(target), process_group=group)
         seconds.append(time.perf_counter() - begun)
         _train(engine, batches, _STEPS)
         written.result()
-    size = sum(tensor.numel() * tensor.element_size() for tensor in _own_state(engine).values())
+    size = sum(tensor.numel() * tensor.element_size() for tensor in own_state(engine).values())
     return {"seconds": seconds, "bytes": size}
 
 
-def _own_state(engine: Any) -> dict[str, Any]:
+def own_state(engine: Any) -> dict[str, Any]:
     """What ZeRO-1 and 2 keep of the state on this rank: masters and both moments."""
     zero, found = engine.optimizer, {}
     for group, master in enumerate(zero.single_partition_of_fp32_groups):
@@ -112,7 +112,7 @@ def _train(engine: Any, batches: Any, steps: int) -> None:
 
 def _generation(job: Job, port: int, number: int, checkpoint: str | None, end_at: int | None) -> tuple[Any, Any]:
     from elastic.training.local import run_local
-    from elastic.training.process_group import Rendezvous, host_store
+    from elastic.training.rendezvous import Rendezvous, host_store
     from elastic.training.session import BatchSettings, GenerationSpec
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -23,7 +23,10 @@ _STEPS_BETWEEN = 6
 
 @dataclass(frozen=True)
 class Plan:
-    """One run with one kind of fault, `repetitions` times. `source`: "memory" or "storage"."""
+    """One run with one kind of fault, `repetitions` times. `source`: "memory" or "storage".
+
+    Without `grows` the run ends with the last recovery and not with the node's return.
+    """
 
     what: str
     fault: str
@@ -32,6 +35,7 @@ class Plan:
     repetitions: int
     targets: tuple[Target, ...] = ()
     spares: int = 0
+    grows: bool = True
 
     @property
     def name(self) -> str:
@@ -98,8 +102,10 @@ def _measure(options: Options, cluster: Cluster, plan: Plan) -> Found:
             for _ in range(plan.repetitions):
                 run.wait_steps(max(_STEPS_BETWEEN, 0 if memory else SAVE_EVERY), NODES)
                 _strike(run, plan, found)
-                cluster.heal()
-            run.wait_steps(_STEPS_BETWEEN, NODES)
+                if plan.grows:
+                    cluster.heal()
+            if plan.grows:
+                run.wait_steps(_STEPS_BETWEEN, NODES)
             found.pauses, found.resizes = _growth(run)
     except NotMeasured as error:
         found.failure = str(error)
@@ -152,7 +158,7 @@ def report(plan: Plan, found: Found) -> list[Figure]:
         Figure(CASE, f"{plan.name}: steps repeated", "steps", tuple(found.repeated),
                targets=(Target("max", cadence),), failure=found.failure),
     ]  # fmt: skip
-    if plan.fault != "kill_node":
+    if plan.fault != "kill_node" or not plan.grows:
         return rows
     targets = (Target("median", 1.0),) if plan.stage < 3 and plan.source == "memory" else ()
     name = f"scale-up pause, 3 -> 4, ZeRO-{plan.stage}, from {plan.source}"

@@ -63,13 +63,13 @@ def measure(options: Options) -> list[Figure]:
 
 def _start(stack: ExitStack, options: Options, size: Size) -> dict[str, tuple[Subject, OwnRun | None]]:
     children = stack.enter_context(Children(options.make_folder("plain")))
-    # Room for both runs of this project at once.
-    cluster = stack.enter_context(Cluster(2 * WORKERS))
     plain = _subject(PLAIN, children.folder)
     children.start_python(
         "plain", "torch.distributed.run", "--nnodes=1", f"--nproc_per_node={WORKERS}", f"--master_port={free_port()}",
         "-m", "benchmarks.bodies.plain_worker", size.name, str(STAGE), str(plain.marks), str(plain.gate),
     )  # fmt: skip
+    # Room for both runs of this project at once.
+    cluster = stack.enter_context(Cluster(2 * WORKERS))
     found: dict[str, tuple[Subject, OwnRun | None]] = {PLAIN: (plain, None)}
     for name, run_id, memory in (
         (DEFAULT, "default", MemorySettings(enabled=True)),
