@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import native_failures
+import native_later
 from native_case import Case, run_case
 from native_model import Setup
 
@@ -42,4 +43,4 @@ _CASES = [
     Case("stage0-to-2", Setup(0), (2, 3), into=Setup(2)),
 ]
 
-CASES = {case.name: partial(run_case, case) for case in _CASES} | native_failures.CASES
+CASES = {case.name: partial(run_case, case) for case in _CASES} | native_failures.CASES | native_later.CASES

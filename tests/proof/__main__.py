@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import TextIO
 
-_ROW = "{:<5} {:<36} {:<44} {:<6} {:<38} {:>5}"
+_ROW = "{:<5} {:<40} {:<50} {:<6} {:<39} {:>4}"
 
 
 def main() -> int:

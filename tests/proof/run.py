@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -25,9 +26,9 @@ _CHECKS = {
     "check_model": "model check",
     "check_client": "client check",
     "_copy": "plan cover",
-    "_check_dtypes": "dtype check",
+    "check_dtypes": "dtype check",
     "raise_together": "agreement of all ranks",
-    "prove": "proof",
+    "_judge": "proof",
     "prove_place": "proof of the place",
     "prove_replicas": "proof of replicas, before the snapshot",
 }
@@ -159,7 +160,7 @@ def _unchecked() -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for owner, name, instead in (
-            (engine_state, "prove", nothing),
+            (engine_state, "Proof", lambda *_: SimpleNamespace(verdict=nothing)),
             (engine_state, "prove_place", nothing),
             (engine_state, "prove_replicas", nothing),
             (engine_state, "check_client", nothing),

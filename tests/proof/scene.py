@@ -161,7 +161,7 @@ def save(source: World, store_url: str | None = None) -> tuple[Any, str]:
     return store, manifest.id
 
 
-def restore(target: World, source_of: Callable[[int], Any], checkpoint: str) -> list[Any]:
+def restore(target: World, source_of: Callable[[int], Any], checkpoint: str, later: bool = False) -> list[Any]:
     """The `Place` of each rank, or what it raised; `source_of(rank)` is where that rank reads.
 
     Everything up to the first step, as the engine does it.
@@ -170,9 +170,10 @@ def restore(target: World, source_of: Callable[[int], Any], checkpoint: str) -> 
 
     def work(engine: Any, rank: int) -> Place:
         state = open_state(engine)
-        _, saved = state.restore(source_of(rank), checkpoint)
+        _, saved = state.restore(source_of(rank), checkpoint, later=later)
         own, plan, order = place(rank, target.crowd.world_size, dict(saved), saved["step"])
         state.prove_place(saved, own.client, plan, order)
+        state.proven()
         return own
 
     return target.run(work)

@@ -74,12 +74,25 @@ class EngineState(Protocol):
         """Fill `memory` (1-D uint8) as `record` says: rank 0's client and the Transfer; None if it no longer fits."""
         ...
 
-    def restore(self, source: CheckpointSource, checkpoint_id: str) -> tuple[RestoreReport, Mapping[str, Json]]:
+    def restore(
+        self, source: CheckpointSource, checkpoint_id: str, later: bool = False
+    ) -> tuple[RestoreReport, Mapping[str, Json]]:
         """Read this rank's part of a checkpoint of any world size and stage, install it, prove it. Collective.
 
         Returns the times and the `client` of the snapshot. Raises on all ranks or on none: ModelMismatch (another
         model: the first difference is named), StorageError, IntegrityError. Until all ranks have read all they need,
         nothing is installed; after a failed proof the engine must be thrown away.
+
+        `later`: masters and optimizer state are read again on a thread, beside the first forward and backward pass,
+        and the verdict falls before the first optimizer step changes anything, which raises what this would have
+        raised. All else is looked at before this returns, and judged with it.
+        """
+        ...
+
+    def proven(self) -> None:
+        """The verdict on a restore that was to be proven `later`. Collective until it has fallen, then nothing.
+
+        Called by the first optimizer step and the first snapshot; raises again each time when the proof has failed.
         """
         ...
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Mapping
 from time import monotonic
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from elastic.checkpoint.shards import DTYPE_NAMES
 from elastic.checkpoint.snapshot import ShardSnapshot
 from elastic.checkpoint.source import CheckpointSource
-from elastic.core.errors import IntegrityError, ModelMismatch
+from elastic.core.errors import IntegrityError
 from elastic.core.layout import RankLayout
 from elastic.core.manifest import Json, Manifest, ShardRecord, StoredTensor
 from elastic.core.names import shard_file
@@ -28,8 +29,8 @@ from elastic.training.state.live import BUFFER, Member, Stage, members
 from elastic.training.state.match import check_model
 from elastic.training.state.optimizer import decode_scalars, install_state, scalars_of
 from elastic.training.state.plain import LiveGroups
-from elastic.training.state.proof import prove, prove_place, prove_replicas
-from elastic.training.state.reading import Staged, read_checkpoint
+from elastic.training.state.proof import Proof, prove_place, prove_replicas
+from elastic.training.state.reading import Staged, check_dtypes, read_checkpoint
 from elastic.training.state.refuse import refuse_moved_away
 
 _log = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class LiveState:
         self._stage = stage
         self._pool = HostPool(pinned=engine.device.type == "cuda")
         self._agreement = Agreement(engine, stage.rank, stage.world_size)
+        self._proof: Proof | None = None
         inventory = self._inventory()
         for key, tensor in inventory.tensors().items():
             check_dtype(key, tensor.dtype)
@@ -115,6 +117,7 @@ class LiveState:
 
     def _wanted(self) -> tuple[Inventory, RankLayout, list[HostCopy]]:
         """What this rank's part of a snapshot is copied from, now."""
+        self.proven()
         refuse_moved_away(self._engine)
         inventory = self._inventory()
         layout = inventory.written(self._stage.rank, self._stage.world_size)
@@ -131,14 +134,20 @@ class LiveState:
     def _client(self, inventory: Inventory, caller: Mapping[str, Json]) -> Mapping[str, Json] | None:
         return read_client(self._engine, self._stage, inventory, caller) if self._stage.rank == 0 else None
 
-    def restore(self, source: CheckpointSource, checkpoint_id: str) -> tuple[RestoreReport, Mapping[str, Json]]:
+    def restore(
+        self, source: CheckpointSource, checkpoint_id: str, later: bool = False
+    ) -> tuple[RestoreReport, Mapping[str, Json]]:
         began = monotonic()
         staged, skipped = self._read_together(source, checkpoint_id)
         read = monotonic()
         groups = LiveGroups.of(self._engine)
         self._install_together(staged, skipped)
         installed = monotonic()
-        prove(self._engine, self._stage, self._without(skipped), staged.manifest, skipped, groups, self._agreement)
+        self._proof = Proof(self._engine, self._stage, self._without(skipped), staged.manifest, skipped, groups)
+        if later:
+            self._before_first_step()
+        else:
+            self.proven()
         report = RestoreReport(
             checkpoint=checkpoint_id,
             source=source.name,
@@ -152,6 +161,12 @@ class LiveState:
         _log.info("restored %s at world size %d: %s", checkpoint_id, self._stage.world_size, report)
         return report, staged.manifest.client["caller"]
 
+    def proven(self) -> None:
+        if self._proof is not None:
+            # Kept when it fails: whoever goes on all the same is told again.
+            self._proof.verdict(self._agreement)
+            self._proof = None
+
     def prove_place(
         self, saved: Mapping[str, Json], here: Mapping[str, Json], plan: StepPlan, order: SampleOrder
     ) -> None:
@@ -160,6 +175,18 @@ class LiveState:
     def prove_replicas(self) -> None:
         if self._stage.world_size > 1:
             prove_replicas(self._stage, self._inventory(), self._agreement)
+
+    def _before_first_step(self) -> None:
+        """Whatever DeepSpeed does to masters goes through the base optimizer's step."""
+        # Whoever keeps the optimizer must not keep the engine with it.
+        state = weakref.ref(self)
+
+        def prove_first(*_: Any) -> None:
+            live = state()
+            if live is not None:
+                live.proven()
+
+        self._stage.base.register_step_pre_hook(prove_first)
 
     def _read_together(self, source: CheckpointSource, checkpoint_id: str) -> tuple[Staged, frozenset[str]]:
         """Until all ranks have all they need in host memory, nothing is installed on any."""
@@ -181,7 +208,7 @@ class LiveState:
         check_client(self._engine, self._stage, client)
         inventory = self._without(skipped)
         staged = read_checkpoint(source, manifest, inventory.held(), inventory.masters, self._stage.rank)
-        _check_dtypes(inventory, staged)
+        check_dtypes(inventory.masters, inventory.extras, staged)
         by_name = decode_scalars(client["optimizer"]["scalars"])
         for master in inventory.masters:
             scalars_of(master, by_name)
@@ -227,12 +254,3 @@ def _client_of(manifest: Manifest) -> Mapping[str, Json]:
     if missing:
         raise IntegrityError(f"checkpoint {manifest.id} lacks the client state {sorted(missing)}")
     return manifest.client
-
-
-def _check_dtypes(inventory: Inventory, staged: Staged) -> None:
-    """Weights are never cast: a cast master is another training run. Optimizer state takes the stored dtype."""
-    pairs = [(master.names[0], master.tensor, staged.master(master)) for master in inventory.masters]
-    pairs += [(extra.piece.name, extra.tensor, staged.extra(extra)) for extra in inventory.extras]
-    for name, live, stored in pairs:
-        if live.dtype != stored.dtype:
-            raise ModelMismatch(f"{name!r} is held as {live.dtype} here, as {stored.dtype} in the checkpoint")

@@ -9,9 +9,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from elastic.checkpoint.digest import partial_digests
+import torch
+
 from elastic.core.errors import IntegrityError
-from elastic.core.layout import Piece, RankLayout
 from elastic.core.manifest import Json, Manifest
 from elastic.core.samples import SampleOrder
 from elastic.training.progress import StepPlan
@@ -20,49 +20,83 @@ from elastic.training.state.cursor import next_step, whole_step
 from elastic.training.state.inventory import Inventory
 from elastic.training.state.live import Stage
 from elastic.training.state.plain import REST, LiveGroups, wrong_groups, wrong_rest, wrong_scalars
+from elastic.training.state.reader import Reader, digests
 from elastic.training.state.weights import fingerprint, replicas, unfaithful, whole_hashes
 
 _SHOWN = 3
 _EXTRA = "optimizer state that was not saved"
 
 
-@dataclass(frozen=True)
-class Evidence:
-    """One rank's part of the proof, before anything was exchanged. `flags` and `hashes` are the same lists everywhere.
+class Proof:
+    """The proof of one restore: look at once, judge together when asked.
 
-    `partial` digests of slices are to be summed over the ranks; `whole` ones of replicas are compared here. `flags`:
-    what is wrong on this rank. `hashes` of replicas are to be equal on all ranks.
+    1. `Proof(...)` right after everything was installed: not collective. Masters and optimizer state, which nothing but
+       an optimizer step changes, are read on a thread of their own; all else is looked at before this returns
+    2. `verdict` before the first optimizer step and before anything is saved: collective
     """
 
-    partial: dict[str, int]
-    whole: dict[str, int]
-    flags: dict[str, bool]
-    hashes: dict[str, int]
+    def __init__(
+        self,
+        engine: Any,
+        stage: Stage,
+        inventory: Inventory,
+        manifest: Manifest,
+        skipped: Collection[str],
+        groups: LiveGroups,
+    ) -> None:
+        """`inventory` is what is held now, without `skipped`; `groups` were the optimizer's before the install."""
+        self._manifest = manifest
+        self._keys = sorted(key for key in manifest.digests if key.split("/", 1)[1] not in skipped)
+        self._error: Exception | None = None
+        self._failure: Exception | None = None
+        self._flags: dict[str, bool] = {}
+        self._hashes: dict[str, int] = {}
+        self._whole: dict[str, int] = {}
+        self._partial: dict[str, int] = {}
+        try:
+            pieces, tensors = inventory.held().pieces, _sorted(inventory)
+            self._reader = Reader(pieces, tensors.steady, engine.device)
+            self._partial = digests(pieces, tensors.sliced)
+            self._whole = digests(pieces, tensors.whole)
+            self._flags, self._hashes = _flags_and_hashes(engine, stage, inventory, manifest, groups)
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for the verdict: it is raised there
+            self._error = error
 
+    def verdict(self, agreement: Agreement) -> None:
+        """Collective. Raises IntegrityError naming what differs first, with the same verdict on every rank.
 
-def prove(
-    engine: Any,
-    stage: Stage,
-    inventory: Inventory,
-    manifest: Manifest,
-    skipped: Collection[str],
-    groups: LiveGroups,
-    agreement: Agreement,
-) -> None:
-    """Collective. Raises IntegrityError naming what differs first, with the same verdict on every rank.
+        What it has raised once it raises again, without asking the others.
+        """
+        if self._failure is not None:
+            raise self._failure
+        try:
+            self._judge(agreement)
+        except Exception as error:
+            self._failure = error
+            raise
 
-    `inventory` is what is held now, without `skipped`; `groups` were the optimizer's before anything was installed.
-    """
-    evidence: Evidence | None = None
-    error: Exception | None = None
-    try:
-        evidence = collect(engine, stage, inventory, manifest, groups)
-    except Exception as caught:  # noqa: BLE001 - the other ranks wait: they must learn of it, then it is raised
-        error = caught
-    agreement.raise_together(error, f"proving checkpoint {manifest.id}")
-    assert evidence is not None
-    keys = sorted(key for key in manifest.digests if key.split("/", 1)[1] not in skipped)
-    judge(evidence, keys, manifest, agreement)
+    def _judge(self, agreement: Agreement) -> None:
+        try:
+            if self._error is None:
+                self._partial |= self._reader.result()
+        except Exception as error:  # noqa: BLE001 - as above
+            self._error = error
+        agreement.raise_together(self._error, f"proving checkpoint {self._manifest.id}")
+        failed = self._failed(agreement)
+        if failed:
+            raise IntegrityError(
+                f"what checkpoint {self._manifest.id} gave back is not what was saved: {_listed(failed)} differ"
+            )
+
+    def _failed(self, agreement: Agreement) -> list[str]:
+        """What differs on any rank: two exchanges of a few bytes per tensor."""
+        digests = self._manifest.digests
+        sums = agreement.sums([self._partial.get(key, 0) for key in self._keys])
+        wrong = {key: self._whole.get(key, total) != digests[key] for key, total in zip(self._keys, sums, strict=True)}
+        wrong |= {_EXTRA: bool((self._partial.keys() | self._whole.keys()) - digests.keys()), **self._flags}
+        flagged, unequal = agreement.any_and_unequal(list(wrong.values()), list(self._hashes.values()))
+        failed = [what for what, flag in zip(wrong, flagged, strict=True) if flag]
+        return failed + [what for what, flag in zip(self._hashes, unequal, strict=True) if flag]
 
 
 def prove_place(
@@ -106,9 +140,10 @@ def prove_replicas(stage: Stage, inventory: Inventory, agreement: Agreement) -> 
         )
 
 
-def collect(engine: Any, stage: Stage, inventory: Inventory, manifest: Manifest, groups: LiveGroups) -> Evidence:
-    """All that this rank can say by itself. Reads every tensor once."""
-    partial, whole = _digests(inventory)
+def _flags_and_hashes(
+    engine: Any, stage: Stage, inventory: Inventory, manifest: Manifest, groups: LiveGroups
+) -> tuple[dict[str, bool], dict[str, int]]:
+    """What is wrong on this rank, and hashes that must be equal on all; the same names in both on every rank."""
     weights = stage.weights()
     names = sorted(name for group in stage.groups() for name in group)
     scalars, unlike = wrong_scalars(inventory, manifest.client), unfaithful(inventory.masters, weights)
@@ -117,24 +152,31 @@ def collect(engine: Any, stage: Stage, inventory: Inventory, manifest: Manifest,
     flags |= {f"optimizer scalars of {name}": name in scalars for name in names}
     flags |= {f"hyper-parameters of group {number}": number in hyper for number in range(len(stage.base.param_groups))}
     flags["live parameter groups"] = bool(groups.moved(LiveGroups.of(engine)))
-    flags[_EXTRA] = bool((partial.keys() | whole.keys()) - manifest.digests.keys())
     flags |= {what: what in rest for what in REST}
     hashes = dict(zip([f"replicas of {name}" for name in names], whole_hashes(names, weights), strict=True))
-    return Evidence(partial, whole, flags, hashes)
+    return flags, hashes
 
 
-def judge(evidence: Evidence, keys: Sequence[str], manifest: Manifest, agreement: Agreement) -> None:
-    """Collective. The verdict over all ranks' evidence; two exchanges of a few bytes per tensor."""
-    sums = agreement.sums([evidence.partial.get(key, 0) for key in keys])
-    contents = {
-        key: evidence.whole.get(key, total) != manifest.digests[key] for key, total in zip(keys, sums, strict=True)
-    }
-    wrong = contents | evidence.flags
-    flagged, unequal = agreement.any_and_unequal(list(wrong.values()), list(evidence.hashes.values()))
-    failed = [what for what, flag in zip(wrong, flagged, strict=True) if flag]
-    failed += [what for what, flag in zip(evidence.hashes, unequal, strict=True) if flag]
-    if failed:
-        raise IntegrityError(f"what checkpoint {manifest.id} gave back is not what was saved: {_listed(failed)} differ")
+@dataclass(frozen=True)
+class _Sorted:
+    """Tensors by "<kind>/<buffer>". `steady` ones, slices of masters and of their state, change in a step only.
+
+    `sliced` are other slices (frozen parameters in stage 3), `whole` what every rank has all of: forward passes change
+    module buffers, and the user's own code may change frozen parameters, in stage 0 also the masters.
+    """
+
+    steady: dict[str, torch.Tensor]
+    sliced: dict[str, torch.Tensor]
+    whole: dict[str, torch.Tensor]
+
+
+def _sorted(inventory: Inventory) -> _Sorted:
+    found = _Sorted({}, {}, {})
+    places = {master.buffer: found.whole if master.replicated else found.steady for master in inventory.masters}
+    places |= {extra.piece.buffer: found.whole if extra.replicated else found.sliced for extra in inventory.extras}
+    for key, tensor in inventory.tensors().items():
+        places[key.split("/", 1)[1]][key] = tensor
+    return found
 
 
 def _listed(failed: Sequence[str]) -> str:
@@ -147,21 +189,3 @@ def _contains(here: Json, saved: Json) -> bool:
     if isinstance(saved, dict) and isinstance(here, dict):
         return all(key in here and here[key] == value for key, value in saved.items())
     return bool(here == saved)
-
-
-def _digests(inventory: Inventory) -> tuple[dict[str, int], dict[str, int]]:
-    """Digests of slices, and of what is whole on every rank, by "<kind>/<parameter>"."""
-    pieces: dict[str, list[Piece]] = {}
-    for piece in inventory.held().pieces:
-        pieces.setdefault(piece.buffer, []).append(piece)
-    whole_buffers = {m.buffer for m in inventory.masters if m.replicated}
-    whole_buffers |= {e.piece.buffer for e in inventory.extras if e.replicated}
-    partial: dict[str, int] = {}
-    whole: dict[str, int] = {}
-    for key, tensor in inventory.tensors().items():
-        buffer = key.split("/", 1)[1]
-        # One at a time, so that the device's state is never on the host twice.
-        host = tensor.detach().reshape(-1).cpu()
-        values = partial_digests(RankLayout(tuple(pieces.get(buffer, ())), {buffer: host.numel()}), {key: host})
-        (whole if buffer in whole_buffers else partial).update(values)
-    return partial, whole

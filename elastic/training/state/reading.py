@@ -62,6 +62,15 @@ def read_checkpoint(
     return Staged(manifest, tensors, source.read(manifest, ranges), needed)
 
 
+def check_dtypes(masters: Iterable[Master], extras: Iterable[Extra], staged: Staged) -> None:
+    """Weights are never cast: a cast master is another training run. Optimizer state takes the stored dtype."""
+    pairs = [(master.names[0], master.tensor, staged.master(master)) for master in masters]
+    pairs += [(extra.piece.name, extra.tensor, staged.extra(extra)) for extra in extras]
+    for name, live, stored in pairs:
+        if live.dtype != stored.dtype:
+            raise ModelMismatch(f"{name!r} is held as {live.dtype} here, as {stored.dtype} in the checkpoint")
+
+
 def _by_buffer(tensors: Iterable[StoredTensor]) -> dict[str, dict[str, StoredTensor]]:
     """Buffer -> kind -> tensor."""
     found: dict[str, dict[str, StoredTensor]] = {}

@@ -1,0 +1,107 @@
+"""Cases of restores that are proven beside the first step, and of replicas that have drifted apart, on real ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from native_case import CALLER, join, leave, save_checkpoint
+from native_full import full_tensors
+from native_model import Setup, make_engine, train_step
+
+_WORLD = 2
+_SETUPS = {f"stage{setup.stage}": setup for setup in (Setup(1, "sgd"), Setup(2), Setup(3), Setup(0, bf16=True))}
+
+
+class Flipping:
+    """The real store, but one sign of the second rank's momentum is wrong."""
+
+    def __init__(self, store: Any, rank: int) -> None:
+        self.name = store.name
+        self._store = store
+        self._flips = rank == 1
+
+    def manifest(self, checkpoint_id: str) -> Any:
+        return self._store.manifest(checkpoint_id)
+
+    def read(self, manifest: Any, ranges: Sequence[Any]) -> int:
+        read: int = self._store.read(manifest, ranges)
+        if self._flips:
+            wanted = next(wanted for wanted in ranges if wanted.key.startswith(("exp_avg/", "momentum_buffer/")))
+            wanted.target[0] = -wanted.target[0] + 1.0
+        return read
+
+
+def proven_beside_the_first_step(rank: int, folder: Path) -> None:
+    """The same losses as with a proof at once; a bad state is refused by the first step, before it changes anything."""
+    from elastic.checkpoint.storage import CheckpointStore
+    from elastic.core.errors import IntegrityError
+    from elastic.training.state import open_state
+
+    for name, setup in _SETUPS.items():
+        if rank >= _WORLD:
+            continue
+        run = f"later-{name}"
+        join(folder, run, rank, _WORLD)
+        engine = make_engine(setup, _WORLD, seed=1)
+        for step in range(2):
+            train_step(engine, step)
+        checkpoint = save_checkpoint(engine, folder, run, 2, CALLER)
+        wanted = [train_step(engine, step) for step in range(2, 4)]
+        store = CheckpointStore(folder.as_uri(), run)
+
+        state = open_state(engine)
+        assert state.restore(store, checkpoint, later=True)[1] == CALLER
+        assert [train_step(engine, step) for step in range(2, 4)] == wanted
+        state.proven()
+
+        state.restore(Flipping(store, rank), checkpoint, later=True)
+        before = full_tensors(engine, setup)
+        message = _raised(IntegrityError, train_step, engine, 2)
+        assert "differ" in message, message
+        after = full_tensors(engine, setup)
+        assert all(torch.equal(before[key], after[key]) for key in before if not key.startswith("buffer/"))
+        # Swallowing the error does not help: nothing can be saved either.
+        message = _raised(IntegrityError, partial(state.snapshot, run_id=run, generation=1, step=2, client={}))
+        assert "differ" in message, message
+        leave(engine)
+
+
+def drifted_replicas_are_refused(rank: int, folder: Path) -> None:
+    """One rank's copy of a weight, of a frozen parameter, of a stage 0 master is another one: both ranks are told."""
+    from elastic.core.errors import IntegrityError
+    from elastic.training.state import open_state
+
+    for setup, names in ((Setup(2), ("three", "frozen.weight")), (Setup(0), ("scale",)), (Setup(3), ())):
+        if rank >= _WORLD:
+            continue
+        join(folder, f"drifted-{setup.stage}", rank, _WORLD)
+        engine = make_engine(setup, _WORLD, seed=1)
+        train_step(engine, 0)
+        # Batch statistics are rank 0's by design.
+        engine.module.drift.mean.add_(float(rank))
+        state = open_state(engine)
+        state.prove_replicas()
+        for name in names:
+            live = dict(engine.module.named_parameters())[name].data
+            kept = live.clone()
+            live.add_(float(rank))
+            message = _raised(IntegrityError, state.prove_replicas)
+            assert name in message, message
+            live.copy_(kept)
+            state.prove_replicas()
+        leave(engine)
+
+
+def _raised(kind: type[Exception], call: Any, *arguments: Any) -> str:
+    try:
+        call(*arguments)
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"expected a {kind.__name__}")
+
+
+CASES = {run.__name__.replace("_", "-"): run for run in (proven_beside_the_first_step, drifted_replicas_are_refused)}
