@@ -15,6 +15,7 @@ class CompletedStep:
     """A step that every rank has finished: sums over ranks, and the slowest rank's times.
 
     `positions` are joined half-open ranges of the global sample order; `loss` is the mean over the global batch.
+    `anomaly` says why the step was not applied, where it was not; `skipped` is then what it would have consumed.
     """
 
     generation: int
@@ -29,6 +30,8 @@ class CompletedStep:
     tokens: int
     grad_norm: float | None
     learning_rates: tuple[float, ...]
+    anomaly: str = ""
+    skipped: tuple[Range, ...] = ()
 
     @property
     def first_step_done(self) -> FirstStepDone | None:
@@ -47,6 +50,8 @@ class _Part:
     tokens: int
     grad_norm: float | None
     learning_rates: tuple[float, ...]
+    anomaly: str
+    skipped: tuple[Range, ...]
 
 
 class StepTable:
@@ -70,7 +75,8 @@ class StepTable:
     def add(
         self, generation: int, rank: int, step: int, loss: float, positions: Iterable[Range], samples: int,
         duration_s: float, data_wait_s: float = 0.0, grad_norm: float | None = None,
-        learning_rates: Iterable[float] = (), tokens: int = 0, save_stall_s: float = 0.0,
+        learning_rates: Iterable[float] = (), tokens: int = 0, save_stall_s: float = 0.0, anomaly: str = "",
+        skipped: Iterable[Range] = (),
     ) -> CompletedStep | None:  # fmt: skip
         """One rank's report of finished step `step`; the completed step when it was the last one missing.
 
@@ -80,10 +86,10 @@ class StepTable:
             return None
         self._last[rank] = max(step, self._last.get(rank, step))
         parts = self._parts.setdefault(step, {})
-        ranges = tuple((start, end) for start, end in positions)
         part = _Part(
-            loss, ranges, samples, duration_s, data_wait_s, save_stall_s, tokens, grad_norm, tuple(learning_rates)
-        )
+            loss, _ranges(positions), samples, duration_s, data_wait_s, save_stall_s, tokens, grad_norm,
+            tuple(learning_rates), anomaly, _ranges(skipped),
+        )  # fmt: skip
         parts.setdefault(rank, part)
         return self._complete(step) if len(parts) == self._world_size else None
 
@@ -127,7 +133,14 @@ class StepTable:
             # DeepSpeed reports a norm that is not finite as -1: one rank that saw it is enough.
             grad_norm=-1.0 if any(norm < 0 for norm in norms) else max(norms, default=None),
             learning_rates=parts[0].learning_rates,
+            # A rank whose loss was no number says so; the others know the gradient only.
+            anomaly=max((part.anomaly for part in parts), key=lambda text: (bool(text), "loss" in text)),
+            skipped=join(position for part in parts for position in part.skipped),
         )
+
+
+def _ranges(positions: Iterable[Range]) -> tuple[Range, ...]:
+    return tuple((start, end) for start, end in positions)
 
 
 def join(ranges: Iterable[Range]) -> tuple[Range, ...]:

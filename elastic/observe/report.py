@@ -40,6 +40,8 @@ def _headline(summary: Summary) -> str:
     if samples.get("seen") is not None:
         missing, repeated = samples.get("missing") or 0, samples.get("repeated") or 0
         parts.append(f"{samples['seen']} samples seen, {missing} missing, {repeated} repeated")
+        if samples.get("skipped"):
+            parts.append(f"{samples['skipped']} skipped")
     return ", ".join(parts)
 
 

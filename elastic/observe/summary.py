@@ -25,6 +25,7 @@ _MARKS = {
     "first_step": "first_step",
     "caught_up": "caught_up",
 }
+_SAMPLES = ("seen", "missing", "repeated", "skipped")
 _STAMPS = {"seq", "incarnation", "time", "type"}
 
 
@@ -48,7 +49,7 @@ def summarize(records: Iterable[Record]) -> Json:
         "wall_s": round(times[-1] - times[0], 3) if times else None,
         "generations": generations,
         "incidents": [incident_summary(r) for attempt in attempts for r in _latest(_of(attempt, "incident"), "id")],
-        "samples": {key: _merged(_of(all_records, "samples")).get(key) for key in ("seen", "missing", "repeated")},
+        "samples": {key: _merged(_of(all_records, "samples")).get(key) for key in _SAMPLES},
         "checkpoints": _checkpoints(all_records),
         "save_stall_s": _stalls(_of(all_records, "checkpoint")),
         "attempts": len(attempts),

@@ -150,6 +150,9 @@ class ControllerActor:
             done, first = self._telemetry.report(item.data, now)
             if first is not None:
                 self._events.put_nowait(first)
+            if done is not None and done.anomaly:
+                skipped = ev.StepSkipped(done.generation, done.step, done.anomaly, done.skipped)
+                self._events.put_nowait(skipped)
             if done is not None:
                 self._incidents.step_done(done.step, now)
                 asyncio.get_running_loop().create_task(self._tell_step())
@@ -224,7 +227,7 @@ class ControllerActor:
             self._records.note({"type": "run", "status": "running", "run_id": settings.run_id, "attempt": old.attempt})
             found = await asyncio.to_thread(store.list)
             known = tuple((ref.id, ref.step) for ref in found)
-            first = ev.RunStarted(known, max([old.generation, *(ref.generation for ref in found)]))
+            first = ev.RunStarted(known, max([old.generation, *(ref.generation for ref in found)]), old.skips)
         await self._turn([first])
         self._ready.set()
 
@@ -273,7 +276,7 @@ class ControllerActor:
         elif isinstance(action, act.CloseIncident):
             self._incidents.close(action.incident)
         elif isinstance(action, act.BeginGeneration) and not self._is_reissue(action):
-            self._telemetry.generation_begins(action.generation, len(action.members), action.step, now)
+            self._telemetry.generation_begins(action.generation, len(action.members), action.step, now, action.skips)
         self._executor.perform(action)
 
     def _is_reissue(self, action: act.BeginGeneration) -> bool:

@@ -22,7 +22,7 @@ from elastic.training.session import GenerationSpec, Phase, RestoreReport, Snaps
 
 # Enough for what may still be on its way to the controller, many times over.
 _RECENT_STEPS = 64
-_OF_A_STEP = ("step", "loss", "positions", "samples", "duration_s", "tokens")
+_OF_A_STEP = ("step", "loss", "positions", "samples", "duration_s", "tokens", "anomaly", "skipped")
 
 
 class Member:

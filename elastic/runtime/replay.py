@@ -10,8 +10,9 @@ from elastic.core import events as ev
 from elastic.core import machine
 from elastic.core.settings import RunSettings
 from elastic.core.state import RunState
+from elastic.core.steps import Range
 from elastic.observe.journal import JournalWriter
-from elastic.runtime.telemetry import Telemetry
+from elastic.runtime.telemetry import Telemetry, skips_of
 
 Record = Mapping[str, Any]
 
@@ -28,6 +29,12 @@ class Replayed:
     generation: int
     records: tuple[Record, ...] = ()
     before: tuple[Record, ...] = ()
+
+    @property
+    def skips(self) -> tuple[Range, ...]:
+        """What the attempts before have left out."""
+        begun = [record for record in self.before if record.get("type") == "generation" and "first_step" in record]
+        return skips_of(begun[-1]) if begun else ()
 
     @classmethod
     def nothing(cls, settings: RunSettings, journal: JournalWriter) -> Replayed:
@@ -50,7 +57,9 @@ class Replayed:
                 if isinstance(event, ev.CheckpointCommitted):
                     silent.time.commit(event.step)
             elif item["type"] == "generation" and "first_step" in item:
-                silent.generation_begins(item["number"], item["world_size"], item["first_step"] - 1, when)
+                silent.generation_begins(
+                    item["number"], item["world_size"], item["first_step"] - 1, when, skips_of(item)
+                )
             elif item["type"] == "step":
                 silent.recall(item, when)
         silent.write_to(record)

@@ -12,7 +12,8 @@ from elastic.core.detector import HangLimit, ProgressWatch
 from elastic.core.ledger import PROVE, RESHARD, RESTORE, SampleLedger, TimeLedger, owner_of
 from elastic.core.settings import RunSettings
 from elastic.core.state import RunState
-from elastic.core.steps import CompletedStep, StepTable
+from elastic.core.steps import CompletedStep, Range, StepTable
+from elastic.observe.text import finite
 
 # A journal record of steps holds at most this many, and waits at most this long.
 _STEPS_PER_RECORD = 100
@@ -42,17 +43,21 @@ class Telemetry:
 
     # --- generations ---
 
-    def generation_begins(self, number: int, world_size: int, step: int, now: float) -> None:
-        """Steps after `step` were rolled back; they will be done again."""
+    def generation_begins(
+        self, number: int, world_size: int, step: int, now: float, skips: Iterable[Range] = ()
+    ) -> None:
+        """Steps after `step` were rolled back; they will be done again. `skips` is all that the run leaves out."""
         self.generation = number
         self.table.begin(number, world_size, step)
         self.samples.rollback(step)
+        self.samples.skip(skips)
         self.time.rollback(step)
         self.step = step
         self._recent.clear()
         self._record(
-            {"type": "generation", "number": number, "world_size": world_size, "first_step": step + 1, "now": now}
-        )
+            {"type": "generation", "number": number, "world_size": world_size, "first_step": step + 1, "now": now,
+             "skips": [list(range_) for range_ in skips]}
+        )  # fmt: skip
 
     def generation_ended(self, number: int) -> None:
         self.flush(time.time(), force=True)
@@ -66,7 +71,7 @@ class Telemetry:
         done = self.table.add(
             data["generation"], data["rank"], data["step"], data["loss"], data["positions"], data["samples"],
             data["duration_s"], data["data_wait_s"], data["grad_norm"], data["learning_rates"], data["tokens"],
-            data["save_stall_s"],
+            data["save_stall_s"], data.get("anomaly", ""), data.get("skipped", ()),
         )  # fmt: skip
         if done is None:
             return None, None
@@ -79,8 +84,8 @@ class Telemetry:
             for owner in (RESHARD, RESTORE):
                 self._proof_s -= self.time.move(owner, PROVE, self._proof_s)
             self._proof_s = 0.0
-        self._reached(done.step, done.loss)
-        self.samples.add(done.step, done.positions)
+        self._reached(done.step, finite(done.loss))
+        self.samples.add(done.step, done.positions, done.skipped)
         self.time.step_done(done.step, now, done.save_stall_s, done.data_wait_s)
         if not done.first:
             self._hang.add(done.duration_s)
@@ -90,10 +95,10 @@ class Telemetry:
         self._unwritten.append(_step_record(done, now, metrics))
         self.flush(now)
 
-    def _reached(self, step: int, loss: float) -> None:
+    def _reached(self, step: int, loss: float | None) -> None:
         """After a restart of the controller steps come again, older ones after newer ones."""
         if step > self.step:
-            self.step, self.loss = step, loss
+            self.step, self.loss = step, self.loss if loss is None else loss
 
     def restored(self, data: Mapping[str, Any]) -> dict[str, Any] | None:
         """One rank's restore report; with the last one of a generation, the record of all."""
@@ -126,9 +131,10 @@ class Telemetry:
             for part in reports:
                 done = table.add(
                     generation, rank, part["step"], part["loss"], part["positions"], part["samples"],
-                    part["duration_s"], tokens=part["tokens"],
+                    part["duration_s"], tokens=part["tokens"], anomaly=part.get("anomaly", ""),
+                    skipped=part.get("skipped", ()),
                 )  # fmt: skip
-                if done is not None and self.samples.add(done.step, done.positions):
+                if done is not None and self.samples.add(done.step, done.positions, done.skipped):
                     self._unwritten.append(_step_record(done, now, {}))
                     last = max(last, done.step)
         self.flush(now, force=True)
@@ -140,7 +146,7 @@ class Telemetry:
     def recall(self, step: Mapping[str, Any], when: float) -> None:
         """One finished step as the journal has it."""
         self._reached(step["step"], step["loss"])
-        self.samples.add(step["step"], tuple((start, end) for start, end in step["positions"]))
+        self._recall_samples(step)
         self.time.step_done(step["step"], when, step.get("save_stall_s", 0.0), step.get("data_wait_s", 0.0))
         self.table.known(step["step"])
 
@@ -149,8 +155,13 @@ class Telemetry:
         for record in records:
             if record["type"] == "generation" and "first_step" in record:
                 self.samples.rollback(record["first_step"] - 1)
+                self.samples.skip(skips_of(record))
             for step in record["steps"] if record["type"] == "steps" else ():
-                self.samples.add(step["step"], tuple((start, end) for start, end in step["positions"]))
+                self._recall_samples(step)
+
+    def _recall_samples(self, step: Mapping[str, Any]) -> None:
+        positions, skipped = step["positions"], step.get("skipped", ())
+        self.samples.add(step["step"], [(a, b) for a, b in positions], [(a, b) for a, b in skipped])
 
     def write_to(self, record: Callable[[dict[str, Any]], None]) -> None:
         self._record = record
@@ -181,15 +192,27 @@ class Telemetry:
         total = self.samples.end()
         counted = self.samples.result(total)
         return [
-            {"type": "samples", "seen": counted.seen, "missing": counted.missing, "repeated": counted.repeated},
+            {
+                "type": "samples",
+                "seen": counted.seen,
+                "missing": counted.missing,
+                "repeated": counted.repeated,
+                "skipped": counted.skipped,
+            },
             {"type": "ledger", "seconds": self.time.totals(now), "wall_s": self.time.wall_s()},
         ]
 
 
 def _step_record(done: CompletedStep, now: float, metrics: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "step": done.step, "generation": done.generation, "loss": done.loss, "time": round(now, 3),
+        "step": done.step, "generation": done.generation, "loss": finite(done.loss), "time": round(now, 3),
         "duration_s": round(done.duration_s, 5), "data_wait_s": round(done.data_wait_s, 5),
         "save_stall_s": round(done.save_stall_s, 5), "samples": done.samples, "positions": done.positions,
         "grad_norm": done.grad_norm, "learning_rates": done.learning_rates, "metrics": dict(metrics),
+        **({"anomaly": done.anomaly, "skipped": done.skipped} if done.anomaly else {}),
     }  # fmt: skip
+
+
+def skips_of(record: Mapping[str, Any]) -> tuple[Range, ...]:
+    """What a journal's "generation" record says that the run leaves out."""
+    return tuple((start, stop) for start, stop in record.get("skips") or ())

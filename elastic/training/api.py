@@ -64,6 +64,7 @@ def initialize(
     # From here on the runner lets go of DeepSpeed's engine however the generation ends.
     generation.engine = ElasticEngine(engine, generation, plan)
     generation.engine.open()
+    plan = generation.engine.plan
     reader = BatchReader(
         training_data,
         plan,
@@ -120,8 +121,11 @@ def _plan(generation: Generation, resolved: ResolvedConfig, dataset_size: int) -
         world_size=spec.world_size,
         rank=spec.rank,
         dataset_size=dataset_size,
-        total_samples=total_samples(dataset_size, resolved.global_batch, spec.batch.max_steps, spec.batch.epochs),
+        total_samples=total_samples(
+            dataset_size, resolved.global_batch, spec.batch.max_steps, spec.batch.epochs, spec.skips
+        ),
         passes=resolved.passes,
+        skips=spec.skips,
     )
 
 

@@ -14,6 +14,7 @@ from elastic.training.session import Coordinator, GenerationSpec, Phase
 from elastic.training.user_state import State
 
 if TYPE_CHECKING:
+    from elastic.training.anomalies import BadStep
     from elastic.training.engine import ElasticEngine
     from elastic.training.loader import ElasticLoader
     from elastic.training.process_group import ProcessGroup
@@ -53,6 +54,8 @@ class Generation:
     loader: ElasticLoader | None = None
     failure: CollectiveFailed | None = None
     planned: bool = False
+    # The step under way came to no number: every rank leaves by itself, and nobody has saved it.
+    bad_step: BadStep | None = None
     _ended: str | None = None
 
     def end(self, reason: str) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,8 @@ import torch
 from elastic.core.batches import loss_scale
 from elastic.core.errors import UsageError
 from elastic.core.snapshots import is_snapshot
-from elastic.training import rng
+from elastic.training import place, rng
+from elastic.training.anomalies import AnomalyWatch, BadStep
 from elastic.training.context import Generation
 from elastic.training.failures import as_collective_failure
 from elastic.training.progress import StepPlan, StepProgress
@@ -32,21 +34,25 @@ class ElasticEngine:
     def __init__(self, engine: Any, generation: Generation, plan: StepPlan) -> None:
         self.deepspeed = engine
         self._generation = generation
-        self._plan = plan
+        self.plan = plan
         self._state: EngineState | None = None
         self._loss: torch.Tensor | float = 0.0
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._snapshots: Snapshots | None = None
+        self._watch: AnomalyWatch | None = None
 
     def open(self) -> None:
         """Check DeepSpeed's partitioning and, when the spec names a checkpoint, restore it. Collective.
 
-        Raises UsageError, ModelMismatch, IntegrityError or StorageError.
+        `plan` is afterwards what the restored state goes on with. Raises UsageError, ModelMismatch, IntegrityError or
+        StorageError.
         """
         from elastic.training.snapshots import Snapshots
         from elastic.training.state import open_state
 
         generation, checkpoint = self._generation, self._generation.spec.checkpoint
+        if generation.spec.anomalies is not None:
+            self._watch = AnomalyWatch(self.deepspeed, generation.spec.anomalies)
         self._state = open_state(self.deepspeed)
         group = self.deepspeed.seq_data_parallel_group
         self._snapshots = Snapshots(generation, self._state, group, self._client)
@@ -54,7 +60,8 @@ class ElasticEngine:
             return
         generation.enter(Phase.RESTORING)
         report, client = self._state.restore(generation.coordinator.source(), checkpoint)
-        self._check_data(client["data"])
+        place.check(client, self.plan, generation.spec.seed)
+        self.plan = place.resumed(client, self.plan, generation.spec.batch)
         generation.step = int(client["step"])
         # What came from memory is not in storage yet: a run that ends here still has to save it.
         self._snapshots.saved_step = None if is_snapshot(checkpoint) else generation.step
@@ -93,12 +100,13 @@ class ElasticEngine:
             # DeepSpeed reduces in the backward of a step's last micro-batch: a second one would be lost (seen, ZeRO-2).
             raise UsageError(f"step {progress.step}: engine.backward was called twice for one batch; add the losses up")
         weight = progress.active.weight
-        scale = loss_scale(weight, self._plan.passes, self._plan.world_size)
+        scale = loss_scale(weight, self.plan.passes, self.plan.world_size)
         if weight > 0.0:
             self._loss = self._loss + loss.detach().float() * weight
         progress.backwards += 1
+        scaled = loss * scale if self._watch is None else self._watch.guarded(loss, scale)
         with self._translated():
-            result = self.deepspeed.backward(loss * scale, **kwargs)
+            result = self.deepspeed.backward(scaled, **kwargs)
         self._restore_buffers()
         return result
 
@@ -112,7 +120,10 @@ class ElasticEngine:
         assert self._snapshots is not None
         if progress.on_last_pass:
             self._snapshots.fence()
-        with self._translated():
+        watched: AbstractContextManager[None] = nullcontext()
+        if self._watch is not None and progress.on_last_pass:
+            watched = self._watch.stepping()
+        with self._translated(), watched:
             self.deepspeed.step(*args, **kwargs)
         progress.finish_pass()
         if progress.complete:
@@ -120,7 +131,7 @@ class ElasticEngine:
 
     def train_batch_size(self) -> int:
         """The global batch. DeepSpeed's own figure is nominal: it counts padding at sizes that do not divide."""
-        return self._plan.global_batch
+        return self.plan.global_batch
 
     def save_checkpoint(self, *_: Any, **__: Any) -> None:
         raise UsageError(
@@ -146,6 +157,7 @@ class ElasticEngine:
             self._snapshots.close()
             self._snapshots = None
         self.deepspeed = None
+        self._watch = None
         self._state = None
         self._buffers.clear()
         self._loss = 0.0
@@ -161,6 +173,8 @@ class ElasticEngine:
         assert batch is not None
         # Set by hand for every pass: the last step of a run may have fewer passes than DeepSpeed was told.
         self.deepspeed.set_gradient_accumulation_boundary(progress.on_last_pass)
+        if self._watch is not None and progress.next_pass == 1 and progress.forwards == 0:
+            self._watch.begin()
         if batch.weight == 0.0 and not self._buffers:
             self._buffers = [(buffer, buffer.detach().clone()) for buffer in self.deepspeed.module.buffers()]
         rng.seed_everything(self._generation.spec.seed, "forward", progress.step, batch.index, progress.forwards)
@@ -178,55 +192,54 @@ class ElasticEngine:
         generation = self._generation
         ended = time.perf_counter()
         loss, self._loss = float(self._loss), 0.0
+        bad = self._look(progress, loss)
         generation.step = progress.step + 1
-        self.deepspeed.global_samples = self._plan.position(generation.step)
+        self.deepspeed.global_samples = self.plan.consumed(generation.step)
         assert self._snapshots is not None
         with self._translated():
             stall_s = self._snapshots.prepare(ended - progress.begun)
         metrics, generation.metrics = generation.metrics, {}
-        generation.coordinator.step_done(
-            StepReport(
-                step=generation.step,
-                loss=loss,
-                positions=progress.positions(),
-                samples=sum(stop - start for start, stop in progress.positions()),
-                duration_s=ended - progress.begun,
-                data_wait_s=progress.data_wait_s,
-                grad_norm=_as_float(self.deepspeed.get_global_grad_norm()),
-                learning_rates=_learning_rates(self.deepspeed),
-                tokens=progress.tokens,
-                save_stall_s=stall_s,
-            ),
-            metrics,
-        )
+        generation.coordinator.step_done(self._report(progress, loss, ended, stall_s, bad), metrics)
         self._snapshots.start()
 
+    def _look(self, progress: StepProgress, loss: float) -> BadStep | None:
+        """What is wrong with the step just made, where it was skipped. Raises GenerationEnded, on every rank, where the
+        run is to go back: nothing of the step may be saved then."""
+        if self._watch is None:
+            return None
+        with self._translated():
+            bad = self._watch.found(loss)
+        if bad is None or self._watch.undo():
+            return bad
+        generation = self._generation
+        generation.bad_step = replace(bad, positions=(self.plan.positions(progress.step),))
+        generation.end(f"{bad} in step {progress.step + 1}")
+        generation.check()
+        return bad
+
+    def _report(
+        self, progress: StepProgress, loss: float, ended: float, stall_s: float, bad: BadStep | None
+    ) -> StepReport:
+        positions = progress.positions()
+        norm = self.deepspeed.get_global_grad_norm() if self._watch is None else self._watch.grad_norm
+        return StepReport(
+            step=self._generation.step,
+            loss=loss,
+            positions=() if bad else positions,
+            samples=sum(stop - start for start, stop in positions),
+            duration_s=ended - progress.begun,
+            data_wait_s=progress.data_wait_s,
+            grad_norm=_as_float(norm),
+            learning_rates=_learning_rates(self.deepspeed),
+            tokens=progress.tokens,
+            save_stall_s=stall_s,
+            anomaly=str(bad) if bad else "",
+            skipped=positions if bad else (),
+        )
+
     def _client(self) -> dict[str, Any]:
-        plan = self._plan
-        return {
-            "step": self._generation.step,
-            "position": plan.position(self._generation.step),
-            "data": self._data(),
-            "user": self._generation.state.dump(),
-        }
-
-    def _data(self) -> dict[str, int]:
-        """What defines the order in which positions count samples, and the random streams."""
-        plan = self._plan
-        return {
-            "seed": self._generation.spec.seed,
-            "global_batch": plan.global_batch,
-            "micro_batch": plan.micro_batch,
-            "dataset_size": plan.dataset_size,
-        }
-
-    def _check_data(self, saved: Mapping[str, Any]) -> None:
-        for name, value in self._data().items():
-            if saved.get(name) != value:
-                raise UsageError(
-                    f"the checkpoint was made with {name} {saved.get(name)}, this run has {value}: it cannot go on "
-                    f"with the same samples; set {name} back, or start a new run"
-                )
+        generation = self._generation
+        return {**place.told(self.plan, generation.spec.seed, generation.step), "user": generation.state.dump()}
 
     @contextmanager
     def _translated(self) -> Iterator[None]:

@@ -150,7 +150,9 @@ def run_local(
     coordinator = LocalCoordinator(spec, rendezvous, url, end_at)
 
     def close(result: GenerationResult) -> None:
-        coordinator.close(wait=result.kind == "finished" or (result.kind == "ended" and result.step == end_at))
+        coordinator.close(
+            wait=result.kind in ("finished", "anomaly") or (result.kind == "ended" and result.step == end_at)
+        )
 
     runner = GenerationRunner(spec, coordinator, rendezvous, on_result=close)
     return runner.run(fn, config), coordinator

@@ -8,7 +8,7 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from elastic.core.errors import CollectiveFailed, GenerationEnded, IntegrityError, StorageError, UsageError, Where
 from elastic.training import cleanup, context, rng
@@ -17,9 +17,12 @@ from elastic.training.failures import as_collective_failure, peer_of
 from elastic.training.process_group import ProcessGroup, Rendezvous, backend_and_device
 from elastic.training.session import Coordinator, GenerationSpec, Phase
 
+if TYPE_CHECKING:
+    from elastic.training.anomalies import BadStep
+
 logger = logging.getLogger(__name__)
 
-Kind = Literal["finished", "ended", "user_error", "collective_failed", "restore_failed", "usage_error"]
+Kind = Literal["finished", "ended", "anomaly", "user_error", "collective_failed", "restore_failed", "usage_error"]
 # How often an aborted generation's sockets are looked for again: groups under construction open new ones.
 _SWEEP_EVERY_S = 0.05
 
@@ -30,6 +33,7 @@ class GenerationResult:
 
     finished            the user's function returned; `completed` tells whether the loader had reached the run's end
     ended               ended as planned, or aborted; `message` is the reason
+    anomaly             a step's loss or gradient was no number, as `bad_step` says; every rank ends alike
     user_error          the user's function raised
     usage_error         the job or the user's loop cannot work as written (a UsageError); not worth retrying
     collective_failed   a peer was lost: `peer` is "host:port" and `peer_rank` its rank where they are known
@@ -47,6 +51,7 @@ class GenerationResult:
     peer: str | None = None
     peer_rank: int | None = None
     checkpoint: str | None = None
+    bad_step: BadStep | None = None
     where: Where = field(default_factory=Where)
 
 
@@ -136,6 +141,9 @@ class GenerationRunner:
 
     def _classify(self, error: BaseException) -> GenerationResult:
         generation = self._generation
+        if generation.bad_step is not None:
+            bad = generation.bad_step
+            return self._result("anomaly", error, message=str(bad), text=None, bad_step=bad)
         if isinstance(error, GenerationEnded):
             return self._result("ended", error, message=error.reason, text=None)
         if generation.ended is not None:
@@ -179,7 +187,7 @@ class GenerationRunner:
 
     def _leave(self, result: GenerationResult) -> None:
         generation = self._generation
-        if result.kind not in ("finished", "ended") or (result.kind == "ended" and not generation.planned):
+        if result.kind not in ("finished", "ended", "anomaly") or (result.kind == "ended" and not generation.planned):
             # Collectives that this rank started and will not wait for would block the groups' destruction. Where all
             # is well nothing is cut: a slower rank may still be reading what this one has sent.
             self._group.sweep()

@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
+from elastic.core.settings import AnomalySettings
+from elastic.core.steps import Range
+
 if TYPE_CHECKING:
     from elastic.checkpoint.snapshot import ShardSnapshot
     from elastic.checkpoint.source import CheckpointSource
@@ -53,6 +56,9 @@ class GenerationSpec:
     checkpoint_every_steps: int | None = None
     deepspeed_config: Mapping[str, Any] | None = None
     memory: MemoryPlan | None = None
+    # Ranges of positions that the run leaves out; and what is done about a loss of no number (None: not looked for).
+    skips: tuple[Range, ...] = ()
+    anomalies: AnomalySettings | None = None
     # A collective that makes no progress for this long fails by itself, whatever else goes wrong.
     collective_timeout_s: float = 600.0
 
@@ -85,6 +91,7 @@ class StepReport:
     `loss` is this rank's part of the global mean: the sum over its micro-batches of loss * samples / step samples, so
     that the sum over ranks is the loss of the global batch. `grad_norm` is DeepSpeed's (None where it has none).
     `duration_s` ends with the optimizer step; `save_stall_s` is what the snapshot of this step cost beyond that.
+    `anomaly` says why the step was not applied, where it was not: `skipped` is then what it would have consumed.
     """
 
     step: int
@@ -97,6 +104,8 @@ class StepReport:
     learning_rates: tuple[float, ...] = ()
     tokens: int = 0
     save_stall_s: float = 0.0
+    anomaly: str = ""
+    skipped: tuple[Range, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -217,7 +217,9 @@ def _run(value: Any, runner: dict[str, Any], made: threading.Event) -> None:
         coordinator = Telling(spec, rendezvous, config["url"], end_at)
 
         def on_result(result: Any) -> None:
-            coordinator.close(wait=result.kind == "finished" or (result.kind == "ended" and result.step == end_at))
+            coordinator.close(
+                wait=result.kind in ("finished", "anomaly") or (result.kind == "ended" and result.step == end_at)
+            )
 
         runner["now"] = GenerationRunner(spec, coordinator, rendezvous, on_result)
         made.set()

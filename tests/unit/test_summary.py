@@ -29,7 +29,7 @@ def test_everything_is_there() -> None:
         "detected": 0.25, "decided": 0.5, "rebuilt": 1.0, "restored": 1.5, "first_step": 2.0, "caught_up": None,
     }  # fmt: skip
     assert (incident["steps_repeated"], incident["source"]) == (1, "storage")
-    assert summary["samples"] == {"seen": 2400, "missing": 0, "repeated": 0}
+    assert summary["samples"] == {"seen": 2400, "missing": 0, "repeated": 0, "skipped": None}
     assert [c["id"] for c in summary["checkpoints"]] == ["c40", "c80"]
     assert summary["save_stall_s"] == {"saves": 2, "median": 0.02, "max": 0.03, "total": 0.04}
     assert sum(summary["time_ledger"].values()) == 19.0
@@ -41,7 +41,7 @@ def test_a_journal_with_nothing_in_it() -> None:
     summary = summarize([])
     assert summary["status"] == "unknown"
     assert summary["steps"] is None
-    assert summary["samples"] == {"seen": None, "missing": None, "repeated": None}
+    assert summary["samples"] == {"seen": None, "missing": None, "repeated": None, "skipped": None}
     assert report(summary) == ["run ? is unknown"]
 
 
