@@ -389,9 +389,13 @@ class Executor:
             await work
         except asyncio.CancelledError:
             raise
-        except Exception:
+        except Exception as error:
             # An action that ends without its event is caught by the state machine's deadlines.
             logger.exception("%s failed", action)
+            if isinstance(action, act.BeginGeneration):
+                # Not waited for: nobody has been told to begin, or not everybody.
+                told = f"the generation could not be begun: {_sentence(error)}"
+                self._emit(ev.CollectiveFailed(action.generation, action.members[0], action.step, told))
 
 
 async def _nothing() -> tuple[Any, ...]:
