@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, create_model, model_validator
 
 from elastic.core.errors import UsageError
-from elastic.core.settings import CheckpointSettings, FailureSettings, MemorySettings, RunSettings, ScalingSettings
+from elastic.core.settings import (
+    AnomalySettings,
+    CheckpointSettings,
+    FailureSettings,
+    MemorySettings,
+    RunSettings,
+    ScalingSettings,
+)
 from jobs.sentences import sentence
 from jobs.storage import absolute_url
 from jobs.yaml_lines import Document, parse
@@ -69,6 +76,17 @@ class MemorySpec(BaseModel):
     domain_label: Annotated[str, Field(min_length=1)] = MemorySettings.domain_label
 
 
+class AnomalySpec(BaseModel):
+    """See `AnomalySettings`."""
+
+    model_config = _CONFIG
+
+    policy: Literal["stop", "skip", "rollback"] = AnomalySettings.policy
+    max_anomalies: Annotated[int, Field(ge=0)] = AnomalySettings.max_anomalies
+    window_steps: Count = AnomalySettings.window_steps
+    max_overflows: Annotated[int, Field(ge=0)] = AnomalySettings.max_overflows
+
+
 class JobSpec(BaseModel):
     """One job. Batches count samples; None leaves them to the DeepSpeed config of the user's script."""
 
@@ -92,6 +110,7 @@ class JobSpec(BaseModel):
     checkpoint: CheckpointSpec = Field(default_factory=CheckpointSpec)
     memory: MemorySpec = Field(default_factory=MemorySpec)
     failures: Annotated[FailureSettings, PlainValidator(_failures)] = Field(default_factory=FailureSettings)
+    anomalies: AnomalySpec = Field(default_factory=AnomalySpec)
     storage_url: str | None = None
 
     @model_validator(mode="after")
@@ -132,6 +151,7 @@ class JobSpec(BaseModel):
             ),
             memory=MemorySettings(**dict(self.memory)),
             failures=self.failures,
+            anomalies=AnomalySettings(**dict(self.anomalies)),
             resources_per_worker=self.resources_per_worker,
             deepspeed_config=self.deepspeed if isinstance(self.deepspeed, dict) else None,
             storage_url=self.storage_url or self.checkpoint.url or storage_url,
@@ -167,6 +187,7 @@ def _keys() -> dict[tuple[str, ...], list[str]]:
         (): list(JobSpec.model_fields),
         ("checkpoint",): list(CheckpointSpec.model_fields),
         ("memory",): list(MemorySpec.model_fields),
+        ("anomalies",): list(AnomalySpec.model_fields),
         ("failures",): [f.name for f in dataclasses.fields(FailureSettings)],
     }
 

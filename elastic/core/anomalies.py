@@ -5,7 +5,7 @@ from __future__ import annotations
 from elastic.core.anomaly import Anomaly, reason_to_end
 from elastic.core.events import AnomalyFound, StepSkipped
 from elastic.core.recovery import fail_generation
-from elastic.core.steps import Range, join
+from elastic.core.steps import Range, union
 from elastic.core.turn import Turn
 
 _KEPT = 100
@@ -44,7 +44,7 @@ def _remember(turn: Turn, anomaly: Anomaly) -> None:
 
 
 def _leave_out(turn: Turn, event: AnomalyFound, evidence: str) -> None:
-    skips = join((*turn.state.skips, *event.positions))
+    skips = union((*turn.state.skips, *event.positions))
     turn.set(skips=skips)
     turn.say(
         f"{evidence}; {_samples(event.positions)} are skipped, step {event.step + 1} is done with the next ones",

@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from elastic.core.steps import Range, join
+from elastic.core.steps import Range, union
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class SampleLedger:
 
     def skip(self, ranges: Iterable[Range]) -> None:
         """All ranges that the run leaves out, whatever is rolled back: the whole list, which only grows."""
-        self._skips = join(ranges)
+        self._skips = union(ranges)
 
     def add(self, step: int, positions: Iterable[Range], skipped: Iterable[Range] = ()) -> bool:
         """Step `step` consumed these positions, and had `skipped` without being applied. False, and nothing changes,

@@ -152,3 +152,14 @@ def join(ranges: Iterable[Range]) -> tuple[Range, ...]:
         else:
             joined.append((start, end))
     return tuple(joined)
+
+
+def union(ranges: Iterable[Range]) -> tuple[Range, ...]:
+    """The positions that are in any of the ranges, each once, as sorted ranges that do not touch."""
+    whole: list[Range] = []
+    for start, end in sorted(r for r in ranges if r[0] < r[1]):
+        if whole and start <= whole[-1][1]:
+            whole[-1] = (whole[-1][0], max(end, whole[-1][1]))
+        else:
+            whole.append((start, end))
+    return tuple(whole)

@@ -19,7 +19,14 @@ from elastic.core.errors import (
     UsageError,
     UserCodeError,
 )
-from elastic.core.settings import CheckpointSettings, FailureSettings, MemorySettings, RunSettings, ScalingSettings
+from elastic.core.settings import (
+    AnomalySettings,
+    CheckpointSettings,
+    FailureSettings,
+    MemorySettings,
+    RunSettings,
+    ScalingSettings,
+)
 from elastic.runtime import client
 from elastic.runtime.entry import Entry
 
@@ -64,6 +71,7 @@ class ElasticTrainer:
         checkpoint_every_steps: int | None = None,
         memory: MemorySettings | None = None,
         failures: FailureSettings | None = None,
+        anomalies: AnomalySettings | None = None,
         seed: int = 0,
     ) -> None:
         self._function = train_loop_per_worker
@@ -83,6 +91,7 @@ class ElasticTrainer:
             checkpoint=CheckpointSettings(storage, checkpoint_every_steps, keep or 2),
             memory=memory or MemorySettings(),
             failures=failures or _failures(run),
+            anomalies=anomalies or AnomalySettings(),
             resources_per_worker=_resources(scaling),
             deepspeed_config=deepspeed_config,
             storage_url=storage,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from elastic.core.errors import IntegrityError, UsageError
-from elastic.core.steps import Range, join
+from elastic.core.steps import Range, union
 from elastic.training.progress import StepPlan, total_samples
 from elastic.training.session import BatchSettings
 
@@ -45,7 +45,7 @@ def resumed(saved: Mapping[str, Any], plan: StepPlan, batch: BatchSettings) -> S
                 f"the state after step {saved['step']} was trained on samples {start} to {stop - 1}, which were found "
                 "to be no good since then"
             )
-    return skipping(plan, join((*plan.skips, *before)), batch)
+    return skipping(plan, union((*plan.skips, *before)), batch)
 
 
 def skipping(plan: StepPlan, skips: tuple[Range, ...], batch: BatchSettings) -> StepPlan:
@@ -65,4 +65,4 @@ def _order(plan: StepPlan, seed: int) -> dict[str, int]:
 
 
 def _until(position: int, ranges: Iterable[Range]) -> tuple[Range, ...]:
-    return join((start, min(stop, position)) for start, stop in ranges if start < position)
+    return union((start, min(stop, position)) for start, stop in ranges if start < position)

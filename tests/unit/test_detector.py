@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from elastic.core.detector import CompletedStep, HangLimit, LastSeen, ProgressWatch, StepTable
 from elastic.core.events import FirstStepDone
-from elastic.core.steps import join
+from elastic.core.steps import join, union
 
 BEAT_S, LIMIT_S = 0.2, 1.0
 
@@ -274,6 +274,10 @@ def test_a_norm_that_is_not_finite_on_one_rank_is_not_finite() -> None:
 def test_positions_that_come_twice_stay_visible() -> None:
     assert join([(4, 8), (0, 4), (2, 6), (9, 9)]) == ((0, 4), (2, 6), (4, 8))
     assert join([(4, 8), (0, 4), (8, 9)]) == ((0, 9),)
+
+
+def test_a_union_has_every_position_once() -> None:
+    assert union([(4, 8), (0, 4), (2, 6), (9, 9), (10, 12), (10, 11)]) == ((0, 8), (10, 12))
 
 
 @given(st.integers(1, 4), st.integers(1, 6), st.data())

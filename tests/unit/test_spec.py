@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from elastic.core.errors import UsageError
-from elastic.core.settings import FailureSettings, RunSettings
+from elastic.core.settings import AnomalySettings, FailureSettings, RunSettings
 from jobs.checks import check_deepspeed
 from jobs.spec import JobSpec, load_job
 
@@ -48,6 +48,7 @@ max_steps: 100
 seed: 7
 checkpoint: {url: ckpt, every_steps: 10, keep_last: 3, keep_every_steps: 50}
 failures: {suspect_after_s: 2, crash_streak: 9, capacity_timeout_s: 60}
+anomalies: {policy: skip, max_anomalies: 2, window_steps: 50, max_overflows: 3}
 storage_url: s3://bucket/runs
 """,
     )
@@ -59,6 +60,7 @@ storage_url: s3://bucket/runs
     assert settings.storage_url == "s3://bucket/runs"
     assert settings.deepspeed_config == {"zero_optimization": {"stage": 2}}
     assert settings.failures == FailureSettings(suspect_after_s=2, crash_streak=9, capacity_timeout_s=60)
+    assert settings.anomalies == AnomalySettings("skip", 2, 50, 3)
     assert RunSettings.from_json(json.loads(json.dumps(settings.to_json()))) == settings
 
 
@@ -105,6 +107,7 @@ def test_deepspeed_config_may_be_a_file_beside_the_job(tmp_path: Path) -> None:
         ("failures: {capacity_timeout_s: -1}\n", "'failures.capacity_timeout_s' should be greater than 0, but is -1"),
         ("seed: 1\nseed: 2\n", "line 4: the key 'seed' was given before, in line 3"),
         ("deepspeed: 3\n", "line 3: 'deepspeed' should be"),
+        ("anomalies: {policy: ignore}\n", "'anomalies.policy' should be 'stop', 'skip' or 'rollback', but is 'ignore'"),
         ("config: [\n", "not valid YAML"),
     ],
 )
