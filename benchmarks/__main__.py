@@ -22,6 +22,7 @@ from benchmarks.figures import Figure, not_measured
 from benchmarks.options import Options
 from benchmarks.registry import CASES, Case, find
 
+_CLEAN_UP_S = 30.0
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
@@ -29,7 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """0 when every case that was asked for came to its end, whatever its figures are."""
     asked = _parser().parse_args(arguments)
     if asked.child is not None:
-        return _measure_here(find(asked.case[0]), Options(Path(asked.child), asked.quick))
+        case = find(asked.case[0])
+        enough = time.monotonic() + case.enough_s(asked.quick)
+        return _measure_here(case, Options(Path(asked.child), asked.quick, enough))
     usual = [case for case in CASES if case.usual and not (asked.quick and case.peer)]
     chosen = [find(name) for name in asked.case] or usual
     signal.signal(signal.SIGTERM, _terminated)
@@ -85,6 +88,9 @@ def _measure_apart(case: Case, quick: bool) -> dict[str, Any]:
                 failure = "" if status == 0 else f"ended with {status}: {children.tail(case.name)}"
             except subprocess.TimeoutExpired:
                 failure = f"took longer than {case.limit_s(quick):.0f} s: {children.tail(case.name)}"
+            finally:
+                # Also on an interrupt: a local cluster ends with its owner, and removes its files when it does.
+                children.kill_gently(case.name, _CLEAN_UP_S)
         figures = _read(folder / "figures.json")
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -120,6 +120,15 @@ class Children:
 
         return until(look, awaited, limit_s)
 
+    def kill_gently(self, name: str, limit_s: float) -> None:
+        """SIGKILL `name` alone, and give what it had started time to notice and to clean up."""
+        self._started[name].kill()
+        self._started[name].wait(_KILL_LIMIT_S)
+        deadline = time.monotonic() + limit_s
+        while self._below() and time.monotonic() < deadline:
+            _reap()
+            time.sleep(_POLL_S)
+
     def exited(self) -> dict[str, int]:
         """name -> exit status of those that have ended by themselves."""
         return {name: child.returncode for name, child in self._started.items() if child.poll() is not None}
@@ -130,16 +139,16 @@ class Children:
 
     def close(self) -> None:
         """Nothing below this process that was not there at the start is left when this returns."""
-
-        def members() -> list[processes.Process]:
-            found = processes.table()
-            below = processes.descendants([os.getpid()], found) - self._own
-            return [found[pid] for pid in below - processes.descendants(self._own, found)]
-
-        processes.kill_all(members, _reap, _KILL_LIMIT_S)
+        processes.kill_all(self._below, _reap, _KILL_LIMIT_S)
         for child in self._started.values():
             child.poll()
         self._started.clear()
+
+    def _below(self) -> list[processes.Process]:
+        """Everything below this process, adopted orphans too, but for what was there before."""
+        found = processes.table()
+        below = processes.descendants([os.getpid()], found) - self._own
+        return [found[pid] for pid in below - processes.descendants(self._own, found)]
 
     def __enter__(self) -> Children:
         return self

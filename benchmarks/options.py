@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import math
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 
 @dataclass(frozen=True)
 class Options:
-    """`quick`: a smoke run that shows that a case works; its figures mean nothing. `folder` is removed afterwards."""
+    """`quick`: a smoke run that shows that a case works; its figures mean nothing. `folder` is removed afterwards.
+
+    After `ends_at` (of `time.monotonic`) a case begins no further repetition, and says that there are fewer.
+    """
 
     folder: Path
     quick: bool = False
+    ends_at: float = math.inf
+
+    @property
+    def over(self) -> bool:
+        return time.monotonic() > self.ends_at
 
     def pick(self, full: int, quick: int) -> int:
         return quick if self.quick else full

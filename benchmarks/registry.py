@@ -12,7 +12,7 @@ from benchmarks.options import Options
 
 @dataclass(frozen=True)
 class Case:
-    """`module` has a function `measure(options) -> list[Figure]`. Minutes on two quiet cores; the limit is twice that.
+    """`module` has a function `measure(options) -> list[Figure]`. Minutes are those of two quiet cores.
 
     A peer needs packages that this project does not, and is left out of a quick run. One that is not `usual` runs only
     when it is asked for by name.
@@ -28,6 +28,10 @@ class Case:
 
     def expected_s(self, quick: bool) -> float:
         return 60.0 * (self.quick_minutes if quick else self.minutes)
+
+    def enough_s(self, quick: bool) -> float:
+        """After which no further repetition begins: a busy machine makes for fewer, not for a longer run."""
+        return 1.2 * self.expected_s(quick)
 
     def limit_s(self, quick: bool) -> float:
         """Never below what a start on a busy machine may take."""

@@ -96,10 +96,14 @@ def _measure(options: Options, cluster: Cluster, plan: Plan) -> Found:
         spares=plan.spares,
     )
     found = Found()
+    if options.over:
+        return Found(failure="the time was over before its turn came")
     try:
         cluster.heal()
         with OwnRun(cluster, made, SMALL.name, plan.stage) as run:
-            for _ in range(plan.repetitions):
+            for turn in range(plan.repetitions):
+                if options.over:
+                    raise NotMeasured(f"the time was over after {turn} of {plan.repetitions} repetitions")
                 run.wait_steps(max(_STEPS_BETWEEN, 0 if memory else SAVE_EVERY), NODES)
                 _strike(run, plan, found)
                 if plan.grows:

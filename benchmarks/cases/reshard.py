@@ -11,7 +11,7 @@ from benchmarks.options import Options
 from benchmarks.workload import LARGE, SMALL
 
 CASE = "reshard"
-OLD, NEW, STAGE = 4, 2, 1
+OLD, NEW, STAGE = 4, 3, 1
 DEEPSPEED = "DeepSpeed"
 
 

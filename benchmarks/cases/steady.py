@@ -54,7 +54,7 @@ def measure(options: Options) -> list[Figure]:
     try:
         with ExitStack() as stack:
             subjects = _start(stack, options, size)
-            seconds = _take_turns(subjects, rounds, steps)
+            seconds = _take_turns(options, subjects, rounds, steps)
             cadence = _cadence(subjects[DEFAULT][1])
     except NotMeasured as error:
         return [not_measured(CASE, "cost of the platform", "%", str(error))]
@@ -98,11 +98,13 @@ def _let_go(subject: Subject, run: OwnRun) -> None:
 
 
 def _take_turns(
-    subjects: Mapping[str, tuple[Subject, OwnRun | None]], rounds: int, steps: int
+    options: Options, subjects: Mapping[str, tuple[Subject, OwnRun | None]], rounds: int, steps: int
 ) -> dict[str, list[list[float]]]:
     """subject -> the seconds of its steps, round by round. The first round warms up and does not count."""
     seconds: dict[str, list[list[float]]] = {name: [] for name in subjects}
-    for _ in range(rounds + 1):
+    for turn in range(rounds + 1):
+        if options.over and turn > 2:
+            break
         for name, (subject, _run) in subjects.items():
             seconds[name].append(subject.turn(steps))
     return {name: found[1:] for name, found in seconds.items()}
