@@ -24,7 +24,7 @@ demo: $(READY)
 	$(BIN)/python examples/demo.py
 
 test: lint unit
-	$(BIN)/python -m pytest -q tests/one_rank tests/processes tests/ray
+	$(BIN)/python -m pytest -q tests/one_rank tests/proof tests/processes tests/ray
 
 # The same for now; slower suites of other areas join it.
 test-all: test

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ import torch
 
 from elastic.core.batches import loss_scale
 from elastic.core.errors import UsageError
+from elastic.core.samples import SampleOrder
 from elastic.core.snapshots import is_snapshot
 from elastic.training import place, rng
 from elastic.training.anomalies import AnomalyWatch, BadStep
@@ -59,15 +60,26 @@ class ElasticEngine:
         if checkpoint is None:
             return
         generation.enter(Phase.RESTORING)
-        report, client = self._state.restore(generation.coordinator.source(), checkpoint)
+        report, client = self._state.restore(generation.coordinator.source(), checkpoint, later=True)
         place.check(client, self.plan, generation.spec.seed)
         self.plan = place.resumed(client, self.plan, generation.spec.batch)
         generation.step = int(client["step"])
         # What came from memory is not in storage yet: a run that ends here still has to save it.
         self._snapshots.saved_step = None if is_snapshot(checkpoint) else generation.step
         generation.state.load(client["user"])
+        self._prove_place(client)
         generation.coordinator.restored(report)
         generation.enter(Phase.BUILDING)
+
+    def _prove_place(self, saved: Mapping[str, Any]) -> None:
+        """Counters, user state, and the samples and random streams of the next step. Collective."""
+        assert self._state is not None
+        here, kept = self._client(), dict(saved)
+        if here["skips"] != saved.get("skips", []):
+            # Samples that were left out since then move what comes next, which is the purpose of it.
+            kept = {key: value for key, value in saved.items() if key not in ("skips", "position")}
+        order = SampleOrder(self.plan.dataset_size, self._generation.spec.seed)
+        self._state.prove_place(kept, here, self.plan, order)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -119,6 +131,9 @@ class ElasticEngine:
         progress.require_backward()
         assert self._snapshots is not None
         if progress.on_last_pass:
+            assert self._state is not None
+            # The last moment: nothing that was not proven good may change the weights.
+            self._state.proven()
             self._snapshots.fence()
         watched: AbstractContextManager[None] = nullcontext()
         if self._watch is not None and progress.on_last_pass:
@@ -177,7 +192,9 @@ class ElasticEngine:
             self._watch.begin()
         if batch.weight == 0.0 and not self._buffers:
             self._buffers = [(buffer, buffer.detach().clone()) for buffer in self.deepspeed.module.buffers()]
-        rng.seed_everything(self._generation.spec.seed, "forward", progress.step, batch.index, progress.forwards)
+        rng.seed_everything(
+            *rng.forward_stream(self._generation.spec.seed, progress.step, batch.index, progress.forwards)
+        )
         progress.forwards += 1
 
     def _restore_buffers(self) -> None:

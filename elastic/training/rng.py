@@ -21,6 +21,11 @@ def derive(*parts: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
+def forward_stream(seed: int, step: int, batch: int, number: int) -> tuple[int | str, ...]:
+    """The name of the random stream of the forward pass `number` over micro-batch `batch` of a step."""
+    return seed, "forward", step, batch, number
+
+
 def seed_everything(*parts: int | str) -> None:
     """Seed torch (CPU and every visible device), numpy and `random` of this process with the stream `parts`."""
     value = seed_host(*parts)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from elastic.core.cadence import Cadence, Costs
-from elastic.core.errors import Fenced, StorageError, UsageError
+from elastic.core.errors import CollectiveFailed, Fenced, IntegrityError, StorageError, UsageError
 from elastic.core.snapshots import STEPS, is_snapshot, parse_snapshot_id
 from elastic.training.session import MemoryPlan, Phase, SnapshotMemory
 from elastic.training.state.copier import Copier
@@ -102,6 +102,11 @@ class Snapshots:
     def _to_storage(self, step: int) -> None:
         generation = self._generation
         generation.enter(Phase.SAVING)
+        try:
+            self._state.prove_replicas()
+        except IntegrityError as error:
+            # Not what was restored is wrong but what has become of it: the way back is the same as from a lost peer.
+            raise CollectiveFailed(error.message, generation.where()) from error
         snapshot, copies = self._state.capture(
             run_id=generation.spec.run_id, generation=generation.spec.generation, step=step, client=self._client()
         )

@@ -81,7 +81,7 @@ _ZERO = dict.fromkeys(("global_steps", "global_samples", "skipped_steps", "micro
 def one_stream_for_all() -> Change:
     """Every rank draws what rank 0 draws: its passes have the numbers that rank 0's have."""
     from elastic.core.batches import deal
-    from elastic.training.state import cursor
+    from elastic.training import rng as streams
     from proof.crowd import own_rank
 
     def stream(original: Any, seed: int, step: int, batch: int, number: int) -> Any:
@@ -89,7 +89,7 @@ def one_stream_for_all() -> Change:
         first = deal(step, 10, 3, world_size, rank)[0].index
         return original(seed, step, batch - first, number)
 
-    return changed(cursor, "forward_stream", stream)
+    return changed(streams, "forward_stream", stream)
 
 
 def remainder_dropped() -> Change:

@@ -120,7 +120,6 @@ def place(rank: int, world_size: int, saved: dict[str, Any] | None, step: int) -
     from elastic.core.samples import SampleOrder
     from elastic.training import rng
     from elastic.training.progress import StepPlan
-    from elastic.training.state import cursor
     from elastic.training.user_state import State
 
     passes = -(-4 // world_size)
@@ -133,7 +132,7 @@ def place(rank: int, world_size: int, saved: dict[str, Any] | None, step: int) -
         (
             batch.index,
             tuple(order.indices(batch.start, batch.stop)),
-            rng.derive(*cursor.forward_stream(7, step, batch.index, 0)),
+            rng.derive(*rng.forward_stream(7, step, batch.index, 0)),
         )
         for batch in plan.deal(step)
         if batch.weight > 0

@@ -11,11 +11,6 @@ from elastic.training.progress import StepPlan
 _MODULUS = 1 << 64
 
 
-def forward_stream(seed: int, step: int, batch: int, number: int) -> tuple[int | str, ...]:
-    """The name of the random stream of the forward pass `number` over micro-batch `batch` of a step."""
-    return seed, "forward", step, batch, number
-
-
 def next_step(plan: StepPlan, order: SampleOrder, step: int) -> int:
     """Samples, weights and random streams of this rank's passes in `step` as one number below 2**64.
 
@@ -27,7 +22,7 @@ def next_step(plan: StepPlan, order: SampleOrder, step: int) -> int:
     total = 0
     for batch in passes:
         samples = ",".join(map(str, order.indices(batch.start, batch.stop)))
-        stream = rng.derive(*forward_stream(order.seed, step, batch.index, 0))
+        stream = rng.derive(*rng.forward_stream(order.seed, step, batch.index, 0))
         total += rng.derive(batch.index, batch.start, batch.stop, batch.weight.hex(), samples, stream)
     return total % _MODULUS
 
