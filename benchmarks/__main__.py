@@ -48,10 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         **about, "after": machine.load(), "cases": [{**run, "figures": len(run["figures"])} for run in ran],
         "figures": [figure.to_json() for figure in figures],
     }  # fmt: skip
-    table.show(figures, about["machine"])
     target = asked.out or RESULTS / f"{time.strftime('%Y-%m-%d-%H%M')}{'-quick' if asked.quick else ''}.json"
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    table.show(figures, about["machine"])
     _say(f"kept in {target}")
     return 1 if any(run["failure"] for run in ran) else 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -31,7 +32,7 @@ class Case:
 
     def enough_s(self, quick: bool) -> float:
         """After which no further repetition begins: a busy machine makes for fewer, not for a longer run."""
-        return 1.2 * self.expected_s(quick)
+        return math.inf if quick else 1.2 * self.expected_s(quick)
 
     def limit_s(self, quick: bool) -> float:
         """Never below what a start on a busy machine may take."""

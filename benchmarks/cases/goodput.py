@@ -73,7 +73,7 @@ def _run(options: Options, plan: Plan) -> dict[str, Any]:
             "undisturbed_per_s": undisturbed, "per_s": _committed(done, begun, ended) / (ended - begun),
             "steps_computed": sum(begun < step.at <= ended for step in done), "kills": kills,
             "committed": _committed(done, begun, ended), "sources": [i["source"] for i in incidents],
-            "by_minute": _by_minute(done, begun, ended), "incidents": len(incidents),
+            "by_minute": _by_minute(done, begun, ended), "incident_count": len(incidents),
         }  # fmt: skip
 
 
