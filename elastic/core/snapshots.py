@@ -81,17 +81,20 @@ def recoverable(held: Mapping[str, Iterable[Held]]) -> tuple[Snapshot, ...]:
     return tuple(sorted(whole, key=lambda snapshot: (snapshot.generation, snapshot.step), reverse=True))
 
 
-def out_of_reach(held: Mapping[str, Iterable[Held]], newest: Snapshot | None = None) -> tuple[str, ...]:
-    """For each snapshot newer than that one, newest first, a sentence that says which shards are missing."""
-    found = _holders(held)
+def not_whole(held: Mapping[str, Iterable[Held]]) -> tuple[str, ...]:
+    """For each snapshot newer than the first `recoverable` one, newest first, a sentence on what is missing of it."""
+    newest = next(iter(recoverable(held)), None)
     after = (newest.generation, newest.step) if newest is not None else (-1, -1)
     sentences = []
+    found = _holders(held)
     for step, generation, size in sorted(found, key=lambda key: (key[1], key[0]), reverse=True):
         missing = sorted(set(range(size)) - found[step, generation, size].keys())
         if missing and (generation, step) > after:
-            ranks = ", ".join(map(str, missing))
-            what = "shard and every copy of it are" if len(missing) == 1 else "shards and every copy of them are"
-            sentences.append(f"{snapshot_id(step, generation)} cannot be put together: the {what} gone of rank {ranks}")
+            ranks = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))}"
+            sentences.append(
+                f"snapshot {snapshot_id(step, generation)} is not whole: no node that answers has the shard of {ranks} "
+                "or the parity and all other shards to make it of"
+            )
     return tuple(sentences)
 
 
