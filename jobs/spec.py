@@ -71,9 +71,23 @@ class MemorySpec(BaseModel):
     enabled: bool = MemorySettings.enabled
     required: bool = False
     replicas: Annotated[int, Field(ge=0, le=8)] = MemorySettings.replicas
+    parity: Annotated[int, Field(ge=0, le=16)] = MemorySettings.parity
     every_steps: Count | None = None
     cost_limit: Annotated[float, Field(gt=0, le=1)] = MemorySettings.cost_limit
     domain_label: Annotated[str, Field(min_length=1)] = MemorySettings.domain_label
+
+    @model_validator(mode="before")
+    @classmethod
+    def _parity_alone(cls, data: Any) -> Any:
+        """Who asks for parity has not asked for the replicas that are the default."""
+        return {"replicas": 0, **data} if isinstance(data, dict) and data.get("parity") else data
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> MemorySpec:
+        if self.parity and self.replicas:
+            both = f"parity ({self.parity}) takes the place of replicas ({self.replicas})"
+            raise ValueError(f"{both}: leave one of them out, or set it to 0")
+        return self
 
 
 class AnomalySpec(BaseModel):

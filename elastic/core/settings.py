@@ -105,14 +105,17 @@ class MemorySettings:
     """Snapshots in the memory of the run's nodes: what a lost node is recovered from without touching storage.
 
     Every rank's shard is copied into its node's memory every `every_steps` steps (None: as often as stays under
-    `cost_limit` of the step time), and from there to `replicas` other nodes. With `every_steps` given a step that is
-    due waits for the snapshot before it to be complete; without, it is left out. `required` ends the run where a node
-    has not enough memory, which is otherwise said, and the run goes on with storage alone.
+    `cost_limit` of the step time), and from there to `replicas` other nodes. With `parity` k instead, one node keeps
+    the XOR of the shards of k others: any one node may be lost, for 1/k of a replica's memory. With `every_steps` given
+    a step that is due waits for the snapshot before it to be complete; without, it is left out. `required` ends the run
+    where a node has not enough memory, which is otherwise said, and the run goes on with storage alone.
     """
 
     enabled: bool = True
     required: bool = False
     replicas: int = 1
+    # 0 or the width of a stripe; replicas are then not made.
+    parity: int = 0
     every_steps: int | None = None
     cost_limit: float = 0.01
     # Nodes with the same value of this Ray label may be lost together; replicas go elsewhere where they can.

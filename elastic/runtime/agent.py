@@ -101,8 +101,14 @@ class AgentActor:
         """The complete shards of snapshots that lie here."""
         return self._memory.held()
 
-    async def memory_record(self, held: Held) -> ShardRecord:
-        """One of them, with content checks computed from its bytes. Raises IntegrityError."""
+    async def memory_record(self, held: Held, others: Mapping[int, Address] | None = None) -> ShardRecord:
+        """One of them, with content checks computed from its bytes. Raises IntegrityError.
+
+        What is here only as parity is made first, of the other shards of its stripe, which are read from `others` (by
+        rank); it is held as a replica then. Raises StorageError when they cannot be read.
+        """
+        if held.stripe:
+            held = await asyncio.to_thread(self._memory.rebuild, held, others or {})
         return await asyncio.to_thread(self._memory.record, held)
 
     async def reach(self, others: Mapping[str, Address]) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from elastic.core import actions as act
 from elastic.core import events as ev
 from elastic.core.errors import UsageError
+from elastic.core.parity import place_parity
 from elastic.core.settings import RunSettings
 from elastic.core.snapshots import is_snapshot, place_replicas
 from elastic.core.state import RunState, SlotPhase, WorkerPhase
@@ -304,10 +305,19 @@ class Executor:
             return (None,) * len(nodes)
         known = {node: (await self._known_agent(node))[1] for node in dict.fromkeys(nodes)}
         domains = {node: facts.domain for node, facts in known.items() if facts.domain}
-        placed = place_replicas(nodes, memory.replicas, domains)
+        placed: Sequence[tuple[str, ...]]
+        stripes: Sequence[tuple[int, ...]] = [()] * len(nodes)
+        if memory.parity:
+            shared = place_parity(nodes, memory.parity, domains)
+            placed = [(stripe.holder,) if stripe is not None else () for stripe in shared]
+            # Of one rank alone the parity is a replica.
+            stripes = [stripe.ranks if stripe is not None and len(stripe.ranks) > 1 else () for stripe in shared]
+        else:
+            placed = place_replicas(nodes, memory.replicas, domains)
+        targets = targets_of(placed, {node: facts.memory for node, facts in known.items()})
         return tuple(
-            MemoryPlan(targets, memory.every_steps, memory.cost_limit, memory.required)
-            for targets in targets_of(placed, {node: facts.memory for node, facts in known.items()})
+            MemoryPlan(where, stripe, memory.every_steps, memory.cost_limit, memory.required)
+            for where, stripe in zip(targets, stripes, strict=True)
         )
 
     async def _survey(self, action: act.SurveyMemory) -> None:

@@ -14,7 +14,7 @@ import ray
 from elastic.core.assembly import assemble
 from elastic.core.errors import IntegrityError, StorageError
 from elastic.core.manifest import Manifest
-from elastic.core.snapshots import STEPS, Held, Snapshot, recoverable
+from elastic.core.snapshots import STEPS, Held, Snapshot, not_whole, recoverable
 from elastic.runtime.agent import NodeFacts
 
 logger = logging.getLogger(__name__)
@@ -55,6 +55,9 @@ class Holdings:
         self._held = {node: held for node, held in zip(nodes, answers, strict=True) if held}
         found = recoverable(self._held)
         self._found = {snapshot.id: snapshot for snapshot in found}
+        for sentence in not_whole(self._held):
+            # Beside one that is whole, the newest may merely not have been complete yet.
+            logger.log(logging.INFO if found else logging.WARNING, "%s", sentence)
         return found
 
     def collect(self, generation: int, identifier: str, nodes: Sequence[str]) -> None:
@@ -96,16 +99,13 @@ class Holdings:
             raise IntegrityError(f"snapshot {identifier} cannot be put together any more: a node that held it is gone")
         wanted = [self._copy(snapshot, rank) for rank in range(len(snapshot.holders))]
         try:
-            records = await asyncio.wait_for(
-                asyncio.gather(
-                    *(
-                        self._call(node, "memory_record", held)
-                        for node, held in zip(snapshot.holders, wanted, strict=True)
-                    )
-                ),
-                _COLLECT_LIMIT_S,
-            )
             facts = await asyncio.gather(*(self._agent_of(node) for node in snapshot.holders))
+            addresses = tuple(known.memory for _, known in facts)
+            asked = (
+                self._call(node, "memory_record", held, {other: addresses[other] for other in held.others})
+                for node, held in zip(snapshot.holders, wanted, strict=True)
+            )
+            records = await asyncio.wait_for(asyncio.gather(*asked), _COLLECT_LIMIT_S)
         except IntegrityError:
             raise
         except (ray.exceptions.RayError, asyncio.TimeoutError, OSError) as error:
@@ -119,7 +119,7 @@ class Holdings:
         steps = {record.rank: (record.client or {}).get(STEPS, ()) for record in records}
         self._on_steps(snapshot.generation, len(records), steps)
         logger.info("snapshot %s was put together in %.3f s", identifier, time.perf_counter() - began)
-        return Assembled(manifest, tuple(known.memory for _, known in facts))
+        return Assembled(manifest, addresses)
 
     def _copy(self, snapshot: Snapshot, rank: int) -> Held:
         node = snapshot.holders[rank]
@@ -128,7 +128,7 @@ class Holdings:
             for held in self._held[node]
             if (held.step, held.generation, held.rank) == (snapshot.step, snapshot.generation, rank)
         ]
-        return min(copies, key=lambda held: held.replica)
+        return min(copies, key=lambda held: (bool(held.stripe), held.replica))
 
     async def _call(self, node: str, method: str, *args: Any) -> Any:
         agent, _ = await self._agent_of(node)

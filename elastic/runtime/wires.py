@@ -12,7 +12,8 @@ import contextlib
 import logging
 from collections.abc import Callable
 
-from elastic.checkpoint.memory.wire import Address, Channel, connect
+from elastic.checkpoint.memory.channel import Channel
+from elastic.checkpoint.memory.wire import Address, connect
 
 logger = logging.getLogger(__name__)
 

@@ -32,9 +32,13 @@ class BatchSettings:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Snapshots of one rank in its node's memory; see `core.settings.MemorySettings`. `targets` hold the replicas."""
+    """Snapshots of one rank in its node's memory; see `core.settings.MemorySettings`.
+
+    `targets` hold the replicas. With `stripe` they keep the parity of these ranks' shards instead, this one among them.
+    """
 
     targets: tuple[tuple[str, int], ...] = ()
+    stripe: tuple[int, ...] = ()
     every_steps: int | None = None
     cost_limit: float = 0.01
     required: bool = False
@@ -134,10 +138,12 @@ class SnapshotMemory(Protocol):
         nbytes: int,
         targets: Sequence[tuple[str, int]],
         base: tuple[int, int] | None = None,
+        stripe: Sequence[int] = (),
     ) -> None:
-        """`base`: (generation, step) of what was restored. Raises UsageError when the node has not enough memory.
+        """`base`: (generation, step) of what was restored; `stripe`: see `MemoryPlan`.
 
-        Any call may raise StorageError when the node's memory is out of reach, and Fenced after a newer generation.
+        Raises UsageError when the node has not enough memory. Any call may raise StorageError when the node's memory
+        is out of reach, and Fenced after a newer generation.
         """
         ...
 

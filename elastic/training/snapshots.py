@@ -220,7 +220,7 @@ class _MemoryTier:
                     return captured
             # The first snapshot, or the optimizer keeps more than it did at the one before.
             self._record, size = state.record(self._owner._generation.spec.generation)
-            self._memory.open(self._record, size, self._plan.targets, self._base())
+            self._memory.open(self._record, size, self._plan.targets, self._base(), self._plan.stripe)
         raise AssertionError(f"the state of step {step} has another shape each time it is looked at")
 
     def _await_last(self) -> None:

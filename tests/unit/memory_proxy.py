@@ -27,6 +27,12 @@ class Proxy:
         self._threads: list[threading.Thread] = []
         self._start(self._accept)
 
+    def cut(self) -> None:
+        """The connections of now break; what was held back is not passed on. New ones go through."""
+        for sock in list(self._sockets):
+            _shut(sock)
+        self.go.set()
+
     def close(self) -> None:
         """What was held back is not passed on. Idempotent."""
         for sock in [self._listener, *self._sockets]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from elastic.checkpoint.memory.books import Books, Copy, Line, Mark, Shape
+from elastic.checkpoint.memory.books import Books
+from elastic.checkpoint.memory.lines import Copy, Line, Mark, Shape
 from elastic.core.errors import Fenced, IntegrityError
 from elastic.core.snapshots import Held, place_replicas, recoverable
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -29,8 +30,9 @@ def stack() -> Iterator[ExitStack]:
 
 def process(stack: ExitStack, *args: str) -> subprocess.Popen[str]:
     script = Path(__file__).with_name("memory_process.py")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     started = stack.enter_context(
-        subprocess.Popen([sys.executable, script, *args], stdin=-1, stdout=-1, text=True, env={"OMP_NUM_THREADS": "1"})
+        subprocess.Popen([sys.executable, script, *args], stdin=-1, stdout=-1, text=True, env=environment)
     )
     stack.callback(started.kill)
     return started

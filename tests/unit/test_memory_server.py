@@ -15,7 +15,7 @@ import pytest
 import torch
 from memory_samples import TOKEN, held, snap, take, template
 
-from elastic.checkpoint.memory import store
+from elastic.checkpoint.memory import shelf
 from elastic.checkpoint.memory.client import NodeMemory
 from elastic.checkpoint.memory.server import MemoryServer
 from elastic.checkpoint.memory.source import Holder, MemorySource
@@ -156,7 +156,7 @@ def test_a_holder_without_the_memory_is_named_and_tried_again(stack: ExitStack) 
     snap(memory, record, 1)
     assert node.held() == (held(record, 1),)
     assert memory.complete() == -1
-    other._store._limit_bytes = 10 * record.bytes
+    other._shelf.limit_bytes = 10 * record.bytes
     assert memory.wait_complete(1, 30)
     assert memory.failed() is None
 
@@ -168,7 +168,7 @@ def test_a_reader_keeps_its_copy(stack: ExitStack, monkeypatch: pytest.MonkeyPat
     memory.open(record, record.bytes, [])
     take(memory, record, 1)
     take(memory, record, 2)
-    monkeypatch.setattr(store, "READER_LIMIT_S", 0.01)
+    monkeypatch.setattr(shelf, "READER_LIMIT_S", 0.01)
     with node._store.reading(1, 1, 0) as reading:
         with pytest.raises(StorageError, match="is read for"):
             memory.segment()

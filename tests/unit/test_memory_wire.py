@@ -18,10 +18,11 @@ import pytest
 from memory_samples import TOKEN, held, snap, take, template
 
 from elastic.checkpoint.memory import server as server_module
+from elastic.checkpoint.memory.channel import Channel
 from elastic.checkpoint.memory.client import NodeMemory
 from elastic.checkpoint.memory.records import template_from_json, template_to_json
 from elastic.checkpoint.memory.server import MemoryServer
-from elastic.checkpoint.memory.wire import Channel, Refused, admit, connect
+from elastic.checkpoint.memory.wire import Refused, admit, connect
 from elastic.core.errors import IntegrityError, StorageError, UsageError
 
 OTHER = bytes(32)

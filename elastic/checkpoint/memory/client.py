@@ -10,11 +10,12 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from elastic.checkpoint.memory.books import Mark
+from elastic.checkpoint.memory.channel import IO_LIMIT_S, Message, checked
+from elastic.checkpoint.memory.lines import Mark
 from elastic.checkpoint.memory.records import check_template, client_state, template_to_json
 from elastic.checkpoint.memory.segments import map_segment
-from elastic.checkpoint.memory.store import READER_LIMIT_S
-from elastic.checkpoint.memory.wire import IO_LIMIT_S, Address, Message, checked, connect
+from elastic.checkpoint.memory.shelf import READER_LIMIT_S
+from elastic.checkpoint.memory.wire import Address, connect
 from elastic.core.errors import StorageError, UsageError
 from elastic.core.manifest import Json, ShardRecord
 
@@ -47,11 +48,19 @@ class NodeMemory:
         self._listener = threading.Thread(target=self._listen, name="snapshots in memory", daemon=True)
         self._listener.start()
 
-    def open(self, template: ShardRecord, nbytes: int, targets: Sequence[Address], base: Mark | None = None) -> None:
+    def open(
+        self,
+        template: ShardRecord,
+        nbytes: int,
+        targets: Sequence[Address],
+        base: Mark | None = None,
+        stripe: Sequence[int] = (),
+    ) -> None:
         """Once per generation, before its first snapshot.
 
         `template` is this rank's record with what is constant in the generation; `begin` of its tensors counts from
-        the beginning of the segment of `nbytes`. `targets` get a replica of each snapshot. `base` is the
+        the beginning of the segment of `nbytes`. `targets` get a replica of each snapshot, or with `stripe` (ranks,
+        this one among them) keep the parity of their shards. `base` is the
         (generation, step) of the snapshot in memory from which this generation was restored, given once that was
         proven good: everything else that is older is given back then. Without it older generations stay until a
         snapshot of this one has settled.
@@ -67,7 +76,13 @@ class NodeMemory:
             self._committed = self._settled = -1
             self._progress = {}
         self._maps.clear()
-        message = {"do": "open", "template": template_to_json(template), "targets": [*targets], "base": base}
+        message = {
+            "do": "open",
+            "template": template_to_json(template),
+            "targets": [*targets],
+            "base": base,
+            "stripe": [*stripe],
+        }
         self._ask(message)
 
     def ready(self) -> bool:

@@ -1,4 +1,4 @@
-"""When a rank's snapshot is complete: committed here and received by every replica holder."""
+"""When a rank's snapshot is complete: committed here, and received by every node that holds its replica or parity."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from elastic.checkpoint.memory.books import Mark
+from elastic.checkpoint.memory.lines import Mark
 from elastic.checkpoint.memory.sender import Job, Sender
 from elastic.checkpoint.memory.store import Store
 from elastic.checkpoint.memory.wire import Address
@@ -35,6 +35,7 @@ class Replication:
         targets: Sequence[Address],
         token: bytes,
         base: Mark | None,
+        stripe: Sequence[int],
         told: Callable[[Progress], None],
     ) -> None:
         self.generation = template.generation
@@ -42,7 +43,7 @@ class Replication:
         self._lock = threading.Lock()
         self._committed_step = self._complete_step = -1
         self._committed_at = self._seconds = 0.0
-        self._senders = [Sender(store, template, target, token, base, self._look) for target in targets]
+        self._senders = [Sender(store, template, target, token, base, stripe, self._look) for target in targets]
         for sender in self._senders:
             sender.start()
 

@@ -1,25 +1,23 @@
-"""One shard's way to one replica holder: a thread that sends what was committed, and tries again where it cannot."""
+"""One rank's shards on their way to one other node: a thread that sends what was committed until it is there."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import xxhash
-
-from elastic.checkpoint.memory.books import Line, Mark
+from elastic.checkpoint.memory.channel import Channel
+from elastic.checkpoint.memory.lines import Line, Mark
 from elastic.checkpoint.memory.records import template_to_json
 from elastic.checkpoint.memory.store import Store
-from elastic.checkpoint.memory.wire import Address, Channel, connect
+from elastic.checkpoint.memory.transfer import send_replica, send_share
+from elastic.checkpoint.memory.wire import Address, connect
 from elastic.core.errors import ElasticError, Fenced, IntegrityError
 from elastic.core.manifest import Json, ShardRecord
 
 logger = logging.getLogger(__name__)
 
-# Hashed and then sent while it is still in the core's cache.
-_CHUNK_BYTES = 1 << 20
 _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 5.0
 
@@ -32,7 +30,10 @@ class Job:
 
 
 class Sender(threading.Thread):
-    """`told` is called from this thread whenever `sent_step` or `problem` has changed."""
+    """With `stripe` the target keeps the parity of these ranks' shards, without it a replica of each of this one's.
+
+    `told` is called from this thread whenever `sent_step` or `problem` has changed.
+    """
 
     def __init__(
         self,
@@ -41,9 +42,10 @@ class Sender(threading.Thread):
         target: Address,
         token: bytes,
         base: Mark | None,
+        stripe: Sequence[int],
         told: Callable[[], None],
     ) -> None:
-        super().__init__(name=f"replica of rank {template.rank} to {target[0]}:{target[1]}", daemon=True)
+        super().__init__(name=f"rank {template.rank} to {target[0]}:{target[1]}", daemon=True)
         self.sent_step = -1
         self.sent_bytes = 0
         self.problem: str | None = None
@@ -53,6 +55,7 @@ class Sender(threading.Thread):
         self._target = target
         self._token = token
         self._base = base
+        self._stripe = [*stripe]
         self._told = told
         self._changed = threading.Condition()
         self._job: Job | None = None
@@ -109,26 +112,25 @@ class Sender(threading.Thread):
             self._channel = channel
             if self._stopped:
                 channel.shut()
-        channel.ask({"do": "replica", "template": template_to_json(self._template), "base": self._base})
+        what = {"do": "stripe", "ranks": self._stripe} if self._stripe else {"do": "replica"}
+        channel.ask({**what, "template": template_to_json(self._template), "base": self._base})
 
     def _push(self, job: Job) -> None:
         channel, line = self._channel, self._line
         assert channel is not None
+        client = None if job.client is None else dict(job.client)
+        message = {"step": job.step, "client": client, "mark": self._store.mark}
         with self._store.reading(line.generation, job.step, line.rank, replica=False) as reading:
-            client = None if job.client is None else dict(job.client)
-            answer = channel.ask({"do": "push", "step": job.step, "client": client, "mark": self._store.mark})
+            answer = channel.ask({"do": "share" if self._stripe else "push", **message})
             if answer.get("have"):
                 return
-            xxh3 = xxhash.xxh3_64()
-            segment = reading.segment
-            with segment.map() as view:
-                for at in range(0, segment.nbytes, _CHUNK_BYTES):
-                    with view[at : at + _CHUNK_BYTES] as chunk:
-                        xxh3.update(chunk)
-                        channel.send_file(segment.fd, at, len(chunk))
-            channel.ask({"xxh3": xxh3.hexdigest()})
-        self.sent_bytes += segment.nbytes
-        self._store.hashed(job.number, job.step, xxh3.hexdigest())
+            before = channel.sent_bytes
+            if self._stripe:
+                xxh3 = send_share(channel, reading.segment, int(answer["begin"]))
+            else:
+                xxh3 = send_replica(channel, reading.segment)
+        self.sent_bytes += channel.sent_bytes - before
+        self._store.hashed(job.number, job.step, xxh3)
 
     def _next(self, done: Job | None) -> Job | None:
         """The next job; None when there will be none."""
@@ -143,8 +145,9 @@ class Sender(threading.Thread):
         final = isinstance(error, (Fenced, IntegrityError))
         # What was idle may have been closed by the other side: only a second failure is one.
         if pauses or final:
+            what = "parity" if self._stripe else "replica"
             host, port = self._target
-            self._report(f"{host}:{port} takes no replica of rank {self._line.rank}: {error}", None)
+            self._report(f"{host}:{port} takes no {what} of rank {self._line.rank}: {error}", None)
         return final or (self._retiring and pauses > 0)
 
     def _pause(self, pauses: int) -> None:

@@ -10,14 +10,19 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-from elastic.checkpoint.memory.books import Mark
+from elastic.checkpoint.memory.channel import Channel
+from elastic.checkpoint.memory.lines import Mark
+from elastic.checkpoint.memory.parity import Parity
 from elastic.checkpoint.memory.replication import Progress, Replication
 from elastic.checkpoint.memory.sessions import LocalSession, PeerSession
+from elastic.checkpoint.memory.shelf import Shelf
 from elastic.checkpoint.memory.store import Store
-from elastic.checkpoint.memory.wire import TOKEN_BYTES, Address, Channel, Refused, admit, big_buffers
+from elastic.checkpoint.memory.transfer import read_shard
+from elastic.checkpoint.memory.wire import TOKEN_BYTES, Address, Refused, admit, big_buffers
 from elastic.core.errors import UsageError
 from elastic.core.manifest import ShardRecord
 from elastic.core.snapshots import Held
@@ -38,7 +43,9 @@ class MemoryServer:
         if len(token) != TOKEN_BYTES:
             raise UsageError(f"the run's token has {len(token)} bytes, not {TOKEN_BYTES}")
         self._token = token
-        self._store = Store(limit_bytes)
+        self._shelf = Shelf(limit_bytes)
+        self._store = Store(self._shelf)
+        self._parity = Parity(self._shelf, partial(read_shard, token))
         self._lock = threading.Lock()
         self._channels: set[Channel] = set()
         self._threads: set[threading.Thread] = set()
@@ -65,8 +72,8 @@ class MemoryServer:
         return self._local_name
 
     def held(self) -> tuple[Held, ...]:
-        """The complete copies here, own and replicas."""
-        return self._store.held()
+        """The complete copies here, own and replicas, and what can be made here of parity."""
+        return self._shelf.held()
 
     def record(self, held: Held, *, digests: bool = True) -> ShardRecord:
         """The shard's record, with partial digests of the bytes that lie here now.
@@ -77,12 +84,20 @@ class MemoryServer:
         """
         return self._store.record(held, digests)
 
+    def rebuild(self, held: Held, sources: Mapping[int, Address]) -> Held:
+        """Make a shard of the parity that is held here (`held.stripe`), with the stripe's other shards from `sources`.
+
+        Returns as what it is held then: a replica. Raises IntegrityError when the parity is gone or the result is not
+        what the rank had sent, and StorageError when another shard cannot be read or there is no memory.
+        """
+        return self._parity.rebuild(held, sources)
+
     def stats(self) -> dict[str, Any]:
         """Figures for the journal: bytes held, segments, bytes sent and received, seconds of the last replications."""
         with self._lock:
             sent = self._sent_bytes + sum(replication.progress.sent_bytes for replication in self._replications)
             return {
-                **self._store.stats(),
+                **self._shelf.stats(),
                 "sent_bytes": sent,
                 "received_bytes": self._received_bytes,
                 "replication_s": dict(self._last_seconds),
@@ -111,7 +126,7 @@ class MemoryServer:
         ended = [replication.join(max(0.0, deadline - time.monotonic())) for replication in replications]
         if not all(ended) or any(thread.is_alive() for thread in threads):
             logger.warning("a thread of the memory server has not ended within %s s", _JOIN_LIMIT_S)
-        self._store.close(max(0.0, deadline - time.monotonic()))
+        self._shelf.close(max(0.0, deadline - time.monotonic()))
         for sock in (self._tcp, self._unix):
             sock.close()
         os.close(self._wake)
@@ -156,9 +171,9 @@ class MemoryServer:
                 raise Refused(f"it belongs to user {_user_of(sock)}")
             admit(channel, self._token)
             if local:
-                LocalSession(self._store, channel, self._replicate).serve()
+                LocalSession(self._shelf, channel, self._replicate).serve()
             else:
-                PeerSession(self._store, channel, self._count_received).serve()
+                PeerSession(self._shelf, self._parity, channel, self._count_received).serve()
         except Refused as error:
             logger.warning("a connection was refused: %s", error)
         except OSError as error:
@@ -177,6 +192,7 @@ class MemoryServer:
         template: ShardRecord,
         targets: list[Address],
         base: Mark | None,
+        stripe: list[int],
         told: Callable[[Progress], None],
     ) -> Replication:
         def tell(progress: Progress) -> None:
@@ -192,7 +208,7 @@ class MemoryServer:
             ended = [replication for replication in self._replications if not replication.alive]
             self._sent_bytes += sum(replication.progress.sent_bytes for replication in ended)
             self._replications = [replication for replication in self._replications if replication not in ended]
-            new = Replication(self._store, template, targets, self._token, base, tell)
+            new = Replication(self._store, template, targets, self._token, base, stripe, tell)
             self._replications.append(new)
             if self._closed:
                 new.stop()

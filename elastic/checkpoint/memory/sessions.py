@@ -9,12 +9,16 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from elastic.checkpoint.memory.books import Line, Mark
+from elastic.checkpoint.memory.channel import Channel, Message, checked, error_message
+from elastic.checkpoint.memory.lines import Line, Mark
+from elastic.checkpoint.memory.parity import Parity
 from elastic.checkpoint.memory.records import client_state, template_from_json
 from elastic.checkpoint.memory.replication import Progress, Replication
 from elastic.checkpoint.memory.sender import Job
-from elastic.checkpoint.memory.store import READER_LIMIT_S, Store
-from elastic.checkpoint.memory.wire import Address, Channel, Message, checked, error_message
+from elastic.checkpoint.memory.shelf import READER_LIMIT_S, Shelf
+from elastic.checkpoint.memory.store import Store
+from elastic.checkpoint.memory.transfer import receive_share
+from elastic.checkpoint.memory.wire import Address
 from elastic.core.errors import ElasticError, IntegrityError
 from elastic.core.manifest import ShardRecord
 
@@ -22,14 +26,15 @@ logger = logging.getLogger(__name__)
 
 _IDLE_S = 30.0
 
-Replicate = Callable[[ShardRecord, list[Address], Mark | None, Callable[[Progress], None]], Replication]
+Replicate = Callable[[ShardRecord, list[Address], Mark | None, list[int], Callable[[Progress], None]], Replication]
 
 
 class LocalSession:
     """A worker of this node, over the Unix socket. Messages in, `{"answer": ...}` and `{"progress": ...}` out."""
 
-    def __init__(self, store: Store, channel: Channel, replicate: Replicate) -> None:
-        self._store = store
+    def __init__(self, shelf: Shelf, channel: Channel, replicate: Replicate) -> None:
+        self._shelf = shelf
+        self._store = Store(shelf)
         self._channel = channel
         self._replicate = replicate
         self._replication: Replication | None = None
@@ -43,7 +48,7 @@ class LocalSession:
         """Until the worker closes the connection or is gone: raises OSError then."""
         try:
             while True:
-                _wait(self._channel, self._store, self._line)
+                _wait(self._channel, self._shelf, self._line)
                 message, _ = self._channel.receive()
                 try:
                     self._handle(message)
@@ -63,7 +68,7 @@ class LocalSession:
         elif what == "commit":
             self._commit(int(message["step"]), client_state(message.get("client")))
         elif what == "settled":
-            self._store.settle((self._own_line().generation, int(message["step"])))
+            self._shelf.settle((self._own_line().generation, int(message["step"])))
             self._answer({})
         elif what == "lease":
             self._lease(message)
@@ -79,7 +84,8 @@ class LocalSession:
         if self._replication is not None:
             self._replication.stop()
         targets = [(str(host), int(port)) for host, port in message["targets"]]
-        self._replication = self._replicate(template, targets, base, self._tell)
+        stripe = [int(rank) for rank in message.get("stripe", ())]
+        self._replication = self._replicate(template, targets, base, stripe, self._tell)
         self._answer({})
 
     def _begin(self) -> None:
@@ -127,19 +133,21 @@ class LocalSession:
 
 
 class PeerSession:
-    """Another node's server that sends replicas, or a worker of another node that reads."""
+    """Another node's server that sends replicas or what parity is made of, or a worker of another node that reads."""
 
-    def __init__(self, store: Store, channel: Channel, received: Callable[[int], None]) -> None:
-        self._store = store
+    def __init__(self, shelf: Shelf, parity: Parity, channel: Channel, received: Callable[[int], None]) -> None:
+        self._shelf = shelf
+        self._store = Store(shelf)
+        self._parity = parity
         self._channel = channel
         self._received = received
         self._line: Line | None = None
-        self._template: ShardRecord | None = None
+        self._rank = -1
 
     def serve(self) -> None:
         """Until the other side closes the connection or is gone: raises OSError then."""
         while True:
-            _wait(self._channel, self._store, self._line)
+            _wait(self._channel, self._shelf, self._line)
             message, _ = self._channel.receive()
             try:
                 self._handle(message)
@@ -152,33 +160,54 @@ class PeerSession:
             template = template_from_json(message["template"])
             line = Line(template.generation, template.rank, replica=True)
             self._store.open(line, template, mark_from(message.get("base")))
-            self._line, self._template = line, template
+            self._line, self._rank = line, template.rank
+            self._channel.send({})
+        elif what == "stripe":
+            template = template_from_json(message["template"])
+            ranks = [int(rank) for rank in message["ranks"]]
+            self._line = self._parity.open(ranks, template, mark_from(message.get("base")))
+            self._rank = template.rank
             self._channel.send({})
         elif what == "push":
             self._push(message)
+        elif what == "share":
+            self._share(message)
         elif what == "read":
             self._read(message)
         else:
             raise IntegrityError(f"a peer asked for {what!r}, which this version does not know")
 
-    def _push(self, message: Message) -> None:
-        if self._line is None:
-            raise IntegrityError("a replica came before it was said of which shard")
-        step, client = int(message["step"]), client_state(message.get("client"))
+    def _begin(self, message: Message, stripe: bool) -> tuple[Line, int, dict[str, Any] | None]:
+        if self._line is None or bool(self._line.stripe) != stripe:
+            raise IntegrityError("a shard came before it was said which one it is")
         mark = mark_from(message.get("mark"))
         if mark is not None:
-            self._store.settle(mark)
-        if self._store.has(self._line, step):
+            self._shelf.settle(mark)
+        return self._line, int(message["step"]), client_state(message.get("client"))
+
+    def _push(self, message: Message) -> None:
+        line, step, client = self._begin(message, stripe=False)
+        if self._store.has(line, step):
             # The connection broke between the last byte and the answer.
             self._channel.send({"have": True})
             return
-        with self._store.receiving(self._line) as receiving:
+        with self._store.receiving(line) as receiving:
             self._channel.send({})
             self._channel.recv_into([receiving.view])
             trailer = checked(self._channel.receive()[0])
             self._store.finish(receiving, step, client, str(trailer["xxh3"]))
             received = len(receiving.view)
         self._received(received)
+        self._channel.send({})
+
+    def _share(self, message: Message) -> None:
+        line, step, client = self._begin(message, stripe=True)
+        with self._parity.contributing(line, self._rank, step, client) as share:
+            if share is None or share.done:
+                self._channel.send({"have": True})
+                return
+            self._channel.send({"begin": share.begin})
+            self._received(receive_share(self._channel, share))
         self._channel.send({})
 
     def _read(self, message: Message) -> None:
@@ -207,9 +236,9 @@ def _wanted(message: Message) -> tuple[int, int, int]:
     return int(message["generation"]), int(message["step"]), int(message["rank"])
 
 
-def _wait(channel: Channel, store: Store, line: Line | None) -> None:
+def _wait(channel: Channel, shelf: Shelf, line: Line | None) -> None:
     """Until the next request; meanwhile the memory that the next snapshots need is made ready."""
-    while channel.idle(0 if line is not None and store.prepare(line) else _IDLE_S):
+    while channel.idle(0 if line is not None and shelf.prepare(line) else _IDLE_S):
         pass
 
 

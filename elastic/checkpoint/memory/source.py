@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
-from elastic.checkpoint.memory.wire import CONNECT_LIMIT_S, MAX_PARTS, Address, Channel, after, checked, connect
+from elastic.checkpoint.memory.channel import MAX_PARTS, Channel, after, checked
+from elastic.checkpoint.memory.wire import CONNECT_LIMIT_S, Address, connect
 from elastic.checkpoint.reading import Request, requests
 from elastic.checkpoint.source import ReadRange
 from elastic.core.errors import IntegrityError, StorageError, Where

@@ -1,0 +1,110 @@
+"""The parity of one stripe's shards at one step, as it comes together: the XOR of what its ranks send.
+
+What was XORed in cannot be told apart any more, so nothing goes in that was not checked: shards come in chunks, each
+with its own hash. A rank whose connection broke goes on where it was.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from elastic.core.errors import IntegrityError, Where
+from elastic.core.manifest import Json
+
+# Hashed, sent, checked and XORed while it is still in a core's cache.
+CHUNK_BYTES = 1 << 20
+HASH_BYTES = 8
+
+
+def chunk_hash(chunk: memoryview) -> bytes:
+    return xxhash.xxh3_64(chunk).digest()
+
+
+def xor_into(target: memoryview, chunk: memoryview) -> None:
+    """The GIL is free meanwhile."""
+    if not len(chunk):  # numpy makes no array of nothing
+        return
+    known = np.frombuffer(target, np.uint8)
+    np.bitwise_xor(known, np.frombuffer(chunk, np.uint8), out=known)
+
+
+@dataclass
+class Part:
+    """One rank's share of a block. `turn` grows with every connection: only the newest may go on."""
+
+    nbytes: int
+    done_bytes: int = 0
+    turn: int = 0
+    client: Mapping[str, Json] | None = None
+    hash: Any = field(default_factory=xxhash.xxh3_64)
+    complete: bool = False
+
+    @property
+    def xxh3(self) -> str:
+        return str(self.hash.hexdigest())
+
+
+class Block:
+    """Thread-safe. `sizes`: the bytes of each rank's shard."""
+
+    def __init__(self, generation: int, step: int, sizes: Mapping[int, int]) -> None:
+        self.step = step
+        self.parts = {rank: Part(nbytes) for rank, nbytes in sizes.items()}
+        self._generation = generation
+        self._lock = threading.Lock()
+        # From here on the memory holds what an older snapshot left there.
+        self._filled = 0
+        self._cancelled = False
+
+    @property
+    def whole(self) -> bool:
+        return all(part.complete for part in self.parts.values())
+
+    def enter(self, rank: int, client: Mapping[str, Json] | None) -> int:
+        """Begin or go on with a rank's share; returns the number of the turn."""
+        with self._lock:
+            part = self.parts[rank]
+            part.turn += 1
+            part.client = client
+            return part.turn
+
+    def add(self, rank: int, turn: int, memory: memoryview, chunk: memoryview) -> None:
+        """The next bytes of the rank's shard. Raises ConnectionError for a turn that is over."""
+        with self._lock:
+            part = self._current(rank, turn)
+            begin, end = part.done_bytes, part.done_bytes + len(chunk)
+            # Nobody is further than `_filled`, so there is never a gap.
+            known = max(0, min(end, self._filled) - begin)
+            with memory[begin : begin + known] as target, chunk[:known] as added:
+                xor_into(target, added)
+            memory[begin + known : end] = chunk[known:]
+            part.hash.update(chunk)
+            part.done_bytes = end
+            self._filled = max(self._filled, end)
+
+    def end(self, rank: int, turn: int, xxh3: str) -> None:
+        """All bytes were added. Raises IntegrityError when they are not what the sender has; the block is void then."""
+        with self._lock:
+            part = self._current(rank, turn)
+            if part.done_bytes != part.nbytes or part.xxh3 != xxh3:
+                self._cancelled = True
+                where = Where(rank=rank, step=self.step, generation=self._generation)
+                raise IntegrityError("a shard changed while it was sent: its stripe has no parity of this step", where)
+            part.complete = True
+
+    def cancel(self) -> None:
+        """Whoever is about to add something does not any more."""
+        with self._lock:
+            self._cancelled = True
+
+    def _current(self, rank: int, turn: int) -> Part:
+        part = self.parts[rank]
+        if self._cancelled or part.turn != turn:
+            raise ConnectionError("another connection goes on with this rank's share of the parity, or nobody does")
+        return part

@@ -1,0 +1,76 @@
+"""Shards on their way between nodes: to where a replica or parity is kept, and to where one is made of parity."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+
+import xxhash
+
+from elastic.checkpoint.memory.blocks import CHUNK_BYTES, HASH_BYTES, chunk_hash
+from elastic.checkpoint.memory.channel import Channel, checked
+from elastic.checkpoint.memory.parity import Contribution
+from elastic.checkpoint.memory.segments import Segment
+from elastic.checkpoint.memory.wire import Address, connect
+from elastic.core.errors import StorageError, Where
+from elastic.core.snapshots import Held
+
+
+def send_replica(channel: Channel, segment: Segment) -> str:
+    """Every byte; returns their hash."""
+    xxh3 = xxhash.xxh3_64()
+    with segment.map() as view:
+        for at in range(0, segment.nbytes, CHUNK_BYTES):
+            with view[at : at + CHUNK_BYTES] as chunk:
+                xxh3.update(chunk)
+                channel.send_file(segment.fd, at, len(chunk))
+    channel.ask({"xxh3": xxh3.hexdigest()})
+    return str(xxh3.hexdigest())
+
+
+def send_share(channel: Channel, segment: Segment, begin: int) -> str:
+    """The bytes from `begin` on, each chunk behind its hash; returns the hash of all."""
+    xxh3 = xxhash.xxh3_64()
+    channel.cork(True)
+    with segment.map() as view:
+        for at in range(0, segment.nbytes, CHUNK_BYTES):
+            with view[at : at + CHUNK_BYTES] as chunk:
+                xxh3.update(chunk)
+                if at >= begin:
+                    channel.send_bytes(chunk_hash(chunk))
+                    channel.send_file(segment.fd, at, len(chunk))
+    channel.cork(False)
+    channel.ask({"xxh3": xxh3.hexdigest()})
+    return str(xxh3.hexdigest())
+
+
+def receive_share(channel: Channel, share: Contribution) -> int:
+    """What `send_share` sends; returns the number of bytes. It is all there when this returns."""
+    scratch = memoryview(bytearray(min(CHUNK_BYTES, share.nbytes)))
+    for at in range(share.begin, share.nbytes, CHUNK_BYTES):
+        with scratch[: share.nbytes - at] as chunk:
+            found = channel.exactly(HASH_BYTES)
+            channel.recv_into([chunk])
+            share.add(chunk, found)
+    share.end(str(checked(channel.receive()[0])["xxh3"]))
+    return share.nbytes - share.begin
+
+
+def read_shard(token: bytes, source: Address, held: Held, length: int) -> Iterator[memoryview]:
+    """The first `length` bytes of a shard, in chunks of which each is overwritten by the next.
+
+    Raises StorageError when the source cannot be reached, and IntegrityError when it does not hold the shard any more.
+    """
+    message = {"do": "read", "generation": held.generation, "step": held.step, "rank": held.rank}
+    scratch = memoryview(bytearray(min(CHUNK_BYTES, length)))
+    try:
+        with closing(connect(source, token)) as channel:
+            channel.ask({**message, "parts": [[0, length]]})
+            for at in range(0, length, CHUNK_BYTES):
+                with scratch[: length - at] as chunk:
+                    channel.recv_into([chunk])
+                    yield chunk
+            channel.ask({"do": "release"})
+    except OSError as error:
+        where = Where(rank=held.rank, step=held.step, generation=held.generation)
+        raise StorageError(f"a shard could not be read from {source[0]}:{source[1]}: {error}", where) from error

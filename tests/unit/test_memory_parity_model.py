@@ -1,0 +1,231 @@
+"""Nodes with parity against a model: shares come in pieces, in any order, break off and go on; any node may go."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, replace
+
+import memory_samples as samples
+import numpy as np
+import xxhash
+
+from elastic.checkpoint.memory.blocks import chunk_hash
+from elastic.checkpoint.memory.lines import Line, Mark
+from elastic.checkpoint.memory.parity import Contribution, Parity
+from elastic.checkpoint.memory.shelf import Shelf
+from elastic.checkpoint.memory.store import Store
+from elastic.core.errors import IntegrityError
+from elastic.core.manifest import ShardRecord
+from elastic.core.parity import Stripe, place_parity
+from elastic.core.snapshots import Held, recoverable
+
+LIMIT_BYTES = 1 << 20
+
+
+class Node:
+    def __init__(self, cluster: Cluster) -> None:
+        self.shelf = Shelf(LIMIT_BYTES)
+        self.store = Store(self.shelf)
+        self.parity = Parity(self.shelf, cluster.read)
+
+
+@dataclass
+class Rank:
+    """A sender: what its worker has committed, and how far the holder has been told of it."""
+
+    node: int
+    template: ShardRecord
+    stripe: Stripe
+    line: Line | None = None  # at the holder
+    step: int = 0
+    writing: tuple[int, int] | None = None  # step, number of the copy
+    sending: AbstractContextManager[Contribution | None] | None = None
+    share: Contribution | None = None
+    at: int = 0
+    complete: int = 0
+
+
+class Cluster:
+    """Nodes with one or two ranks each."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.nodes = {at: Node(self) for at in range(self.chance.randrange(3, 7))}
+        self.width = self.chance.randrange(2, 5)
+        self.generation, self.losses, self.made = 0, 0, 0
+        self.settled: Mark | None = None
+        self.ranks: list[Rank] = []
+        self.templates: dict[tuple[int, int], ShardRecord] = {}
+        self.next_node = len(self.nodes)
+        self.begin_generation(None)
+
+    def close(self) -> None:
+        self.stop_sending()
+        for node in self.nodes.values():
+            node.shelf.close(0)
+
+    def begin_generation(self, base: Mark | None) -> None:
+        self.generation += 1
+        each = self.chance.randrange(1, 3)
+        names = [str(at) for at in self.nodes for _ in range(each)]
+        self.ranks = []
+        for number, (name, stripe) in enumerate(zip(names, place_parity(names, self.width), strict=True)):
+            assert stripe is not None
+            template = samples.template(number, len(names), self.generation, self.chance.randrange(1, 9))
+            self.templates[self.generation, number] = template
+            self.ranks.append(Rank(int(name), template, stripe))
+        told = base if self.chance.random() < 0.7 else None
+        for number in self.chance.sample(range(len(names)), len(names)):
+            rank = self.ranks[number]
+            self.nodes[rank.node].store.open(own(rank.template), rank.template, told)
+            holder = self.nodes[int(rank.stripe.holder)]
+            if len(rank.stripe.ranks) > 1:
+                rank.line = holder.parity.open(rank.stripe.ranks, rank.template, told)
+            else:
+                rank.line = Line(self.generation, number, replica=True)
+                holder.store.open(rank.line, rank.template, told)
+
+    def act(self) -> None:
+        rank = self.chance.choice(self.ranks)
+        match self.chance.randrange(8):
+            case 0 | 1 if rank.writing is None and rank.complete == rank.step:
+                self.write(rank)
+            case 2 | 3 | 4 | 5 if rank.complete < rank.step:
+                self.send(rank)
+            case 6 if self.settled is not None and self.settled[0] == self.generation:
+                self.nodes[rank.node].shelf.settle(self.settled)
+            case 7 if self.chance.random() < 0.1:
+                self.lose_a_node()
+        step = min(rank.complete for rank in self.ranks)
+        if step > 0:
+            self.settled = (self.generation, step)
+
+    def write(self, rank: Rank) -> None:
+        """The worker copies its state and commits it, unless it has not heard that its last one counts."""
+        store, line = self.nodes[rank.node].store, own(rank.template)
+        try:
+            with store.writing(line) as (number, segment), segment.map() as view:
+                view[:] = memoryview(samples.content(rank.template, rank.step + 1))
+        except IntegrityError:
+            return
+        rank.step += 1
+        store.commit(line, number, rank.step, {"of": rank.step})
+
+    def send(self, rank: Rank) -> None:
+        """A piece of the share, or a break of the connection, or the end."""
+        assert rank.line is not None
+        store, holder = self.nodes[rank.node].store, self.nodes[int(rank.stripe.holder)]
+        data = memoryview(samples.content(rank.template, rank.step))
+        if not rank.line.stripe:
+            holder.shelf.settle(store.mark)
+            with holder.store.receiving(rank.line) as receiving:
+                receiving.view[:] = data
+                holder.store.finish(receiving, rank.step, {"of": rank.step}, "")
+            rank.complete = rank.step
+        elif rank.sending is None:
+            holder.shelf.settle(store.mark)
+            sending = holder.parity.contributing(rank.line, rank.template.rank, rank.step, {"of": rank.step})
+            rank.sending, rank.share = sending, sending.__enter__()
+            assert rank.share is not None
+            rank.at = rank.share.begin
+        elif self.chance.random() < 0.1:
+            self.stop(rank)
+        elif rank.share is not None and rank.at < len(data):
+            piece = data[rank.at : rank.at + self.chance.randrange(1, 40)]
+            rank.share.add(piece, chunk_hash(piece))
+            rank.at += len(piece)
+        else:
+            assert rank.share is not None
+            rank.share.end(xxhash.xxh3_64(data).hexdigest())
+            rank.sending.__exit__(None, None, None)
+            rank.sending, rank.complete = None, rank.step
+
+    def stop(self, rank: Rank) -> None:
+        if rank.sending is not None:
+            with suppress(ConnectionError):
+                rank.sending.__exit__(ConnectionError, ConnectionError("it broke"), None)
+            rank.sending = None
+
+    def stop_sending(self) -> None:
+        for rank in self.ranks:
+            self.stop(rank)
+
+    def read(self, source: tuple[str, int], held: Held, length: int) -> Iterator[memoryview]:
+        store = self.nodes[source[1]].store
+        with store.reading(held.generation, held.step, held.rank) as reading, reading.segment.map() as view:
+            for at in range(0, length, 16):
+                with view[at : min(at + 16, length)] as piece:
+                    yield piece
+
+    def held(self, without: int | None = None) -> dict[str, tuple[Held, ...]]:
+        return {str(at): node.shelf.held() for at, node in self.nodes.items() if at != without}
+
+    def check(self) -> None:
+        """Whichever node goes now: what has settled is there, or newer."""
+        if self.settled is not None and self.settled[0] == self.generation:
+            for lost in self.nodes:
+                best = recoverable(self.held(without=lost))
+                assert best, f"without node {lost} nothing is left"
+                assert (best[0].generation, best[0].step) >= self.settled, f"without node {lost}: {best} {self.settled}"
+
+    def lose_a_node(self) -> None:
+        """Everything that can be put together is what was written, shards that are made of parity too."""
+        self.stop_sending()
+        lost = self.chance.choice(list(self.nodes))
+        self.nodes.pop(lost).shelf.close(0)
+        self.losses += 1
+        found = recoverable(self.held())
+        for snapshot in found:
+            for number, node in enumerate(snapshot.holders):
+                self.look(snapshot.generation, snapshot.step, number, int(node), snapshot.holders)
+        base = (found[0].generation, found[0].step) if found else None
+        if self.settled is not None and self.settled[0] == self.generation:
+            assert base is not None, f"nothing of {self.settled} is left without node {lost}"
+            assert base >= self.settled, f"{self.settled} was lost with node {lost}"
+        if len(self.nodes) < 3 or self.chance.random() < 0.5:
+            self.nodes[self.next_node] = Node(self)
+            self.next_node += 1
+        self.settled = base
+        self.begin_generation(base)
+
+    def look(self, generation: int, step: int, number: int, at: int, holders: tuple[str, ...]) -> None:
+        node = self.nodes[at]
+        held = min(
+            (h for h in node.shelf.held() if (h.generation, h.step, h.rank) == (generation, step, number)),
+            key=lambda h: (bool(h.stripe), h.replica),
+        )
+        if held.stripe:
+            self.made += 1
+            assert node.parity.rebuild(held, {o: ("", int(holders[o])) for o in held.others}) == replace(
+                held, stripe=()
+            )
+        template = self.templates[generation, number]
+        with node.store.reading(generation, step, number) as reading, reading.segment.map() as view:
+            assert np.array_equal(np.frombuffer(view, np.uint8), samples.content(template, step))
+            assert reading.content.client == {"of": step}
+        record = node.store.record(replace(held, stripe=()), digests=True)
+        assert record.digests == samples.full_record(template, step).digests
+
+
+def own(template: ShardRecord) -> Line:
+    return Line(template.generation, template.rank, replica=False)
+
+
+def test_any_one_node_may_be_lost_at_any_moment() -> None:
+    losses = made = 0
+    for seed in range(200):
+        cluster = Cluster(seed)
+        try:
+            for number in range(300):
+                try:
+                    cluster.act()
+                    cluster.check()
+                except Exception as error:
+                    raise AssertionError(f"seed {seed}, action {number}: {error!r}") from error
+        finally:
+            cluster.close()
+        losses, made = losses + cluster.losses, made + cluster.made
+    assert losses > 300
+    assert made > 150
