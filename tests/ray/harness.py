@@ -7,27 +7,20 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import loops
 import pytest
 import ray
 from ray.util.placement_group import PlacementGroup
 
-from cluster import LocalCluster, NodeState, processes
+from cluster import LocalCluster, NodeInfo, NodeState, processes
 from cluster.nodes import TAG
 from elastic.core.errors import RunNotFound
-from elastic.core.settings import (
-    AnomalySettings,
-    CheckpointSettings,
-    FailureSettings,
-    MemorySettings,
-    RunSettings,
-    ScalingSettings,
-)
+from elastic.core.settings import CheckpointSettings, FailureSettings, MemorySettings, RunSettings, ScalingSettings
 from elastic.core.snapshots import Held
 from elastic.observe.journal import JournalReader
 from elastic.observe.summary import summarize
@@ -50,6 +43,15 @@ def wait_until(condition: Callable[[], Any], awaited: str, limit_s: float = LIMI
     return value
 
 
+class Place(Protocol):
+    """The part of a cluster that a run needs: where Ray answers, and which nodes there are."""
+
+    @property
+    def address(self) -> str: ...
+
+    def nodes(self) -> tuple[NodeInfo, ...]: ...
+
+
 class Run:
     """One run of `loops` on `cluster`, its files below `folder`. Training stops where `allow` says.
 
@@ -58,7 +60,7 @@ class Run:
 
     def __init__(
         self,
-        cluster: LocalCluster,
+        cluster: Place,
         folder: Path,
         entry: str = "loops:train",
         *,
@@ -72,7 +74,6 @@ class Run:
         global_batch: int | None = None,
         resources: Mapping[str, float] | None = None,
         memory: Mapping[str, Any] | None = None,
-        anomalies: Mapping[str, Any] | None = None,
         seed: int = 0,
     ) -> None:
         self.cluster, self.folder = cluster, folder
@@ -87,7 +88,6 @@ class Run:
             global_batch=global_batch,
             checkpoint=CheckpointSettings(self.url, every_steps, keep_last),
             memory=MemorySettings(enabled=memory is not None, **(memory or {})),
-            anomalies=AnomalySettings(**(anomalies or {})),
             # A gate that stays shut for long is no hang.
             failures=FailureSettings(**{"hang_floor_s": 300.0, **(failures or {})}),
             resources_per_worker=resources or {"CPU": 1.0},
@@ -139,8 +139,12 @@ class Run:
         assert result is not None, f"the run does not end; {self.told()}"
         assert result["status"] == status, f"{result}; {self.told()}"
         self.handle.leave()
-        wait_until(lambda: not left_of_run(self.settings.run_id), "the run to be gone from the cluster")
+        wait_until(lambda: not self.left(), "the run to be gone from the cluster")
         return result
+
+    def left(self) -> list[str]:
+        """Named actors and placement groups of this run."""
+        return left_of_run(self.settings.run_id)
 
     # --- the journal ---
 
@@ -347,19 +351,29 @@ def left_in_cluster(cluster: LocalCluster) -> list[str]:
 
 def clear(cluster: LocalCluster) -> None:
     """The next test must not inherit a run that this one has lost control of."""
+    remove_runs()
+    wait_until(lambda: not left_in_cluster(cluster), "the cluster to be clear")
+
+
+def remove_runs() -> None:
+    """Kill every named actor and remove every placement group."""
     for entry in ray.util.list_named_actors(all_namespaces=True):
         with contextlib.suppress(ValueError):
             ray.kill(ray.get_actor(entry["name"], entry["namespace"]), no_restart=True)
     for identity, entry in ray.util.placement_group_table().items():
         if entry["state"] != "REMOVED":
             ray.util.remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(identity))))
-    wait_until(lambda: not left_in_cluster(cluster), "the cluster to be clear")
 
 
 def actor_processes(cluster: LocalCluster) -> dict[int, str]:
-    """Processes of the cluster in which an actor of a run lives; Ray titles them by class."""
+    """Processes of the cluster in which an actor of a run lives."""
+    return actors_among(processes.descendants([cluster.keeper_pid], processes.table()))
+
+
+def actors_among(pids: Iterable[int]) -> dict[int, str]:
+    """Those in which an actor of a run lives; Ray titles them by class."""
     found = {}
-    for pid in processes.descendants([cluster.keeper_pid], processes.table()):
+    for pid in pids:
         try:
             title = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
         except OSError:
