@@ -205,6 +205,22 @@ class StepSkipped:
 
 
 @dataclass(frozen=True)
+class StragglerFound:
+    """The worker's own part of a step takes `factor` times as long as its peers', in `windows` windows running.
+
+    `own_s` and `peers_s` are the medians of the last window. `confirmed`: one window more than it takes to be found.
+    """
+
+    generation: int
+    worker: int
+    factor: float
+    own_s: float
+    peers_s: float
+    windows: int
+    confirmed: bool = False
+
+
+@dataclass(frozen=True)
 class RestoreFailed:
     """The named checkpoint is incomplete, or what was read is not what was saved.
 
@@ -278,7 +294,8 @@ class SaveFailing:
 
 GenerationEvent = (
     GroupJoined | TrainingReached | FirstStepDone | ProgressStalled | CollectiveFailed | UserCodeFailed |
-    AnomalyFound | StepSkipped | RestoreFailed | HoldAnswered | MemoryLost | WorkerLeft | WorkerCompleted
+    AnomalyFound | StepSkipped | StragglerFound | RestoreFailed | HoldAnswered | MemoryLost | WorkerLeft |
+    WorkerCompleted
 )  # fmt: skip
 
 Event = (

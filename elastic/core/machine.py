@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from typing_extensions import assert_never
 
-from elastic.core import anomalies, generations, membership, recovery
+from elastic.core import anomalies, evictions, generations, membership, recovery
 from elastic.core import events as ev
 from elastic.core.actions import (
     Action,
@@ -154,6 +154,8 @@ def _apply_to_generation(turn: Turn, event: ev.GenerationEvent) -> None:
             anomalies.anomaly_found(turn, event)
         case ev.StepSkipped():
             anomalies.step_skipped(turn, event)
+        case ev.StragglerFound():
+            evictions.straggler_found(turn, event)
         case ev.RestoreFailed():
             generations.restore_failed(turn, event)
         case ev.HoldAnswered():

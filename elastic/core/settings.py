@@ -139,6 +139,22 @@ class AnomalySettings:
 
 
 @dataclass(frozen=True)
+class StragglerSettings:
+    """What is done about a rank that is slower than its peers by itself, before anything it waits for.
+
+    Medians over `window_steps` steps are compared, each rank's first `calibration_windows` with what comes later: a
+    rank that is above `factor` times the median of its peers in `windows` windows running is a straggler. "report"
+    says so; "evict" also gives its slot back, where at least `min_workers` are left.
+    """
+
+    policy: Literal["off", "report", "evict"] = "report"
+    factor: float = 1.05
+    window_steps: int = 30
+    windows: int = 3
+    calibration_windows: int = 2
+
+
+@dataclass(frozen=True)
 class RunSettings:
     """Everything the controller knows about a run besides the user's function and its config.
 
@@ -158,6 +174,7 @@ class RunSettings:
     memory: MemorySettings = field(default_factory=MemorySettings)
     failures: FailureSettings = field(default_factory=FailureSettings)
     anomalies: AnomalySettings = field(default_factory=AnomalySettings)
+    stragglers: StragglerSettings = field(default_factory=StragglerSettings)
     resources_per_worker: Mapping[str, float] = field(default_factory=lambda: {"CPU": 1.0})
     deepspeed_config: Mapping[str, Json] | None = None
     storage_url: str = "./runs"
@@ -172,6 +189,7 @@ class RunSettings:
         parts = {
             "scaling": ScalingSettings, "checkpoint": CheckpointSettings, "memory": MemorySettings,
             "failures": FailureSettings, "anomalies": AnomalySettings,
+            "stragglers": StragglerSettings,
         }  # fmt: skip
         values = {key: _build(parts[key], value) if key in parts else value for key, value in data.items()}
         return _build(cls, values)

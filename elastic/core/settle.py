@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from elastic.core.evictions import give_back_evicted
 from elastic.core.generations import begin, close, start_pause
 from elastic.core.membership import condemn, drop_worn_slots, start_failed
 from elastic.core.quarantine import avoided
@@ -30,7 +31,7 @@ from elastic.core.turn import Turn
 
 def settle(turn: Turn, policy: ScalingPolicy) -> None:
     """Run every rule until none changes anything. Each rule moves the run forward, so this ends."""
-    rules = (_suspicion, _survey, _starts, _slots, _stage)
+    rules = (_suspicion, _survey, _starts, _evicted, _slots, _stage)
     for _ in range(100):
         before = turn.state
         for rule in rules:
@@ -103,6 +104,11 @@ def _starts(turn: Turn, policy: ScalingPolicy) -> None:
             if isinstance(turn.state.stage, Finished):
                 return
     drop_worn_slots(turn)
+
+
+def _evicted(turn: Turn, policy: ScalingPolicy) -> None:
+    if turn.state.evicted:
+        give_back_evicted(turn)
 
 
 def _slots(turn: Turn, policy: ScalingPolicy) -> None:
@@ -248,8 +254,7 @@ def _closing(turn: Turn, stage: Closing) -> None:
 
 
 def _enough(state: RunState) -> bool:
-    idle = sum(worker.phase is WorkerPhase.IDLE for worker in state.workers.values())
-    return idle >= state.settings.scaling.min_workers
+    return len(state.idle) >= state.settings.scaling.min_workers
 
 
 def _facts(state: RunState, since: float, now: float) -> ScalingFacts:
@@ -257,7 +262,7 @@ def _facts(state: RunState, since: float, now: float) -> ScalingFacts:
     return ScalingFacts(
         settings=state.settings.scaling,
         now=now,
-        idle=phases.count(WorkerPhase.IDLE),
+        idle=len(state.idle),
         arriving=phases.count(WorkerPhase.STARTING),
         pending_slots=sum(slot.phase is SlotPhase.PENDING for slot in state.slots.values()),
         members=state.world_size,

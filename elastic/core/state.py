@@ -203,6 +203,8 @@ class RunState:
     # Steps whose loss or gradient was no number, oldest first; and every range of positions that is left out for it.
     anomalies: tuple[Anomaly, ...] = ()
     skips: tuple[tuple[int, int], ...] = ()
+    # Slots that are given back because they are slow, once the generation that goes on without them trains.
+    evicted: tuple[int, ...] = ()
     furthest_step: int = 0
     streaks: Streaks = field(default_factory=Streaks)
     suspicion: Suspicion | None = None
@@ -248,6 +250,12 @@ class RunState:
     def nodes(self) -> tuple[str, ...]:
         """The nodes of the run's slots, as far as is known."""
         return tuple(dict.fromkeys(slot.node for slot in self.slots.values() if slot.node is not None))
+
+    @property
+    def idle(self) -> tuple[Worker, ...]:
+        """Workers that could be members now: those of a slot that is to be given back could not."""
+        ready = (worker for worker in self.workers.values() if worker.phase is WorkerPhase.IDLE)
+        return tuple(worker for worker in ready if worker.slot not in self.evicted)
 
     def rank_of(self, worker: int) -> int | None:
         return self.members.index(worker) if worker in self.members else None

@@ -82,7 +82,10 @@ class Turn:
             return
         for worker in self.workers_in(slot):
             self.forget_worker(worker.id)
-        self.set(slots={key: value for key, value in self.state.slots.items() if key != slot})
+        self.set(
+            slots={key: value for key, value in self.state.slots.items() if key != slot},
+            evicted=tuple(other for other in self.state.evicted if other != slot),
+        )
         self.do(ReleaseSlot(slot, cause))
 
     def start_worker(self, slot: int) -> None:
@@ -128,7 +131,7 @@ class Turn:
 
     def idle_workers(self) -> list[Worker]:
         """Workers that could be members now, ordered so that one node's ranks are neighbours."""
-        idle = (worker for worker in self.state.workers.values() if worker.phase is WorkerPhase.IDLE)
+        idle = self.state.idle
         return sorted(idle, key=lambda worker: (worker.slot, worker.id))
 
     def name_of(self, worker: int) -> str:

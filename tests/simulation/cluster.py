@@ -110,7 +110,7 @@ class Storage:
 
     def save(self, group: Group) -> None:
         delay = self.world.rng.uniform(0.2, 1.5)
-        self.world.clock.after(delay, self._commit, group, group.step, group.samples.copy(), 0)
+        self.world.clock.after(delay, self._commit, group, group.step, group.samples, 0)
 
     def _commit(self, group: Group, step: int, samples: Samples, tries: int) -> None:
         # A part that died with its process, or that a controller forgot, never becomes a checkpoint.

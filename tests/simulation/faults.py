@@ -12,6 +12,7 @@ from elastic.core.settings import (
     MemorySettings,
     RunSettings,
     ScalingSettings,
+    StragglerSettings,
 )
 
 # Kind: how often, relative to the others; how long it lasts (None: for ever) for kinds that end by themselves.
@@ -30,6 +31,7 @@ _KINDS: dict[str, tuple[float, tuple[float, float] | None]] = {
     "add_node": (2, None),
     "nonsense": (2, None),
     "glitch": (2, None),
+    "slow_worker": (1, None),
 }
 _STAGES = ("Waiting", "Joining", "Training", "Pausing", "Ending", "Closing")
 
@@ -93,6 +95,7 @@ def draw(seed: int) -> Plan:
             failures=_failures(rng, liveness),
             memory=MemorySettings(enabled=rng.random() < 0.7, replicas=rng.choice((0, 1, 1, 2))),
             anomalies=_anomalies(rng, liveness),
+            stragglers=StragglerSettings(rng.choice(("report", "evict"))),
         ),
         faults=tuple(faults),
         nodes=rng.randint(scaling.min_slots, scaling.max_slots + 1),

@@ -144,6 +144,14 @@ class Injector:
         if group is not None:
             group.glitch = True
 
+    def _slow_worker(self, fault: Fault) -> None:
+        """One member is found to be slower than its peers, and found so again."""
+        state = self.controller.state
+        member = self._pick(fault, list(state.members))
+        for confirmed in (False, True) if member is not None else ():
+            event = ev.StragglerFound(state.generation, member, 1.3, 2.6, 2.0, 3 + confirmed, confirmed)
+            self.world.tell(event, 0.1 + confirmed)
+
     def _storage_down(self, fault: Fault) -> None:
         self.storage.down = True
         self.clock.after(fault.lasts_s, self._storage_up)

@@ -126,6 +126,8 @@ class Invariants:
         scaling, newest = after.settings.scaling, self._newest(before, after, event)
         assert scaling.min_workers <= len(action.members) <= scaling.max_workers
         assert len(set(action.members)) == len(action.members), "a worker has two ranks"
+        slots = {after.workers[worker].slot for worker in action.members if worker in after.workers}
+        assert slots.isdisjoint(after.evicted), "a slot that is to be given back is trained on"
         if not again:
             assert (action.checkpoint, action.step) == (newest if newest else (None, 0))
             late = isinstance(event, ev.Tick)
@@ -152,7 +154,8 @@ class Invariants:
         if isinstance(event, ev.MemorySurveyed) and before.survey and before.survey.number == event.survey:
             snapshots = list(event.snapshots)
         stored = [(known.id, known.step) for known in after.checkpoints if known.id not in after.rejected]
-        usable = [known for known in snapshots if known[0] not in after.rejected][:1]
+        fits = [known for known in snapshots if not self.world.saved[known[0]].meets(after.skips)]
+        usable = [known for known in fits if known[0] not in after.rejected][:1]
         return max(stored + usable, key=lambda known: (known[1], is_snapshot(known[0])), default=None)
 
     def _members(self, state: RunState) -> None:
@@ -171,6 +174,9 @@ class Invariants:
             assert worker.slot in state.slots, "a worker in a slot that is gone"
 
     def _slots(self, state: RunState) -> None:
+        assert set(state.evicted) <= state.slots.keys(), "a slot that is gone is to be given back"
+        if isinstance(state.stage, Training) and state.stage.first_step_done:
+            assert not state.evicted, "a slow slot is kept although the others train"
         assert len(state.slots) <= state.settings.scaling.max_slots, "more slots than allowed"
         assert set(state.slots) == self.requested - self.released, "a slot was lost from the books"
         counts = Counter(worker.slot for worker in state.workers.values())
@@ -238,13 +244,17 @@ class Invariants:
                 seen(f"stopped in {type(old).__name__}")
         if len(after.anomalies) > len(before.anomalies) and after.incident and after.incident.lost_workers:
             seen("anomaly beside a lost node")
+        if len(after.evicted) > len(before.evicted):
+            seen("eviction")
+        if isinstance(new, Training) and len(after.evicted) < len(before.evicted):
+            seen("slow slot given back")
         if after.false_alarms > before.false_alarms:
             seen("false alarm")
         for action in actions:
             if isinstance(action, act.Note):
                 for phrase in ("every worker process is replaced", "falling back to", "could not be "
                                "started", "has not taken the checkpoint", "came late and does not count",
-                               "anomalies within"):  # fmt: skip
+                               "anomalies within", "is kept all the same", "it is kept"):  # fmt: skip
                     if phrase in action.sentence:
                         seen(phrase)
 
@@ -262,7 +272,7 @@ class Invariants:
         if plan.liveness:
             assert state.stage.status == "finished", f"{state.stage.status}: {state.stage.reason}"
         for known in state.checkpoints:
-            self.world.saved[known.id].each_once(state.skips, self.world.is_bad)
+            self.world.saved[known.id].each_once(state.skips, plan.bad_batches)
         if state.stage.status == "finished":
             newest = max(step for _, step in self.world.storage.committed)
             assert newest == plan.max_steps, f"finished, but the newest checkpoint is of step {newest}"

@@ -32,7 +32,7 @@ class Memory:
         if self.placed[0] != nodes:
             self.placed = (nodes, place_replicas(nodes, plan.settings.memory.replicas))
         replicas = self.placed[1]
-        world.saved[snapshot_id(group.step, group.number)] = group.samples.copy()
+        world.saved[snapshot_id(group.step, group.number)] = group.samples
         for rank, member in enumerate(group.members):
             held = Held(group.number, group.step, rank, len(nodes), replica=False)
             self._keep(member.node, held)

@@ -237,10 +237,10 @@ class Group:
             if policy != "skip":
                 self._found(positions)
                 return
-            self.samples.passed.append(positions)
+            self.samples = self.samples.pass_over(positions)
             self.world.step_skipped(self, positions)
         else:
-            self.samples.consumed.append(positions)
+            self.samples = self.samples.consume(positions)
         self.step += 1
         self.progress_at = self.world.clock.now
         self.world.step_ended(self)

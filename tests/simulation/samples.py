@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from elastic.core.batches import step_positions
 from elastic.core.steps import Range, join
@@ -11,42 +11,49 @@ from elastic.core.steps import Range, join
 BATCH = 10
 
 
-@dataclass
+@dataclass(frozen=True)
 class Samples:
-    """`consumed` by steps that were applied, `passed` by steps that were not, `skips` that the run leaves out."""
+    """`consumed` by steps that were applied, `passed` by steps that were not, `skips` that the run leaves out.
 
-    consumed: list[Range] = field(default_factory=list)
-    passed: list[Range] = field(default_factory=list)
+    Ranges that touch are one; positions that came twice stay visible.
+    """
+
+    consumed: tuple[Range, ...] = ()
+    passed: tuple[Range, ...] = ()
     skips: tuple[Range, ...] = ()
-
-    def copy(self) -> Samples:
-        return Samples(list(self.consumed), list(self.passed), self.skips)
 
     def begin(self, skips: tuple[Range, ...]) -> Samples:
         """A generation begins from this state."""
         self.disjoint(skips)
-        return Samples(list(self.consumed), list(self.passed), skips)
+        return replace(self, skips=skips)
+
+    def consume(self, positions: Range) -> Samples:
+        return replace(self, consumed=join((*self.consumed, positions)))
+
+    def pass_over(self, positions: Range) -> Samples:
+        return replace(self, passed=join((*self.passed, positions)))
 
     def disjoint(self, skips: Iterable[Range]) -> None:
-        for start, stop in skips:
-            behind = [r for r in (*self.consumed, *self.passed) if r[0] < stop and start < r[1]]
-            assert not behind, f"a state that has seen {behind} is good although {start}-{stop} is left out"
+        behind = self.meets(skips)
+        assert not behind, f"a state that has seen {behind} is good although they are left out"
+
+    def meets(self, skips: Iterable[Range]) -> list[Range]:
+        """What is to be left out and was seen all the same."""
+        seen = (*self.consumed, *self.passed)
+        return [skip for skip in skips if any(start < skip[1] and skip[0] < stop for start, stop in seen)]
 
     def of_step(self, step: int) -> Range:
         """The positions of the step after `step` finished ones: what comes next, once."""
         positions = step_positions(step, BATCH, None, self.skips)
-        before = [r for r in (*self.consumed, *self.passed, *self.skips) if r[0] < positions[0]]
-        reached = join(before)
-        assert reached in ((), ((0, positions[0]),)), f"step {step} takes {positions} after {reached}"
-        assert reached or positions[0] == 0
-        assert sum(stop - start for start, stop in before) == positions[0], f"samples before {positions} come twice"
+        before = join(r for r in (*self.consumed, *self.passed, *self.skips) if r[0] < positions[0])
+        assert before == (((0, positions[0]),) if positions[0] else ()), f"step {step} takes {positions} after {before}"
         return positions
 
-    def each_once(self, skips: tuple[Range, ...], is_bad: Callable[[Range], bool]) -> None:
+    def each_once(self, skips: tuple[Range, ...], bad_batches: Iterable[int]) -> None:
         """Every sample up to here was consumed or left out, once, and nothing bad was consumed."""
         end = max((stop for _, stop in (*self.consumed, *self.passed)), default=0)
-        everything = [*self.consumed, *self.passed, *((start, stop) for start, stop in skips if start < end)]
-        assert join(everything) in ((), ((0, end),)), f"{join(everything)} is not every sample up to {end}"
-        assert sum(stop - start for start, stop in everything) == end, "a sample was consumed twice"
-        fresh = [r for r in self.consumed if r[1] - r[0] == BATCH]
-        assert not any(map(is_bad, fresh)), "a bad batch was trained on"
+        everything = join([*self.consumed, *self.passed, *(skip for skip in skips if skip[0] < end)])
+        assert everything in ((), ((0, end),)), f"{everything} is not every sample up to {end}, once"
+        for batch in bad_batches:
+            trained = any(start <= batch * BATCH < stop for start, stop in self.consumed)
+            assert not trained, f"bad batch {batch} was trained on"

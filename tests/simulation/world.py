@@ -30,7 +30,7 @@ class World:
         self.reaches_end = not plan.returns_early
         self.sometimes: set[str] = set()
         # What each checkpoint and each snapshot has trained on.
-        self.saved = {name: Samples([(0, step * BATCH)] if step else []) for name, step in plan.earlier}
+        self.saved = {name: Samples(((0, step * BATCH),) if step else ()) for name, step in plan.earlier}
         self.storage = Storage(self)
         self.memory = Memory(self)
         self.cluster = Cluster(self, plan.nodes)

@@ -1,0 +1,205 @@
+"""Who counts as slower than its peers, on fleets with noise; and what the run does about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from statistics import median
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from machine_scenario import Scenario
+
+from elastic.core import actions as act
+from elastic.core import events as ev
+from elastic.core.settings import StragglerSettings
+from elastic.core.snapshots import snapshot_id
+from elastic.core.state import Pausing, Training
+from elastic.core.stragglers import StragglerWatch, _medians_of_others
+
+RANKS, STEP_S, NOISE = 64, 2.0, 0.03
+SLOW = 17
+
+
+def fleet(steps: int, seed: int, slow_from: int | None = None, factor: float = 1.0) -> Iterator[list[float]]:
+    """Own times of every rank, step by step; rank SLOW is slower from a step on."""
+    rng = np.random.default_rng(seed)
+    for begin in range(0, steps, 10_000):
+        block = STEP_S * rng.normal(1.0, NOISE, (min(10_000, steps - begin), RANKS))
+        if slow_from is not None:
+            block[max(0, slow_from - begin) :, SLOW] *= factor
+        yield from block.tolist()
+
+
+def watch(members: int = RANKS, **settings: object) -> StragglerWatch:
+    made = StragglerWatch(StragglerSettings(**settings))  # type: ignore[arg-type]
+    made.begin(1, [100 + rank for rank in range(members)])
+    return made
+
+
+def test_a_healthy_fleet_is_left_in_peace_for_ten_thousand_rank_hours() -> None:
+    steps = round(10_000 * 3600 / STEP_S / RANKS)
+    watching = watch()
+    alarms = [found for own_s in fleet(steps, seed=1) for found in watching.step(1, own_s)]
+    assert steps > 280_000
+    assert alarms == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_eight_per_cent_are_seen_within_a_few_windows(seed: int) -> None:
+    watching, slow_from = watch(), 300 + seed
+    seen = ((step, found) for step, own_s in enumerate(fleet(900, seed, slow_from, 1.08)) for found in
+            watching.step(1, own_s))  # fmt: skip
+    step, first = next(seen)
+    assert first.worker == 100 + SLOW
+    assert step - slow_from <= 6 * 30, "six minutes of steps of 2 s"
+    assert first.factor == pytest.approx(1.08, abs=0.03)
+    assert (first.windows, first.confirmed) == (3, False)
+    rest = [found for _, found in seen]
+    assert rest[0].confirmed
+    assert {found.worker for found in (first, *rest)} == {100 + SLOW}
+
+
+def slow(watching: StragglerWatch, windows: int, *factors: float) -> list[ev.StragglerFound]:
+    """Windows without noise."""
+    return [found for _ in range(windows * 30) for found in watching.step(1, [2.0 * f for f in factors])]
+
+
+def test_one_window_more_confirms_it_and_then_it_is_known() -> None:
+    watching = watch(3)
+    assert slow(watching, 2, 1, 1, 1) == []
+    assert slow(watching, 2, 1, 1.2, 1) == []
+    found = slow(watching, 10, 1, 1.2, 1)
+    assert [(f.worker, f.windows, f.confirmed) for f in found] == [(101, 3, False), (101, 4, True)]
+    assert (found[0].own_s, found[0].peers_s, found[0].factor) == (2.4, 2.0, 1.2)
+
+
+def test_a_window_in_order_begins_the_count_anew() -> None:
+    watching = watch(3)
+    slow(watching, 2, 1, 1, 1)
+    for _ in range(5):
+        assert slow(watching, 2, 1, 1.2, 1) == []
+        assert slow(watching, 1, 1, 1, 1) == []
+
+
+def test_a_rank_that_always_has_a_little_more_to_do_is_no_straggler() -> None:
+    watching = watch(3)
+    assert slow(watching, 20, 1.04, 1, 1) == []
+    assert slow(watching, 20, 1.08, 1, 1) == [], "four per cent are usual for it"
+    assert [found.worker for found in slow(watching, 3, 1.12, 1, 1)] == [100]
+
+
+def test_what_begins_much_too_slow_is_not_taken_for_usual() -> None:
+    assert [found.worker for found in slow(watch(3), 5, 1.3, 1, 1)] == [100]
+
+
+def test_a_new_generation_keeps_what_is_known_of_those_that_stay() -> None:
+    watching = watch(3)
+    slow(watching, 4, 1, 1, 1)
+    slow(watching, 2, 1, 1.2, 1)
+    watching.begin(2, [101, 102, 200, 201])
+    assert watching.step(1, [9.0, 1.0, 1.0, 1.0]) == (), "a late report of the generation before"
+    found = [f for _ in range(30) for f in watching.step(2, [2.4, 2.0, 3.0, 2.0])]
+    assert [f.worker for f in found] == [101], "the newcomer is measured first"
+
+
+@pytest.mark.parametrize("own_s", [[2.0], [2.0, 0.0, 2.0], []])
+def test_what_cannot_be_compared_is_not(own_s: list[float]) -> None:
+    watching = watch(max(1, len(own_s)))
+    assert [f for _ in range(300) for f in watching.step(1, own_s)] == []
+
+
+def test_it_can_be_switched_off_and_set() -> None:
+    off = watch(3, policy="off")
+    assert slow(off, 20, 1, 3, 1) == []
+    quick = watch(3, window_steps=2, windows=1, calibration_windows=1, factor=2.0)
+    assert [quick.step(1, [1.0, 1.9, 1.0]) for _ in range(8)] == [()] * 8
+    assert [len(quick.step(1, [1.0, 4.2, 1.0])) for _ in range(4)] == [0, 1, 0, 1]
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=2, max_size=12))
+def test_the_medians_of_the_others(values: list[float]) -> None:
+    assert _medians_of_others(values) == [median(values[:i] + values[i + 1 :]) for i in range(len(values))]
+
+
+# --- what is done ----------------------------------------------------------------------------------------------------
+
+
+def scenario(policy: str, low: int = 2, memory: bool = True) -> Scenario:
+    run = Scenario(low, 3, memory=memory)
+    run.state = replace(run.state, settings=replace(run.state.settings, stragglers=StragglerSettings(policy)))  # type: ignore[arg-type]
+    return run.started(3)
+
+
+def found(run: Scenario, worker: int, confirmed: bool = True) -> Scenario:
+    event = ev.StragglerFound(run.state.generation, worker, 1.31, 2.62, 2.0, 3 + confirmed, confirmed)
+    return run.do(event)
+
+
+def test_it_is_said_with_figures_and_nothing_else_is_done() -> None:
+    run = found(scenario("report"), 1)
+    assert isinstance(run.stage, Training)
+    (note,) = run.acts(act.Note)
+    assert note.kind == "straggler"
+    assert note.sentence == (
+        "rank 1 on node node-1 needs 1.31 times as long as its peers for its own part of a step "
+        "(2.62 s, they 2 s), 4 windows of 30 steps running"
+    )
+    assert note.data == {"worker": 1, "node": "node-1", "factor": 1.31}
+
+
+def test_the_others_go_on_from_the_same_step_and_the_node_is_left_alone() -> None:
+    run = found(scenario("evict"), 1, confirmed=False)
+    assert isinstance(run.stage, Training), "one window more has to confirm it"
+    found(run, 1)
+    assert isinstance(run.stage, Pausing)
+    run.do(*(ev.HoldAnswered(1, w, 41, memory=True) for w in (0, 1, 2)))
+    run.left(41)
+    assert run.state.survey is not None
+    assert not run.acts(act.ReleaseSlot), "the step lies in its node's memory, too"
+    run.do(ev.MemorySurveyed(run.state.survey.number, ((snapshot_id(41, 1), 41),)))
+    (begin,) = run.acts(act.BeginGeneration)
+    assert (begin.members, begin.checkpoint, begin.step) == ((0, 2), snapshot_id(41, 1), 41)
+    run.train()
+    (released,) = run.acts(act.ReleaseSlot)
+    assert released.slot == 1
+    (incident,) = run.acts(act.CloseIncident)
+    assert (incident.incident.kind, incident.incident.planned, incident.incident.steps_repeated) == ("resize", True, 0)
+    (request,) = run.acts(act.RequestSlot)
+    assert request.avoid == ("node-1",), "the node is not asked for again at once"
+    assert isinstance(run.stage, Training)
+    assert run.state.evicted == ()
+
+
+def test_a_run_that_needs_it_keeps_it() -> None:
+    run = found(scenario("evict", low=3), 1)
+    assert isinstance(run.stage, Training)
+    assert "is kept all the same: 2 would be left of at least 3" in run.said()
+
+
+def _lose_other(run: Scenario) -> None:
+    run.lose_node(0)
+
+
+def _lose_it(run: Scenario) -> None:
+    run.lose_node(1)
+
+
+@pytest.mark.parametrize(("lose", "members"), [(_lose_it, (0, 2)), (_lose_other, (1, 2))])
+def test_a_loss_at_the_planned_end(lose: Callable[[Scenario], None], members: tuple[int, ...]) -> None:
+    run = found(scenario("evict", memory=False).commit(5), 1)
+    lose(run)
+    run.left(6)
+    (begin,) = run.acts(act.BeginGeneration)
+    assert begin.members == members, "with one more gone the run cannot do without the slow one"
+
+
+def test_nobody_is_evicted_while_the_run_ends() -> None:
+    run = scenario("evict")
+    run.do(ev.StopRequested("enough"))
+    before = run.stage
+    assert isinstance(before, Pausing)
+    found(run, 1)
+    assert run.stage == before
