@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 
 import memory_samples as samples
 import numpy as np
+import pytest
 import xxhash
 
+from elastic.checkpoint.memory import parity as parity_module
 from elastic.checkpoint.memory.blocks import chunk_hash
 from elastic.checkpoint.memory.lines import Line, Mark
 from elastic.checkpoint.memory.parity import Contribution, Parity
 from elastic.checkpoint.memory.shelf import Shelf
 from elastic.checkpoint.memory.store import Store
-from elastic.core.errors import IntegrityError
+from elastic.core.errors import IntegrityError, StorageError
 from elastic.core.manifest import ShardRecord
 from elastic.core.parity import Stripe, place_parity
 from elastic.core.snapshots import Held, recoverable
@@ -229,3 +231,107 @@ def test_any_one_node_may_be_lost_at_any_moment() -> None:
         losses, made = losses + cluster.losses, made + cluster.made
     assert losses > 300
     assert made > 150
+
+
+# --- one holder, step by step ---
+
+
+class Holder:
+    """Keeps the parity of ranks 0 and 1; what it reads from others is what `during` leaves of them."""
+
+    def __init__(self, during: Callable[[], None] = lambda: None) -> None:
+        self.during = during
+        self.shelf = Shelf(LIMIT_BYTES)
+        self.parity = Parity(self.shelf, self.read)
+        self.records = [samples.template(rank, 2) for rank in range(2)]
+        (self.line,) = {self.parity.open((0, 1), record) for record in self.records}
+
+    def share(self, rank: int, step: int) -> AbstractContextManager[Contribution | None]:
+        return self.parity.contributing(self.line, rank, step, None)
+
+    def take(self, step: int, ranks: tuple[int, ...] = (0, 1)) -> None:
+        for rank in ranks:
+            with self.share(rank, step) as share:
+                assert share is not None
+                data = self.data(rank, step)
+                share.add(data, chunk_hash(data))
+                share.end(xxhash.xxh3_64(data).hexdigest())
+
+    def data(self, rank: int, step: int) -> memoryview:
+        return memoryview(samples.content(self.records[rank], step))
+
+    def read(self, source: tuple[str, int], held: Held, length: int) -> Iterator[memoryview]:
+        self.during()
+        yield self.data(held.rank, held.step)[:length]
+
+
+@pytest.fixture
+def holder() -> Iterator[Holder]:
+    holder = Holder()
+    yield holder
+    holder.shelf.close(0)
+
+
+def test_a_connection_that_was_replaced_adds_nothing_more(holder: Holder) -> None:
+    data = holder.data(0, 1)
+    first, second = data[:100], data[100:]
+    with suppress(ConnectionError), holder.share(0, 1) as old:
+        assert old is not None
+        old.add(first, chunk_hash(first))
+        with holder.share(0, 1) as new:
+            assert new is not None
+            assert new.begin == 100
+            with pytest.raises(ConnectionError, match="another connection goes on"):
+                old.add(second, chunk_hash(second))
+            with pytest.raises(ConnectionError, match="another connection goes on"):
+                old.end("")
+            new.add(second, chunk_hash(second))
+            new.end(xxhash.xxh3_64(data).hexdigest())
+        with holder.share(0, 1) as late:
+            assert late is not None
+            assert late.done
+            with pytest.raises(ConnectionError, match="more than all bytes"):
+                late.add(first, chunk_hash(first))
+    holder.take(1, (1,))
+    made = holder.parity.rebuild(Held(1, 1, 0, 2, True, (0, 1)), {1: ("", 1)})
+    assert Store(holder.shelf).record(made, digests=True).digests == samples.full_record(holder.records[0], 1).digests
+
+
+def test_a_newer_step_takes_the_place_of_one_that_never_became_whole(
+    holder: Holder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parity_module, "_MEMBERS_LIMIT_S", 0.01)
+    data = holder.data(0, 1)
+    with holder.share(0, 1) as old:
+        assert old is not None
+        with pytest.raises(StorageError, match="parity of step 2 cannot be begun: its memory is in use"):
+            holder.share(1, 2).__enter__()
+        with pytest.raises(ConnectionError, match="or nobody does"):
+            old.add(data, chunk_hash(data))
+    holder.take(2)
+    with pytest.raises(IntegrityError, match="no new snapshot"):
+        holder.take(1)
+    assert {item.step for item in holder.shelf.held()} == {2}
+
+
+def test_an_older_step_is_not_begun_beside_a_newer_one(holder: Holder) -> None:
+    with holder.share(0, 2), pytest.raises(IntegrityError, match="of step 2 is put together here, not of step 1"):
+        holder.share(1, 1).__enter__()
+
+
+def test_parity_that_is_given_up_while_it_is_used_makes_nothing(holder: Holder) -> None:
+    holder.take(1)
+    newer = samples.template(0, 1, 2)
+    holder.during = lambda: Store(holder.shelf).open(Line(2, 0, False), newer, base=(1, 0))
+    with pytest.raises(IntegrityError, match="was given up while it was used"):
+        holder.parity.rebuild(Held(1, 1, 0, 2, True, (0, 1)), {1: ("", 1)})
+    assert holder.shelf.held() == ()
+    assert holder.shelf.stats()["segments"] == 0
+
+
+def test_a_holder_without_the_memory_for_one_more_shard_says_so(holder: Holder) -> None:
+    holder.take(1)
+    holder.shelf.limit_bytes = holder.records[0].bytes
+    with pytest.raises(StorageError, match=r"of which 0\.00 GiB can be had.*rank 0, step 1"):
+        holder.parity.rebuild(Held(1, 1, 0, 2, True, (0, 1)), {1: ("", 1)})
+    assert holder.shelf.stats()["segments"] == 1

@@ -79,6 +79,8 @@ class Block:
         with self._lock:
             part = self._current(rank, turn)
             begin, end = part.done_bytes, part.done_bytes + len(chunk)
+            if end > part.nbytes:
+                raise ConnectionError(f"more than all bytes of rank {rank}'s shard came")
             # Nobody is further than `_filled`, so there is never a gap.
             known = max(0, min(end, self._filled) - begin)
             with memory[begin : begin + known] as target, chunk[:known] as added:
