@@ -124,4 +124,5 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except KeyboardInterrupt:
+        _say("interrupted; nothing of it is left")
         sys.exit(130)

@@ -18,7 +18,7 @@ DCP = "torch DCP async_save"
 
 
 def measure(options: Options) -> list[Figure]:
-    size, saves = SMALL if options.quick else LARGE, options.pick(10, 3)
+    size, saves = SMALL if options.quick else LARGE, options.pick(8, 3)
     own = _own(options, size, saves)
     folder = options.make_folder("dcp")
     with Children(folder) as children:
@@ -44,7 +44,7 @@ def _own(options: Options, size: Size, saves: int) -> Figure:
             def saved() -> list[Any]:
                 return [record for record in run.records() if record["type"] == "checkpoint"]
 
-            run.until(lambda: len(saved()) > saves, f"{saves + 1} checkpoints", 240.0)
+            run.until(lambda: len(saved()) > (2 if options.over else saves), f"{saves + 1} checkpoints", 180.0)
             steps = [step for record in run.records() if record["type"] == "steps" for step in record["steps"]]
             records = saved()[1:]
     except NotMeasured as error:
