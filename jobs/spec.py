@@ -16,6 +16,7 @@ from elastic.core.settings import (
     MemorySettings,
     RunSettings,
     ScalingSettings,
+    StragglerSettings,
 )
 from jobs.sentences import sentence
 from jobs.storage import absolute_url
@@ -101,6 +102,18 @@ class AnomalySpec(BaseModel):
     max_overflows: Annotated[int, Field(ge=0)] = AnomalySettings.max_overflows
 
 
+class StragglerSpec(BaseModel):
+    """See `StragglerSettings`."""
+
+    model_config = _CONFIG
+
+    policy: Literal["off", "report", "evict"] = StragglerSettings.policy
+    factor: Annotated[float, Field(gt=1)] = StragglerSettings.factor
+    window_steps: Count = StragglerSettings.window_steps
+    windows: Count = StragglerSettings.windows
+    calibration_windows: Count = StragglerSettings.calibration_windows
+
+
 class JobSpec(BaseModel):
     """One job. Batches count samples; None leaves them to the DeepSpeed config of the user's script."""
 
@@ -125,6 +138,7 @@ class JobSpec(BaseModel):
     memory: MemorySpec = Field(default_factory=MemorySpec)
     failures: Annotated[FailureSettings, PlainValidator(_failures)] = Field(default_factory=FailureSettings)
     anomalies: AnomalySpec = Field(default_factory=AnomalySpec)
+    stragglers: StragglerSpec = Field(default_factory=StragglerSpec)
     storage_url: str | None = None
 
     @model_validator(mode="after")
@@ -166,6 +180,7 @@ class JobSpec(BaseModel):
             memory=MemorySettings(**dict(self.memory)),
             failures=self.failures,
             anomalies=AnomalySettings(**dict(self.anomalies)),
+            stragglers=StragglerSettings(**dict(self.stragglers)),
             resources_per_worker=self.resources_per_worker,
             deepspeed_config=self.deepspeed if isinstance(self.deepspeed, dict) else None,
             storage_url=self.storage_url or self.checkpoint.url or storage_url,
@@ -202,6 +217,7 @@ def _keys() -> dict[tuple[str, ...], list[str]]:
         ("checkpoint",): list(CheckpointSpec.model_fields),
         ("memory",): list(MemorySpec.model_fields),
         ("anomalies",): list(AnomalySpec.model_fields),
+        ("stragglers",): list(StragglerSpec.model_fields),
         ("failures",): [f.name for f in dataclasses.fields(FailureSettings)],
     }
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from elastic.core.events import FirstStepDone
 
@@ -16,6 +17,8 @@ class CompletedStep:
 
     `positions` are joined half-open ranges of the global sample order; `loss` is the mean over the global batch.
     `anomaly` says why the step was not applied, where it was not; `skipped` is then what it would have consumed.
+    `own_s[rank]` is what the rank did not spend in collectives (0.0: not measured), `straggler_s` how much longer the
+    slowest rank worked than the median, apart from waiting for data.
     """
 
     generation: int
@@ -32,6 +35,8 @@ class CompletedStep:
     learning_rates: tuple[float, ...]
     anomaly: str = ""
     skipped: tuple[Range, ...] = ()
+    own_s: tuple[float, ...] = ()
+    straggler_s: float = 0.0
 
     @property
     def first_step_done(self) -> FirstStepDone | None:
@@ -52,6 +57,7 @@ class _Part:
     learning_rates: tuple[float, ...]
     anomaly: str
     skipped: tuple[Range, ...]
+    own_s: float
 
 
 class StepTable:
@@ -76,7 +82,7 @@ class StepTable:
         self, generation: int, rank: int, step: int, loss: float, positions: Iterable[Range], samples: int,
         duration_s: float, data_wait_s: float = 0.0, grad_norm: float | None = None,
         learning_rates: Iterable[float] = (), tokens: int = 0, save_stall_s: float = 0.0, anomaly: str = "",
-        skipped: Iterable[Range] = (),
+        skipped: Iterable[Range] = (), own_s: float = 0.0,
     ) -> CompletedStep | None:  # fmt: skip
         """One rank's report of finished step `step`; the completed step when it was the last one missing.
 
@@ -88,7 +94,7 @@ class StepTable:
         parts = self._parts.setdefault(step, {})
         part = _Part(
             loss, _ranges(positions), samples, duration_s, data_wait_s, save_stall_s, tokens, grad_norm,
-            tuple(learning_rates), anomaly, _ranges(skipped),
+            tuple(learning_rates), anomaly, _ranges(skipped), own_s,
         )  # fmt: skip
         parts.setdefault(rank, part)
         return self._complete(step) if len(parts) == self._world_size else None
@@ -136,7 +142,17 @@ class StepTable:
             # A rank whose loss was no number says so; the others know the gradient only.
             anomaly=max((part.anomaly for part in parts), key=lambda text: (bool(text), "loss" in text)),
             skipped=join(position for part in parts for position in part.skipped),
+            own_s=tuple(part.own_s for part in parts),
+            straggler_s=_excess(parts),
         )
+
+
+def _excess(parts: Sequence[_Part]) -> float:
+    if min(part.own_s for part in parts) <= 0.0:
+        return 0.0
+    # Waiting for data has its own owner.
+    working = [part.own_s - part.data_wait_s for part in parts]
+    return max(working) - median(working)
 
 
 def _ranges(positions: Iterable[Range]) -> tuple[Range, ...]:

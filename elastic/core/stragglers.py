@@ -19,10 +19,12 @@ from elastic.core.settings import StragglerSettings
 
 @dataclass
 class _Worker:
-    """`usual`: its own time as a multiple of its peers' in its first windows. `slow`: windows in a row above that."""
+    """`usual`: its own time as a multiple of its peers' in its first windows; `factor`: in the last one. `slow`:
+    windows in a row that were too far above the usual."""
 
     first: list[float] = field(default_factory=list)
     usual: float | None = None
+    factor: float = 1.0
     slow: int = 0
 
 
@@ -52,6 +54,10 @@ class StragglerWatch:
         window, self._window = self._window, []
         return self._judge([median(times) for times in zip(*window, strict=True)])
 
+    def known(self) -> dict[int, float]:
+        """Members that are stragglers by the last window, and how many times as long as their peers they take."""
+        return {worker: known.factor for worker, known in self._known.items() if known.slow >= self._settings.windows}
+
     def _judge(self, typical_s: Sequence[float]) -> tuple[StragglerFound, ...]:
         """One window is full; the medians of the ranks' own times."""
         events = []
@@ -68,6 +74,7 @@ class StragglerWatch:
 
     def _windows_slow(self, worker: _Worker, factor: float) -> int:
         """How many windows running the worker has been slow, this one included."""
+        worker.factor = round(factor, 4)
         if worker.usual is None:
             worker.first.append(factor)
             if len(worker.first) >= self._settings.calibration_windows:

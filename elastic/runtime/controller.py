@@ -24,6 +24,8 @@ from elastic.core.detector import LastSeen
 from elastic.core.errors import Fenced
 from elastic.core.settings import RunSettings
 from elastic.core.state import USER_CODE_FAILED, Ending, Finished, RunState, Training, WorkerPhase
+from elastic.core.steps import CompletedStep
+from elastic.core.stragglers import StragglerWatch
 from elastic.observe.journal import JournalWriter
 from elastic.runtime.agent import Beat
 from elastic.runtime.committer import Committer
@@ -65,6 +67,7 @@ class ControllerActor:
         self._fenced = 0
         self._result: dict[str, Any] | None = None
         self._seen = LastSeen(self._settings.failures.heartbeat_s)
+        self._stragglers = StragglerWatch(self._settings.stragglers)
         self._last_turn = 0.0
         self._main = asyncio.get_running_loop().create_task(self._run(_was_restarted()))
 
@@ -74,7 +77,8 @@ class ControllerActor:
         """The live figures; see `jobs.handle.RunHandle.progress`."""
         await self._ready.wait()
         status = self._result["status"] if self._result else "running"
-        return {**figures(self._state, self._telemetry, self._news), "status": status, "controller_pid": os.getpid()}
+        shown = figures(self._state, self._telemetry, self._news, self._stragglers.known())
+        return {**shown, "status": status, "controller_pid": os.getpid()}
 
     async def wait_step(self, step: int, timeout_s: float) -> bool:
         await self._ready.wait()
@@ -150,16 +154,21 @@ class ControllerActor:
             done, first = self._telemetry.report(item.data, now)
             if first is not None:
                 self._events.put_nowait(first)
-            if done is not None and done.anomaly:
-                skipped = ev.StepSkipped(done.generation, done.step, done.anomaly, done.skipped)
-                self._events.put_nowait(skipped)
             if done is not None:
-                self._incidents.step_done(done.step, now)
-                asyncio.get_running_loop().create_task(self._tell_step())
+                self._completed(done, now)
         elif item.kind == "restored":
             restore = self._telemetry.restored(item.data)
             if restore is not None:
                 self._incidents.restored(restore)
+
+    def _completed(self, done: CompletedStep, now: float) -> None:
+        """Every rank has finished the step."""
+        if done.anomaly:
+            self._events.put_nowait(ev.StepSkipped(done.generation, done.step, done.anomaly, done.skipped))
+        for found in () if done.first else self._stragglers.step(done.generation, done.own_s):
+            self._events.put_nowait(found)
+        self._incidents.step_done(done.step, now)
+        asyncio.get_running_loop().create_task(self._tell_step())
 
     def _take_shard(self, shard: Any) -> None:
         """A shard counts only while its generation is the newest one: a late waker's never does."""
@@ -207,6 +216,7 @@ class ControllerActor:
         old = replay(self._journal.replayed, settings) if reconstructed else Replayed.nothing(settings, self._journal)
         self._telemetry = old.telemetry(settings, time.time(), self._records.note)
         self._state: RunState = old.state
+        self._stragglers.begin(old.state.generation, old.state.members)
         self._executor = Executor(
             settings, old.attempt, self._entry, here, self._token, self._events.put_nowait, self._steps_recovered
         )
@@ -277,6 +287,7 @@ class ControllerActor:
             self._incidents.close(action.incident)
         elif isinstance(action, act.BeginGeneration) and not self._is_reissue(action):
             self._telemetry.generation_begins(action.generation, len(action.members), action.step, now, action.skips)
+            self._stragglers.begin(action.generation, action.members)
         self._executor.perform(action)
 
     def _is_reissue(self, action: act.BeginGeneration) -> bool:

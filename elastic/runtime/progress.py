@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +25,9 @@ class News:
             self.doing = note.sentence
 
 
-def figures(state: RunState, telemetry: Telemetry, news: News) -> dict[str, Any]:
-    """The keys of `jobs.handle.RunHandle.progress`, without the status."""
+def figures(state: RunState, telemetry: Telemetry, news: News, slow: Mapping[int, float]) -> dict[str, Any]:
+    """The keys of `jobs.handle.RunHandle.progress`, without the status. `slow` are the stragglers among the members,
+    with their factors."""
     newest = state.newest_checkpoint
     return {
         "step": telemetry.step,
@@ -39,6 +41,10 @@ def figures(state: RunState, telemetry: Telemetry, news: News) -> dict[str, Any]
         "doing": _doing(state, news),
         "incidents": state.incidents,
         "workers": _placement(state),
+        "stragglers": [
+            {"worker": worker, "rank": state.rank_of(worker), "node": state.node_of(worker), "factor": factor}
+            for worker, factor in slow.items()
+        ],
     }
 
 

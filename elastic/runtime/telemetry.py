@@ -72,6 +72,7 @@ class Telemetry:
             data["generation"], data["rank"], data["step"], data["loss"], data["positions"], data["samples"],
             data["duration_s"], data["data_wait_s"], data["grad_norm"], data["learning_rates"], data["tokens"],
             data["save_stall_s"], data.get("anomaly", ""), data.get("skipped", ()),
+            data.get("own_s", 0.0),
         )  # fmt: skip
         if done is None:
             return None, None
@@ -86,7 +87,7 @@ class Telemetry:
             self._proof_s = 0.0
         self._reached(done.step, finite(done.loss))
         self.samples.add(done.step, done.positions, done.skipped)
-        self.time.step_done(done.step, now, done.save_stall_s, done.data_wait_s)
+        self.time.step_done(done.step, now, done.save_stall_s, done.data_wait_s, done.straggler_s)
         if not done.first:
             self._hang.add(done.duration_s)
         if done.save_stall_s:
@@ -147,7 +148,8 @@ class Telemetry:
         """One finished step as the journal has it."""
         self._reached(step["step"], step["loss"])
         self._recall_samples(step)
-        self.time.step_done(step["step"], when, step.get("save_stall_s", 0.0), step.get("data_wait_s", 0.0))
+        self.time.step_done(step["step"], when, step.get("save_stall_s", 0.0), step.get("data_wait_s", 0.0),
+                            step.get("straggler_s", 0.0))  # fmt: skip
         self.table.known(step["step"])
 
     def recall_samples(self, records: Iterable[Mapping[str, Any]]) -> None:
@@ -207,7 +209,8 @@ def _step_record(done: CompletedStep, now: float, metrics: Mapping[str, Any]) ->
     return {
         "step": done.step, "generation": done.generation, "loss": finite(done.loss), "time": round(now, 3),
         "duration_s": round(done.duration_s, 5), "data_wait_s": round(done.data_wait_s, 5),
-        "save_stall_s": round(done.save_stall_s, 5), "samples": done.samples, "positions": done.positions,
+        "save_stall_s": round(done.save_stall_s, 5), "straggler_s": round(done.straggler_s, 5),
+        "samples": done.samples, "positions": done.positions,
         "grad_norm": done.grad_norm, "learning_rates": done.learning_rates, "metrics": dict(metrics),
         **({"anomaly": done.anomaly, "skipped": done.skipped} if done.anomaly else {}),
     }  # fmt: skip

@@ -26,6 +26,7 @@ from elastic.core.settings import (
     MemorySettings,
     RunSettings,
     ScalingSettings,
+    StragglerSettings,
 )
 from elastic.runtime import client
 from elastic.runtime.entry import Entry
@@ -72,6 +73,7 @@ class ElasticTrainer:
         memory: MemorySettings | None = None,
         failures: FailureSettings | None = None,
         anomalies: AnomalySettings | None = None,
+        stragglers: StragglerSettings | None = None,
         seed: int = 0,
     ) -> None:
         self._function = train_loop_per_worker
@@ -92,6 +94,7 @@ class ElasticTrainer:
             memory=memory or MemorySettings(),
             failures=failures or _failures(run),
             anomalies=anomalies or AnomalySettings(),
+            stragglers=stragglers or StragglerSettings(),
             resources_per_worker=_resources(scaling),
             deepspeed_config=deepspeed_config,
             storage_url=storage,

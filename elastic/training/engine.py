@@ -19,6 +19,7 @@ from elastic.training import place, rng
 from elastic.training.anomalies import AnomalyWatch, BadStep
 from elastic.training.context import Generation
 from elastic.training.failures import as_collective_failure
+from elastic.training.own_time import CollectiveClock
 from elastic.training.progress import StepPlan, StepProgress
 from elastic.training.session import Phase, StepReport
 
@@ -41,6 +42,8 @@ class ElasticEngine:
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._snapshots: Snapshots | None = None
         self._watch: AnomalyWatch | None = None
+        self._clock = CollectiveClock()
+        self._waited_s = 0.0
 
     def open(self) -> None:
         """Check DeepSpeed's partitioning and, when the spec names a checkpoint, restore it. Collective.
@@ -54,6 +57,7 @@ class ElasticEngine:
         generation, checkpoint = self._generation, self._generation.spec.checkpoint
         if generation.spec.anomalies is not None:
             self._watch = AnomalyWatch(self.deepspeed, generation.spec.anomalies)
+        self._clock.install(generation.device)
         self._state = open_state(self.deepspeed)
         group = self.deepspeed.seq_data_parallel_group
         self._snapshots = Snapshots(generation, self._state, group, self._client)
@@ -171,6 +175,7 @@ class ElasticEngine:
         if self._snapshots is not None:
             self._snapshots.close()
             self._snapshots = None
+        self._clock.remove()
         self.deepspeed = None
         self._watch = None
         self._state = None
@@ -188,8 +193,10 @@ class ElasticEngine:
         assert batch is not None
         # Set by hand for every pass: the last step of a run may have fewer passes than DeepSpeed was told.
         self.deepspeed.set_gradient_accumulation_boundary(progress.on_last_pass)
-        if self._watch is not None and progress.next_pass == 1 and progress.forwards == 0:
-            self._watch.begin()
+        if progress.next_pass == 1 and progress.forwards == 0:
+            self._waited_s = self._clock.waited_s
+            if self._watch is not None:
+                self._watch.begin()
         if batch.weight == 0.0 and not self._buffers:
             self._buffers = [(buffer, buffer.detach().clone()) for buffer in self.deepspeed.module.buffers()]
         rng.seed_everything(
@@ -208,6 +215,7 @@ class ElasticEngine:
     def _step_finished(self, progress: StepProgress) -> None:
         generation = self._generation
         ended = time.perf_counter()
+        own_s = ended - progress.begun - (self._clock.waited_s - self._waited_s) if self._clock.works else 0.0
         loss, self._loss = float(self._loss), 0.0
         bad = self._look(progress, loss)
         generation.step = progress.step + 1
@@ -216,7 +224,9 @@ class ElasticEngine:
         with self._translated():
             stall_s = self._snapshots.prepare(ended - progress.begun)
         metrics, generation.metrics = generation.metrics, {}
-        generation.coordinator.step_done(self._report(progress, loss, ended, stall_s, bad), metrics)
+        report = self._report(progress, loss, bad)
+        report = replace(report, duration_s=ended - progress.begun, own_s=own_s, save_stall_s=stall_s)
+        generation.coordinator.step_done(report, metrics)
         self._snapshots.start()
 
     def _look(self, progress: StepProgress, loss: float) -> BadStep | None:
@@ -234,9 +244,8 @@ class ElasticEngine:
         generation.check()
         return bad
 
-    def _report(
-        self, progress: StepProgress, loss: float, ended: float, stall_s: float, bad: BadStep | None
-    ) -> StepReport:
+    def _report(self, progress: StepProgress, loss: float, bad: BadStep | None) -> StepReport:
+        """Without the times that the step took."""
         positions = progress.positions()
         norm = self.deepspeed.get_global_grad_norm() if self._watch is None else self._watch.grad_norm
         return StepReport(
@@ -244,12 +253,11 @@ class ElasticEngine:
             loss=loss,
             positions=() if bad else positions,
             samples=sum(stop - start for start, stop in positions),
-            duration_s=ended - progress.begun,
+            duration_s=0.0,
             data_wait_s=progress.data_wait_s,
             grad_norm=_as_float(norm),
             learning_rates=_learning_rates(self.deepspeed),
             tokens=progress.tokens,
-            save_stall_s=stall_s,
             anomaly=str(bad) if bad else "",
             skipped=positions if bad else (),
         )

@@ -95,6 +95,7 @@ class StepReport:
     `loss` is this rank's part of the global mean: the sum over its micro-batches of loss * samples / step samples, so
     that the sum over ranks is the loss of the global batch. `grad_norm` is DeepSpeed's (None where it has none).
     `duration_s` ends with the optimizer step; `save_stall_s` is what the snapshot of this step cost beyond that.
+    `own_s` is the part of `duration_s` that this rank did not spend in collectives (0.0: not measured).
     `anomaly` says why the step was not applied, where it was not: `skipped` is then what it would have consumed.
     """
 
@@ -110,6 +111,7 @@ class StepReport:
     save_stall_s: float = 0.0
     anomaly: str = ""
     skipped: tuple[Range, ...] = ()
+    own_s: float = 0.0
 
 
 @dataclass(frozen=True)

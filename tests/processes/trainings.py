@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 import crew
@@ -257,3 +258,24 @@ _GONE_WRONG = {
     # The other way round: the derivative of a root at zero.
     "gradient": lambda loss, out: loss + torch.sqrt((out.float() * 0.0).sum().abs()),
 }
+
+
+def train_with_a_slow_rank(config: dict[str, Any]) -> None:
+    """Rank `config["slow"]` is busy for `config["busy_s"]` with every micro-batch."""
+    engine, loader = build(config)
+    for batch in loader:
+        if elastic.get_context().rank == config["slow"]:
+            until = time.perf_counter() + config["busy_s"]
+            while time.perf_counter() < until:
+                pass
+        one_pass(engine, batch)
+
+
+def train_and_tell_the_backend(config: dict[str, Any]) -> None:
+    from deepspeed.comm import comm
+
+    before = type(comm.cdb).__name__
+    engine, loader = build(config)
+    crew.told.update(before=before, inside=[type(comm.cdb).__name__, type(comm.cdb._backend).__name__])
+    for batch in loader:
+        one_pass(engine, batch)

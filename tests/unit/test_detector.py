@@ -242,7 +242,7 @@ def test_a_step_is_complete_when_every_rank_has_reported_it() -> None:
     assert table.add(2, 1, **report(11, 1, tokens=5, grad_norm=2.0, save_stall_s=0.3)) is None
     done = table.add(2, 0, **report(11, 0, tokens=6, grad_norm=2.0, learning_rates=(1e-3,)))
     assert done == CompletedStep(
-        2, 11, True, 1.5, ((88, 96),), 8, 2.0, 0.0, 0.3, 11, 2.0, (1e-3,)
+        2, 11, True, 1.5, ((88, 96),), 8, 2.0, 0.0, 0.3, 11, 2.0, (1e-3,), own_s=(0.0, 0.0)
     )  # fmt: skip
     assert done.first_step_done == FirstStepDone(2, 11)
     table.add(2, 0, **report(12, 0))
@@ -269,6 +269,28 @@ def test_a_norm_that_is_not_finite_on_one_rank_is_not_finite() -> None:
     done = table.add(1, 1, **report(1, 1, grad_norm=3.0))
     assert done is not None
     assert done.grad_norm == -1.0
+
+
+def test_the_slowest_rank_is_compared_with_the_median_apart_from_its_data() -> None:
+    table = StepTable()
+    table.begin(1, 3)
+    for rank, (own_s, data_wait_s) in enumerate([(2.0, 0.5), (1.5, 0.0), (1.75, 0.0)]):
+        done = table.add(1, rank, **report(1, rank, own_s=own_s, data_wait_s=data_wait_s))
+    assert done is not None
+    assert (done.own_s, done.straggler_s) == ((2.0, 1.5, 1.75), 0.25)
+    for rank, own_s in enumerate([2.0, 0.0, 1.0]):
+        done = table.add(1, rank, **report(2, rank, own_s=own_s))
+    assert done is not None
+    assert done.straggler_s == 0.0, "one rank has not measured it"
+
+
+def test_a_step_that_was_not_applied_says_why_in_the_words_of_who_knows() -> None:
+    table = StepTable()
+    table.begin(1, 2)
+    table.add(1, 0, **report(1, 0, positions=(), anomaly="the gradient is not finite", skipped=((0, 4),)))
+    done = table.add(1, 1, **report(1, 1, positions=(), anomaly="the loss is nan", skipped=((4, 8),)))
+    assert done is not None
+    assert (done.anomaly, done.positions, done.skipped) == ("the loss is nan", (), ((0, 8),))
 
 
 def test_positions_that_come_twice_stay_visible() -> None:

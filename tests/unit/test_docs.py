@@ -23,7 +23,7 @@ from elastic.core.settings import FailureSettings
 from elastic.training.refused import REFUSED
 from jobs import exit_codes
 from jobs.cli import parser
-from jobs.spec import AnomalySpec, CheckpointSpec, JobSpec, MemorySpec, parse_job
+from jobs.spec import AnomalySpec, CheckpointSpec, JobSpec, MemorySpec, StragglerSpec, parse_job
 from jobs.yaml_lines import parse
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,9 +105,10 @@ def test_exit_codes() -> None:
         ("## checkpoint", {name: field.default for name, field in CheckpointSpec.model_fields.items()}),
         ("## memory", {name: field.default for name, field in MemorySpec.model_fields.items()}),
         ("## anomalies", {name: field.default for name, field in AnomalySpec.model_fields.items()}),
+        ("## stragglers", {name: field.default for name, field in StragglerSpec.model_fields.items()}),
         ("## failures", {field.name: field.default for field in dataclasses.fields(FailureSettings)}),
     ],
-    ids=["top", "checkpoint", "memory", "anomalies", "failures"],
+    ids=["top", "checkpoint", "memory", "anomalies", "stragglers", "failures"],
 )
 def test_job_keys_and_their_defaults(section: str, defaults: dict[str, Any]) -> None:
     text = (ROOT / "docs" / "job.md").read_text().partition(f"\n{section}\n")[2].partition("\n## ")[0]
@@ -222,7 +223,7 @@ def subcommands() -> dict[str, argparse.ArgumentParser]:
 def default(value: object) -> str:
     if value is PydanticUndefined:
         return "required"
-    if isinstance(value, (AnomalySpec, CheckpointSpec, MemorySpec, FailureSettings)):
+    if isinstance(value, (AnomalySpec, CheckpointSpec, MemorySpec, StragglerSpec, FailureSettings)):
         return "see below"
     if value is None:
         return "none"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from elastic.core.errors import UsageError
-from elastic.core.settings import AnomalySettings, FailureSettings, RunSettings
+from elastic.core.settings import AnomalySettings, FailureSettings, RunSettings, StragglerSettings
 from jobs.checks import check_deepspeed
 from jobs.spec import JobSpec, load_job
 
@@ -48,6 +48,7 @@ max_steps: 100
 seed: 7
 checkpoint: {url: ckpt, every_steps: 10, keep_last: 3, keep_every_steps: 50}
 failures: {suspect_after_s: 2, crash_streak: 9, capacity_timeout_s: 60}
+stragglers: {policy: evict, factor: 1.2, window_steps: 10, windows: 2, calibration_windows: 1}
 anomalies: {policy: skip, max_anomalies: 2, window_steps: 50, max_overflows: 3}
 storage_url: s3://bucket/runs
 """,
@@ -60,6 +61,7 @@ storage_url: s3://bucket/runs
     assert settings.storage_url == "s3://bucket/runs"
     assert settings.deepspeed_config == {"zero_optimization": {"stage": 2}}
     assert settings.failures == FailureSettings(suspect_after_s=2, crash_streak=9, capacity_timeout_s=60)
+    assert settings.stragglers == StragglerSettings("evict", 1.2, 10, 2, 1)
     assert settings.anomalies == AnomalySettings("skip", 2, 50, 3)
     assert RunSettings.from_json(json.loads(json.dumps(settings.to_json()))) == settings
 
