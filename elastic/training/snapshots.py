@@ -134,7 +134,7 @@ class _MemoryTier:
         self._off = False
 
     def after_step(self, step: int, duration_s: float) -> None:
-        if self._off:
+        if self._off or self._untouched():
             return
         self._steps += 1
         busy = self._taken is not None and self._complete < self._taken
@@ -148,8 +148,16 @@ class _MemoryTier:
             if taken:
                 self._costs.snapshot(time.perf_counter() - began)
 
+    def _untouched(self) -> bool:
+        """No optimizer step was applied yet (fp16 finds its scale first): the optimizer keeps nothing that could be
+        copied, and what it will keep has no place in the node's memory before it is known."""
+        generation = self._owner._generation
+        assert generation.engine is not None
+        engine = generation.engine.deepspeed
+        return generation.spec.checkpoint is None and engine.global_steps <= engine.skipped_steps
+
     def at_end(self, step: int) -> None:
-        if not self._off and self._taken != step:
+        if not self._off and not self._untouched() and self._taken != step:
             self._take(step, wait=True)
 
     def close(self) -> None:
@@ -197,7 +205,7 @@ class _MemoryTier:
                 raise
             self._problem = str(error)
             return
-        except (StorageError, Fenced) as error:
+        except (StorageError, IntegrityError, Fenced) as error:
             self._problem = str(error)
             return
         client, transfer = captured
