@@ -20,7 +20,15 @@ from ray.util.placement_group import PlacementGroup
 from cluster import LocalCluster, NodeInfo, NodeState, processes
 from cluster.nodes import TAG
 from elastic.core.errors import RunNotFound
-from elastic.core.settings import CheckpointSettings, FailureSettings, MemorySettings, RunSettings, ScalingSettings
+from elastic.core.settings import (
+    AnomalySettings,
+    CheckpointSettings,
+    FailureSettings,
+    MemorySettings,
+    RunSettings,
+    ScalingSettings,
+    StragglerSettings,
+)
 from elastic.core.snapshots import Held
 from elastic.observe.journal import JournalReader
 from elastic.observe.summary import summarize
@@ -74,6 +82,8 @@ class Run:
         global_batch: int | None = None,
         resources: Mapping[str, float] | None = None,
         memory: Mapping[str, Any] | None = None,
+        anomalies: Mapping[str, Any] | None = None,
+        stragglers: Mapping[str, Any] | None = None,
         seed: int = 0,
     ) -> None:
         self.cluster, self.folder = cluster, folder
@@ -88,6 +98,9 @@ class Run:
             global_batch=global_batch,
             checkpoint=CheckpointSettings(self.url, every_steps, keep_last),
             memory=MemorySettings(enabled=memory is not None, **(memory or {})),
+            anomalies=AnomalySettings(**(anomalies or {})),
+            # Where many processes share few cores, any of them may be slow for a while.
+            stragglers=StragglerSettings(**(stragglers or {"policy": "off"})),
             # A gate that stays shut for long is no hang.
             failures=FailureSettings(**{"hang_floor_s": 300.0, **(failures or {})}),
             resources_per_worker=resources or {"CPU": 1.0},
