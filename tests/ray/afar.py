@@ -16,7 +16,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import ray
