@@ -29,8 +29,10 @@ class LastSeen:
     nothing was read. One heartbeat interval of grace follows, in which what was queued can be heard.
     """
 
-    def __init__(self, heartbeat_s: float) -> None:
+    def __init__(self, heartbeat_s: float, alone_s: float = 0.0) -> None:
+        """Where all of several nodes fall silent together, nobody is accused for `alone_s`."""
         self._heartbeat_s = heartbeat_s
+        self._alone_s = alone_s
         self._nodes: dict[str, float] = {}
         self._workers: dict[int, tuple[str, float]] = {}
         self._forgotten: set[int] = set()
@@ -86,7 +88,7 @@ class LastSeen:
         Each is reported once, and again after another `limit_s` of silence. To be called a few times per `limit_s`.
         """
         self._awake(now)
-        if self._grace(now, limit_s):
+        if self._grace(now, limit_s) or self.alone(now, limit_s):
             return None
         suspects = {worker for worker in self._workers if self._is_silent(worker, now, limit_s)}
         due = sorted(w for w in suspects if w not in self._reported or now - self._reported[w] > limit_s)
@@ -97,6 +99,12 @@ class LastSeen:
         whole = tuple(node for node in nodes if self._all_silent(node, suspects, now, limit_s))
         longest = max(now - self._workers[worker][1] for worker in due)
         return Silence(tuple(due), longest, whole)
+
+    def alone(self, now: float, limit_s: float) -> bool:
+        """Every one of several nodes has been silent for `limit_s`, and for less than the workers go on without hearing
+        from the controller: it is the observer that is cut off, and what it does not hear is no evidence."""
+        latest = max(self._nodes.values(), default=now)
+        return len(self._nodes) > 1 and limit_s < now - latest <= self._alone_s
 
     def _is_silent(self, worker: int, now: float, limit_s: float) -> bool:
         node, seen = self._workers[worker]

@@ -66,7 +66,8 @@ class ControllerActor:
         self._news = News()
         self._fenced = 0
         self._result: dict[str, Any] | None = None
-        self._seen = LastSeen(self._settings.failures.heartbeat_s)
+        failures = self._settings.failures
+        self._seen = LastSeen(failures.heartbeat_s, failures.controller_lease_s)
         self._stragglers = StragglerWatch(self._settings.stragglers)
         self._last_turn = 0.0
         self._main = asyncio.get_running_loop().create_task(self._run(_was_restarted()))
@@ -324,7 +325,8 @@ class ControllerActor:
             silence = self._seen.silent(now, limit_s)
             if silence is not None:
                 self._events.put_nowait(silence)
-            training = isinstance(state.stage, Training)
+            # Who hears nobody does not know whether steps end.
+            training = isinstance(state.stage, Training) and not self._seen.alone(now, failures.suspect_after_s)
             stalled = self._telemetry.watch.check(state.generation, self._telemetry.step, now, training)
             if stalled is not None:
                 self._events.put_nowait(stalled)

@@ -150,7 +150,6 @@ def test_two_nodes_that_cannot_reach_each_other_cost_one_of_them(cluster: Cluste
     assert kept[:8] not in alone
 
 
-@pytest.mark.xfail(strict=True, reason="a controller that hears nobody writes everybody off")
 def test_training_goes_on_while_the_controller_reaches_nobody(cluster: Cluster, tmp_path: Path) -> None:
     """For longer than a node may be silent, and for less than the workers' lease: it is the controller that is away."""
     run = _begun(cluster, tmp_path, PATIENT)

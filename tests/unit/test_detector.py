@@ -40,6 +40,31 @@ class Cluster:
         return found
 
 
+def test_who_hears_nobody_of_several_accuses_nobody_until_the_lease_is_over() -> None:
+    table = LastSeen(BEAT_S, alone_s=120.0)
+    for second in range(10):
+        for worker, node in enumerate(("a", "b")):
+            table.heard_node(node, float(second), {worker: 0.0})
+    for tenth in range(100, 1200, 2):
+        assert table.silent(tenth / 10, 1.0) is None
+    assert table.alone(60.0, 1.0)
+    silence = table.silent(131.0, 1.0)
+    assert silence is not None
+    assert silence.nodes == ("a", "b")
+
+
+def test_one_node_that_is_heard_is_enough_to_accuse_the_other() -> None:
+    table = LastSeen(BEAT_S, alone_s=120.0)
+    for tenth in range(0, 100, 2):
+        table.heard_node("a", tenth / 10, {0: 0.0})
+        if tenth < 50:
+            table.heard_node("b", tenth / 10, {1: 0.0})
+    assert not table.alone(10.0, 1.0)
+    silence = table.silent(10.0, 1.0)
+    assert silence is not None
+    assert silence.nodes == ("b",)
+
+
 def test_beating_workers_are_never_suspected() -> None:
     cluster = Cluster()
     cluster.run(20)
