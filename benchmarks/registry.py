@@ -49,7 +49,7 @@ CASES = (
     Case("torchrun", "benchmarks.cases.torchrun", "torchrun elastic: a lost agent", 1.5, 1.5, peer=True),
     Case("recovery", "benchmarks.cases.recovery", "lost and frozen nodes, killed workers, scaling up", 12.0, 1.0),
     Case("steady", "benchmarks.cases.steady", "undisturbed training against plain DeepSpeed", 4.0, 0.7),
-    Case("save", "benchmarks.cases.save", "stalls of durable saves against DCP's async_save", 1.5, 1.0, peer=True),
+    Case("save", "benchmarks.cases.save", "stalls of durable saves against DCP's async_save", 2.5, 1.0, peer=True),
     Case("reshard", "benchmarks.cases.reshard", "a checkpoint read at another world size", 1.5, 1.5, peer=True),
     Case("goodput", "benchmarks.cases.goodput", "steps that count, under a kill every 60 s and every 15 s", 21.5, 0.8),
     Case("smoke", "benchmarks.cases.smoke", "one node lost, once", 0.5, 0.5, usual=False),
