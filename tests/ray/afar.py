@@ -55,6 +55,8 @@ class Cluster:
     A `Place` of runs.
     """
 
+    driver: Driver
+
     def __init__(self, network: Network) -> None:
         """Use `up`."""
         self.network = network
@@ -133,7 +135,7 @@ class AfarRun(Run):
     cluster: Cluster
 
     def start(self) -> AfarRun:
-        self.handle = Handle(self.cluster.driver, self.settings, self.entry, self.config)
+        self.handle = AfarHandle(self.cluster.driver, self.settings, self.entry, self.config)
         return self
 
     def left(self) -> list[str]:
@@ -141,8 +143,8 @@ class AfarRun(Run):
         return found
 
 
-class Handle:
-    """The part of `RayRunHandle` that runs of tests use, through the driver."""
+class AfarHandle:
+    """Implements `harness.Handle` through the driver."""
 
     def __init__(self, driver: Driver, settings: RunSettings, entry: str, config: Mapping[str, Any]) -> None:
         self._ask = driver.ask
@@ -240,7 +242,7 @@ class _Server:
             return left_of_run(*arguments)
         if do == "start":
             settings, entry, config = arguments
-            client._placement = _here  # type: ignore[assignment]
+            client._placement = _here
             self._run = client.start_run(RunSettings.from_json(settings), entry, config, self._address, str(HERE))
             return None
         assert do in ("progress", "wait_step", "result", "stop", "leave"), do

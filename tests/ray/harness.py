@@ -60,11 +60,27 @@ class Place(Protocol):
     def nodes(self) -> tuple[NodeInfo, ...]: ...
 
 
+class Handle(Protocol):
+    """The part of `elastic.runtime.client.RayRunHandle` that is used here."""
+
+    def progress(self) -> Mapping[str, Any]: ...
+
+    def wait_step(self, step: int, timeout_s: float) -> bool: ...
+
+    def result(self, timeout_s: float) -> Mapping[str, Any] | None: ...
+
+    def stop(self, reason: str) -> None: ...
+
+    def leave(self) -> None: ...
+
+
 class Run:
     """One run of `loops` on `cluster`, its files below `folder`. Training stops where `allow` says.
 
     Without `memory` there are no snapshots, and storage is what everything is recovered from.
     """
+
+    handle: Handle
 
     def __init__(
         self,
