@@ -14,8 +14,8 @@ import torch
 import xxhash
 from memory_proxy import Proxy
 from memory_samples import TOKEN, held, snap, template
-from test_memory_kills import hear, kill, process
-from test_memory_server import used
+from test_segments_kills import hear, kill, process
+from test_segments_server import used
 
 from elastic.checkpoint.memory import parity
 from elastic.checkpoint.memory.blocks import CHUNK_BYTES, chunk_hash
