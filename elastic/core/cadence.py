@@ -15,6 +15,8 @@ _MAX_INTERVAL = 1000
 # One snapshot in so many is left out even where each step could have one: without it nothing is left to compare with.
 _COMPARE_EVERY = 32
 _WINDOW = 32
+# While the cost is not known: often enough to know it soon, and with steps between to compare with.
+_UNKNOWN = 4
 # Snapshots that do not count: each of the two segments is new memory once, and costs several times as much then.
 _FIRST = 2
 # So many steps of each sort are needed before their medians are worth comparing.
@@ -48,9 +50,13 @@ class Cadence:
             pause = 2
         self._next = step + pause
 
-    def agreed(self, cost_s: float, step_s: float) -> None:
-        """What a snapshot costs the training, and how long a step without one takes, as all ranks see it; seconds."""
-        if self.fixed or step_s <= 0.0:
+    def agreed(self, cost_s: float | None, step_s: float) -> None:
+        """What a snapshot costs the training (None: not known yet), and how long a step without one takes, as all ranks
+        see it; seconds."""
+        if self.fixed:
+            return
+        if cost_s is None or step_s <= 0.0:
+            self.interval = _UNKNOWN
             return
         wanted = math.ceil(cost_s / (self._cost_limit * step_s))
         # Down slowly: one lucky measurement must not buy a hundred expensive snapshots.
@@ -65,7 +71,6 @@ class Costs:
         self._busy: deque[float] = deque(maxlen=_WINDOW)
         self._stalls: deque[float] = deque(maxlen=_WINDOW)
         self._spans: deque[int] = deque(maxlen=_WINDOW)
-        self._completion_s = 0.0
         self._begun = 0
 
     def step(self, duration_s: float, busy: bool) -> None:
@@ -82,21 +87,14 @@ class Costs:
         self._stalls.append(stall_s)
         self._spans.append(0)
 
-    def completed(self, seconds: float) -> None:
-        """The last snapshot was complete, replicas included, so long after it was begun."""
-        if self._begun > _FIRST:
-            self._completion_s = seconds
-
     @property
     def step_s(self) -> float:
         return median(self._quiet) if self._quiet else median(self._busy) if self._busy else 0.0
 
     @property
-    def cost_s(self) -> float:
-        """Seconds by which one snapshot delays the training."""
-        stall = median(self._stalls) if self._stalls else 0.0
-        if len(self._quiet) < _ENOUGH_QUIET or len(self._busy) < _ENOUGH_BUSY:
-            # Not known yet: as if nothing of it were hidden behind the training.
-            return stall + self._completion_s
+    def cost_s(self) -> float | None:
+        """Seconds by which one snapshot delays the training; None until enough steps of both sorts can be compared."""
+        if not self._stalls or len(self._quiet) < _ENOUGH_QUIET or len(self._busy) < _ENOUGH_BUSY:
+            return None
         slower = max(0.0, median(self._busy) - median(self._quiet))
-        return stall + slower * max(1.0, median(self._spans))
+        return median(self._stalls) + slower * max(1.0, median(self._spans))

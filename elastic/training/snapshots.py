@@ -126,7 +126,6 @@ class _MemoryTier:
         self._pins = Pins(owner._generation.device)
         self._record: ShardRecord | None = None
         self._taken: int | None = None
-        self._began = 0.0
         self._complete = -1
         self._steps = 0
         # Why this rank takes no snapshots; all ranks stop when one of them has a reason.
@@ -178,19 +177,21 @@ class _MemoryTier:
     def _agree(self) -> bool:
         """Collective. True when the last snapshot is complete everywhere: the next may replace the one before it."""
         self._look()
+        cost_s = self._costs.cost_s
         own = (
             self._complete,
             self._problem is None,
-            -round(self._costs.cost_s * _MICROSECONDS),
+            cost_s is not None,
+            -round((cost_s or 0.0) * _MICROSECONDS),
             -round(self._costs.step_s * _MICROSECONDS),
         )
-        complete, works, cost, step = _least(own, self._owner._group)
+        complete, works, known, cost, step = _least(own, self._owner._group)
         if not works:
             self._give_up()
             return False
         if complete >= 0:
             self._settle(complete)
-        self._cadence.agreed(-cost / _MICROSECONDS, -step / _MICROSECONDS)
+        self._cadence.agreed(-cost / _MICROSECONDS if known else None, -step / _MICROSECONDS)
         return self._taken is None or complete >= self._taken
 
     def _capture(self, step: int) -> None:
@@ -209,7 +210,6 @@ class _MemoryTier:
             self._problem = str(error)
             return
         client, transfer = captured
-        self._began = time.perf_counter()
         self._owner.begin(transfer, lambda: self._commit(step, client))
 
     def _commit(self, step: int, client: Mapping[str, Json] | None) -> None:
@@ -256,11 +256,7 @@ class _MemoryTier:
             self._problem = str(error)
 
     def _look(self) -> None:
-        complete = self._memory.complete()
-        if complete > self._complete:
-            self._complete = complete
-            if complete == self._taken:
-                self._costs.completed(time.perf_counter() - self._began)
+        self._complete = max(self._complete, self._memory.complete())
 
     def _give_up(self) -> None:
         self._off = True
