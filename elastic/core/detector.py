@@ -40,6 +40,7 @@ class LastSeen:
         self._active: float | None = None
         self._woke, self._slept_s = 0.0, 0.0
         self._excused: float | None = None
+        self._outage_s = self._patient_until = 0.0
 
     def heard_node(self, node: str, now: float, ages: Mapping[int, float] | None = None) -> None:
         """The agent of `node` has spoken; `ages` are the seconds since its workers' last beats, by its clock."""
@@ -88,7 +89,7 @@ class LastSeen:
         Each is reported once, and again after another `limit_s` of silence. To be called a few times per `limit_s`.
         """
         self._awake(now)
-        if self._grace(now, limit_s) or self.alone(now, limit_s):
+        if self._grace(now, limit_s) or self._cut_off(now, limit_s):
             return None
         suspects = {worker for worker in self._workers if self._is_silent(worker, now, limit_s)}
         due = sorted(w for w in suspects if w not in self._reported or now - self._reported[w] > limit_s)
@@ -104,7 +105,20 @@ class LastSeen:
         """Every one of several nodes has been silent for `limit_s`, and for less than the workers go on without hearing
         from the controller: it is the observer that is cut off, and what it does not hear is no evidence."""
         latest = max(self._nodes.values(), default=now)
-        return len(self._nodes) > 1 and limit_s < now - latest <= self._alone_s
+        # Half of it: beats come at different times, and the first node to be overdue must not be accused by itself.
+        return len(self._nodes) > 1 and limit_s / 2 < now - latest <= self._alone_s
+
+    def _cut_off(self, now: float, limit_s: float) -> bool:
+        """Alone, or only just not any more: connections that were cut come back one after the other, the later the
+        longer they were cut."""
+        silent_s = now - max(self._nodes.values(), default=now)
+        if self.alone(now, limit_s):
+            self._outage_s = silent_s
+            return True
+        if self._outage_s > limit_s and silent_s <= limit_s / 2:
+            self._patient_until = now + self._outage_s
+        self._outage_s = 0.0
+        return now < self._patient_until
 
     def _is_silent(self, worker: int, now: float, limit_s: float) -> bool:
         node, seen = self._workers[worker]

@@ -36,7 +36,8 @@ _MIN_FREE_BYTES = 64 << 20
 # A worker's heart is a Python thread: an import or a long call into a library may hold it up for this long while the
 # process is well. What it holds up for longer, or what is stopped by a signal, counts as silent.
 _BUSY_S = 10.0
-_REACH_LIMIT_S = 0.5
+# Twice this is less than what a survey waits for by default.
+_REACH_LIMIT_S = 0.7
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class AgentActor:
         return await asyncio.to_thread(self._memory.record, held)
 
     async def reach(self, others: Mapping[str, Address]) -> tuple[str, ...]:
-        """Those of the nodes that cannot be reached from here: no connection within a second, twice."""
+        """Those of the nodes that cannot be reached from here: no connection, tried twice."""
         found = await asyncio.gather(*(asyncio.to_thread(self._reaches, address) for address in others.values()))
         return tuple(node for node, reached in zip(others, found, strict=True) if not reached)
 

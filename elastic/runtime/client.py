@@ -54,7 +54,8 @@ def start(settings: RunSettings, entry: Entry) -> RayRunHandle:
     try:
         actor = actor_class.options(
             name=name, namespace=names.NAMESPACE, lifetime="detached", max_restarts=-1, max_concurrency=1000,
-            num_cpus=0, scheduling_strategy=_placement(),
+            # Ray gives no heed to a soft affinity of an actor that asks for nothing (seen, 2.60).
+            num_cpus=0, memory=1_000_000, scheduling_strategy=_placement(),
         ).remote(settings.to_json(), entry, secrets.token_bytes(32))  # fmt: skip
     except ValueError as error:
         raise UsageError(

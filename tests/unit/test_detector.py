@@ -53,6 +53,24 @@ def test_who_hears_nobody_of_several_accuses_nobody_until_the_lease_is_over() ->
     assert silence.nodes == ("a", "b")
 
 
+def test_after_an_outage_the_others_get_as_long_to_be_heard_again() -> None:
+    table = LastSeen(BEAT_S, alone_s=120.0)
+    for worker, node in enumerate(("a", "b")):
+        table.heard_node(node, 0.0 - 0.1 * worker, {worker: 0.0})
+    for tenth in range(2, 100, 2):
+        assert table.silent(tenth / 10, 1.0) is None, "the first to be overdue is not accused by itself"
+    for tenth in range(100, 190, 2):
+        table.heard_node("a", tenth / 10, {0: 0.0})
+        assert table.silent(tenth / 10, 1.0) is None
+    for tenth in range(190, 230, 2):
+        table.heard_node("a", tenth / 10, {0: 0.0})
+        silence = table.silent(tenth / 10, 1.0)
+        if silence is not None:
+            break
+    assert silence is not None
+    assert silence.nodes == ("b",)
+
+
 def test_one_node_that_is_heard_is_enough_to_accuse_the_other() -> None:
     table = LastSeen(BEAT_S, alone_s=120.0)
     for tenth in range(0, 100, 2):
