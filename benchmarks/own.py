@@ -116,6 +116,14 @@ class OwnRun:
 
         self.until(enough, f"{count} steps of {world_size} workers", _START_LIMIT_S)
 
+    def wait_checkpoint(self) -> None:
+        """Until there is one to go back to: a save that is still on its way is none."""
+
+        def committed() -> bool:
+            return self.handle.progress().get("last_checkpoint_step") is not None
+
+        self.until(committed, "a committed checkpoint", _START_LIMIT_S)
+
     # -- faults; each returns when it began --
 
     def kill_node(self) -> tuple[float, str]:

@@ -105,6 +105,8 @@ def _measure(options: Options, cluster: Cluster, plan: Plan) -> Found:
                 if options.over:
                     raise NotMeasured(f"the time was over after {turn} of {plan.repetitions} repetitions")
                 run.wait_steps(max(_STEPS_BETWEEN, 0 if memory else SAVE_EVERY), NODES)
+                if not memory:
+                    run.wait_checkpoint()
                 _strike(run, plan, found)
                 if plan.grows:
                     cluster.heal()
