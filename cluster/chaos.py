@@ -1,6 +1,7 @@
 """Faults by step: a plan as pure data, and an injector that carries its faults out on a cluster.
 
 kill-node@step=40,add-node@step=80          the last node that is no head, then the lost one back
+drain-node@step=40                          a notice: the node is gone half a minute later
 freeze-node:node-2@step=10                  a node by name, or by number: freeze-node:2@step=10
 """
 
@@ -23,6 +24,7 @@ class Action(str, Enum):
     ADD_NODE = "add-node"
     FREEZE_NODE = "freeze-node"
     THAW_NODE = "thaw-node"
+    DRAIN_NODE = "drain-node"
     KILL_WORKER = "kill-worker"
     KILL_CONTROLLER = "kill-controller"
 
@@ -102,6 +104,8 @@ class Breakable(Protocol):
 
     def thaw_node(self, name: str) -> NodeInfo: ...
 
+    def drain_node(self, name: str) -> NodeInfo: ...
+
     def kill_worker(self, pid: int) -> NodeInfo: ...
 
 
@@ -127,6 +131,8 @@ class Injector:
                 return self.cluster.kill_node(self._victim(nodes, fault).name)
             case Action.FREEZE_NODE:
                 return self.cluster.freeze_node(self._victim(nodes, fault).name)
+            case Action.DRAIN_NODE:
+                return self.cluster.drain_node(self._victim(nodes, fault).name)
             case Action.THAW_NODE:
                 return self.cluster.thaw_node(frozen(nodes, fault.target).name)
             case Action.ADD_NODE:

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from cluster.draining import drain
 from cluster.source import ClusterEnded, ClusterError, NodeInfo
 from cluster.wire import Wire
 
@@ -169,6 +170,13 @@ class LocalCluster:
 
     def thaw_node(self, name: str) -> NodeInfo:
         return self._operate("thaw_node", name=name)
+
+    def drain_node(self, name: str, notice_s: float = 30.0) -> NodeInfo:
+        """Tell Ray that the node will be gone in `notice_s` seconds; Ray ends it then."""
+        info = self.node(name)
+        # Its raylet registers with the address that the control store was started with.
+        drain(str(self._about["address"]), info.node_id, notice_s, "a preemption notice by this cluster's owner")
+        return info
 
     def kill_worker(self, pid: int) -> NodeInfo:
         """SIGKILL a worker process; returns its node. ClusterError if it is not a worker of this cluster."""

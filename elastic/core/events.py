@@ -41,6 +41,13 @@ class Tick:
     """Time has passed and a deadline may have been reached."""
 
 
+@dataclass(frozen=True)
+class NodesDraining:
+    """The list of nodes that are about to go away has changed: (node, deadline in wall clock seconds or 0) of each."""
+
+    nodes: tuple[tuple[str, float], ...]
+
+
 # --- slots and workers -----------------------------------------------------------------------------------------------
 
 
@@ -299,8 +306,9 @@ GenerationEvent = (
 )  # fmt: skip
 
 Event = (
-    RunStarted | ControllerRestarted | StopRequested | Tick | SlotPlaced | SlotLost | WorkerReady | WorkerStartFailed |
-    WorkerDied | WorkersSilent | ProbeAnswered | MemorySurveyed | CheckpointCommitted | SaveFailing | GenerationEvent
+    RunStarted | ControllerRestarted | StopRequested | Tick | NodesDraining | SlotPlaced | SlotLost | WorkerReady |
+    WorkerStartFailed | WorkerDied | WorkersSilent | ProbeAnswered | MemorySurveyed | CheckpointCommitted |
+    SaveFailing | GenerationEvent
 )  # fmt: skip
 
 _TYPES: dict[str, type[Any]] = {cls.__name__: cls for cls in get_args(Event)}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from elastic.core.events import StragglerFound
 from elastic.core.generations import start_pause
-from elastic.core.state import Training, Waiting
+from elastic.core.state import RunState, Training, Waiting
 from elastic.core.turn import Turn
 
 
@@ -54,5 +54,13 @@ def give_back_evicted(turn: Turn) -> None:
                 turn.strike(slot.node, "it is slower than its peers", certain=True)
             turn.drop_slot(slot_id, "it is slower than its peers")
     elif isinstance(stage, Waiting) and len(turn.idle_workers()) < state.settings.scaling.min_workers:
-        turn.say("the run cannot go on without the slot that was to be given back: it is kept")
-        turn.set(evicted=())
+        # There is no way to keep one whose node is all but gone.
+        lost = tuple(slot for slot in state.evicted if _is_urgent(state, slot))
+        if lost != state.evicted:
+            turn.say("the run cannot go on without the slot that was to be given back: it is kept")
+            turn.set(evicted=lost)
+
+
+def _is_urgent(state: RunState, slot: int) -> bool:
+    notice = state.draining.get(state.slots[slot].node or "")
+    return notice is not None and notice.urgent

@@ -114,14 +114,18 @@ def first_step_done(turn: Turn, event: FirstStepDone) -> None:
     close_incident(turn)
 
 
-def start_pause(turn: Turn, purpose: str, reason: str) -> None:
-    """Ask every member to promise a step; the largest promise is where all will stop."""
+def start_pause(turn: Turn, purpose: str, reason: str, durable: bool | None = None) -> None:
+    """Ask every member to promise a step; the largest promise is where all will stop.
+
+    `durable`: wait for storage to have that step (None: only where memory does not take it).
+    """
     stage = turn.state.stage
     assert isinstance(stage, Training)
     kind = "stop" if purpose == "stop" else "resize"
     open_incident(turn, kind, reason, turn.state.furthest_step, planned=True)
     limit = turn.now + turn.state.settings.failures.drain_timeout_s
-    turn.enter(Pausing(turn.now, limit, purpose, was=stage, durable=not turn.state.settings.memory.enabled))
+    durable = not turn.state.settings.memory.enabled if durable is None else durable
+    turn.enter(Pausing(turn.now, limit, purpose, was=stage, durable=durable))
     turn.say(f"generation {turn.state.generation} will end at a step boundary: {reason}")
     turn.do(AskHold(turn.state.generation, turn.state.members))
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from typing_extensions import assert_never
 
-from elastic.core import anomalies, evictions, generations, membership, recovery
+from elastic.core import anomalies, draining, evictions, generations, membership, recovery
 from elastic.core import events as ev
 from elastic.core.actions import (
     Action,
@@ -112,6 +112,8 @@ def _apply(turn: Turn, event: ev.Event) -> None:
             turn.set(stop_reason=turn.state.stop_reason or event.reason)
         case ev.Tick():
             pass
+        case ev.NodesDraining():
+            draining.nodes_draining(turn, event)
         case ev.SlotPlaced():
             membership.slot_placed(turn, event)
         case ev.SlotLost():

@@ -41,6 +41,10 @@ def slot_placed(turn: Turn, event: SlotPlaced) -> None:
     if event.node in avoided(turn.state.quarantine, turn.now):
         turn.drop_slot(slot.id, f"node {event.node[:8]} is to be left alone")
         return
+    if event.node in turn.state.draining:
+        turn.drop_slot(slot.id, f"node {event.node[:8]} is going away")
+        hold_back_slots(turn)
+        return
     turn.put_slot(replace(slot, phase=SlotPhase.PLACED, node=event.node, since=turn.now))
     turn.say(f"slot {slot.id} got node {event.node[:8]} after {turn.now - slot.since:.1f} s")
     for _ in range(turn.state.settings.scaling.workers_per_slot):

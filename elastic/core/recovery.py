@@ -115,7 +115,9 @@ def fail_generation(
     turn.enter(Ending(turn.now, turn.now + state.settings.failures.abort_timeout_s, kind, evidence))
     record_loss(turn, lost, node)
     turn.do(EndGeneration(state.generation, state.members_inside, evidence))
-    turn.say(f"generation {state.generation} ends at step {reached}: {evidence}", evidence_kind=kind)
+    # Without a report that names it, the step it ends at is known to the telemetry only, which the record carries.
+    at = f" at step {step}" if step is not None else ""
+    turn.say(f"generation {state.generation} ends{at}: {evidence}", evidence_kind=kind)
 
 
 def resolve_ending(turn: Turn, stage: Ending) -> None:
@@ -208,6 +210,7 @@ def finish(turn: Turn, status: str, reason: str) -> None:
         turn.do(ReleaseSlot(slot, f"the run is over: {status}"))
     turn.set(
         slots={},
+        evicted=(),
         workers={},
         members=(),
         suspicion=None,

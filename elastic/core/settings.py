@@ -43,6 +43,8 @@ class FailureSettings:
     quarantine_limit_s: float = 3600.0
     # Planned ends (scale up, drain, stop) may take this long to save before they are forced.
     drain_timeout_s: float = 60.0
+    # A node that is about to go away, and that the run cannot do without, is left this long before its deadline.
+    drain_margin_s: float = 10.0
 
     # Budgets.
     user_error_retries: int = 0

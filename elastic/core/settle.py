@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from elastic.core.draining import drop_left, leave_draining, next_ripening, notices_ripen
 from elastic.core.evictions import give_back_evicted
 from elastic.core.generations import begin, close, start_pause
 from elastic.core.membership import condemn, drop_worn_slots, start_failed
@@ -31,7 +32,7 @@ from elastic.core.turn import Turn
 
 def settle(turn: Turn, policy: ScalingPolicy) -> None:
     """Run every rule until none changes anything. Each rule moves the run forward, so this ends."""
-    rules = (_suspicion, _survey, _starts, _evicted, _slots, _stage)
+    rules = (_suspicion, _survey, _starts, _draining, _evicted, _slots, _stage)
     for _ in range(100):
         before = turn.state
         for rule in rules:
@@ -69,6 +70,7 @@ def next_deadline(state: RunState, policy: ScalingPolicy | None = None) -> float
         times += [stage.again_at] if stage.again_at is not None else []
     if state.slots_not_before and not isinstance(stage, Finished):
         times.append(state.slots_not_before)
+    times += next_ripening(state) if not isinstance(stage, Finished) else []
     pending = [slot for slot in state.slots.values() if slot.phase is SlotPhase.PENDING and slot.avoid]
     times += [state.quarantine[node].until for slot in pending for node in slot.avoid if node in state.quarantine]
     return min(times, default=None)
@@ -106,6 +108,12 @@ def _starts(turn: Turn, policy: ScalingPolicy) -> None:
     drop_worn_slots(turn)
 
 
+def _draining(turn: Turn, policy: ScalingPolicy) -> None:
+    if turn.state.draining:
+        notices_ripen(turn)
+    drop_left(turn)
+
+
 def _evicted(turn: Turn, policy: ScalingPolicy) -> None:
     if turn.state.evicted:
         give_back_evicted(turn)
@@ -127,7 +135,9 @@ def _slots(turn: Turn, policy: ScalingPolicy) -> None:
 def _missing_slots(state: RunState) -> int:
     if state.stop_reason is not None or isinstance(state.stage, Closing | Finished):
         return 0
-    return max(0, state.settings.scaling.max_slots - len(state.slots))
+    # A slot on a node that is going away is replaced before it is gone.
+    staying = sum(slot.node not in state.draining for slot in state.slots.values())
+    return max(0, state.settings.scaling.max_slots - staying)
 
 
 def _stage(turn: Turn, policy: ScalingPolicy) -> None:
@@ -190,6 +200,8 @@ def _training(turn: Turn, stage: Training, policy: ScalingPolicy) -> None:
         return
     if state.stop_reason is not None:
         start_pause(turn, "stop", state.stop_reason)
+        return
+    if leave_draining(turn, stage):
         return
     verdict: Verdict = policy.grow(_facts(state, stage.since, turn.now))
     if verdict.go:

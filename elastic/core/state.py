@@ -163,6 +163,19 @@ class Survey:
 
 
 @dataclass(frozen=True)
+class Notice:
+    """A node is about to go away, as heard at `since`; by `deadline` (0: it does not say when).
+
+    `gathering`: a replacement may still be found; `urgent`: the deadline is so near that the node is left at any cost.
+    """
+
+    since: float
+    deadline: float = 0.0
+    gathering: bool = True
+    urgent: bool = False
+
+
+@dataclass(frozen=True)
 class Streaks:
     """Failures in a row. `mark` is (furthest step, newest checkpoint step) at the last one: beyond it is progress.
 
@@ -189,6 +202,8 @@ class RunState:
     base: KnownCheckpoint | None = None
     slots: Mapping[int, Slot] = field(default_factory=dict)
     quarantine: Quarantine = field(default_factory=dict)
+    # Every node of the cluster that is about to go away.
+    draining: Mapping[str, Notice] = field(default_factory=dict)
     workers: Mapping[int, Worker] = field(default_factory=dict)
     next_slot: int = 0
     next_worker: int = 0
@@ -253,9 +268,16 @@ class RunState:
 
     @property
     def idle(self) -> tuple[Worker, ...]:
-        """Workers that could be members now: those of a slot that is to be given back could not."""
-        ready = (worker for worker in self.workers.values() if worker.phase is WorkerPhase.IDLE)
-        return tuple(worker for worker in ready if worker.slot not in self.evicted)
+        """Workers that could be members now. Those of a slot that is to be given back could not; those on a node that
+        is going away only where it takes them to begin at all, and there is time."""
+        ready = [w for w in self.workers.values() if w.phase is WorkerPhase.IDLE and w.slot not in self.evicted]
+        if not self.draining:
+            return tuple(ready)
+        notices = [(worker, self.draining.get(self.slots[worker.slot].node or "")) for worker in ready]
+        staying = tuple(worker for worker, notice in notices if notice is None)
+        if not isinstance(self.stage, Waiting) or len(staying) >= self.settings.scaling.min_workers:
+            return staying
+        return tuple(worker for worker, notice in notices if notice is None or not notice.urgent)
 
     def rank_of(self, worker: int) -> int | None:
         return self.members.index(worker) if worker in self.members else None

@@ -29,6 +29,7 @@ from elastic.core.stragglers import StragglerWatch
 from elastic.observe.journal import JournalWriter
 from elastic.runtime.agent import Beat
 from elastic.runtime.committer import Committer
+from elastic.runtime.drains import DrainWatch
 from elastic.runtime.entry import Entry
 from elastic.runtime.executor import Executor
 from elastic.runtime.holdings import Assembled
@@ -190,10 +191,13 @@ class ControllerActor:
     async def _run(self, reconstructed: bool) -> None:
         try:
             await self._start(reconstructed)
-            watch = asyncio.get_running_loop().create_task(self._watch())
+            known = {node: notice.deadline for node, notice in self._state.draining.items()}
+            drains = DrainWatch(known, lambda: self._state.nodes, self._events.put_nowait)
+            watches = [asyncio.get_running_loop().create_task(watch) for watch in (self._watch(), drains.run())]
             while not isinstance(self._state.stage, Finished):
                 await self._turn(await self._next_events())
-            watch.cancel()
+            for watch in watches:
+                watch.cancel()
             await self._finish()
         except Fenced as error:
             # A newer controller owns the run and its workers: leave everything as it is.

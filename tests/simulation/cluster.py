@@ -36,7 +36,7 @@ class Cluster:
             self.world.clock.after(self.world.rng.uniform(*self.world.place_s), self.place)
 
     def place(self) -> None:
-        free = [node for node in self.nodes if node.alive and node.slot is None]
+        free = [node for node in self.nodes if node.alive and node.slot is None and self._takes(node)]
         while self.pending and free:
             slot = self.pending.pop(0)
             if self.world.slot_fails():
@@ -46,6 +46,24 @@ class Cluster:
             node = free.pop(self.world.rng.randrange(len(free)))
             node.slot, self.placed[slot] = slot, node
             self.world.tell(ev.SlotPlaced(slot, node.name), self.world.rng.uniform(0.01, 0.3))
+
+    def _takes(self, node: Node) -> bool:
+        """One that is going away seldom does: only before everybody has heard of it."""
+        return node.draining is None or self.world.rng.random() < 0.05
+
+    def drain(self, node: Node, deadline: float) -> None:
+        node.draining = deadline
+        self.tell_draining()
+
+    def tell_draining(self) -> None:
+        self.world.clock.after(self.world.rng.uniform(0.0, 1.0), self._tell_draining)
+
+    def _tell_draining(self) -> None:
+        # One that is dead stays on the list for as long as the run has a slot on it.
+        used = self.world.controller.state.nodes
+        draining = [(n, n.draining) for n in self.nodes if n.draining is not None]
+        going = tuple((n.name, deadline) for n, deadline in draining if n.alive or n.name in used)
+        self.world.tell(ev.NodesDraining(going), 0.0)
 
     def release(self, slot: int) -> None:
         self.released.add(slot)

@@ -32,6 +32,9 @@ _KINDS: dict[str, tuple[float, tuple[float, float] | None]] = {
     "nonsense": (2, None),
     "glitch": (2, None),
     "slow_worker": (1, None),
+    "drain_node": (3, (0.5, 40.0)),
+    "drain_cancelled": (1, (1.0, 20.0)),
+    "drain_forever": (1, None),
 }
 _STAGES = ("Waiting", "Joining", "Training", "Pausing", "Ending", "Closing")
 

@@ -152,6 +152,50 @@ class Injector:
             event = ev.StragglerFound(state.generation, member, 1.3, 2.6, 2.0, 3 + confirmed, confirmed)
             self.world.tell(event, 0.1 + confirmed)
 
+    def _drain_node(self, fault: Fault) -> None:
+        """A notice, and at its end the node is gone."""
+        node = self._pick(fault, [node for node in self._nodes() if not node.draining])
+        if node is not None:
+            self.cluster.drain(node, self.clock.now + fault.lasts_s)
+            self.clock.after(fault.lasts_s, self._drained, node)
+
+    def _drained(self, node: Node) -> None:
+        if node.alive and node.draining is not None:
+            left = node.slot is None or not any(p.node is node and p.inside for p in self.cluster.processes.values())
+            self.world.seen("drained in time" if left else "drained too late")
+            slot = node.slot
+            self.cluster.lose(node)
+            if slot is not None:
+                self.world.tell(ev.SlotLost(slot, f"node {node.name} is gone"), self.rng.uniform(0.3, 1.5))
+            self.cluster.tell_draining()
+            self.clock.after(self.rng.uniform(0.0, 20.0), self.cluster.add)
+
+    def _drain_cancelled(self, fault: Fault) -> None:
+        node = self._pick(fault, [node for node in self._nodes() if not node.draining])
+        if node is not None:
+            self.cluster.drain(node, self.clock.now + 2 * fault.lasts_s)
+            self.clock.after(fault.lasts_s, self._stays, node)
+
+    def _stays(self, node: Node) -> None:
+        if node.alive:
+            self.world.seen("a drain that was cancelled")
+            node.draining = None
+            self.cluster.tell_draining()
+            self.cluster.place()
+
+    def _drain_forever(self, fault: Fault) -> None:
+        """Without a deadline: the node goes when nothing is on it any more."""
+        node = self._pick(fault, [node for node in self._nodes() if not node.draining])
+        if node is not None:
+            self.cluster.drain(node, 0.0)
+            self._wait_until_empty(node)
+
+    def _wait_until_empty(self, node: Node) -> None:
+        if node.slot is None:
+            self._drained(node)
+        elif node.alive and not self.controller.over:
+            self.clock.after(1.0, self._wait_until_empty, node)
+
     def _storage_down(self, fault: Fault) -> None:
         self.storage.down = True
         self.clock.after(fault.lasts_s, self._storage_up)

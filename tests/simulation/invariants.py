@@ -38,12 +38,15 @@ class Invariants:
         self.begun: set[int] = set()
         self.closed: set[int] = set()
         self.finishes = 0
+        # A node that was about to go is not any more: for a while there may be a slot too many.
+        self.stayed = False
 
     def check(
         self, before: RunState, event: ev.Event, now: float, after: RunState, actions: tuple[act.Action, ...]
     ) -> None:
         """Raises AssertionError with the rule that was broken."""
         self._fencing(before, event, after, actions)
+        self.stayed |= any(isinstance(a, act.Note) and "no longer about to go" in a.sentence for a in actions)
         self._monotone(before, after)
         again = isinstance(event, ev.ControllerRestarted)
         for action in actions:
@@ -128,6 +131,12 @@ class Invariants:
         assert len(set(action.members)) == len(action.members), "a worker has two ranks"
         slots = {after.workers[worker].slot for worker in action.members if worker in after.workers}
         assert slots.isdisjoint(after.evicted), "a slot that is to be given back is trained on"
+        going = {after.slots[slot].node for slot in slots} & after.draining.keys()
+        if going:
+            self.world.seen("begun on a node that is going, for want of another")
+            assert not any(after.draining[node].urgent for node in going if node), "begun on a node all but gone"
+            staying = [w for w in action.members if after.node_of(w) not in after.draining]
+            assert len(staying) < scaling.min_workers, "a node that is going is trained on without need"
         if not again:
             assert (action.checkpoint, action.step) == (newest if newest else (None, 0))
             late = isinstance(event, ev.Tick)
@@ -177,7 +186,7 @@ class Invariants:
         assert set(state.evicted) <= state.slots.keys(), "a slot that is gone is to be given back"
         if isinstance(state.stage, Training) and state.stage.first_step_done:
             assert not state.evicted, "a slow slot is kept although the others train"
-        assert len(state.slots) <= state.settings.scaling.max_slots, "more slots than allowed"
+        self._slots_enough(state)
         assert set(state.slots) == self.requested - self.released, "a slot was lost from the books"
         counts = Counter(worker.slot for worker in state.workers.values())
         for slot in state.slots.values():
@@ -186,6 +195,18 @@ class Invariants:
             full = count == state.settings.scaling.workers_per_slot
             assert (slot.phase is SlotPhase.PENDING) == (count == 0) or slot.start_failures, "an empty slot is kept"
             assert slot.phase is SlotPhase.PENDING or full or slot.start_failures, "a slot is not used"
+
+    def _slots_enough(self, state: RunState) -> None:
+        """Never more than allowed, but for those on nodes that are going; a node that stays after all may leave too
+        many until the generation trains."""
+        staying = [slot for slot in state.slots.values() if slot.node not in state.draining]
+        steady = isinstance(state.stage, Training) and state.stage.first_step_done
+        if steady or not self.stayed:
+            assert len(staying) <= state.settings.scaling.max_slots, "more slots than allowed"
+        if steady:
+            going = {slot.id for slot in state.slots.values() if slot.node in state.draining}
+            used = {state.workers[worker].slot for worker in state.members}
+            assert going <= used, "a slot is kept on a node that is going, and nobody trains there"
 
     def _budgets(self, state: RunState) -> None:
         streaks, limits = state.streaks, state.settings.failures
@@ -248,6 +269,12 @@ class Invariants:
             seen("eviction")
         if isinstance(new, Training) and len(after.evicted) < len(before.evicted):
             seen("slow slot given back")
+        if isinstance(new, Joining) and not isinstance(old, Joining) and isinstance(old, Waiting | Pausing):
+            left = after.incident and after.incident.planned and after.evicted
+            if left and after.draining:
+                seen("left a node that is going")
+        if isinstance(new, Pausing) and new.purpose == "drain" and new.durable and after.settings.memory.enabled:
+            seen("too few without the node that is going")
         if after.false_alarms > before.false_alarms:
             seen("false alarm")
         for action in actions:

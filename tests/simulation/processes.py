@@ -22,6 +22,8 @@ class Node:
         self.frozen = False
         self.lemon = False
         self.slot: int | None = None
+        # The deadline by which it goes; 0: it does not say.
+        self.draining: float | None = None
 
 
 class Process:
@@ -120,6 +122,8 @@ class Process:
         if self.status == "training":
             self.hold_at = self.stop_at = step
             self.durable = durable
+            if step == self.group.step:
+                self.world.stops_where_it_is(self.group, durable)
             self.group.kick()
         elif not self.inside:
             self.repeat("WorkerLeft", "WorkerCompleted")
@@ -191,6 +195,8 @@ class Group:
         self.step, self.last, self.broken, self.moving = start, world.max_steps, False, False
         self.samples = (world.saved[base] if base is not None else Samples()).begin(skips)
         self.glitch = False
+        # Steps that were kept because the generation was to end with them.
+        self.kept: set[int] = set()
         self.progress_at = world.clock.now
 
     def joined(self) -> None:

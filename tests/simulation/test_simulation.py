@@ -28,6 +28,8 @@ SOMETIMES = {
     "growth", "planned end without growth", "false alarm", "late waker", "falling back to", "could not be started",
     "recovery from memory", "recovery from storage although there is memory", "resize through memory",
     "a refused snapshot", "begun at the end", "survey without an answer", "every worker process is replaced",
+    "drained in time", "drained too late", "a drain that was cancelled", "left a node that is going",
+    "begun on a node that is going, for want of another", "too few without the node that is going",
     "has not taken the checkpoint", "finished without its last generation",
 }  # fmt: skip
 
@@ -94,6 +96,29 @@ def test_with_memory_a_lost_node_costs_one_step_at_most() -> None:
                        a.incident.planned]  # fmt: skip
         assert incident.source == "memory"
         assert incident.steps_repeated <= 1
+
+
+@pytest.mark.parametrize("memory", [True, False])
+def test_a_node_that_is_drained_with_notice_costs_no_step(memory: bool) -> None:
+    for seed in range(40):
+        world = World(seed, calm((Fault("drain_node", 6.0 + seed / 10, seed / 40, 15.0),), memory=memory, max_steps=40))
+        world.run()
+        incidents = [a.incident for a in world.controller.history if isinstance(a, act.CloseIncident)]
+        assert incidents
+        assert all(incident.planned for incident in incidents)
+        assert sum(incident.steps_repeated for incident in incidents) == 0
+        assert "drained in time" in world.sometimes
+
+
+def test_a_node_that_the_run_cannot_do_without_is_left_before_its_deadline_with_everything_saved() -> None:
+    for seed in range(40):
+        fault = Fault("drain_node", 6.0, seed / 40, 25.0)
+        world = World(seed, calm((fault,), memory=True, nodes=2, max_steps=60, horizon_s=30.0))
+        world.run()
+        (first, *_) = [a.incident for a in world.controller.history if isinstance(a, act.CloseIncident)]
+        assert first.planned
+        assert first.steps_repeated == 0
+        assert "too few without the node that is going" in world.sometimes
 
 
 def test_a_checkpoint_of_an_abandoned_timeline_may_come_as_late_as_it_likes() -> None:

@@ -116,6 +116,7 @@ class World:
         for process in self.cluster.processes.values():
             if process.alive and process.worker not in state.workers:
                 self.cluster.kill(process)
+        self.cluster.tell_draining()
         for worker in state.workers.values():
             known = self.cluster.processes.get(worker.id)
             if worker.phase is not WorkerPhase.STARTING and known is not None and not known.alive:
@@ -132,10 +133,21 @@ class World:
             self.tell(ev.FirstStepDone(group.number, group.step), self.rng.uniform(0.01, 0.3))
         last, ends = group.step >= self.max_steps, any(m.stop_at == group.step for m in group.members)
         durable = ends and any(m.durable for m in group.members if m.stop_at == group.step)
+        if ends:
+            group.kept.add(group.step)
         if last or durable or group.step % self.plan.save_every == 0:
             self.storage.save(group)
         if self.plan.settings.memory.enabled and (ends or group.step % self.plan.snapshot_every == 0):
             self.memory.take(group)
+
+    def stops_where_it_is(self, group: Group, durable: bool) -> None:
+        """The promise was the step that is done: what ends with it is saved now."""
+        if group.step not in group.kept and group.step > group.start:
+            group.kept.add(group.step)
+            if durable:
+                self.storage.save(group)
+            if self.plan.settings.memory.enabled:
+                self.memory.take(group)
 
     def begun_at_the_end(self, group: Group) -> None:
         """Nothing is left to do but to save what so far is in memory only."""

@@ -138,6 +138,9 @@ class Recorder:
     def thaw_node(self, name: str) -> NodeInfo:
         return self._do("thaw", name)
 
+    def drain_node(self, name: str) -> NodeInfo:
+        return self._do("drain", name)
+
     def kill_worker(self, pid: int) -> NodeInfo:
         return self._do("kill worker", pid)
 
@@ -148,6 +151,7 @@ class Recorder:
         ("kill-node@step=1", ("kill", "node-1")),
         ("kill-node:0@step=1", ("kill", "node-0")),
         ("freeze-node@step=1", ("freeze", "node-1")),
+        ("drain-node@step=1", ("drain", "node-1")),
         ("thaw-node@step=1", ("thaw", "node-2")),
         ("thaw-node:1@step=1", ("thaw", "node-1")),
         ("add-node@step=1", ("add", None)),

@@ -57,6 +57,9 @@ class FakeCluster:
     def thaw_node(self, name: str) -> NodeInfo:
         return self._done("thaw-node", name)
 
+    def drain_node(self, name: str) -> NodeInfo:
+        return self._done("drain-node", name)
+
     def kill_worker(self, pid: int) -> NodeInfo:
         return self._done("kill-worker", str(pid))
 

@@ -1,0 +1,120 @@
+"""Nodes that are about to go: what a notice changes, and when the run leaves such a node.
+
+A notice comes from Ray (a preemption warning, an administrator, the end of `ray start --block`). At once another slot
+is asked for in the place of each on such a node, and no generation begins there while there are workers elsewhere. The
+members go on training until the others can do without them: a replacement that is starting is waited for, so that the
+world size stays; else they leave after a few seconds and the run shrinks. Where too few are left, the run trains on
+until shortly before the deadline, saves to storage, and waits for nodes. Like growth, leaving is a planned end at a
+step boundary: no step is repeated. A node that goes earlier than it said is a lost node.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elastic.core.events import NodesDraining
+from elastic.core.generations import start_pause
+from elastic.core.state import Notice, RunState, Slot, SlotPhase, Training, WorkerPhase
+from elastic.core.turn import Turn
+
+
+def nodes_draining(turn: Turn, event: NodesDraining) -> None:
+    """The whole list, as it is now."""
+    old = turn.state.draining
+    new = {node: _notice(old.get(node), deadline, turn.now) for node, deadline in event.nodes}
+    turn.set(draining=new)
+    used = set(turn.state.nodes)
+    for node in sorted((new.keys() - old.keys()) & used):
+        turn.say(f"node {node[:8]} is going away{_when(new[node], turn.now)}", kind="drain", node=node)
+    for node in sorted((old.keys() - new.keys()) & used):
+        turn.say(f"node {node[:8]} is no longer about to go away", kind="drain", node=node)
+
+
+def _notice(old: Notice | None, deadline: float, now: float) -> Notice:
+    if old is not None and old.deadline == deadline:
+        return old
+    # A deadline that is moved is a new one; the waiting for a replacement does not begin anew.
+    return Notice(old.since if old else now, deadline, old.gathering if old else True)
+
+
+def _when(notice: Notice, now: float) -> str:
+    return f" in {max(0.0, notice.deadline - now):.0f} s" if notice.deadline else ", without saying when"
+
+
+def notices_ripen(turn: Turn) -> None:
+    """Time passes: a replacement has been waited for, a deadline is near."""
+    for node, notice in turn.state.draining.items():
+        gathering = notice.gathering and not turn.passed(_gathers_until(turn.state, notice))
+        urgent = notice.urgent or (notice.deadline > 0 and turn.passed(_leave_by(turn.state, notice)))
+        if (gathering, urgent) != (notice.gathering, notice.urgent):
+            changed = replace(notice, gathering=gathering, urgent=urgent)
+            turn.set(draining={**turn.state.draining, node: changed})
+
+
+def next_ripening(state: RunState) -> list[float]:
+    """When the rule above has something to do."""
+    gathering = [_gathers_until(state, notice) for notice in state.draining.values() if notice.gathering]
+    near = [_leave_by(state, n) for n in state.draining.values() if n.deadline > 0 and not n.urgent]
+    return gathering + near
+
+
+def _gathers_until(state: RunState, notice: Notice) -> float:
+    return notice.since + state.settings.scaling.gather_s
+
+
+def _leave_by(state: RunState, notice: Notice) -> float:
+    """A notice that is shorter than the margin leaves no time to lose."""
+    return max(notice.since, notice.deadline - state.settings.failures.drain_margin_s)
+
+
+def leave_draining(turn: Turn, stage: Training) -> bool:
+    """Ask the generation to end without the members on nodes that are going; True when it has been asked."""
+    state = turn.state
+    going = {w for w in state.members if state.node_of(w) in state.draining}
+    if not going:
+        return False
+    low = state.settings.scaling.min_workers
+    staying = len(state.members) - len(going) + len(state.idle)
+    size = min(staying, state.settings.scaling.max_workers)
+    notices = [state.draining[node] for node in {state.node_of(w) for w in going} if node is not None]
+    urgent = any(notice.urgent for notice in notices)
+    replaced = size >= len(state.members)
+    hopeful = any(notice.gathering for notice in notices) or _arriving(state)
+    if staying < low and not urgent:
+        return False
+    if staying >= low and hopeful and not replaced and not urgent:
+        return False
+    nodes = sorted({node for w in going if (node := state.node_of(w)) is not None})
+    names = ", ".join(node[:8] for node in nodes)
+    what = f"{len(state.members)} -> {size}" if staying >= low else f"{staying} would be left of at least {low}"
+    turn.set(evicted=tuple(dict.fromkeys((*state.evicted, *(state.workers[w].slot for w in going)))))
+    # With too few left nothing trains for a while, and their memory may go as well.
+    start_pause(turn, "drain", f"node {names} is going away: {what}", durable=True if staying < low else None)
+    return True
+
+
+def _arriving(state: RunState) -> bool:
+    """A worker is being prepared on a node that stays."""
+    starting = (w for w in state.workers.values() if w.phase is WorkerPhase.STARTING)
+    return any(state.node_of(worker.id) not in state.draining for worker in starting)
+
+
+def drop_left(turn: Turn) -> None:
+    """Once the others train, what is left on a node that is going is given back; so are slots beyond the maximum, which
+    there are when a node stays after all."""
+    stage = turn.state.stage
+    if not isinstance(stage, Training) or not stage.first_step_done:
+        return
+    for slot in tuple(turn.state.slots.values()):
+        if slot.node in turn.state.draining and not _carries(turn.state, slot):
+            turn.drop_slot(slot.id, "its node is going away")
+    staying = [slot for slot in turn.state.slots.values() if slot.node not in turn.state.draining]
+    surplus = len(staying) - turn.state.settings.scaling.max_slots
+    unused = [slot for slot in staying if not _carries(turn.state, slot)]
+    unused.sort(key=lambda slot: (slot.phase is SlotPhase.PENDING, slot.id))
+    for slot in unused[len(unused) - surplus :] if surplus > 0 else ():
+        turn.drop_slot(slot.id, "there are enough without it")
+
+
+def _carries(state: RunState, slot: Slot) -> bool:
+    return any(worker.slot == slot.id and worker.id in state.members for worker in state.workers.values())

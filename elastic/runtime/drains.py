@@ -1,0 +1,68 @@
+"""Which nodes are about to go away, as Ray knows it: preempted, drained, or about to leave `ray start --block`.
+
+Ray pushes no notices, so its list is asked for once a second. The one private call of Ray for it is here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Mapping
+
+import ray
+from ray._private.state import state as ray_state
+
+from elastic.core.events import NodesDraining
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 1.0
+
+
+def draining_nodes() -> dict[str, float]:
+    """Node id -> deadline in wall clock seconds, 0 where there is none."""
+    listed: Mapping[str, int] = ray_state.get_draining_nodes()
+    return {node: deadline_ms / 1000.0 for node, deadline_ms in listed.items()}
+
+
+def dead_nodes() -> set[str]:
+    return {node["NodeID"] for node in ray.nodes() if not node["Alive"]}  # type: ignore[no-untyped-call]
+
+
+class DrainWatch:
+    """`emit` gets NodesDraining whenever the list has changed. `used` names the nodes that the run has slots on."""
+
+    def __init__(
+        self,
+        known: Mapping[str, float],
+        used: Callable[[], Collection[str]],
+        emit: Callable[[NodesDraining], None],
+        listed: Callable[[], dict[str, float]] = draining_nodes,
+        dead: Callable[[], set[str]] = dead_nodes,
+    ) -> None:
+        """`known` is the list of which the run has been told."""
+        self._known = dict(known)
+        self._used = used
+        self._emit = emit
+        self._listed = listed
+        self._dead = dead
+
+    async def run(self) -> None:
+        while True:
+            try:
+                await self.look()
+            except (ray.exceptions.RayError, OSError, RuntimeError) as error:
+                # The control store may be away; what was known stays known.
+                logger.debug("the list of draining nodes cannot be had: %s", error)
+            await asyncio.sleep(_POLL_S)
+
+    async def look(self) -> None:
+        listed = await asyncio.to_thread(self._listed)
+        gone = self._known.keys() - listed.keys()
+        if gone & set(self._used()):
+            # A node that has died is on no list either: it has not been told to stay. Its slots are about to be lost.
+            dead = await asyncio.to_thread(self._dead)
+            listed |= {node: self._known[node] for node in gone & dead & set(self._used())}
+        if listed != self._known:
+            self._known = dict(listed)
+            self._emit(NodesDraining(tuple(sorted(listed.items()))))
