@@ -14,8 +14,8 @@ from elastic.core.turn import Turn
 
 def straggler_found(turn: Turn, event: StragglerFound) -> None:
     state = turn.state
-    if event.worker not in state.members:
-        return
+    if event.worker not in state.members or event.worker not in state.workers:
+        return  # Of one that has been written off since there is nothing left to say.
     settings, name = state.settings.stragglers, turn.name_of(event.worker)
     windows = f"{event.windows} windows of {settings.window_steps} steps running"
     told = (

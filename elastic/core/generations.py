@@ -52,7 +52,7 @@ def begin(turn: Turn, size: int, reason: str) -> None:
     turn.set(
         generation=number, members=members, base=base, start_step=step, done_step=None,
         # Writes of earlier generations that still failed are over; this one's own will tell.
-        storage_failing=False, snapshots=(), survey=None,
+        storage_failing=False, snapshots=(), survey=None, reached=frozenset(),
     )  # fmt: skip
     turn.set_phase(members, WorkerPhase.MEMBER)
     turn.enter(Joining(turn.now))

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from typing_extensions import assert_never
 
-from elastic.core import anomalies, draining, evictions, generations, membership, recovery
+from elastic.core import anomalies, draining, evictions, generations, membership, reach
 from elastic.core import events as ev
 from elastic.core.actions import (
     Action,
@@ -129,7 +129,7 @@ def _apply(turn: Turn, event: ev.Event) -> None:
         case ev.ProbeAnswered():
             membership.probe_answered(turn, event)
         case ev.MemorySurveyed():
-            recovery.memory_surveyed(turn, event)
+            reach.memory_surveyed(turn, event)
         case ev.CheckpointCommitted():
             generations.checkpoint_committed(turn, event)
         case ev.SaveFailing():

@@ -9,11 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elastic.core.actions import CloseIncident, EndGeneration, FinishRun, ReleaseSlot, SurveyMemory
-from elastic.core.anomaly import counts, reason_to_end
-from elastic.core.events import MemorySurveyed
+from elastic.core.anomaly import reason_to_end
 from elastic.core.incident import Incident
-from elastic.core.quarantine import left_out
-from elastic.core.snapshots import is_snapshot, parse_snapshot_id
+from elastic.core.snapshots import is_snapshot
 from elastic.core.state import (
     GAVE_UP,
     INTEGRITY,
@@ -22,7 +20,6 @@ from elastic.core.state import (
     Ending,
     Finished,
     Joining,
-    KnownCheckpoint,
     Pausing,
     RunState,
     Streaks,
@@ -163,7 +160,8 @@ def wait(turn: Turn, reason: str, pause_s: float = 0.0, reach: bool = False) -> 
     # Failed starts beside a healthy generation do not count against this wait.
     turn.set(members=(), streaks=replace(turn.state.streaks, start_failures=0))
     turn.enter(Waiting(turn.now, reason, not_before))
-    survey_memory(turn, reach)
+    # One with a history may be among those who wait to be let in.
+    survey_memory(turn, reach or any(node in turn.state.quarantine for node in turn.state.nodes))
 
 
 def survey_memory(turn: Turn, reach: bool = False) -> None:
@@ -179,27 +177,6 @@ def survey_memory(turn: Turn, reach: bool = False) -> None:
     deadline = turn.now + settings.failures.survey_timeout_s
     turn.set(surveys=number, survey=Survey(number, deadline, reach), snapshots=())
     turn.do(SurveyMemory(number, state.nodes, reach))
-
-
-def memory_surveyed(turn: Turn, event: MemorySurveyed) -> None:
-    survey = turn.state.survey
-    if survey is not None and survey.number == event.survey:
-        good = (known for known in event.snapshots if counts(turn.state, parse_snapshot_id(known[0])[1], known[1]))
-        turn.set(survey=None, snapshots=tuple(KnownCheckpoint(name, step) for name, step in good))
-        _leave_out(turn, event.unreachable)
-
-
-def _leave_out(turn: Turn, unreachable: tuple[tuple[str, str], ...]) -> None:
-    """Nodes that cannot talk to each other cannot train together, however well the controller hears both of them."""
-    for node in left_out(turn.state.nodes, unreachable):
-        others = sorted({who for pair in unreachable if node in pair for who in pair} - {node})
-        why = f"it and {', '.join(name[:8] for name in others)} cannot reach each other"
-        turn.strike(node, why, certain=True)
-        for slot in [slot for slot in turn.state.slots.values() if slot.node == node]:
-            record_loss(turn, tuple(worker.id for worker in turn.workers_in(slot.id)), node)
-            turn.drop_slot(slot.id, why)
-        # What it held went with it.
-        survey_memory(turn)
 
 
 def finish(turn: Turn, status: str, reason: str) -> None:

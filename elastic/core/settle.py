@@ -9,6 +9,7 @@ from elastic.core.evictions import give_back_evicted
 from elastic.core.generations import begin, close, start_pause
 from elastic.core.membership import condemn, drop_worn_slots, start_failed
 from elastic.core.quarantine import avoided
+from elastic.core.reach import newcomers_reached, unanswered
 from elastic.core.recovery import fail_generation, finish, resolve_ending, wait
 from elastic.core.scaling import ScalingFacts, ScalingPolicy, Verdict
 from elastic.core.state import (
@@ -93,7 +94,10 @@ def _suspicion(turn: Turn, policy: ScalingPolicy) -> None:
 def _survey(turn: Turn, policy: ScalingPolicy) -> None:
     survey = turn.state.survey
     if survey is not None and turn.passed(survey.deadline):
-        turn.say("no node has said in time what its memory holds: the newest checkpoint in storage is used")
+        if isinstance(turn.state.stage, Training):
+            unanswered(turn)
+        else:
+            turn.say("no node has said in time what its memory holds: the newest checkpoint in storage is used")
         turn.set(survey=None)
 
 
@@ -204,7 +208,7 @@ def _training(turn: Turn, stage: Training, policy: ScalingPolicy) -> None:
     if leave_draining(turn, stage):
         return
     verdict: Verdict = policy.grow(_facts(state, stage.since, turn.now))
-    if verdict.go:
+    if verdict.go and newcomers_reached(turn):
         start_pause(turn, "grow", verdict.reason)
 
 

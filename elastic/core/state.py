@@ -212,6 +212,8 @@ class RunState:
     snapshots: tuple[KnownCheckpoint, ...] = ()
     survey: Survey | None = None
     surveys: int = 0
+    # Nodes with a history that were asked, beside this generation, whether they and the others reach each other.
+    reached: frozenset[str] = frozenset()
     # The last generation that had to stop taking snapshots into memory.
     memory_lost_in: int = 0
     rejected: tuple[str, ...] = ()

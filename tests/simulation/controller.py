@@ -122,7 +122,7 @@ class Controller:
                 for worker in action.workers:
                     world.probe(worker)
             case act.SurveyMemory():
-                world.memory.survey(action.survey)
+                world.memory.survey(action.survey, action.nodes if action.reach else ())
             case act.AskHold():
                 for worker in action.workers:
                     world.ask(worker, "ask_hold", action.generation)

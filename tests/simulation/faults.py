@@ -32,6 +32,7 @@ _KINDS: dict[str, tuple[float, tuple[float, float] | None]] = {
     "nonsense": (2, None),
     "glitch": (2, None),
     "slow_worker": (1, None),
+    "cut": (2, (1.0, 40.0)),
     "drain_node": (3, (0.5, 40.0)),
     "drain_cancelled": (1, (1.0, 20.0)),
     "drain_forever": (1, None),

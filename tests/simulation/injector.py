@@ -138,6 +138,20 @@ class Injector:
             member = self._pick(fault, group.members)
             member.act(0.01, member.notice_broken, group)
 
+    def _cut(self, fault: Fault) -> None:
+        """Two nodes cannot reach each other; the controller hears both of them."""
+        nodes = self._nodes()
+        if len(nodes) < 2:
+            return
+        first = self._pick(fault, nodes)
+        other = self.rng.choice([node for node in nodes if node is not first])
+        pair = frozenset((first.name, other.name))
+        self.world.cuts.add(pair)
+        self.clock.after(fault.lasts_s, self.world.cuts.discard, pair)
+        group = self.controller.groups.get(self.controller.state.generation)
+        if group is not None and self.world.is_cut(group.members):
+            group.cannot_talk()
+
     def _glitch(self, fault: Fault) -> None:
         """The step under way comes to no number, whatever its samples are."""
         group = self.controller.groups.get(self.controller.state.generation)
@@ -239,6 +253,7 @@ class Injector:
         """From here on nothing goes wrong, and nodes are there: now the run has no excuse."""
         self.healed = True
         self.storage.down = False
+        self.world.cuts.clear()
         for node in self.cluster.nodes:
             node.lemon = False
             self._thaw(node)

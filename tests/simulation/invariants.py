@@ -281,7 +281,8 @@ class Invariants:
             if isinstance(action, act.Note):
                 for phrase in ("every worker process is replaced", "falling back to", "could not be "
                                "started", "has not taken the checkpoint", "came late and does not count",
-                               "anomalies within", "is kept all the same", "it is kept"):  # fmt: skip
+                               "anomalies within", "is kept all the same", "it is kept", "cannot reach each other",
+                               "is let in again"):  # fmt: skip
                     if phrase in action.sentence:
                         seen(phrase)
 

@@ -46,12 +46,13 @@ class Memory:
         """Its agent has ended."""
         self.held.pop(node.name, None)
 
-    def survey(self, number: int) -> None:
+    def survey(self, number: int, reach: tuple[str, ...]) -> None:
+        """`reach`: the nodes that are to try to reach each other."""
         world = self.world
         if world.rng.random() < world.plan.lost_surveys:
             world.seen("survey without an answer")
             return
-        world.clock.after(world.rng.uniform(0.0, 0.2), self._answer, number)
+        world.clock.after(world.rng.uniform(0.0, 0.2), self._answer, number, reach)
 
     def readable(self, identifier: str) -> bool:
         """Can a restore have it? It may have gone since the survey."""
@@ -59,9 +60,15 @@ class Memory:
             return False
         return any(snapshot.id == identifier for snapshot in recoverable(self._reachable()))
 
-    def _answer(self, number: int) -> None:
+    def _answer(self, number: int, reach: tuple[str, ...]) -> None:
+        cut = [(first, other) for first, other in map(sorted, self.world.cuts) if first in reach and other in reach]
+        if cut:
+            self.world.seen("nodes that cannot reach each other")
         found = tuple((snapshot.id, snapshot.step) for snapshot in recoverable(self._reachable()))
-        self.world.tell(ev.MemorySurveyed(number, found), 0.01)
+        self.world.tell(
+            ev.MemorySurveyed(number, found if self.world.plan.settings.memory.enabled else (), tuple(sorted(cut))),
+            0.01,
+        )
 
     def _reachable(self) -> dict[str, list[Held]]:
         nodes = {node.name: node for node in self.world.cluster.placed.values() if node.alive and not node.frozen}

@@ -200,9 +200,18 @@ class Group:
         self.progress_at = world.clock.now
 
     def joined(self) -> None:
+        if self.world.is_cut(self.members):
+            self.cannot_talk()
         if not self.broken and all(m.status == "joined" and m.alive for m in self.members):
             for member in self.members:
                 member.act(self.world.rng.uniform(0.05, 0.6), member.restore, self)
+
+    def cannot_talk(self) -> None:
+        """Whoever waits for an answer gives up in the end."""
+        if not self.broken:
+            self.broken = True
+            for member in self.members:
+                member.act(self.world.rng.uniform(0.5, 3.0), member.notice_broken, self)
 
     def trains(self) -> None:
         if all(m.status == "training" for m in self.members):

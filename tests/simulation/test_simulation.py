@@ -28,6 +28,7 @@ SOMETIMES = {
     "growth", "planned end without growth", "false alarm", "late waker", "falling back to", "could not be started",
     "recovery from memory", "recovery from storage although there is memory", "resize through memory",
     "a refused snapshot", "begun at the end", "survey without an answer", "every worker process is replaced",
+    "nodes that cannot reach each other", "cannot reach each other", "is let in again",
     "drained in time", "drained too late", "a drain that was cancelled", "left a node that is going",
     "begun on a node that is going, for want of another", "too few without the node that is going",
     "has not taken the checkpoint", "finished without its last generation",
@@ -96,6 +97,16 @@ def test_with_memory_a_lost_node_costs_one_step_at_most() -> None:
                        a.incident.planned]  # fmt: skip
         assert incident.source == "memory"
         assert incident.steps_repeated <= 1
+
+
+def test_two_nodes_that_cannot_reach_each_other_cost_one_of_them_and_a_pause_and_no_flapping() -> None:
+    for seed in range(20):
+        world = World(seed, calm((Fault("cut", 8.0, seed / 20, 50.0),), memory=True, max_steps=60, horizon_s=90.0))
+        world.run()
+        incidents = [a.incident for a in world.controller.history if isinstance(a, act.CloseIncident)]
+        unplanned = [incident for incident in incidents if not incident.planned]
+        assert len(unplanned) == 1
+        assert len(unplanned[0].lost_nodes) == 1
 
 
 @pytest.mark.parametrize("memory", [True, False])

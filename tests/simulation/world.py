@@ -29,6 +29,8 @@ class World:
         self.max_steps, self.step_s, self.place_s = plan.max_steps, plan.step_s, plan.place_s
         self.reaches_end = not plan.returns_early
         self.sometimes: set[str] = set()
+        # Pairs of nodes that cannot reach each other.
+        self.cuts: set[frozenset[str]] = set()
         # What each checkpoint and each snapshot has trained on.
         self.saved = {name: Samples(((0, step * BATCH),) if step else ()) for name, step in plan.earlier}
         self.storage = Storage(self)
@@ -165,6 +167,10 @@ class World:
 
     def restorable(self, base: str) -> bool:
         return self.memory.readable(base) if is_snapshot(base) else base not in self.storage.corrupt
+
+    def is_cut(self, members: list[Process]) -> bool:
+        names = {member.node.name for member in members}
+        return any(pair <= names for pair in self.cuts)
 
     def raises(self, step: int, members: list[Process]) -> Process | None:
         if step not in self.plan.bugs:

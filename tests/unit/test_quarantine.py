@@ -11,7 +11,7 @@ from machine_scenario import Scenario
 from elastic.core import actions as act
 from elastic.core import events as ev
 from elastic.core.quarantine import Quarantine, avoided, left_out, next_release, struck
-from elastic.core.state import SlotPhase
+from elastic.core.state import Pausing, SlotPhase, Training
 
 NODES = [f"n{number}" for number in range(7)]
 PAIRS = st.sets(st.tuples(st.sampled_from(NODES), st.sampled_from(NODES)).filter(lambda pair: pair[0] != pair[1]))
@@ -112,3 +112,62 @@ def test_after_its_time_the_node_may_come_back() -> None:
     assert pending.avoid == ()
     run.do(ev.SlotPlaced(pending.id, "node-2"))
     assert run.state.slots[pending.id].node == "node-2"
+
+
+def back(run: Scenario) -> Scenario:
+    """The node that was left out has done its time, and its worker waits to be let in."""
+    assert run.state.survey is not None
+    run.do(ev.MemorySurveyed(run.state.survey.number)).train()
+    run.wait(run.state.settings.failures.quarantine_s)
+    (pending,) = [slot for slot in run.state.slots.values() if slot.phase is SlotPhase.PENDING]
+    run.do(ev.SlotPlaced(pending.id, "node-2"))
+    (starting,) = [worker for worker in run.state.workers.values() if worker.slot == pending.id]
+    return run.do(ev.WorkerReady(starting.id, 7, "host"))
+
+
+def asked(run: Scenario) -> int:
+    (survey,) = run.acts(act.SurveyMemory)
+    assert survey.reach
+    assert survey.nodes == ("node-0", "node-1", "node-2")
+    return survey.survey
+
+
+def test_a_node_with_a_history_is_let_in_once_all_have_reached_each_other() -> None:
+    run = back(cut(Scenario(2, 3, memory=True).started(3), 0, 2))
+    assert isinstance(run.stage, Training), "the others train while it is found out"
+    run.do(ev.MemorySurveyed(asked(run)))
+    assert isinstance(run.stage, Pausing)
+
+
+def test_a_node_that_is_still_cut_off_does_not_stop_those_that_train() -> None:
+    run = back(cut(Scenario(2, 3, memory=True).started(3), 0, 2))
+    run.do(ev.MemorySurveyed(asked(run), (), (("node-2", "node-0"),)))
+    assert isinstance(run.stage, Training)
+    assert run.state.quarantine["node-2"].count == 2, "it is left alone for longer"
+    assert "node-2" not in run.state.nodes
+    assert run.state.world_size == 2
+
+
+def test_members_of_a_generation_that_trains_are_not_the_ones_to_go() -> None:
+    """Two newcomers that one member cannot reach: left out are the two, although without the one all would be well."""
+    run = cut(Scenario(2, 4, memory=True).started(4), 0, 3)
+    assert run.state.survey is not None
+    run.do(ev.MemorySurveyed(run.state.survey.number, (), (("node-1", "node-2"),)))
+    assert run.state.survey is not None
+    run.do(ev.MemorySurveyed(run.state.survey.number)).train()
+    assert run.state.world_size == 2
+    run.wait(run.state.settings.failures.quarantine_s)
+    pending = [slot.id for slot in run.state.slots.values() if slot.phase is SlotPhase.PENDING]
+    run.do(*(ev.SlotPlaced(slot, node) for slot, node in zip(pending, ("node-2", "node-3"), strict=True)))
+    starting = [worker.id for worker in run.state.workers.values() if worker.slot in pending]
+    run.do(*(ev.WorkerReady(worker, 7, "host") for worker in starting))
+    (survey,) = run.acts(act.SurveyMemory)
+    run.do(ev.MemorySurveyed(survey.survey, (), (("node-0", "node-2"), ("node-0", "node-3"))))
+    assert isinstance(run.stage, Training)
+    assert run.state.nodes == ("node-0", "node-1")
+
+
+def test_where_nobody_answers_the_node_is_given_the_benefit_of_the_doubt() -> None:
+    run = back(cut(Scenario(2, 3, memory=True).started(3), 0, 2))
+    run.wait(run.state.settings.failures.survey_timeout_s)
+    assert isinstance(run.stage, Pausing)
