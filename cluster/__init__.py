@@ -3,7 +3,8 @@
 Importing this package does not import Ray.
 """
 
+from cluster.autoscaled import AutoscaledCluster
 from cluster.local import LocalCluster
 from cluster.source import ClusterEnded, ClusterError, NodeInfo, NodeSource, NodeState
 
-__all__ = ["ClusterEnded", "ClusterError", "LocalCluster", "NodeInfo", "NodeSource", "NodeState"]
+__all__ = ["AutoscaledCluster", "ClusterEnded", "ClusterError", "LocalCluster", "NodeInfo", "NodeSource", "NodeState"]

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster import processes
+from cluster.autoscaled_cloud import Cloud, CloudPlan
 from cluster.nodes import TAG, Entry, Nodes
 from cluster.operations import Operations
 from cluster.owner import Owner, Waiting
@@ -39,6 +40,8 @@ logger = logging.getLogger(__name__)
 _END_LIMIT_S = 20.0
 _PACKAGE_ROOT = Path(__file__).resolve().parent.parent
 _OPERATIONS = frozenset({"kill_node", "remove_node", "freeze_node", "thaw_node", "kill_worker", "kill_process"})
+# What the autoscaler of a cluster that has one asks of its cloud.
+_OF_CLOUD = frozenset({"launch", "instances", "terminate"})
 
 
 class Keeper:
@@ -49,6 +52,7 @@ class Keeper:
         self._owners: list[Owner] = []
         self._waiting: list[Waiting] = []
         self._logs_to: str | None = None
+        self._cloud: Cloud | None = None
         self._starter = self._spawn_starter()
         self._nodes = Nodes(directory.name, os.getpid())
         self._operations = Operations(self._nodes, self._reap)
@@ -84,6 +88,8 @@ class Keeper:
                 key.data()
             self._reap()
             self._answer_waiting()
+            if self._cloud is not None:
+                self._cloud.tick()
 
     def end(self) -> None:
         """Kill everything, remove the directory. The owners learn of it when this process ends."""
@@ -109,7 +115,7 @@ class Keeper:
     # Owners
 
     def _add_owner(self, connection: socket.socket) -> None:
-        owner = Owner(connection)
+        owner = Owner(connection, os.getpid())
         self._owners.append(owner)
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._owner_spoke(owner))
         if owner.handle is not None:
@@ -124,7 +130,7 @@ class Keeper:
         if owner.handle is not None:
             self._selector.unregister(owner.handle)
         owner.close()
-        if not self._owners:
+        if all(other.inside for other in self._owners):
             self.ending = self.ending or f"the last owner, process {owner.pid}, is gone"
 
     def _owner_spoke(self, owner: Owner) -> None:
@@ -148,6 +154,11 @@ class Keeper:
                 self._add_node(owner, id, **arguments)
             elif do in _OPERATIONS:
                 owner.reply(id, result=getattr(self._operations, do)(**arguments).to_json())
+                if do == "kill_node" and self._cloud is not None:
+                    self._cloud.machine_lost()
+            elif do in _OF_CLOUD and self._cloud is not None:
+                self._operations.nodes()
+                owner.reply(id, result=getattr(self._cloud, do)(**arguments))
             elif do == "nodes":
                 owner.reply(id, result=[info.to_json() for info in self._operations.nodes()])
             elif do == "hello":
@@ -165,15 +176,28 @@ class Keeper:
     # Starting nodes
 
     def _start(
-        self, owner: Owner, request_id: int, nodes: list[dict[str, Any]], limit_s: float, logs_to: str | None
-    ) -> None:
-        """The first of `nodes` is the head. The others are started, all together, when that is up."""
+        self, owner: Owner, request_id: int, nodes: list[dict[str, Any]], limit_s: float, logs_to: str | None,
+        cloud: dict[str, Any] | None = None, autoscaler: dict[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        """The first of `nodes` is the head. The others are started, all together, when that is up.
+
+        With `cloud` (a CloudPlan) Ray's autoscaler, configured by `autoscaler`, is started with the head.
+        """
         self._logs_to = logs_to
+        if cloud is not None and autoscaler is not None:
+            self._cloud = Cloud(self._nodes, CloudPlan(**cloud), self._tell_starter, self._operations.remove_node)
+            file = self.directory / "autoscaler.json"
+            autoscaler["provider"]["keeper_socket"] = str(self.directory / "keeper.sock")
+            file.write_text(json.dumps(autoscaler))
+            nodes[0]["options"]["autoscaling_config"] = str(file)
         entries = [self._nodes.define(node["name"], i == 0, node["options"]) for i, node in enumerate(nodes)]
         self._waiting.append(Waiting(owner, request_id, entries, limit_s, time.monotonic() + limit_s))
         self._tell_starter(entries[0])
 
     def _add_node(self, owner: Owner, request_id: int, name: str | None, limit_s: float) -> None:
+        if self._cloud is not None:
+            owner.reply(request_id, result=[self._cloud.offer().to_json()])
+            return
         self._operations.bury_lost()
         entry = self._nodes.revive(name)
         self._waiting.append(Waiting(owner, request_id, [entry], limit_s, time.monotonic() + limit_s))
@@ -205,8 +229,9 @@ class Keeper:
         entry.raylet_pid = answer["raylet_pid"] or 0
         if entry.head:
             self._nodes.address = answer["address"]
+            # What an autoscaler has asked for meanwhile, the cloud starts.
             for other in self._nodes.entries.values():
-                if not other.head:
+                if not other.head and self._cloud is None:
                     self._tell_starter(other)
 
     def _node_failed(self, entry: Entry, error: str) -> None:

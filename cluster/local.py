@@ -14,6 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from typing_extensions import Self
+
 from cluster.draining import drain
 from cluster.source import ClusterEnded, ClusterError, NodeInfo
 from cluster.wire import Wire
@@ -92,7 +94,7 @@ class LocalCluster:
         return cluster
 
     @classmethod
-    def _spawn(cls, environment: Mapping[str, str]) -> LocalCluster:
+    def _spawn(cls, environment: Mapping[str, str]) -> Self:
         ours, theirs = socket.socketpair()
         with theirs:
             keeper = subprocess.Popen(

@@ -9,19 +9,24 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
+from cluster import processes
 from cluster.nodes import Entry
 from cluster.source import NodeState
 from cluster.wire import Wire
 
 
 class Owner:
-    """A connection, and the process at its other end: a child forked by that may hold the connection open."""
+    """A connection, and the process at its other end: a child forked by that may hold the connection open.
 
-    def __init__(self, connection: socket.socket) -> None:
+    A process of the cluster itself (its autoscaler) may speak to the keeper too; it is `inside` and owns nothing.
+    """
+
+    def __init__(self, connection: socket.socket, keeper_pid: int) -> None:
         connection.settimeout(5.0)
         self.wire = Wire(connection)
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         self.pid: int = struct.unpack("3i", credentials)[0]
+        self.inside = self.pid in processes.descendants([keeper_pid], processes.table())
         try:
             self.handle: int | None = os.pidfd_open(self.pid)
         except OSError:  # Gone already: the connection will say so too.

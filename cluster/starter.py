@@ -39,6 +39,7 @@ from ray._raylet import (  # type: ignore[attr-defined]  # compiled, without typ
     GcsClient,
     persist_port,
 )
+from ray.core.generated.autoscaler_pb2 import ClusterConfig  # type: ignore[attr-defined]  # not in Ray's stubs
 
 from cluster import processes
 
@@ -50,6 +51,7 @@ _REGISTER_LIMIT_S = 30.0
 _IDLE_AGENT = "/bin/cat"
 _NODE_INIT = str(Path(__file__).with_name("node_init.py"))
 _AGENT_OPTION = "--dashboard_agent_command="
+_PACKAGE_ROOT = str(Path(__file__).resolve().parent.parent)
 
 _started: list[Any] = []
 _thread = threading.local()
@@ -63,6 +65,10 @@ def _start_process(command: list[str], process_type: str, *args: Any, **kwargs: 
     if process_type == "raylet":
         command = [_AGENT_OPTION + _IDLE_AGENT if part.startswith(_AGENT_OPTION) else part for part in command]
         command = [sys.executable, "-I", "-S", _NODE_INIT, *command]
+    if process_type == "monitor":
+        # Ray's autoscaler loads the provider of this package, whatever else is called `cluster` where the job is.
+        paths = [_PACKAGE_ROOT, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        kwargs["env_updates"] = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     info = _start_ray_process(command, process_type, *args, **kwargs)
     _started.append(info.process)
     _thread.children.append(info.process)
@@ -108,7 +114,8 @@ class _LeanNode(Node):
 
 
 def _start_node(request: dict[str, Any], temp_dir: str) -> dict[str, Any]:
-    name, head = request["start"], request["head"]
+    name, head, options = request["start"], request["head"], dict(request["options"])
+    autoscaling = options.get("autoscaling_config")
     parameters = RayParams(
         node_name=name,
         node_ip_address="127.0.0.1",
@@ -117,18 +124,31 @@ def _start_node(request: dict[str, Any], temp_dir: str) -> dict[str, Any]:
         max_worker_port=0,
         include_log_monitor=False,  # type: ignore[arg-type]  # annotated as str, used as bool
         include_dashboard=False,
-        no_monitor=True,
-        env_vars=request["tag"],
-        **request["options"],
+        no_monitor=autoscaling is None,
+        env_vars={**request["tag"], **options.pop("env_vars", {})},
+        **options,
     )
     # spawn_reaper asks the kernel to kill the node's processes when the thread that started them ends.
     node = _LeanNode(parameters, head=head, shutdown_at_exit=False, spawn_reaper=True)
+    if autoscaling is not None:
+        _tell_node_types(node.gcs_address, json.loads(Path(autoscaling).read_text()))
     return {
         "started": name,
         "node_id": node.node_id,
         "raylet_pid": _raylet_pid(node.all_processes["raylet"][0].process.pid),
         "address": node.gcs_address,
     }
+
+
+def _tell_node_types(gcs_address: str, config: dict[str, Any]) -> None:
+    """Where Ray's own libraries look for what a cluster could grow to. The autoscaler itself does not write it."""
+    told = ClusterConfig()
+    for name, node_type in config["available_node_types"].items():
+        if node_type["max_workers"]:
+            group = told.node_group_configs.add()
+            group.name, group.max_count = name, node_type["max_workers"]
+            group.resources.update(node_type["resources"])
+    GcsClient(address=gcs_address).report_cluster_config(told.SerializeToString())
 
 
 def _raylet_pid(init_pid: int) -> int | None:

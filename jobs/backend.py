@@ -37,10 +37,23 @@ class NodeShape:
     resources: Mapping[str, float]
 
 
+@dataclass(frozen=True)
+class Growth:
+    """A local cluster that Ray's autoscaler makes grow: `at_hand` nodes can be had at once, one more every `every_s`
+    seconds (None: as faults say), `max_nodes` in the end."""
+
+    max_nodes: int
+    at_hand: int
+    every_s: float | None
+
+
 class Backend(Protocol):
-    """1. `start_cluster` for a local run, or `attach_cluster` to take one over; 2. `start_run` or `attach_run`."""
+    """1. `start_cluster` or `start_autoscaled` for a local run, or `attach_cluster` to take one over;
+    2. `start_run` or `attach_run`."""
 
     def start_cluster(self, nodes: int, shape: NodeShape, python_path: str) -> ClusterLike: ...
+
+    def start_autoscaled(self, growth: Growth, shape: NodeShape, python_path: str) -> ClusterLike: ...
 
     def attach_cluster(self, socket_path: str) -> ClusterLike: ...
 
@@ -60,6 +73,20 @@ class Backend(Protocol):
 def node_shape(settings: RunSettings) -> NodeShape:
     wanted = {name: count * settings.scaling.workers_per_slot for name, count in settings.resources_per_worker.items()}
     return NodeShape(wanted.pop("CPU", 1.0), wanted.pop("GPU", 0.0), wanted)
+
+
+def growth(settings: RunSettings, max_nodes: int | None, at_hand: int | None, every_s: float | None) -> Growth:
+    """Raises UsageError for what cannot come to anything."""
+    scaling, wanted = settings.scaling, node_shape(settings)
+    most = max_nodes or scaling.max_slots
+    first = scaling.min_slots if at_hand is None else at_hand
+    if first > most:
+        raise UsageError(f"--nodes {first} is above --max-nodes {most}")
+    check_nodes(most, settings)
+    for name, count in {"CPU": wanted.cpus, "GPU": wanted.gpus, **wanted.resources}.items():
+        if count != int(count):
+            raise UsageError(f"--autoscale: Ray's autoscaler takes whole numbers, and a slot wants {name}: {count:g}")
+    return Growth(most, first, every_s or None)
 
 
 def check_nodes(nodes: int, settings: RunSettings) -> None:

@@ -18,7 +18,7 @@ Progress = Mapping[str, Any]
 
 # A line about steps alone at most this often.
 _STEP_LINE_S = 10.0
-_CHANGES = ("status", "generation", "world_size", "doing", "last_checkpoint", "incidents")
+_CHANGES = ("status", "generation", "world_size", "doing", "last_checkpoint", "incidents", "asking_for")
 
 
 class Display(Protocol):
@@ -47,6 +47,7 @@ def facts(progress: Progress) -> dict[str, str]:
         "generation": progress.get("generation"),
         "last checkpoint": f"step {checkpoint_step}" if checkpoint_step is not None else checkpoint,
         "incidents": progress.get("incidents") or None,
+        "asking for": progress.get("asking_for"),
     }
     return {name: clean(value) for name, value in shown.items() if value is not None}
 

@@ -22,8 +22,8 @@ class RunHandle(Protocol):
     def progress(self) -> Mapping[str, Any]:
         """What is known now. Keys (absent or None where unknown): status, step (finished steps), max_steps, loss,
         tokens_per_s, world_size, generation, last_checkpoint, last_checkpoint_step, doing (a sentence while the run
-        does anything but train), incidents (a count), stragglers (each with worker,
-        rank, node, factor)."""
+        does anything but train), asking_for (in words, the nodes that are wanted and not there), incidents (a count),
+        stragglers (each with worker, rank, node, factor)."""
         ...
 
     def wait_step(self, step: int, timeout_s: float) -> bool:

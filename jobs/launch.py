@@ -15,7 +15,7 @@ from elastic.core.errors import StorageError
 from elastic.core.settings import RunSettings
 from elastic.observe.text import plural
 from jobs import background
-from jobs.backend import Backend, ClusterLike, node_shape
+from jobs.backend import Backend, ClusterLike, growth, node_shape
 from jobs.display import open_display
 from jobs.exit_codes import NOT_FINISHED
 from jobs.faults import FaultThread, parse_faults
@@ -28,7 +28,10 @@ from jobs.terminal import say
 
 @dataclass(frozen=True)
 class Launch:
-    """What to run and where: on `address`, or on a local cluster of `nodes` nodes. Has an exact JSON form."""
+    """What to run and where: on `address`, or on a local cluster of `nodes` nodes. Has an exact JSON form.
+
+    With `autoscale` the local cluster grows to `max_nodes`; see `jobs.backend.growth`.
+    """
 
     settings: Mapping[str, Any]
     entry_point: str
@@ -39,6 +42,9 @@ class Launch:
     chaos: str | None = None
     summary_file: str | None = None
     as_json: bool = False
+    autoscale: bool = False
+    max_nodes: int | None = None
+    node_every_s: float | None = None
 
     @property
     def run_settings(self) -> RunSettings:
@@ -76,9 +82,7 @@ def watch(handle: RunHandle, folder: RunFolder, summary_file: str | None, as_jso
 
 
 def _launch_locally(backend: Backend, plan: Launch, folder: RunFolder) -> int:
-    settings, nodes = plan.run_settings, plan.nodes or plan.run_settings.scaling.max_slots
-    say(f"starting a local cluster of {plural(nodes, 'node')}")
-    cluster = backend.start_cluster(nodes, node_shape(settings), plan.folder)
+    settings, cluster = plan.run_settings, _start_cluster(backend, plan)
     handed_over = False
     try:
         handle = backend.start_run(settings, plan.entry_point, plan.config, cluster.address, plan.folder)
@@ -90,6 +94,21 @@ def _launch_locally(backend: Backend, plan: Launch, folder: RunFolder) -> int:
             cluster.detach()
         else:
             end(backend, cluster)
+
+
+def _start_cluster(backend: Backend, plan: Launch) -> ClusterLike:
+    settings = plan.run_settings
+    if not plan.autoscale:
+        nodes = plan.nodes or settings.scaling.max_slots
+        say(f"starting a local cluster of {plural(nodes, 'node')}")
+        return backend.start_cluster(nodes, node_shape(settings), plan.folder)
+    grown = growth(settings, plan.max_nodes, plan.nodes, plan.node_every_s)
+    more = f", one more every {grown.every_s:g} s" if grown.every_s else ""
+    say(
+        f"starting a local cluster with Ray's autoscaler: {plural(grown.at_hand, 'node')} can be had now{more}, "
+        f"{grown.max_nodes} at most"
+    )
+    return backend.start_autoscaled(grown, node_shape(settings), plan.folder)
 
 
 def own(plan: Launch, cluster: ClusterLike, handle: RunHandle, folder: RunFolder) -> tuple[int, bool]:

@@ -10,7 +10,7 @@ from typing import Any
 from cluster.source import ClusterError
 from elastic.core.errors import ElasticError
 from elastic.core.settings import RunSettings
-from jobs.backend import ClusterLike, NodeShape
+from jobs.backend import ClusterLike, Growth, NodeShape
 from jobs.handle import RunHandle
 
 logger = logging.getLogger(__name__)
@@ -22,14 +22,29 @@ class RealBackend:
     def start_cluster(self, nodes: int, shape: NodeShape, python_path: str) -> ClusterLike:
         from cluster.local import LocalCluster
 
-        paths = [python_path, os.environ.get("PYTHONPATH", "")]
         try:
             return LocalCluster.start(
                 nodes,
                 cpus_per_node=shape.cpus,
                 gpus_per_node=shape.gpus,
                 resources=shape.resources,
-                environment={"PYTHONPATH": os.pathsep.join(path for path in paths if path)},
+                environment=_paths(python_path),
+            )
+        except ClusterError as error:
+            raise ElasticError(f"the local cluster did not start: {error}") from error
+
+    def start_autoscaled(self, growth: Growth, shape: NodeShape, python_path: str) -> ClusterLike:
+        from cluster.autoscaled import AutoscaledCluster
+
+        try:
+            return AutoscaledCluster.launch(
+                growth.max_nodes,
+                at_hand=growth.at_hand,
+                every_s=growth.every_s,
+                cpus_per_node=int(shape.cpus),
+                gpus_per_node=int(shape.gpus),
+                resources={name: int(count) for name, count in shape.resources.items()},
+                environment=_paths(python_path),
             )
         except ClusterError as error:
             raise ElasticError(f"the local cluster did not start: {error}") from error
@@ -62,6 +77,11 @@ class RealBackend:
         import ray
 
         ray.shutdown()
+
+
+def _paths(python_path: str) -> dict[str, str]:
+    paths = [python_path, os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
 
 
 def _hush_ray() -> None:

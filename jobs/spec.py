@@ -127,6 +127,8 @@ class JobSpec(BaseModel):
     workers_per_slot: Count = 1
     spare_slots: Annotated[int, Field(ge=0)] = 0
     gather_s: Annotated[float, Field(ge=0)] = ScalingSettings.gather_s
+    priority: Annotated[int, Field(ge=-1000, le=1000)] = ScalingSettings.priority
+    share_after_s: Annotated[float, Field(gt=0)] = ScalingSettings.share_after_s
     resources_per_worker: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=lambda: {"CPU": 1.0})
     deepspeed: dict[str, Any] | str | None = None
     global_batch: Count | None = None
@@ -168,7 +170,13 @@ class JobSpec(BaseModel):
             name=self.name,
             seed=self.seed,
             scaling=ScalingSettings(
-                self.min_workers, self.max_workers, self.workers_per_slot, self.gather_s, self.spare_slots
+                self.min_workers,
+                self.max_workers,
+                self.workers_per_slot,
+                self.gather_s,
+                self.spare_slots,
+                self.priority,
+                self.share_after_s,
             ),
             global_batch=self.global_batch,
             micro_batch=self.micro_batch,

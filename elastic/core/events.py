@@ -48,6 +48,23 @@ class NodesDraining:
     nodes: tuple[tuple[str, float], ...]
 
 
+@dataclass(frozen=True)
+class CapacityJudged:
+    """What the cluster lacks for `min_workers` has changed: `sentence` is empty where it lacks nothing. `never`: it
+    cannot be had there."""
+
+    sentence: str
+    never: bool = False
+
+
+@dataclass(frozen=True)
+class SlotsShared:
+    """The run may have so many slots (None: as many as it likes): other runs need the rest."""
+
+    limit: int | None
+    reason: str = ""
+
+
 # --- slots and workers -----------------------------------------------------------------------------------------------
 
 
@@ -306,9 +323,9 @@ GenerationEvent = (
 )  # fmt: skip
 
 Event = (
-    RunStarted | ControllerRestarted | StopRequested | Tick | NodesDraining | SlotPlaced | SlotLost | WorkerReady |
-    WorkerStartFailed | WorkerDied | WorkersSilent | ProbeAnswered | MemorySurveyed | CheckpointCommitted |
-    SaveFailing | GenerationEvent
+    RunStarted | ControllerRestarted | StopRequested | Tick | NodesDraining | CapacityJudged | SlotsShared |
+    SlotPlaced | SlotLost | WorkerReady | WorkerStartFailed | WorkerDied | WorkersSilent | ProbeAnswered |
+    MemorySurveyed | CheckpointCommitted | SaveFailing | GenerationEvent
 )  # fmt: skip
 
 _TYPES: dict[str, type[Any]] = {cls.__name__: cls for cls in get_args(Event)}

@@ -50,6 +50,9 @@ def give_back_evicted(turn: Turn) -> None:
             slot = state.slots[slot_id]
             if any(worker.id in state.members for worker in turn.workers_in(slot_id)):
                 continue
+            if slot_id in state.ceded:
+                turn.drop_slot(slot_id, "another run needs it")
+                continue
             if slot.node is not None:
                 turn.strike(slot.node, "it is slower than its peers", certain=True)
             turn.drop_slot(slot_id, "it is slower than its peers")

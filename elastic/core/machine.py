@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from typing_extensions import assert_never
 
-from elastic.core import anomalies, draining, evictions, generations, membership, reach
+from elastic.core import anomalies, demand, draining, evictions, generations, membership, reach
 from elastic.core import events as ev
 from elastic.core.actions import (
     Action,
@@ -114,6 +114,10 @@ def _apply(turn: Turn, event: ev.Event) -> None:
             pass
         case ev.NodesDraining():
             draining.nodes_draining(turn, event)
+        case ev.CapacityJudged():
+            demand.capacity_judged(turn, event)
+        case ev.SlotsShared():
+            demand.slots_shared(turn, event)
         case ev.SlotPlaced():
             membership.slot_placed(turn, event)
         case ev.SlotLost():
@@ -199,6 +203,7 @@ def _run_started(turn: Turn, event: ev.RunStarted) -> None:
     turn.set(
         checkpoints=known, furthest_step=furthest, stage=Waiting(turn.now, "starting"),
         generation=event.last_generation, first_generation=event.last_generation, skips=event.skips,
+        started_at=turn.now,
     )  # fmt: skip
     scaling = turn.state.settings.scaling
     origin = f"from step {furthest} of an earlier run" if known else "from the beginning"

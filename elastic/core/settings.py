@@ -77,6 +77,10 @@ class ScalingSettings:
     gather_s: float = 5.0
     # Slots beyond `max_workers` whose workers are prepared and stand by, to replace a lost worker at once.
     spare_slots: int = 0
+    # Of two runs that want the same slots the one with the larger number gets them; see core.sharing.
+    priority: int = 0
+    # A slot that has not been had for this long is one that other runs are to make room for.
+    share_after_s: float = 30.0
 
     @property
     def min_slots(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from elastic.core.demand import keep_to_limit, make_room, why_waiting
 from elastic.core.draining import drop_left, leave_draining, next_ripening, notices_ripen
 from elastic.core.evictions import give_back_evicted
 from elastic.core.generations import begin, close, start_pause
@@ -33,7 +34,7 @@ from elastic.core.turn import Turn
 
 def settle(turn: Turn, policy: ScalingPolicy) -> None:
     """Run every rule until none changes anything. Each rule moves the run forward, so this ends."""
-    rules = (_suspicion, _survey, _starts, _draining, _evicted, _slots, _stage)
+    rules = (_suspicion, _survey, _starts, _draining, _limited, _evicted, _slots, _stage)
     for _ in range(100):
         before = turn.state
         for rule in rules:
@@ -118,6 +119,11 @@ def _draining(turn: Turn, policy: ScalingPolicy) -> None:
     drop_left(turn)
 
 
+def _limited(turn: Turn, policy: ScalingPolicy) -> None:
+    if turn.state.slot_limit is not None:
+        keep_to_limit(turn)
+
+
 def _evicted(turn: Turn, policy: ScalingPolicy) -> None:
     if turn.state.evicted:
         give_back_evicted(turn)
@@ -141,7 +147,7 @@ def _missing_slots(state: RunState) -> int:
         return 0
     # A slot on a node that is going away is replaced before it is gone.
     staying = sum(slot.node not in state.draining for slot in state.slots.values())
-    return max(0, state.settings.scaling.max_slots - staying)
+    return max(0, state.max_slots - staying)
 
 
 def _stage(turn: Turn, policy: ScalingPolicy) -> None:
@@ -188,6 +194,7 @@ def _start(turn: Turn, stage: Waiting, policy: ScalingPolicy) -> None:
     if verdict.go and state.suspicion is not None:
         # A worker that may be dead is not begun with; its probe has a deadline.
         verdict = Verdict(False, f"{len(state.suspicion.suspects)} silent workers are being probed")
+    verdict = replace(verdict, reason=why_waiting(state, verdict.reason))
     limit, again = state.settings.failures.capacity_timeout_s, verdict.again_at
     again = again if again is not None and again > turn.now else None
     if limit is not None and turn.passed(stage.since + limit) and not _enough(state):
@@ -205,7 +212,7 @@ def _training(turn: Turn, stage: Training, policy: ScalingPolicy) -> None:
     if state.stop_reason is not None:
         start_pause(turn, "stop", state.stop_reason)
         return
-    if leave_draining(turn, stage):
+    if leave_draining(turn, stage) or make_room(turn, stage):
         return
     verdict: Verdict = policy.grow(_facts(state, stage.since, turn.now))
     if verdict.go and newcomers_reached(turn):

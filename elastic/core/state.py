@@ -202,6 +202,13 @@ class RunState:
     base: KnownCheckpoint | None = None
     slots: Mapping[int, Slot] = field(default_factory=dict)
     quarantine: Quarantine = field(default_factory=dict)
+    # When this attempt at the run began, in wall clock seconds: of runs of one priority the earlier comes first.
+    started_at: float = 0.0
+    # What the cluster lacks for `min_workers`, as a sentence; "": nothing.
+    shortage: str = ""
+    # So many slots at most, for the sake of other runs (None: no limit), and why.
+    slot_limit: int | None = None
+    slot_limit_reason: str = ""
     # Every node of the cluster that is about to go away.
     draining: Mapping[str, Notice] = field(default_factory=dict)
     workers: Mapping[int, Worker] = field(default_factory=dict)
@@ -220,8 +227,11 @@ class RunState:
     # Steps whose loss or gradient was no number, oldest first; and every range of positions that is left out for it.
     anomalies: tuple[Anomaly, ...] = ()
     skips: tuple[tuple[int, int], ...] = ()
-    # Slots that are given back because they are slow, once the generation that goes on without them trains.
+    # Slots that are given back (slow, on a node that goes, needed by another run), once the generation that goes on
+    # without them trains.
     evicted: tuple[int, ...] = ()
+    # Those of them that another run needs.
+    ceded: tuple[int, ...] = ()
     furthest_step: int = 0
     streaks: Streaks = field(default_factory=Streaks)
     suspicion: Suspicion | None = None
@@ -234,6 +244,12 @@ class RunState:
     done_step: int | None = None
     stop_reason: str | None = None
     false_alarms: int = 0
+
+    @property
+    def max_slots(self) -> int:
+        """Slots that the run may ask for now."""
+        most = self.settings.scaling.max_slots
+        return most if self.slot_limit is None else min(most, self.slot_limit)
 
     @property
     def world_size(self) -> int:

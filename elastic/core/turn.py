@@ -85,6 +85,7 @@ class Turn:
         self.set(
             slots={key: value for key, value in self.state.slots.items() if key != slot},
             evicted=tuple(other for other in self.state.evicted if other != slot),
+            ceded=tuple(other for other in self.state.ceded if other != slot),
         )
         self.do(ReleaseSlot(slot, cause))
 

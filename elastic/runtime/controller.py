@@ -23,6 +23,7 @@ from elastic.core import machine
 from elastic.core.detector import LastSeen
 from elastic.core.errors import Fenced
 from elastic.core.settings import RunSettings
+from elastic.core.sharing import Claim
 from elastic.core.state import USER_CODE_FAILED, Ending, Finished, RunState, Training, WorkerPhase
 from elastic.core.steps import CompletedStep
 from elastic.core.stragglers import StragglerWatch
@@ -35,6 +36,7 @@ from elastic.runtime.executor import Executor
 from elastic.runtime.holdings import Assembled
 from elastic.runtime.incidents import IncidentBook
 from elastic.runtime.outbox import Item, Reply
+from elastic.runtime.outlook import OutlookWatch
 from elastic.runtime.progress import News, figures
 from elastic.runtime.records import Records
 from elastic.runtime.replay import Replayed, replay
@@ -49,7 +51,8 @@ _LINGER_S = 600.0
 class ControllerActor:
     """Asyncio actor; detached, named, restarted by Ray for as long as the run goes on.
 
-    Clients call `progress`, `wait_step`, `wait_end`, `stop`, `leave`; agents call `beat`; workers call `deliver`.
+    Clients call `progress`, `wait_step`, `wait_end`, `stop`, `leave`; agents call `beat`; workers call `deliver`;
+    controllers of other runs call `claim`.
     """
 
     def __init__(self, settings: Mapping[str, Any], entry: Entry, token: bytes) -> None:
@@ -71,6 +74,7 @@ class ControllerActor:
         self._seen = LastSeen(failures.heartbeat_s, failures.controller_lease_s)
         self._stragglers = StragglerWatch(self._settings.stragglers)
         self._last_turn = 0.0
+        self._outlook: OutlookWatch | None = None
         self._main = asyncio.get_running_loop().create_task(self._run(_was_restarted()))
 
     # --- for clients ---
@@ -107,6 +111,12 @@ class ControllerActor:
         """The result has been fetched: this actor may end."""
         if self._result is not None:
             asyncio.get_running_loop().call_later(0.1, _exit)
+
+    # --- for the controllers of other runs ---
+
+    async def claim(self) -> Claim | None:
+        """What this run has and needs; None of a run that is over, or has not looked yet."""
+        return self._outlook.claim if self._outlook is not None and self._result is None else None
 
     # --- for agents and workers ---
 
@@ -193,7 +203,9 @@ class ControllerActor:
             await self._start(reconstructed)
             known = {node: notice.deadline for node, notice in self._state.draining.items()}
             drains = DrainWatch(known, lambda: self._state.nodes, self._events.put_nowait)
-            watches = [asyncio.get_running_loop().create_task(watch) for watch in (self._watch(), drains.run())]
+            self._outlook = OutlookWatch(lambda: self._state, self._events.put_nowait)
+            loops = (self._watch(), drains.run(), self._outlook.run())
+            watches = [asyncio.get_running_loop().create_task(watch) for watch in loops]
             while not isinstance(self._state.stage, Finished):
                 await self._turn(await self._next_events())
             for watch in watches:

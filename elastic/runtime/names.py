@@ -13,6 +13,10 @@ def controller(run_id: str) -> str:
     return f"elastic:{run_id}:controller"
 
 
+def is_controller(name: str) -> bool:
+    return name.startswith("elastic:") and name.endswith(":controller")
+
+
 def parts(run_id: str) -> str:
     """What the names of all parts of a run but its controller begin with."""
     return f"elastic:{run_id}:attempt:"

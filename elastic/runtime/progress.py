@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic.core.actions import Note
-from elastic.core.state import Closing, RunState, Training, WorkerPhase
+from elastic.core.state import Closing, RunState, SlotPhase, Training, WorkerPhase
 from elastic.runtime.telemetry import Telemetry
 
 
@@ -40,6 +40,7 @@ def figures(state: RunState, telemetry: Telemetry, news: News, slow: Mapping[int
         "last_checkpoint_step": newest.step if newest else None,
         "doing": _doing(state, news),
         "incidents": state.incidents,
+        "asking_for": _asking_for(state),
         "workers": _placement(state),
         "stragglers": [
             {"worker": worker, "rank": state.rank_of(worker), "node": state.node_of(worker), "factor": factor}
@@ -55,6 +56,12 @@ def _doing(state: RunState, news: News) -> str | None:
     if isinstance(state.stage, Closing):
         return f"waiting for the checkpoint of step {state.stage.step}, the last one"
     return news.doing
+
+
+def _asking_for(state: RunState) -> str | None:
+    """The slots that the cluster has not given yet, in words; None where there are none."""
+    pending = sum(slot.phase is SlotPhase.PENDING for slot in state.slots.values())
+    return f"{pending} more node{'s' * (pending != 1)}" if pending else None
 
 
 def _placement(state: RunState) -> list[dict[str, Any]]:

@@ -11,10 +11,10 @@ from typing import Any
 from elastic.core.errors import RunNotFound, UsageError
 from elastic.core.settings import RunSettings
 from elastic.entrypoint import EntryPoint, load_entry_point, parse_entry_point
-from jobs.backend import Backend, check_nodes
+from jobs.backend import Backend
 from jobs.checks import check_checkpoint_storage
 from jobs.commands.common import folder_of, output_arguments, place_arguments, positive, run_arguments
-from jobs.commands.run import check_chaos, job_record
+from jobs.commands.run import check_chaos, check_place, job_record
 from jobs.follow import check_summary_file
 from jobs.launch import Launch, launch
 from jobs.live import reach, read_live
@@ -37,11 +37,9 @@ def run(options: argparse.Namespace, backend: Backend) -> int:
     check_summary_file(options.summary)
     check_chaos(options)
     plan = _plan(options, job, folder)
-    settings = plan.run_settings
-    if plan.nodes is not None:
-        check_nodes(plan.nodes, settings)
+    check_place(plan)
     load_entry_point(_entry(plan))
-    check_checkpoint_storage(settings)
+    check_checkpoint_storage(plan.run_settings)
     _check_not_going_on(backend, folder, options.address)
     folder.write("job.json", job_record(plan))
     return launch(backend, plan)
@@ -63,6 +61,9 @@ def _plan(options: argparse.Namespace, job: Mapping[str, Any], folder: RunFolder
         chaos=options.chaos,
         summary_file=os.path.abspath(options.summary) if options.summary else None,
         as_json=options.json,
+        autoscale=options.autoscale,
+        max_nodes=options.max_nodes,
+        node_every_s=options.node_every,
     )
 
 

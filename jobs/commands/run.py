@@ -9,7 +9,7 @@ from pathlib import Path
 from elastic.core.errors import UsageError
 from elastic.core.names import check_run_id
 from elastic.entrypoint import EntryPoint, load_entry_point, parse_entry_point
-from jobs.backend import Backend, check_nodes
+from jobs.backend import Backend, check_nodes, growth
 from jobs.checks import check_checkpoint_storage, check_deepspeed
 from jobs.commands.common import output_arguments, place_arguments, storage_argument
 from jobs.faults import parse_faults
@@ -48,14 +48,25 @@ def prepare(options: argparse.Namespace) -> Launch:
     load_entry_point(entry)
     plan = _plan(options, spec, entry, job)
     settings = plan.run_settings
-    if plan.nodes is not None:
-        check_nodes(plan.nodes, settings)
+    check_place(plan)
     if RunFolder(settings.storage_url, settings.run_id).read("job.json") is not None:
         raise UsageError(
             f"there is a run {settings.run_id!r} in {settings.storage_url} already; go on with it by `elastic resume`"
         )
     check_checkpoint_storage(settings)
     return plan
+
+
+def check_place(plan: Launch) -> None:
+    """Raises UsageError where the nodes that were asked for do not go together with the job."""
+    if plan.autoscale:
+        if plan.address is not None:
+            raise UsageError("--autoscale starts a local cluster; leave out --address")
+        growth(plan.run_settings, plan.max_nodes, plan.nodes, plan.node_every_s)
+    elif plan.max_nodes is not None:
+        raise UsageError("--max-nodes goes with --autoscale; without it say --nodes")
+    elif plan.nodes is not None:
+        check_nodes(plan.nodes, plan.run_settings)
 
 
 def check_chaos(options: argparse.Namespace) -> None:
@@ -91,4 +102,7 @@ def _plan(options: argparse.Namespace, spec: JobSpec, entry: EntryPoint, job: Pa
         chaos=options.chaos,
         summary_file=str(Path(options.summary).absolute()) if options.summary else None,
         as_json=options.json,
+        autoscale=options.autoscale,
+        max_nodes=options.max_nodes,
+        node_every_s=options.node_every,
     )

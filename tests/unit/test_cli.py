@@ -15,7 +15,7 @@ from elastic.core.errors import RunNotFound, UserCodeError
 from elastic.core.settings import RunSettings
 from elastic.observe.journal import JournalWriter
 from jobs import background, cli
-from jobs.backend import NodeShape
+from jobs.backend import Growth, NodeShape
 from jobs.faults import FaultThread, parse_faults
 from jobs.handle import FakeHandle
 from jobs.launch import Launch
@@ -84,6 +84,10 @@ class FakeBackend:
         self.calls.append(("cluster", nodes, shape))
         return self.cluster
 
+    def start_autoscaled(self, growth: Growth, shape: NodeShape, python_path: str) -> FakeCluster:
+        self.calls.append(("autoscaled", growth, shape))
+        return self.cluster
+
     def attach_cluster(self, socket_path: str) -> FakeCluster:
         return self.cluster
 
@@ -145,6 +149,33 @@ def test_a_run_from_start_to_end(job: Path, capfd: pytest.CaptureFixture[str]) -
     assert "\x1b" not in out + err
     assert RunFolder("runs", "r1").job()["settings"] == settings.to_json()
     assert read_live(RunFolder("runs", "r1")) is None
+
+
+def test_a_cluster_that_grows_begins_with_what_the_run_needs_at_least(
+    job: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    backend = FakeBackend()
+    assert cli.main(["run", "job.yaml", "--autoscale", "--max-nodes", "7", "--node-every", "9"], backend) == 0
+    least = backend.calls[1][1].scaling.min_slots
+    assert backend.calls[0] == ("autoscaled", Growth(7, least, 9.0), NodeShape(2.0, 1.0, {"TPU": 3.0}))
+    assert "with Ray's autoscaler" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--autoscale", "--address", "a"], "--autoscale starts a local cluster; leave out --address"),
+        (["--max-nodes", "3"], "--max-nodes goes with --autoscale"),
+        (["--autoscale", "--nodes", "3", "--max-nodes", "2"], "--nodes 3 is above --max-nodes 2"),
+    ],
+)
+def test_what_does_not_go_with_an_autoscaler_is_said_before_anything_starts(
+    job: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    backend = FakeBackend()
+    assert cli.main(["run", "job.yaml", *arguments], backend) == 2
+    assert said in capfd.readouterr().err
+    assert backend.calls == []
 
 
 @pytest.mark.parametrize(

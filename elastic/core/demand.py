@@ -1,0 +1,87 @@
+"""How many slots the run asks for beside what it would like: what the cluster lacks, and what other runs need.
+
+The facts are judged elsewhere (`core.capacity`, `core.sharing`) and arrive as events; here is what follows from them.
+Making room is a planned end like growth: no step is repeated, and the slots are given back once the others train.
+"""
+
+from __future__ import annotations
+
+from elastic.core.events import CapacityJudged, SlotsShared
+from elastic.core.generations import start_pause
+from elastic.core.recovery import finish
+from elastic.core.state import NO_CAPACITY, RunState, Slot, SlotPhase, Training, Waiting
+from elastic.core.turn import Turn
+
+
+def capacity_judged(turn: Turn, event: CapacityJudged) -> None:
+    """A run that has not begun is refused what cannot be had; one that has begun waits for what it had to come back."""
+    state = turn.state
+    turn.set(shortage=event.sentence)
+    begun = state.generation != state.first_generation
+    if event.never and not begun and isinstance(state.stage, Waiting):
+        finish(turn, NO_CAPACITY, event.sentence)
+
+
+def slots_shared(turn: Turn, event: SlotsShared) -> None:
+    before = turn.state
+    turn.set(slot_limit=event.limit, slot_limit_reason=event.reason)
+    if event.limit is None:
+        # What was not given back yet is kept.
+        turn.set(evicted=tuple(slot for slot in before.evicted if slot not in before.ceded), ceded=())
+        turn.say("no other run needs this run's slots any more: it asks for as many as it may have", kind="share")
+    elif event.limit < len(before.slots):
+        turn.say(f"{_slots(len(before.slots))} -> {event.limit}: {event.reason}", kind="share")
+
+
+def why_waiting(state: RunState, reason: str) -> str:
+    """The policy's reason, and what the run has been told about the cluster."""
+    held = ""
+    if state.slot_limit is not None and state.slot_limit < state.settings.scaling.max_slots:
+        held = f"no more than {_slots(state.slot_limit)} are asked for: {state.slot_limit_reason}"
+    return "; ".join(filter(None, (reason, state.shortage, held)))
+
+
+def keep_to_limit(turn: Turn) -> None:
+    """Give back what is not in use beyond the limit: what has no place yet first, then the newest.
+
+    While no generation runs, places are given back only by a run that cannot begin with those it has: in another one
+    they may hold what the next generation begins from.
+    """
+    state, limit = turn.state, turn.state.max_slots
+    unused = [slot for slot in state.slots.values() if not _carries(state, slot)]
+    training = isinstance(state.stage, Training) and state.stage.first_step_done
+    least = state.settings.scaling.min_slots
+    placed = sum(slot.phase is SlotPhase.PLACED for slot in state.slots.values())
+    stuck = isinstance(state.stage, Waiting) and limit < least and placed < least
+    if not training and not stuck:
+        unused = [slot for slot in unused if slot.phase is SlotPhase.PENDING]
+    unused.sort(key=lambda slot: (slot.phase is SlotPhase.PENDING, slot.id in state.ceded, slot.id))
+    surplus = len(state.slots) - limit
+    for slot in unused[max(0, len(unused) - surplus) :] if surplus > 0 else ():
+        turn.drop_slot(slot.id, "another run needs it")
+
+
+def make_room(turn: Turn, stage: Training) -> bool:
+    """Ask the generation to end without the members whose slots are too many; True when it has been asked."""
+    state = turn.state
+    if state.slot_limit is None or stage.completed or (state.storage_failing and not state.settings.memory.enabled):
+        return False
+    carrying = [slot for slot in state.slots.values() if _carries(state, slot)]
+    # Whatever others need: nothing that trains is stopped.
+    keep = max(state.max_slots, state.settings.scaling.min_slots)
+    going = sorted(carrying, key=lambda slot: slot.id)[keep:]
+    if not going:
+        return False
+    ceded = tuple(slot.id for slot in going)
+    size = sum(state.workers[member].slot not in ceded for member in state.members)
+    turn.set(evicted=tuple(dict.fromkeys((*state.evicted, *ceded))), ceded=(*state.ceded, *ceded))
+    start_pause(turn, "share", f"{state.slot_limit_reason}: {len(state.members)} -> {size}")
+    return True
+
+
+def _carries(state: RunState, slot: Slot) -> bool:
+    return any(worker.slot == slot.id and worker.id in state.members for worker in state.workers.values())
+
+
+def _slots(count: int) -> str:
+    return f"{count} slot{'s' * (count != 1)}"

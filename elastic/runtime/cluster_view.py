@@ -1,0 +1,83 @@
+"""What Ray's control store knows of the cluster: its nodes, what is free on them, and what its autoscaler is doing.
+
+The private calls of Ray for it are here and nowhere else. They are the ones that Ray's own autoscaler (v2) and its
+`ray status` use; an autoscaler of the older kind reports nothing there and counts as none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray._private.state import state as ray_state
+from ray._raylet import GcsClient  # type: ignore[attr-defined]  # compiled, without types
+from ray.core.generated import autoscaler_pb2 as _generated
+
+from elastic.core.capacity import Cluster, NodeType, Resources
+
+# Its stubs do not know half of it.
+_messages: Any = _generated
+_LIMIT_S = 5.0
+_GONE = ("DEAD", "DRAINING")
+
+
+@dataclass(frozen=True)
+class ClusterView:
+    """`free` is what is left of each node; `arriving` counts nodes that the autoscaler has asked for; `demand` are the
+    bundles of all placement groups that wait for a place, whoever's they are."""
+
+    cluster: Cluster
+    free: Mapping[str, Resources] = field(default_factory=dict)
+    arriving: int = 0
+    demand: tuple[Resources, ...] = ()
+
+
+class ClusterLook:
+    """Looks at the cluster that this process has joined. Blocks: not for the event loop."""
+
+    def __init__(self) -> None:
+        # GcsClient answers in the name of the connection that it has: one is enough.
+        self._client: Any = GcsClient(address=ray.get_runtime_context().gcs_address)
+
+    def __call__(self) -> ClusterView:
+        """Raises RayError, OSError or RuntimeError while the control store is away."""
+        reply = _messages.GetClusterStatusReply()
+        reply.ParseFromString(self._client.get_cluster_status(timeout_s=_LIMIT_S))
+        return view_of(reply, _types())
+
+
+def view_of(reply: Any, types: tuple[NodeType, ...] | None) -> ClusterView:
+    """`types` as `Cluster` has them. Only an autoscaler that has started nodes, or says what it could start, is one:
+    Ray also runs one that merely watches."""
+    resources, scaler = reply.cluster_resource_state, reply.autoscaling_state
+    status = _messages.NodeStatus.Name
+    living = {node.node_id.hex(): node for node in resources.node_states if status(node.status) not in _GONE}
+    started = {name: node.ray_node_type_name for name, node in living.items() if node.ray_node_type_name}
+    managed = scaler.autoscaler_state_version > 0 and (bool(started) or types is not None)
+    cluster = Cluster(
+        nodes={name: dict(node.total_resources) for name, node in living.items()},
+        started=started,
+        autoscaled=managed,
+        types=types if managed else None,
+    )
+    asked = sum(request.count for request in scaler.pending_instance_requests)
+    gangs = (bundle for gang in resources.pending_gang_resource_requests for bundle in gang.requests)
+    return ClusterView(
+        cluster=cluster,
+        free={name: dict(node.available_resources) for name, node in living.items()},
+        arriving=asked + len(scaler.pending_instances),
+        demand=tuple(dict(bundle.resources_bundle) for bundle in gangs),
+    )
+
+
+def _types() -> tuple[NodeType, ...] | None:
+    """The groups of nodes that the cluster could grow by, where somebody has written them down."""
+    config = ray_state.get_cluster_config()
+    if config is None:
+        return None
+    return tuple(
+        NodeType(group.name, dict(group.resources), group.max_count if group.max_count >= 0 else None)
+        for group in config.node_group_configs
+    )

@@ -1,0 +1,145 @@
+"""Watches what a run can hope for: what the cluster lacks for it, and what other runs need of its slots.
+
+The judgements are pure (`core.capacity`, `core.sharing`); here their facts are gathered, and what has changed becomes
+an event. Controllers find each other by their names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ray
+
+from elastic.core import sharing
+from elastic.core.capacity import Judgement, Need, Outlook, fits, judge
+from elastic.core.events import CapacityJudged, Event, SlotsShared
+from elastic.core.sharing import Claim
+from elastic.core.state import RunState, SlotPhase
+from elastic.runtime import names
+from elastic.runtime.cluster_view import ClusterLook, ClusterView
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 1.0
+# A cluster that has just begun does not know its nodes yet: what cannot be had is refused only after so long.
+_SURE_S = 5.0
+# While nodes are on their way to the cluster other runs are asked to make room only after so many times the usual time.
+_PATIENCE = 10
+_PEER_LIMIT_S = 2.0
+# What another run said of itself counts for so long when it does not answer: its controller may be being restarted.
+_REMEMBER_S = 30.0
+
+
+class OutlookWatch:
+    """`state` gives the run's state as it is now; `emit` gets CapacityJudged and SlotsShared when they have changed."""
+
+    def __init__(
+        self,
+        state: Callable[[], RunState],
+        emit: Callable[[Event], None],
+        look: Callable[[], ClusterView] | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._state = state
+        self._emit = emit
+        self._look = look
+        self._clock = clock
+        self._shortage = state().shortage
+        self._limit = state().slot_limit
+        self._held = sharing.Held(sharing.Share(self._limit, state().slot_limit_reason), clock() + sharing.HOLD_S)
+        self._hopeless_since: float | None = None
+        self._refused = False
+        self._claim: Claim | None = None
+        self._peers: dict[str, tuple[float, Claim]] = {}
+
+    @property
+    def claim(self) -> Claim | None:
+        """What this run says of itself to others; None before it has looked at the cluster."""
+        return self._claim
+
+    async def run(self) -> None:
+        while True:
+            try:
+                await self.look(await asyncio.to_thread(self._view), await self._others())
+            except (ray.exceptions.RayError, OSError, RuntimeError) as error:
+                # The control store may be away; what was known stays known.
+                logger.debug("the state of the cluster cannot be had: %s", error)
+            await asyncio.sleep(_LOOK_S)
+
+    async def look(self, view: ClusterView, others: list[Claim]) -> None:
+        """One look: judge, and tell what is new."""
+        state, now = self._state(), self._clock()
+        self._tell_shortage(judge(need_of(state), view.cluster), now)
+        self._claim = claim_of(state, view, now)
+        free = sum(fits(self._claim.slot, place) for place in view.free.values())
+        self._held = self._held.next(sharing.decide(self._claim, others, free), now)
+        share = self._held.share
+        if share.limit != self._limit:
+            self._limit = share.limit
+            self._emit(SlotsShared(share.limit, share.reason))
+
+    def _tell_shortage(self, judged: Judgement, now: float) -> None:
+        never = judged.outlook is Outlook.NEVER
+        self._hopeless_since = (self._hopeless_since or now) if never else None
+        sure = self._hopeless_since is not None and now - self._hopeless_since >= _SURE_S
+        if judged.sentence != self._shortage or (sure and not self._refused):
+            self._shortage, self._refused = judged.sentence, sure
+            self._emit(CapacityJudged(judged.sentence, sure))
+
+    def _view(self) -> ClusterView:
+        if self._look is None:
+            self._look = ClusterLook()
+        return self._look()
+
+    # --- other runs ---
+
+    async def _others(self) -> list[Claim]:
+        """What the other runs say of themselves. Who does not answer is remembered for a while."""
+        own = names.controller(self._state().settings.run_id)
+        listed = await asyncio.to_thread(ray.util.list_named_actors, all_namespaces=True)
+        found = [entry["name"] for entry in listed if entry["namespace"] == names.NAMESPACE]
+        others = [name for name in found if names.is_controller(name) and name != own]
+        told = await asyncio.gather(*(self._ask(name) for name in others))
+        now = self._clock()
+        self._peers = {name: known for name, known in self._peers.items() if name in others}
+        for name, (answered, claim) in zip(others, told, strict=True):
+            if answered and claim is None:
+                self._peers.pop(name, None)
+            elif claim is not None:
+                self._peers[name] = (now, claim)
+        return [claim for heard, claim in self._peers.values() if now - heard < _REMEMBER_S]
+
+    async def _ask(self, name: str) -> tuple[bool, Claim | None]:
+        """(whether it answered, its claim; None of one that wants nothing, as it is over)."""
+        try:
+            actor: Any = ray.get_actor(name, names.NAMESPACE)
+            return True, await asyncio.wait_for(actor.claim.remote(), _PEER_LIMIT_S)
+        except (ray.exceptions.RayError, ValueError, OSError, asyncio.TimeoutError) as error:
+            logger.debug("%s has not said what it needs: %s", name, error or type(error).__name__)
+            return False, None
+
+
+def need_of(state: RunState) -> Need:
+    scaling = state.settings.scaling
+    return Need(state.settings.resources_per_worker, scaling.workers_per_slot, scaling.min_slots)
+
+
+def claim_of(state: RunState, view: ClusterView, now: float) -> Claim:
+    """A slot that has been waited for long enough cannot otherwise be had; nodes on their way are waited for longer."""
+    scaling = state.settings.scaling
+    patience_s = scaling.share_after_s * (_PATIENCE if view.arriving else 1)
+    phases = [slot.phase for slot in state.slots.values()]
+    pending = [slot for slot in state.slots.values() if slot.phase is SlotPhase.PENDING]
+    return Claim(
+        run=state.settings.run_id,
+        priority=scaling.priority,
+        since=state.started_at,
+        slot=need_of(state).slot,
+        least=scaling.min_slots,
+        held=phases.count(SlotPhase.PLACED),
+        wanted=sum(now - slot.since >= patience_s for slot in pending),
+    )
