@@ -11,7 +11,7 @@ from typing import Any
 
 from elastic.core.errors import ElasticError
 from jobs.backend import Backend
-from jobs.commands import checkpoints, drain, resume, run, stop, story, watch
+from jobs.commands import checkpoints, drain, kube, resume, run, stop, story, watch
 from jobs.exit_codes import NOT_FINISHED, TABLE
 from jobs.follow import printable
 from jobs.terminal import say
@@ -24,6 +24,7 @@ _COMMANDS: dict[str, Any] = {
     "stop": stop,
     "story": story,
     "checkpoints": checkpoints,
+    "kube": kube,
 }
 
 

@@ -75,7 +75,7 @@ def test_flags_and_subcommands_exist(document: Path) -> None:
     options, names = set(), set()
     for name, sub in subcommands().items():
         names.add(name)
-        options.update(option for action in sub._actions for option in action.option_strings)
+        options.update(option for action in actions(sub) for option in action.option_strings)
     for code in inline(document):
         assert set(re.findall(r"(?<!\S)--[a-z][\w-]*", code)) <= options | {"--chaos"}, code
         if code.startswith("elastic "):
@@ -218,6 +218,15 @@ def anchors(document: Path) -> set[str]:
 def subcommands() -> dict[str, argparse.ArgumentParser]:
     (found,) = (action for action in parser()._actions if isinstance(action, argparse._SubParsersAction))
     return dict(found.choices)
+
+
+def actions(command: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """Its own and those of the commands below it."""
+    for action in command._actions:
+        yield action
+        if isinstance(action, argparse._SubParsersAction):
+            for below in set(action.choices.values()):
+                yield from actions(below)
 
 
 def default(value: object) -> str:

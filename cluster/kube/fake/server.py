@@ -1,0 +1,148 @@
+"""The fake behind HTTP on loopback."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from http.server import ThreadingHTTPServer
+from types import TracebackType
+from typing import Any
+
+from cluster.kube.fake.handler import Handler
+from cluster.kube.fake.logs import PodLog
+from cluster.kube.fake.rbac import ADMIN
+from cluster.kube.fake.resources import Resource, served
+from cluster.kube.fake.schema import RULES, rules
+from cluster.kube.fake.store import Manifest, Store
+
+ADMIN_TOKEN = "fake-admin-token"
+
+
+@dataclass(frozen=True)
+class Request:
+    """One that was answered, for a test to ask about afterwards. `verb` is the API's."""
+
+    verb: str
+    resource: str
+    namespace: str | None
+    name: str | None
+    dry_run: bool
+    manager: str
+    user: str
+    code: int
+
+
+@dataclass
+class Fault:
+    """What goes wrong: `times` requests of a verb and a resource ("*" for any) get HTTP `code`; 0 drops the connection.
+
+    A dry run is left alone unless `dry_runs`.
+    """
+
+    verb: str
+    resource: str
+    code: int
+    times: int = 1
+    dry_runs: bool = False
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    # Half-open keep-alive connections of a test that is over must not be waited for.
+    block_on_close = False
+    fake: FakeKubernetes
+
+
+class FakeKubernetes:
+    """A context manager. `namespace` exists from the start; the kubeconfig is that of the administrator."""
+
+    def __init__(self, crds: Iterable[Mapping[str, Any]] = (), namespace: str = "team") -> None:
+        crds = list(crds)
+        if unknown := set(rules(crds)) - RULES.keys():
+            raise ValueError(f"the CRDs have validation rules that the fake does not know: {sorted(unknown)}")
+        self.resources = served(crds)
+        self.store = Store()
+        self.requests: list[Request] = []
+        self.faults: list[Fault] = []
+        self.logs: dict[tuple[str, str, str], PodLog] = {}
+        self.users = {ADMIN_TOKEN: ADMIN}
+        self.stopping = threading.Event()
+        self._server = _Server(("127.0.0.1", 0), Handler)
+        self._server.fake = self
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.02,), name="fake-kubernetes", daemon=True
+        )
+        self.add_namespace(namespace)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def __enter__(self) -> FakeKubernetes:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stopping.set()
+        with self.store.changed:
+            self.store.changed.notify_all()
+        for log in self.logs.values():
+            log.end()
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(10.0)
+
+    def resource(self, kind: str) -> Resource:
+        return next(each for each in self.resources if each.kind == kind)
+
+    def add_namespace(self, name: str) -> None:
+        body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}
+        self.store.create(self.resource("Namespace"), "", body, "test", dry_run=False, strict=False)
+
+    def add(self, manifest: Manifest, manager: str = "test") -> Manifest:
+        """As if somebody else had created it."""
+        resource, namespace = self.resource(manifest["kind"]), manifest["metadata"].get("namespace", "")
+        return self.store.create(resource, namespace, manifest, manager, dry_run=False, strict=False)
+
+    def objects(self, kind: str, namespace: str = "team") -> dict[str, Manifest]:
+        """By name."""
+        found = self.store.find(self.resource(kind), namespace, "")
+        return {each["metadata"]["name"]: each for each in found}
+
+    def set_status(self, kind: str, namespace: str, name: str, status: Mapping[str, Any]) -> None:
+        """As a controller does; fields of the old status that are not named stay."""
+
+        def change(live: Manifest) -> Manifest:
+            return {**live, "status": {**live.get("status", {}), **status}}
+
+        self.store.update(self.resource(kind), namespace, name, change, "kuberay-operator")
+
+    def log(self, namespace: str, pod: str, container: str) -> PodLog:
+        """Made when it is first asked for."""
+        return self.logs.setdefault((namespace, pod, container), PodLog())
+
+    def add_user(self, name: str) -> str:
+        """Their token. They may do what the Roles bound to them say."""
+        token = f"token-of-{name}"
+        self.users[token] = name
+        return token
+
+    def kubeconfig(self, namespace: str | None = "team", token: str = ADMIN_TOKEN) -> str:
+        """JSON, which is YAML."""
+        context: dict[str, Any] = {"cluster": "fake", "user": "me"}
+        if namespace is not None:
+            context["namespace"] = namespace
+        return json.dumps(
+            {
+                "apiVersion": "v1",
+                "kind": "Config",
+                "current-context": "test",
+                "clusters": [{"name": "fake", "cluster": {"server": self.url}}],
+                "users": [{"name": "me", "user": {"token": token}}],
+                "contexts": [{"name": "test", "context": context}],
+            }
+        )

@@ -1,0 +1,85 @@
+"""A small run on Kubernetes, valid by KubeRay's schemas, and a client of a fake API server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from cluster.kube.api import Limits
+from cluster.kube.connect import connect
+from cluster.kube.fake import FakeKubernetes
+from cluster.kube.labels import labels
+from cluster.kube.official import OfficialClient
+
+CRD_FILES = Path(__file__).resolve().parents[1] / "data" / "kuberay"
+QUICK = Limits(connect_s=5.0, request_s=5.0, idle_s=5.0, retry_s=0.3)
+
+
+def crds() -> list[dict[str, Any]]:
+    return [json.loads(file.read_text()) for file in sorted(CRD_FILES.glob("*.json"))]
+
+
+def pod(container: str) -> dict[str, Any]:
+    limits = {"cpu": "2", "memory": "4Gi"}
+    return {
+        "spec": {
+            "containers": [
+                {"name": container, "image": "example/ray", "resources": {"limits": limits, "requests": limits}}
+            ]
+        }
+    }
+
+
+def cluster_spec() -> dict[str, Any]:
+    group = {"groupName": "spot", "minReplicas": 1, "maxReplicas": 4, "replicas": 2, "template": pod("ray-worker")}
+    return {
+        "rayVersion": "2.60.0",
+        "enableInTreeAutoscaling": True,
+        "authOptions": {"mode": "token", "secretName": "gpt-token"},
+        "headGroupSpec": {"rayStartParams": {"num-cpus": "0"}, "template": pod("ray-head")},
+        "workerGroupSpecs": [group],
+    }
+
+
+def ray_job(run_id: str = "gpt", namespace: str = "team") -> dict[str, Any]:
+    return {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayJob",
+        "metadata": {"name": run_id, "namespace": namespace, "labels": labels(run_id)},
+        "spec": {"entrypoint": "elastic drive", "shutdownAfterJobFinishes": True, "rayClusterSpec": cluster_spec()},
+    }
+
+
+def ray_cluster(run_id: str = "gpt", namespace: str = "team") -> dict[str, Any]:
+    return {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayCluster",
+        "metadata": {"name": run_id, "namespace": namespace, "labels": labels(run_id)},
+        "spec": cluster_spec(),
+    }
+
+
+def network_policy(run_id: str = "gpt", namespace: str = "team") -> dict[str, Any]:
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": {"name": run_id, "namespace": namespace, "labels": labels(run_id)},
+        "spec": {"podSelector": {"matchLabels": {"ray.io/cluster": run_id}}, "policyTypes": ["Ingress"]},
+    }
+
+
+@contextmanager
+def connected(
+    kubernetes: FakeKubernetes, folder: Path, monkeypatch: Any, limits: Limits = QUICK, **more: Any
+) -> Iterator[OfficialClient]:
+    """Through a kubeconfig, as a user would."""
+    (folder / "kubeconfig").write_text(kubernetes.kubeconfig(**more))
+    monkeypatch.setenv("KUBECONFIG", str(folder / "kubeconfig"))
+    client = connect(None, limits)
+    try:
+        yield client
+    finally:
+        client.close()
