@@ -28,7 +28,8 @@ def sentence(error: ValidationError, document: Document, keys: Keys) -> str:
 def nearest_key(key: str, section: tuple[str, ...], keys: Keys) -> str:
     """What `key` was probably meant to be: the same key of another section, or the most similar of this one."""
     for other, names in keys.items():
-        if other != section and key in names:
+        # A key of a part of a section belongs there only for whoever is in that section; "name" is a key of many.
+        if other != section and key in names and len(other) <= 1:
             return f"{key!r} belongs under {other[-1]!r}" if other else f"{key!r} belongs at the top level"
     names = list(keys.get(section, ()))
     # The letters may differ wholly ("num_workers"); sharing a word counts then.
@@ -36,14 +37,15 @@ def nearest_key(key: str, section: tuple[str, ...], keys: Keys) -> str:
     near = difflib.get_close_matches(key, names, n=1, cutoff=0.6) or difflib.get_close_matches(
         key, shared or names, n=1, cutoff=0.0
     )
-    return f"did you mean {near[0]!r}?"
+    return f"did you mean {near[0]!r}?" if near else "it takes no keys"
 
 
 def _what(finding: Any, path: Sequence[str | int], keys: Keys) -> str:
     name = ".".join(str(part) for part in path)
     match finding["type"]:
         case "extra_forbidden":
-            section = tuple(str(part) for part in path[:-1])
+            # The items of a list have the same keys, whichever they are.
+            section = tuple(part for part in path[:-1] if isinstance(part, str))
             return f"unknown key {name!r}; {nearest_key(str(path[-1]), section, keys)}"
         case "missing":
             return f"the key {name!r} is missing"

@@ -18,6 +18,8 @@ from elastic.core.settings import (
     ScalingSettings,
     StragglerSettings,
 )
+from jobs import kube_spec
+from jobs.kube_spec import KubernetesSpec
 from jobs.sentences import sentence
 from jobs.storage import absolute_url
 from jobs.yaml_lines import Document, parse
@@ -142,6 +144,7 @@ class JobSpec(BaseModel):
     anomalies: AnomalySpec = Field(default_factory=AnomalySpec)
     stragglers: StragglerSpec = Field(default_factory=StragglerSpec)
     storage_url: str | None = None
+    kubernetes: KubernetesSpec | None = None
 
     @model_validator(mode="after")
     def _workers(self) -> JobSpec:
@@ -227,6 +230,7 @@ def _keys() -> dict[tuple[str, ...], list[str]]:
         ("anomalies",): list(AnomalySpec.model_fields),
         ("stragglers",): list(StragglerSpec.model_fields),
         ("failures",): [f.name for f in dataclasses.fields(FailureSettings)],
+        **kube_spec.keys(),
     }
 
 

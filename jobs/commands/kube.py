@@ -6,13 +6,14 @@ import argparse
 from typing import Any
 
 from jobs.backend import Backend
-from jobs.commands import kube_apply, kube_delete, kube_logs, kube_status
+from jobs.commands import kube_apply, kube_delete, kube_logs, kube_render, kube_status
 from jobs.exit_codes import TABLE
 
-HELP = "runs on Kubernetes with KubeRay: apply, status, logs, delete"
+HELP = "runs on Kubernetes with KubeRay: render, apply, status, logs, delete"
 EXAMPLE = kube_apply.EXAMPLE
 
 _COMMANDS: dict[str, Any] = {
+    "render": kube_render,
     "apply": kube_apply,
     "status": kube_status,
     "logs": kube_logs,

@@ -1,0 +1,199 @@
+"""A job of a job file as `cluster.kube` wants it: what the file leaves open is taken from the job itself."""
+
+from __future__ import annotations
+
+import math
+import posixpath
+from importlib import metadata
+from pathlib import Path
+
+from cluster.kube import job as kube
+from cluster.kube import names
+from cluster.kube.checks import problems
+from cluster.kube.refuse import refusals
+from cluster.kube.render import render
+from elastic.core.errors import UsageError
+from jobs.kube_spec import ControlStoreSpec, GroupSpec, KubernetesSpec, NetworkSpec, SecretSpec
+from jobs.spec import JobSpec
+
+# Machines of Google and Azure are gone 30 s after their notice, Amazon's after 120 s.
+SPOT_DRAIN_S = 25
+_GIB_PER_CPU = 4
+_GPU = "nvidia.com/gpu"
+
+
+def manifests(job: kube.KubeJob) -> list[dict[str, object]]:
+    """Rendered and checked. Raises UsageError with the first thing that Kubernetes, KubeRay or the run would refuse."""
+    for problem in refusals(job):
+        raise UsageError(problem)
+    rendered = render(job)
+    for problem in problems(rendered, job.node_start_s):
+        raise UsageError(problem)
+    return rendered
+
+
+def kube_job(
+    spec: JobSpec,
+    file: Path,
+    *,
+    run_id: str | None = None,
+    namespace: str | None = None,
+    image: str | None = None,
+    as_cluster: bool = False,
+) -> kube.KubeJob:
+    """`file` is where `spec` was read from; the other arguments are told by the user and win. Raises UsageError."""
+    section = spec.kubernetes or KubernetesSpec()
+    run = run_id or spec.name or file.stem
+    if not names.is_name(run):
+        raise UsageError(
+            f"run id {run!r} cannot be the name of a RayJob, which is lower-case letters, digits and '-', begins with "
+            f"a letter and has {names.LONGEST_NAME} characters at most: try --run-id {names.dns_label(run)}"
+        )
+    the_image = image or section.image
+    if the_image is None:
+        raise UsageError("no image: name one that has Ray, this package and your code by 'kubernetes.image' or --image")
+    _check_storage(spec, section)
+    place = posixpath.join(section.folder, file.name)
+    return kube.KubeJob(
+        name=run,
+        run_id=run,
+        image=the_image,
+        ray_version=metadata.version("ray"),
+        command=("elastic", "drive", place, "--run-id", run),
+        groups=tuple(_group(group, spec, section) for group in section.groups),
+        namespace=namespace or section.namespace,
+        as_cluster=as_cluster,
+        slot=_slot(spec),
+        min_slots=spec.min_workers // spec.workers_per_slot,
+        files={place: _text(file)},
+        env={name: value.ref() if isinstance(value, SecretSpec) else value for name, value in section.env.items()},
+        volumes=tuple(kube.Volume(v.claim, v.mount, v.read_only) for v in section.volumes),
+        head=section.head.size(),
+        head_place=section.head.place(),
+        controller=section.controller.size(),
+        controller_place=section.controller.place(),
+        control_store=_control_store(section.control_store),
+        node_start_s=section.node_start_s,
+        idle_timeout_s=section.idle_timeout_s,
+        token_secret=section.token_secret,
+        backoff_limit=section.backoff_limit,
+        ttl_s=section.ttl_s,
+        deadline_s=section.deadline_s,
+        run_as_user=section.run_as_user,
+        pull_policy=section.pull_policy,
+        pull_secrets=tuple(section.pull_secrets),
+        rbac=section.rbac,
+        network=_network(section.network_policy),
+        queue=section.queue,
+    )
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"job file {file} cannot be read: {error.strerror}") from error
+
+
+def _slot(spec: JobSpec) -> dict[str, float]:
+    """What all workers of one slot need together; they are on one node."""
+    return {name: amount * spec.workers_per_slot for name, amount in spec.resources_per_worker.items() if amount}
+
+
+def _group(group: GroupSpec, spec: JobSpec, section: KubernetesSpec) -> kube.Group:
+    slot = _slot(spec)
+    cpus = max(1, math.ceil(slot.get("CPU", 0)))
+    gpus = math.ceil(slot.get("GPU", 0))
+    custom = {name: math.ceil(amount) for name, amount in slot.items() if name not in {"CPU", "GPU", "memory"}}
+    cpu = group.cpu or str(cpus)
+    size = kube.Size(
+        cpu=cpu,
+        memory=group.memory or f"{_GIB_PER_CPU * cpus}Gi",
+        shm=group.shm,
+        accelerators=group.accelerators if group.accelerators is not None else ({_GPU: gpus} if gpus else {}),
+    )
+    return kube.Group(
+        name=group.name,
+        size=size,
+        max_replicas=group.max_replicas or math.ceil(_max_slots(spec) / group.hosts),
+        min_replicas=group.min_replicas,
+        hosts=group.hosts,
+        priority=group.priority,
+        capacity=group.capacity,
+        drain_s=_drain_s(group, spec),
+        idle_timeout_s=group.idle_timeout_s,
+        zone=group.zone,
+        place=kube.Place(group.node_selector, tuple(group.tolerations)),
+        labels=group.labels,
+        resources=group.resources if group.resources is not None else custom,
+    )
+
+
+def _max_slots(spec: JobSpec) -> int:
+    return spec.max_workers // spec.workers_per_slot + spec.spare_slots
+
+
+def _drain_s(group: GroupSpec, spec: JobSpec) -> int:
+    failures = spec.failures
+    drain_s = group.drain_s
+    if drain_s is None:
+        usual = math.ceil(failures.drain_timeout_s + failures.drain_margin_s)
+        drain_s = min(usual, SPOT_DRAIN_S) if group.capacity == "spot" else usual
+    if drain_s <= failures.drain_margin_s:
+        raise UsageError(
+            f"group {group.name!r} drains for {drain_s} s, which is not longer than 'failures.drain_margin_s' "
+            f"({failures.drain_margin_s:g} s): a run that has to save would have no time to"
+        )
+    return drain_s
+
+
+def _control_store(store: ControlStoreSpec) -> kube.ControlStore:
+    return kube.ControlStore(
+        kind=store.kind,
+        size=store.size,
+        storage_class=store.storage_class,
+        address=store.address,
+        username=store.username.ref() if store.username else None,
+        password=store.password.ref() if store.password else None,
+    )
+
+
+def _network(network: NetworkSpec | None) -> kube.Network | None:
+    if network is None:
+        return None
+    return kube.Network(
+        api_server=tuple(item.egress() for item in network.api_server),
+        egress=tuple(item.egress() for item in network.egress),
+        operator_namespace=network.operator_namespace,
+    )
+
+
+def _check_storage(spec: JobSpec, section: KubernetesSpec) -> None:
+    """Raises UsageError where pods could not see each other's files: journal, checkpoints and job are shared."""
+    for key, url in (("storage_url", spec.storage_url), ("checkpoint.url", spec.checkpoint.url)):
+        if url is None and key == "storage_url":
+            raise UsageError(
+                "'storage_url' is missing: on Kubernetes a run needs storage that all of its pods can reach"
+            )
+        if url is None or ("://" in url and not url.startswith("file://")):
+            continue
+        path = url.removeprefix("file://")
+        mounts = [volume.mount for volume in section.volumes if not volume.read_only]
+        if not any(posixpath.commonpath([mount, path]) == mount for mount in mounts if mount.startswith("/")):
+            raise UsageError(
+                f"{key!r} is {path}, a path of one machine: name an object store (s3://...), or a folder on one of "
+                "'kubernetes.volumes', as an absolute path"
+            )
+        if section.network_policy is not None:
+            continue
+    if section.network_policy is not None and not section.network_policy.egress and _remote(spec):
+        raise UsageError(
+            "'kubernetes.network_policy.egress' is empty, so that no pod could reach "
+            f"{spec.storage_url}: name the addresses and ports of the storage"
+        )
+
+
+def _remote(spec: JobSpec) -> bool:
+    return any(
+        "://" in (url or "") and not str(url).startswith("file://") for url in (spec.storage_url, spec.checkpoint.url)
+    )
