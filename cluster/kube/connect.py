@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kubernetes import client, config
+from yaml import YAMLError
 
 from cluster.kube.api import Limits
 from cluster.kube.errors import KubeDenied, KubeRefused
@@ -44,7 +45,7 @@ def _from_file(settings: Any, files: str, context: str | None) -> tuple[str, str
         config.load_kube_config(files, chosen["name"], settings, persist_config=False)
     except config.ConfigException as error:
         raise KubeRefused(f"the kubeconfig {files} cannot be used: {error}") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, YAMLError) as error:
         raise KubeRefused(f"the kubeconfig {files} cannot be read: {type(error).__name__}: {error}") from error
     return str(chosen["context"].get("namespace") or _FALLBACK_NAMESPACE), str(chosen["name"])
 

@@ -11,6 +11,7 @@ from typing import Any
 from cluster.kube.api import Limits
 from cluster.kube.connect import connect
 from cluster.kube.fake import FakeKubernetes
+from cluster.kube.fake.server import kubeconfig
 from cluster.kube.labels import labels
 from cluster.kube.official import OfficialClient
 
@@ -73,10 +74,11 @@ def network_policy(run_id: str = "gpt", namespace: str = "team") -> dict[str, An
 
 @contextmanager
 def connected(
-    kubernetes: FakeKubernetes, folder: Path, monkeypatch: Any, limits: Limits = QUICK, **more: Any
+    kubernetes: FakeKubernetes | str, folder: Path, monkeypatch: Any, limits: Limits = QUICK, **more: Any
 ) -> Iterator[OfficialClient]:
-    """Through a kubeconfig, as a user would."""
-    (folder / "kubeconfig").write_text(kubernetes.kubeconfig(**more))
+    """Through a kubeconfig, as a user would; to the fake or to any URL."""
+    url = kubernetes if isinstance(kubernetes, str) else kubernetes.url
+    (folder / "kubeconfig").write_text(kubeconfig(url, **more))
     monkeypatch.setenv("KUBECONFIG", str(folder / "kubeconfig"))
     client = connect(None, limits)
     try:

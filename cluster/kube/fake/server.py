@@ -69,11 +69,8 @@ class FakeKubernetes:
         self.logs: dict[tuple[str, str, str], PodLog] = {}
         self.users = {ADMIN_TOKEN: ADMIN}
         self.stopping = threading.Event()
-        self._server = _Server(("127.0.0.1", 0), Handler)
-        self._server.fake = self
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(0.02,), name="fake-kubernetes", daemon=True
-        )
+        self._server: _Server
+        self._thread: threading.Thread
         self.add_namespace(namespace)
 
     @property
@@ -81,6 +78,10 @@ class FakeKubernetes:
         return f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def __enter__(self) -> FakeKubernetes:
+        self._server = _Server(("127.0.0.1", 0), Handler)
+        self._server.fake = self
+        serve = self._server.serve_forever
+        self._thread = threading.Thread(target=serve, args=(0.02,), name="fake-kubernetes", daemon=True)
         self._thread.start()
         return self
 
@@ -132,17 +133,21 @@ class FakeKubernetes:
         return token
 
     def kubeconfig(self, namespace: str | None = "team", token: str = ADMIN_TOKEN) -> str:
-        """JSON, which is YAML."""
-        context: dict[str, Any] = {"cluster": "fake", "user": "me"}
-        if namespace is not None:
-            context["namespace"] = namespace
-        return json.dumps(
-            {
-                "apiVersion": "v1",
-                "kind": "Config",
-                "current-context": "test",
-                "clusters": [{"name": "fake", "cluster": {"server": self.url}}],
-                "users": [{"name": "me", "user": {"token": token}}],
-                "contexts": [{"name": "test", "context": context}],
-            }
-        )
+        return kubeconfig(self.url, namespace, token)
+
+
+def kubeconfig(url: str, namespace: str | None = "team", token: str = ADMIN_TOKEN) -> str:
+    """Of a server, as JSON, which is YAML. Its one context is called "test"."""
+    context: dict[str, Any] = {"cluster": "fake", "user": "me"}
+    if namespace is not None:
+        context["namespace"] = namespace
+    return json.dumps(
+        {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "test",
+            "clusters": [{"name": "fake", "cluster": {"server": url}}],
+            "users": [{"name": "me", "user": {"token": token}}],
+            "contexts": [{"name": "test", "context": context}],
+        }
+    )
