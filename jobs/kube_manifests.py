@@ -48,6 +48,6 @@ def _documents(file: str) -> list[Any]:
                 text = opened.read()
         return [document for document in yaml.safe_load_all(text) if document is not None]
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{file} cannot be read: {error}") from error
+        raise UsageError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     except yaml.YAMLError as error:
         raise UsageError(f"{file} is not YAML: {' '.join(str(error).split())}") from error
