@@ -2,6 +2,7 @@
 
 kill-node@step=40,add-node@step=80          the last node that is no head, then the lost one back
 drain-node@step=40                          a notice: the node is gone half a minute later
+kill-control-store@step=40,restart-control-store@step=60
 freeze-node:node-2@step=10                  a node by name, or by number: freeze-node:2@step=10
 """
 
@@ -27,8 +28,12 @@ class Action(str, Enum):
     DRAIN_NODE = "drain-node"
     KILL_WORKER = "kill-worker"
     KILL_CONTROLLER = "kill-controller"
+    KILL_CONTROL_STORE = "kill-control-store"
+    RESTART_CONTROL_STORE = "restart-control-store"
 
 
+# There is one of each in a cluster.
+_ONLY_ONE = {Action.KILL_CONTROLLER, Action.KILL_CONTROL_STORE, Action.RESTART_CONTROL_STORE}
 _FAULT = re.compile(r"(?P<action>[^:@]*)(:(?P<target>[^@]*))?(@(?P<key>[^=]*)=(?P<value>.*))?")
 
 
@@ -57,6 +62,10 @@ class Chaos:
         parts = [part.strip() for part in text.split(",") if part.strip()]
         return cls(tuple(sorted(map(_parse_fault, parts), key=lambda fault: fault.step)))
 
+    @property
+    def strikes_control_store(self) -> bool:
+        return any(fault.action is Action.KILL_CONTROL_STORE for fault in self.faults)
+
     def due(self, step: int) -> tuple[tuple[Fault, ...], Chaos]:
         """The faults of step `step` and of any before it that was passed over, and the plan without them."""
         now = tuple(fault for fault in self.faults if fault.step <= step)
@@ -81,8 +90,9 @@ def _parse_fault(text: str) -> Fault:
     action, target = Action(match["action"]), match["target"]
     if target == "":
         raise ValueError(f"{text!r} names no target after the colon")
-    if target is not None and action is Action.KILL_CONTROLLER:
-        raise ValueError(f"{text!r}: there is one controller, so kill-controller takes no target")
+    if target is not None and action in _ONLY_ONE:
+        what = action.value.split("-", 1)[1].replace("-", " ")
+        raise ValueError(f"{text!r}: there is one {what}, so {action.value} takes no target")
     return Fault(action, int(match["value"]), target)
 
 
@@ -107,6 +117,10 @@ class Breakable(Protocol):
     def drain_node(self, name: str) -> NodeInfo: ...
 
     def kill_worker(self, pid: int) -> NodeInfo: ...
+
+    def kill_control_store(self) -> NodeInfo: ...
+
+    def restart_control_store(self) -> NodeInfo: ...
 
 
 @dataclass(frozen=True)
@@ -146,6 +160,10 @@ class Injector:
                 if self.controller_pid is None:
                     raise ClusterError(f"{fault}: nobody here knows the controller")
                 return self.cluster.kill_worker(self.controller_pid())
+            case Action.KILL_CONTROL_STORE:
+                return self.cluster.kill_control_store()
+            case Action.RESTART_CONTROL_STORE:
+                return self.cluster.restart_control_store()
             case _:
                 assert_never(fault.action)
 

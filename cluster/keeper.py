@@ -1,4 +1,6 @@
-"""The process that owns a local cluster: `python -m cluster.keeper FD`, FD being its end of the owner's connection.
+"""The process that owns a local cluster: `python -m cluster.keeper FD WORKING_DIR FEATURE...`
+
+FD is its end of the owner's connection; what features there are is in `cluster.features`.
 
 It starts nothing of Ray itself (`cluster.starter` does), so its loop never waits for Ray. It ends the whole cluster
 when its last owner is gone: closed its connection, or died in whatever way. Two things make that complete:
@@ -24,10 +26,11 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster import processes
+from cluster import features, processes
 from cluster.autoscaled_cloud import Cloud, CloudPlan
 from cluster.nodes import TAG, Entry, Nodes
 from cluster.operations import Operations
@@ -39,13 +42,15 @@ logger = logging.getLogger(__name__)
 
 _END_LIMIT_S = 20.0
 _PACKAGE_ROOT = Path(__file__).resolve().parent.parent
-_OPERATIONS = frozenset({"kill_node", "remove_node", "freeze_node", "thaw_node", "kill_worker", "kill_process"})
+_OPERATIONS = frozenset(
+    {"kill_node", "remove_node", "freeze_node", "thaw_node", "kill_worker", "kill_process", "kill_control_store"}
+)
 # What the autoscaler of a cluster that has one asks of its cloud.
 _OF_CLOUD = frozenset({"launch", "instances", "terminate"})
 
 
 class Keeper:
-    def __init__(self, first: socket.socket, directory: Path) -> None:
+    def __init__(self, first: socket.socket, directory: Path, features: Sequence[str] = ()) -> None:
         self.directory = directory
         self.ending = ""
         self._selector = selectors.DefaultSelector()
@@ -55,7 +60,7 @@ class Keeper:
         self._cloud: Cloud | None = None
         self._starter = self._spawn_starter()
         self._nodes = Nodes(directory.name, os.getpid())
-        self._operations = Operations(self._nodes, self._reap)
+        self._operations = Operations(self._nodes, self._reap, features)
         self._listener = self._listen()
         self._add_owner(first)
 
@@ -152,6 +157,8 @@ class Keeper:
                 self._start(owner, id, **arguments)
             elif do == "add_node":
                 self._add_node(owner, id, **arguments)
+            elif do == "restart_control_store":
+                self._restart_control_store(owner, id, **arguments)
             elif do in _OPERATIONS:
                 owner.reply(id, result=getattr(self._operations, do)(**arguments).to_json())
                 if do == "kill_node" and self._cloud is not None:
@@ -198,14 +205,24 @@ class Keeper:
         if self._cloud is not None:
             owner.reply(request_id, result=[self._cloud.offer().to_json()])
             return
+        self._operations.check_control_store()
         self._operations.bury_lost()
         entry = self._nodes.revive(name)
         self._waiting.append(Waiting(owner, request_id, [entry], limit_s, time.monotonic() + limit_s))
         self._tell_starter(entry)
 
+    def _restart_control_store(self, owner: Owner, request_id: int, limit_s: float) -> None:
+        head = self._operations.head_without_control_store()
+        head.control_store_starting = True
+        self._waiting.append(Waiting(owner, request_id, [head], limit_s, time.monotonic() + limit_s))
+        self._ask_starter({"start_control_store": head.name})
+
     def _tell_starter(self, entry: Entry) -> None:
         options = dict(entry.options) if entry.head else {**entry.options, "gcs_address": self._nodes.address}
-        request = {"start": entry.name, "head": entry.head, "tag": {TAG: self._nodes.tag(entry)}, "options": options}
+        tag = {TAG: self._nodes.tag(entry)}
+        self._ask_starter({"start": entry.name, "head": entry.head, "tag": tag, "options": options})
+
+    def _ask_starter(self, request: dict[str, Any]) -> None:
         assert self._starter.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # Its end is noticed, and ends the cluster.
             self._starter.stdin.write(json.dumps(request).encode() + b"\n")
@@ -217,6 +234,9 @@ class Keeper:
             self.ending = self.ending or "the starter is gone"
             return
         answer = json.loads(line)
+        if "control_store_of" in answer:
+            self._control_store_started(self._nodes.entries[answer["control_store_of"]], answer)
+            return
         entry = self._nodes.entries[answer.get("started") or answer["failed"]]
         entry.roots = tuple(process for pid in answer["pids"] if (process := processes.read(pid)) is not None)
         if "failed" in answer:
@@ -228,22 +248,35 @@ class Keeper:
         entry.state, entry.node_id = NodeState.ALIVE, answer["node_id"]
         entry.raylet_pid = answer["raylet_pid"] or 0
         if entry.head:
+            entry.control_store = processes.read(answer["control_store_pid"])
             self._nodes.address = answer["address"]
             # What an autoscaler has asked for meanwhile, the cloud starts.
             for other in self._nodes.entries.values():
                 if not other.head and self._cloud is None:
                     self._tell_starter(other)
 
+    def _control_store_started(self, head: Entry, answer: dict[str, Any]) -> None:
+        head.control_store_starting = False
+        started = [process for pid in answer["pids"] if (process := processes.read(pid)) is not None]
+        head.roots = (*head.roots, *started)
+        if "error" in answer:
+            self._refuse_waiting(head, f"the control store did not start: {answer['error']}")
+        else:
+            head.control_store = started[-1] if started else None
+
     def _node_failed(self, entry: Entry, error: str) -> None:
         self._nodes.lost(entry)
         self._operations.bury_lost()
+        self._refuse_waiting(entry, f"{entry.name} did not start: {error}")
+
+    def _refuse_waiting(self, entry: Entry, error: str) -> None:
         for waiting in [waiting for waiting in self._waiting if entry in waiting.entries]:
-            waiting.owner.reply(waiting.request_id, error=f"{entry.name} did not start: {error}")
+            waiting.owner.reply(waiting.request_id, error=error)
             self._waiting.remove(waiting)
 
     def _answer_waiting(self) -> None:
         for waiting in list(self._waiting):
-            if all(entry.state is not NodeState.STARTING for entry in waiting.entries):
+            if not any(entry.starting for entry in waiting.entries):
                 infos = [self._nodes.info(entry).to_json() for entry in waiting.entries]
                 waiting.owner.reply(waiting.request_id, result=infos)
                 self._waiting.remove(waiting)
@@ -265,9 +298,10 @@ def main() -> None:
     (directory / "session").write_text(str(os.getsid(0)))
     os.chdir(sys.argv[2])
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    os.environ.update(features.settings(sys.argv[3:], directory))
     processes.adopt_orphans()
     clear_remains(directory)
-    keeper = Keeper(first, directory)
+    keeper = Keeper(first, directory, sys.argv[3:])
     signal.signal(signal.SIGTERM, lambda *_: setattr(keeper, "ending", "SIGTERM"))
     try:
         keeper.run()

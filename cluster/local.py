@@ -9,7 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 from typing_extensions import Self
 
 from cluster.draining import drain
+from cluster.features import DURABLE, TOKEN, token_file
 from cluster.source import ClusterEnded, ClusterError, NodeInfo
 from cluster.wire import Wire
 
@@ -59,14 +60,17 @@ class LocalCluster:
         object_store_bytes: int = 100_000_000,
         environment: Mapping[str, str] | None = None,
         system_config: Mapping[str, Any] | None = None,
+        durable_control_store: bool = False,
+        token: bool = False,
         logs_to: str | Path | None = None,
         limit_s: float = 60.0,
     ) -> LocalCluster:
         """`nodes` nodes called node-0 (the head) to node-{nodes - 1}, all registered with Ray when this returns.
 
         `resources` and `labels` are those of each node. GPUs are logical and need no device. `environment` is added
-        to this process's own for every process of the cluster; `system_config` is Ray's. Ray's logs are copied to the
-        directory `logs_to` when the cluster ends; without it they go with the cluster.
+        to this process's own for every process of the cluster; `system_config` is Ray's. With `durable_control_store`
+        the control store can be killed and restarted. With `token` whoever connects must show that of `token_file`.
+        Ray's logs are copied to the directory `logs_to` when the cluster ends; without it they go with the cluster.
         Raises ClusterError when they are not all up after `limit_s` seconds.
         """
         if nodes < 1:
@@ -82,7 +86,8 @@ class LocalCluster:
         }
         head = {"_system_config": {"prestart_worker_first_driver": False, **(system_config or {})}}
         specs = [{"name": f"node-{i}", "options": {**options, **(head if i == 0 else {})}} for i in range(nodes)]
-        cluster = cls._spawn(environment or {})
+        wanted = [*([DURABLE] if durable_control_store else []), *([TOKEN] if token else [])]
+        cluster = cls._spawn(environment or {}, wanted)
         try:
             awaited = f"{nodes} nodes to start"
             logs = None if logs_to is None else os.path.abspath(logs_to)
@@ -94,12 +99,12 @@ class LocalCluster:
         return cluster
 
     @classmethod
-    def _spawn(cls, environment: Mapping[str, str]) -> Self:
+    def _spawn(cls, environment: Mapping[str, str], features: Sequence[str] = ()) -> Self:
         ours, theirs = socket.socketpair()
         with theirs:
             keeper = subprocess.Popen(
                 # From the package's own directory, so that no other `cluster` in the user's is taken for it.
-                [sys.executable, "-m", "cluster.keeper", str(theirs.fileno()), os.getcwd()],
+                [sys.executable, "-m", "cluster.keeper", str(theirs.fileno()), os.getcwd(), *features],
                 pass_fds=[theirs.fileno()],
                 cwd=_PACKAGE_ROOT,
                 env={**_without_ray_address(), **_ENVIRONMENT, **environment},
@@ -138,6 +143,12 @@ class LocalCluster:
     @property
     def socket_path(self) -> Path:
         return self.directory / "keeper.sock"
+
+    @property
+    def token_file(self) -> Path | None:
+        """Of mode 0600, for RAY_AUTH_TOKEN_PATH (with RAY_AUTH_MODE=token); None where no token is asked for."""
+        file = token_file(self.directory)
+        return file if file.exists() else None
 
     @property
     def keeper_pid(self) -> int:
@@ -187,6 +198,16 @@ class LocalCluster:
     def kill_process(self, pid: int) -> NodeInfo:
         """SIGKILL one process of a node, raylet and GCS included; returns its node."""
         return self._operate("kill_process", pid=pid)
+
+    def kill_control_store(self) -> NodeInfo:
+        """SIGKILL Ray's control store (the GCS) and nothing else; returns the head. Not without
+        `durable_control_store`: all it knows would be gone."""
+        return self._operate("kill_control_store")
+
+    def restart_control_store(self, *, limit_s: float = 60.0) -> NodeInfo:
+        """Start the killed control store again, over its storage; returns the head once it answers."""
+        awaited = "the control store to start again"
+        return NodeInfo.from_json(self._ask("restart_control_store", limit_s + 5.0, awaited, limit_s=limit_s)[0])
 
     def detach(self) -> None:
         """Stop owning the cluster. It ends unless another process owns it."""

@@ -28,6 +28,13 @@ class Entry:
     raylet_pid: int = 0
     roots: tuple[Process, ...] = ()
     lost_at: int = 0
+    # The process of Ray's control store, on the head; None while it is away.
+    control_store: Process | None = None
+    control_store_starting: bool = False
+
+    @property
+    def starting(self) -> bool:
+        return self.state is NodeState.STARTING or self.control_store_starting
 
     def info(self, pids: tuple[int, ...]) -> NodeInfo:
         resources = {"CPU": self.options["num_cpus"], "GPU": self.options["num_gpus"], **self.options["resources"]}

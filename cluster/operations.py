@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from cluster import processes
+from cluster.features import DURABLE
 from cluster.nodes import Entry, Nodes
 from cluster.source import ClusterError, NodeInfo, NodeState
 
@@ -17,7 +18,8 @@ _LEAVE_LIMIT_S = 15.0
 class Operations:
     """`reap` collects dead children of the caller, so that they do not stay in the process table."""
 
-    def __init__(self, nodes: Nodes, reap: Callable[[], object]) -> None:
+    def __init__(self, nodes: Nodes, reap: Callable[[], object], features: Collection[str] = ()) -> None:
+        self._features = features
         self._nodes = nodes
         self._reap = reap
 
@@ -89,6 +91,40 @@ class Operations:
         entry = self._nodes.of_pid(pid)
         self._signal_and_wait(pid, signal.SIGKILL, f"process {pid} to be gone")
         return self._nodes.info(entry, {pid})
+
+    def kill_control_store(self) -> NodeInfo:
+        """SIGKILL Ray's control store (the GCS), and nothing else; returns the head."""
+        head, store = self._control_store()
+        if DURABLE not in self._features:
+            raise ClusterError("this cluster does not keep its control store: start it with durable_control_store=True")
+        if store is None:
+            raise ClusterError("the control store is away already")
+        self._signal_and_wait(store.pid, signal.SIGKILL, "the control store to be gone")
+        return self._nodes.info(head, {store.pid})
+
+    def head_without_control_store(self) -> Entry:
+        """The head, whose control store may be started. ClusterError where one runs, or is being started."""
+        head, store = self._control_store()
+        if store is not None or head.control_store_starting:
+            raise ClusterError("the control store is there: only one that was killed can be started again")
+        return head
+
+    def check_control_store(self) -> None:
+        """ClusterError where no node could join."""
+        head = any(entry.head and entry.state is NodeState.ALIVE for entry in self._nodes.entries.values())
+        if head and self._control_store()[1] is None:
+            raise ClusterError("no node can join while the control store is away: restart it first")
+
+    def _control_store(self) -> tuple[Entry, processes.Process | None]:
+        """The head, and the process of its control store if that lives."""
+        head = next((entry for entry in self._nodes.entries.values() if entry.head), None)
+        if head is None or head.state is not NodeState.ALIVE:
+            raise ClusterError("the cluster has no head that is alive")
+        known = head.control_store
+        now = processes.read(known.pid) if known is not None else None
+        if known is None or now is None or now.zombie or now.start_ticks != known.start_ticks:
+            head.control_store = None
+        return head, head.control_store
 
     def _end(self, entry: Entry) -> NodeInfo:
         killed = self._kill_members(entry)

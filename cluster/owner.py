@@ -11,7 +11,6 @@ from typing import Any
 
 from cluster import processes
 from cluster.nodes import Entry
-from cluster.source import NodeState
 from cluster.wire import Wire
 
 
@@ -44,7 +43,7 @@ class Owner:
 
 @dataclass
 class Waiting:
-    """An owner's request that is answered when all of `entries` are up, or not in time."""
+    """An owner's request that is answered when none of `entries` is starting any more, or not in time."""
 
     owner: Owner
     request_id: int
@@ -53,5 +52,7 @@ class Waiting:
     deadline: float
 
     def late(self) -> str:
-        missing = [entry.name for entry in self.entries if entry.state is NodeState.STARTING]
+        if any(entry.control_store_starting for entry in self.entries):
+            return f"waited {self.limit_s:g} s for the control store to answer again"
+        missing = [entry.name for entry in self.entries if entry.starting]
         return f"waited {self.limit_s:g} s for {', '.join(missing)} to register with Ray"

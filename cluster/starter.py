@@ -3,8 +3,10 @@
 A child of the keeper, spoken to in JSON lines over its standard streams:
 
     in   {"start": name, "head": bool, "tag": {...}, "options": {...}}
-    out  {"started": name, "node_id": ..., "raylet_pid": ..., "pids": [...], "address": ...}
+    out  {"started": name, "node_id": ..., "raylet_pid": ..., "pids": [...], "address": ..., "control_store_pid": ...}
          {"failed": name, "pids": [...], "error": ...}
+    in   {"start_control_store": head}
+    out  {"control_store_of": head, "pids": [...]}, with "error" where it did not start
 
 It is a process of its own because starting a node with Ray's own code blocks, and the keeper must not: a kill has to
 work while a node is being added. It also stands in for the keeper: when its standard input ends, the keeper was
@@ -29,6 +31,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
+import ray._private.ray_constants as ray_constants
 import ray._private.services as services
 from ray._private.node import Node
 from ray._private.parameter import RayParams
@@ -50,10 +53,12 @@ _REGISTER_LIMIT_S = 30.0
 # second of CPU and 120 MB per node. This reads the pipe that the raylet holds, so it ends when the raylet does.
 _IDLE_AGENT = "/bin/cat"
 _NODE_INIT = str(Path(__file__).with_name("node_init.py"))
+_CONTROL_STORE = ray_constants.PROCESS_TYPE_GCS_SERVER
 _AGENT_OPTION = "--dashboard_agent_command="
 _PACKAGE_ROOT = str(Path(__file__).resolve().parent.parent)
 
 _started: list[Any] = []
+_heads: dict[str, Node] = {}
 _thread = threading.local()
 _out_lock = threading.Lock()
 _start_ray_process: Any = services.start_ray_process
@@ -132,7 +137,11 @@ def _start_node(request: dict[str, Any], temp_dir: str) -> dict[str, Any]:
     node = _LeanNode(parameters, head=head, shutdown_at_exit=False, spawn_reaper=True)
     if autoscaling is not None:
         _tell_node_types(node.gcs_address, json.loads(Path(autoscaling).read_text()))
+    if head:
+        _heads[name] = node
+    stores = node.all_processes.get(_CONTROL_STORE)
     return {
+        "control_store_pid": stores[0].process.pid if stores else None,
         "started": name,
         "node_id": node.node_id,
         "raylet_pid": _raylet_pid(node.all_processes["raylet"][0].process.pid),
@@ -151,6 +160,17 @@ def _tell_node_types(gcs_address: str, config: dict[str, Any]) -> None:
     GcsClient(address=gcs_address).report_cluster_config(told.SerializeToString())
 
 
+def _start_control_store(name: str) -> dict[str, Any]:
+    """Again, over its storage, at the same port. As Ray's own tests of its control store do it."""
+    node: Any = _heads[name]
+    node.all_processes.pop(_CONTROL_STORE, None)
+    node._gcs_address = node._gcs_client = None
+    node.start_gcs_server()
+    # Blocks until it answers, or has ended.
+    node.get_gcs_client()
+    return {"control_store_of": name}
+
+
 def _raylet_pid(init_pid: int) -> int | None:
     """The first child of a node's init that lives; orphans that it adopted have come later."""
     children = [p for p in processes.table().values() if p.ppid == init_pid and not p.zombie]
@@ -159,12 +179,14 @@ def _raylet_pid(init_pid: int) -> int | None:
 
 def _answer(request: dict[str, Any], temp_dir: str, out: IO[str]) -> None:
     _thread.children = []
+    again = request.get("start_control_store")
     try:
-        answer = _start_node(request, temp_dir)
+        answer = _start_control_store(again) if again else _start_node(request, temp_dir)
     # Ray raises bare Exception here; whatever it is, it becomes the keeper's answer.
     except Exception as error:
-        logger.exception("node %s did not start", request["start"])
-        answer = {"failed": request["start"], "error": f"{type(error).__name__}: {error}"}
+        logger.exception("%s was not carried out", request)
+        subject = {"control_store_of": again} if again else {"failed": request["start"]}
+        answer = {**subject, "error": f"{type(error).__name__}: {error}"}
     answer["pids"] = [child.pid for child in _thread.children]
     with _out_lock:
         out.write(json.dumps(answer) + "\n")

@@ -51,7 +51,9 @@ class Backend(Protocol):
     """1. `start_cluster` or `start_autoscaled` for a local run, or `attach_cluster` to take one over;
     2. `start_run` or `attach_run`."""
 
-    def start_cluster(self, nodes: int, shape: NodeShape, python_path: str) -> ClusterLike: ...
+    def start_cluster(self, nodes: int, shape: NodeShape, python_path: str, durable: bool = False) -> ClusterLike:
+        """`durable`: Ray's control store can be killed and started again."""
+        ...
 
     def start_autoscaled(self, growth: Growth, shape: NodeShape, python_path: str) -> ClusterLike: ...
 

@@ -101,7 +101,8 @@ def _start_cluster(backend: Backend, plan: Launch) -> ClusterLike:
     if not plan.autoscale:
         nodes = plan.nodes or settings.scaling.max_slots
         say(f"starting a local cluster of {plural(nodes, 'node')}")
-        return backend.start_cluster(nodes, node_shape(settings), plan.folder)
+        durable = parse_faults(plan.chaos).strikes_control_store
+        return backend.start_cluster(nodes, node_shape(settings), plan.folder, durable)
     grown = growth(settings, plan.max_nodes, plan.nodes, plan.node_every_s)
     more = f", one more every {grown.every_s:g} s" if grown.every_s else ""
     say(

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 class RealBackend:
     """Imports Ray only in the calls that need it."""
 
-    def start_cluster(self, nodes: int, shape: NodeShape, python_path: str) -> ClusterLike:
+    def start_cluster(self, nodes: int, shape: NodeShape, python_path: str, durable: bool = False) -> ClusterLike:
         from cluster.local import LocalCluster
 
         try:
@@ -28,6 +28,7 @@ class RealBackend:
                 cpus_per_node=shape.cpus,
                 gpus_per_node=shape.gpus,
                 resources=shape.resources,
+                durable_control_store=durable,
                 environment=_paths(python_path),
             )
         except ClusterError as error:

@@ -316,6 +316,20 @@ class SaveFailing:
     retry_s: float
 
 
+@dataclass(frozen=True)
+class ControlStoreAway:
+    """Ray's control store has not answered for `silent_s`. Nobody can be started or placed until it does."""
+
+    silent_s: float
+
+
+@dataclass(frozen=True)
+class ControlStoreBack:
+    """It answers again, `away_s` after it was last heard."""
+
+    away_s: float
+
+
 GenerationEvent = (
     GroupJoined | TrainingReached | FirstStepDone | ProgressStalled | CollectiveFailed | UserCodeFailed |
     AnomalyFound | StepSkipped | StragglerFound | RestoreFailed | HoldAnswered | MemoryLost | WorkerLeft |
@@ -325,7 +339,8 @@ GenerationEvent = (
 Event = (
     RunStarted | ControllerRestarted | StopRequested | Tick | NodesDraining | CapacityJudged | SlotsShared |
     SlotPlaced | SlotLost | WorkerReady | WorkerStartFailed | WorkerDied | WorkersSilent | ProbeAnswered |
-    MemorySurveyed | CheckpointCommitted | SaveFailing | GenerationEvent
+    MemorySurveyed | CheckpointCommitted | SaveFailing | ControlStoreAway | ControlStoreBack |
+    GenerationEvent
 )  # fmt: skip
 
 _TYPES: dict[str, type[Any]] = {cls.__name__: cls for cls in get_args(Event)}

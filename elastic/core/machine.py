@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from typing_extensions import assert_never
 
-from elastic.core import anomalies, demand, draining, evictions, generations, membership, reach
+from elastic.core import anomalies, control_store, demand, draining, evictions, generations, membership, reach
 from elastic.core import events as ev
 from elastic.core.actions import (
     Action,
@@ -138,6 +138,10 @@ def _apply(turn: Turn, event: ev.Event) -> None:
             generations.checkpoint_committed(turn, event)
         case ev.SaveFailing():
             generations.save_failing(turn, event)
+        case ev.ControlStoreAway():
+            control_store.away(turn, event)
+        case ev.ControlStoreBack():
+            control_store.back(turn, event)
         case _:
             _apply_to_generation(turn, event)
 
@@ -178,13 +182,12 @@ def _apply_to_generation(turn: Turn, event: ev.GenerationEvent) -> None:
 
 def _restart_clocks(turn: Turn) -> None:
     """Nobody listened while the controller was away, so nobody is late: every time limit starts anew."""
-    turn.set(suspicion=None)
+    # Ray has just placed this controller, so its control store is there.
+    turn.set(suspicion=None, control_store_away=False)
     failures, stage, now = turn.state.settings.failures, turn.state.stage, turn.now
     if turn.state.survey is not None:
         turn.set(survey=replace(turn.state.survey, deadline=now + failures.survey_timeout_s))
-    for worker in turn.state.workers.values():
-        if worker.phase is WorkerPhase.STARTING:
-            turn.put_worker(replace(worker, since=now))
+    control_store.restart_starts(turn)
     if isinstance(stage, Waiting | Joining):
         turn.enter(replace(stage, since=now))
     elif isinstance(stage, Pausing):

@@ -54,7 +54,7 @@ def next_deadline(state: RunState, policy: ScalingPolicy | None = None) -> float
     times = [
         worker.since + failures.worker_start_timeout_s
         for worker in state.workers.values()
-        if worker.phase is WorkerPhase.STARTING
+        if worker.phase is WorkerPhase.STARTING and not state.control_store_away
     ]
     if state.suspicion is not None:
         times.append(state.suspicion.deadline)
@@ -105,7 +105,8 @@ def _survey(turn: Turn, policy: ScalingPolicy) -> None:
 def _starts(turn: Turn, policy: ScalingPolicy) -> None:
     limit = turn.state.settings.failures.worker_start_timeout_s
     for worker in tuple(turn.state.workers.values()):
-        if worker.phase is WorkerPhase.STARTING and turn.passed(worker.since + limit):
+        overdue = turn.passed(worker.since + limit) and not turn.state.control_store_away
+        if worker.phase is WorkerPhase.STARTING and overdue:
             if worker.id in turn.state.workers:
                 start_failed(turn, worker.id, f"not ready after {limit:.0f} s")
             if isinstance(turn.state.stage, Finished):

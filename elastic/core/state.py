@@ -238,6 +238,8 @@ class RunState:
     incident: Incident | None = None
     incidents: int = 0
     storage_failing: bool = False
+    # Ray's control store does not answer: no slot can be placed and no worker started, and nobody is late with either.
+    control_store_away: bool = False
     # Requests for slots are held back until then, after slots that failed; 0: they are not.
     slots_not_before: float = 0.0
     # The run's last step, once every member has done it: when a checkpoint covers it, there is nothing left to do.

@@ -44,6 +44,8 @@ from elastic.runtime.versions import versions
 
 logger = logging.getLogger(__name__)
 
+# Giving back what the run has in the cluster takes a second; longer only where Ray's control store is away.
+_CLOSE_LIMIT_S = 30.0
 # The finished controller stays reachable for this long, so that watchers can fetch the result.
 _LINGER_S = 600.0
 
@@ -62,6 +64,9 @@ class ControllerActor:
         self._token = token
         self._ready = asyncio.Event()
         self._ended = asyncio.Event()
+        # Whether this actor holds nothing in the cluster (any more).
+        self._given_back = asyncio.Event()
+        self._given_back.set()
         self._stepped = asyncio.Condition()
         self._events: asyncio.Queue[ev.Event] = asyncio.Queue()
         self._records = Records()
@@ -110,7 +115,7 @@ class ControllerActor:
     async def leave(self) -> None:
         """The result has been fetched: this actor may end."""
         if self._result is not None:
-            asyncio.get_running_loop().call_later(0.1, _exit)
+            asyncio.get_running_loop().create_task(self._leave())
 
     # --- for the controllers of other runs ---
 
@@ -221,7 +226,7 @@ class ControllerActor:
             self._ready.set()
             self._ended.set()
             await self._tell_step()
-            await self._executor.close()
+            await self._close()
             raise
         asyncio.get_running_loop().call_later(_LINGER_S, _exit)
 
@@ -237,6 +242,7 @@ class ControllerActor:
         self._executor = Executor(
             settings, old.attempt, self._entry, here, self._token, self._events.put_nowait, self._steps_recovered
         )
+        self._given_back.clear()
         self._committer = Committer(settings, store, versions(), self._events.put_nowait, self._note_checkpoint)
         if isinstance(old.state.stage, Finished):
             # Killed after the end, while it could still be asked: the end is told again, nothing is done again.
@@ -369,9 +375,22 @@ class ControllerActor:
         await self._records.write()
         if self._records.failing:
             logger.error("the end of run %s could not be written down", self._settings.run_id)
-        await self._executor.close()
+        await self._close()
         self._ended.set()
         await self._tell_step()
+
+    async def _close(self) -> None:
+        """Give everything back; what Ray does not take in time is given back when it does, before this actor ends."""
+        closing = asyncio.ensure_future(self._executor.close())
+        closing.add_done_callback(lambda _: self._given_back.set())
+        if (await asyncio.wait((closing,), timeout=_CLOSE_LIMIT_S))[0]:
+            closing.result()
+        else:
+            logger.warning("Ray has not taken back the slots of run %s yet", self._settings.run_id)
+
+    async def _leave(self) -> None:
+        await self._given_back.wait()
+        asyncio.get_running_loop().call_later(0.1, _exit)
 
 
 def _exit() -> None:

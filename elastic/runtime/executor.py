@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -20,6 +21,7 @@ from elastic.core.snapshots import is_snapshot, place_replicas
 from elastic.core.state import RunState, SlotPhase, WorkerPhase
 from elastic.runtime import names
 from elastic.runtime.agent import AgentActor, NodeFacts
+from elastic.runtime.control_store import StoreThreads
 from elastic.runtime.entry import Entry
 from elastic.runtime.holdings import Holdings, OnSteps, targets_of
 from elastic.runtime.slots import SlotKeeper
@@ -34,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 # A call to a worker that is alive returns in milliseconds; beyond this the detector's verdict counts.
 _CALL_TIMEOUT_S = 10.0
+# Calls to the control store that may be waited for at the same time: starts of agents and workers.
+_STORE_THREADS = 8
 # So many others are tried by each node when the way between two is in doubt: all of them, on up to twice as many nodes.
 _TRIED = 32
 
@@ -63,6 +67,7 @@ class Executor:
         self._worker_slot: dict[int, int] = {}
         self._workers: dict[int, Any] = {}
         self._agents: dict[str, asyncio.Task[tuple[Any, NodeFacts]]] = {}
+        self._store = StoreThreads(_STORE_THREADS, "elastic-starts")
         self._wires = Wires(token, self._agent_gone)
         self.holdings = Holdings(settings.run_id, self._known_agent, settings.failures.survey_timeout_s * 0.8, on_steps)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -117,10 +122,9 @@ class Executor:
             self._worker_slot[worker.id] = worker.slot
             if worker.phase is WorkerPhase.STARTING:
                 continue
+            name = names.worker(self._settings.run_id, self._attempt, worker.id)
             try:
-                self._workers[worker.id] = ray.get_actor(
-                    names.worker(self._settings.run_id, self._attempt, worker.id), names.NAMESPACE
-                )
+                self._workers[worker.id] = await self._store.call(partial(ray.get_actor, name, names.NAMESPACE))
             except ValueError:
                 self._emit(ev.WorkerDied(worker.id, "it was gone when the controller came back"))
 
@@ -144,6 +148,7 @@ class Executor:
         self._wires.close()
         await self._slots.close()
         await self.sweep()
+        self._store.close()
 
     async def sweep(self) -> None:
         """Remove what no state knows of: leftovers of a controller that was killed while it gave things back."""
@@ -174,7 +179,11 @@ class Executor:
         self._worker_slot[worker] = slot
         try:
             agent, known = await self._agent(node)
-            actor = self._create(worker, group)
+            actor = await self._store.call(partial(self._create, worker, group))
+            if self._worker_slot.get(worker) != slot:
+                # Given up while it was being created, which takes as long as the control store is away.
+                _kill(actor)
+                return
             self._workers[worker] = actor
             facts = await actor.prepare.remote(known)
             await agent.watch.remote(worker, facts["pid"])
@@ -237,7 +246,8 @@ class Executor:
             "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
         }
         actor_class: Any = ray.remote(AgentActor)
-        agent = actor_class.options(**options).remote(node, self._settings, self._controller, self._token)
+        arguments = (node, self._settings, self._controller, self._token)
+        agent = await self._store.call(lambda: actor_class.options(**options).remote(*arguments))
         facts = await agent.join.remote()
         self._wires.watch(node, facts.memory)
         return agent, facts

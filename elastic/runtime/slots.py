@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import ray
@@ -14,6 +15,7 @@ from ray.util.placement_group import PlacementGroup
 
 from elastic.core import events as ev
 from elastic.runtime import names
+from elastic.runtime.control_store import StoreThreads
 
 logger = logging.getLogger(__name__)
 
@@ -22,12 +24,15 @@ _POLL_S = 0.1
 # Ray labels every node with its own id.
 _NODE_LABEL = "ray.io/node-id"
 _MAX_POLL_S = 1.0
+# Ray's table comes within milliseconds; a control store that has not sent it for so long is away.
+_AWAY_S = 4.0
 
 
 class SlotKeeper:
     """Asks for, watches and gives back the slots of one attempt at a run.
 
-    Ray's calls block, so all of them run on one thread of this object's own. `emit` gets SlotPlaced and SlotLost.
+    Ray's calls block, so all of them run on one thread of this object's own. `emit` gets SlotPlaced and SlotLost, and
+    ControlStoreAway and ControlStoreBack: nobody else asks the control store anything all the time.
     """
 
     def __init__(
@@ -37,12 +42,13 @@ class SlotKeeper:
         self._attempt = attempt
         self._resources = dict(resources)
         self._emit = emit
+        self._wanted: set[int] = set()
         self._groups: dict[int, PlacementGroup] = {}
         self._waiting: set[int] = set()
         self._placed: dict[int, str | None] = {}
         self._asked = asyncio.Event()
         self._poller: asyncio.Task[None] | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="elastic-slots")
+        self._thread = StoreThreads(1, "elastic-slots")
 
     def group(self, slot: int) -> PlacementGroup | None:
         return self._groups.get(slot)
@@ -51,18 +57,25 @@ class SlotKeeper:
         """Idempotent: a slot that was asked for before a restart of the controller is found by its name."""
         if slot in self._groups:
             return
+        self._wanted.add(slot)
         try:
-            self._groups[slot] = await self._call(self._find_or_create, slot, workers, avoid)
+            group = await self._call(self._find_or_create, slot, workers, avoid)
         except ray.exceptions.RayError as error:
             await asyncio.sleep(_MAX_POLL_S)
             self._emit(ev.SlotLost(slot, f"the cluster refused the placement group: {error}"))
             return
+        if slot not in self._wanted:
+            # Given back while it was being asked for, which takes as long as the control store is away.
+            await self._call(ray.util.remove_placement_group, group)
+            return
+        self._groups[slot] = group
         self._waiting.add(slot)
         self._watch()
 
     async def attach(self, slot: int, node: str) -> None:
         """Find a placed slot again after a restart of the controller."""
         name = names.slot(self._run_id, self._attempt, slot)
+        self._wanted.add(slot)
         try:
             self._groups[slot] = await self._call(ray.util.get_placement_group, name)
             self._placed[slot] = node
@@ -71,6 +84,7 @@ class SlotKeeper:
             self._emit(ev.SlotLost(slot, "its placement group is gone"))
 
     async def release(self, slot: int) -> None:
+        self._wanted.discard(slot)
         self._waiting.discard(slot)
         self._placed.pop(slot, None)
         group = self._groups.pop(slot, None)
@@ -82,7 +96,7 @@ class SlotKeeper:
             await self.release(slot)
         if self._poller is not None:
             self._poller.cancel()
-        self._thread.shutdown(wait=False)
+        self._thread.close()
 
     def _watch(self) -> None:
         if self._poller is None or self._poller.done():
@@ -92,7 +106,7 @@ class SlotKeeper:
     async def _poll(self) -> None:
         pause = _POLL_S
         while self._groups:
-            table = await self._call(ray.util.placement_group_table)
+            table = await self._table()
             for slot in tuple(self._groups):
                 if slot in self._groups and self._look(slot, table.get(self._groups[slot].id.hex())):
                     pause = _POLL_S
@@ -101,6 +115,23 @@ class SlotKeeper:
                 pause = _POLL_S
             self._asked.clear()
             pause = min(pause * 1.1, _MAX_POLL_S)
+
+    async def _table(self) -> Mapping[str, Any]:
+        """Ray's table of placement groups, however long it takes; that it takes long is told. Empty where Ray fails."""
+        asked, away = time.monotonic(), False
+        call = asyncio.ensure_future(self._call(ray.util.placement_group_table))
+        while not (await asyncio.wait((call,), timeout=_AWAY_S))[0]:
+            if not away:
+                self._emit(ev.ControlStoreAway(time.monotonic() - asked))
+            away = True
+        if away:
+            self._emit(ev.ControlStoreBack(time.monotonic() - asked))
+        try:
+            table: Mapping[str, Any] = call.result()
+            return table
+        except (ray.exceptions.RayError, OSError, RuntimeError) as error:
+            logger.warning("Ray's table of placement groups could not be read and is asked for again: %s", error)
+            return {}
 
     def _look(self, slot: int, entry: Mapping[str, Any] | None) -> bool:
         """One slot's row of Ray's table; True when it has brought news."""
@@ -135,4 +166,4 @@ class SlotKeeper:
             return made
 
     async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: function(*args))
+        return await self._thread.call(partial(function, *args))

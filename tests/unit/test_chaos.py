@@ -17,7 +17,7 @@ targets = st.none() | st.from_regex(r"[a-z0-9_-]{1,8}", fullmatch=True)
 @st.composite
 def faults(draw: st.DrawFn) -> Fault:
     action = draw(st.sampled_from(Action))
-    target = None if action is Action.KILL_CONTROLLER else draw(targets)
+    target = None if "control" in action.value else draw(targets)
     return Fault(action, draw(st.integers(0, 1000)), target)
 
 
@@ -63,13 +63,19 @@ def test_faults_of_one_step_keep_the_order_they_were_written_in() -> None:
         ("kill-node@step=\u0664", "not a whole number"),
         ("kill-node@step", "is no fault"),
         ("kill-node:@step=4", "no target after the colon"),
-        ("kill-controller:2@step=4", "takes no target"),
+        ("kill-controller:2@step=4", "there is one controller, so kill-controller takes no target"),
+        ("kill-control-store:node-1@step=4", "there is one control store, so kill-control-store takes no target"),
         ("kill-node@step=4;add-node@step=8", "not a whole number: '4;add-node@step=8'"),
     ],
 )
 def test_what_is_no_plan_is_refused_with_the_nearest_word(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Chaos.parse(text)
+
+
+def test_only_a_plan_that_kills_the_control_store_needs_one_that_lasts() -> None:
+    assert Chaos.parse("kill-node@step=1,kill-control-store@step=2").strikes_control_store
+    assert not Chaos.parse("kill-node@step=1,kill-controller@step=2").strikes_control_store
 
 
 @given(st.text(max_size=30))
@@ -144,6 +150,12 @@ class Recorder:
     def kill_worker(self, pid: int) -> NodeInfo:
         return self._do("kill worker", pid)
 
+    def kill_control_store(self) -> NodeInfo:
+        return self._do("kill", "the control store")
+
+    def restart_control_store(self) -> NodeInfo:
+        return self._do("restart", "the control store")
+
 
 @pytest.mark.parametrize(
     ("text", "asked"),
@@ -159,6 +171,8 @@ class Recorder:
         ("kill-worker@step=1", ("kill worker", 101)),
         ("kill-worker:5@step=1", ("kill worker", 5)),
         ("kill-controller@step=1", ("kill worker", 42)),
+        ("kill-control-store@step=1", ("kill", "the control store")),
+        ("restart-control-store@step=1", ("restart", "the control store")),
     ],
 )
 def test_the_injector_strikes_what_the_fault_names(text: str, asked: tuple[str, object]) -> None:

@@ -63,6 +63,12 @@ class FakeCluster:
     def kill_worker(self, pid: int) -> NodeInfo:
         return self._done("kill-worker", str(pid))
 
+    def kill_control_store(self) -> NodeInfo:
+        return self._done("kill-control-store", None)
+
+    def restart_control_store(self) -> NodeInfo:
+        return self._done("restart-control-store", None)
+
     def detach(self) -> None:
         self.log.append("detach")
 
@@ -80,7 +86,7 @@ class FakeBackend:
         self.calls: list[Any] = []
         self.reachable = True
 
-    def start_cluster(self, nodes: int, shape: NodeShape, python_path: str) -> FakeCluster:
+    def start_cluster(self, nodes: int, shape: NodeShape, python_path: str, durable: bool = False) -> FakeCluster:
         self.calls.append(("cluster", nodes, shape))
         return self.cluster
 

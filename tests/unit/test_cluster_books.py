@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster import remains
+from cluster import features, processes, remains
 from cluster.local import LocalCluster, object_store
 from cluster.nodes import Entry, Nodes
+from cluster.operations import Operations
 from cluster.processes import Process
 from cluster.source import ClusterEnded, ClusterError, NodeInfo, NodeState
 from cluster.wire import Wire
@@ -161,3 +162,73 @@ class TestRemains:
 
     def test_the_directory_is_private(self) -> None:
         assert remains.private_directory().stat().st_mode & 0o777 == 0o700
+
+
+class TestFeatures:
+    def test_a_token_is_in_a_file_of_its_owner_only_and_nowhere_else(self, tmp_path: Path) -> None:
+        made = features.settings(["token"], tmp_path)
+        file = features.token_file(tmp_path)
+        assert made == {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(file)}
+        assert file.stat().st_mode & 0o777 == 0o600
+        assert len(bytes.fromhex(file.read_text())) == 32
+
+    def test_no_two_clusters_have_one_token(self, tmp_path: Path) -> None:
+        tokens = set()
+        for name in ("a", "b"):
+            (tmp_path / name).mkdir()
+            features.settings(["token"], tmp_path / name)
+            tokens.add(features.token_file(tmp_path / name).read_text())
+        assert len(tokens) == 2
+
+    def test_a_durable_control_store_is_kept_in_the_clusters_directory(self, tmp_path: Path) -> None:
+        made = features.settings(["durable-control-store"], tmp_path)
+        assert made["RAY_gcs_storage"] == "rocksdb"
+        assert Path(made["RAY_gcs_storage_path"]).parent == tmp_path
+        assert Path(made["RAY_gcs_storage_path"]).stat().st_mode & 0o777 == 0o700
+        # Ray's own 60 s are less than a head may be away.
+        assert int(made["RAY_gcs_rpc_server_reconnect_timeout_s"]) >= 300
+
+    def test_without_features_nothing_is_set(self, tmp_path: Path) -> None:
+        assert features.settings([], tmp_path) == {}
+        assert list(tmp_path.iterdir()) == []
+
+    def test_what_is_no_feature_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match="there is no feature tokens"):
+            features.settings(["tokens"], tmp_path)
+
+
+class TestControlStore:
+    @pytest.fixture
+    def head(self, nodes: Nodes) -> Entry:
+        own = processes.read(os.getpid())
+        assert own is not None
+        nodes.entries["node-0"].control_store = own
+        return nodes.entries["node-0"]
+
+    def test_one_that_is_not_kept_is_not_killed(self, nodes: Nodes, head: Entry) -> None:
+        with pytest.raises(ClusterError, match="start it with durable_control_store=True"):
+            Operations(nodes, lambda: None).kill_control_store()
+
+    def test_one_that_runs_is_not_started_again(self, nodes: Nodes, head: Entry) -> None:
+        operations = Operations(nodes, lambda: None)
+        operations.check_control_store()
+        with pytest.raises(ClusterError, match="only one that was killed can be started again"):
+            operations.head_without_control_store()
+
+    def test_while_it_is_away_no_node_is_added(self, nodes: Nodes, head: Entry) -> None:
+        # Another process has its pid now.
+        head.control_store = Process(os.getpid(), 1, 1, "S", 1)
+        operations = Operations(nodes, lambda: None, [features.DURABLE])
+        with pytest.raises(ClusterError, match="no node can join while the control store is away"):
+            operations.check_control_store()
+        with pytest.raises(ClusterError, match="away already"):
+            operations.kill_control_store()
+        assert operations.head_without_control_store() is head
+        head.control_store_starting = True
+        with pytest.raises(ClusterError, match="only one that was killed"):
+            operations.head_without_control_store()
+
+    def test_it_is_lost_with_the_head(self, nodes: Nodes, head: Entry) -> None:
+        nodes.lost(head)
+        with pytest.raises(ClusterError, match="no head that is alive"):
+            Operations(nodes, lambda: None, [features.DURABLE]).kill_control_store()

@@ -149,6 +149,8 @@ anything = st.one_of(
     st.builds(ev.ProbeAnswered, small),
     st.builds(ev.CheckpointCommitted, st.sampled_from(("c1", "c2")), steps, small),
     st.builds(ev.SaveFailing, steps, st.just("503"), st.just(1.0)),
+    st.builds(ev.ControlStoreAway, st.just(4.0)),
+    st.builds(ev.ControlStoreBack, st.just(9.0)),
     st.builds(ev.RunStarted, st.sampled_from(((), (("c1", 3),))), small),
     st.builds(lambda generation, worker, which: generation_events(generation, worker)[which],
               st.integers(0, 3), small, st.integers(0, 9)),

@@ -1,0 +1,65 @@
+"""Ray's control store goes away: training goes on, nobody is late with what needs it, and the journal says so."""
+
+from __future__ import annotations
+
+from machine_scenario import Scenario
+
+from elastic.core import actions as act
+from elastic.core import events as ev
+from elastic.core import machine
+from elastic.core.state import SlotPhase, Training, WorkerPhase
+
+
+def _sentences(scenario: Scenario) -> list[str]:
+    return [action.sentence for action in scenario.last if isinstance(action, act.Note)]
+
+
+def test_training_goes_on_and_it_is_said_once() -> None:
+    s = Scenario(2, 2).started(2)
+    before = s.state.stage
+    s.do(ev.ControlStoreAway(4.0))
+    assert _sentences(s) == [
+        "Ray's control store has not answered for 4.0 s: training goes on, "
+        "nodes and workers can come again when it is back"
+    ]
+    assert s.state.stage == before
+    assert isinstance(s.stage, Training)
+    s.do(ev.ControlStoreAway(9.0))
+    assert _sentences(s) == []
+    s.do(ev.ControlStoreBack(12.5))
+    assert _sentences(s) == ["Ray's control store answers again, after 12.5 s"]
+    s.do(ev.ControlStoreBack(12.5))
+    assert _sentences(s) == []
+
+
+def test_no_worker_is_late_with_its_start_while_nobody_can_start() -> None:
+    s = Scenario(2, 2).started(2)
+    limit_s = s.state.settings.failures.worker_start_timeout_s
+    s.do(ev.ControlStoreAway(4.0))
+    s.do(ev.WorkerDied(1, "killed"))
+    (starting,) = (w for w in s.state.workers.values() if w.phase is WorkerPhase.STARTING)
+    for _ in range(20):
+        s.do(ev.Tick(), after=limit_s + 1)
+        assert starting.id in s.state.workers
+    assert s.state.streaks.start_failures == 0
+
+    s.do(ev.ControlStoreBack(20 * limit_s), after=1.0)
+    deadline = machine.next_deadline(s.state, machine.DEFAULT_POLICY)
+    assert deadline is not None
+    s.do(ev.Tick(), after=limit_s - 1)
+    assert starting.id in s.state.workers
+    s.do(ev.Tick(), after=2.0)
+    assert starting.id not in s.state.workers, "from its return on the limit counts again"
+
+
+def test_a_lost_slot_is_asked_for_again_all_the_same() -> None:
+    s = Scenario(1, 2).started(2)
+    s.do(ev.ControlStoreAway(4.0), ev.SlotLost(1, "its agent has ended"))
+    assert any(slot.phase is SlotPhase.PENDING for slot in s.state.slots.values())
+    assert any(isinstance(action, act.RequestSlot) for action in s.last)
+
+
+def test_a_controller_that_was_placed_again_knows_that_it_is_back() -> None:
+    s = Scenario(2, 2).started(2)
+    s.do(ev.ControlStoreAway(4.0), ev.ControllerRestarted(2))
+    assert not s.state.control_store_away
