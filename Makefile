@@ -24,7 +24,7 @@ demo: $(READY)
 	$(BIN)/python examples/demo.py
 
 test: lint unit
-	$(BIN)/python -m pytest -q tests/memory tests/one_rank tests/proof tests/processes tests/ray
+	$(BIN)/python -m pytest -q tests/memory tests/store tests/one_rank tests/proof tests/processes tests/ray
 
 # The oracle through real kills for every ZeRO stage, type, optimizer, dropout and source: 64 runs instead of 6.
 test-all: export ELASTIC_ORACLE := full

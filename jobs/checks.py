@@ -1,10 +1,14 @@
-"""Checks of a job that need more than the job file: DeepSpeed's options, and whether storage takes checkpoints."""
+"""Checks of a job that need more than the job file: DeepSpeed's options, secrets, and whether storage takes a run."""
 
 from __future__ import annotations
 
-from elastic.core.errors import UsageError
+from elastic.core.errors import StorageError, UsageError
+from elastic.core.secrets import check_options
 from elastic.core.settings import RunSettings
 from jobs.spec import JobSpec
+
+# A store that has not answered by then is as good as none: nobody is to wait for minutes to hear that.
+_CHECK_TIMEOUT_S = 60.0
 
 
 def check_deepspeed(spec: JobSpec) -> None:
@@ -21,8 +25,21 @@ def check_deepspeed(spec: JobSpec) -> None:
         raise UsageError(f"deepspeed: {error.message}") from error
 
 
+def check_secrets(spec: JobSpec) -> None:
+    """Raises UsageError for options that look like secrets: they would be kept in storage, beside the journal."""
+    check_options(spec.config, "config")
+    check_options(spec.deepspeed if isinstance(spec.deepspeed, dict) else {}, "deepspeed")
+
+
 def check_checkpoint_storage(settings: RunSettings) -> None:
-    """Writes, reads and removes a small object. Raises UsageError or StorageError."""
+    """Writes, reads and removes a small object in every place that the run will write to.
+
+    Raises UsageError: nothing has been started, so whatever is wrong is for the user to change.
+    """
     from elastic.checkpoint.storage import CheckpointStore
 
-    CheckpointStore(settings.checkpoint.url, settings.run_id).check_writable()
+    for url in dict.fromkeys((settings.storage_url, settings.checkpoint.url)):
+        try:
+            CheckpointStore(url, settings.run_id, timeout_s=_CHECK_TIMEOUT_S).check_writable()
+        except StorageError as error:
+            raise UsageError(f"{error.message}; nothing was started") from error

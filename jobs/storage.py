@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import fsspec
-from fsspec.implementations.local import LocalFileSystem
-
-from elastic.core.errors import RunNotFound, StorageError, UsageError
+from elastic.core.errors import ElasticError, IntegrityError, RunNotFound, StorageError, UsageError
 from elastic.core.names import check_run_id
+from elastic.core.secrets import check_url
+from elastic.store.address import local_root
+from elastic.store.objects import open_objects
 
 DEFAULT = "./runs"
 ENVIRONMENT = "ELASTIC_STORAGE"
+# Somebody sits before the screen and waits for an answer.
+_TIMEOUT_S = 60.0
 
 
 def absolute_url(url: str, folder: str | Path) -> str:
-    """Local paths made absolute from `folder`, since workers run elsewhere; other URLs as they are."""
+    """Local paths made absolute from `folder`, since workers run elsewhere; other URLs as they are.
+
+    Raises UsageError for an address that holds credentials.
+    """
     if "://" in url or "::" in url:
-        return url
+        return check_url(url)
     return os.path.normpath(Path(folder).absolute() / Path(url).expanduser())
 
 
@@ -41,48 +47,35 @@ def new_run_id(name: str, now: float) -> str:
 
 
 class RunFolder:
-    """One run's small files in storage. Raises UsageError for a URL that no file system knows, else StorageError."""
+    """One run's small files in storage. Raises UsageError where address or rights are wrong, else StorageError."""
 
     def __init__(self, url: str, run_id: str) -> None:
         self.url = url
         self.run_id = check_run_id(run_id)
-        try:
-            self._fs, root = fsspec.core.url_to_fs(url)
-        except (ValueError, ImportError) as error:
-            raise UsageError(f"storage {url!r} cannot be used: {error}") from error
-        self._folder = f"{str(root).rstrip('/')}/{run_id}"
+        self._objects = open_objects(url, _TIMEOUT_S)
 
     def write(self, name: str, data: Mapping[str, Any]) -> None:
-        """Raises StorageError, so that storage that cannot be written is known before any node is asked for."""
-        try:
-            self._fs.makedirs(self._folder, exist_ok=True)
-            self._fs.pipe_file(f"{self._folder}/{name}", json.dumps(data, indent=2).encode())
-        except OSError as error:
-            raise self._failed("written", error) from error
+        """So that storage that cannot be written is known before any node is asked for."""
+        with self._named("written"):
+            self._objects.put(f"{self.run_id}/{name}", [json.dumps(data, indent=2).encode()])
 
     def read(self, name: str) -> dict[str, Any] | None:
         """None where the file does not exist or is not whole."""
         try:
-            data = json.loads(self._fs.cat_file(f"{self._folder}/{name}"))
-        except FileNotFoundError:
+            with self._named("read"):
+                data = json.loads(self._objects.get(f"{self.run_id}/{name}"))
+        except (IntegrityError, ValueError):
             return None
-        except ValueError:
-            return None
-        except OSError as error:
-            raise self._failed("read", error) from error
         return data if isinstance(data, dict) else None
 
     def remove(self, name: str) -> None:
-        try:
-            self._fs.rm_file(f"{self._folder}/{name}")
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            raise self._failed("written", error) from error
+        with self._named("written"):
+            self._objects.remove([f"{self.run_id}/{name}"])
 
     def local_path(self, name: str) -> str | None:
         """Where a file of the run lies on this machine; None for storage elsewhere."""
-        return f"{self._folder}/{name}" if isinstance(self._fs, LocalFileSystem) else None
+        root = local_root(self.url)
+        return None if root is None else f"{root.rstrip('/')}/{self.run_id}/{name}"
 
     def job(self) -> dict[str, Any]:
         """The job as it was started. Raises RunNotFound."""
@@ -93,11 +86,14 @@ class RunFolder:
 
     def _others(self) -> str:
         try:
-            listed = self._fs.ls(self._folder.rsplit("/", 1)[0], detail=False)
-        except OSError:
+            names = self._objects.names("")
+        except ElasticError:
             return "; say where with --storage"
-        names = sorted(str(path).rstrip("/").rsplit("/", 1)[-1] for path in listed)
         return f"; runs there: {', '.join(names[-5:])}" if names else "; say where with --storage"
 
-    def _failed(self, what: str, error: OSError) -> StorageError:
-        return StorageError(f"storage {self.url!r} cannot be {what}: {error.strerror or error}")
+    @contextlib.contextmanager
+    def _named(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (StorageError, UsageError) as error:
+            raise type(error)(f"storage {self.url!r} cannot be {what}: {error.message}") from error

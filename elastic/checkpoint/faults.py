@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
 
-from elastic.checkpoint.objects import Chunk, Objects, translated
+from elastic.store.errors import translated
+from elastic.store.objects import Chunk, Objects
 
 
 class Fault(Enum):
@@ -62,11 +63,17 @@ class FaultyObjects:
             first = next(view for view in views if len(view))
             first[0] ^= 1
 
-    def sizes(self, folder: str) -> dict[str, int]:
+    def names(self, folder: str) -> list[str]:
+        fault = self._fault("names", folder)
+        with translated(folder):
+            _raise(fault)
+        return self.inner.names(folder)
+
+    def sizes(self, folder: str, *, unfinished: bool = False) -> dict[str, int]:
         fault = self._fault("sizes", folder)
         with translated(folder):
             _raise(fault)
-        return self.inner.sizes(folder)
+        return self.inner.sizes(folder, unfinished=unfinished)
 
     def remove(self, paths: Sequence[str]) -> None:
         fault = self._fault("remove", paths[0] if paths else "")

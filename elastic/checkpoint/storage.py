@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import xxhash
 
-from elastic.checkpoint.objects import LocalObjects, Objects, open_objects
 from elastic.checkpoint.reading import requests
 from elastic.checkpoint.shards import ShardStream
 from elastic.checkpoint.snapshot import ShardSnapshot
@@ -25,6 +24,8 @@ from elastic.core.errors import Fenced, IntegrityError, StorageError, UsageError
 from elastic.core.manifest import Manifest, ShardRecord
 from elastic.core.manifest_json import from_json, to_json
 from elastic.core.names import CheckpointRef, check_run_id, checkpoint_id, parse_checkpoint_id, shard_file
+from elastic.store.local import LocalObjects
+from elastic.store.objects import TIMEOUT_S, Objects, open_objects
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ class CheckpointStore:
     """Checkpoints of one run; the `CheckpointSource` called "storage". Methods may be called from any thread.
 
     `read_threads` reads run at once, none longer than `max_read_bytes`. `max_gap_bytes` is how much may be read in vain
-    to save a request; by default nothing on a local disk.
+    to save a request; by default nothing on a local disk. No request takes longer than `timeout_s`.
     """
 
     def __init__(
@@ -48,10 +49,11 @@ class CheckpointStore:
         read_threads: int = 8,
         max_read_bytes: int = 32 << 20,
         max_gap_bytes: int | None = None,
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
         self.url = url
         self.run_id = check_run_id(run_id)
-        self._objects = objects if objects is not None else open_objects(url)
+        self._objects = objects if objects is not None else open_objects(url, timeout_s)
         self._read_threads = read_threads
         self._max_read_bytes = max_read_bytes
         local = isinstance(self._objects, LocalObjects)
@@ -108,6 +110,7 @@ class CheckpointStore:
                 raise IntegrityError(
                     f"{manifest.id}/{shard.file} of {shard.bytes} bytes {what}", Where(rank=shard.rank)
                 )
+        # The same manifest may be given again: of a first try it may not be known whether it arrived.
         self._objects.create(f"{folder}/{_MANIFEST}", to_json(manifest).encode())
         logger.info("checkpoint %s is complete: %d shards", manifest.id, len(manifest.shards))
 
@@ -166,12 +169,12 @@ class CheckpointStore:
         """Manifest first: from then on it is no checkpoint, whatever happens to the rest."""
         folder = self._folder(checkpoint_id)
         self._objects.remove([f"{folder}/{_MANIFEST}"])
-        self._objects.remove(sorted(self._objects.sizes(folder)))
+        self._objects.remove(sorted(self._objects.sizes(folder, unfinished=True)))
 
     def abandon(self, checkpoint_id: str) -> None:
         """Remove the shards of a checkpoint that will never be complete. Raises IntegrityError when it is."""
         folder = self._folder(checkpoint_id)
-        paths = sorted(self._objects.sizes(folder))
+        paths = sorted(self._objects.sizes(folder, unfinished=True))
         if f"{folder}/{_MANIFEST}" in paths:
             raise IntegrityError(f"checkpoint {checkpoint_id} is complete and is not abandoned but deleted")
         self._objects.remove(paths)
@@ -185,10 +188,10 @@ class CheckpointStore:
         return True
 
     def _found(self) -> dict[CheckpointRef, bool]:
-        """Every checkpoint folder, and whether it has a manifest."""
+        """Every checkpoint folder, also of an upload that was never finished, and whether it has a manifest."""
         top = f"{self.run_id}/checkpoints"
         found: dict[CheckpointRef, bool] = {}
-        for path in self._objects.sizes(top):
+        for path in self._objects.sizes(top, unfinished=True):
             folder, _, file = path[len(top) + 1 :].partition("/")
             try:
                 ref = parse_checkpoint_id(folder)

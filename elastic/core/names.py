@@ -47,6 +47,14 @@ def check_run_id(run_id: str) -> str:
     return run_id
 
 
+def check_path(path: str) -> str:
+    """Returns a path relative to the storage ("" is its top), or raises IntegrityError where it leads out."""
+    parts = path.split("/") if path else []
+    if any(part in ("", ".", "..") for part in parts) or "\0" in path or "\\" in path:
+        raise IntegrityError(f"{path[:220]!r} is not a path below the storage")
+    return path
+
+
 def shard_file(rank: int, world_size: int) -> str:
     """For example "rank-00000-of-00004.safetensors"."""
     return f"rank-{rank:05d}-of-{world_size:05d}.safetensors"

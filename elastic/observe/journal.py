@@ -19,7 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic.core.errors import Fenced, RunNotFound
+from elastic.core.secrets import redact
 from elastic.observe.segments import Segments, open_segments
+from elastic.store.objects import TIMEOUT_S
 
 logger = logging.getLogger(__name__)
 
@@ -42,14 +44,25 @@ class JournalWriter:
     """The one writer of a run's journal: one controller. Methods may be called from any thread.
 
     `incarnation` None claims the next number, whatever it is. `replayed` holds the records of all incarnations before.
+    `secrets` are texts that must not be written; what looks like a credential is not written either.
     Raises Fenced when the incarnation is taken or is not the newest.
     """
 
     def __init__(
-        self, url: str, run_id: str, incarnation: int | None = None, clock: Callable[[], float] = time.time
+        self,
+        url: str,
+        run_id: str,
+        incarnation: int | None = None,
+        clock: Callable[[], float] = time.time,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        secrets: Sequence[str] = (),
     ) -> None:
-        self._segments = open_segments(url, run_id)
+        self._segments = open_segments(url, run_id, timeout_s)
         self._clock = clock
+        self._secrets = tuple(secrets)
+        # Given and stamped, of an extend that failed: it is not known whether they were written.
+        self._unsure: list[tuple[Mapping[str, Any], Record]] = []
         self._lock = threading.Lock()
         self.incarnation = _claim_next(self._segments) if incarnation is None else incarnation
         if incarnation is not None:
@@ -64,17 +77,26 @@ class JournalWriter:
 
     def append(self, record: Mapping[str, Any]) -> Record:
         """Durable on return; gives the record as stamped. Raises Fenced when a newer controller has taken over, and
-        StorageError, after which the same record may be appended again."""
+        StorageError, after which the same record is to be appended again."""
         return self.extend([record])[0]
 
     def extend(self, records: Sequence[Mapping[str, Any]]) -> list[Record]:
         """`append` for several at once: all of them or none."""
         with self._lock:
             self._check_newest()
-            stamped = [self._stamp(record, self._seq + 1 + i) for i, record in enumerate(records)]
-            self._segments.append(self.incarnation, "".join(_line(record) for record in stamped))
+            stamped = self._stamped(records)
+            self._unsure = list(zip(records, stamped, strict=True))
+            self._segments.append(self.incarnation, "".join(redact(_line(r), self._secrets) for r in stamped))
+            self._unsure = []
             self._seq += len(stamped)
             return stamped
+
+    def _stamped(self, records: Sequence[Mapping[str, Any]]) -> list[Record]:
+        """Those that were given before get the stamps that they had, so that they are written as the same bytes."""
+        before = self._unsure if [given for given, _ in self._unsure] == list(records[: len(self._unsure)]) else []
+        again = [stamped for _, stamped in before]
+        first = self._seq + 1 + len(again)
+        return again + [self._stamp(record, first + i) for i, record in enumerate(records[len(again) :])]
 
     def _stamp(self, record: Mapping[str, Any], seq: int) -> Record:
         stamp = {"seq": seq, "incarnation": self.incarnation, "time": round(self._clock(), 4)}

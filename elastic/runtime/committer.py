@@ -11,7 +11,7 @@ from typing import Any
 from elastic.checkpoint.storage import CheckpointStore
 from elastic.core import events as ev
 from elastic.core.assembly import assemble
-from elastic.core.errors import ElasticError, StorageError
+from elastic.core.errors import ElasticError, StorageError, UsageError
 from elastic.core.manifest import Manifest, ShardRecord
 from elastic.core.names import checkpoint_id
 from elastic.core.retention import to_delete
@@ -72,13 +72,13 @@ class Committer:
             logger.warning("unfinished checkpoints could not be removed: %s", error)
 
     async def _commit(self, name: str, protect: str | None) -> None:
-        shards = list(self._shards.pop(name).values())
+        shards, written_at = list(self._shards.pop(name).values()), time.time()
         failures, limits = 0, self._settings.failures
         while True:
             try:
-                manifest = await asyncio.to_thread(self._write, shards)
+                manifest = await asyncio.to_thread(self._write, shards, written_at)
                 break
-            except StorageError as error:
+            except (StorageError, UsageError) as error:  # credentials and rights are mended, too
                 retry_s = min(limits.storage_backoff_s * 2.0 ** min(failures, 30), limits.storage_backoff_limit_s)
                 failures += 1
                 self._emit(ev.SaveFailing(shards[0].step, str(error), retry_s))
@@ -95,8 +95,9 @@ class Committer:
         self._emit(ev.CheckpointCommitted(name, manifest.step, manifest.generation))
         await asyncio.to_thread(self._retire, {name, protect or name})
 
-    def _write(self, shards: list[ShardRecord]) -> Manifest:
-        manifest = assemble(shards, run_id=self._settings.run_id, versions=self._versions, written_at=time.time())
+    def _write(self, shards: list[ShardRecord], written_at: float) -> Manifest:
+        # The same bytes at every try: one whose answer was lost may have written them already.
+        manifest = assemble(shards, run_id=self._settings.run_id, versions=self._versions, written_at=written_at)
         self._store.commit(manifest)
         return manifest
 

@@ -22,6 +22,7 @@ from elastic.core import events as ev
 from elastic.core import machine
 from elastic.core.detector import LastSeen
 from elastic.core.errors import Fenced
+from elastic.core.secrets import secret_values
 from elastic.core.settings import RunSettings
 from elastic.core.sharing import Claim
 from elastic.core.state import USER_CODE_FAILED, Ending, Finished, RunState, Training, WorkerPhase
@@ -232,8 +233,11 @@ class ControllerActor:
 
     async def _start(self, reconstructed: bool) -> None:
         settings, here = self._settings, ray.get_runtime_context().current_actor
-        store = CheckpointStore(settings.checkpoint.url, settings.run_id)
-        self._journal = await asyncio.to_thread(JournalWriter, settings.storage_url, settings.run_id)
+        limit_s = settings.failures.storage_timeout_s
+        store = CheckpointStore(settings.checkpoint.url, settings.run_id, timeout_s=limit_s)
+        self._journal = await asyncio.to_thread(
+            JournalWriter, settings.storage_url, settings.run_id, timeout_s=limit_s, secrets=secret_values(os.environ)
+        )
         self._records.open(self._journal)
         old = replay(self._journal.replayed, settings) if reconstructed else Replayed.nothing(settings, self._journal)
         self._telemetry = old.telemetry(settings, time.time(), self._records.note)

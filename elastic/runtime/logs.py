@@ -7,20 +7,18 @@ import os
 import sys
 from pathlib import Path
 
-import fsspec
-from fsspec.implementations.local import LocalFileSystem
-
 from elastic.core.names import check_run_id
+from elastic.store.address import local_root
 
 logger = logging.getLogger(__name__)
 
 
 def log_file(storage_url: str, run_id: str, worker: int) -> Path | None:
     """None where the storage is no disk: object stores cannot append."""
-    fs, root = fsspec.core.url_to_fs(storage_url)
-    if not isinstance(fs, LocalFileSystem):
+    root = local_root(storage_url)
+    if root is None:
         return None
-    return Path(str(root)) / check_run_id(run_id) / "logs" / f"worker-{worker:04d}.log"
+    return Path(root) / check_run_id(run_id) / "logs" / f"worker-{worker:04d}.log"
 
 
 def redirect(path: Path | None) -> None:

@@ -217,7 +217,9 @@ class WorkerActor:
             assert self._node is not None
             logger.debug("imported %s", source)
             self._memory = NodeMemory(self._node.memory_name, self._token)
-        self._store = CheckpointStore(self._settings.checkpoint.url, self._settings.run_id)
+        self._store = CheckpointStore(
+            self._settings.checkpoint.url, self._settings.run_id, timeout_s=failures.storage_timeout_s
+        )
         self._writer = BackgroundWriter(
             self._store,
             on_written=lambda record: self._outbox.put(Item("shard", record, replay=True)),

@@ -10,7 +10,7 @@ from elastic.core.errors import UsageError
 from elastic.core.names import check_run_id
 from elastic.entrypoint import EntryPoint, load_entry_point, parse_entry_point
 from jobs.backend import Backend, check_nodes, growth
-from jobs.checks import check_checkpoint_storage, check_deepspeed
+from jobs.checks import check_checkpoint_storage, check_deepspeed, check_secrets
 from jobs.commands.common import output_arguments, place_arguments, storage_argument
 from jobs.faults import parse_faults
 from jobs.follow import check_summary_file
@@ -44,16 +44,17 @@ def prepare(options: argparse.Namespace) -> Launch:
     check_summary_file(options.summary)
     check_chaos(options)
     check_deepspeed(spec)
+    check_secrets(spec)
     entry = parse_entry_point(spec.entry_point, job.absolute().parent)
     load_entry_point(entry)
     plan = _plan(options, spec, entry, job)
     settings = plan.run_settings
     check_place(plan)
+    check_checkpoint_storage(settings)
     if RunFolder(settings.storage_url, settings.run_id).read("job.json") is not None:
         raise UsageError(
             f"there is a run {settings.run_id!r} in {settings.storage_url} already; go on with it by `elastic resume`"
         )
-    check_checkpoint_storage(settings)
     return plan
 
 

@@ -8,12 +8,12 @@ import pytest
 from checkpoint_samples import one_snapshot
 
 from elastic.checkpoint.faults import Fault, FaultyObjects
-from elastic.checkpoint.objects import LocalObjects
 from elastic.checkpoint.snapshot import ShardSnapshot
 from elastic.checkpoint.storage import CheckpointStore
 from elastic.checkpoint.writer import BackgroundWriter, retry_delay_s
 from elastic.core.errors import ElasticError, Fenced, IntegrityError, StorageError
 from elastic.core.manifest import ShardRecord
+from elastic.store.local import LocalObjects
 
 # How long a test waits for what must happen; it never passes by waiting.
 PATIENCE_S = 60.0

@@ -1,0 +1,115 @@
+"""What must not be written down: credentials in addresses, in a job's options, and in texts on their way to storage.
+
+Names say more than values, and neither says everything: what is refused here is what is surely a slip. `redact` is the
+second net, under everything that goes to a journal.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from elastic.core.errors import UsageError
+
+HIDDEN = "***"
+
+# Whole last words of a name, so that `max_tokens`, `tokenizer` and `num_key_value_heads` are none of them.
+_NAMES = re.compile(
+    r"(?:^|_)(?:password|passwd|passphrase|secrets?|credentials?|(?:api|access|secret|private|account|auth|signing"
+    r"|encryption)_?key|(?:access|auth|bearer|session|refresh)_?token)$"
+)
+_TOKEN = re.compile(r"(?:^|_)token$")
+# A token of text ("<|endoftext|>") is not a token of access, which is long and holds letters and digits.
+_RANDOM = re.compile(r"(?=.*[0-9])(?=.*[A-Za-z])[A-Za-z0-9_\-./+=]{16,}")
+_KNOWN = re.compile(
+    r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\bhf_[A-Za-z0-9]{30,}|\bgh[opsu]_[A-Za-z0-9]{30,}|\bgithub_pat_[A-Za-z0-9_]{30,}"
+    r"|\bsk-[A-Za-z0-9_-]{20,}|\bxox[abprs]-[A-Za-z0-9-]{10,}|\beyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]+"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[A-Za-z0-9+/=\s\\]*"
+)
+_USER_INFO = re.compile(r"(?<=://)[^/?#@\s\"'\\]+(?=@)")
+_QUERY = re.compile(
+    r"(?i)(?<=[?&])((?:x-amz-(?:signature|credential|security-token)|x-goog-(?:signature|credential)|sig|signature"
+    r"|token|access_?token|password|secret|key|api_?key|accountkey)=)[^&#\s\"'\\]+"
+)
+_SHORTEST = 8
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether a variable or key of this name holds a secret: "AWS_SECRET_ACCESS_KEY", "hfToken", "db-password"."""
+    snake = _snake(name)
+    return bool(_NAMES.search(snake) or _TOKEN.search(snake))
+
+
+def check_url(url: str) -> str:
+    """Returns the address, or raises UsageError when it holds credentials: addresses are written to every journal."""
+    shown = redact_url(url)
+    if shown != url:
+        raise UsageError(
+            f"the storage address {shown} holds credentials, which would be written to the run's journal; give them by "
+            "the environment instead (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the machine's own role)"
+        )
+    return url
+
+
+def check_options(options: Any, name: str) -> None:
+    """Raises UsageError naming the first value below `name` that is surely a secret: options are kept in storage."""
+    found = _find(options, name)
+    if found is not None:
+        raise UsageError(
+            f"{found} looks like a secret, and a job's options are kept in storage; leave it out, give it by the "
+            "environment of the workers, and read it there from os.environ"
+        )
+
+
+def redact_url(url: str) -> str:
+    """The address without user, password and signatures."""
+    return _QUERY.sub(rf"\1{HIDDEN}", _USER_INFO.sub(_hide_user, url))
+
+
+def redact(text: str, values: Iterable[str] = ()) -> str:
+    """`text` without credentials in URLs, tokens of well-known forms, and `values`. JSON stays JSON."""
+    for value in values:
+        text = text.replace(value, HIDDEN)
+    return _KNOWN.sub(HIDDEN, redact_url(text))
+
+
+def secret_values(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """The values of variables that hold secrets, longest first, as they are and as they look inside JSON."""
+    found = {value for name, value in environment.items() if is_secret_name(name) and len(value) >= _SHORTEST}
+    found |= {json.dumps(value, ensure_ascii=False)[1:-1] for value in found}
+    return tuple(sorted(found, key=lambda value: (-len(value), value)))
+
+
+def _find(value: Any, path: str) -> str | None:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            below = f"{path}.{key}"
+            if isinstance(item, str) and _is_secret(str(key), item):
+                return below
+            if (found := _find(item, below)) is not None:
+                return found
+    elif isinstance(value, (list, tuple)):
+        return next((found for n, item in enumerate(value) if (found := _find(item, f"{path}[{n}]")) is not None), None)
+    elif isinstance(value, str) and (_KNOWN.search(value) or redact_url(value) != value):
+        return path
+    return None
+
+
+def _is_secret(name: str, value: str) -> bool:
+    snake = _snake(name)
+    if _TOKEN.search(snake) and _RANDOM.fullmatch(value):
+        return True
+    # An empty one is a place for a secret, and "$NAME" is where to find one.
+    return bool(value) and not value.startswith("$") and bool(_NAMES.search(snake))
+
+
+def _hide_user(found: re.Match[str]) -> str:
+    # sftp://user@host names a user, which is no secret; an access key in that place is one.
+    user = found[0]
+    return user if ":" not in user and not _KNOWN.search(user) else HIDDEN
+
+
+def _snake(name: str) -> str:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).replace("-", "_").lower()

@@ -1,0 +1,172 @@
+"""Objects as files: a folder of this machine, or of a shared file system mounted on it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+
+from elastic.core.errors import IntegrityError
+from elastic.core.names import check_path
+from elastic.store.errors import cut_off, translated
+from elastic.store.objects import Chunk
+
+_TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.tmp$")
+
+
+class LocalObjects:
+    """`Objects` below a folder. A file is written under a temporary name, synced and renamed."""
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+
+    def put(self, path: str, chunks: Iterable[Chunk]) -> None:
+        with translated(path, writing=True), self._temporary(path, chunks) as (temporary, final):
+            os.replace(temporary, final)
+            _sync_folder(os.path.dirname(final))
+
+    def create(self, path: str, data: bytes) -> None:
+        try:
+            with translated(path, writing=True), self._temporary(path, [data]) as (temporary, final):
+                _link_new(temporary, final)
+                _sync_folder(os.path.dirname(final))
+        except IntegrityError:
+            # Ours already, of a try whose answer was lost, or taken.
+            if self.get(path) != data:
+                raise
+
+    def get(self, path: str) -> bytes:
+        with translated(path), open(self._at(path), "rb") as file:
+            return file.read()
+
+    def read_into(self, path: str, begin: int, views: Sequence[memoryview]) -> None:
+        with translated(path), open(self._at(path), "rb", buffering=0) as file:
+            for batch in _batches(views):
+                begin += _read_batch(file.fileno(), path, begin, batch)
+
+    def names(self, folder: str) -> list[str]:
+        with translated(folder):
+            try:
+                return sorted(os.listdir(self._at(folder)))
+            except FileNotFoundError:
+                return []
+
+    def sizes(self, folder: str, *, unfinished: bool = False) -> dict[str, int]:
+        found: dict[str, int] = {}
+        with translated(folder):
+            top = self._at(folder)
+            if os.path.isdir(top):
+                os.listdir(top)  # os.walk() would take an unreadable folder for an empty one
+            for place, _, files in os.walk(top):
+                for file in files:
+                    if _TEMPORARY.search(file) and not unfinished:
+                        continue
+                    # A file may go away while we look: another process may be deleting an old checkpoint.
+                    with contextlib.suppress(FileNotFoundError):
+                        relative = os.path.relpath(os.path.join(place, file), self._root).replace(os.sep, "/")
+                        found[relative] = os.path.getsize(os.path.join(place, file))
+        return found
+
+    def remove(self, paths: Sequence[str]) -> None:
+        for path in paths:
+            with translated(path), contextlib.suppress(FileNotFoundError):
+                os.unlink(self._at(path))
+        for folder in {os.path.dirname(self._at(path)) for path in paths}:
+            with contextlib.suppress(OSError):  # not empty: then it stays
+                os.rmdir(folder)
+
+    def _at(self, path: str) -> str:
+        """Where an object lies. Raises IntegrityError where that is not below the root, by ".." or a symbolic link."""
+        check_path(path)
+        at = os.path.join(self._root, *path.split("/"))
+        root, real = os.path.realpath(self._root), os.path.realpath(at)
+        if os.path.commonpath([root, real]) != root:
+            raise IntegrityError(f"{path} leads out of the storage by a symbolic link; such a file is not touched")
+        return at
+
+    @contextlib.contextmanager
+    def _temporary(self, path: str, chunks: Iterable[Chunk]) -> Iterator[tuple[str, str]]:
+        """A complete, synced file beside its final name; removed at the end if it still has its temporary name."""
+        final = self._at(path)
+        _make_folder(os.path.dirname(final))
+        temporary = f"{final}.{uuid.uuid4().hex}.tmp"
+        try:
+            with open(temporary, "wb", buffering=0) as file:
+                for chunk in chunks:
+                    _write_all(file.fileno(), memoryview(chunk))
+                os.fsync(file.fileno())
+            yield temporary, final
+        finally:
+            # Also frees the space at once when the disk is full.
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+
+
+def _batches(views: Sequence[memoryview]) -> Iterator[Sequence[memoryview]]:
+    for first in range(0, len(views), 512):  # a system call takes 1,024 at most
+        yield views[first : first + 512]
+
+
+def _read_batch(descriptor: int, path: str, begin: int, views: Sequence[memoryview]) -> int:
+    """Fill the views; a system call may return less than was asked for, and does above 2 GiB."""
+    total = sum(len(view) for view in views)
+    done = 0
+    left = [view for view in views if len(view)]
+    while left:
+        count = os.preadv(descriptor, left, begin + done)
+        if count == 0:
+            raise cut_off(path, begin + total, begin + done)
+        done += count
+        while left and count >= len(left[0]):
+            count -= len(left.pop(0))
+        if left:
+            left[0] = left[0][count:]
+    return total
+
+
+def _write_all(descriptor: int, chunk: memoryview) -> None:
+    rest = chunk.cast("B") if chunk.nbytes else chunk[:0]
+    while len(rest):
+        rest = rest[os.write(descriptor, rest) :]
+
+
+def _link_new(temporary: str, final: str) -> None:
+    """Give a file its final name unless that is taken."""
+    try:
+        os.link(temporary, final)  # unlike a rename, it fails when the name is taken
+    except FileExistsError:
+        raise
+    except OSError:
+        # Some mounted file systems have no links. Then only two callers at the same moment would go unnoticed.
+        if os.path.exists(final):
+            raise FileExistsError(errno.EEXIST, "exists already", final) from None
+        os.replace(temporary, final)
+
+
+def _make_folder(folder: str) -> None:
+    """With the folders above it, all of them durable: a synced file in a folder that a crash forgets is lost too."""
+    missing = []
+    at = folder
+    while at and not os.path.isdir(at):
+        missing.append(at)
+        at = os.path.dirname(at)
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except FileExistsError as error:
+        # In a caller's eyes an object that exists already would be another matter.
+        raise NotADirectoryError(errno.ENOTDIR, "a file is in the way", folder) from error
+    for made in reversed(missing):
+        _sync_folder(os.path.dirname(made) or ".")
+
+
+def _sync_folder(folder: str) -> None:
+    """Makes a rename durable. Some file systems do not offer it, and then it is not needed."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,68 @@
+"""Named byte strings in storage: the few things that checkpoints and journals need of a file system or object store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from fsspec.implementations.local import LocalFileSystem
+
+from elastic.store.address import file_system, is_s3
+
+Chunk = bytes | bytearray | memoryview
+TIMEOUT_S = 300.0
+
+
+class Objects(Protocol):
+    """Paths are relative, with "/" between parts. Every method may be called from any thread.
+
+    Raises IntegrityError where an object is missing or too short, or a path leads out of the storage; UsageError where
+    the address or the permissions must be changed; and StorageError for all else. What may have been a hiccup of a
+    network has been tried again by then.
+    """
+
+    def put(self, path: str, chunks: Iterable[Chunk]) -> None:
+        """Write an object, or replace it. It is durable when this returns; a reader sees all of it or none, also when
+        `chunks` raises. Chunks may be looked at until then. What a killed process leaves is listed by `sizes`."""
+        ...
+
+    def create(self, path: str, data: bytes) -> None:
+        """As `put`, but raises IntegrityError when the object exists with other content. On stores without a
+        conditional write, two callers at the same moment may both succeed."""
+        ...
+
+    def get(self, path: str) -> bytes: ...
+
+    def read_into(self, path: str, begin: int, views: Sequence[memoryview]) -> None:
+        """Fill the views, one after the other, with the bytes from `begin` on."""
+        ...
+
+    def names(self, folder: str) -> list[str]:
+        """The names directly below a folder, of objects and of folders, sorted; empty when there is no such folder."""
+        ...
+
+    def sizes(self, folder: str, *, unfinished: bool = False) -> dict[str, int]:
+        """Path and size in bytes of every object below a folder; empty when there is no such folder.
+
+        With `unfinished` also what writes have left that were killed, under names that `remove` understands.
+        """
+        ...
+
+    def remove(self, paths: Sequence[str]) -> None:
+        """Remove objects, and folders left empty. What does not exist is not an error."""
+        ...
+
+
+def open_objects(url: str, timeout_s: float = TIMEOUT_S) -> Objects:
+    """The objects below any fsspec URL or a plain local path; nothing is asked of the storage yet.
+
+    No request to a store elsewhere takes longer than `timeout_s`, further tries included.
+    """
+    from elastic.store.local import LocalObjects
+    from elastic.store.remote import RemoteObjects
+    from elastic.store.s3 import S3Objects
+
+    fs, root = file_system(url)
+    if isinstance(fs, LocalFileSystem):
+        return LocalObjects(root)
+    return S3Objects(fs, root, timeout_s) if is_s3(fs) else RemoteObjects(fs, root, timeout_s)
