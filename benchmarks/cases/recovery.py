@@ -55,19 +55,15 @@ class Found:
 
 
 def plans(options: Options) -> list[Plan]:
-    killed, slower, few, frozen = (options.pick(full, 1) for full in (10, 6, 2, 4))
+    killed, slower, few = (options.pick(full, 1) for full in (10, 6, 2))
     fast = (Target("median", 1.5), Target("p95", 3.0))
     slow = (Target("median", 3.0),)
     every = [
         *(Plan("node SIGKILL -> next step, 4 -> 3", "kill_node", stage, "memory", times, targets)
           for stage, times, targets in ((1, killed, fast), (2, killed, fast), (3, slower, slow))),
         *(Plan("node SIGKILL -> next step, 4 -> 3", "kill_node", stage, "storage", few) for stage in (1, 2, 3)),
-        Plan("worker SIGKILL -> next step", "kill_worker", 2, "memory", slower, (Target("median", 3.0),)),
-        Plan("node frozen -> next step", "freeze_node", 2, "memory", frozen, (Target("median", 4.0),)),
-        Plan("worker SIGKILL with a warm spare -> next step", "kill_worker", 2, "memory", frozen,
-             (Target("median", 1.5),), spares=1),
     ]  # fmt: skip
-    return [every[0], every[6]] if options.quick else every
+    return every[:1] if options.quick else every
 
 
 def measure(options: Options) -> list[Figure]:

@@ -38,7 +38,7 @@ from elastic.runtime.holdings import Assembled
 from elastic.runtime.incidents import IncidentBook
 from elastic.runtime.outbox import Item, Reply
 from elastic.runtime.outlook import OutlookWatch
-from elastic.runtime.progress import News, figures
+from elastic.runtime.progress import News, cadence_record, figures
 from elastic.runtime.records import Records
 from elastic.runtime.replay import Replayed, replay
 from elastic.runtime.versions import versions
@@ -174,6 +174,8 @@ class ControllerActor:
                 self._events.put_nowait(first)
             if done is not None:
                 self._completed(done, now)
+        elif item.kind == "cadence":
+            self._records.note(cadence_record(item.data))
         elif item.kind == "restored":
             restore = self._telemetry.restored(item.data)
             if restore is not None:

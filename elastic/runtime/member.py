@@ -94,6 +94,10 @@ class Member:
         # A copy: the training thread may be adding to it.
         return [{key: report[key] for key in _OF_A_STEP} for report in tuple(self._recent)]
 
+    def cadence(self, step: int, every_steps: int, cost_s: float, step_s: float) -> None:
+        told = {"step": step, "every_steps": every_steps, "cost_s": cost_s, "step_s": step_s}
+        self._outbox.put(Item("cadence", {**told, **self._place()}))
+
     def memory_lost(self, reason: str) -> None:
         self._memory_works = False
         self._post(ev.MemoryLost(self._spec.generation, self._worker, reason))

@@ -25,7 +25,7 @@ _KEEP = 1024
 
 @dataclass(frozen=True)
 class Item:
-    """One message. `kind` is "event", "step", "shard" or "save-failing"; `key` tells duplicates apart."""
+    """One message. `kind` is "event", "step", "restored", "shard" or "cadence"; `key` tells duplicates apart."""
 
     kind: str
     data: Any

@@ -77,3 +77,15 @@ def _placement(state: RunState) -> list[dict[str, Any]]:
         for worker in state.workers.values()
         if worker.phase is not WorkerPhase.STARTING
     ]
+
+
+def cadence_record(told: Mapping[str, Any]) -> dict[str, Any]:
+    """The journal's record of how often snapshots are taken, and why; from a member's report of it."""
+    every = int(told["every_steps"])
+    often = "at every step" if every == 1 else f"every {every} steps"
+    cost_ms, step_ms = 1e3 * told["cost_s"], 1e3 * told["step_s"]
+    why = f"one delays training by {cost_ms:.2g} ms, and a step takes {step_ms:.3g} ms"
+    place = {key: told[key] for key in ("generation", "world_size", "step")}
+    figures = {"every_steps": every, "cost_s": told["cost_s"], "step_s": told["step_s"]}
+    sentence = f"a snapshot is taken into memory {often}: {why}"
+    return {"type": "decision", "kind": "cadence", "sentence": sentence, **place, "data": figures}

@@ -138,7 +138,7 @@ class ElasticEngine:
             assert self._state is not None
             # The last moment: nothing that was not proven good may change the weights.
             self._state.proven()
-            self._snapshots.fence()
+            progress.fenced_s += self._snapshots.fence()
         watched: AbstractContextManager[None] = nullcontext()
         if self._watch is not None and progress.on_last_pass:
             watched = self._watch.stepping()
@@ -222,7 +222,7 @@ class ElasticEngine:
         self.deepspeed.global_samples = self.plan.consumed(generation.step)
         assert self._snapshots is not None
         with self._translated():
-            stall_s = self._snapshots.prepare(ended - progress.begun)
+            stall_s = progress.fenced_s + self._snapshots.prepare(ended - progress.begun)
         metrics, generation.metrics = generation.metrics, {}
         report = self._report(progress, loss, bad)
         report = replace(report, duration_s=ended - progress.begun, own_s=own_s, save_stall_s=stall_s)

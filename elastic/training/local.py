@@ -54,6 +54,9 @@ class SilentCoordinator:
     def recent_steps(self) -> list[dict[str, Any]]:
         return []
 
+    def cadence(self, step: int, every_steps: int, cost_s: float, step_s: float) -> None:
+        logger.debug("from step %d on a snapshot every %d steps", step, every_steps)
+
     def memory_lost(self, reason: str) -> None:
         logger.warning("no snapshots in memory: %s", reason)
 

@@ -66,6 +66,8 @@ class StepProgress:
     forwards: int = 0
     backwards: int = 0
     data_wait_s: float = 0.0
+    # Waiting for copies of the step before to be made, before the weights may change.
+    fenced_s: float = 0.0
     tokens: int = 0
 
     @property

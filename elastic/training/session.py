@@ -94,7 +94,8 @@ class StepReport:
     `positions` are the half-open ranges of the global sample order that this rank consumed with non-zero weight.
     `loss` is this rank's part of the global mean: the sum over its micro-batches of loss * samples / step samples, so
     that the sum over ranks is the loss of the global batch. `grad_norm` is DeepSpeed's (None where it has none).
-    `duration_s` ends with the optimizer step; `save_stall_s` is what the snapshot of this step cost beyond that.
+    `duration_s` ends with the optimizer step; `save_stall_s` is how long snapshots kept the
+    training thread: that of this step beyond it, and that of the one before within it.
     `own_s` is the part of `duration_s` that this rank did not spend in collectives (0.0: not measured).
     `anomaly` says why the step was not applied, where it was not: `skipped` is then what it would have consumed.
     """
@@ -199,6 +200,10 @@ class Coordinator(Protocol):
 
     def recent_steps(self) -> list[dict[str, Any]]:
         """The latest reports of `step_done`, as JSON; from any thread."""
+        ...
+
+    def cadence(self, step: int, every_steps: int, cost_s: float, step_s: float) -> None:
+        """From `step` on a snapshot is taken into memory every `every_steps` steps, for what one costs."""
         ...
 
     def memory_lost(self, reason: str) -> None:

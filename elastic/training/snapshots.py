@@ -128,6 +128,7 @@ class _MemoryTier:
         self._taken: int | None = None
         self._complete = -1
         self._steps = 0
+        self._told = 0
         # Why this rank takes no snapshots; all ranks stop when one of them has a reason.
         self._problem: str | None = None
         self._off = False
@@ -191,8 +192,19 @@ class _MemoryTier:
             return False
         if complete >= 0:
             self._settle(complete)
-        self._cadence.agreed(-cost / _MICROSECONDS if known else None, -step / _MICROSECONDS)
+        cost_s, step_s = -cost / _MICROSECONDS, -step / _MICROSECONDS
+        self._cadence.agreed(cost_s if known else None, step_s)
+        self._tell(cost_s, step_s)
         return self._taken is None or complete >= self._taken
+
+    def _tell(self, cost_s: float, step_s: float) -> None:
+        """All ranks agree, so one of them tells; a small change is not worth a line."""
+        every, told = self._cadence.interval, self._told
+        generation = self._owner._generation
+        if self._cadence.fixed or cost_s <= 0.0 or generation.spec.rank != 0 or told / 1.5 < every < told * 1.5:
+            return
+        self._told = every
+        generation.coordinator.cadence(generation.step, every, cost_s, step_s)
 
     def _capture(self, step: int) -> None:
         """A problem of this rank alone is told at the next agreement: until then the others go on."""

@@ -19,6 +19,7 @@ from elastic.observe.journal import JournalWriter
 from elastic.runtime import codec, names
 from elastic.runtime.entry import Entry
 from elastic.runtime.incidents import IncidentBook
+from elastic.runtime.progress import cadence_record
 from elastic.runtime.records import Records
 from elastic.runtime.replay import Replayed, replay
 from elastic.runtime.telemetry import Telemetry
@@ -224,3 +225,13 @@ def test_storage_that_is_away_condemns_no_checkpoint() -> None:
     state, _ = machine.step(state, ev.RestoreFailed(2, 0, "", "away"), 8.0)
     assert state.rejected == ()
     assert state.newest_checkpoint is not None
+
+
+def test_how_often_snapshots_are_taken_is_written_down_with_the_reason() -> None:
+    told = {"generation": 3, "rank": 0, "world_size": 4, "step": 40, "every_steps": 3, "cost_s": 0.0012, "step_s": 0.05}
+    record = cadence_record(told)
+    assert (record["generation"], record["step"], record["data"]["every_steps"]) == (3, 40, 3)
+    assert record["sentence"] == (
+        "a snapshot is taken into memory every 3 steps: one delays training by 1.2 ms, and a step takes 50 ms"
+    )
+    assert "at every step" in cadence_record({**told, "every_steps": 1})["sentence"]
