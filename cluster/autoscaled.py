@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.autoscaled_cloud import HEAD_TYPE, WORKER_TYPE
-from cluster.local import LocalCluster, object_store
+from cluster.local import COMMAND_LIMIT_S, LocalCluster, object_store
 
 _HEAD = "node-0"
 _ENVIRONMENT = {
@@ -90,6 +90,10 @@ class AutoscaledCluster(LocalCluster):
             cluster.shutdown()
             raise
         return cluster
+
+    def offer(self, count: int) -> None:
+        """So many nodes can be had from now on, those that are there included. None is taken away."""
+        self._ask("offer", COMMAND_LIMIT_S, f"{count} nodes to be offered", count=count)
 
 
 def autoscaler_config(worker: Mapping[str, Any], max_nodes: int, idle_timeout_s: float) -> dict[str, Any]:

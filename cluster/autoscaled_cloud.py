@@ -88,7 +88,15 @@ class Cloud:
 
     # --- for whoever plays with the cluster ---
 
-    def offer(self) -> NodeInfo:
+    def offer(self, count: int) -> int:
+        """So many nodes can be had from now on, those that are there included; none of these is taken away."""
+        if not 0 <= count <= self._plan.max_nodes:
+            raise ClusterError(f"the cluster was started for {self._plan.max_nodes} nodes, so not for {count}")
+        self.at_hand = count
+        self.tick()
+        return count
+
+    def one_more(self) -> NodeInfo:
         """One more node can be had from now on; returns the one that this lets start, or a word about the next one."""
         if self.at_hand >= self._plan.max_nodes:
             raise ClusterError(f"the cluster was started for {self._plan.max_nodes} nodes, and all can be had already")

@@ -45,8 +45,8 @@ _PACKAGE_ROOT = Path(__file__).resolve().parent.parent
 _OPERATIONS = frozenset(
     {"kill_node", "remove_node", "freeze_node", "thaw_node", "kill_worker", "kill_process", "kill_control_store"}
 )
-# What the autoscaler of a cluster that has one asks of its cloud.
-_OF_CLOUD = frozenset({"launch", "instances", "terminate"})
+# What the cloud of a cluster with an autoscaler is asked, by that autoscaler and by owners.
+_OF_CLOUD = frozenset({"launch", "instances", "terminate", "offer"})
 
 
 class Keeper:
@@ -203,7 +203,7 @@ class Keeper:
 
     def _add_node(self, owner: Owner, request_id: int, name: str | None, limit_s: float) -> None:
         if self._cloud is not None:
-            owner.reply(request_id, result=[self._cloud.offer().to_json()])
+            owner.reply(request_id, result=[self._cloud.one_more().to_json()])
             return
         self._operations.check_control_store()
         self._operations.bury_lost()

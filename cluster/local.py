@@ -22,7 +22,7 @@ from cluster.source import ClusterEnded, ClusterError, NodeInfo
 from cluster.wire import Wire
 
 _PACKAGE_ROOT = Path(__file__).resolve().parent.parent
-_COMMAND_LIMIT_S = 30.0
+COMMAND_LIMIT_S = 30.0
 # Ray refuses less.
 _MIN_OBJECT_STORE_BYTES = 75 * 1024 * 1024
 # Keepers that this process has started and no longer owns: a Popen that is forgotten while its process runs warns.
@@ -126,7 +126,7 @@ class LocalCluster:
         return cluster
 
     def _hello(self) -> None:
-        self._about = self._ask("hello", _COMMAND_LIMIT_S, "the keeper to answer")
+        self._about = self._ask("hello", COMMAND_LIMIT_S, "the keeper to answer")
 
     @property
     def address(self) -> str:
@@ -156,7 +156,7 @@ class LocalCluster:
         return pid
 
     def nodes(self) -> tuple[NodeInfo, ...]:
-        return tuple(map(NodeInfo.from_json, self._ask("nodes", _COMMAND_LIMIT_S, "the list of nodes")))
+        return tuple(map(NodeInfo.from_json, self._ask("nodes", COMMAND_LIMIT_S, "the list of nodes")))
 
     def node(self, name: str) -> NodeInfo:
         for info in self.nodes():
@@ -223,10 +223,10 @@ class LocalCluster:
             self._wire.send({"id": 0, "do": "shutdown"})
         with contextlib.suppress(ClusterEnded):
             while True:  # Late replies, then the end of the connection, which comes with the end of the keeper.
-                self._wire.receive(_COMMAND_LIMIT_S, "the cluster to end")
+                self._wire.receive(COMMAND_LIMIT_S, "the cluster to end")
         self._wire.connection.close()
         if self._keeper is not None:
-            self._keeper.wait(_COMMAND_LIMIT_S)
+            self._keeper.wait(COMMAND_LIMIT_S)
 
     def __enter__(self) -> LocalCluster:
         return self
@@ -238,7 +238,7 @@ class LocalCluster:
 
     def _operate(self, command: str, **arguments: Any) -> NodeInfo:
         awaited = f"{command} {' '.join(map(str, arguments.values()))}"
-        return NodeInfo.from_json(self._ask(command, _COMMAND_LIMIT_S, awaited, **arguments))
+        return NodeInfo.from_json(self._ask(command, COMMAND_LIMIT_S, awaited, **arguments))
 
     def _ask(self, command: str, wait_s: float, awaited: str, /, **arguments: Any) -> Any:
         request_id = next(self._ids)

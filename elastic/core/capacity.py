@@ -110,9 +110,7 @@ def _why(slot: Resources, cluster: Cluster) -> str:
     for name, count in slot.items():
         best = max((node.get(name, 0.0) for node in nodes), default=0.0)
         if best <= 0.0:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            hint = f" (did you mean {near[0]}?)" if near else f" (there are {', '.join(known)})" if known else ""
-            return f"{name}: {_number(count)}, which no node has{hint}"
+            return f"{name}: {_number(count)}, which no node has{_hint(name, known)}"
         if best < count:
             largest = max((node.get(name, 0.0) for node in cluster.nodes.values()), default=0.0)
             return f"{name}: {_number(count)}, the largest node has {name}: {_number(largest)}"
@@ -123,6 +121,15 @@ def _why(slot: Resources, cluster: Cluster) -> str:
     name = next(name for name, count in slot.items() if lacking.get(name, 0.0) < count)
     has = f"the node that comes nearest has {name}: {_number(lacking.get(name, 0.0))}"
     return f"{told(slot)} together, {has}"
+
+
+def _hint(name: str, known: list[str]) -> str:
+    by_lower = {other.lower(): other for other in known}
+    # A GPU is no slip of a CPU.
+    near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.7)
+    if near:
+        return f" (did you mean {by_lower[near[0]]}?)"
+    return f" (there are {', '.join(known)})" if known else ""
 
 
 def _too_few(need: Need, cluster: Cluster, here: int) -> Judgement:

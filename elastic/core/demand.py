@@ -48,7 +48,9 @@ def keep_to_limit(turn: Turn) -> None:
     they may hold what the next generation begins from.
     """
     state, limit = turn.state, turn.state.max_slots
-    unused = [slot for slot in state.slots.values() if not _carries(state, slot)]
+    # Those on nodes that are going away are replaced, and given back, for that reason.
+    staying = [slot for slot in state.slots.values() if slot.node not in state.draining]
+    unused = [slot for slot in staying if not _carries(state, slot)]
     training = isinstance(state.stage, Training) and state.stage.first_step_done
     least = state.settings.scaling.min_slots
     placed = sum(slot.phase is SlotPhase.PLACED for slot in state.slots.values())
@@ -56,7 +58,7 @@ def keep_to_limit(turn: Turn) -> None:
     if not training and not stuck:
         unused = [slot for slot in unused if slot.phase is SlotPhase.PENDING]
     unused.sort(key=lambda slot: (slot.phase is SlotPhase.PENDING, slot.id in state.ceded, slot.id))
-    surplus = len(state.slots) - limit
+    surplus = len(staying) - limit
     for slot in unused[max(0, len(unused) - surplus) :] if surplus > 0 else ():
         turn.drop_slot(slot.id, "another run needs it")
 

@@ -244,7 +244,13 @@ class Run:
 
     def grow_to(self, world_size: int) -> None:
         """All ranks wait where they may not go on: let each planned end through until as many train."""
-        while self.handle.progress()["world_size"] < world_size:
+        self._resize(lambda now: now >= world_size)
+
+    def shrink_to(self, world_size: int) -> None:
+        self._resize(lambda now: now <= world_size)
+
+    def _resize(self, done: Callable[[int], bool]) -> None:
+        while not done(self.handle.progress()["world_size"]):
             number = self.wait_promises()
             # A generation that begins where they may not go on does its first step all the same.
             self.allow(max(self.waiting_at, self.handle.progress()["step"]) + 1)

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,20 +14,12 @@ from typing import Any
 import pytest
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from traces import LIMIT_S, Trace, listening_addresses, wait_until
 
 from cluster import ClusterEnded, ClusterError, LocalCluster, NodeInfo, NodeState, processes
 from cluster.nodes import TAG
 
 pytestmark = pytest.mark.ray
-
-_LIMIT_S = 60.0
-
-
-def wait_until(condition: Callable[[], object], awaited: Callable[[], str]) -> None:
-    deadline = time.monotonic() + _LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {_LIMIT_S:g} s for {awaited()}"
-        time.sleep(0.02)
 
 
 @ray.remote(num_cpus=1, max_restarts=0)
@@ -55,34 +46,6 @@ def connect() -> Iterator[Callable[[LocalCluster], None]]:
     ray.shutdown()
 
 
-class Trace:
-    """What a cluster has on this machine: processes, its directory, files in shared memory."""
-
-    def __init__(self, cluster: LocalCluster) -> None:
-        self.directory = cluster.directory
-        found = processes.table()
-        self.pids = {cluster.keeper_pid, *processes.descendants([cluster.keeper_pid], found)}
-        self.identities = {found[pid] for pid in self.pids}
-        self.shared = {path for pid in self.pids for path in self._shared_files(pid)}
-
-    @staticmethod
-    def _shared_files(pid: int) -> set[str]:
-        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-        paths = {line.split(maxsplit=5)[5] for line in lines if "/dev/shm/" in line}
-        return {path for path in paths if not path.endswith("(deleted)")}
-
-    def left(self) -> list[str]:
-        now = {(p.pid, p.start_ticks) for p in processes.table().values() if not p.zombie}
-        tag = f"{self.directory.name}/"
-        tagged = [pid for pid, _ in now if processes.environment(pid).get(TAG, "").startswith(tag)]
-        old = [p.pid for p in self.identities if (p.pid, p.start_ticks) in now]
-        files = [path for path in (str(self.directory), *self.shared) if os.path.exists(path)]
-        return [*(f"process {pid}" for pid in {*old, *tagged}), *files]
-
-    def wait_until_nothing_is_left(self) -> None:
-        wait_until(lambda: not self.left(), lambda: f"nothing to be left of the cluster; there is {self.left()}")
-
-
 def starter_pid(cluster: LocalCluster) -> int:
     raylet = processes.read(cluster.node("node-0").raylet_pid)
     assert raylet is not None
@@ -93,22 +56,6 @@ def starter_pid(cluster: LocalCluster) -> int:
 
 def ray_node(node: NodeInfo) -> dict[str, Any]:
     return next(entry for entry in ray.nodes() if entry["NodeID"] == node.node_id)
-
-
-def listening_addresses(pids: set[int]) -> set[str]:
-    """Where any of the processes takes TCP connections, as the kernel writes it (hex)."""
-    inodes = set()
-    for pid in pids:
-        for entry in Path(f"/proc/{pid}/fd").iterdir():
-            target = os.readlink(entry) if entry.is_symlink() else ""
-            inodes.add(target.removeprefix("socket:[").removesuffix("]"))
-    found = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and fields[9] in inodes:
-                found.add(fields[1].partition(":")[0])
-    return found
 
 
 def test_a_cluster_is_what_was_asked_for(connect: Callable[[LocalCluster], None], tmp_path: Path) -> None:
@@ -154,7 +101,7 @@ def test_a_killed_node_is_gone_at_once_and_can_be_brought_back(connect: Callable
         alive = {pid for pid in killed.pids if processes.read(pid) is not None}
         assert alive == set()
         with pytest.raises(ray.exceptions.RayActorError):
-            ray.get(workers[2].pid.remote(), timeout=_LIMIT_S)
+            ray.get(workers[2].pid.remote(), timeout=LIMIT_S)
         assert ray.get([worker.pid.remote() for worker in workers[:2]]) == pids[:2]
         with pytest.raises(ClusterError, match="node-2 is lost"):
             cluster.kill_node("node-2")
@@ -163,7 +110,7 @@ def test_a_killed_node_is_gone_at_once_and_can_be_brought_back(connect: Callable
         assert (back.name, back.lives, back.state) == ("node-2", 2, NodeState.ALIVE)
         assert back.node_id != victim.node_id
         assert ray_node(back)["Alive"]
-        assert ray.get(worker_on(back).pid.remote(), timeout=_LIMIT_S) in cluster.node("node-2").pids
+        assert ray.get(worker_on(back).pid.remote(), timeout=LIMIT_S) in cluster.node("node-2").pids
         trace = Trace(cluster)
         ray.shutdown()
     assert trace.left() == []
@@ -184,7 +131,7 @@ def test_a_frozen_node_stands_still_until_it_is_thawed(connect: Callable[[LocalC
         answer = worker.pid.remote()
         assert ray.wait([answer], timeout=0.5)[0] == []
         assert cluster.thaw_node("node-1").state is NodeState.ALIVE
-        assert ray.get(answer, timeout=_LIMIT_S) == pid
+        assert ray.get(answer, timeout=LIMIT_S) == pid
         ray.shutdown()
 
 
@@ -202,7 +149,7 @@ def test_single_processes_are_killed_only_if_they_are_the_clusters_own(connect: 
 
         assert cluster.kill_worker(pid).name == "node-1"
         with pytest.raises(ray.exceptions.RayActorError):
-            ray.get(worker.pid.remote(), timeout=_LIMIT_S)
+            ray.get(worker.pid.remote(), timeout=LIMIT_S)
         assert cluster.node("node-1").state is NodeState.ALIVE
 
         assert cluster.kill_process(raylet).name == "node-1"

@@ -19,6 +19,8 @@ class Cluster:
         self.world = world
         self.nodes = [Node(f"n{i}") for i in range(nodes)]
         self.names = nodes
+        # How many slots the run may have, for the sake of another one.
+        self.limit: int | None = None
         self.pending: list[int] = []
         self.placed: dict[int, Node] = {}
         self.requested: set[int] = set()
@@ -54,6 +56,14 @@ class Cluster:
     def drain(self, node: Node, deadline: float) -> None:
         node.draining = deadline
         self.tell_draining()
+
+    def share(self, limit: int | None) -> None:
+        """Another run needs slots, or does not any more."""
+        self.limit = limit
+        self.tell_share()
+
+    def tell_share(self) -> None:
+        self.world.tell(ev.SlotsShared(self.limit, "another run waits" if self.limit is not None else ""), 0.1)
 
     def tell_draining(self) -> None:
         self.world.clock.after(self.world.rng.uniform(0.0, 1.0), self._tell_draining)

@@ -36,6 +36,7 @@ _KINDS: dict[str, tuple[float, tuple[float, float] | None]] = {
     "drain_node": (3, (0.5, 40.0)),
     "drain_cancelled": (1, (1.0, 20.0)),
     "drain_forever": (1, None),
+    "other_run": (2, (1.0, 40.0)),
 }
 _STAGES = ("Waiting", "Joining", "Training", "Pausing", "Ending", "Closing")
 

@@ -210,6 +210,11 @@ class Injector:
         elif node.alive and not self.controller.over:
             self.clock.after(1.0, self._wait_until_empty, node)
 
+    def _other_run(self, fault: Fault) -> None:
+        """It needs slots for a while."""
+        self.cluster.share(int(fault.arg * self.controller.state.settings.scaling.max_slots))
+        self.clock.after(fault.lasts_s, self.cluster.share, None)
+
     def _storage_down(self, fault: Fault) -> None:
         self.storage.down = True
         self.clock.after(fault.lasts_s, self._storage_up)

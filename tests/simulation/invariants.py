@@ -201,11 +201,15 @@ class Invariants:
         many until the generation trains."""
         staying = [slot for slot in state.slots.values() if slot.node not in state.draining]
         steady = isinstance(state.stage, Training) and state.stage.first_step_done
-        if steady or not self.stayed:
+        used = {state.workers[worker].slot for worker in state.members if worker in state.workers}
+        if steady:
+            # Where each of them has lost a worker, the members may be in more slots than they would fill.
+            unused = [slot for slot in staying if slot.id not in used]
+            assert not unused or len(staying) <= state.max_slots, "more slots than allowed, and not all are used"
+        elif not self.stayed:
             assert len(staying) <= state.settings.scaling.max_slots, "more slots than allowed"
         if steady:
             going = {slot.id for slot in state.slots.values() if slot.node in state.draining}
-            used = {state.workers[worker].slot for worker in state.members}
             assert going <= used, "a slot is kept on a node that is going, and nobody trains there"
 
     def _budgets(self, state: RunState) -> None:
@@ -242,7 +246,9 @@ class Invariants:
             assert machine.next_deadline(state, machine.DEFAULT_POLICY) is not None, f"{stage} may last for ever"
         if isinstance(stage, Waiting):
             pending = any(slot.phase is SlotPhase.PENDING for slot in state.slots.values())
-            assert pending or machine.next_deadline(state, machine.DEFAULT_POLICY) is not None, f"{state} waits"
+            # What other runs need is looked at every second.
+            awaited = pending or state.slot_limit is not None
+            assert awaited or machine.next_deadline(state, machine.DEFAULT_POLICY) is not None, f"{state} waits"
             assert stage.reason, "a wait without a reason"
         if state.suspicion is not None:
             assert state.suspicion.suspects, "a suspicion of nobody"
@@ -273,6 +279,12 @@ class Invariants:
             left = after.incident and after.incident.planned and after.evicted
             if left and after.draining:
                 seen("left a node that is going")
+        if isinstance(new, Pausing) and new.purpose == "share" and not isinstance(old, Pausing):
+            seen("room made for another run")
+            left = {place for m in after.members if (place := after.workers[m].slot) not in after.evicted}
+            assert len(left) >= after.settings.scaling.min_slots, "a run that trains is stopped for another one"
+        if before.slots and not after.slots and isinstance(new, Waiting) and after.slot_limit is not None:
+            seen("let go of everything for another run")
         if isinstance(new, Pausing) and new.purpose == "drain" and new.durable and after.settings.memory.enabled:
             seen("too few without the node that is going")
         if after.false_alarms > before.false_alarms:

@@ -31,6 +31,7 @@ SOMETIMES = {
     "nodes that cannot reach each other", "cannot reach each other", "is let in again",
     "drained in time", "drained too late", "a drain that was cancelled", "left a node that is going",
     "begun on a node that is going, for want of another", "too few without the node that is going",
+    "room made for another run", "let go of everything for another run",
     "has not taken the checkpoint", "finished without its last generation",
 }  # fmt: skip
 

@@ -119,6 +119,7 @@ class World:
             if process.alive and process.worker not in state.workers:
                 self.cluster.kill(process)
         self.cluster.tell_draining()
+        self.cluster.tell_share()
         for worker in state.workers.values():
             known = self.cluster.processes.get(worker.id)
             if worker.phase is not WorkerPhase.STARTING and known is not None and not known.alive:

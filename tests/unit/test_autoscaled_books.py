@@ -60,13 +60,24 @@ def test_each_node_has_the_name_that_the_autoscaler_knows_it_by() -> None:
 def test_an_offer_starts_what_waits_longest() -> None:
     world = World()
     world.cloud.launch(4, {})
-    assert world.cloud.offer().name == "node-3"
+    assert world.cloud.one_more().name == "node-3"
     assert world.started == ["node-1", "node-2", "node-3"]
+
+
+def test_what_can_be_had_is_set_and_takes_nothing_away() -> None:
+    world = World()
+    world.cloud.launch(3, {})
+    world.cloud.offer(0)
+    assert list(world.cloud.instances()) == ["node-1", "node-2", "node-3"]
+    world.cloud.offer(3)
+    assert world.started[-1] == "node-3"
+    with pytest.raises(ClusterError, match="started for 4 nodes, so not for 5"):
+        world.cloud.offer(5)
 
 
 def test_no_more_is_offered_than_the_cluster_may_have() -> None:
     with pytest.raises(ClusterError, match="started for 2 nodes, and all can be had already"):
-        World(max_nodes=2).cloud.offer()
+        World(max_nodes=2).cloud.one_more()
 
 
 def test_one_more_can_be_had_every_few_seconds() -> None:
@@ -111,7 +122,7 @@ def test_a_wish_can_be_taken_back_before_it_was_granted() -> None:
     world.cloud.terminate("node-3")
     world.cloud.terminate("node-3")
     assert list(world.cloud.instances()) == ["node-1", "node-2"]
-    assert world.cloud.offer().name != "node-3"
+    assert world.cloud.one_more().name != "node-3"
 
 
 def test_a_node_that_is_being_started_is_not_torn_from_the_starter() -> None:

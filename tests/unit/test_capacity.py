@@ -48,6 +48,13 @@ def test_a_slip_in_a_name_is_told_with_the_nearest_one() -> None:
     assert "GPUs: 1, which no node has (did you mean GPU?)" in judged.sentence
 
 
+def test_a_gpu_is_no_slip_of_a_cpu() -> None:
+    judged = judge(Need({"CPU": 1, "GPU": 1}), hand({"CPU": 8.0}))
+    assert judged.sentence == (
+        "a worker wants GPU: 1, which no node has (there are CPU), and no autoscaler is there to bring another one"
+    )
+
+
 def test_an_unknown_name_is_told_with_those_that_there_are() -> None:
     assert "fpga: 1, which no node has (there are CPU, GPU, memory)" in judge(Need({"fpga": 1}), hand(NODE)).sentence
 
