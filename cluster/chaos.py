@@ -1,7 +1,7 @@
 """Faults by step: a plan as pure data, and an injector that carries its faults out on a cluster.
 
 kill-node@step=40,add-node@step=80          the last node that is no head, then the lost one back
-drain-node@step=40                          a notice: the node is gone half a minute later
+drain-node@step=40                          a notice; Ray ends the node when nothing is there
 kill-control-store@step=40,restart-control-store@step=60
 freeze-node:node-2@step=10                  a node by name, or by number: freeze-node:2@step=10
 """

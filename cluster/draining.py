@@ -1,11 +1,12 @@
 """Telling Ray that a node is about to go away, as a cloud's preemption notice does.
 
-Ray puts nothing new on such a node, and ends it at the deadline or as soon as nothing runs there. Every private use of
-Ray for it is in this module.
+Ray puts nothing new on such a node and ends it as soon as nothing runs there. At the deadline Ray does nothing: it is
+whoever gave the notice who then takes the node away. Every private use of Ray for it is in this module.
 """
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any
 from cluster.source import ClusterError
 
 _CALL_LIMIT_S = 10.0
+_CONNECT_LIMIT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,10 @@ def choose(nodes: Sequence[RayNode], wanted: str) -> RayNode:
 def _client(address: str) -> Any:
     from ray._raylet import GcsClient  # type: ignore[attr-defined]  # compiled, without types
 
+    host, _, port = address.rpartition(":")
     try:
+        # Ray's client tries for half a minute where nobody listens.
+        socket.create_connection((host, int(port)), _CONNECT_LIMIT_S).close()
         return GcsClient(address=address)
     except Exception as error:  # whatever the compiled client raises, nobody answers
         raise ClusterError(f"no Ray cluster answers at {address}: {_line(error)}") from error

@@ -185,7 +185,7 @@ class LocalCluster:
         return self._operate("thaw_node", name=name)
 
     def drain_node(self, name: str, notice_s: float = 30.0) -> NodeInfo:
-        """Tell Ray that the node will be gone in `notice_s` seconds; Ray ends it then."""
+        """Tell Ray that the node will be gone in `notice_s` seconds. It ends as soon as nothing runs there."""
         info = self.node(name)
         # Its raylet registers with the address that the control store was started with.
         drain(str(self._about["address"]), info.node_id, notice_s, "a preemption notice by this cluster's owner")

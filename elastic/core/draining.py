@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from elastic.core.events import NodesDraining
 from elastic.core.generations import start_pause
-from elastic.core.state import Notice, RunState, Slot, SlotPhase, Training, WorkerPhase
+from elastic.core.state import Notice, RunState, Slot, SlotPhase, Training, Waiting, WorkerPhase
 from elastic.core.turn import Turn
 
 
@@ -103,6 +103,8 @@ def drop_left(turn: Turn) -> None:
     """Once the others train, what is left on a node that is going is given back; so are slots beyond the maximum, which
     there are when a node stays after all."""
     stage = turn.state.stage
+    if isinstance(stage, Waiting):
+        _drop_saved(turn)
     if not isinstance(stage, Training) or not stage.first_step_done:
         return
     for slot in tuple(turn.state.slots.values()):
@@ -114,6 +116,18 @@ def drop_left(turn: Turn) -> None:
     unused.sort(key=lambda slot: (slot.phase is SlotPhase.PENDING, slot.id))
     for slot in unused[len(unused) - surplus :] if surplus > 0 else ():
         turn.drop_slot(slot.id, "there are enough without it")
+
+
+def _drop_saved(turn: Turn) -> None:
+    """Where too few are left to train: what is all but gone is given back at once if storage has everything, so that
+    Ray can end the node, which it does as soon as nothing is there."""
+    newest = turn.state.newest_checkpoint
+    if newest is None or newest.step < turn.state.furthest_step:
+        return
+    for slot in tuple(turn.state.slots.values()):
+        notice = turn.state.draining.get(slot.node or "")
+        if notice is not None and notice.urgent:
+            turn.drop_slot(slot.id, "its node is going away, and everything is saved")
 
 
 def _carries(state: RunState, slot: Slot) -> bool:

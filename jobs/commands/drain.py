@@ -43,7 +43,7 @@ def run(options: argparse.Namespace, backend: Backend) -> int:
         raise UsageError(str(error)) from error
     if options.json:
         put_json({"node": node.node_id, "name": node.name, "notice_s": options.notice})
-    say(f"node {node.name} ({node.node_id[:8]}) is drained and will be gone in {options.notice:.0f} s at most")
+    say(f"node {node.name} ({node.node_id[:8]}) is about to go, in {options.notice:.0f} s: nothing new is put on it")
     if options.run:
         say(f"see how the run leaves it:  elastic watch {options.run}")
     return 0

@@ -14,6 +14,10 @@ from jobs.cli import main
 pytestmark = pytest.mark.ray
 
 
+def carrying(run: Run) -> set[str]:
+    return {worker["node"] for worker in run.handle.progress()["workers"]}
+
+
 def _assert_planned(run: Run) -> None:
     run.assert_whole()
     incidents = run.incidents()
@@ -33,9 +37,9 @@ def test_a_preempted_node_is_left_before_its_time_is_up_and_replaced_when_it_com
     node = run.node_of(run.away_from_head()[0])
     cluster.drain_node(node.name, notice_s=6.0)
     run.walk_until(lambda: run.handle.progress()["world_size"] == 3, "the others to go on without it")
-    carrying = {worker["node"] for worker in run.handle.progress()["workers"]}
-    assert node.node_id not in carrying, "its slot is given back while it is still there"
-    # Ray ends a node at its deadline, or as soon as nothing is on it.
+    # Its slot is given back once they train, while it is still there.
+    run.walk_until(lambda: node.node_id not in carrying(run), "the slot to be given back")
+    # Ray ends a node that is drained as soon as nothing is on it.
     wait_until(lambda: cluster.node(node.name).state is NodeState.LOST, "Ray to end the node")
     cluster.add_node(node.name)
     run.grow_to(4)
@@ -80,8 +84,9 @@ def test_a_node_that_the_run_needs_is_left_with_a_checkpoint_and_waited_for(
     cluster.drain_node(node.name, notice_s=8.0)
     run.wait_promises()
     run.allow(run.waiting_at + 1)
-    run.wait_for("the run to wait for a node", lambda _: any("waiting for 1 more" in s for s in run.decisions()))
-    assert run.records("checkpoint"), "where nobody can go on, storage has it all"
+    # Where nobody can go on, storage has it all before anybody leaves.
+    run.wait_for("the checkpoint of the last step", lambda _: run.records("checkpoint"))
+    wait_until(lambda: run.handle.progress()["world_size"] == 0, "the run to wait for a node")
     wait_until(lambda: cluster.node(node.name).state is NodeState.LOST, "Ray to end the node")
     cluster.add_node(node.name)
     run.wait_generation(2)

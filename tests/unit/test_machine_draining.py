@@ -70,6 +70,7 @@ def test_a_node_that_the_run_cannot_do_without_is_trained_on_until_shortly_befor
     assert isinstance(s.stage, Pausing)
     s.commit(7)
     assert isinstance(s.stage, Waiting)
+    assert [action.slot for action in s.acts(act.ReleaseSlot)] == [1], "Ray ends a node when nothing is there"
     s.do(ev.MemorySurveyed(s.state.surveys)).wait(5.0)
     assert isinstance(s.stage, Waiting), "it is not begun with again"
     s.nodes(1)
