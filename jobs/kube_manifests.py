@@ -1,4 +1,4 @@
-"""The objects of a run, from a file."""
+"""The objects of a run, from a job file or from manifests that have been rendered."""
 
 from __future__ import annotations
 
@@ -12,26 +12,49 @@ import yaml
 from cluster.kube.api import Manifest
 from cluster.kube.labels import run_of
 from elastic.core.errors import UsageError
+from jobs.commands.kube_render import about, prepare
+from jobs.spec import load_job
 
 
 @dataclass(frozen=True)
 class KubeRun:
+    """`notes` are what a person should know of it."""
+
     run_id: str
     manifests: list[Manifest]
+    notes: tuple[str, ...] = ()
 
 
-def load(options: argparse.Namespace, namespace: str) -> KubeRun:
-    """Rendered manifests of one run (`elastic kube render`), from a file or stdin. Raises UsageError."""
-    return from_documents(_documents(options.job), options.job, namespace)
+def load(options: argparse.Namespace, context_namespace: str) -> KubeRun:
+    """A job file, or what `elastic kube render` has made of one ("-" is stdin). Raises UsageError.
+
+    The namespace is the one that the user tells, else the file's own, else that of the context.
+    """
+    documents = _documents(options.job)
+    if any(isinstance(document, dict) and "kind" in document for document in documents):
+        return from_documents(documents, options.job, options.namespace, context_namespace)
+    if options.job == "-":
+        raise UsageError("stdin has no Kubernetes objects; a job must be a file, since its paths are relative to it")
+    section = load_job(options.job).kubernetes
+    own = section is not None and "namespace" in section.model_fields_set
+    namespace = options.namespace or (None if own else context_namespace)
+    job, rendered = prepare(argparse.Namespace(**{**vars(options), "namespace": namespace}))
+    return KubeRun(job.run_id, rendered, tuple(about(job, rendered)))
 
 
-def from_documents(documents: list[Any], name: str, namespace: str) -> KubeRun:
+def from_documents(documents: list[Any], name: str, told: str | None, context_namespace: str) -> KubeRun:
     """Each gets the namespace, unless it names one. Raises UsageError when they are not of one run."""
     found: list[Manifest] = []
     for number, document in enumerate(documents, 1):
         if not isinstance(document, dict) or not {"apiVersion", "kind", "metadata"} <= document.keys():
             raise UsageError(f"{name}: document {number} is no Kubernetes object (apiVersion, kind, metadata)")
-        metadata = {"namespace": namespace, **document["metadata"]}
+        metadata = {"namespace": told or context_namespace, **document["metadata"]}
+        if told is not None and metadata["namespace"] != told:
+            # Other objects may name it as well, in places that only rendering knows.
+            own = metadata["namespace"]
+            raise UsageError(
+                f"{name}: document {number} is for namespace {own}: render it again with --namespace {told}"
+            )
         found.append({**document, "metadata": metadata})
     runs = {run_of(manifest) for manifest in found}
     if len(runs) != 1 or None in runs:

@@ -15,7 +15,10 @@ EXAMPLE = "elastic kube apply job.yaml --namespace team"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("job", metavar="FILE", help="rendered manifests; - for stdin")
+    parser.add_argument("job", metavar="FILE", help="a job file, or rendered manifests (- for those on stdin)")
+    parser.add_argument("--run-id", metavar="ID", help="of a job file: the run's name (default: the job's name)")
+    parser.add_argument("--image", metavar="IMAGE", help="of a job file: default its 'kubernetes.image'")
+    parser.add_argument("--cluster", action="store_true", help="of a job file: a RayCluster that stays, and no job")
     parser.add_argument("--dry-run", action="store_true", help="stop after the server-side dry run")
     parser.add_argument("--force", action="store_true", help="take over fields that others have set")
     place_arguments(parser)
@@ -23,16 +26,33 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    with connected(options) as (cluster, namespace):
-        job = load(options, namespace)
+    with connected(options) as (cluster, _):
+        job = load(options, cluster.namespace)
+        for note in job.notes:
+            say(note)
+        place = str(job.manifests[0]["metadata"]["namespace"])
+        if place != cluster.namespace:
+            # The commands that are proposed must find it again.
+            options.namespace = place
         done = apply_run(cluster, job.run_id, job.manifests, dry_run=options.dry_run, force=options.force)
     for applied in done:
         _show(applied, options)
     if options.dry_run:
-        say(f"run {job.run_id} would be accepted; nothing was changed. Next: {command(options, 'apply', options.job)}")
-    else:
+        say(f"run {job.run_id} would be accepted; nothing was changed. Next: {command(options, *_again(options))}")
+    elif any(applied.ref.kind == "RayJob" for applied in done):
         say(f"run {job.run_id} is applied. Next: {command(options, 'logs', job.run_id, '-f')}")
+    else:
+        say(f"the cluster of run {job.run_id} is applied. Next: {command(options, 'status', job.run_id)}")
     return 0
+
+
+def _again(options: argparse.Namespace) -> list[str]:
+    """The same, less the dry run."""
+    words = ["apply", str(options.job)]
+    for name in ("run_id", "image"):
+        if getattr(options, name) is not None:
+            words += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
+    return [*words, *(f"--{name}" for name in ("cluster", "force") if getattr(options, name))]
 
 
 def _show(applied: Applied, options: argparse.Namespace) -> None:

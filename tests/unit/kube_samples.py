@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,12 +14,7 @@ from cluster.kube.fake.server import kubeconfig
 from cluster.kube.labels import labels
 from cluster.kube.official import OfficialClient
 
-CRD_FILES = Path(__file__).resolve().parents[1] / "data" / "kuberay"
 QUICK = Limits(connect_s=5.0, request_s=5.0, idle_s=5.0, retry_s=0.3)
-
-
-def crds() -> list[dict[str, Any]]:
-    return [json.loads(file.read_text()) for file in sorted(CRD_FILES.glob("*.json"))]
 
 
 def pod(container: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kube_samples import connected, crds, network_policy, ray_cluster, ray_job
+from kube_samples import connected, network_policy, ray_cluster, ray_job
 
 from cluster.kube.api import Ref
 from cluster.kube.apply import apply_run
@@ -20,8 +20,6 @@ from cluster.kube.fake.server import Fault
 from cluster.kube.labels import labels
 from cluster.kube.official import OfficialClient
 from cluster.kube.runs import delete_run, find_runs, look
-
-SCHEMAS = crds()
 
 
 @dataclass
@@ -48,7 +46,7 @@ class World:
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    with FakeKubernetes(SCHEMAS) as kubernetes, connected(kubernetes, tmp_path, monkeypatch) as client:
+    with FakeKubernetes() as kubernetes, connected(kubernetes, tmp_path, monkeypatch) as client:
         yield World(kubernetes, client, FakeKubeRay(kubernetes))
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from kube_samples import crds, network_policy, ray_job
+from kube_samples import network_policy, ray_job
 
 from cluster.kube import status as words
 from cluster.kube.errors import KubeError, KubeNotFound, KubeQuota, KubeRefused
@@ -18,7 +18,17 @@ from cluster.kube.status import RunStatus
 from jobs import cli
 from jobs.kube import result, translated
 
-SCHEMAS = crds()
+JOB = """
+name: gpt
+entry_point: train.py:main
+min_workers: 1
+max_workers: 4
+max_steps: 10
+resources_per_worker: {CPU: 2}
+storage_url: s3://bucket/runs
+kubernetes:
+  groups: [{name: workers, memory: 8Gi}]
+"""
 
 
 class World:
@@ -37,7 +47,7 @@ class World:
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[World]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
-    with FakeKubernetes(SCHEMAS) as kubernetes:
+    with FakeKubernetes() as kubernetes:
         Path("config").write_text(kubernetes.kubeconfig())
         Path("run.yaml").write_text(yaml.safe_dump_all([ray_job(), network_policy()]))
         yield World(kubernetes, capfd)
@@ -120,8 +130,9 @@ def test_the_token_is_in_no_stream_and_no_log(world: World, caplog: pytest.LogCa
     ("text", "told"),
     [
         ("a: [", "run.yaml is not YAML: "),
-        ("a: 1", "run.yaml: document 1 is no Kubernetes object"),
-        ("", "run.yaml: all objects must carry the labels of one run"),
+        ("a: 1", "run.yaml line 1: unknown key 'a'"),
+        ("kind: RayJob", "run.yaml: document 1 is no Kubernetes object"),
+        ("", "run.yaml"),
         (
             yaml.safe_dump_all([ray_job("gpt"), network_policy("other")]),
             "run.yaml: all objects must carry the labels of one run",
@@ -139,6 +150,35 @@ def test_what_is_no_run_is_refused_before_anything_is_asked(world: World, text: 
 def test_no_such_file(world: World) -> None:
     code, _, err = world.elastic("apply", "nothing.yaml")
     assert (code, err) == (2, ["elastic kube: nothing.yaml cannot be read: No such file or directory"])
+
+
+def test_a_job_file_goes_where_it_says(world: World, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(JOB)
+    (tmp_path / "train.py").write_text("def main(config): ...\n")
+    code, out, err = world.elastic("apply", "job.yaml", "--dry-run", "--image", "example/gpt")
+    assert (code, out) == (0, ["RayJob/gpt created (dry run)", "ConfigMap/gpt-files created (dry run)"][::-1])
+    assert err[-1] == (
+        "run gpt would be accepted; nothing was changed. Next: elastic kube apply job.yaml --image example/gpt"
+    )
+    assert world.elastic("apply", "job.yaml", "--image", "example/gpt", "--cluster", "--run-id", "big")[0] == 0
+    assert world.kubernetes.objects("RayCluster").keys() == {"big"}
+    code, _, err = world.elastic("apply", "job.yaml", "--image", "example/gpt", "--namespace", "elsewhere")
+    assert (code, err[-1][:50]) == (2, "elastic kube: there is no namespace elsewhere: `ku")
+
+
+def test_the_namespace_of_a_job_file_comes_before_that_of_the_context(world: World, tmp_path: Path) -> None:
+    world.kubernetes.add_namespace("research")
+    (tmp_path / "job.yaml").write_text(JOB + "  namespace: research\n")
+    (tmp_path / "train.py").write_text("def main(config): ...\n")
+    _, _, err = world.elastic("apply", "job.yaml", "--image", "example/gpt")
+    assert world.kubernetes.objects("RayJob", "research").keys() == {"gpt"}
+    assert err[-1] == "run gpt is applied. Next: elastic kube logs gpt -f --namespace research"
+
+
+def test_what_was_rendered_for_one_namespace_is_not_put_into_another(world: World) -> None:
+    code, _, err = world.elastic("apply", "run.yaml", "--namespace", "elsewhere")
+    told = "run.yaml: document 1 is for namespace team: render it again with --namespace elsewhere"
+    assert (code, err) == (2, [f"elastic kube: {told}"])
 
 
 def test_ctrl_c_leaves_the_run_alone(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kube_samples import connected, crds, ray_job
+from kube_samples import connected, ray_job
 
 from cluster.kube.api import Limits, Ref
 from cluster.kube.apply import apply_run
@@ -190,7 +190,7 @@ def test_a_server_that_never_answers_is_not_waited_for(tmp_path: Path, monkeypat
 
 def test_wrong_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with (
-        FakeKubernetes(crds()) as kubernetes,
+        FakeKubernetes() as kubernetes,
         connected(kubernetes, tmp_path, monkeypatch, token="old") as client,
         pytest.raises(KubeDenied, match="does not accept these credentials: log in again"),
     ):
@@ -199,7 +199,7 @@ def test_wrong_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_no_kuberay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with (
-        FakeKubernetes([]) as kubernetes,
+        FakeKubernetes(None) as kubernetes,
         connected(kubernetes, tmp_path, monkeypatch) as client,
         pytest.raises(KubeDenied, match=r"KubeRay is not installed in .* \(no API group ray.io\): install"),
     ):
@@ -207,9 +207,8 @@ def test_no_kuberay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_old_kuberay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    old = [{**crd, "apiVersion": "ray.io/v1alpha1"} for crd in crds()]
     with (
-        FakeKubernetes(old) as kubernetes,
+        FakeKubernetes("v1alpha1") as kubernetes,
         connected(kubernetes, tmp_path, monkeypatch) as client,
         pytest.raises(KubeDenied, match=r"is too old: it serves ray.io/v1alpha1, and ray.io/v1 is needed"),
     ):
@@ -217,17 +216,17 @@ def test_an_old_kuberay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_kuberay_is_found_once_it_has_been_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with FakeKubernetes([]) as kubernetes:
+    with FakeKubernetes(None) as kubernetes:
         with connected(kubernetes, tmp_path, monkeypatch) as client, pytest.raises(KubeDenied):
             find_runs(client, "team")
-        kubernetes.resources = FakeKubernetes(crds()).resources
+        kubernetes.resources = FakeKubernetes().resources
         with connected(kubernetes, tmp_path, monkeypatch) as client:
             assert find_runs(client, "team") == []
 
 
 def test_no_such_namespace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with (
-        FakeKubernetes(crds()) as kubernetes,
+        FakeKubernetes() as kubernetes,
         connected(kubernetes, tmp_path, monkeypatch) as client,
         pytest.raises(KubeRefused, match="there is no namespace elsewhere: `kubectl create namespace elsewhere`"),
     ):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kube_samples import connected, crds, ray_cluster, ray_job
+from kube_samples import connected, ray_cluster, ray_job
 
 from cluster.kube.apply import apply_run
 from cluster.kube.errors import KubeError, KubeNotFound, KubeRefused
@@ -20,7 +20,6 @@ from cluster.kube.logs import Follower
 from cluster.kube.official import OfficialClient
 from cluster.kube.status import RunStatus
 
-SCHEMAS = crds()
 # As Go writes fractions: without trailing zeros. Equal times do occur.
 TIMES = ["00.000000001", "00.5", "00.5", "00.500000001", "01", "01", "01.25", "02.1", "02.1", "02.1", "03"]
 
@@ -85,7 +84,7 @@ class World:
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    with FakeKubernetes(SCHEMAS) as kubernetes, connected(kubernetes, tmp_path, monkeypatch) as client:
+    with FakeKubernetes() as kubernetes, connected(kubernetes, tmp_path, monkeypatch) as client:
         apply_run(client, "gpt", [ray_job()])
         yield World(kubernetes, client, FakeKubeRay(kubernetes))
 

@@ -96,7 +96,8 @@ class FakeKubeRay:
         pods = {pod["metadata"]["name"]: pod for pod in self._pods(name, namespace)}
         if not any(_group(pod) == "headgroup" for pod in pods.values()):
             labels = {"ray.io/cluster": name, "ray.io/node-type": "head", "ray.io/group": "headgroup"}
-            self._pod(f"{name}-head", namespace, labels, cluster, "ray-head")
+            template = cluster["spec"]["headGroupSpec"]["template"]
+            self._pod(f"{name}-head", namespace, _with_labels(template, labels), cluster, "ray-head")
         for group in cluster["spec"].get("workerGroupSpecs", []):
             for doomed in group.get("scaleStrategy", {}).get("workersToDelete", []):
                 if doomed in pods:
@@ -106,7 +107,7 @@ class FakeKubeRay:
             here = {each for each, pod in pods.items() if _group(pod) == group["groupName"]}
             for missing in list(self._free_names(f"{name}-{group['groupName']}-", here))[: max(0, wanted - len(here))]:
                 labels = {"ray.io/cluster": name, "ray.io/node-type": "worker", "ray.io/group": group["groupName"]}
-                self._pod(missing, namespace, labels, cluster, "ray-worker")
+                self._pod(missing, namespace, _with_labels(group["template"], labels), cluster, "ray-worker")
 
     def _free_names(self, prefix: str, taken: set[str]) -> Iterator[str]:
         return (f"{prefix}{number}" for number in range(100) if f"{prefix}{number}" not in taken)
@@ -147,6 +148,11 @@ class FakeKubeRay:
 
     def _all(self, kind: str) -> list[Manifest]:
         return self._kubernetes.store.find(self._kubernetes.resource(kind), None, "")
+
+
+def _with_labels(template: Manifest, labels: Mapping[str, str]) -> dict[str, str]:
+    """Those of the pod template, and KubeRay's."""
+    return {**(template.get("metadata") or {}).get("labels", {}), **labels}
 
 
 def _group(pod: Manifest) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from cluster.kube.schema import crd_schema
+
 
 @dataclass(frozen=True)
 class Resource:
@@ -57,13 +59,12 @@ _BUILT_IN = [
 ]
 
 
-def served(crds: Iterable[Mapping[str, Any]]) -> list[Resource]:
-    """`crds` as kept in shared data: {"kind", "apiVersion", "openAPIV3Schema"}."""
+def served(kuberay: str | None) -> list[Resource]:
+    """With the kinds of KubeRay in this version ("v1"), or without KubeRay."""
     found = [Resource(*each) for each in _BUILT_IN]
-    for crd in crds:
-        group, _, version = str(crd["apiVersion"]).rpartition("/")
-        kind = str(crd["kind"])
-        found.append(Resource(group, version, f"{kind.lower()}s", kind, True, crd["openAPIV3Schema"]))
+    if kuberay is not None:
+        for kind in ("RayCluster", "RayJob"):
+            found.append(Resource("ray.io", kuberay, f"{kind.lower()}s", kind, True, crd_schema(kind)))
     return found
 
 

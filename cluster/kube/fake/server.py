@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from http.server import ThreadingHTTPServer
 from types import TracebackType
@@ -56,13 +56,12 @@ class _Server(ThreadingHTTPServer):
 
 
 class FakeKubernetes:
-    """A context manager. `namespace` exists from the start; the kubeconfig is that of the administrator."""
+    """A context manager. `namespace` exists from the start; `kuberay` is the version of its API, None without it."""
 
-    def __init__(self, crds: Iterable[Mapping[str, Any]] = (), namespace: str = "team") -> None:
-        crds = list(crds)
-        if unknown := set(rules(crds)) - RULES.keys():
+    def __init__(self, kuberay: str | None = "v1", namespace: str = "team") -> None:
+        self.resources = served(kuberay)
+        if unknown := {rule for each in self.resources for rule in rules(each.schema)} - RULES.keys():
             raise ValueError(f"the CRDs have validation rules that the fake does not know: {sorted(unknown)}")
-        self.resources = served(crds)
         self.store = Store()
         self.requests: list[Request] = []
         self.faults: list[Fault] = []
