@@ -95,6 +95,16 @@ def unknown(schema: Mapping[str, Any], value: Any, path: str = "") -> Iterator[s
             yield from unknown(below, item, place)
 
 
+def pruned(schema: Mapping[str, Any], value: Any) -> Any:
+    """A copy without what `unknown` names."""
+    if isinstance(value, list):
+        return [pruned(schema.get("items", {}), item) for item in value]
+    if not isinstance(value, dict) or schema.get("x-kubernetes-preserve-unknown-fields"):
+        return value
+    known = ((key, item, _below(schema, key)) for key, item in value.items())
+    return {key: pruned(below, item) for key, item, below in known if below is not None}
+
+
 def filled_in(schema: Mapping[str, Any], value: Any) -> Any:
     """A copy with the defaults of absent fields."""
     if isinstance(value, list):

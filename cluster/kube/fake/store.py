@@ -204,6 +204,8 @@ class Store:
             message = f'{resource.kind}.{resource.group} "{name}" is invalid: [{told}]'
             raise Refusal(422, "Invalid", message, causes, resource.kind)
         filled: Manifest = schema.filled_in(resource.schema, new)
+        if resource.schema:
+            filled = {**schema.pruned(resource.schema, filled), "metadata": filled["metadata"]}
         if resource.kind == "Secret":
             # `stringData` is write-only.
             given = {
