@@ -77,7 +77,9 @@ def apply(
     }
     shared = frozenset().union(*others.values())
     result = copy.deepcopy(dict(live))
-    for path in managers.get(manager, frozenset()) - frozenset(new) - shared:
+    # What is no leaf any more was an empty object, into which others have put something since.
+    gone = (managers.get(manager, frozenset()) - frozenset(new) - shared) & frozenset(now)
+    for path in sorted(gone, key=_names_item):
         _remove(result, path)
     _merge(result, wanted, schema)
     return Applied(result, {**{name: owned for name, owned in others.items() if owned}, manager: frozenset(new)})
@@ -136,15 +138,21 @@ def _remove(live: Any, path: Path) -> None:
     first, rest = path[0], path[1:]
     if isinstance(first, ItemKey):
         found = next((item for item in live if first.matches(item)), None)
-        if found is not None and rest:
+        if found is not None and not _names_item(path):
             _remove(found, rest)
-            if found.keys() <= {key for key, _ in first.keys}:
-                live.remove(found)
+        elif found is not None and found.keys() <= {key for key, _ in first.keys}:
+            live.remove(found)
     elif isinstance(live, dict) and first in live:
         if rest:
             _remove(live[first], rest)
         if not rest or live[first] in ({}, []):
             del live[first]
+
+
+def _names_item(path: Path) -> bool:
+    """A key of an item of a list: taken away last, and with it the item."""
+    above = path[-2] if len(path) > 1 else None
+    return isinstance(above, ItemKey) and path[-1] in {key for key, _ in above.keys}
 
 
 def _below(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
