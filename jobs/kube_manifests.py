@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from cluster.kube import admission, schema
 from cluster.kube.api import Manifest
 from cluster.kube.labels import run_of
 from elastic.core.errors import UsageError
@@ -56,10 +57,23 @@ def from_documents(documents: list[Any], name: str, told: str | None, context_na
                 f"{name}: document {number} is for namespace {own}: render it again with --namespace {told}"
             )
         found.append({**document, "metadata": metadata})
+        _check_operator(found[-1], name)
     runs = {run_of(manifest) for manifest in found}
     if len(runs) != 1 or None in runs:
         raise UsageError(f"{name}: all objects must carry the labels of one run, as `elastic kube render` writes them")
     return KubeRun(str(runs.pop()), found)
+
+
+def _check_operator(manifest: Manifest, name: str) -> None:
+    """The cluster would take it, and its operator would refuse it later.
+
+    What the schema is about is left to the cluster: its KubeRay may know more than ours.
+    """
+    if any(schema.problems(manifest)):
+        return
+    for rule in admission.RULES:
+        for problem in rule(manifest):
+            raise UsageError(f"{name}: {manifest['kind']} {manifest['metadata'].get('name')}: {problem}")
 
 
 def _documents(file: str) -> list[Any]:

@@ -8,7 +8,8 @@ ClusterError
     |-- KubeNotFound       no such run
     |-- KubeDenied         for the administrator: permissions, a missing or old KubeRay
     |-- KubeQuota          for the administrator: no room in the namespace
-    `-- KubeUnavailable    for nobody: retried first, and then said
+    |-- KubeUnavailable    for nobody: retried first, and then said
+    `-- KubeStale          for nobody: a watch that has to begin anew
 """
 
 from __future__ import annotations
@@ -63,6 +64,10 @@ class KubeUnavailable(KubeError):
     pass
 
 
+class KubeStale(KubeError):
+    pass
+
+
 def explain(status: int, body: str | bytes | None, what: Ref, verb: str, where: str) -> KubeError:
     """The error for an HTTP status and the `Status` object that came with it. `verb` is the API's: "patch", "list"."""
     answer = _status(body)
@@ -78,6 +83,8 @@ def explain(status: int, body: str | bytes | None, what: Ref, verb: str, where: 
             return _conflict(answer, message, what)
         case 400 | 422:
             return _invalid(answer, message, what)
+        case 410:
+            return KubeStale(f"{where} has forgotten since when {what} was watched")
         case 413:
             return KubeRefused(f"{what} is too large for {where}: {_short(message) or 'put less into it'}")
         case 429 | 500 | 502 | 503 | 504:

@@ -15,7 +15,7 @@ from kubernetes.client.exceptions import ApiException
 from kubernetes.dynamic.exceptions import ResourceNotFoundError
 
 from cluster.kube.api import Limits, Manifest, Ref
-from cluster.kube.errors import KubeError, KubeNotFound, KubeUnavailable, explain, missing_kind
+from cluster.kube.errors import KubeError, KubeNotFound, KubeStale, KubeUnavailable, explain, missing_kind
 from cluster.kube.labels import MANAGER
 
 _T = TypeVar("_T")
@@ -93,13 +93,16 @@ class OfficialClient:
             ("resourceVersion", resource_version),
             ("timeoutSeconds", str(max(1, round(limit_s)))),
         ]
-        for line in _lines(self._stream("watch", ref, path, query, limit_s + self._limits.connect_s)):
-            event = json.loads(line)
-            if event["type"] == "ERROR":
-                # For one, the version is too old to go on from: whoever watches reads the object and watches again.
-                return
-            if event["type"] != "BOOKMARK":
-                yield None if event["type"] == "DELETED" else event["object"]
+        try:
+            for line in _lines(self._stream("watch", ref, path, query, limit_s + self._limits.connect_s)):
+                event = json.loads(line)
+                if event["type"] == "ERROR":
+                    return
+                if event["type"] != "BOOKMARK":
+                    yield None if event["type"] == "DELETED" else event["object"]
+        except KubeStale:
+            # Like an error in the stream: whoever watches reads the object and watches again from there.
+            return
 
     def read(self, pod: Ref, container: str, since: str | None, follow: bool) -> Iterator[bytes]:
         path = f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}/log"

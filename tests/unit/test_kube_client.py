@@ -288,6 +288,14 @@ def test_what_holds_an_object_is_named(world: World) -> None:
     assert left[0].startswith("RayCluster gpt in namespace team (held by ray.io/gcs-ft-redis-cleanup-finalizer")
 
 
+def test_a_watch_that_is_too_old_begins_anew(world: World) -> None:
+    world.apply(ray_job())
+    world.operator.run("gpt")
+    world.kubernetes.faults.append(Fault("watch", "rayjobs", 410))
+    assert world.delete()[1] == ()
+    assert world.everything() == set()
+
+
 def test_a_volume_is_deleted_only_on_request(world: World) -> None:
     metadata = {"name": "gpt-gcs", "namespace": "team", "labels": labels("gpt")}
     world.kubernetes.add({"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": metadata})

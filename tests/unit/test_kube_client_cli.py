@@ -152,6 +152,16 @@ def test_no_such_file(world: World) -> None:
     assert (code, err) == (2, ["elastic kube: nothing.yaml cannot be read: No such file or directory"])
 
 
+def test_what_the_operator_would_refuse_later_is_refused_now(world: World) -> None:
+    job = ray_job()
+    job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["maxReplicas"] = 0
+    Path("run.yaml").write_text(yaml.safe_dump(job))
+    code, _, err = world.elastic("apply", "run.yaml")
+    told = "spec.rayClusterSpec.workerGroupSpecs[0].minReplicas: 1 is above maxReplicas, which is 0"
+    assert (code, err) == (2, [f"elastic kube: run.yaml: RayJob gpt: {told}"])
+    assert world.kubernetes.requests == []
+
+
 def test_a_job_file_goes_where_it_says(world: World, tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(JOB)
     (tmp_path / "train.py").write_text("def main(config): ...\n")

@@ -9,6 +9,6 @@
 
 from cluster.kube.fake.kuberay import FakeKubeRay
 from cluster.kube.fake.server import FakeKubernetes
-from cluster.kube.fake.store import Refusal
+from cluster.kube.fake.validation import Refusal
 
 __all__ = ["FakeKubeRay", "FakeKubernetes", "Refusal"]

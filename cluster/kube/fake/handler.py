@@ -13,7 +13,8 @@ import yaml
 from cluster.kube.fake import rbac
 from cluster.kube.fake.patches import patched
 from cluster.kube.fake.resources import Place, groups_document, locate, resources_document
-from cluster.kube.fake.store import Key, Manifest, Refusal, selected
+from cluster.kube.fake.store import Key, selected
+from cluster.kube.fake.validation import Manifest, Refusal
 
 if TYPE_CHECKING:
     from cluster.kube.fake.server import FakeKubernetes, Fault

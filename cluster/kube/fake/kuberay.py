@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from cluster.kube.fake.store import Manifest
+from cluster.kube.fake.validation import Manifest
 
 if TYPE_CHECKING:
     from cluster.kube.fake.server import FakeKubernetes

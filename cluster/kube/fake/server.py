@@ -15,7 +15,8 @@ from cluster.kube.fake.logs import PodLog
 from cluster.kube.fake.rbac import ADMIN
 from cluster.kube.fake.resources import Resource, served
 from cluster.kube.fake.schema import RULES, rules
-from cluster.kube.fake.store import Manifest, Store
+from cluster.kube.fake.store import Store
+from cluster.kube.fake.validation import Manifest
 
 ADMIN_TOKEN = "fake-admin-token"
 

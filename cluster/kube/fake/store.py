@@ -2,43 +2,21 @@
 
 from __future__ import annotations
 
-import base64
 import copy
-import re
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.kube.fake import fields, schema
+from cluster.kube.fake import fields
 from cluster.kube.fake.resources import Resource
+from cluster.kube.fake.validation import Manifest, Refusal, apply_conflict, check_known, validated
 
-Manifest = dict[str, Any]
 Key = tuple[str, str, str]
 # Of an operation ("CREATE", "UPDATE") and an object: why it is refused, or None.
 Admission = Callable[[str, Manifest], "Refusal | None"]
-_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 _FOREGROUND = "foregroundDeletion"
-
-
-class Refusal(Exception):
-    """An answer other than success, as a `Status`."""
-
-    def __init__(
-        self, code: int, reason: str, message: str, causes: list[dict[str, str]] | None = None, kind: str = ""
-    ) -> None:
-        super().__init__(message)
-        self.code = code
-        self.body = {
-            "kind": "Status",
-            "apiVersion": "v1",
-            "status": "Failure",
-            "message": message,
-            "reason": reason,
-            "details": {"kind": kind, "causes": causes or []},
-            "code": code,
-        }
 
 
 @dataclass
@@ -86,7 +64,7 @@ class Store:
                 raise Refusal(
                     409, "AlreadyExists", f'{resource.qualified} "{name}" already exists', kind=resource.plural
                 )
-            self._check_known(resource, wanted, strict)
+            check_known(resource, wanted, strict)
             owned = frozenset(fields.leaves(wanted, resource.schema))
             return self._put(resource, namespace, copy.deepcopy(wanted), {manager: owned}, None, dry_run)
 
@@ -104,12 +82,12 @@ class Store:
         with self.changed:
             name = str(wanted["metadata"]["name"])
             entry = self._entries.get(self._key(resource, namespace, name))
-            self._check_known(resource, wanted, strict)
+            check_known(resource, wanted, strict)
             live = entry.object if entry else {}
             managers = entry.managers if entry else {}
             found = fields.conflicts(live, managers, wanted, resource.schema, manager)
             if found and not force:
-                raise _apply_conflict(resource, found)
+                raise apply_conflict(resource, found)
             result = fields.apply(live, managers, wanted, resource.schema, manager)
             return self._put(resource, namespace, result.object, result.managers, entry, dry_run)
 
@@ -173,7 +151,7 @@ class Store:
         metadata = new.setdefault("metadata", {})
         if resource.namespaced:
             metadata["namespace"] = namespace
-        new = self._validated(resource, new, old)
+        new = validated(resource, new, old)
         for admit in self.admission:
             if refusal := admit("UPDATE" if old else "CREATE", copy.deepcopy(new)):
                 raise refusal
@@ -191,36 +169,6 @@ class Store:
         self._record("MODIFIED" if old else "ADDED", stored)
         self._collect()
         return self._shown(stored)
-
-    def _validated(self, resource: Resource, new: Manifest, old: Manifest | None) -> Manifest:
-        name = str(new["metadata"].get("name", ""))
-        found = list(schema.problems(resource.schema, new, old)) if resource.schema else []
-        if not _NAME.fullmatch(name) or len(name) > 253:
-            message = f'Invalid value: "{name}": a lowercase RFC 1123 subdomain must consist of lower case alphanumeric'
-            found.append(schema.Problem("FieldValueInvalid", "metadata.name", message))
-        if found:
-            causes = [{"reason": each.reason, "message": each.message, "field": each.field} for each in found]
-            told = ", ".join(f"{each.field}: {each.message}" for each in found)
-            message = f'{resource.kind}.{resource.group} "{name}" is invalid: [{told}]'
-            raise Refusal(422, "Invalid", message, causes, resource.kind)
-        filled: Manifest = schema.filled_in(resource.schema, new)
-        if resource.schema:
-            filled = {**schema.pruned(resource.schema, filled), "metadata": filled["metadata"]}
-        if resource.kind == "Secret":
-            # `stringData` is write-only.
-            given = {
-                key: base64.b64encode(text.encode()).decode() for key, text in filled.pop("stringData", {}).items()
-            }
-            filled["data"] = {**filled.get("data", {}), **given}
-        return filled
-
-    def _check_known(self, resource: Resource, wanted: Manifest, strict: bool) -> None:
-        if not resource.schema:
-            return
-        body = {key: value for key, value in wanted.items() if key not in ("apiVersion", "kind", "metadata")}
-        if strict and (names := list(schema.unknown(resource.schema, body))):
-            told = ", ".join(f'unknown field "{name}"' for name in names)
-            raise Refusal(400, "BadRequest", f"failed to create typed patch object: strict decoding error: {told}")
 
     def _check_quota(self, resource: Resource, namespace: str, name: str) -> None:
         limit = self.quota.get((namespace, resource.qualified))
@@ -304,16 +252,3 @@ def selected(manifest: Mapping[str, Any], selector: str) -> bool:
         if key not in found or (equals and found[key] != value.removeprefix("=")):
             return False
     return True
-
-
-def _apply_conflict(resource: Resource, found: list[fields.FieldConflict]) -> Refusal:
-    causes = [
-        {
-            "reason": "FieldManagerConflict",
-            "message": f'conflict with "{each.manager}" using {resource.api_version}',
-            "field": fields.dotted(each.path),
-        }
-        for each in found
-    ]
-    told = ", ".join(f"{cause['message']}: {cause['field']}" for cause in causes)
-    return Refusal(409, "Conflict", f"Apply failed with {len(found)} conflict(s): {told}", causes, resource.plural)
