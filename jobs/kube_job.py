@@ -13,6 +13,8 @@ from cluster.kube.checks import problems
 from cluster.kube.refuse import refusals
 from cluster.kube.render import render
 from elastic.core.errors import UsageError
+from elastic.core.secrets import redact
+from jobs.checks import check_secrets
 from jobs.kube_spec import ControlStoreSpec, GroupSpec, KubernetesSpec, NetworkSpec, SecretSpec
 from jobs.spec import JobSpec
 
@@ -20,6 +22,7 @@ from jobs.spec import JobSpec
 SPOT_DRAIN_S = 25
 _GIB_PER_CPU = 4
 _GPU = "nvidia.com/gpu"
+_LOCAL_PROTOCOLS = {"file", "local", "memory"}
 
 
 def manifests(job: kube.KubeJob) -> list[dict[str, object]]:
@@ -53,6 +56,7 @@ def kube_job(
     if the_image is None:
         raise UsageError("no image: name one that has Ray, this package and your code by 'kubernetes.image' or --image")
     _check_storage(spec, section)
+    check_secrets(spec)
     place = posixpath.join(section.folder, file.name)
     return kube.KubeJob(
         name=run,
@@ -89,10 +93,18 @@ def kube_job(
 
 
 def _text(file: Path) -> str:
+    """The file goes to the cluster as it is, comments and all, so it must hold no secret. Raises UsageError."""
     try:
-        return file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8")
     except OSError as error:
         raise UsageError(f"job file {file} cannot be read: {error.strerror}") from error
+    for number, (line, shown) in enumerate(zip(text.splitlines(), redact(text).splitlines(), strict=False), 1):
+        if line != shown:
+            raise UsageError(
+                f"{file} line {number} holds what looks like a credential, and would stand in a ConfigMap for all to "
+                "read: put it into a Secret and name that under 'kubernetes.env'"
+            )
+    return text
 
 
 def _slot(spec: JobSpec) -> dict[str, float]:
@@ -169,31 +181,33 @@ def _network(network: NetworkSpec | None) -> kube.Network | None:
 
 
 def _check_storage(spec: JobSpec, section: KubernetesSpec) -> None:
-    """Raises UsageError where pods could not see each other's files: journal, checkpoints and job are shared."""
-    for key, url in (("storage_url", spec.storage_url), ("checkpoint.url", spec.checkpoint.url)):
-        if url is None and key == "storage_url":
-            raise UsageError(
-                "'storage_url' is missing: on Kubernetes a run needs storage that all of its pods can reach"
-            )
-        if url is None or ("://" in url and not url.startswith("file://")):
-            continue
-        path = url.removeprefix("file://")
-        mounts = [volume.mount for volume in section.volumes if not volume.read_only]
-        if not any(posixpath.commonpath([mount, path]) == mount for mount in mounts if mount.startswith("/")):
+    """Raises UsageError where pods could not see each other's files: the journal and all checkpoints are shared."""
+    if spec.storage_url is None:
+        raise UsageError("'storage_url' is missing: on Kubernetes a run needs storage that all of its pods can reach")
+    mounts = [volume.mount for volume in section.volumes if not volume.read_only]
+    given = {"storage_url": spec.storage_url, "checkpoint.url": spec.checkpoint.url}
+    for key, url in given.items():
+        path = _local_path(url) if url is not None else None
+        if path is not None and not any(_is_below(path, mount) for mount in mounts):
             raise UsageError(
                 f"{key!r} is {path}, a path of one machine: name an object store (s3://...), or a folder on one of "
                 "'kubernetes.volumes', as an absolute path"
             )
-        if section.network_policy is not None:
-            continue
-    if section.network_policy is not None and not section.network_policy.egress and _remote(spec):
+    remote = [url for url in given.values() if url is not None and _local_path(url) is None]
+    if remote and section.network_policy is not None and not section.network_policy.egress:
         raise UsageError(
-            "'kubernetes.network_policy.egress' is empty, so that no pod could reach "
-            f"{spec.storage_url}: name the addresses and ports of the storage"
+            f"'kubernetes.network_policy.egress' is empty, so that no pod could reach {remote[0]}: name the addresses "
+            "and ports of the storage"
         )
 
 
-def _remote(spec: JobSpec) -> bool:
-    return any(
-        "://" in (url or "") and not str(url).startswith("file://") for url in (spec.storage_url, spec.checkpoint.url)
-    )
+def _local_path(url: str) -> str | None:
+    """The path on one machine; None for what is reached by network."""
+    protocol, found, path = url.partition("://")
+    if not found:
+        return url
+    return path if protocol in _LOCAL_PROTOCOLS else None
+
+
+def _is_below(path: str, mount: str) -> bool:
+    return posixpath.normpath(path) == mount or posixpath.normpath(path).startswith(f"{mount.rstrip('/')}/")

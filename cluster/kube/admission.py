@@ -19,9 +19,9 @@ _ROCKSDB_VARIABLES = ("RAY_gcs_storage", "RAY_gcs_storage_path")
 
 
 def object_names(manifest: Json) -> Sentences:
-    limits = {"RayJob": names.LONGEST_NAME, "RayCluster": names.LONGEST_NAME + 6}
+    limits = {"RayJob": names.LONGEST_NAME, "RayCluster": names.LONGEST_CLUSTER_NAME}
     kind, name = str(manifest.get("kind")), str((manifest.get("metadata") or {}).get("name", ""))
-    if kind in limits and (len(name) > limits[kind] or not names.is_name(name[: names.LONGEST_NAME].rstrip("-"))):
+    if kind in limits and not names.is_name(name, limits[kind]):
         yield f"metadata.name: {name!r} is not a DNS-1035 label of {limits[kind]} characters at most"
 
 

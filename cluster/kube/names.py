@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 
-# KubeRay takes 53 for a RayCluster; that of a RayJob is its name, a dash and five random characters.
-LONGEST_NAME = 47
+LONGEST_CLUSTER_NAME = 53
+# The RayCluster of a RayJob has its name, a dash and five random characters.
+LONGEST_NAME = LONGEST_CLUSTER_NAME - 6
 
 OVERWRITE_COMMAND = "ray.io/overwrite-container-cmd"
 NODE_TYPE = "ray.io/node-type"
@@ -13,6 +14,8 @@ MARKET_TYPE = "ray.io/market-type"
 ZONE = "ray.io/availability-zone"
 NODE_ZONE = "topology.kubernetes.io/zone"
 NODE_REGION = "topology.kubernetes.io/region"
+# Cluster autoscalers do not empty a machine for being little used while a pod with these is on it.
+STAY = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter.sh/do-not-disrupt": "true"}
 QUEUE = "kueue.x-k8s.io/queue-name"
 ELASTIC_JOB = "kueue.x-k8s.io/elastic-job"
 
@@ -30,9 +33,9 @@ _LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?")
 _LABEL_NAME = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?")
 
 
-def is_name(text: str) -> bool:
+def is_name(text: str, longest: int = LONGEST_NAME) -> bool:
     """Of a RayJob or RayCluster: a DNS-1035 label that leaves room for what KubeRay appends."""
-    return len(text) <= LONGEST_NAME and bool(_DNS_1035.fullmatch(text))
+    return len(text) <= longest and bool(_DNS_1035.fullmatch(text))
 
 
 def is_dns_label(text: str) -> bool:

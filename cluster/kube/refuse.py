@@ -7,12 +7,13 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from cluster.kube import names, quantity, room
+from cluster.kube import names, pods, quantity, room
 from cluster.kube.job import KubeJob, SecretRef
 
 # Words of a variable's name that say that its value is a credential.
 _CREDENTIAL = {"KEY", "KEYS", "APIKEY", "TOKEN", "SECRET", "SECRETS", "PASSWORD", "PASSWD", "CREDENTIAL", "CREDENTIALS"}
 _WITH_PASSWORD = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]*:[^/?#@\s]+@", re.IGNORECASE)
+_FILE_KEY = re.compile(r"[-._A-Za-z0-9]{1,253}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # Set by KubeRay or by what is rendered here; one more of the same name would win silently.
 _RESERVED = {
@@ -144,6 +145,10 @@ def _environment(job: KubeJob) -> Sentences:
 def _files(job: KubeJob) -> Sentences:
     if sum(len(text.encode()) for text in job.files.values()) > _CONFIG_MAP_BYTES - 4096:
         yield "the job file is larger than a ConfigMap can be (1 MiB)"
+    keys = Counter(pods.file_key(path) for path in job.files)
+    for key, times in keys.items():
+        if times > 1 or not _FILE_KEY.fullmatch(key):
+            yield f"paths of files in the pods are letters, digits, '-', '_', '.' and '/', not {list(job.files)}"
     mounts = [volume.mount for volume in job.volumes]
     for mount in [*mounts, *job.files]:
         if not mount.startswith("/") or ".." in mount.split("/") or ":" in mount:

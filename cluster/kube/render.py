@@ -101,6 +101,7 @@ def _head(job: KubeJob) -> Json:
     wait_s = drain_s(job) + pods.SHUTDOWN_S
     spec["containers"][0]["lifecycle"] = {"preStop": {"exec": {"command": ["/bin/sleep", str(wait_s)]}}}
     spec["terminationGracePeriodSeconds"] = wait_s + pods.SHUTDOWN_S
+    template["metadata"]["annotations"] = dict(names.STAY)
     if job.rbac and job.as_cluster:
         spec["serviceAccountName"] = f"{job.name}-head"
     params = {"num-cpus": "0", "object-store-memory": str(pods.object_store_bytes(job.head))}
@@ -110,6 +111,7 @@ def _head(job: KubeJob) -> Json:
 def _controller(job: KubeJob) -> Json:
     """One pod for driver and controller. To Ray it has no CPUs, so that no worker is put beside them."""
     template = pods.ray_pod(job, job.controller, job.controller_place, drain_s=drain_s(job), files=not job.as_cluster)
+    template["metadata"]["annotations"] = dict(names.STAY)
     _without_account(job, template)
     return {
         "groupName": names.CONTROLLER_GROUP,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
 
@@ -10,6 +11,10 @@ from cluster.kube import names, pods, quantity
 from cluster.kube.job import Group, KubeJob, Size
 
 Sentences = Iterator[str]
+
+# What KubeRay calls them to Ray. Of several kinds in one pod it takes the first by name.
+_GPU = re.compile(r"gpu$|nvidia\.com/mig-\d+g\.\d+gb$")
+_OTHER_DEVICES = {"aws.amazon.com/neuroncore": "neuron_cores", "google.com/tpu": "TPU"}
 
 
 def sizes(job: KubeJob) -> Sentences:
@@ -63,18 +68,26 @@ def room(job: KubeJob) -> Sentences:
 def offers(group: Group) -> dict[str, Decimal]:
     """What Ray sees on one pod of the group, as KubeRay and Ray's autoscaler work it out."""
     found = {"CPU": Decimal(quantity.whole(group.size.cpu)), "memory": quantity.parse(group.size.memory)}
-    gpus = [count for name, count in group.size.accelerators.items() if name.endswith("gpu")]
-    return {**found, "GPU": Decimal(gpus[0] if gpus else 0), **{k: Decimal(v) for k, v in group.resources.items()}}
+    for device, count in sorted(group.size.accelerators.items()):
+        name = "GPU" if _GPU.search(device) else _OTHER_DEVICES.get(device)
+        if name is not None:
+            found.setdefault(name, Decimal(count))
+    return {**found, **{name: Decimal(count) for name, count in group.resources.items()}}
 
 
 def _short(group: Group, slot: Mapping[str, float]) -> list[str]:
     has = offers(group)
     wanted = {name: Decimal(str(amount)) for name, amount in slot.items()}
     return [
-        f"a slot wants {name} {amount:f}, a pod has {has.get(name, Decimal(0)):f}"
+        f"a slot wants {name} {_plain(amount)}, a pod has {_plain(has.get(name, Decimal(0)))}"
         for name, amount in sorted(wanted.items())
         if amount > has.get(name, Decimal(0))
     ]
+
+
+def _plain(number: Decimal) -> str:
+    """Without an exponent or zeros at its end: "4", "0.5", "68719476736"."""
+    return f"{number:f}".rstrip("0").rstrip(".") if "." in f"{number:f}" else f"{number:f}"
 
 
 def _slots_per_pod(group: Group, slot: Mapping[str, float]) -> int:

@@ -17,10 +17,16 @@ _FILES = {"RayCluster": "rayclusters.v1.json.gz", "RayJob": "rayjobs.v1.json.gz"
 
 
 @lru_cache(maxsize=len(_FILES))
-def crd_schema(kind: str) -> Json:
-    """The `openAPIV3Schema` of "RayJob" or "RayCluster", as it was published. Do not change what is returned."""
+def definition(kind: str) -> Json:
+    """Of "RayJob" or "RayCluster": its `openAPIV3Schema` as it was published, and `source`. Do not change it."""
     packed = resources.files("cluster.kube").joinpath("schemas").joinpath(_FILES[kind]).read_bytes()
-    found: Json = json.loads(gzip.decompress(packed))["openAPIV3Schema"]
+    found: Json = json.loads(gzip.decompress(packed))
+    return found
+
+
+def crd_schema(kind: str) -> Json:
+    """The `openAPIV3Schema` of "RayJob" or "RayCluster". Do not change what is returned."""
+    found: Json = definition(kind)["openAPIV3Schema"]
     return found
 
 

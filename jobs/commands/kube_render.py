@@ -14,6 +14,7 @@ import yaml
 from cluster.kube.job import KubeJob
 from elastic.core.errors import UsageError
 from elastic.entrypoint import parse_entry_point
+from jobs.checks import check_deepspeed
 from jobs.kube_job import kube_job, manifests
 from jobs.spec import load_job
 from jobs.terminal import put, put_json, say
@@ -43,6 +44,7 @@ def prepare(options: argparse.Namespace) -> tuple[KubeJob, list[dict[str, Any]]]
     """The job and its manifests, checked. Raises UsageError; nothing is written or asked."""
     file = Path(options.job)
     spec = load_job(file)
+    check_deepspeed(spec)
     parse_entry_point(spec.entry_point, file.absolute().parent)
     job = kube_job(
         spec,
