@@ -138,7 +138,7 @@ def _check_ours(ref: Ref, live: Manifest | None, run_id: str) -> None:
     if ref.kind == "RayJob" and (status := run_status(live)).over:
         raise KubeRefused(
             f"run {run_id} is over ({status.state}), and a RayJob runs once: "
-            f"`elastic kube delete {run_id}` first; it goes on from its newest checkpoint"
+            f"`elastic kube delete {run_id}`, then apply again; the run goes on from its newest checkpoint"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from cluster.kube.errors import KubeDenied, KubeNotFound, KubeUnavailable
 from cluster.kube.labels import selector
 from cluster.kube.status import RunStatus, run_status
 
+_log = logging.getLogger(__name__)
 _RAY = "ray.io/v1"
 # What a run may consist of, in the order in which it is deleted: first what makes pods, last what they needed.
 KINDS = (
@@ -60,7 +62,13 @@ def look(cluster: Cluster, run_id: str, namespace: str) -> RunStatus:
     main = find_main(cluster, run_id, namespace)
     name = _cluster_name(main)
     ray = cluster.get(Ref(_RAY, "RayCluster", namespace, name)) if name else None
-    return run_status(main, ray, pods_of(cluster, main))
+    try:
+        pods = pods_of(cluster, main)
+    except KubeDenied as error:
+        # The run's own state is worth showing to somebody who may see nothing else.
+        _log.warning("its pods are not shown: %s", error)
+        pods = []
+    return run_status(main, ray, pods)
 
 
 def pods_of(cluster: Cluster, main: Manifest) -> list[Manifest]:

@@ -157,7 +157,8 @@ def _pod_problem(status: Mapping[str, Any]) -> str:
         if ended.get("exitCode"):
             return f"{container['name']} ended with {ended.get('reason') or 'exit code'} {ended['exitCode']}"
     for condition in status.get("conditions") or []:
-        if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
+        waits = status.get("phase") == "Pending" and condition.get("type") == "PodScheduled"
+        if waits and condition.get("status") == "False":
             return _joined(condition)
     return str(status.get("reason") or "") if status.get("phase") == "Failed" else ""
 

@@ -177,7 +177,7 @@ def test_a_run_that_is_over_is_not_applied_again(world: World) -> None:
     world.apply(ray_job())
     world.operator.run("gpt")
     world.operator.finish("gpt", "SUCCEEDED")
-    with pytest.raises(KubeRefused, match=r"is over \(finished\).*`elastic kube delete gpt` first"):
+    with pytest.raises(KubeRefused, match=r"is over \(finished\).*`elastic kube delete gpt`, then apply again"):
         world.apply(ray_job())
 
 
@@ -316,6 +316,20 @@ def test_who_may_do_too_little_is_told_the_verb(world: World, tmp_path: Path, mo
         with pytest.raises(KubeDenied, match=r"dev may not list rayclusters.ray.io in namespace team"):
             find_runs(client, "team")
     assert world.everything() == set()
+
+
+def test_the_state_is_shown_to_who_may_not_see_the_pods(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.apply(ray_job())
+    world.operator.run("gpt")
+    rule = {"apiGroups": ["ray.io"], "resources": ["rayjobs", "rayclusters"], "verbs": ["get", "list"]}
+    world.kubernetes.add(role([rule]))
+    world.kubernetes.add(binding("dev"))
+    with connected(world.kubernetes, tmp_path, monkeypatch, token=world.kubernetes.add_user("dev")) as client:
+        found = look(client, "gpt", "team")
+    assert (found.state, found.pods) == ("running", ())
+    assert "its pods are not shown: dev may not list pods in namespace team" in caplog.text
 
 
 def role(rules: list[dict[str, Any]]) -> dict[str, Any]:

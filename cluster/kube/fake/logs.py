@@ -14,6 +14,7 @@ class PodLog:
     lines: list[str] = field(default_factory=list)
     ended: bool = False
     # After how many more lines a stream is cut, and how many bytes of the next line are sent first; oldest first.
+    # Without such bytes it ends as if the log had, with them the connection breaks.
     cuts: list[tuple[int, int]] = field(default_factory=list)
     changed: threading.Condition = field(default_factory=threading.Condition)
     # How often it was opened, and from when on.
@@ -48,7 +49,9 @@ class PodLog:
                 continue
             data = ((line if timestamps else line.partition(" ")[2]) + "\n").encode()
             if cut is not None and sent >= cut[0]:
+                if not cut[1]:
+                    return
                 yield data[: cut[1]]
-                return
+                raise BrokenPipeError("the test has cut the connection")
             sent += 1
             yield data

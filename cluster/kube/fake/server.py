@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from http.server import ThreadingHTTPServer
@@ -55,6 +57,11 @@ class _Server(ThreadingHTTPServer):
     block_on_close = False
     fake: FakeKubernetes
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that goes away in the middle is no error here; anything else is the fake's own."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            self.fake.errors.append(traceback.format_exc())
+
 
 class FakeKubernetes:
     """A context manager. `namespace` exists from the start; `kuberay` is the version of its API, None without it."""
@@ -68,6 +75,8 @@ class FakeKubernetes:
         self.faults: list[Fault] = []
         self.logs: dict[tuple[str, str, str], PodLog] = {}
         self.users = {ADMIN_TOKEN: ADMIN}
+        # Bugs of the fake, seen when it ends.
+        self.errors: list[str] = []
         self.stopping = threading.Event()
         self._server: _Server
         self._thread: threading.Thread
@@ -96,6 +105,8 @@ class FakeKubernetes:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(10.0)
+        if self.errors:
+            raise AssertionError(f"the fake API server failed: {self.errors[0]}")
 
     def resource(self, kind: str) -> Resource:
         return next(each for each in self.resources if each.kind == kind)
