@@ -35,6 +35,14 @@ class Ref:
 
 
 @dataclass(frozen=True)
+class Stored:
+    """An object as the server has it. `created`: it was this call that made it, or would have."""
+
+    object: Manifest
+    created: bool
+
+
+@dataclass(frozen=True)
 class Limits:
     """How long one request may take. Nothing in this package waits without one of these."""
 
@@ -57,7 +65,7 @@ class Objects(Protocol):
     None of them promises that what it returned is still so.
     """
 
-    def apply(self, manifest: Mapping[str, Any], *, dry_run: bool, force: bool = False) -> Manifest:
+    def apply(self, manifest: Mapping[str, Any], *, dry_run: bool, force: bool = False) -> Stored:
         """Server-side apply as the field manager "ray-elastic"; `force` takes over fields of other managers."""
 
     def create(self, manifest: Mapping[str, Any], *, dry_run: bool) -> Manifest:

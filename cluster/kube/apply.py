@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cluster.kube.api import Cluster, Manifest, Ref
+from cluster.kube.api import Cluster, Manifest, Ref, Stored
 from cluster.kube.errors import AlreadyThere, KubeDenied, KubeError, KubeRefused
 from cluster.kube.labels import run_of
 from cluster.kube.secrets import SecretUse, token_secret, uses
@@ -80,8 +79,8 @@ class _Plan:
                 done.extend(self._create(secret, dry_run))
             for manifest, ref in zip(self._manifests, self._refs, strict=True):
                 wanted = with_live_replicas(manifest, self._live[ref])
-                made = self._cluster.apply(wanted, dry_run=dry_run, force=self._force)
-                done.append(Applied(ref, _outcome(self._live[ref], made, dry_run), made))
+                stored = self._cluster.apply(wanted, dry_run=dry_run, force=self._force)
+                done.append(Applied(ref, _outcome(self._live[ref], stored, dry_run), stored.object))
         except BaseException:
             if not dry_run:
                 self._undo(done)
@@ -142,12 +141,17 @@ def _check_ours(ref: Ref, live: Manifest | None, run_id: str) -> None:
         )
 
 
-def _outcome(live: Mapping[str, object] | None, made: Manifest, dry_run: bool) -> str:
-    if live is None:
+def _outcome(live: Manifest | None, stored: Stored, dry_run: bool) -> str:
+    # Not by what was there before: somebody else may have made it since, and then it is not ours to take away again.
+    if stored.created:
         return "created"
+    if live is None:
+        return "changed"
     if dry_run:
-        before = {key: value for key, value in live.items() if key != "metadata"}
-        return "unchanged" if before == {key: value for key, value in made.items() if key != "metadata"} else "changed"
-    metadata = live["metadata"]
-    assert isinstance(metadata, dict)
-    return "unchanged" if metadata["resourceVersion"] == made["metadata"]["resourceVersion"] else "changed"
+        return "unchanged" if _content(live) == _content(stored.object) else "changed"
+    versions = {each["metadata"]["resourceVersion"] for each in (live, stored.object)}
+    return "unchanged" if len(versions) == 1 else "changed"
+
+
+def _content(manifest: Manifest) -> Manifest:
+    return {key: value for key, value in manifest.items() if key != "metadata"}

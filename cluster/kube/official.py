@@ -14,13 +14,14 @@ from kubernetes import dynamic
 from kubernetes.client.exceptions import ApiException
 from kubernetes.dynamic.exceptions import ResourceNotFoundError
 
-from cluster.kube.api import Limits, Manifest, Ref
+from cluster.kube.api import Limits, Manifest, Ref, Stored
 from cluster.kube.errors import KubeError, KubeNotFound, KubeStale, KubeUnavailable, explain, missing_kind
 from cluster.kube.labels import MANAGER
 
 _T = TypeVar("_T")
 _METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 _FIRST_PAUSE_S = 0.2
+_CREATED = 201
 
 
 class _Dynamic(dynamic.DynamicClient):  # type: ignore[misc]  # the library ships no types for it
@@ -50,11 +51,13 @@ class OfficialClient:
         # Of the library's versions only some have a close of their own, and none closes the idle connections.
         self._client.rest_client.pool_manager.clear()
 
-    def apply(self, manifest: Mapping[str, Any], *, dry_run: bool, force: bool = False) -> Manifest:
+    def apply(self, manifest: Mapping[str, Any], *, dry_run: bool, force: bool = False) -> Stored:
         ref = Ref.of(manifest, self.namespace)
         query = [("fieldManager", MANAGER), ("force", str(force).lower()), *_writing(dry_run)]
         path = self._resource(ref).path(name=ref.name, namespace=ref.namespace)
-        return self._json("patch", ref, path, query, dict(manifest), content_type="application/apply-patch+yaml")
+        content = "application/apply-patch+yaml"
+        answer = self._send("patch", ref, path, query, dict(manifest), content_type=content)
+        return Stored(json.loads(answer.data), answer.status == _CREATED)
 
     def create(self, manifest: Mapping[str, Any], *, dry_run: bool) -> Manifest:
         ref = Ref.of(manifest, self.namespace)
@@ -129,16 +132,19 @@ class OfficialClient:
             response.close()
             response.release_conn()
 
-    def _json(
+    def _json(self, *arguments: Any, **more: Any) -> Manifest:
+        data: Manifest = json.loads(self._send(*arguments, **more).data)
+        return data
+
+    def _send(
         self, method: str, ref: Ref, path: str, query: list[tuple[str, str]], body: Any = None, **more: Any
-    ) -> Manifest:
+    ) -> Any:
         verb = str(more.pop("verb", method))
 
         def sent() -> Any:
             return self._api.request(method, path, body, query_params=list(query), serialize=False, **more)
 
-        data: Manifest = json.loads(self._call(verb, ref, sent).data)
-        return data
+        return self._call(verb, ref, sent)
 
     @property
     def _api(self) -> _Dynamic:

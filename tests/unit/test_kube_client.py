@@ -132,6 +132,21 @@ def test_what_was_made_before_a_failure_is_taken_away_again(world: World) -> Non
     assert world.everything() == set()
 
 
+def test_what_somebody_else_made_meanwhile_is_not_taken_away_after_a_failure(world: World) -> None:
+    """Two start the same run at once, and one of them fails."""
+
+    def quicker(operation: str, found: dict[str, Any]) -> None:
+        if found["kind"] == "NetworkPolicy" and not world.kubernetes.objects("NetworkPolicy"):
+            world.kubernetes.store.admission.clear()
+            world.kubernetes.add(network_policy(), "ray-elastic")
+
+    world.kubernetes.store.admission.append(quicker)
+    world.kubernetes.faults.append(Fault("patch", "rayjobs", 500, times=10))
+    with pytest.raises(KubeError):
+        world.apply(ray_job(), network_policy())
+    assert world.everything() == {"NetworkPolicy/gpt"}
+
+
 def test_what_was_there_before_stays_when_a_change_fails(world: World) -> None:
     world.apply(ray_job(), network_policy())
     before = world.everything()

@@ -155,10 +155,11 @@ class Handler(BaseHTTPRequestHandler):
             if "fieldManager" not in self._query:
                 raise Refusal(400, "BadRequest", "fieldManager is required for apply patch")
             force = self._query.get("force") == "true"
+            new = place.name not in self._fake.objects(resource.kind, namespace)
             made = store.apply(
                 resource, namespace, self._json(), self._manager, force=force, dry_run=self._dry_run, strict=strict
             )
-            return 200, made
+            return 201 if new else 200, made
         body = self._json()
         changed = store.update(
             resource, namespace, place.name or "", lambda live: patched(kind, live, body), self._manager,
