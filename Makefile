@@ -6,13 +6,14 @@ READY := $(VENV)/.ready
 BENCH_VENV := .venv-bench
 BENCH_READY := $(BENCH_VENV)/.ready
 BENCH ?=
+FAST ?= -m 'not slow'
 
 # One thread per process: the tests start many processes on few cores.
 export OMP_NUM_THREADS ?= 1
 export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO ?= 0
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: demo test test-all unit lint bench proof clean
+.PHONY: demo test test-all slow unit lint bench proof clean
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -24,11 +25,17 @@ demo: $(READY)
 	$(BIN)/python examples/demo.py
 
 test: lint unit
-	$(BIN)/python -m pytest -q tests/memory tests/store tests/one_rank tests/proof tests/processes tests/ray
+	$(BIN)/python -m pytest -q tests/memory tests/store tests/one_rank tests/proof tests/processes tests/ray $(FAST)
 
-# The oracle through real kills for every ZeRO stage, type, optimizer, dropout and source: 64 runs instead of 6.
+# With the slow tests, and the oracle through real kills for every ZeRO stage, type, optimizer, dropout and source: 64
+# runs instead of 6.
 test-all: export ELASTIC_ORACLE := full
+test-all: FAST :=
 test-all: test
+
+# What `make test` leaves out but for the oracle.
+slow: $(READY)
+	$(BIN)/python -m pytest -q tests/ray -m slow
 
 # The pure tests: no Ray, no training processes.
 unit: $(READY)

@@ -7,9 +7,10 @@ an event. Controllers find each other by their names.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import ray
@@ -21,10 +22,13 @@ from elastic.core.sharing import Claim
 from elastic.core.state import RunState, SlotPhase
 from elastic.runtime import names
 from elastic.runtime.cluster_view import ClusterLook, ClusterView
+from elastic.runtime.control_store import StoreThreads
 
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
+# While the run has all that it may have, and is alone.
+_CALM_LOOK_S = 5.0
 # A cluster that has just begun does not know its nodes yet: what cannot be had is refused only after so long.
 _SURE_S = 5.0
 # While nodes are on their way to the cluster other runs are asked to make room only after so many times the usual time.
@@ -47,6 +51,7 @@ class OutlookWatch:
         self._state = state
         self._emit = emit
         self._look = look
+        self._thread = StoreThreads(1, "elastic-outlook")
         self._clock = clock
         self._shortage = state().shortage
         self._limit = state().slot_limit
@@ -55,6 +60,7 @@ class OutlookWatch:
         self._refused = False
         self._claim: Claim | None = None
         self._peers: dict[str, tuple[float, Claim]] = {}
+        self._actors: dict[str, Any] = {}
 
     @property
     def claim(self) -> Claim | None:
@@ -62,13 +68,26 @@ class OutlookWatch:
         return self._claim
 
     async def run(self) -> None:
-        while True:
-            try:
-                await self.look(await asyncio.to_thread(self._view), await self._others())
-            except (ray.exceptions.RayError, OSError, RuntimeError) as error:
-                # The control store may be away; what was known stays known.
-                logger.debug("the state of the cluster cannot be had: %s", error)
-            await asyncio.sleep(_LOOK_S)
+        try:
+            while True:
+                await asyncio.sleep(await self._turn())
+        finally:
+            self._thread.close()
+
+    async def _turn(self) -> float:
+        """One look with whatever can be had; returns when the next one is due, in seconds."""
+        try:
+            others = await self._others()
+            await self.look(await self._thread.call(self._view), others)
+        except (ray.exceptions.RayError, OSError, RuntimeError) as error:
+            # The control store may be away; what was known stays known.
+            logger.debug("the state of the cluster cannot be had: %s", error)
+            return _LOOK_S
+        calm = not others and self._claim is not None and not self._wants() and self._limit is None
+        return _CALM_LOOK_S if calm else _LOOK_S
+
+    def _wants(self) -> bool:
+        return any(slot.phase is SlotPhase.PENDING for slot in self._state().slots.values())
 
     async def look(self, view: ClusterView, others: list[Claim]) -> None:
         """One look: judge, and tell what is new."""
@@ -99,28 +118,41 @@ class OutlookWatch:
 
     async def _others(self) -> list[Claim]:
         """What the other runs say of themselves. Who does not answer is remembered for a while."""
-        own = names.controller(self._state().settings.run_id)
-        listed = await asyncio.to_thread(ray.util.list_named_actors, all_namespaces=True)
-        found = [entry["name"] for entry in listed if entry["namespace"] == names.NAMESPACE]
-        others = [name for name in found if names.is_controller(name) and name != own]
+        own, known = names.controller(self._state().settings.run_id), frozenset(self._actors)
+        self._actors.update(await self._thread.call(lambda: _controllers(known)))
+        others = [name for name in self._actors if name != own]
         told = await asyncio.gather(*(self._ask(name) for name in others))
         now = self._clock()
-        self._peers = {name: known for name, known in self._peers.items() if name in others}
         for name, (answered, claim) in zip(others, told, strict=True):
-            if answered and claim is None:
-                self._peers.pop(name, None)
-            elif claim is not None:
+            if claim is not None:
                 self._peers[name] = (now, claim)
-        return [claim for heard, claim in self._peers.values() if now - heard < _REMEMBER_S]
+            elif answered:
+                self._peers.pop(name, None)
+        self._peers = {name: told for name, told in self._peers.items() if now - told[0] < _REMEMBER_S}
+        return [claim for _, claim in self._peers.values()]
 
     async def _ask(self, name: str) -> tuple[bool, Claim | None]:
-        """(whether it answered, its claim; None of one that wants nothing, as it is over)."""
+        """(whether it answered, its claim; None of a run that is over)."""
         try:
-            actor: Any = ray.get_actor(name, names.NAMESPACE)
-            return True, await asyncio.wait_for(actor.claim.remote(), _PEER_LIMIT_S)
-        except (ray.exceptions.RayError, ValueError, OSError, asyncio.TimeoutError) as error:
+            return True, await asyncio.wait_for(self._actors[name].claim.remote(), _PEER_LIMIT_S)
+        except ray.exceptions.ActorDiedError:
+            del self._actors[name]
+            return True, None
+        except (ray.exceptions.RayError, OSError, asyncio.TimeoutError) as error:
             logger.debug("%s has not said what it needs: %s", name, error or type(error).__name__)
             return False, None
+
+
+def _controllers(known: Collection[str]) -> dict[str, Any]:
+    """Handles of the controllers that are not known yet. Blocks."""
+    listed = ray.util.list_named_actors(all_namespaces=True)
+    found = [entry["name"] for entry in listed if entry["namespace"] == names.NAMESPACE]
+    handles = {}
+    for name in found:
+        if names.is_controller(name) and name not in known:
+            with contextlib.suppress(ValueError):  # It has ended since.
+                handles[name] = ray.get_actor(name, names.NAMESPACE)
+    return handles
 
 
 def need_of(state: RunState) -> Need:

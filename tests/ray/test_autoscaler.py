@@ -21,12 +21,12 @@ from elastic.runtime.cluster_view import ClusterLook
 
 pytestmark = pytest.mark.ray
 
-_NODES = 3
+_NODES = 2
 
 
 @pytest.fixture(scope="module")
 def grown() -> Iterator[AutoscaledCluster]:
-    """A head without CPUs, and up to three nodes for one worker each, of which none can be had until a test says so."""
+    """A head without CPUs, and up to two nodes for one worker each, of which none can be had until a test says so."""
     with AutoscaledCluster.launch(_NODES, at_hand=0, cpus_per_node=1, idle_timeout_s=2.0) as cluster:
         footprint = harness.Footprint(cluster)
         client.connect(cluster.address)
@@ -74,20 +74,20 @@ def world_size(run: Run) -> int:
 def test_a_run_starts_with_what_there_is_grows_as_nodes_arrive_and_gives_up_its_demand_in_the_end(
     cloud: AutoscaledCluster, tmp_path: Path
 ) -> None:
-    run = start(cloud, tmp_path, "grows", ScalingSettings(1, 3, gather_s=0.5))
-    wait_until(lambda: len(there(cloud)) == 3, "the autoscaler to have asked for a node per slot")
+    run = start(cloud, tmp_path, "grows", ScalingSettings(1, 2, gather_s=0.5))
+    wait_until(lambda: len(there(cloud)) == 2, "the autoscaler to have asked for a node per slot")
     said = "the nodes have room for 0: 1 short; the autoscaler is asked for more"
     run.wait_for("what is short to be said", lambda _: any(said in told for told in run.decisions("waiting")))
     cloud.offer(1)
     run.reach(4)
-    assert (world_size(run), run.handle.progress()["asking_for"]) == (1, "2 more nodes")
-    cloud.offer(3)
-    run.grow_to(3)
+    assert (world_size(run), run.handle.progress()["asking_for"]) == (1, "1 more node")
+    cloud.offer(2)
+    run.grow_to(2)
     number = run.handle.progress()["generation"]
-    cloud.kill_node(run.node_of(2).name)
+    cloud.kill_node(run.node_of(1).name)
     run.wait_generation(number + 1)
-    assert world_size(run) == 2
-    wait_until(lambda: len(there(cloud)) == 3, "the autoscaler to have asked for another node")
+    assert world_size(run) == 1
+    wait_until(lambda: len(there(cloud)) == 2, "the autoscaler to have asked for another node")
     # The demand ends with the run, though it was never met.
     run.finish()
 
@@ -107,34 +107,34 @@ def test_what_no_node_type_offers_is_refused_with_what_is_short(cloud: Autoscale
 def test_a_run_makes_room_for_one_of_higher_priority_and_grows_again_when_that_is_over(
     cloud: AutoscaledCluster, tmp_path: Path
 ) -> None:
-    cloud.offer(3)
-    low = start(cloud, tmp_path / "low", "low", ScalingSettings(1, 3, gather_s=0.5, share_after_s=1.0))
-    low.grow_to(3)
-    high = start(cloud, tmp_path / "high", "high", ScalingSettings(2, 2, priority=1, share_after_s=1.0))
+    cloud.offer(2)
+    low = start(cloud, tmp_path / "low", "low", ScalingSettings(1, 2, gather_s=0.5, share_after_s=1.0))
+    low.grow_to(2)
+    high = start(cloud, tmp_path / "high", "high", ScalingSettings(1, 1, priority=1, share_after_s=1.0))
     low.shrink_to(1)
     high.reach(4)
     high.finish()
-    low.grow_to(3)
+    low.grow_to(2)
     low.finish()
 
     low.assert_whole()
     high.assert_whole()
     assert [(i["planned"], i["steps_repeated"]) for i in low.incidents()] == [(True, 0)] * len(low.incidents())
-    assert any("run high of priority 1 (this one: 0) waits for 2 slots" in told for told in low.decisions("share"))
+    assert any("run high of priority 1 (this one: 0) waits for 1 slot" in told for told in low.decisions("share"))
 
 
+@pytest.mark.slow
 def test_two_runs_that_could_hold_half_of_what_they_need_each_both_come_to_their_end(
     cloud: AutoscaledCluster, tmp_path: Path
 ) -> None:
-    """Each needs two of three nodes."""
+    """Each needs both of two nodes."""
     runs = [
         start(cloud, tmp_path / name, name, ScalingSettings(2, 2, gather_s=0.5, share_after_s=1.0))
         for name in ("first", "second")
     ]
-    # Of the first two nodes, each run may get one.
+    # Of these, each run may get one.
     cloud.offer(2)
     wait_until(lambda: any(world_size(run) == 2 for run in runs), "one of them to begin")
-    cloud.offer(3)
     for run in sorted(runs, key=world_size, reverse=True):
         run.reach(4)
         run.finish()
