@@ -68,7 +68,7 @@ class Cloud:
     def instances(self) -> dict[str, dict[str, Any]]:
         """Every node that is asked for or there. One that is lost is not: a cloud knows that a machine is gone."""
         return {
-            entry.name: {"head": entry.head, "running": entry.state is NodeState.ALIVE, "tags": self._tags[entry.name]}
+            entry.name: {"running": entry.state is NodeState.ALIVE, "tags": self._tags[entry.name]}
             for entry in self._nodes.entries.values()
             if not entry.head and entry.state is not NodeState.LOST
         }

@@ -138,14 +138,19 @@ def _slots(turn: Turn, policy: ScalingPolicy) -> None:
     for slot in tuple(turn.state.slots.values()):
         if slot.phase is SlotPhase.PENDING and slot.avoid != avoid:
             turn.drop_slot(slot.id, "it is asked for anew: other nodes are to be left alone now")
-    if not turn.state.slots_not_before:
+    if _needs_no_more(turn.state):
+        for slot in [slot for slot in turn.state.slots.values() if slot.phase is SlotPhase.PENDING]:
+            turn.drop_slot(slot.id, "the run is coming to its end")
+    elif not turn.state.slots_not_before:
         for _ in range(_missing_slots(turn.state)):
             turn.request_slot()
 
 
+def _needs_no_more(state: RunState) -> bool:
+    return state.stop_reason is not None or isinstance(state.stage, Closing | Finished)
+
+
 def _missing_slots(state: RunState) -> int:
-    if state.stop_reason is not None or isinstance(state.stage, Closing | Finished):
-        return 0
     # A slot on a node that is going away is replaced before it is gone.
     staying = sum(slot.node not in state.draining for slot in state.slots.values())
     return max(0, state.max_slots - staying)

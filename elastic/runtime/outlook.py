@@ -29,8 +29,10 @@ logger = logging.getLogger(__name__)
 _LOOK_S = 1.0
 # While the run has all that it may have, and is alone.
 _CALM_LOOK_S = 5.0
-# A cluster that has just begun does not know its nodes yet: what cannot be had is refused only after so long.
+# A cluster that has just begun does not know its nodes yet: what cannot be had is refused only after so long, and later
+# where nodes join by themselves.
 _SURE_S = 5.0
+_SURE_BY_HAND_S = 15.0
 # While nodes are on their way to the cluster other runs are asked to make room only after so many times the usual time.
 _PATIENCE = 10
 _PEER_LIMIT_S = 2.0
@@ -92,7 +94,8 @@ class OutlookWatch:
     async def look(self, view: ClusterView, others: list[Claim]) -> None:
         """One look: judge, and tell what is new."""
         state, now = self._state(), self._clock()
-        self._tell_shortage(judge(need_of(state), view.cluster), now)
+        sure_s = _SURE_S if view.cluster.autoscaled else _SURE_BY_HAND_S
+        self._tell_shortage(judge(need_of(state), view.cluster), sure_s, now)
         self._claim = claim_of(state, view, now)
         free = sum(fits(self._claim.slot, place) for place in view.free.values())
         self._held = self._held.next(sharing.decide(self._claim, others, free), now)
@@ -101,10 +104,10 @@ class OutlookWatch:
             self._limit = share.limit
             self._emit(SlotsShared(share.limit, share.reason))
 
-    def _tell_shortage(self, judged: Judgement, now: float) -> None:
+    def _tell_shortage(self, judged: Judgement, sure_s: float, now: float) -> None:
         never = judged.outlook is Outlook.NEVER
         self._hopeless_since = (self._hopeless_since or now) if never else None
-        sure = self._hopeless_since is not None and now - self._hopeless_since >= _SURE_S
+        sure = self._hopeless_since is not None and now - self._hopeless_since >= sure_s
         if judged.sentence != self._shortage or (sure and not self._refused):
             self._shortage, self._refused = judged.sentence, sure
             self._emit(CapacityJudged(judged.sentence, sure))

@@ -48,7 +48,7 @@ def test_what_is_at_hand_is_started_and_the_rest_waits() -> None:
     assert world.started == ["node-1", "node-2"]
     told = world.cloud.instances()
     assert list(told) == ["node-1", "node-2", "node-3"], "what was asked for is not asked for again"
-    assert told["node-3"] == {"head": False, "running": False, "tags": {"a": "b"}}
+    assert told["node-3"] == {"running": False, "tags": {"a": "b"}}
 
 
 def test_each_node_has_the_name_that_the_autoscaler_knows_it_by() -> None:

@@ -111,9 +111,15 @@ def test_between_generations_places_are_kept_as_their_memory_is_what_comes_next(
     assert isinstance(s.stage, Pausing)
 
 
+def test_a_run_that_is_stopped_asks_for_nothing_from_that_moment() -> None:
+    s = Scenario(1, 3).started(1).do(ev.StopRequested("enough"))
+    assert isinstance(s.stage, Pausing)
+    assert released(s) == [1, 2]
+
+
 def test_the_end_of_a_run_leaves_no_slot_asked_for() -> None:
     s = Scenario(1, 3).started(1)
     assert sum(slot.phase is SlotPhase.PENDING for slot in s.state.slots.values()) == 2
-    s.completed(9).commit(9)
+    assert released(s.completed(9)) == [1, 2], "while the last checkpoint is awaited"
+    assert released(s.commit(9)) == [0]
     assert isinstance(s.stage, Finished)
-    assert sorted(released(s)) == [0, 1, 2]
