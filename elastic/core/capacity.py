@@ -106,7 +106,8 @@ def _no_place(need: Need, cluster: Cluster) -> Judgement:
 def _why(slot: Resources, cluster: Cluster) -> str:
     """The resource that is short, and by how much."""
     nodes = [*cluster.nodes.values(), *(node_type.resources for node_type in cluster.types or ())]
-    known = sorted({name for node in nodes for name in node if ":" not in name})
+    # Ray adds names of nodes, and what nobody asks for.
+    known = sorted({name for node in nodes for name in node if ":" not in name and name != "object_store_memory"})
     for name, count in slot.items():
         best = max((node.get(name, 0.0) for node in nodes), default=0.0)
         if best <= 0.0:
