@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from elastic.core.capacity import fits
 
 # How long a run asks for nothing after it was last asked to make room: slots given back take so long to find their run.
-HOLD_S = 15.0
+HOLD_S = 8.0
 
 
 @dataclass(frozen=True)
