@@ -74,7 +74,9 @@ class Objects(Protocol):
     def get(self, ref: Ref, *, metadata_only: bool = False) -> Manifest | None:
         """None when there is none. `metadata_only` leaves the contents (of a secret, say) in the cluster."""
 
-    def find(self, api_version: str, kind: str, namespace: str, selector: str) -> list[Manifest]:
+    def find(
+        self, api_version: str, kind: str, namespace: str, selector: str, *, metadata_only: bool = False
+    ) -> list[Manifest]:
         """By labels, in the order of their names."""
 
     def delete(self, ref: Ref, uid: str, *, foreground: bool = True) -> None:

@@ -20,6 +20,7 @@ from cluster.kube.labels import MANAGER
 
 _T = TypeVar("_T")
 _METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
+_METADATA_LIST = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 _FIRST_PAUSE_S = 0.2
 _CREATED = 201
 
@@ -71,12 +72,15 @@ class OfficialClient:
         except KubeNotFound:
             return None
 
-    def find(self, api_version: str, kind: str, namespace: str, selector: str) -> list[Manifest]:
+    def find(
+        self, api_version: str, kind: str, namespace: str, selector: str, *, metadata_only: bool = False
+    ) -> list[Manifest]:
         ref = Ref(api_version, kind, namespace, selector)
         path = self._resource(ref).path(namespace=namespace)
-        listed = self._json("get", ref, path, [("labelSelector", selector)], verb="list")
-        # The items of a list do not say what they are.
-        found = [{"apiVersion": api_version, "kind": kind, **item} for item in listed["items"]]
+        more = {"header_params": {"Accept": _METADATA_LIST}} if metadata_only else {}
+        listed = self._json("get", ref, path, [("labelSelector", selector)], verb="list", **more)
+        # The items of a list do not say what they are, or that they are metadata.
+        found = [{**item, "apiVersion": api_version, "kind": kind} for item in listed["items"]]
         return sorted(found, key=lambda item: str(item["metadata"]["name"]))
 
     def delete(self, ref: Ref, uid: str, *, foreground: bool = True) -> None:

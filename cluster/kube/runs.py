@@ -141,7 +141,9 @@ def _objects(
 ) -> Iterator[Manifest]:
     for api_version, kind in kinds:
         try:
-            yield from cluster.find(api_version, kind, namespace, selector(run_id))
+            # Of a RayJob the status is wanted as well; nobody wants the contents of a secret.
+            whole = (api_version, kind) in KINDS[:2]
+            yield from cluster.find(api_version, kind, namespace, selector(run_id), metadata_only=not whole)
         except KubeDenied as error:
             if kind in ("RayJob", "RayCluster"):
                 raise

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from kube_samples import connected, network_policy, ray_cluster, ray_job
 
-from cluster.kube.api import Ref
+from cluster.kube.api import Limits, Ref
 from cluster.kube.apply import apply_run
 from cluster.kube.errors import KubeDenied, KubeError, KubeNotFound, KubeQuota, KubeRefused
 from cluster.kube.fake import FakeKubeRay, FakeKubernetes, Refusal
 from cluster.kube.fake.server import Fault
-from cluster.kube.labels import labels
+from cluster.kube.labels import labels, selector
 from cluster.kube.official import OfficialClient
 from cluster.kube.runs import delete_run, find_runs, look
 
@@ -157,9 +157,11 @@ def test_what_was_there_before_stays_when_a_change_fails(world: World) -> None:
 
 
 @pytest.mark.parametrize("code", [0, 429, 503])
-def test_a_passing_fault_is_not_seen(world: World, code: int) -> None:
+def test_a_passing_fault_is_not_seen(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     world.kubernetes.faults.append(Fault("patch", "rayjobs", code))
-    assert world.apply(ray_job())["RayJob/gpt"] == "created"
+    with connected(world.kubernetes, tmp_path, monkeypatch, Limits()) as client:
+        world.client = client
+        assert world.apply(ray_job())["RayJob/gpt"] == "created"
 
 
 def test_a_field_of_another_manager_is_taken_only_by_force(world: World) -> None:
@@ -221,7 +223,9 @@ def test_the_contents_of_secrets_stay_in_the_cluster(world: World) -> None:
     ref = Ref("v1", "Secret", "team", "gpt-token")
     found = world.client.get(ref, metadata_only=True)
     assert found is not None
-    assert found.keys() == {"apiVersion", "kind", "metadata"}
+    (listed,) = world.client.find("v1", "Secret", "team", selector("gpt"), metadata_only=True)
+    assert found.keys() == listed.keys() == {"apiVersion", "kind", "metadata"}
+    assert (listed["kind"], listed["metadata"]["name"]) == ("Secret", "gpt-token")
     token = base64.b64decode(world.kubernetes.objects("Secret")["gpt-token"]["data"]["auth_token"])
     assert len(base64.b64decode(token)) == 32
 
@@ -330,6 +334,33 @@ def test_who_may_do_too_little_is_told_the_verb(world: World, tmp_path: Path, mo
             apply_run(client, "gpt", [without_token(ray_job())])
         with pytest.raises(KubeDenied, match=r"dev may not list rayclusters.ray.io in namespace team"):
             find_runs(client, "team")
+    assert world.everything() == set()
+
+
+def test_what_the_documents_say_a_user_needs_is_enough(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def may(group: str, verbs: str, *resources: str) -> dict[str, Any]:
+        return {"apiGroups": [group], "resources": list(resources), "verbs": verbs.split()}
+
+    every = "get list watch create patch delete"
+    rules = [
+        may("ray.io", every, "rayjobs", "rayclusters"),
+        may("networking.k8s.io", every, "networkpolicies"),
+        may("", "get list create delete watch", "secrets"),
+        may("", "get list watch", "pods"),
+        may("", "get", "pods/log"),
+    ]
+    world.kubernetes.add(role(rules))
+    world.kubernetes.add(binding("dev"))
+    with connected(world.kubernetes, tmp_path, monkeypatch, token=world.kubernetes.add_user("dev")) as client:
+        world.client = client
+        world.apply(ray_job(), network_policy())
+        pod = world.operator.run("gpt")
+        assert look(client, "gpt", "team").state == "running"
+        world.kubernetes.log("team", pod, "ray-job-submitter").write("2026-01-01T00:00:01Z one")
+        assert list(client.read(Ref("v1", "Pod", "team", pod), "ray-job-submitter", None, False))
+        assert world.delete()[1] == ()
     assert world.everything() == set()
 
 

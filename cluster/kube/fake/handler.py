@@ -73,7 +73,7 @@ class Handler(BaseHTTPRequestHandler):
         if (fault := self._fault(self._verb, place)) is not None:
             self._fail(fault)
             return
-        self._authorize(place)
+        self._authorize(place, self._verb)
         self._serve(place)
 
     def _discovery(self, path: str) -> dict[str, Any] | None:
@@ -109,12 +109,12 @@ class Handler(BaseHTTPRequestHandler):
             return
         raise Refusal(fault.code, "InternalError", "a fault that the test asked for")
 
-    def _authorize(self, place: Place) -> None:
+    def _authorize(self, place: Place, verb: str) -> None:
         find = self._fake.store.find
         roles = find(self._fake.resource("Role"), place.namespace, "")
         bindings = find(self._fake.resource("RoleBinding"), place.namespace, "")
-        if not rbac.allowed(self._user, self._verb, place, roles, bindings):
-            raise Refusal(403, "Forbidden", rbac.sentence(self._user, self._verb, place), kind=place.resource.plural)
+        if not rbac.allowed(self._user, verb, place, roles, bindings):
+            raise Refusal(403, "Forbidden", rbac.sentence(self._user, verb, place), kind=place.resource.plural)
 
     def _serve(self, place: Place) -> None:
         resource, namespace, name = place.resource, place.namespace or "", place.name or ""
@@ -129,6 +129,8 @@ class Handler(BaseHTTPRequestHandler):
                 self._send(200, found)
             case "list":
                 items = store.find(resource, place.namespace, self._query.get("labelSelector", ""))
+                if "as=PartialObjectMetadataList" in (self.headers.get("Accept") or ""):
+                    items = [_metadata(each) for each in items]
                 bare = [
                     {key: value for key, value in each.items() if key not in ("apiVersion", "kind")} for each in items
                 ]
@@ -155,7 +157,8 @@ class Handler(BaseHTTPRequestHandler):
             if "fieldManager" not in self._query:
                 raise Refusal(400, "BadRequest", "fieldManager is required for apply patch")
             force = self._query.get("force") == "true"
-            new = place.name not in self._fake.objects(resource.kind, namespace)
+            if new := place.name not in self._fake.objects(resource.kind, namespace):
+                self._authorize(place, "create")
             made = store.apply(
                 resource, namespace, self._json(), self._manager, force=force, dry_run=self._dry_run, strict=strict
             )
