@@ -19,7 +19,9 @@ from jobs.spec import JobSpec, load_job
 from jobs.storage import RunFolder, default_storage, new_run_id
 
 HELP = "start a run and follow it to its end"
-EXAMPLE = 'elastic run examples/gpt.yaml --nodes 4 --chaos "kill-node@step=40,add-node@step=80" --summary summary.json'
+EXAMPLE = """\
+elastic run examples/gpt.yaml --nodes 4 --chaos "kill-node@step=40,add-node@step=80" --summary summary.json
+  elastic run examples/demo.yaml --autoscale --max-nodes 4"""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
