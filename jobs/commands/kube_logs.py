@@ -37,9 +37,9 @@ def run(options: argparse.Namespace) -> int:
         put_json({"run": status.run, "state": status.state, "reason": status.reason, "exit_code": code})
     say(f"run {status.run} is {status.state}{': ' + printable(status.reason) if status.reason else ''}")
     if status.over:
-        say(f"next: {command(options, 'delete', options.run)}")
+        say(f"Next: {command(options, 'delete', options.run)}")
     else:
-        say(f"next: {command(options, 'logs', options.run, '-f')}")
+        say(f"Next: {command(options, 'logs', options.run, '-f')}")
     return code
 
 

@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
         _show(found[0])
     if options.run is None:
         return 0
-    say(f"next: {_next(options, found[0])}")
+    say(f"Next: {_next(options, found[0])}")
     return result(found[0])
 
 

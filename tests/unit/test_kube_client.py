@@ -132,6 +132,21 @@ def test_what_was_made_before_a_failure_is_taken_away_again(world: World) -> Non
     assert world.everything() == set()
 
 
+def test_ctrl_c_in_the_middle_leaves_nothing_half_done(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    apply = world.client.apply
+
+    def interrupted(manifest: dict[str, Any], **more: Any) -> Any:
+        if manifest["kind"] == "RayJob" and not more["dry_run"]:
+            assert world.everything() == {"Secret/gpt-token", "NetworkPolicy/gpt"}
+            raise KeyboardInterrupt
+        return apply(manifest, **more)
+
+    monkeypatch.setattr(world.client, "apply", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        world.apply(ray_job(), network_policy())
+    assert world.everything() == set()
+
+
 def test_what_somebody_else_made_meanwhile_is_not_taken_away_after_a_failure(world: World) -> None:
     """Two start the same run at once, and one of them fails."""
 

@@ -62,7 +62,7 @@ def test_from_apply_to_delete(world: World) -> None:
     pod = world.operator.run("gpt")
     code, out, err = world.elastic("status", "gpt", "--namespace", "team", "--context", "test")
     assert (code, out[0]) == (101, "run gpt (RayJob gpt in team) is running")
-    assert err == ["next: elastic kube logs gpt -f --namespace team --context test"]
+    assert err == ["Next: elastic kube logs gpt -f --namespace team --context test"]
     log = world.kubernetes.log("team", pod, "ray-job-submitter")
     log.write("2026-01-01T00:00:01Z step 1", "2026-01-01T00:00:01Z \x1b[31mstep 2")
     log.end()
@@ -72,7 +72,7 @@ def test_from_apply_to_delete(world: World) -> None:
     assert (code, out) == (104, ["step 1", " [31mstep 2"])
     assert err == [
         "run gpt is failed: Job entrypoint command failed with exit code 104",
-        "next: elastic kube delete gpt",
+        "Next: elastic kube delete gpt",
     ]
     assert world.elastic("status", "gpt")[0] == 104
     world.kubernetes.store.update(
