@@ -13,6 +13,8 @@ import inspect
 import logging
 import traceback
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 # DeepSpeed and torch import these at the first engine only, some 750 modules with what they pull in.
 _IMPORTED_LATE = (
+    # By the first optimizer.
+    "torch._dynamo",
     "deepspeed.module_inject.auto_ep_layer",
     "deepspeed.module_inject.auto_ep_comm",
     "deepspeed.runtime.zero.muon.muon_optimizer",
@@ -49,13 +53,41 @@ def warm_up() -> None:
 
     # Its first use probes every operator; the shared-memory one compiles for about a minute and serves inference only.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    for name in _IMPORTED_LATE:
-        try:
-            importlib.import_module(name)
-        except ImportError as error:
-            logger.debug("%s is not there to be imported early: %s", name, error)
+    with _compiled_at_first_use():
+        for name in _IMPORTED_LATE:
+            try:
+                importlib.import_module(name)
+            except ImportError as error:
+                logger.debug("%s is not there to be imported early: %s", name, error)
     gc.collect()
     gc.freeze()
+
+
+@contextmanager
+def _compiled_at_first_use() -> Iterator[None]:
+    """DeepSpeed's Muon has torch.compile decorate functions while it is imported, which loads the whole compiler: 0.8 s
+    of CPU in every process, whatever optimizer it has. Here a function is compiled when it is called."""
+    from deepspeed.runtime import compiler
+
+    original = compiler.compile
+
+    def compile_later(*args: Any, **kwargs: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+            compiled = functools.cache(lambda: original(*args, **kwargs)(function))
+
+            @functools.wraps(function)
+            def call(*values: Any, **named: Any) -> Any:
+                return compiled()(*values, **named)
+
+            return call
+
+        return decorate
+
+    compiler.compile = compile_later
+    try:
+        yield
+    finally:
+        compiler.compile = original
 
 
 def leave(generation: Generation) -> bool:
