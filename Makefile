@@ -35,7 +35,7 @@ test-all: test
 
 # What `make test` leaves out but for the oracle.
 slow: $(READY)
-	$(BIN)/python -m pytest -q tests/ray -m slow
+	$(BIN)/python -m pytest -q tests/one_rank tests/ray -m slow
 
 # The pure tests: no Ray, no training processes.
 unit: $(READY)
