@@ -24,6 +24,7 @@ from elastic.core.state import (
     Joining,
     Pausing,
     RunState,
+    Slot,
     SlotPhase,
     Training,
     Waiting,
@@ -73,8 +74,10 @@ def next_deadline(state: RunState, policy: ScalingPolicy | None = None) -> float
     if state.slots_not_before and not isinstance(stage, Finished):
         times.append(state.slots_not_before)
     times += next_ripening(state) if not isinstance(stage, Finished) else []
-    pending = [slot for slot in state.slots.values() if slot.phase is SlotPhase.PENDING and slot.avoid]
-    times += [state.quarantine[node].until for slot in pending for node in slot.avoid if node in state.quarantine]
+    pending = _pending(state)
+    if pending and not state.slots_not_before:
+        shut = frozenset.intersection(*(frozenset(slot.avoid) for slot in pending))
+        times += [state.quarantine[node].until for node in shut if node in state.quarantine]
     return min(times, default=None)
 
 
@@ -134,16 +137,29 @@ def _slots(turn: Turn, policy: ScalingPolicy) -> None:
     """Keep asking for as many slots as the run may use; a pending slot is the demand that an autoscaler sees."""
     if turn.state.slots_not_before and turn.passed(turn.state.slots_not_before):
         turn.set(slots_not_before=0.0)
-    avoid = avoided(turn.state.quarantine, turn.now)
-    for slot in tuple(turn.state.slots.values()):
-        if slot.phase is SlotPhase.PENDING and slot.avoid != avoid:
-            turn.drop_slot(slot.id, "it is asked for anew: other nodes are to be left alone now")
     if _needs_no_more(turn.state):
-        for slot in [slot for slot in turn.state.slots.values() if slot.phase is SlotPhase.PENDING]:
+        for slot in _pending(turn.state):
             turn.drop_slot(slot.id, "the run is coming to its end")
     elif not turn.state.slots_not_before:
+        _ask_for_released(turn)
         for _ in range(_missing_slots(turn.state)):
             turn.request_slot()
+
+
+def _ask_for_released(turn: Turn) -> None:
+    """A node that has done its time is open again to one request at least: that one is made anew.
+
+    Not all of them, and none when a node is to be left alone (a slot that gets it is given back): where a hundred slots
+    wait and nodes fail in a burst, each failure would have them all asked for again.
+    """
+    pending = _pending(turn.state)
+    shut = frozenset.intersection(*(frozenset(slot.avoid) for slot in pending)) if pending else frozenset()
+    if shut - frozenset(avoided(turn.state.quarantine, turn.now)):
+        turn.drop_slot(pending[-1].id, "it is asked for anew: a node is not to be left alone any more")
+
+
+def _pending(state: RunState) -> list[Slot]:
+    return [slot for slot in state.slots.values() if slot.phase is SlotPhase.PENDING]
 
 
 def _needs_no_more(state: RunState) -> bool:

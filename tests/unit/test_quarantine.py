@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 
 from hypothesis import given
@@ -11,6 +12,7 @@ from machine_scenario import Scenario
 from elastic.core import actions as act
 from elastic.core import events as ev
 from elastic.core.quarantine import Quarantine, avoided, left_out, next_release, struck
+from elastic.core.settings import ScalingSettings
 from elastic.core.state import Pausing, SlotPhase, Training
 
 NODES = [f"n{number}" for number in range(7)]
@@ -171,3 +173,30 @@ def test_where_nobody_answers_the_node_is_given_the_benefit_of_the_doubt() -> No
     run = back(cut(Scenario(2, 3, memory=True).started(3), 0, 2))
     run.wait(run.state.settings.failures.survey_timeout_s)
     assert isinstance(run.stage, Pausing)
+
+
+def test_a_burst_of_bad_nodes_does_not_have_every_waiting_slot_asked_for_again() -> None:
+    run = Scenario(2, 40, memory=True).started(3)
+    asked_for = len(run.state.slots)
+    for node in ("node-2", "node-1"):
+        table = struck(run.state.quarantine, node, run.now, 60.0, 3600.0, certain=True)
+        run.state = replace(run.state, quarantine=table)
+        run.do(ev.Tick())
+        assert not run.acts(act.RequestSlot)
+    run.wait(61.0)
+    assert len(run.state.slots) == asked_for
+
+
+def test_nodes_that_have_done_their_time_are_open_to_the_slots_that_wait_one_after_the_other() -> None:
+    run = cut(Scenario(2, 3, memory=True).started(3), 0, 2)
+    run.state = replace(run.state, settings=replace(run.state.settings, scaling=ScalingSettings(2, 5)))
+    run.do(ev.Tick())
+    waiting = [slot for slot in run.state.slots.values() if slot.phase is SlotPhase.PENDING]
+    assert [slot.avoid for slot in waiting] == [("node-2",)] * 3
+    run.wait(61.0)
+    waiting = [slot for slot in run.state.slots.values() if slot.phase is SlotPhase.PENDING]
+    assert sorted(slot.avoid for slot in waiting) == [(), ("node-2",), ("node-2",)]
+    (free,) = [slot.id for slot in waiting if not slot.avoid]
+    run.do(ev.SlotPlaced(free, "node-2"))
+    waiting = [slot for slot in run.state.slots.values() if slot.phase is SlotPhase.PENDING]
+    assert sorted(slot.avoid for slot in waiting) == [(), ("node-2",)]
