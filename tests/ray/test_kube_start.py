@@ -1,0 +1,124 @@
+"""The container that is rendered for a worker, run as a process: what Ray makes of it, and of its SIGTERM."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import harness
+import pytest
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from cluster import LocalCluster
+from cluster.kube.job import Group, KubeJob, Size
+from cluster.kube.render import render
+from elastic.runtime.drains import draining_nodes
+
+pytestmark = pytest.mark.ray
+
+DRAIN_S = 40
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[LocalCluster]:
+    """A head is enough; the pod is the other node."""
+    yield from harness.module_cluster(1, cpus_per_node=1)
+
+
+def test_a_pod_that_is_told_to_end_drains_as_long_as_something_runs_on_it(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
+    """The rest of the way, from Ray's list of draining nodes to a run that leaves the node, is in test_drains.py."""
+    group = _worker_group()
+    with _pod(group, cluster, tmp_path / "log") as pod:
+        node = harness.wait_until(lambda: _node_with(cluster, "fpga"), f"the pod to join: {tmp_path / 'log'}", 60.0)
+        assert Path(f"/proc/{pod.pid}/cmdline").read_bytes().split(b"\0")[1].endswith(b"/ray"), (
+            "Ray is its first process"
+        )
+        assert node["Resources"] | {"CPU": 2.0, "fpga": 3.0, "memory": 4.0 * 2**30} == node["Resources"]
+        assert node["Resources"]["object_store_memory"] == 768 * 2**20
+        assert node["Labels"] | {"ray.io/market-type": "spot", "ray.io/availability-zone": "z1"} == node["Labels"]
+
+        strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        worker = _busy_actor().options(num_cpus=1, scheduling_strategy=strategy).remote()
+        assert ray.get(worker.node.remote(), timeout=60.0) == node["NodeID"]
+        told = time.time()
+        pod.send_signal(signal.SIGTERM)
+        deadline = harness.wait_until(
+            lambda: draining_nodes().get(node["NodeID"]), "Ray to know that the node is going"
+        )
+        assert DRAIN_S - 1 <= deadline - told <= DRAIN_S + harness.LIMIT_S, "the run is told how long the pod will last"
+        assert pod.poll() is None
+        assert ray.get(worker.node.remote(), timeout=60.0) == node["NodeID"], "and may go on until then"
+        ray.kill(worker)
+        pod.wait(harness.LIMIT_S)
+        assert time.time() < deadline, "when nothing runs on it any more it goes before its time"
+
+
+def _busy_actor() -> Any:
+    class Busy:
+        """Within a function, so that Ray sends it along: the pod has no tests in it."""
+
+        def node(self) -> str:
+            found: str = ray.get_runtime_context().get_node_id()
+            return found
+
+    return ray.remote(Busy)
+
+
+def _worker_group() -> dict[str, Any]:
+    size = Size("2", "4Gi", "1Gi")
+    group = Group("spot", size, 1, drain_s=DRAIN_S, capacity="spot", zone="z1", resources={"fpga": 3})
+    job = KubeJob("gpt", "gpt", "image", ray.__version__, ("true",), (group,))
+    found: dict[str, Any] = render(job)[-1]["spec"]["rayClusterSpec"]["workerGroupSpecs"][1]
+    return found
+
+
+def _start_command(group: dict[str, Any], address: str) -> str:
+    """As KubeRay generates it of a group; and for this machine, what keeps two nodes out of each other's way."""
+    limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
+    params = {
+        **group["rayStartParams"],
+        "address": address,
+        "labels": ",".join(f"{key}={value}" for key, value in sorted(group["labels"].items())),
+        "memory": str(int(limits["memory"].removesuffix("Gi")) * 2**30),
+        "num-cpus": limits["cpu"],
+        "resources": "'" + '{"fpga":3}' + "'",
+    }
+    here = {"min-worker-port": "0", "max-worker-port": "0"}
+    flags = " ".join(f" --{key}={value} " for key, value in sorted({**params, **here}.items()))
+    return f"ray start {flags} --block "
+
+
+@contextlib.contextmanager
+def _pod(group: dict[str, Any], cluster: LocalCluster, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    container = group["template"]["spec"]["containers"][0]
+    env = {item["name"]: item.get("value", "") for item in container["env"]}
+    env["KUBERAY_GEN_RAY_START_CMD"] = _start_command(group, cluster.address)
+    with log.open("wb") as out:
+        pod = subprocess.Popen(
+            [*container["command"], *container["args"]],
+            env={**os.environ, **env},
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        yield pod
+    finally:
+        # Its own session: whatever of it is left.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pod.pid, signal.SIGKILL)
+        pod.wait()
+
+
+def _node_with(cluster: LocalCluster, resource: str) -> dict[str, Any] | None:
+    listed: list[dict[str, Any]] = ray.nodes()
+    return next((node for node in listed if node["Alive"] and resource in node["Resources"]), None)
