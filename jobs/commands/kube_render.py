@@ -67,9 +67,19 @@ def run(options: argparse.Namespace) -> int:
         put(as_yaml(rendered).rstrip("\n"))
     for line in about(job, rendered):
         say(line)
-    source = shlex.quote(options.output) if options.output else "-"
-    say(f"Next: elastic kube apply {source} --dry-run")
+    say(f"Next: {shlex.join(_apply(options))}")
     return 0
+
+
+def _apply(options: argparse.Namespace) -> list[str]:
+    """What has been written or, where nothing was, the same job once more."""
+    if options.output is not None:
+        return ["elastic", "kube", "apply", options.output, "--dry-run"]
+    words = ["elastic", "kube", "apply", options.job]
+    for name in ("run_id", "namespace", "image"):
+        if getattr(options, name) is not None:
+            words += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
+    return [*words, *(["--cluster"] if options.cluster else []), "--dry-run"]
 
 
 def as_yaml(rendered: Sequence[Mapping[str, Any]]) -> str:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from cluster.kube.job import KubeJob, SecretRef, Size
 from cluster.kube.render import render
@@ -16,6 +19,7 @@ from elastic.core.errors import UsageError
 from jobs.cli import main
 from jobs.commands.kube_render import as_yaml
 from jobs.kube_job import SPOT_DRAIN_S, kube_job
+from jobs.kube_spec import ControlStoreSpec, GroupSpec, KubernetesSpec, NetworkSpec
 from jobs.spec import load_job
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -167,7 +171,7 @@ def test_data_on_stdout_talk_on_stderr(tmp_path: Path, capfd: pytest.CaptureFixt
     out, err = capfd.readouterr()
     manifests = list(yaml.safe_load_all(out))
     assert [manifest["kind"] for manifest in manifests] == ["ConfigMap", "RayJob"]
-    assert err.splitlines()[-1].startswith("Next: elastic kube apply")
+    assert err.splitlines()[-1] == f"Next: elastic kube apply {file} --dry-run"
 
     assert main(["kube", "render", str(file), "--json"]) == 0
     assert json.loads(capfd.readouterr().out) == {"run_id": "gpt", "manifests": manifests}
@@ -177,10 +181,12 @@ def test_data_on_stdout_talk_on_stderr(tmp_path: Path, capfd: pytest.CaptureFixt
     written, err = capfd.readouterr()
     assert written == ""
     assert list(yaml.safe_load_all(target.read_text())) == manifests
-    assert str(target) in err.splitlines()[-1]
+    assert err.splitlines()[-1] == f"Next: elastic kube apply {target} --dry-run"
 
     assert main(["kube", "render", str(file), "--cluster", "--namespace", "other"]) == 0
-    (cluster,) = yaml.safe_load_all(capfd.readouterr().out)
+    out, err = capfd.readouterr()
+    assert err.splitlines()[-1] == f"Next: elastic kube apply {file} --namespace other --cluster --dry-run"
+    (cluster,) = yaml.safe_load_all(out)
     assert (cluster["kind"], cluster["metadata"]["namespace"]) == ("RayCluster", "other")
 
 
@@ -193,3 +199,37 @@ def test_a_file_that_cannot_be_written(tmp_path: Path, capfd: pytest.CaptureFixt
 def test_what_the_operator_must_have_switched_on_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["kube", "render", str(write(tmp_path, **section(control_store={"kind": "rocksdb"})))]) == 0
     assert "GCSFaultToleranceEmbeddedStorage" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("title", "model"),
+    [
+        ("kubernetes", KubernetesSpec),
+        ("groups", GroupSpec),
+        ("control_store", ControlStoreSpec),
+        ("network_policy", NetworkSpec),
+    ],
+)
+def test_every_key_is_explained_with_its_default(title: str, model: type[BaseModel]) -> None:
+    text = (ROOT / "docs" / "kubernetes.md").read_text().partition(f"\n### {title}\n")[2].partition("\n##")[0]
+    told = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", text, re.MULTILINE))
+    assert told == {name: default(field) for name, field in model.model_fields.items()}
+
+
+def default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    if isinstance(value, BaseModel) or (isinstance(value, list) and value):
+        return "see below"
+    return "none" if value is None else f"`{json.dumps(value)}`"
+
+
+def test_the_image_has_the_user_that_pods_run_as_and_names_no_host() -> None:
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    user = KubernetesSpec.model_fields["run_as_user"].default
+    assert lines[-1] == f"USER {user}"
+    assert any(f"--uid {user} " in line for line in lines)
+    assert not [line for line in lines if re.search(r"://|\.(com|org|io)/", line)]
+    copied = [line.split()[-2] for line in lines if line.startswith("COPY ") and "$" not in line]
+    assert [name for name in copied if not (ROOT / name).exists()] == []
