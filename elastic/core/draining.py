@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from elastic.core.events import NodesDraining
 from elastic.core.generations import start_pause
+from elastic.core.recovery import survey_memory
 from elastic.core.state import Notice, RunState, Slot, SlotPhase, Training, Waiting, WorkerPhase
 from elastic.core.turn import Turn
 
@@ -124,10 +125,13 @@ def _drop_saved(turn: Turn) -> None:
     newest = turn.state.newest_checkpoint
     if newest is None or newest.step < turn.state.furthest_step:
         return
-    for slot in tuple(turn.state.slots.values()):
-        notice = turn.state.draining.get(slot.node or "")
-        if notice is not None and notice.urgent:
-            turn.drop_slot(slot.id, "its node is going away, and everything is saved")
+    urgent = {node for node, notice in turn.state.draining.items() if notice.urgent}
+    going = [slot.id for slot in turn.state.slots.values() if slot.node in urgent]
+    for slot_id in going:
+        turn.drop_slot(slot_id, "its node is going away, and everything is saved")
+    if going and turn.state.surveys:
+        # What it held went with it, and the last survey may have counted on that.
+        survey_memory(turn)
 
 
 def _carries(state: RunState, slot: Slot) -> bool:
