@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from elastic.core.errors import ElasticError
 from jobs.backend import Backend
@@ -15,6 +15,9 @@ from jobs.commands import checkpoints, drain, kube, resume, run, stop, story, wa
 from jobs.exit_codes import NOT_FINISHED, TABLE
 from jobs.follow import printable
 from jobs.terminal import say
+
+if TYPE_CHECKING:
+    from jobs.real import RealBackend
 
 _COMMANDS: dict[str, Any] = {
     "run": run,
@@ -32,8 +35,21 @@ def main(arguments: Sequence[str] | None = None, backend: Backend | None = None)
     """Returns the exit code; argparse itself exits with 2 for arguments that it does not know."""
     options = parser().parse_args(arguments)
     logging.basicConfig(level=logging.DEBUG if options.verbose else logging.WARNING, format="%(name)s: %(message)s")
+    if backend is not None:
+        return _run(options, backend)
+    real = _real()
+    code = _run(options, real)
+    if not real.leave():
+        # Ray would wait for a cluster that is gone, and end the process with a code of its own.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _run(options: argparse.Namespace, backend: Backend) -> int:
     try:
-        return int(_COMMANDS[options.command].run(options, backend or _real()))
+        return int(_COMMANDS[options.command].run(options, backend))
     except ElasticError as error:
         say(f"elastic {options.command}: {printable(str(error))}")
         return error.exit_code
@@ -67,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def _real() -> Backend:
+def _real() -> RealBackend:
     from jobs.real import RealBackend
 
     return RealBackend()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from jobs.handle import RunHandle
 from jobs.storage import RunFolder
 
 _FILE = "live.json"
+_PROBE_LIMIT_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -43,9 +45,20 @@ def reach(backend: Backend, folder: RunFolder, address: str | None) -> RunHandle
     where = address or (live.address if live else None)
     if where is None:
         raise RunNotFound(f"run {folder.run_id!r} is not going on; go on with it by `elastic resume`")
+    if address is None and live is not None and live.cluster_socket is not None and not _answers(live.cluster_socket):
+        # With its keeper a local cluster is gone; nobody has to wait for its head.
+        raise RunNotFound(
+            f"run {folder.run_id!r} is not going on: its local cluster is gone; go on with it by `elastic resume`"
+        )
     try:
         return backend.attach_run(folder.run_id, where)
     except RunNotFound:
         raise
     except (ElasticError, ConnectionError) as error:
         raise RunNotFound(f"run {folder.run_id!r} cannot be reached at {where}: {error}") from error
+
+
+def _answers(cluster_socket: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(_PROBE_LIMIT_S)
+        return probe.connect_ex(cluster_socket) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -75,9 +76,15 @@ class RealBackend:
         return handle
 
     def disconnect(self) -> None:
-        import ray
+        self.leave()
 
-        ray.shutdown()
+    def leave(self) -> bool:
+        """False where Ray does not let go of a cluster that is gone: the process has to be ended without it."""
+        if "ray" not in sys.modules:
+            return True
+        from elastic.runtime.connection import disconnect
+
+        return disconnect()
 
 
 def _paths(python_path: str) -> dict[str, str]:

@@ -14,22 +14,18 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from elastic.core.errors import ElasticError, RunNotFound, UsageError
 from elastic.core.settings import RunSettings
 from elastic.runtime import names
+from elastic.runtime.connection import connect as connect
 from elastic.runtime.controller import ControllerActor
 from elastic.runtime.entry import Entry
+from elastic.runtime.placement import Node, choose
+
+logger = logging.getLogger(__name__)
 
 # A controller that is being restarted answers again within seconds; one that stays away longer is lost.
 _UNREACHABLE_S = 90.0
 _CALL_TIMEOUT_S = 30.0
-
-
-def connect(address: str | None, *, show_prints: bool = False) -> None:
-    """Join the cluster at `address` (None: Ray's own rules). Raises UsageError when there is none."""
-    if ray.is_initialized():
-        return
-    try:
-        ray.init(address=address, namespace=names.NAMESPACE, log_to_driver=show_prints, logging_level=logging.ERROR)
-    except (ConnectionError, ray.exceptions.RayError, RuntimeError) as error:
-        raise UsageError(f"no Ray cluster answers at {address!r}: {error}") from error
+# A head that has been killed is placed again within so long, as a rule; whoever looks for a run waits for it.
+_HEAD_AWAY_S = 20.0
 
 
 def start_run(
@@ -55,7 +51,7 @@ def start(settings: RunSettings, entry: Entry) -> RayRunHandle:
         actor = actor_class.options(
             name=name, namespace=names.NAMESPACE, lifetime="detached", max_restarts=-1, max_concurrency=1000,
             # Ray gives no heed to a soft affinity of an actor that asks for nothing (seen, 2.60).
-            num_cpus=0, memory=1_000_000, scheduling_strategy=_placement(),
+            num_cpus=0, memory=1_000_000, scheduling_strategy=_placement(settings),
         ).remote(settings.to_json(), entry, secrets.token_bytes(32))  # fmt: skip
     except ValueError as error:
         raise UsageError(
@@ -64,27 +60,24 @@ def start(settings: RunSettings, entry: Entry) -> RayRunHandle:
     return RayRunHandle(settings.run_id, actor)
 
 
-def _placement() -> NodeAffinitySchedulingStrategy:
-    """On this process's node where Ray can, so that the loss of a worker's node is not the loss of the controller too.
-
-    Where all nodes are on one machine a driver cannot tell which one is its own; there the head is the one that no
-    fault may take away, since the cluster ends with it.
-    """
-    nodes = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
-    if len({node["NodeManagerAddress"] for node in nodes}) == 1:
-        head = next((n["NodeID"] for n in nodes if "node:__internal_head__" in n["Resources"]), None)
-        if head is not None:
-            return NodeAffinitySchedulingStrategy(head, soft=False)
-    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+def _placement(settings: RunSettings) -> NodeAffinitySchedulingStrategy:
+    nodes = [Node.from_ray(node) for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+    place = choose(nodes, ray.get_runtime_context().get_node_id(), settings.resources_per_worker)
+    logger.info("the controller of run %s goes to node %s: %s", settings.run_id, place.node_id[:8], place.reason)
+    return NodeAffinitySchedulingStrategy(place.node_id, soft=not place.only)
 
 
 def attach(run_id: str, address: str | None) -> RayRunHandle:
-    """A handle of a run that goes on. Raises RunNotFound."""
-    connect(address)
+    """A handle of a run that goes on; a head that is being restarted is waited for. Raises RunNotFound."""
+    connect(address, wait_s=_HEAD_AWAY_S)
     try:
         return RayRunHandle(run_id, ray.get_actor(names.controller(run_id), names.NAMESPACE))
     except ValueError as error:
         raise RunNotFound(f"no run {run_id!r} is going on in this cluster") from error
+    except ray.exceptions.GetTimeoutError as error:
+        raise ElasticError(
+            f"Ray's control store does not say where run {run_id!r} is; its head may be away, so try again later"
+        ) from error
 
 
 class RayRunHandle:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import logging
+import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
 from torch._C._distributed_c10d import Store, TCPStore
+
+logger = logging.getLogger(__name__)
 
 _CHECK_EVERY_S = 0.05
 
@@ -27,13 +32,34 @@ _hosted_lock = threading.Lock()
 def host_store(host: str, port: int = 0) -> Rendezvous:
     """Start a store in this process (the one that will be rank 0); `host` is how others reach it, port 0 a free one.
 
-    It stays open until the generation that uses it is left, or `release_store`.
+    It listens at that address only, and stays open until the generation that uses it is left, or `release_store`.
     """
-    store = TCPStore(host, port, is_master=True, wait_for_workers=False)
+    listener = _listen(host, port)
+    if listener is None:
+        store = TCPStore(host, port, is_master=True, wait_for_workers=False)
+    else:
+        port = listener.getsockname()[1]
+        # The store closes the descriptor.
+        store = TCPStore(
+            host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )  # fmt: skip
     rendezvous = Rendezvous(host, store.port)
     with _hosted_lock:
         _hosted[rendezvous] = store
     return rendezvous
+
+
+def _listen(host: str, port: int) -> socket.socket | None:
+    """torch would listen at every address of the machine, and asks nobody who they are. None where `host` is not an
+    address of this machine (one that is forwarded here)."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    try:
+        return socket.create_server(address, family=family)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+        logger.warning("%s is no address of this machine: the store of the process group listens at all it has", host)
+        return None
 
 
 def release_store(rendezvous: Rendezvous) -> None:

@@ -36,8 +36,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, backend: Backend) -> int:
     plan = prepare(options)
-    RunFolder(plan.run_settings.storage_url, plan.run_settings.run_id).write("job.json", job_record(plan))
-    return launch(backend, plan)
+    folder = RunFolder(plan.run_settings.storage_url, plan.run_settings.run_id)
+    folder.write("job.json", job_record(plan))
+    try:
+        return launch(backend, plan)
+    except UsageError:
+        # Nothing was started, so nothing may stand in the way of the next try.
+        folder.remove("job.json")
+        raise
 
 
 def prepare(options: argparse.Namespace) -> Launch:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from harness import Run, given_samples, module_cluster, wait_until
+from harness import HERE, LIMIT_S, Run, given_samples, module_cluster, wait_until
 
 from cluster import LocalCluster
 from elastic.runtime import client
+from elastic.runtime.placement import Place
 
 pytestmark = pytest.mark.ray
 
@@ -73,3 +79,93 @@ def test_training_goes_on_without_the_control_store_and_a_node_that_is_lost_mean
     (incident,) = (incident for incident in run.incidents() if not incident["planned"])
     assert incident["kind"] == "node-lost"
     assert incident["steps_repeated"] <= 1
+
+
+def test_a_controller_that_is_lost_with_its_node_comes_back_on_another_and_the_run_goes_on(
+    cluster: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As on a cluster of several machines, where it is kept off the head.
+    away = cluster.nodes()[-1]
+    monkeypatch.setattr(client, "choose", lambda *_: Place(away.node_id, False, "this test wants it there"))
+    run = Run(cluster, tmp_path, memory={"every_steps": 1}, epochs=4)
+    run.allow(6)
+    run.start()
+    run.reach(6)
+    before = run.handle.progress()
+    assert before["controller_pid"] in cluster.node(away.name).pids
+
+    cluster.kill_node(away.name)
+    run.wait_generation(2)
+    now = run.handle.progress()
+    assert now["controller_pid"] != before["controller_pid"]
+    assert now["world_size"] == 3
+    kept = {w["pid"] for w in before["workers"] if w["node"] != away.node_id}
+    assert {w["pid"] for w in now["workers"]} >= kept, "the survivors' processes go on"
+    cluster.add_node(away.name)
+    run.grow_to(4)
+    run.finish()
+
+    run.assert_whole()
+    summary = run.summary()
+    assert (summary["controllers"], summary["attempts"]) == (2, 1)
+    assert [generation["world_size"] for generation in summary["generations"]] == [4, 3, 4]
+    (incident,) = (incident for incident in run.incidents() if not incident["planned"])
+    assert incident["kind"] == "node-lost"
+
+
+_JOB = """
+entry_point: loops:train
+min_workers: 2
+max_workers: 2
+epochs: 2
+seed: 0
+config: {{size: 127, batch: 10, folder: {folder}}}
+checkpoint: {{every_steps: 5}}
+"""
+
+
+@pytest.mark.slow
+def test_a_run_whose_whole_cluster_is_killed_goes_on_from_storage_on_a_new_one(tmp_path: Path) -> None:
+    (tmp_path / "loops.py").symlink_to(HERE / "loops.py")
+    (tmp_path / "job.yaml").write_text(_JOB.format(folder=tmp_path))
+    run = Run(_NoCluster(), tmp_path, run_id="lost")
+    run.allow(14)
+    with _elastic("run", "job.yaml", "--run-id", "lost", "--nodes", "2", folder=tmp_path) as first:
+        run.wait_checkpoint(10)
+        wait_until(lambda: _trained(tmp_path, 14, 1, 2), "step 14")
+        run.wait_for("the losses before the end", lambda _: 12 in run.losses())
+        before = run.losses()
+        socket = Path(json.loads((tmp_path / "runs/lost/live.json").read_text())["cluster_socket"])
+        first.kill()
+    # With its owner a local cluster is killed as a whole.
+    wait_until(lambda: not socket.parent.exists(), "the cluster to be gone")
+
+    run.allow(1 << 30)
+    with _elastic("resume", "lost", "--nodes", "2", "--json", folder=tmp_path) as second:
+        printed, told = second.communicate(timeout=LIMIT_S)
+    assert second.returncode == 0, told
+    assert json.loads(printed)["status"] == "finished"
+    run.assert_samples_once()
+    assert run.summary()["attempts"] == 2
+    # Steps after the checkpoint were done twice: once by each cluster, from the same state, with the same samples.
+    after = run.losses()
+    both = [step for step in before if step > 10]
+    assert len(both) >= 2
+    assert [after[step] for step in both] == pytest.approx([before[step] for step in both], rel=1e-6)
+
+
+def _elastic(*arguments: str, folder: Path) -> subprocess.Popen[str]:
+    paths = os.pathsep.join([str(HERE.parents[1]), str(folder)])
+    environment = {**os.environ, "PYTHONPATH": paths, "ELASTIC_STORAGE": str(folder / "runs")}
+    command = [sys.executable, "-m", "jobs.cli", *arguments]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
+class _NoCluster:
+    """The cluster is somebody else's here; what is looked at is what it leaves behind."""
+
+    address = ""
+
+    def nodes(self) -> tuple[Any, ...]:
+        return ()

@@ -1,0 +1,99 @@
+"""Joining a Ray cluster as a driver, and leaving it: in bounded time, with what went wrong as one sentence.
+
+Left to itself `ray.init` tries a port where nobody listens for 13 minutes, and a wrong token for 20 s (measured, 2.60);
+a driver whose cluster is gone is ended by Ray after a minute, with Ray's exit code, or waits for it at its exit.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+
+import ray
+
+from elastic.core.errors import UsageError
+from elastic.runtime import names
+
+# How long one try to reach a port may take; a wrong address that swallows packets costs this once.
+_TRY_S = 3.0
+_PAUSE_S = 0.5
+_LEAVE_LIMIT_S = 5.0
+# Ray's own settings, read when a driver connects; whoever has set them knows better.
+_PATIENCE = {
+    # Tries of 40 s each to reach a control store that takes connections. Others than the first change nothing.
+    "RAY_gcs_server_port_wait_time_s": "1",
+    # After so long without a control store Ray ends the driver. Its head may be restarted much later, and how long the
+    # run may be out of reach is for whoever asks it (`client.RayRunHandle`) to say.
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "86400",
+}
+
+
+def connect(address: str | None, *, show_prints: bool = False, wait_s: float = 0.0) -> None:
+    """Join the cluster at `address` (None: Ray's own rules). A head that is being restarted is waited for `wait_s`.
+
+    Raises UsageError: nobody listens there, the token is not right, or it is no Ray cluster of this version.
+    """
+    if ray.is_initialized():
+        return
+    if address is not None:
+        _await_listener(address, wait_s)
+    for name, value in _PATIENCE.items():
+        os.environ.setdefault(name, value)
+    try:
+        ray.init(address=address, namespace=names.NAMESPACE, log_to_driver=show_prints, logging_level=logging.ERROR)
+    except (ConnectionError, ray.exceptions.RayError, RuntimeError, ValueError) as error:
+        raise UsageError(_sentence(address, error)) from error
+
+
+def disconnect(limit_s: float = _LEAVE_LIMIT_S) -> bool:
+    """Leave the cluster. False where Ray still waits for one that is gone; it would at the exit of the process, too."""
+    leaving = threading.Thread(target=ray.shutdown, name="elastic-leave", daemon=True)
+    leaving.start()
+    leaving.join(limit_s)
+    return not leaving.is_alive()
+
+
+def _await_listener(address: str, wait_s: float) -> None:
+    """Somebody takes connections at `address`, where that is of the form host:port."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or "://" in address:
+        return
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_TRY_S).close()
+            return
+        except (OSError, OverflowError) as error:
+            if time.monotonic() + _PAUSE_S > deadline:
+                waited = f" for {wait_s:.0f} s" if wait_s else ""
+                why = getattr(error, "strerror", None) or str(error)
+                raise UsageError(
+                    f"no Ray cluster answers at {address!r}{waited} ({why}); check the address, and that its head runs"
+                ) from error
+            time.sleep(_PAUSE_S)
+
+
+def _sentence(address: str | None, error: BaseException) -> str:
+    where = "that Ray finds by itself" if address is None else f"at {address!r}"
+    text = _whole_text(error)
+    if "AuthenticationError" in text or "Unauthenticated" in text:
+        return (
+            f"the Ray cluster {where} asks for a token, and yours is missing or not the right one: "
+            "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH to a file with the cluster's token"
+        )
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    if "version mismatch" in text.lower():
+        return f"the Ray cluster {where} is of another version than this machine's Ray: {' '.join(str(error).split())}"
+    return f"no Ray cluster {where} can be joined: {first}"
+
+
+def _whole_text(error: BaseException | None) -> str:
+    """Of the error and of all that led to it: Ray hides the cause that matters behind a ConnectionError."""
+    found = []
+    while error is not None:
+        found.append(f"{type(error).__name__}: {error}")
+        error = error.__cause__ or error.__context__
+    return "\n".join(found)

@@ -1,0 +1,69 @@
+"""Which node the controller is placed on.
+
+The controller outlives the loss of its node: Ray restarts it on another, once it has noticed (15 s by default), and
+it replays its journal. But it cannot outlive its cluster, and a recovery that needs it waits for that. So it should
+be neither where the head is, which may be restarted while everybody else goes on, nor where workers are lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_HEAD = "node:__internal_head__"
+
+
+@dataclass(frozen=True)
+class Node:
+    """A living node. `resources` are all it has, by name."""
+
+    node_id: str
+    address: str
+    resources: Mapping[str, float]
+
+    @classmethod
+    def from_ray(cls, entry: Mapping[str, Any]) -> Node:
+        """From an entry of `ray.nodes()`."""
+        return cls(entry["NodeID"], entry["NodeManagerAddress"], entry["Resources"])
+
+    @property
+    def head(self) -> bool:
+        return _HEAD in self.resources
+
+    def holds(self, wanted: Mapping[str, float]) -> bool:
+        return all(self.resources.get(name, 0.0) >= count for name, count in wanted.items())
+
+
+@dataclass(frozen=True)
+class Place:
+    """`only`: nowhere else, also after a restart."""
+
+    node_id: str
+    only: bool
+    reason: str
+
+
+def choose(nodes: Sequence[Node], own: str, per_worker: Mapping[str, float]) -> Place:
+    """`own` is the driver's node as far as it knows; `per_worker` is what one worker needs.
+
+    1. All nodes are on one machine: the head. No fault may take that away without the whole cluster, and a driver
+       cannot tell there which of the nodes is its own.
+    2. The driver's own node, unless that is the head.
+    3. A node that no worker fits on, then any other that is not the head; of these the smallest.
+    """
+    head = next((node.node_id for node in nodes if node.head), None)
+    if len({node.address for node in nodes}) == 1 and head is not None:
+        return Place(head, True, "all nodes are on one machine")
+    if own != head:
+        return Place(own, False, "it is the driver's node")
+    others = (node for node in nodes if not node.head)
+    best = min(others, key=lambda node: (node.holds(per_worker), _size(node), node.node_id))
+    return Place(best.node_id, False, "it is not the head" if best.holds(per_worker) else "no worker fits there")
+
+
+def _size(node: Node) -> tuple[float, float, float]:
+    """Accelerators count first, whatever they are called; then CPUs and memory."""
+    plain = {"CPU", "memory", "object_store_memory"}
+    extra = sum(count for name, count in node.resources.items() if name not in plain and not name.startswith("node:"))
+    return extra, node.resources.get("CPU", 0.0), node.resources.get("memory", 0.0)

@@ -1,0 +1,86 @@
+"""A cluster that asks for a token: who does not show it is told so at once, and nobody else ever sees it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from cluster import LocalCluster, processes
+
+pytestmark = pytest.mark.ray
+
+_ROOT = Path(__file__).resolve().parents[2]
+_JOB = """
+entry_point: train_with_token:train
+max_workers: 1
+max_steps: 1
+checkpoint: {every_steps: 1}
+"""
+_JOIN = "import sys; from elastic.runtime import client; client.connect(sys.argv[1]); print('joined')"
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[LocalCluster]:
+    with LocalCluster.start(1, cpus_per_node=1, token=True) as cluster:
+        yield cluster
+
+
+def _environment(folder: Path, **more: str) -> dict[str, str]:
+    """Without any token of whoever runs this test."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    return {**kept, "PYTHONPATH": f"{_ROOT}{os.pathsep}{folder}", "HOME": str(folder), **more}
+
+
+def _python(*arguments: str, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_token_opens_the_cluster_and_is_nowhere_but_in_its_file(guarded: LocalCluster, tmp_path: Path) -> None:
+    file = guarded.token_file
+    assert file is not None
+    environment = _environment(tmp_path, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(file))
+    joined = _python("-c", _JOIN, guarded.address, environment=environment)
+    assert joined.stdout == "joined\n", joined.stderr
+
+    token = file.read_bytes()
+    pids = processes.descendants([guarded.keeper_pid], processes.table()) | {guarded.keeper_pid}
+    shown = [f"/proc/{pid}/{what}" for pid in pids for what in ("cmdline", "environ")]
+    written = [str(path) for path in guarded.directory.rglob("*") if path.is_file() and path != file]
+    assert len(written) > 5, "logs are looked through"
+    assert [path for path in (*shown, *written) if token in _content(path)] == []
+
+
+def _content(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError:  # It has ended meanwhile.
+        return b""
+
+
+@pytest.mark.parametrize("shown", ["none", "no file", "another one"])
+def test_without_the_token_a_run_is_refused_in_one_sentence(guarded: LocalCluster, tmp_path: Path, shown: str) -> None:
+    (tmp_path / "train_with_token.py").write_text("def train(config): ...\n")
+    (tmp_path / "job.yaml").write_text(_JOB)
+    settings = {
+        "none": {},
+        "no file": {"RAY_AUTH_MODE": "token"},
+        "another one": {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "ab" * 32},
+    }[shown]
+    job = ["run", str(tmp_path / "job.yaml"), "--run-id", "refused", "--storage", str(tmp_path / "runs")]
+    refused = _python(
+        "-m", "jobs.cli", *job, "--address", guarded.address, environment=_environment(tmp_path, **settings)
+    )
+    assert refused.returncode == 2
+    told = [line for line in refused.stderr.splitlines() if line.startswith("elastic run: ")]
+    assert len(told) == 1
+    assert "asks for a token, and yours is missing or not the right one: set RAY_AUTH_MODE=token" in told[0]
+    assert refused.stdout == ""
+    assert "Traceback" not in refused.stderr
+    # Nothing is left that would stand in the way of the next try.
+    assert not (tmp_path / "runs" / "refused" / "job.json").exists()
