@@ -6,11 +6,13 @@ a driver whose cluster is gone is ended by Ray after a minute, with Ray's exit c
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
 import threading
 import time
+from collections.abc import Iterator
 
 import ray
 
@@ -40,12 +42,23 @@ def connect(address: str | None, *, show_prints: bool = False, wait_s: float = 0
         return
     if address is not None:
         _await_listener(address, wait_s)
-    for name, value in _PATIENCE.items():
-        os.environ.setdefault(name, value)
     try:
-        ray.init(address=address, namespace=names.NAMESPACE, log_to_driver=show_prints, logging_level=logging.ERROR)
+        with _environment():
+            ray.init(address=address, namespace=names.NAMESPACE, log_to_driver=show_prints, logging_level=logging.ERROR)
     except (ConnectionError, ray.exceptions.RayError, RuntimeError, ValueError) as error:
         raise UsageError(_sentence(address, error)) from error
+
+
+@contextlib.contextmanager
+def _environment() -> Iterator[None]:
+    """Ray reads its settings when it connects. What this process starts later, a cluster say, must not inherit them."""
+    made = {name: value for name, value in _PATIENCE.items() if name not in os.environ}
+    os.environ.update(made)
+    try:
+        yield
+    finally:
+        for name in made:
+            del os.environ[name]
 
 
 def disconnect(limit_s: float = _LEAVE_LIMIT_S) -> bool:

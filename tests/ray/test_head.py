@@ -81,6 +81,7 @@ def test_training_goes_on_without_the_control_store_and_a_node_that_is_lost_mean
     assert incident["steps_repeated"] <= 1
 
 
+@pytest.mark.slow
 def test_a_controller_that_is_lost_with_its_node_comes_back_on_another_and_the_run_goes_on(
     cluster: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
