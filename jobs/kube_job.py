@@ -77,6 +77,7 @@ def kube_job(
         controller=section.controller.size(),
         controller_place=section.controller.place(),
         control_store=_control_store(section.control_store),
+        stop_s=_planned_end_s(spec),
         node_start_s=section.node_start_s,
         idle_timeout_s=section.idle_timeout_s,
         token_secret=section.token_secret,
@@ -86,6 +87,7 @@ def kube_job(
         run_as_user=section.run_as_user,
         pull_policy=section.pull_policy,
         pull_secrets=tuple(section.pull_secrets),
+        service_account=section.service_account,
         rbac=section.rbac,
         network=_network(section.network_policy),
         queue=section.queue,
@@ -149,7 +151,7 @@ def _drain_s(group: GroupSpec, spec: JobSpec) -> int:
     failures = spec.failures
     drain_s = group.drain_s
     if drain_s is None:
-        usual = math.ceil(failures.drain_timeout_s + failures.drain_margin_s)
+        usual = _planned_end_s(spec)
         drain_s = min(usual, SPOT_DRAIN_S) if group.capacity == "spot" else usual
     if drain_s <= failures.drain_margin_s:
         raise UsageError(
@@ -157,6 +159,10 @@ def _drain_s(group: GroupSpec, spec: JobSpec) -> int:
             f"({failures.drain_margin_s:g} s): a run that has to save would have no time to"
         )
     return drain_s
+
+
+def _planned_end_s(spec: JobSpec) -> int:
+    return math.ceil(spec.failures.drain_timeout_s + spec.failures.drain_margin_s)
 
 
 def _control_store(store: ControlStoreSpec) -> kube.ControlStore:

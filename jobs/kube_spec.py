@@ -130,6 +130,7 @@ class KubernetesSpec(BaseModel):
     env: dict[str, str | SecretSpec] = Field(default_factory=dict)
     volumes: list[VolumeSpec] = Field(default_factory=list)
     network_policy: NetworkSpec | None = None
+    service_account: str | None = None
     rbac: bool = False
     queue: str | None = None
     token_secret: str | None = None

@@ -18,11 +18,11 @@ _RBAC = "rbac.authorization.k8s.io"
 def access(job: KubeJob) -> list[Json]:
     if not job.rbac:
         return []
-    worker = _account(job, f"{job.name}-worker", mounts=False)
+    workers = [] if job.service_account else [_account(job, f"{job.name}-worker", mounts=False)]
     if not job.as_cluster:
-        return [worker]
+        return workers
     head = f"{job.name}-head"
-    return [worker, _account(job, head, mounts=True), _role(job), _binding(job, head)]
+    return [*workers, _account(job, head, mounts=True), _role(job), _binding(job, head)]
 
 
 def _metadata(job: KubeJob, name: str) -> Json:

@@ -50,9 +50,9 @@ class Place:
 class Group:
     """Worker pods of one kind, from `min_replicas` to `max_replicas` times `hosts`.
 
-    Of several groups that could take a slot the autoscaler uses the one with the highest `priority`. `drain_s` is how
-    long a pod goes on after it has been told to end: no longer than the notice that its machine gives. `resources`
-    are Ray's custom ones, `labels` Ray's node labels.
+    Of several groups whose pods a slot would fill equally well the autoscaler uses that of the highest `priority`.
+    `drain_s` is how long a pod goes on after it has been told to end: no longer than the notice that its machine
+    gives. `resources` are Ray's custom ones, `labels` Ray's node labels.
     """
 
     name: str
@@ -110,8 +110,9 @@ class KubeJob:
     """One run. `name` names the RayJob or RayCluster and begins the names of everything beside it.
 
     `command` starts the run or goes on with it: it must do nothing twice, since every retry is a new cluster that calls
-    it again. `slot` is what a pod must have room for, in Ray's resources; `min_slots` of them must fit at once. `files`
-    (path in the pods to text) are put where the command runs. `node_start_s` is how long a new node may take.
+    it again; it may take `stop_s` to end when it is stopped. `slot` is what a pod must have room for, in Ray's
+    resources; `min_slots` of them must fit at once. `files` (path in the pods to text) are put where the command runs.
+    `node_start_s` is how long a new node may take.
     """
 
     name: str
@@ -132,6 +133,7 @@ class KubeJob:
     controller: Size = field(default_factory=lambda: Size("1", "4Gi"))
     controller_place: Place = field(default_factory=Place)
     control_store: ControlStore = field(default_factory=ControlStore)
+    stop_s: int = 70
     node_start_s: int = 300
     idle_timeout_s: int = 600
     token_secret: str | None = None
@@ -141,7 +143,8 @@ class KubeJob:
     run_as_user: int = 1000
     pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
     pull_secrets: tuple[str, ...] = ()
+    # Of workers and controller: an account that the user has, for example one with a role in the cloud.
+    service_account: str | None = None
     rbac: bool = False
     network: Network | None = None
     queue: str | None = None
-    annotations: Mapping[str, str] = field(default_factory=dict)

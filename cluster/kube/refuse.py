@@ -69,7 +69,8 @@ def _names(job: KubeJob) -> Sentences:
         yield f"namespace {job.namespace!r} must be lower-case letters, digits and '-', 63 at most"
     if job.queue is not None and not (names.is_label_value(job.queue) and job.queue):
         yield f"queue {job.queue!r} is not the name of a Kueue queue: letters, digits, '-', '_' and '.', 63 at most"
-    secrets = [("token_secret", job.token_secret), *(("pull_secrets", name) for name in job.pull_secrets)]
+    secrets = [("token_secret", job.token_secret), ("service_account", job.service_account)]
+    secrets += [("pull_secrets", name) for name in job.pull_secrets]
     claims = [("volumes", volume.claim) for volume in job.volumes]
     for key, name in [*secrets, *claims, *(("env", ref.name) for ref in _refs(job))]:
         if name is not None and not names.is_dns_name(name):

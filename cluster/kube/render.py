@@ -40,7 +40,7 @@ def _ray_job(job: KubeJob) -> Json:
         "submissionMode": "K8sJobMode",
         "submitterPodTemplate": pods.submitter_pod(job),
         "submitterConfig": {"backoffLimit": 2},
-        "runtimeEnvYAML": f'env_vars:\n  RAY_JOB_STOP_WAIT_TIME_S: "{drain_s(job)}"\n',
+        "runtimeEnvYAML": f'env_vars:\n  RAY_JOB_STOP_WAIT_TIME_S: "{job.stop_s}"\n',
         "metadata": {labels.RUN: job.run_id},
         "backoffLimit": job.backoff_limit,
         "shutdownAfterJobFinishes": True,
@@ -59,11 +59,10 @@ def _ray_cluster(job: KubeJob) -> Json:
 def _top(job: KubeJob) -> Json:
     top = metadata(job, job.name)
     # KubeRay hands a RayJob's annotations on to its RayCluster.
-    top["annotations"] = {**job.annotations, names.OVERWRITE_COMMAND: "true"}
+    top["annotations"] = {names.OVERWRITE_COMMAND: "true"}
     if job.queue is not None:
         top["labels"][names.QUEUE] = job.queue
         top["annotations"][names.ELASTIC_JOB] = "true"
-    top["annotations"] = dict(sorted(top["annotations"].items()))
     return top
 
 
@@ -151,10 +150,11 @@ def _workers(job: KubeJob, group: Group) -> Json:
 
 
 def _without_account(job: KubeJob, template: Json) -> None:
-    """User code runs here; it has nothing to ask of the Kubernetes API."""
+    """User code runs here; it has nothing to ask of the Kubernetes API, whoever else knows its account."""
     template["spec"]["automountServiceAccountToken"] = False
-    if job.rbac:
-        template["spec"]["serviceAccountName"] = f"{job.name}-worker"
+    account = job.service_account or (f"{job.name}-worker" if job.rbac else None)
+    if account is not None:
+        template["spec"]["serviceAccountName"] = account
 
 
 def _control_store(job: KubeJob) -> Json:

@@ -121,6 +121,8 @@ def jobs(draw: st.DrawFn) -> KubeJob:
         control_store=draw(_stores),
         node_start_s=draw(st.integers(1, 600)),
         idle_timeout_s=draw(st.integers(601, 2000)),
+        service_account=draw(st.none() | _labels),
+        stop_s=draw(st.integers(1, 900)),
         token_secret=draw(st.none() | _labels),
         backoff_limit=draw(st.integers(0, 9)),
         ttl_s=draw(st.integers(0, 9)),

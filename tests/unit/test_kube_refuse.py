@@ -35,6 +35,7 @@ def size(**changes: Any) -> dict[str, Any]:
         ({"namespace": "Team"}, "namespace 'Team'"),
         ({"queue": ""}, "queue ''"),
         ({"token_secret": "A"}, "token_secret: 'A' is not a name"),
+        ({"service_account": "a b"}, "service_account: 'a b' is not a name"),
         ({"env": {"A": SecretRef("a b", "c")}}, "env: 'a b' is not a name"),
         ({"image": ""}, "image ''"),
         ({"image": "a b"}, "image 'a b'"),

@@ -137,6 +137,19 @@ def test_what_user_code_does_not_need_it_does_not_get() -> None:
     assert cluster(sample(as_cluster=True))["headGroupSpec"]["template"]["spec"]["serviceAccountName"] == "gpt-head"
 
 
+def test_an_account_with_a_role_in_the_cloud_takes_the_place_of_ours() -> None:
+    job = sample(service_account="trainer")
+    assert "ServiceAccount gpt-worker" not in kinds(job)
+    for group in groups(job):
+        assert group["template"]["spec"]["serviceAccountName"] == "trainer"
+        assert group["template"]["spec"]["automountServiceAccountToken"] is False
+
+
+def test_a_job_that_is_stopped_has_the_time_to_save() -> None:
+    env = yaml.safe_load(top(sample(stop_s=123))["spec"]["runtimeEnvYAML"])["env_vars"]
+    assert env == {"RAY_JOB_STOP_WAIT_TIME_S": "123"}
+
+
 def test_the_role_is_for_one_cluster() -> None:
     (role,) = (manifest for manifest in render(sample(as_cluster=True)) if manifest["kind"] == "Role")
     assert role["rules"] == [
