@@ -63,7 +63,7 @@ def kube_job(
         run_id=run,
         image=the_image,
         ray_version=metadata.version("ray"),
-        command=("elastic", "drive", place, "--run-id", run),
+        command=_driver(place, run, str(spec.storage_url)),
         groups=tuple(_group(group, spec, section) for group in section.groups),
         namespace=namespace or section.namespace,
         as_cluster=as_cluster,
@@ -92,6 +92,16 @@ def kube_job(
         network=_network(section.network_policy),
         queue=section.queue,
     )
+
+
+def _driver(place: str, run_id: str, storage_url: str) -> tuple[str, ...]:
+    """Attaches to the run, else goes on from storage, else starts it; of a run that is over it only tells how it ended.
+
+    So KubeRay may call it again in every new cluster. `exec`, so that no shell stands between Ray's signals and it.
+    """
+    told = ("--run-id", run_id, "--attempt", "1", "--mode", "continue", "--storage", storage_url)
+    version = metadata.version("ray-elastic")
+    return ("exec", "python", "-m", "jobs.driver", place, *told, "--client-version", version)
 
 
 def _text(file: Path) -> str:

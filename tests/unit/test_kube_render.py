@@ -90,7 +90,7 @@ def test_a_job_and_a_cluster() -> None:
 
 
 def test_the_command_is_started_where_no_worker_is_and_not_on_the_head() -> None:
-    job = sample(command=("elastic", "drive", "/app/a job.yaml"))
+    job = sample(command=("exec", "python", "/app/a job.yaml"))
     spec = top(job)["spec"]
     assert shlex.split(spec["entrypoint"]) == list(job.command)
     (name,) = json.loads(spec["entrypointResources"])
