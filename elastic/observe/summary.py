@@ -89,6 +89,10 @@ def incident_seconds(record: Record) -> dict[str, float | None]:
     }
 
 
+# What takes nothing from a generation cannot be why it ended.
+_HARMLESS = ("add-node", "kill-control-store", "restart-control-store")
+
+
 def with_faults(summary: Mapping[str, Any], faults: Sequence[Mapping[str, Any]]) -> Json:
     """The summary beside the faults {"fault", "node", "at"} that were injected from outside: each unplanned incident
     that follows one gets `seconds_from_fault`, measured from the fault itself and not from its first symptom."""
@@ -100,7 +104,8 @@ def _with_fault(incident: Json, faults: Sequence[Mapping[str, Any]], incidents: 
     at = incident["at"]
     # The one before it: a fault that has its own incident already did not cause this one.
     earlier = max((i["at"] for i in incidents if at and i["at"] and i["at"] < at), default=0.0)
-    causes = [fault for fault in faults if at is not None and earlier < fault["at"] <= at]
+    striking = [fault for fault in faults if not str(fault["fault"]).startswith(_HARMLESS)]
+    causes = [fault for fault in striking if at is not None and earlier < fault["at"] <= at]
     if incident["planned"] or not causes:
         return incident
     shift = at - causes[0]["at"]

@@ -103,6 +103,9 @@ def test_an_incident_is_timed_from_the_fault_that_was_injected() -> None:
     assert incident["seconds_from_fault"]["first_step"] == 2.5
     assert "0.75 s" in "\n".join(report(summary))
     assert summary["faults"] == faults
+    # Training does without the control store: a node that is lost while it is away has a cause of its own.
+    before = [{"fault": "kill-control-store@step=30", "node": "node-0", "at": faults[0]["at"] - 0.01}, *faults]
+    assert with_faults(summarize(journal()), before)["incidents"] == summary["incidents"]
     later = with_faults(summarize(journal()), faults[1:])
     assert "fault" not in later["incidents"][0]
 
