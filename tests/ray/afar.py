@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -25,7 +26,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster import NodeInfo, NodeState
 from elastic.core.errors import ElasticError, UsageError
-from elastic.core.settings import RunSettings
+from elastic.core.settings import RunSettings, ScalingSettings
 from elastic.runtime import client
 
 _PORT = 6379
@@ -143,6 +144,41 @@ class AfarRun(Run):
         return found
 
 
+# A cut of two seconds may be felt for more than three: what was sent meanwhile is sent again in growing intervals.
+PATIENT = {"suspect_after_s": 5.0, "probe_timeout_s": 1.0}
+
+
+def begun(cluster: Cluster, folder: Path, failures: dict[str, float], **options: Any) -> AfarRun:
+    """All of them (three, unless `scaling` is given) train, and have done six steps; the test allows the next."""
+    options = {"epochs": 12, "scaling": ScalingSettings(2, 3), **options}
+    run = AfarRun(cluster, folder, failures=failures, **options)
+    run.allow(6)
+    run.start()
+    run.reach(6)
+    run.wait_checkpoint(5)
+    return run
+
+
+def walk_for(run: AfarRun, seconds: float) -> None:
+    """How long a fault lasts; training goes on meanwhile, where it can."""
+    until = time.monotonic() + seconds
+    run.walk_until(lambda: time.monotonic() > until, f"{seconds:g} s to pass")
+
+
+def walk_to(run: AfarRun, world_size: int, steps: int = 3) -> None:
+    """Until a generation of that size has done so many steps."""
+
+    def there() -> bool:
+        now = run.handle.progress()
+        if now["world_size"] != world_size or now["doing"] is not None:
+            done.clear()
+        done.append(now["step"])
+        return done[-1] - done[0] >= steps
+
+    done: list[int] = []
+    run.walk_until(there, f"{steps} steps at world size {world_size}")
+
+
 class AfarHandle:
     """Implements `harness.Handle` through the driver."""
 
@@ -211,7 +247,7 @@ def _environment() -> dict[str, str]:
 # -- the driver's own end ----------------------------------------------------------------------------------------------
 
 
-def _here() -> NodeAffinitySchedulingStrategy:
+def _here(_: RunSettings) -> NodeAffinitySchedulingStrategy:
     """Ray 2.60 puts an actor that asks for no resources on any node, whatever its soft affinity says."""
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 

@@ -92,6 +92,10 @@ class Network:
         """None of these nodes reaches any other of them any more; nobody is told. Cuts that are there stay."""
         self._rules("add", [pair for pair in permutations(nodes, 2) if pair not in self._cut])
 
+    def cut_one_way(self, sender: int, receiver: int) -> None:
+        """Nothing that `sender` sends arrives at `receiver`; the other way is open."""
+        self._rules("add", [(sender, receiver)])
+
     def heal(self, *nodes: int) -> None:
         """The cuts between these nodes are over."""
         self._rules("del", [pair for pair in permutations(nodes, 2) if pair in self._cut])

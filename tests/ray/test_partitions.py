@@ -6,26 +6,22 @@ these tests are skipped and say why.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import namespaces
 import pytest
-from afar import AfarRun, Cluster
+from afar import PATIENT, AfarRun, Cluster, begun, walk_for, walk_to
 from harness import given_samples, wait_until
 
 from cluster import processes
 from elastic.core.names import parse_checkpoint_id
-from elastic.core.settings import ScalingSettings
 
 pytestmark = pytest.mark.ray
 
 HEAD = 0
-# A cut of two seconds may be felt for more than three: what was sent meanwhile is sent again in growing intervals.
+# Felt for longer than that.
 BLIP_S = 2.0
-PATIENT = {"suspect_after_s": 5.0, "probe_timeout_s": 1.0}
 
 
 @pytest.fixture(scope="module")
@@ -49,45 +45,14 @@ def cluster(nodes: Cluster) -> Iterator[Cluster]:
         raise AssertionError(f"the test has left {left}") from None
 
 
-def _begun(cluster: Cluster, folder: Path, failures: dict[str, float], **options: Any) -> AfarRun:
-    """All three train, and have done six steps; the next is allowed by the test."""
-    options = {"epochs": 12, **options}
-    run = AfarRun(cluster, folder, scaling=ScalingSettings(2, 3), failures=failures, **options)
-    run.allow(6)
-    run.start()
-    run.reach(6)
-    run.wait_checkpoint(5)
-    return run
-
-
-def _walk_for(run: AfarRun, seconds: float) -> None:
-    """How long a fault lasts; training goes on meanwhile, where it can."""
-    until = time.monotonic() + seconds
-    run.walk_until(lambda: time.monotonic() > until, f"{seconds:g} s to pass")
-
-
-def _walk_to(run: AfarRun, world_size: int, steps: int = 3) -> None:
-    """Until a generation of that size has done so many steps."""
-
-    def there() -> bool:
-        now = run.handle.progress()
-        if now["world_size"] != world_size or now["doing"] is not None:
-            done.clear()
-        done.append(now["step"])
-        return done[-1] - done[0] >= steps
-
-    done: list[int] = []
-    run.walk_until(there, f"{steps} steps at world size {world_size}")
-
-
 def test_a_short_cut_is_no_incident(cluster: Cluster, tmp_path: Path) -> None:
     """Of a worker's node from everything, then of the controller from everybody."""
-    run = _begun(cluster, tmp_path, PATIENT)
+    run = begun(cluster, tmp_path, PATIENT)
     victim = cluster.number(run.worker(1)["node"])
     for node in (victim, HEAD):
         before = run.handle.progress()["step"]
         cluster.network.isolate(node)
-        _walk_for(run, BLIP_S)
+        walk_for(run, BLIP_S)
         cluster.network.heal_all()
         run.allow(before + 10)
         run.reach(before + 10)
@@ -102,7 +67,7 @@ def test_a_short_cut_is_no_incident(cluster: Cluster, tmp_path: Path) -> None:
 def test_a_node_cut_from_the_controller_is_left_behind_and_comes_back_as_a_newcomer(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    run = _begun(cluster, tmp_path, PATIENT)
+    run = begun(cluster, tmp_path, PATIENT)
     cut = run.worker(2)
     node = cluster.number(cut["node"])
     cluster.network.cut(HEAD, node)
@@ -117,7 +82,7 @@ def test_a_node_cut_from_the_controller_is_left_behind_and_comes_back_as_a_newco
     assert run.handle.progress()["world_size"] == 2
     cluster.network.heal(HEAD, node)
     wait_until(lambda: processes.read(cut["pid"]) is None, "the process that was cut off to be gone")
-    _walk_to(run, 3)
+    walk_to(run, 3)
     run.finish()
 
     run.assert_whole()
@@ -130,13 +95,13 @@ def test_a_node_cut_from_the_controller_is_left_behind_and_comes_back_as_a_newco
 
 
 def test_two_nodes_that_cannot_reach_each_other_cost_one_of_them(cluster: Cluster, tmp_path: Path) -> None:
-    run = _begun(cluster, tmp_path, {**PATIENT, "hang_floor_s": 6.0, "quarantine_s": 5.0})
+    run = begun(cluster, tmp_path, {**PATIENT, "hang_floor_s": 6.0, "quarantine_s": 5.0})
     pair = [run.worker(rank)["node"] for rank in (0, 2)]
     kept = run.worker(1)["node"]
     cluster.network.cut(*map(cluster.number, pair))
-    _walk_to(run, 2)
+    walk_to(run, 2)
     cluster.network.heal_all()
-    _walk_to(run, 3)
+    walk_to(run, 3)
     run.finish()
 
     run.assert_whole()
@@ -152,9 +117,9 @@ def test_two_nodes_that_cannot_reach_each_other_cost_one_of_them(cluster: Cluste
 
 def test_training_goes_on_while_the_controller_reaches_nobody(cluster: Cluster, tmp_path: Path) -> None:
     """For longer than a node may be silent, and for less than the workers' lease: it is the controller that is away."""
-    run = _begun(cluster, tmp_path, PATIENT)
+    run = begun(cluster, tmp_path, PATIENT)
     cluster.network.isolate(HEAD)
-    _walk_for(run, 10.0)
+    walk_for(run, 10.0)
     run.allow(30)
     # Told by the workers' own files: nobody else is needed for a step.
     wait_until(lambda: len(given_samples(tmp_path).get(30, {}).get(1, {})) == 3, "the workers to train on")
@@ -176,23 +141,23 @@ def test_a_link_that_goes_down_is_a_lost_node_and_one_that_flaps_is_left_alone(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     failures = {"suspect_after_s": 3.0, "quarantine_s": 20.0}
-    run = _begun(cluster, tmp_path, failures, epochs=20)
+    run = begun(cluster, tmp_path, failures, epochs=20)
     cut = run.worker(1)
     node = cluster.number(cut["node"])
     cluster.network.link_down(node)
-    _walk_to(run, 2)
+    walk_to(run, 2)
     cluster.network.link_up(node)
     wait_until(lambda: processes.read(cut["pid"]) is None, "the process that was cut off to be gone")
-    _walk_to(run, 3)
+    walk_to(run, 3)
     _assert_unheard(run, cut["worker"], 2)
 
     # Up and down three times. The first time shows a pattern; the others find the node out of the run.
     for _ in range(3):
         cluster.network.isolate(node)
-        _walk_for(run, 5.0)
+        walk_for(run, 5.0)
         cluster.network.heal_all()
-        _walk_for(run, 5.0)
-    _walk_to(run, 3)
+        walk_for(run, 5.0)
+    walk_to(run, 3)
     run.finish()
 
     run.assert_whole()

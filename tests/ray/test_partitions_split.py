@@ -1,0 +1,114 @@
+"""Cuts that divide a run: two groups, one way only, and one that outlasts a quarantine; recovered from memory.
+
+Six nodes: the head, where the controller is alone, and five with a worker each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import namespaces
+import pytest
+from afar import PATIENT, AfarRun, Cluster, begun, walk_to
+from harness import wait_until
+
+from elastic.core.settings import ScalingSettings
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+
+FAILURES = {**PATIENT, "hang_floor_s": 6.0, "quarantine_s": 5.0}
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Cluster]:
+    if reason := namespaces.why_not():
+        pytest.skip(reason)
+    with namespaces.Network.made(6) as network, Cluster.up(network) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(nodes: Cluster) -> Iterator[Cluster]:
+    nodes.whole()
+    yield nodes
+    nodes.network.heal_all()
+    try:
+        wait_until(lambda: not nodes.left(), "the processes of the run to be gone", 30.0)
+    except AssertionError:
+        left = nodes.left()
+        nodes.clear()
+        raise AssertionError(f"the test has left {left}") from None
+
+
+def _five(cluster: Cluster, folder: Path) -> AfarRun:
+    """All five train, with a snapshot at every step."""
+    scaling = ScalingSettings(2, 5)
+    return begun(cluster, folder, FAILURES, scaling=scaling, memory={"every_steps": 1}, epochs=40)
+
+
+def _sizes(run: AfarRun) -> list[int]:
+    return [generation["world_size"] for generation in run.summary()["generations"]]
+
+
+def _unplanned(run: AfarRun) -> list[dict[str, object]]:
+    return [dict(incident) for incident in run.incidents() if not incident["planned"]]
+
+
+def test_of_three_and_two_that_cannot_reach_each_other_the_three_go_on_from_memory(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    run = _five(cluster, tmp_path)
+    places = [cluster.number(run.worker(rank)["node"]) for rank in range(5)]
+    few = {run.worker(rank)["node"] for rank in (1, 4)}
+    for one in (places[1], places[4]):
+        for other in (places[0], places[2], places[3]):
+            cluster.network.cut(one, other)
+    walk_to(run, 3)
+    cluster.network.heal_all()
+    walk_to(run, 5)
+    run.finish()
+
+    run.assert_whole()
+    (incident,) = _unplanned(run)
+    assert set(incident["lost_nodes"]) == few
+    assert (incident["source"], incident["next_world_size"]) == ("memory", 3)
+    assert incident["steps_repeated"] in (0, 1)
+
+
+@pytest.mark.parametrize("way", [(0, 2), (2, 0)])
+def test_a_way_that_is_open_in_one_direction_only_is_a_cut(
+    cluster: Cluster, tmp_path: Path, way: tuple[int, int]
+) -> None:
+    run = _five(cluster, tmp_path)
+    pair = [run.worker(rank)["node"] for rank in way]
+    cluster.network.cut_one_way(*map(cluster.number, pair))
+    walk_to(run, 4)
+    cluster.network.heal_all()
+    walk_to(run, 5)
+    run.finish()
+
+    run.assert_whole()
+    (incident,) = _unplanned(run)
+    assert len(incident["lost_nodes"]) == 1
+    assert set(incident["lost_nodes"]) < set(pair)
+
+
+def test_a_cut_that_outlasts_the_quarantine_is_found_out_while_the_others_train(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    run = _five(cluster, tmp_path)
+    pair = [run.worker(rank)["node"] for rank in (0, 2)]
+    cluster.network.cut(*map(cluster.number, pair))
+    run.walk_until(lambda: len(run.decisions("quarantine")) >= 2, "the node to be left alone a second time")
+    assert run.handle.progress()["world_size"] == 4
+    assert _sizes(run) == [5, 4], "nobody has stopped for it"
+    cluster.network.heal_all()
+    walk_to(run, 5)
+    run.finish()
+
+    run.assert_whole()
+    (incident,) = _unplanned(run)
+    assert set(incident["lost_nodes"]) < set(pair)
+    assert _sizes(run) == [5, 4, 5]
+    assert any("is let in again" in sentence for sentence in run.decisions())
