@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -105,7 +106,7 @@ def _pod(group: dict[str, Any], cluster: LocalCluster, log: Path) -> Iterator[su
     with log.open("wb") as out:
         pod = subprocess.Popen(
             [*container["command"], *container["args"]],
-            env={**os.environ, **env},
+            env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", **env},
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,
