@@ -35,6 +35,7 @@ def main(arguments: Sequence[str] | None = None, backend: Backend | None = None)
     """Returns the exit code; argparse itself exits with 2 for arguments that it does not know."""
     options = parser().parse_args(arguments)
     logging.basicConfig(level=logging.DEBUG if options.verbose else logging.WARNING, format="%(name)s: %(message)s")
+    quieten_drivers()
     if backend is not None:
         return _run(options, backend)
     real = _real()
@@ -81,6 +82,12 @@ def parser() -> argparse.ArgumentParser:
         )
         module.arguments(sub)
     return top
+
+
+def quieten_drivers() -> None:
+    """What drivers of storage say at level DEBUG holds whole requests, session tokens in their headers included."""
+    for name in ("botocore", "aiobotocore", "s3fs", "fsspec", "gcsfs", "adlfs", "urllib3", "aiohttp", "azure"):
+        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def _real() -> RealBackend:

@@ -116,11 +116,11 @@ class CheckpointStore:
 
     def list(self) -> tuple[CheckpointRef, ...]:
         """The complete checkpoints, newest first."""
-        return tuple(sorted((ref for ref, complete in self._found().items() if complete), reverse=True))
+        return tuple(sorted((ref for ref, complete in self._found(False).items() if complete), reverse=True))
 
     def incomplete(self, older_than_generation: int | None = None) -> tuple[CheckpointRef, ...]:
         """Folders without a manifest, newest first: being written, abandoned, or half deleted."""
-        refs = (ref for ref, complete in self._found().items() if not complete)
+        refs = (ref for ref, complete in self._found(True).items() if not complete)
         return tuple(
             sorted(
                 (r for r in refs if older_than_generation is None or r.generation < older_than_generation), reverse=True
@@ -187,11 +187,11 @@ class CheckpointStore:
             return False
         return True
 
-    def _found(self) -> dict[CheckpointRef, bool]:
-        """Every checkpoint folder, also of an upload that was never finished, and whether it has a manifest."""
+    def _found(self, unfinished: bool) -> dict[CheckpointRef, bool]:
+        """Every checkpoint folder, and whether it has a manifest; `unfinished` also of uploads that never ended."""
         top = f"{self.run_id}/checkpoints"
         found: dict[CheckpointRef, bool] = {}
-        for path in self._objects.sizes(top, unfinished=True):
+        for path in self._objects.sizes(top, unfinished=unfinished):
             folder, _, file = path[len(top) + 1 :].partition("/")
             try:
                 ref = parse_checkpoint_id(folder)

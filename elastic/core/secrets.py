@@ -28,7 +28,8 @@ _KNOWN = re.compile(
     r"|\bsk-[A-Za-z0-9_-]{20,}|\bxox[abprs]-[A-Za-z0-9-]{10,}|\beyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]+"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[A-Za-z0-9+/=\s\\]*"
 )
-_USER_INFO = re.compile(r"(?<=://)[^/?#@\s\"'\\]+(?=@)")
+# Passwords of S3 hold slashes; what follows a port is a path and no password.
+_USER_INFO = re.compile(r"(?<=://)(?:[^/?#@:\s\"'\\]+:(?![0-9]+/)[^@\s\"'\\]*|[^/?#@:\s\"'\\]+)(?=@)")
 _QUERY = re.compile(
     r"(?i)(?<=[?&])((?:x-amz-(?:signature|credential|security-token)|x-goog-(?:signature|credential)|sig|signature"
     r"|token|access_?token|password|secret|key|api_?key|accountkey)=)[^&#\s\"'\\]+"

@@ -100,7 +100,7 @@ class RemoteObjects:
         return {path[len(prefix) :]: int(info["size"]) for path, info in paths if path.startswith(prefix)}
 
     def remove(self, paths: Sequence[str]) -> None:
-        for path in paths:
+        for path in map(check_path, paths):
             with contextlib.suppress(IntegrityError):
                 self._tried(path, functools.partial(self._remove, path))
 

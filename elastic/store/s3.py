@@ -18,6 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from elastic.core.errors import ElasticError, IntegrityError, StorageError
+from elastic.core.names import check_path
 from elastic.store.errors import cut_off, service_code, translated
 from elastic.store.objects import TIMEOUT_S, Chunk
 from elastic.store.remote import RemoteObjects
@@ -54,6 +55,10 @@ class S3Objects(RemoteObjects):
             else:
                 self._upload(path, itertools.chain([first, second], parts))
 
+    def get(self, path: str) -> bytes:
+        # By one request: what is read whole is small, and asking for the size first would double its cost.
+        return self._tried(path, lambda limits: bytes(self._fs.cat_file(self._at(path), max_concurrency=1, **limits)))
+
     def names(self, folder: str) -> list[str]:
         prefix = self._key(f"{folder}/") if folder else self._prefix
         found = set()
@@ -79,7 +84,7 @@ class S3Objects(RemoteObjects):
     def remove(self, paths: Sequence[str]) -> None:
         uploads = [path for path in paths if _UPLOAD in path]
         for path in uploads:
-            key, _, upload = path.partition(_UPLOAD)
+            key, _, upload = check_path(path).partition(_UPLOAD)
             with contextlib.suppress(IntegrityError):  # it is over by now
                 self._call("abort_multipart_upload", key, UploadId=upload)
         objects = [path for path in paths if _UPLOAD not in path]

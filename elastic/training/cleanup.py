@@ -155,6 +155,10 @@ def forget(error: BaseException | None) -> None:
 def collect(engine: weakref.ReferenceType[Any] | None) -> bool:
     """Collect garbage; True when the engine is gone. A survivor is logged: the user's code holds on to it."""
     gc.collect()
+    if engine is not None and engine() is not None:
+        # Measured: where a request to object storage has failed during the restore, the first pass frees what its
+        # exception held, and only a second one the engine.
+        gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     if engine is not None and engine() is not None:

@@ -47,10 +47,8 @@ def proxy(session_proxy: s3_proxy.Proxy, monkeypatch: pytest.MonkeyPatch) -> s3_
 @pytest.fixture
 def bucket(proxy: s3_proxy.Proxy) -> str:
     """An empty bucket of its own."""
-    import s3fs
-
     name = f"bucket-{uuid.uuid4().hex[:12]}"
-    s3fs.S3FileSystem().call_s3("create_bucket", Bucket=name)
+    s3_server.make_bucket(name)
     proxy.seen.clear()
     return name
 

@@ -42,3 +42,9 @@ def use(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
     """Send this process's requests there, by the standard environment variables."""
     for name, value in {**CREDENTIALS, "AWS_ENDPOINT_URL": endpoint}.items():
         monkeypatch.setenv(name, value)
+
+
+def make_bucket(name: str) -> None:
+    import s3fs
+
+    s3fs.S3FileSystem().call_s3("create_bucket", Bucket=name)

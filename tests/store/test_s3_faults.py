@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import threading
 import uuid
+import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +23,7 @@ from elastic.core.errors import ElasticError, Fenced, IntegrityError, StorageErr
 from elastic.core.manifest import ShardRecord
 from elastic.core.names import CheckpointRef
 from elastic.observe.journal import JournalReader, JournalWriter
+from elastic.observe.object_segments import ObjectSegments
 from elastic.store.address import file_system
 from elastic.store.objects import open_objects
 from elastic.store.s3 import S3Objects
@@ -389,15 +394,58 @@ def test_what_lies_beside_the_prefix_is_not_ours(url: str) -> None:
 # --- what it costs ---
 
 
+def counted(proxy: Proxy) -> dict[str, int]:
+    """Requests since the last look, by operation."""
+    found = Counter(proxy.operations())
+    proxy.seen.clear()
+    return dict(found)
+
+
 def test_requests_of_a_checkpoint(url: str, proxy: Proxy) -> None:
     """What docs/storage.md says."""
-    world = 4
     store = CheckpointStore(url, "run")
+    manifest = save(store, 4)
+    assert counted(proxy) == {"GetObject": 4, "PutObject": 4 + 1, "ListObjects": 1}
     store.list()
-    proxy.seen.clear()
-    manifest = save(store, world)
-    writing = sorted(proxy.operations())
-    proxy.seen.clear()
+    store.incomplete(older_than_generation=3)
+    assert counted(proxy) == {"ListObjects": 2, "ListUploads": 1}
     store.delete(manifest.id)
-    assert writing == sorted(["GetObject", "PutObject"] * world + ["ListObjects", "PutObject"])
-    assert sorted(proxy.operations()) == ["DeleteObjects", "DeleteObjects", "ListObjects", "ListUploads"]
+    assert counted(proxy) == {"DeleteObjects": 2, "ListObjects": 1, "ListUploads": 1}
+    in_parts(url).put("x", [data(11)])
+    assert counted(proxy) == {"CreateUpload": 1, "UploadPart": 3, "CompleteUpload": 1}
+
+
+def test_requests_of_a_journal(url: str, proxy: Proxy) -> None:
+    writer = JournalWriter(url, "run")
+    counted(proxy)
+    writer.append({"type": "a"})
+    assert counted(proxy) == {"ListObjects": 1, "PutObject": 1}
+    segments = ObjectSegments(open_objects(url), "run/other", joined=2)
+    segments.claim(1)
+    segments.append(1, "1\n")
+    counted(proxy)
+    segments.append(1, "2\n")
+    assert counted(proxy) == {"PutObject": 1 + 1, "DeleteObjects": 1}
+
+
+class Large:
+    """What a caller holds while it asks, an engine for example."""
+
+
+@pytest.mark.parametrize("trouble", [*PASSING, Trouble.STALL])
+def test_a_failed_request_keeps_nothing_of_its_caller_alive(url: str, proxy: Proxy, trouble: Trouble) -> None:
+    """A worker's process is thrown away when the engine of a generation outlives it."""
+    objects = in_parts(url, timeout_s=0.5 if trouble is Trouble.STALL else 60.0)
+    objects.put("x", [b"12345"])
+
+    def ask() -> weakref.ReferenceType[Large]:
+        large = Large()
+        proxy.decide = first(2, trouble, "GetObject")
+        with contextlib.suppress(StorageError):
+            objects.get("x")
+        return weakref.ref(large)
+
+    for _ in range(5):
+        left = ask()
+        gc.collect()
+        assert left() is None, gc.get_referrers(left())

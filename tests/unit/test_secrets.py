@@ -1,0 +1,120 @@
+"""Secrets do not reach what is kept: refused where they are given, and hidden where they would be written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic.core.errors import UsageError
+from elastic.core.secrets import check_options, check_url, is_secret_name, redact, secret_values
+from elastic.observe.journal import JournalReader, JournalWriter
+
+# Put together here, so that nobody takes this file for a leak.
+ACCESS_KEY = "AKIA" + "IOSFODNN7EXAMPLE"
+HUB_TOKEN = "hf_" + "aB3dE5gH7jK9mN1pQ3sT5vW7yZ9bC1dE3f"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "WANDB_API_KEY", "HF_TOKEN", "hfToken", "db-password", "secret",
+     "api_key", "apiKey", "gcs_credentials", "ssh_private_key", "AZURE_STORAGE_ACCOUNT_KEY"],
+)  # fmt: skip
+def test_names_of_secrets(name: str) -> None:
+    assert is_secret_name(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["tokenizer", "max_tokens", "num_key_value_heads", "key", "monkey", "secretary", "AWS_REGION", "keys",
+     "private_key_file", "token_ids", "password_length", "lr"],
+)  # fmt: skip
+def test_names_of_other_things(name: str) -> None:
+    assert not is_secret_name(name)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [f"s3://{ACCESS_KEY}:wJalrXUtnFEMI@bucket/runs", "s3://key:s3cr3t/with@bucket", f"s3://{ACCESS_KEY}@bucket/runs",
+     "simplecache::s3://key:s3cr3t@bucket/x", "https://host/x?X-Amz-Signature=abcdef0123", "abfs://c@a/x?sig=abcdef",
+     "sftp://me:s3cr3t@host/runs"],
+)  # fmt: skip
+def test_addresses_with_credentials_are_refused_and_not_repeated(url: str) -> None:
+    with pytest.raises(UsageError, match="holds credentials") as caught:
+        check_url(url)
+    assert not any(part in str(caught.value) for part in ("wJalr", "s3cr3t", "abcdef", ACCESS_KEY))
+    assert "AWS_ACCESS_KEY_ID" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://bucket/runs",
+        "sftp://me@host/runs",
+        "http://host:9000/a@b",
+        "/a@b:c/d",
+        "memory://x",
+        "gs://bucket/a?b=c",
+        "abfs://c@a.net/x",
+    ],
+)
+def test_other_addresses_are_taken(url: str) -> None:
+    assert check_url(url) == url
+
+
+@pytest.mark.parametrize(
+    ("config", "place"),
+    [
+        ({"hub": {"hf_token": "aB3dE5gH7jK9mN1pQ3"}}, "config.hub.hf_token"),
+        ({"wandb_api_key": "0123456789abcdef"}, "config.wandb_api_key"),
+        ({"list": [1, {"password": "x"}]}, "config.list[1].password"),
+        ({"model": HUB_TOKEN}, "config.model"),
+        ({"names": [ACCESS_KEY]}, "config.names[0]"),
+        ({"data": "s3://key:s3cr3t@bucket/data"}, "config.data"),
+    ],
+)
+def test_options_that_hold_secrets_are_refused_by_name(config: dict[str, Any], place: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        check_options(config, "config")
+    assert str(caught.value).startswith(f"{place} looks like a secret")
+    assert not any(text in str(caught.value) for text in (HUB_TOKEN, ACCESS_KEY, "s3cr3t", "0123456789"))
+
+
+def test_options_of_language_models_are_taken() -> None:
+    check_options(
+        {
+            "eos_token": "<|endoftext|>", "bos_token": "<s>", "pad_token": "</s>", "max_tokens": 4096, "token": "word",
+            "tokenizer": "meta-llama/Llama-3-8B", "num_key_value_heads": 8, "key": "value", "data": "s3://bucket/data",
+            "api_key": "", "password": None, "secret": 0.5, "api_key_file": "/run/secrets/key", "token_env": "HF_TOKEN",
+            "hf_token": "$HF_TOKEN",
+        },
+        "config",
+    )  # fmt: skip
+
+
+@given(
+    secret=st.text(min_size=8, max_size=40),
+    record=st.recursive(
+        st.none() | st.integers() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)
+    ),
+)
+def test_what_is_redacted_stays_json(secret: str, record: Any) -> None:
+    values = secret_values({"MY_API_KEY": secret, "HOME": "/root", "SHORT_TOKEN": "abc"})
+    line = json.dumps({"text": f"before {secret} after", "record": record}, separators=(",", ":"), ensure_ascii=False)
+    assert "abc" not in values
+    assert secret not in json.loads(redact(line, values))["text"]
+
+
+def test_what_a_user_prints_into_an_error_is_not_journaled(tmp_path: Path) -> None:
+    secret = 'wJalr"XUtnFEMI/K7MDENG'
+    writer = JournalWriter(str(tmp_path), "run", secrets=secret_values({"AWS_SECRET_ACCESS_KEY": secret}))
+    sentence = f"cannot open s3://me:p4ss@bucket/x with {secret}, {HUB_TOKEN}"
+    writer.append({"type": "decision", "sentence": sentence, "data": {"traceback": f"KeyError: {secret!r}"}})
+    (record,) = (r for r in JournalReader(str(tmp_path), "run").records() if r["type"] == "decision")
+    assert record["sentence"] == "cannot open s3://***@bucket/x with ***, ***"
+    kept = b"".join(path.read_bytes() for path in tmp_path.rglob("*.jsonl")).decode()
+    assert not any(text in kept for text in ("wJalr", "p4ss", HUB_TOKEN))
