@@ -178,7 +178,8 @@ class Keeper:
             owner.reply(id, error=str(error))
 
     def _hello(self) -> dict[str, Any]:
-        return {"pid": os.getpid(), "directory": str(self.directory), "address": self._nodes.address}
+        about = {"address": self._nodes.address, "dashboard": self._nodes.dashboard}
+        return {"pid": os.getpid(), "directory": str(self.directory), **about}
 
     # Starting nodes
 
@@ -249,7 +250,7 @@ class Keeper:
         entry.raylet_pid = answer["raylet_pid"] or 0
         if entry.head:
             entry.control_store = processes.read(answer["control_store_pid"])
-            self._nodes.address = answer["address"]
+            self._nodes.address, self._nodes.dashboard = answer["address"], answer["dashboard"]
             # What an autoscaler has asked for meanwhile, the cloud starts.
             for other in self._nodes.entries.values():
                 if not other.head and self._cloud is None:

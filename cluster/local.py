@@ -34,6 +34,11 @@ _ENVIRONMENT = {
 }
 
 
+# The Jobs server joins the cluster by its address, which Ray turns from 127.0.0.1 into this machine's outer one, where
+# nobody listens; by this choice, meant for laptops, it leaves it alone.
+_DASHBOARD_ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+
+
 class LocalCluster:
     """Implements `NodeSource`. Every node is on 127.0.0.1. Not for several threads at once.
 
@@ -63,6 +68,7 @@ class LocalCluster:
         durable_control_store: bool = False,
         token: bool = False,
         logs_to: str | Path | None = None,
+        dashboard: bool = False,
         limit_s: float = 60.0,
     ) -> LocalCluster:
         """`nodes` nodes called node-0 (the head) to node-{nodes - 1}, all registered with Ray when this returns.
@@ -70,6 +76,7 @@ class LocalCluster:
         `resources` and `labels` are those of each node. GPUs are logical and need no device. `environment` is added
         to this process's own for every process of the cluster; `system_config` is Ray's. With `durable_control_store`
         the control store can be killed and restarted. With `token` whoever connects must show that of `token_file`.
+        `dashboard` starts what of Ray's own answers for jobs and nodes, with an agent on every node.
         Ray's logs are copied to the directory `logs_to` when the cluster ends; without it they go with the cluster.
         Raises ClusterError when they are not all up after `limit_s` seconds.
         """
@@ -83,11 +90,12 @@ class LocalCluster:
             "labels": dict(labels or {}),
             "object_store_memory": store_bytes,
             "plasma_directory": store_directory,
+            "include_dashboard": dashboard,
         }
         head = {"_system_config": {"prestart_worker_first_driver": False, **(system_config or {})}}
         specs = [{"name": f"node-{i}", "options": {**options, **(head if i == 0 else {})}} for i in range(nodes)]
         wanted = [*([DURABLE] if durable_control_store else []), *([TOKEN] if token else [])]
-        cluster = cls._spawn(environment or {}, wanted)
+        cluster = cls._spawn({**(_DASHBOARD_ENVIRONMENT if dashboard else {}), **(environment or {})}, wanted)
         try:
             awaited = f"{nodes} nodes to start"
             logs = None if logs_to is None else os.path.abspath(logs_to)
@@ -134,6 +142,13 @@ class LocalCluster:
         # address, where nobody answers. It compares letter by letter; the resolver does not.
         port = self._about["address"].rpartition(":")[2]
         return f"LOCALHOST:{port}"
+
+    @property
+    def dashboard_url(self) -> str:
+        """Where the Jobs server answers. Raises ClusterError where the cluster was started without a dashboard."""
+        if not self._about["dashboard"]:
+            raise ClusterError("this cluster has no dashboard: start it with dashboard=True")
+        return f"http://{self._about['dashboard']}"
 
     @property
     def directory(self) -> Path:

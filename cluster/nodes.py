@@ -59,6 +59,7 @@ class Nodes:
     keeper_pid: int
     entries: dict[str, Entry] = field(default_factory=dict)
     address: str = ""
+    dashboard: str = ""
     _losses: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
     def define(self, name: str, head: bool, options: Mapping[str, Any]) -> Entry:

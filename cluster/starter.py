@@ -35,6 +35,7 @@ import ray._private.ray_constants as ray_constants
 import ray._private.services as services
 from ray._private.node import Node
 from ray._private.parameter import RayParams
+from ray._private.utils import write_ray_address
 from ray._raylet import (  # type: ignore[attr-defined]  # compiled, without types
     DASHBOARD_AGENT_LISTEN_PORT_NAME,
     METRICS_AGENT_PORT_NAME,
@@ -56,6 +57,8 @@ _NODE_INIT = str(Path(__file__).with_name("node_init.py"))
 _CONTROL_STORE = ray_constants.PROCESS_TYPE_GCS_SERVER
 _AGENT_OPTION = "--dashboard_agent_command="
 _PACKAGE_ROOT = str(Path(__file__).resolve().parent.parent)
+# The last part of the folder that a runtime environment agent unpacks packages in.
+_RESOURCES = "/runtime_resources"
 
 _started: list[Any] = []
 _heads: dict[str, Node] = {}
@@ -68,8 +71,15 @@ _get_node: Any = services.get_node
 def _start_process(command: list[str], process_type: str, *args: Any, **kwargs: Any) -> Any:
     """Ray's own, for a raylet with an idle dashboard agent and under an init of its own."""
     if process_type == "raylet":
-        command = [_AGENT_OPTION + _IDLE_AGENT if part.startswith(_AGENT_OPTION) else part for part in command]
+        # Nodes of one machine share a session: one's agent would remove what another's has unpacked and still uses.
+        command = [part.replace(_RESOURCES, f"{_RESOURCES}/{_thread.name}") for part in command]
+        if not _thread.dashboard:
+            command = [_AGENT_OPTION + _IDLE_AGENT if part.startswith(_AGENT_OPTION) else part for part in command]
         command = [sys.executable, "-I", "-S", _NODE_INIT, *command]
+    if process_type == ray_constants.PROCESS_TYPE_DASHBOARD:
+        # Each module is a process. These serve jobs (which ask the one of nodes for the head), the table of nodes, and
+        # the autoscaler's report.
+        command = [*command, "--modules-to-load=JobHead,NodeHead,StateHead,ReportHead"]
     if process_type == "monitor":
         # Ray's autoscaler loads the provider of this package, whatever else is called `cluster` where the job is.
         paths = [_PACKAGE_ROOT, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
@@ -95,15 +105,17 @@ def _get_node_soon(gcs_address: str, node_id: str) -> Any:
 
 
 class _LeanNode(Node):
-    """Ray's node without dashboard, and fit to be started beside others at the same time."""
+    """Ray's node, without dashboard unless one is asked for, and fit to be started beside others at the same time."""
 
-    def start_api_server(self, **_: Any) -> None:
-        pass
+    def start_api_server(self, **kwargs: Any) -> None:
+        if self._ray_params.include_dashboard:
+            super().start_api_server(**kwargs)
 
     def start_raylet(self, *args: Any, **kwargs: Any) -> None:
         # -1 is what Ray's own minimal agent writes for a service that is not there.
         for port_name in (METRICS_AGENT_PORT_NAME, METRICS_EXPORT_PORT_NAME, DASHBOARD_AGENT_LISTEN_PORT_NAME):
-            persist_port(self._session_dir, self._node_id, port_name, -1)
+            if not self._ray_params.include_dashboard:
+                persist_port(self._session_dir, self._node_id, port_name, -1)
         super().start_raylet(*args, **kwargs)
         deadline = time.monotonic() + _REGISTER_LIMIT_S
         while _raylet_pid(self.all_processes["raylet"][0].process.pid) is None:
@@ -128,11 +140,13 @@ def _start_node(request: dict[str, Any], temp_dir: str) -> dict[str, Any]:
         min_worker_port=0,
         max_worker_port=0,
         include_log_monitor=False,  # type: ignore[arg-type]  # annotated as str, used as bool
-        include_dashboard=False,
+        dashboard_port=0,  # type: ignore[arg-type]  # annotated as bool, used as int
+        dashboard_agent_listen_port=0,
         no_monitor=autoscaling is None,
         env_vars={**request["tag"], **options.pop("env_vars", {})},
         **options,
     )
+    _thread.name, _thread.dashboard = name, parameters.include_dashboard
     # spawn_reaper asks the kernel to kill the node's processes when the thread that started them ends.
     node = _LeanNode(parameters, head=head, shutdown_at_exit=False, spawn_reaper=True)
     if autoscaling is not None:
@@ -146,6 +160,7 @@ def _start_node(request: dict[str, Any], temp_dir: str) -> dict[str, Any]:
         "node_id": node.node_id,
         "raylet_pid": _raylet_pid(node.all_processes["raylet"][0].process.pid),
         "address": node.gcs_address,
+        "dashboard": _dashboard_url(node, temp_dir) if head else "",
     }
 
 
@@ -169,6 +184,14 @@ def _start_control_store(name: str) -> dict[str, Any]:
     # Blocks until it answers, or has ended.
     node.get_gcs_client()
     return {"control_store_of": name}
+
+
+def _dashboard_url(node: Node, temp_dir: str) -> str:
+    if not node.webui_url:
+        return ""
+    # Where a job's driver looks for the cluster; without it, it would take any other on this machine.
+    write_ray_address(node.gcs_address, temp_dir)
+    return str(node.webui_url)
 
 
 def _raylet_pid(init_pid: int) -> int | None:

@@ -12,6 +12,7 @@ from elastic.core.errors import UsageError
 from elastic.core.settings import RunSettings
 from elastic.observe.text import plural
 from jobs.handle import RunHandle
+from jobs.jobs_api import JobsApi
 
 
 class ClusterLike(Breakable, Protocol):
@@ -65,6 +66,10 @@ class Backend(Protocol):
 
     def attach_run(self, run_id: str, address: str) -> RunHandle:
         """Raises RunNotFound when no controller of that run answers at the address."""
+        ...
+
+    def jobs_api(self, address: str) -> JobsApi:
+        """The Ray Jobs server at an http(s) address. Raises Unreachable and Denied."""
         ...
 
     def disconnect(self) -> None:

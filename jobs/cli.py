@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from elastic.core.errors import ElasticError
 from jobs.backend import Backend
-from jobs.commands import checkpoints, drain, kube, resume, run, stop, story, watch
+from jobs.commands import checkpoints, drain, kube, list_runs, logs, resume, run, status, stop, story, submit, watch
 from jobs.exit_codes import NOT_FINISHED, TABLE
 from jobs.follow import printable
 from jobs.terminal import say
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 _COMMANDS: dict[str, Any] = {
     "run": run,
+    "submit": submit,
+    "list": list_runs,
+    "status": status,
+    "logs": logs,
     "resume": resume,
     "watch": watch,
     "drain": drain,

@@ -60,7 +60,10 @@ def doing(progress: Progress) -> str:
 class LineDisplay:
     """No control characters, nothing rewritten: fit for a pipe or a log file."""
 
-    def __init__(self, stream: IO[str], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, stream: IO[str], clock: Callable[[], float] = time.monotonic, step_line_s: float = _STEP_LINE_S
+    ) -> None:
+        self._step_line_s = step_line_s
         self._stream = stream
         self._clock = clock
         self._shown: tuple[object, ...] | None = None
@@ -69,7 +72,7 @@ class LineDisplay:
 
     def update(self, progress: Progress) -> None:
         change = tuple(progress.get(key) for key in _CHANGES)
-        moved = progress.get("step") != self._shown_step and self._clock() - self._shown_at >= _STEP_LINE_S
+        moved = progress.get("step") != self._shown_step and self._clock() - self._shown_at >= self._step_line_s
         if change == self._shown and not moved:
             return
         self._shown, self._shown_step, self._shown_at = change, progress.get("step"), self._clock()

@@ -6,17 +6,26 @@ from elastic.core import state
 
 NOT_FINISHED = 101
 NOT_FOUND = 102
+STOPPED = 103
+NO_CAPACITY = 105
 
 _CODES = {
     state.FINISHED: 0,
     state.USAGE: 2,
     state.USER_CODE_FAILED: 100,
     state.NOT_FINISHED: NOT_FINISHED,
-    state.STOPPED: 103,
+    state.STOPPED: STOPPED,
     state.GAVE_UP: 104,
-    state.NO_CAPACITY: 105,
+    state.NO_CAPACITY: NO_CAPACITY,
     state.INTEGRITY: 106,
 }
+
+# What a run can have come to.
+STATUSES = frozenset(_CODES)
+# What a driver ends with when the run has ended, or could not begin. Any other code says nothing of the run.
+FINAL_CODES = frozenset({*_CODES.values(), NOT_FOUND})
+# EX_TEMPFAIL of sysexits.h: a driver that has lost its run and does not know how it goes.
+DRIVER_LOST = 75
 
 TABLE = """exit codes:
   0 the run reached its end   2 usage           100 user code failed   101 not finished
@@ -27,3 +36,8 @@ TABLE = """exit codes:
 def exit_code(status: object) -> int:
     """Of a run's status; whatever is not known has not finished."""
     return _CODES.get(str(status), NOT_FINISHED)
+
+
+def status_of(code: int) -> str:
+    """The inverse of `exit_code`."""
+    return next((status for status, known in _CODES.items() if known == code), state.NOT_FINISHED)

@@ -13,6 +13,7 @@ from elastic.core.errors import ElasticError
 from elastic.core.settings import RunSettings
 from jobs.backend import ClusterLike, Growth, NodeShape
 from jobs.handle import RunHandle
+from jobs.jobs_api import JobsApi
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +75,11 @@ class RealBackend:
         _hush_ray()
         handle: RunHandle = attach(run_id, address)
         return handle
+
+    def jobs_api(self, address: str) -> JobsApi:
+        from jobs.ray_jobs_api import RayJobsApi
+
+        return RayJobsApi(address)
 
     def disconnect(self) -> None:
         self.leave()

@@ -22,6 +22,7 @@ from jobs import kube_spec
 from jobs.kube_spec import KubernetesSpec
 from jobs.sentences import sentence
 from jobs.storage import absolute_url
+from jobs.submit_spec import SubmitSpec
 from jobs.yaml_lines import Document, parse
 
 Count = Annotated[int, Field(ge=1)]
@@ -145,6 +146,7 @@ class JobSpec(BaseModel):
     stragglers: StragglerSpec = Field(default_factory=StragglerSpec)
     storage_url: str | None = None
     kubernetes: KubernetesSpec | None = None
+    submit: SubmitSpec = Field(default_factory=SubmitSpec)
 
     @model_validator(mode="after")
     def _workers(self) -> JobSpec:
@@ -229,6 +231,7 @@ def _keys() -> dict[tuple[str, ...], list[str]]:
         ("memory",): list(MemorySpec.model_fields),
         ("anomalies",): list(AnomalySpec.model_fields),
         ("stragglers",): list(StragglerSpec.model_fields),
+        ("submit",): list(SubmitSpec.model_fields),
         ("failures",): [f.name for f in dataclasses.fields(FailureSettings)],
         **kube_spec.keys(),
     }

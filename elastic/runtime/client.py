@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 # A controller that is being restarted answers again within seconds; one that stays away longer is lost.
 _UNREACHABLE_S = 90.0
 _CALL_TIMEOUT_S = 30.0
+_LEAVE_S = 15.0
 # A head that has been killed is placed again within so long, as a rule; whoever looks for a run waits for it.
 _HEAD_AWAY_S = 20.0
 
@@ -45,19 +46,42 @@ def start(settings: RunSettings, entry: Entry) -> RayRunHandle:
 
     Raises UsageError when a run of this id is going on: there is never a second trainer of one run.
     """
-    name = names.controller(settings.run_id)
-    actor_class: Any = ray.remote(ControllerActor)
     try:
-        actor = actor_class.options(
-            name=name, namespace=names.NAMESPACE, lifetime="detached", max_restarts=-1, max_concurrency=1000,
-            # Ray gives no heed to a soft affinity of an actor that asks for nothing (seen, 2.60).
-            num_cpus=0, memory=1_000_000, scheduling_strategy=_placement(settings),
-        ).remote(settings.to_json(), entry, secrets.token_bytes(32))  # fmt: skip
+        return _create(settings, entry)
     except ValueError as error:
+        if _make_way(settings.run_id):
+            return start(settings, entry)
         raise UsageError(
             f"run {settings.run_id!r} is going on already: follow it with `elastic watch {settings.run_id}`"
         ) from error
+
+
+def _create(settings: RunSettings, entry: Entry) -> RayRunHandle:
+    """Raises ValueError where the controller's name is taken."""
+    actor_class: Any = ray.remote(ControllerActor)
+    actor = actor_class.options(
+        name=names.controller(settings.run_id), namespace=names.NAMESPACE, lifetime="detached", max_restarts=-1,
+        # Ray gives no heed to a soft affinity of an actor that asks for nothing (seen, 2.60).
+        max_concurrency=1000, num_cpus=0, memory=1_000_000, scheduling_strategy=_placement(settings),
+    ).remote(settings.to_json(), entry, secrets.token_bytes(32))  # fmt: skip
     return RayRunHandle(settings.run_id, actor)
+
+
+def _make_way(run_id: str) -> bool:
+    """Whether the name is free now: the controller of a run that is over stays to be asked, and leaves if told."""
+    deadline = time.monotonic() + _LEAVE_S
+    while time.monotonic() < deadline:
+        try:
+            handle = attach(run_id, None)
+            if handle.result(0.0) is None:
+                return False
+            handle.leave()
+        except RunNotFound:
+            return True
+        except ElasticError as error:
+            logger.debug("the controller of run %s is on its way out: %s", run_id, error)
+        time.sleep(0.1)
+    return False
 
 
 def _placement(settings: RunSettings) -> NodeAffinitySchedulingStrategy:

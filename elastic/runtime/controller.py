@@ -104,6 +104,9 @@ class ControllerActor:
         return self._telemetry.step >= step
 
     async def wait_end(self, timeout_s: float) -> dict[str, Any] | None:
+        if self._ended.is_set():
+            # A wait without time would not even look.
+            return self._result
         try:
             await asyncio.wait_for(self._ended.wait(), timeout_s)
         except asyncio.TimeoutError:

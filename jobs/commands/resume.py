@@ -9,15 +9,22 @@ from dataclasses import replace
 from typing import Any
 
 from elastic.core.errors import RunNotFound, UsageError
+from elastic.core.names import check_run_id
 from elastic.core.settings import RunSettings
 from elastic.entrypoint import EntryPoint, load_entry_point, parse_entry_point
+from jobs import attempts
+from jobs.attempts import Verdict
+from jobs.attend import replace_driver
 from jobs.backend import Backend
 from jobs.checks import check_checkpoint_storage
 from jobs.commands.common import folder_of, output_arguments, place_arguments, positive, run_arguments
 from jobs.commands.run import check_chaos, check_place, job_record
+from jobs.commands.submit import after, env_argument
+from jobs.draft import check_cluster, prepare, send
 from jobs.follow import check_summary_file
 from jobs.launch import Launch, launch
 from jobs.live import reach, read_live
+from jobs.remote import is_jobs_address, looked_at, open_api
 from jobs.storage import RunFolder
 
 HELP = "go on with a run from its newest checkpoint"
@@ -29,9 +36,15 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     place_arguments(parser)
     parser.add_argument("--max-steps", type=positive, metavar="N", help="a new end of the run")
     output_arguments(parser)
+    jobs = parser.add_argument_group("through the Jobs API (--address http://HOST:8265)")
+    jobs.add_argument("--job", metavar="JOB.yaml", help="send this job's folder (default: what the cluster has)")
+    jobs.add_argument("--no-follow", action="store_true", help="return as soon as the cluster has the job")
+    env_argument(jobs)
 
 
 def run(options: argparse.Namespace, backend: Backend) -> int:
+    if is_jobs_address(options.address):
+        return _resume_job(options, backend)
     folder = folder_of(options)
     job = folder.job()
     check_summary_file(options.summary)
@@ -43,6 +56,30 @@ def run(options: argparse.Namespace, backend: Backend) -> int:
     _check_not_going_on(backend, folder, options.address)
     folder.write("job.json", job_record(plan))
     return launch(backend, plan)
+
+
+def _resume_job(options: argparse.Namespace, backend: Backend) -> int:
+    """Through the Jobs API: another attempt, in the package that is sent now or in that of the last one."""
+    check_run_id(options.run)
+    draft = prepare(options.job, options.storage, options.env) if options.job else None
+    if draft is None and options.env:
+        raise UsageError("--env goes with --job: without it the environment is that of the last attempt")
+    api = open_api(backend, options.address)
+    known = next((run for run in attempts.merge(api.records()) if run.run_id == options.run), None)
+    if known is not None and looked_at(api, known).verdict is Verdict.GOES_ON:
+        raise UsageError(
+            f"run {options.run!r} is going on; follow it with "
+            f"`elastic logs {options.run} -f --address {options.address}`"
+        )
+    if draft is not None:
+        check_cluster(api.cluster(), draft, options.run)
+        number = known.next_attempt if known else 1
+        send(api, draft, options.run, number, "resume", options.address, options.max_steps)
+    elif known is None:
+        raise RunNotFound(f"the cluster knows no run {options.run!r}: name its job file with --job, to send it again")
+    else:
+        replace_driver(api, known, "resume", options.max_steps)
+    return after(api, options.run, options.address, options.no_follow, options.json)
 
 
 def _plan(options: argparse.Namespace, job: Mapping[str, Any], folder: RunFolder) -> Launch:

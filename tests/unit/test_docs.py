@@ -24,6 +24,7 @@ from elastic.training.refused import REFUSED
 from jobs import exit_codes
 from jobs.cli import parser
 from jobs.spec import AnomalySpec, CheckpointSpec, JobSpec, MemorySpec, StragglerSpec, parse_job
+from jobs.submit_spec import SubmitSpec
 from jobs.yaml_lines import parse
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,9 +107,13 @@ def test_exit_codes() -> None:
         ("## memory", {name: field.default for name, field in MemorySpec.model_fields.items()}),
         ("## anomalies", {name: field.default for name, field in AnomalySpec.model_fields.items()}),
         ("## stragglers", {name: field.default for name, field in StragglerSpec.model_fields.items()}),
+        (
+            "## submit",
+            {name: field.get_default(call_default_factory=True) for name, field in SubmitSpec.model_fields.items()},
+        ),
         ("## failures", {field.name: field.default for field in dataclasses.fields(FailureSettings)}),
     ],
-    ids=["top", "checkpoint", "memory", "anomalies", "stragglers", "failures"],
+    ids=["top", "checkpoint", "memory", "anomalies", "stragglers", "submit", "failures"],
 )
 def test_job_keys_and_their_defaults(section: str, defaults: dict[str, Any]) -> None:
     text = (ROOT / "docs" / "job.md").read_text().partition(f"\n{section}\n")[2].partition("\n## ")[0]
@@ -232,7 +237,7 @@ def actions(command: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 def default(value: object) -> str:
     if value is PydanticUndefined:
         return "required"
-    if isinstance(value, (AnomalySpec, CheckpointSpec, MemorySpec, StragglerSpec, FailureSettings)):
+    if isinstance(value, (AnomalySpec, CheckpointSpec, MemorySpec, StragglerSpec, SubmitSpec, FailureSettings)):
         return "see below"
     if value is None:
         return "none"

@@ -1,0 +1,139 @@
+"""Attending a run over the Jobs API: its attempts' logs as one stream, its lost drivers replaced, its own exit code.
+
+Ray neither retries a job nor gives it another driver. So whoever attends a run is also who notices that its driver is
+lost, and submits the next attempt: the same command in the same package, with the next number. Several may attend: the
+submission id is taken once, so one of them submits and the others follow what it has submitted. While nobody attends,
+the controller trains on without a driver; an attempt only carries `stop` to it and the run's end to the Jobs API.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
+
+from jobs import attempts
+from jobs.attempts import JobRecord, Outcome, Run, Verdict, judge
+from jobs.driver_command import DriverCommand, Mode
+from jobs.driver_words import LogReader
+from jobs.jobs_api import AlreadySubmitted, DriverNeeds, JobsApi, Submission, Unreachable
+
+logger = logging.getLogger(__name__)
+
+NEEDS_KEY = "elastic-driver"
+# A head node that is being replaced is back within a few minutes.
+_UNREACHABLE_S = 300.0
+_PAUSE_S = 1.0
+# How often a silent tail is doubted: it may stay open although the job has ended, or its node is frozen.
+_ASK_S = 2.0
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Time, for tests to hold."""
+
+    now: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+
+
+class Attendant:
+    """`show` gets every line of the log; `note` gets what is said about it."""
+
+    def __init__(
+        self, api: JobsApi, show: Callable[[str], None], note: Callable[[str], None], clock: Clock | None = None
+    ) -> None:
+        self._api = api
+        self._show = show
+        self._note = note
+        self._clock = clock or Clock()
+
+    def attend(self, run: Run) -> Outcome:
+        """From the run's newest attempt until the run is over. Raises Unreachable when the server stays away."""
+        record = run.newest
+        while True:
+            outcome = self._one(record)
+            if outcome.verdict is not Verdict.LOST:
+                return outcome
+            run = attempts.find(self._patiently(self._api.records), record.run_id or record.submission_id)
+            if run.newest.attempt == record.attempt:
+                if run.crash_loop:
+                    return replace(outcome, verdict=Verdict.FAILED, reason=_loop(outcome))
+                self._note(f"attempt {record.attempt} is lost ({outcome.reason}); sending attempt {run.next_attempt}")
+                self._patiently(partial(replace_driver, self._api, run))
+                run = attempts.find(self._patiently(self._api.records), run.run_id)
+            record = run.newest
+
+    def _one(self, record: JobRecord) -> Outcome:
+        """One attempt to its end."""
+        log = LogReader()
+        while True:
+            # Asked before the log is read: of a job that had ended by then, what is read is the whole log.
+            now = self._patiently(lambda: self._api.find(record.submission_id))
+            if now is None:
+                return Outcome(Verdict.LOST, reason="the cluster no longer knows the job")
+            self._read(log, record.submission_id, now.state.ended)
+            if now.state.ended:
+                for line in log.close():
+                    self._show(line)
+                return judge(now, log.began, log.told)
+            self._clock.sleep(_PAUSE_S)
+
+    def _read(self, log: LogReader, submission_id: str, ended: bool) -> None:
+        """What is new in the log, until its tail ends; a tail that stays open after the job's end is left."""
+        asked = self._clock.now()
+        for piece in self._api.tail(submission_id, log.chars, ended):
+            for line in log.feed(piece):
+                self._show(line)
+            now = self._clock.now()
+            if not piece and (log.told is not None or now - asked > _ASK_S):
+                asked = now
+                found = self._patiently(lambda: self._api.find(submission_id))
+                if found is None or found.state.ended:
+                    return
+
+    def _patiently(self, ask: Callable[[], T]) -> T:
+        """The answer, also over an absence of the server, within its limit."""
+        limit, told = self._clock.now() + _UNREACHABLE_S, False
+        while True:
+            try:
+                return ask()
+            except Unreachable as error:
+                if self._clock.now() > limit:
+                    raise
+                if not told:
+                    self._note(f"{error}; the run may well go on, so this asks again")
+                told = True
+                self._clock.sleep(_PAUSE_S)
+
+
+def replace_driver(api: JobsApi, run: Run, mode: Mode = "continue", max_steps: int | None = None) -> None:
+    """Submits the run's next attempt, in the package and with the environment of the last one.
+
+    Returns also when somebody else has submitted it. Raises PackageGone when the cluster no longer has the package.
+    """
+    last, number = run.newest, run.next_attempt
+    command = replace(DriverCommand.of_line(last.entrypoint), attempt=number, mode=mode)
+    command = command if max_steps is None else replace(command, max_steps=max_steps)
+    submission = Submission(
+        submission_id=attempts.submission_id(run.run_id, number),
+        entrypoint=command.line(),
+        metadata={**last.metadata, attempts.ATTEMPT_KEY: str(number)},
+        needs=DriverNeeds.of_text(last.metadata.get(NEEDS_KEY)),
+        runtime_env=last.runtime_env,
+    )
+    try:
+        api.submit(submission)
+    except AlreadySubmitted:
+        logger.info("%s was submitted by somebody else", submission.submission_id)
+
+
+def _loop(outcome: Outcome) -> str:
+    return (
+        f"{attempts.SHORT_LIVES} drivers in a row were lost within {attempts.SHORT_LIFE_S:.0f} s of their start "
+        f"({outcome.reason}); the run itself may go on without one"
+    )

@@ -1,0 +1,98 @@
+"""The job file's `submit` section: what goes to the cluster with a job, and what its driver asks of a node."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from elastic.core.errors import UsageError
+from elastic.core.secrets import is_secret_name
+from elastic.core.settings import FailureSettings
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# Beyond a planned end and its last write: to read the journal once more and say how it went.
+_LAST_WORDS_S = 30.0
+_GRACE = "RAY_JOB_STOP_WAIT_TIME_S"
+_SIGNAL = "RAY_JOB_STOP_SIGNAL"
+
+
+class SubmitSpec(BaseModel):
+    """Sizes in decimal megabytes. An environment variable without a value gets it from whoever submits."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    working_dir: str | None = None
+    exclude: list[str] = Field(default_factory=list)
+    package_limit_mb: Annotated[int, Field(ge=1, le=1000)] = 100
+    pip: list[str] = Field(default_factory=list)
+    py_modules: list[str] = Field(default_factory=list)
+    env_vars: dict[str, str | None] = Field(default_factory=dict, repr=False)
+    cpus: Annotated[float, Field(ge=0)] = 0.0
+    memory_mb: Annotated[int, Field(ge=1)] = 500
+    resources: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
+    labels: dict[str, str] = Field(default_factory=dict)
+    stop_grace_s: Annotated[float, Field(gt=0)] | None = None
+
+    @field_validator("env_vars")
+    @classmethod
+    def _names(cls, value: dict[str, str | None]) -> dict[str, str | None]:
+        for name, given in value.items():
+            _check_name(name)
+            if given is not None and is_secret_name(name):
+                raise ValueError(f"{name} looks like a secret: leave its value out, and it is taken from who submits")
+        return value
+
+    @field_validator("py_modules")
+    @classmethod
+    def _urls(cls, value: list[str]) -> list[str]:
+        for module in value:
+            if "://" not in module:
+                raise ValueError(f"py_modules takes URLs; put the folder {module!r} into working_dir instead")
+        return value
+
+    def grace_s(self, failures: FailureSettings) -> int:
+        """How long Ray waits between SIGTERM and SIGKILL: by default as long as a planned end may take."""
+        wanted = self.stop_grace_s or failures.drain_timeout_s + failures.storage_timeout_s + _LAST_WORDS_S
+        return max(1, round(wanted))
+
+
+def environment(
+    spec: Mapping[str, str | None], options: Sequence[str], local: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """The job's variables: those of the job file, then `--env NAME=VALUE` and `--env NAME`. Raises UsageError.
+
+    A name without a value is taken from `local`, so that a secret is in no file and no command line.
+    """
+    wanted = dict(spec)
+    for option in options:
+        name, given, value = option.partition("=")
+        try:
+            _check_name(name)
+        except ValueError as error:
+            raise UsageError(f"--env {name}: {error}") from error
+        wanted[name] = value if given else None
+    missing = [name for name, value in wanted.items() if value is None and name not in local]
+    if missing:
+        raise UsageError(f"the environment variable {missing[0]!r} is to be sent to the job, but is not set here")
+    return {name: local[name] if value is None else value for name, value in wanted.items()}
+
+
+def runtime_env(spec: SubmitSpec, env_vars: Mapping[str, str], grace_s: int) -> dict[str, Any]:
+    """Ray's runtime_env of the job without its package; the run's workers inherit it."""
+    made: dict[str, Any] = {"env_vars": {**env_vars, _GRACE: str(grace_s), _SIGNAL: "SIGTERM"}}
+    if spec.pip:
+        made["pip"] = list(spec.pip)
+    if spec.py_modules:
+        made["py_modules"] = list(spec.py_modules)
+    return made
+
+
+def _check_name(name: str) -> None:
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is no name of an environment variable")
+    if name in (_GRACE, _SIGNAL):
+        raise ValueError(f"{name} is set from submit.stop_grace_s")

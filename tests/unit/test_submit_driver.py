@@ -1,0 +1,235 @@
+"""The driver of an attempt: attach, start or refuse; SIGTERM; what it says last, and its exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.core.errors import ElasticError, RunNotFound, UsageError
+from elastic.core.settings import RunSettings
+from elastic.observe.journal import JournalWriter
+from jobs import driver, driver_words
+from jobs.driver_command import DriverCommand, Mode
+from jobs.exit_codes import DRIVER_LOST
+from jobs.handle import FakeHandle
+from jobs.storage import RunFolder
+
+JOB = "entry_point: driven.py:main\nmax_workers: 2\nmax_steps: 10\nstorage_url: /not/used\n"
+
+
+class Backend:
+    """`alive` is a run that goes on; `on_start` plays a run that is started."""
+
+    def __init__(self, alive: FakeHandle | None = None) -> None:
+        self.alive = alive
+        self.started: list[RunSettings] = []
+        self.name_is_taken = False
+
+    def attach_run(self, run_id: str, address: str) -> FakeHandle:
+        if self.alive is None:
+            raise RunNotFound("no such run")
+        return self.alive
+
+    def start_run(
+        self, settings: RunSettings, entry_point: str, config: Mapping[str, Any], address: str, folder: str
+    ) -> FakeHandle:
+        if self.name_is_taken:
+            self.alive = self.ended("finished")
+            raise UsageError("the run is going on already")
+        self.started.append(settings)
+        journal(settings.storage_url, "finished")
+        return self.ended("finished")
+
+    @staticmethod
+    def ended(status: str) -> FakeHandle:
+        handle = FakeHandle("r")
+        handle.advance(step=10)
+        handle.end(status, "so it is")
+        return handle
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "package"
+    folder.mkdir()
+    (folder / "driven.py").write_text("def main(config): ...\n")
+    (folder / "job.yaml").write_text(JOB)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(driver, "_REFRESH_S", 0.01)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _same_signals() -> Any:
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def storage(package: Path) -> str:
+    return str(package.parent / "runs")
+
+
+def journal(url: str, *statuses: str) -> None:
+    writer = JournalWriter(url, "r")
+    for status in statuses:
+        writer.append({"type": "run", "run_id": "r", "status": status, "step": 7})
+
+
+def drive(package: Path, backend: Backend, mode: Mode = "continue", **more: Any) -> int:
+    version = more.pop("version", metadata.version("ray-elastic"))
+    command = DriverCommand("job.yaml", "r", 1, mode, storage(package), version, **more)
+    return driver.main(command.line().split()[4:], backend)  # type: ignore[arg-type]
+
+
+def last_words(capfd: pytest.CaptureFixture[str]) -> Mapping[str, Any]:
+    told = [driver_words.parse(line) for line in capfd.readouterr().out.splitlines()]
+    return next(words for words in reversed(told) if words is not None)
+
+
+def test_a_run_is_started(package: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    backend = Backend()
+    assert drive(package, backend, "new", max_steps=20) == 0
+    (settings,) = backend.started
+    assert (settings.run_id, settings.storage_url, settings.max_steps) == ("r", storage(package), 20)
+    assert RunFolder(storage(package), "r").job()["settings"] == settings.to_json()
+    words = last_words(capfd)
+    assert (words["status"], words["exit_code"], words["step"]) == ("finished", 0, 10)
+
+
+@pytest.mark.parametrize("mode", ["new", "continue", "resume"])
+def test_a_run_that_goes_on_is_attached_to(package: Path, mode: Mode, capfd: pytest.CaptureFixture[str]) -> None:
+    alive = FakeHandle("r")
+
+    def progress() -> Mapping[str, Any]:
+        alive.end("gave-up", "enough")
+        return {"status": "running"}
+
+    alive.progress = progress  # type: ignore[method-assign]
+    backend = Backend(alive)
+    assert drive(package, backend, mode) == 104
+    assert backend.started == []
+    assert last_words(capfd)["exit_code"] == 104
+
+
+def test_of_two_that_start_at_once_one_attaches(package: Path) -> None:
+    backend = Backend()
+    backend.name_is_taken = True
+    assert drive(package, backend, "new") == 0
+    assert backend.started == []
+
+
+@pytest.mark.parametrize(
+    ("mode", "statuses", "code", "starts"),
+    [
+        ("continue", (), 0, True),
+        ("continue", ("running",), 0, True),
+        ("continue", ("running", "finished"), 0, False),
+        ("continue", ("running", "stopped"), 103, False),
+        ("continue", ("running", "gave-up"), 0, True),
+        ("resume", ("running", "stopped"), 0, True),
+        ("resume", ("running",), 0, True),
+        ("new", ("running",), 2, False),
+        ("stop", ("running",), 103, False),
+        ("stop", ("running", "finished"), 0, False),
+    ],
+)
+def test_without_a_controller_the_journal_decides(
+    package: Path, mode: Mode, statuses: tuple[str, ...], code: int, starts: bool
+) -> None:
+    if statuses:
+        settings = RunSettings.from_json({**driver.load_job("job.yaml").settings("r", storage(package)).to_json()})
+        RunFolder(storage(package), "r").write("job.json", {"settings": settings.to_json()})
+        journal(storage(package), *statuses)
+    backend = Backend()
+    assert drive(package, backend, mode) == code
+    assert bool(backend.started) is starts
+
+
+def test_a_controller_that_lingers_after_its_run_is_not_in_the_way_of_a_resume(package: Path) -> None:
+    RunFolder(storage(package), "r").write("job.json", {"settings": {"seed": 0}})
+    backend = Backend(Backend.ended("stopped"))
+    assert drive(package, backend, "continue") == 103
+    assert drive(package, backend, "resume") == 0
+    assert len(backend.started) == 1
+
+
+def test_sigterm_stops_the_run(package: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    alive = FakeHandle("r")
+    seen = []
+
+    def progress() -> Mapping[str, Any]:
+        if not seen:
+            seen.append(os.kill(os.getpid(), signal.SIGTERM))
+        return {"status": "running"}
+
+    alive.progress = progress  # type: ignore[method-assign]
+    assert drive(package, Backend(alive)) == 103
+    assert alive.stop_reason == "the job was stopped"
+    assert last_words(capfd)["status"] == "stopped"
+
+
+def test_sigterm_while_connecting_is_not_lost(package: Path) -> None:
+    backend = Backend()
+    attach = backend.attach_run
+
+    def slow(run_id: str, address: str) -> FakeHandle:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return attach(run_id, address)
+
+    backend.attach_run = slow  # type: ignore[method-assign]
+    assert drive(package, backend) == 103
+    assert backend.started == []
+
+
+def test_a_run_out_of_reach_is_no_end(package: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    alive = FakeHandle("r")
+
+    def progress() -> Mapping[str, Any]:
+        raise ElasticError("the controller has not answered for 90 s")
+
+    alive.progress = progress  # type: ignore[method-assign]
+    assert drive(package, Backend(alive)) == DRIVER_LOST
+    assert last_words(capfd)["event"] == driver_words.BEGAN
+
+
+@pytest.mark.parametrize(
+    ("job", "more", "told"),
+    [
+        (JOB, {"version": "0.0.1"}, "submitted by ray-elastic 0.0.1, and the cluster has"),
+        (JOB.replace("driven.py:main", "os:system"), {}, "is not in the submitted package"),
+        (JOB.replace("driven.py:main", "../outside.py:main"), {}, "is not in the submitted package"),
+        (JOB + "seed: 3\n", {"mode": "resume"}, "was started with seed 0, not 3"),
+        (JOB + "nonsense: 3\n", {}, "unknown key 'nonsense'"),
+    ],
+)
+def test_refused(package: Path, job: str, more: dict[str, Any], told: str, capfd: pytest.CaptureFixture[str]) -> None:
+    (package.parent / "outside.py").write_text("def main(config): ...\n")
+    (package / "job.yaml").write_text(job)
+    if more.get("mode") == "resume":
+        RunFolder(storage(package), "r").write("job.json", {"settings": {"seed": 0}})
+    backend = Backend()
+    assert drive(package, backend, **more) == 2
+    assert backend.started == []
+    words = last_words(capfd)
+    assert told in words["reason"]
+    assert (words["status"], words["exit_code"], words["run"]) == ("usage", 2, "r")
+
+
+def test_a_resume_of_a_run_that_is_not_in_storage_does_not_begin_it(package: Path) -> None:
+    backend = Backend()
+    assert drive(package, backend, "resume") == 102
+    assert backend.started == []
+
+
+def test_what_is_kept_of_the_job_has_nothing_of_its_environment(package: Path) -> None:
+    (package / "job.yaml").write_text(JOB + "submit: {env_vars: {PLAIN: xyzzy, OTHER: }}\n")
+    assert drive(package, Backend()) == 0
+    assert "xyzzy" not in json.dumps(RunFolder(storage(package), "r").job())
