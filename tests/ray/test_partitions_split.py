@@ -76,7 +76,8 @@ def test_of_three_and_two_that_cannot_reach_each_other_the_three_go_on_from_memo
     assert incident["steps_repeated"] in (0, 1)
 
 
-@pytest.mark.parametrize("way", [(0, 2), (2, 0)])
+# Of five only neighbours in gloo's ring talk to each other while they train.
+@pytest.mark.parametrize("way", [(0, 1), (1, 0)])
 def test_a_way_that_is_open_in_one_direction_only_is_a_cut(
     cluster: Cluster, tmp_path: Path, way: tuple[int, int]
 ) -> None:
@@ -98,7 +99,7 @@ def test_a_cut_that_outlasts_the_quarantine_is_found_out_while_the_others_train(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     run = _five(cluster, tmp_path)
-    pair = [run.worker(rank)["node"] for rank in (0, 2)]
+    pair = [run.worker(rank)["node"] for rank in (0, 1)]
     cluster.network.cut(*map(cluster.number, pair))
     run.walk_until(lambda: len(run.decisions("quarantine")) >= 2, "the node to be left alone a second time")
     assert run.handle.progress()["world_size"] == 4
