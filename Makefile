@@ -7,6 +7,8 @@ BENCH_VENV := .venv-bench
 BENCH_READY := $(BENCH_VENV)/.ready
 BENCH ?=
 FAST ?= -m 'not slow'
+# Two files at a time, each with its own cluster: most of a test's time goes into waiting for processes.
+SIDE_BY_SIDE ?= -n 2 --dist loadfile
 
 # One thread per process: the tests start many processes on few cores.
 export OMP_NUM_THREADS ?= 1
@@ -25,7 +27,7 @@ demo: $(READY)
 	$(BIN)/python examples/demo.py
 
 test: lint unit
-	$(BIN)/python -m pytest -q tests/memory tests/store tests/one_rank tests/proof tests/processes tests/ray $(FAST)
+	$(BIN)/python -m pytest -q $(SIDE_BY_SIDE) tests/ray tests/processes tests/store tests/memory tests/one_rank tests/proof $(FAST)
 
 # With the slow tests, and the oracle through real kills for every ZeRO stage, type, optimizer, dropout and source: 64
 # runs instead of 6.
@@ -35,7 +37,7 @@ test-all: test
 
 # What `make test` leaves out but for the oracle.
 slow: $(READY)
-	$(BIN)/python -m pytest -q tests/one_rank tests/ray -m slow
+	$(BIN)/python -m pytest -q $(SIDE_BY_SIDE) tests/one_rank tests/ray -m slow
 
 # The pure tests: no Ray, no training processes.
 unit: $(READY)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import posixpath
+import shlex
 from importlib import metadata
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from cluster.kube.render import render
 from elastic.core.errors import UsageError
 from elastic.core.secrets import redact
 from jobs.checks import check_secrets
+from jobs.driver_command import DriverCommand
 from jobs.kube_spec import ControlStoreSpec, GroupSpec, KubernetesSpec, NetworkSpec, SecretSpec
 from jobs.spec import JobSpec
 
@@ -99,9 +101,8 @@ def _driver(place: str, run_id: str, storage_url: str) -> tuple[str, ...]:
 
     So KubeRay may call it again in every new cluster. `exec`, so that no shell stands between Ray's signals and it.
     """
-    told = ("--run-id", run_id, "--attempt", "1", "--mode", "continue", "--storage", storage_url)
-    version = metadata.version("ray-elastic")
-    return ("exec", "python", "-m", "jobs.driver", place, *told, "--client-version", version)
+    command = DriverCommand(place, run_id, 1, "continue", storage_url, metadata.version("ray-elastic"))
+    return tuple(shlex.split(command.line()))
 
 
 def _text(file: Path) -> str:
