@@ -26,12 +26,16 @@ def sentence(error: ValidationError, document: Document, keys: Keys) -> str:
 
 
 def nearest_key(key: str, section: tuple[str, ...], keys: Keys) -> str:
-    """What `key` was probably meant to be: the same key of another section, or the most similar of this one."""
-    for other, names in keys.items():
-        # A key of a part of a section belongs there only for whoever is in that section; "name" is a key of many.
-        if other != section and key in names and len(other) <= 1:
-            return f"{key!r} belongs under {other[-1]!r}" if other else f"{key!r} belongs at the top level"
+    """What `key` was probably meant to be: one of this section but for a letter, the same key of another section, or the
+    most similar of this one."""
     names = list(keys.get(section, ()))
+    slip = difflib.get_close_matches(key, names, n=1, cutoff=0.85)
+    if slip:
+        return f"did you mean {slip[0]!r}?"
+    for other, others in keys.items():
+        # A key of a part of a section belongs there only for whoever is in that section; "name" is a key of many.
+        if other != section and key in others and len(other) <= 1:
+            return f"{key!r} belongs under {other[-1]!r}" if other else f"{key!r} belongs at the top level"
     # The letters may differ wholly ("num_workers"); sharing a word counts then.
     shared = [name for name in names if set(name.split("_")) & set(key.split("_"))]
     near = difflib.get_close_matches(key, names, n=1, cutoff=0.6) or difflib.get_close_matches(
