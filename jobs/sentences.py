@@ -26,8 +26,8 @@ def sentence(error: ValidationError, document: Document, keys: Keys) -> str:
 
 
 def nearest_key(key: str, section: tuple[str, ...], keys: Keys) -> str:
-    """What `key` was probably meant to be: one of this section but for a letter, the same key of another section, or the
-    most similar of this one."""
+    """What `key` was probably meant to be: one of this section but for a letter, the same key of another section, or
+    the most similar of this one."""
     names = list(keys.get(section, ()))
     slip = difflib.get_close_matches(key, names, n=1, cutoff=0.85)
     if slip:
