@@ -11,10 +11,10 @@ from elastic.core.names import check_run_id
 from jobs import attempts
 from jobs.attempts import Verdict
 from jobs.backend import Backend
-from jobs.commands.common import storage_argument
 from jobs.draft import check_cluster, prepare, send
 from jobs.jobs_api import JobsApi
 from jobs.remote import find_run, follow, how_to_come_back, jobs_address_argument, looked_at, open_api
+from jobs.storage import ENVIRONMENT as STORAGE
 from jobs.storage import new_run_id
 from jobs.terminal import put, put_json, say
 
@@ -26,7 +26,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("job", metavar="JOB.yaml", help="the job file; its folder is sent unless it says otherwise")
     jobs_address_argument(parser)
     parser.add_argument("--run-id", metavar="ID", help="the run's name (default: of the job's name and the time)")
-    storage_argument(parser)
+    parser.add_argument(
+        "--storage", metavar="URL",
+        help=f"where the run is kept, for all nodes to see (default: the job's storage_url, else ${STORAGE})",
+    )  # fmt: skip
     parser.add_argument("--no-follow", action="store_true", help="return as soon as the cluster has the job")
     env_argument(parser)
     parser.add_argument("--json", action="store_true", help="print JSON, and the log on stderr")
