@@ -55,6 +55,8 @@ class StopRequest:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
+        # A thread that was there before has nothing blocked and may be the one that gets it.
+        signal.signal(signal.SIGTERM, self._take)
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
             yield
