@@ -24,7 +24,7 @@ from jobs.commands.kube_render import as_yaml
 Json = dict[str, Any]
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(jobs())
 def test_a_valid_job_gives_manifests_that_nobody_objects_to(job: KubeJob) -> None:
     assert refusals(job) == []
@@ -41,7 +41,7 @@ def test_what_is_printed_is_what_was_checked(job: KubeJob) -> None:
     assert list(yaml.safe_load_all(as_yaml(render(job)))) == render(job)
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(jobs())
 def test_a_preemption_notice_has_the_time_that_it_promises(job: KubeJob) -> None:
     grace = {template.role: template.spec["terminationGracePeriodSeconds"] for template in templates(top(job))

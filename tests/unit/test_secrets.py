@@ -99,7 +99,9 @@ def test_options_of_language_models_are_taken() -> None:
 @given(
     secret=st.text(min_size=8, max_size=40),
     record=st.recursive(
-        st.none() | st.integers() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)
+        st.none() | st.integers() | st.text(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+        max_leaves=8,
     ),
 )
 def test_what_is_redacted_stays_json(secret: str, record: Any) -> None:
