@@ -131,12 +131,14 @@ class ProbeAnswered:
 class MemorySurveyed:
     """What `SurveyMemory` number `survey` has found: the snapshots that can be put together, newest first.
 
-    Each is (id, step). `unreachable` are pairs of nodes (who, whom), where that was asked.
+    Each is (id, step). `unreachable` are pairs of nodes (who, whom), where that was asked. `missing` are sentences on
+    what newer ones lack.
     """
 
     survey: int
     snapshots: tuple[tuple[str, int], ...] = ()
     unreachable: tuple[tuple[str, str], ...] = ()
+    missing: tuple[str, ...] = ()
 
 
 # --- a generation ----------------------------------------------------------------------------------------------------

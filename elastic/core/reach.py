@@ -22,6 +22,9 @@ def memory_surveyed(turn: Turn, event: MemorySurveyed) -> None:
         return
     good = (known for known in event.snapshots if counts(turn.state, parse_snapshot_id(known[0])[1], known[1]))
     turn.set(survey=None, snapshots=tuple(KnownCheckpoint(name, step) for name, step in good))
+    if event.missing and not turn.state.snapshots:
+        # Beside one that is whole, the newest may merely not have been complete yet.
+        turn.say(f"nothing can be put together of what the nodes hold: {'; '.join(event.missing)}", kind="memory")
     if isinstance(turn.state.stage, Training):
         _let_in(turn, event.unreachable)
         return

@@ -332,10 +332,10 @@ class Executor:
 
     async def _survey(self, action: act.SurveyMemory) -> None:
         reach = self._unreachable(action.nodes) if action.reach else _nothing()
-        holds = self.holdings.survey(action.nodes) if self._settings.memory.enabled else _nothing()
-        found, unreachable = await asyncio.gather(holds, reach)
+        holds = self.holdings.survey(action.nodes if self._settings.memory.enabled else ())
+        (found, missing), unreachable = await asyncio.gather(holds, reach)
         snapshots = tuple((snapshot.id, snapshot.step) for snapshot in found)
-        self._emit(ev.MemorySurveyed(action.survey, snapshots, unreachable))
+        self._emit(ev.MemorySurveyed(action.survey, snapshots, unreachable, missing))
 
     async def _unreachable(self, nodes: Sequence[str]) -> tuple[tuple[str, str], ...]:
         """Pairs (who, whom). Every node tries those that follow it, in a ring; who does not answer is silent, which is

@@ -49,16 +49,18 @@ class Holdings:
         self._found: dict[str, Snapshot] = {}
         self._collecting: tuple[int, str, asyncio.Task[Assembled]] | None = None
 
-    async def survey(self, nodes: Sequence[str]) -> tuple[Snapshot, ...]:
-        """Ask every node; those that do not answer in time hold nothing. Newest first."""
+    async def survey(self, nodes: Sequence[str]) -> tuple[tuple[Snapshot, ...], tuple[str, ...]]:
+        """Ask every node; those that do not answer in time hold nothing.
+
+        What can be put together, newest first; and sentences on what keeps the newer ones from it.
+        """
         answers = await asyncio.gather(*(self._ask(node) for node in nodes))
         self._held = {node: held for node, held in zip(nodes, answers, strict=True) if held}
         found = recoverable(self._held)
         self._found = {snapshot.id: snapshot for snapshot in found}
-        for sentence in not_whole(self._held):
-            # Beside one that is whole, the newest may merely not have been complete yet.
-            logger.log(logging.INFO if found else logging.WARNING, "%s", sentence)
-        return found
+        silent = [node[:8] for node, held in zip(nodes, answers, strict=True) if held is None]
+        unanswered = (f"node {', '.join(silent)} has not said in time what its memory holds",) if silent else ()
+        return found, (*unanswered, *not_whole(self._held))
 
     def collect(self, generation: int, identifier: str, nodes: Sequence[str]) -> None:
         """Begin to put together the snapshot that `generation` begins from; `wait_for` gives it. Begun once for each:
@@ -81,13 +83,13 @@ class Holdings:
         except asyncio.CancelledError:
             raise StorageError(f"the generation that was to begin from {identifier} is over") from None
 
-    async def _ask(self, node: str) -> tuple[Held, ...]:
+    async def _ask(self, node: str) -> tuple[Held, ...] | None:
         try:
             held = await asyncio.wait_for(self._call(node, "memory_held"), self._limit_s)
             return tuple(held)
         except (ray.exceptions.RayError, asyncio.TimeoutError, OSError) as error:
             logger.warning("node %s has not said what its memory holds: %s", node[:8], error or type(error).__name__)
-            return ()
+            return None
 
     async def _collect(self, identifier: str, nodes: Sequence[str]) -> Assembled:
         began = time.perf_counter()

@@ -200,3 +200,11 @@ def test_nodes_that_have_done_their_time_are_open_to_the_slots_that_wait_one_aft
     run.do(ev.SlotPlaced(free, "node-2"))
     waiting = [slot for slot in run.state.slots.values() if slot.phase is SlotPhase.PENDING]
     assert sorted(slot.avoid for slot in waiting) == [(), ("node-2",)]
+
+
+def test_why_nothing_in_memory_can_be_used_is_told() -> None:
+    run = Scenario(2, 3, memory=True).started(3).commit(5).lose_node(1).left(6)
+    missing = "snapshot memory:step-00000006-g0001 is not whole: no node that answers has the shard of rank 1"
+    run.do(ev.MemorySurveyed(run.state.surveys, (), (), (missing,)))
+    assert missing in run.said()
+    assert "from storage" in run.said()
