@@ -8,6 +8,8 @@ from collections.abc import Iterator
 # Before Ray is imported: it warns where this choice was not made.
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+# A test that has lost its cluster must fail, and not be given a new one by the next call.
+os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 
 import harness
 import pytest

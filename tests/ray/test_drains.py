@@ -73,6 +73,7 @@ def test_a_spare_takes_the_place_of_a_node_that_is_drained_from_the_command_line
     assert (incident["world_size"], incident["next_world_size"]) == (3, 3)
 
 
+@pytest.mark.slow
 def test_a_node_that_the_run_needs_is_left_with_a_checkpoint_and_waited_for(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:

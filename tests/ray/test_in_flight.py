@@ -54,6 +54,7 @@ def test_a_node_that_is_lost_while_its_replica_is_on_its_way_costs_that_snapshot
     assert (incident["source"], incident["resumed_step"], incident["steps_repeated"]) == ("memory", 6, 1)
 
 
+@pytest.mark.slow
 def test_a_node_that_is_lost_while_a_checkpoint_is_being_committed(cluster: LocalCluster, tmp_path: Path) -> None:
     """All shards of step 10 are in storage, the manifest is not: the run goes back to step 5, and when the manifest can
     be written after all, that checkpoint is as good as any."""

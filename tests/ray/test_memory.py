@@ -37,6 +37,7 @@ def _started(run: Run, step: int = 6) -> Run:
     return run
 
 
+@pytest.mark.slow
 def test_two_nodes_at_once_cost_nothing_where_there_are_two_replicas(cluster: LocalCluster, tmp_path: Path) -> None:
     run = _started(Run(cluster, tmp_path, memory={"every_steps": 1, "replicas": 2}, every_steps=None))
     victims = [run.node_of(rank) for rank in run.away_from_head()[:2]]
@@ -70,6 +71,7 @@ def test_where_a_shard_and_its_replica_are_both_gone_storage_is_next(cluster: Lo
     assert not run.events("RestoreFailed")
 
 
+@pytest.mark.slow
 def test_the_holder_of_the_replica_dies_while_the_loss_of_its_owner_is_recovered(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:

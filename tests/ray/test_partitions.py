@@ -45,6 +45,7 @@ def cluster(nodes: Cluster) -> Iterator[Cluster]:
         raise AssertionError(f"the test has left {left}") from None
 
 
+@pytest.mark.slow
 def test_a_short_cut_is_no_incident(cluster: Cluster, tmp_path: Path) -> None:
     """Of a worker's node from everything, then of the controller from everybody."""
     run = begun(cluster, tmp_path, PATIENT)
@@ -64,6 +65,7 @@ def test_a_short_cut_is_no_incident(cluster: Cluster, tmp_path: Path) -> None:
     assert [generation["world_size"] for generation in run.summary()["generations"]] == [3]
 
 
+@pytest.mark.slow
 def test_a_node_cut_from_the_controller_is_left_behind_and_comes_back_as_a_newcomer(
     cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -115,6 +117,7 @@ def test_two_nodes_that_cannot_reach_each_other_cost_one_of_them(cluster: Cluste
     assert kept[:8] not in alone
 
 
+@pytest.mark.slow
 def test_training_goes_on_while_the_controller_reaches_nobody(cluster: Cluster, tmp_path: Path) -> None:
     """For longer than a node may be silent, and for less than the workers' lease: it is the controller that is away."""
     run = begun(cluster, tmp_path, PATIENT)
@@ -137,6 +140,7 @@ def test_training_goes_on_while_the_controller_reaches_nobody(cluster: Cluster, 
     assert run.incidents() == []
 
 
+@pytest.mark.slow
 def test_a_link_that_goes_down_is_a_lost_node_and_one_that_flaps_is_left_alone(
     cluster: Cluster, tmp_path: Path
 ) -> None:
