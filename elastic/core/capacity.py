@@ -106,8 +106,7 @@ def _no_place(need: Need, cluster: Cluster) -> Judgement:
 def _why(slot: Resources, cluster: Cluster) -> str:
     """The resource that is short, and by how much."""
     nodes = [*cluster.nodes.values(), *(node_type.resources for node_type in cluster.types or ())]
-    # Ray adds names of nodes, and what nobody asks for.
-    known = sorted({name for node in nodes for name in node if ":" not in name and name != "object_store_memory"})
+    known = sorted({name for node in nodes for name in node if not _is_rays_own(name)})
     for name, count in slot.items():
         best = max((node.get(name, 0.0) for node in nodes), default=0.0)
         if best <= 0.0:
@@ -122,6 +121,11 @@ def _why(slot: Resources, cluster: Cluster) -> str:
     name = next(name for name, count in slot.items() if lacking.get(name, 0.0) < count)
     has = f"the node that comes nearest has {name}: {_number(lacking.get(name, 0.0))}"
     return f"{told(slot)} together, {has}"
+
+
+def _is_rays_own(name: str) -> bool:
+    """Names of nodes, what placement groups have taken, and what nobody asks for."""
+    return ":" in name or "_group_" in name or name == "object_store_memory"
 
 
 def _hint(name: str, known: list[str]) -> str:

@@ -144,3 +144,9 @@ def test_nothing_that_fits_is_refused_and_what_is_short_is_always_said(
 @pytest.mark.parametrize("least", [1, 4])
 def test_a_slot_that_wants_nothing_fits_on_every_node(least: int) -> None:
     assert judge(Need({"CPU": 0}, 1, least), hand(*[NODE] * 4)).outlook is Outlook.ENOUGH
+
+
+def test_what_placement_groups_have_taken_is_no_resource_to_ask_for() -> None:
+    taken = {"CPU": 1.0, "CPU_group_0_ab12": 1.0, "CPU_group_ab12": 1.0, "bundle_group_ab12": 1000.0}
+    told = judge(Need({"GPU": 1.0}), Cluster(nodes={"a": taken})).sentence
+    assert "(there are CPU)" in told
