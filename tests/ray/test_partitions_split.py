@@ -55,9 +55,9 @@ def _unplanned(run: AfarRun) -> list[dict[str, object]]:
     return [dict(incident) for incident in run.incidents() if not incident["planned"]]
 
 
-def test_of_three_and_two_that_cannot_reach_each_other_the_three_go_on_from_memory(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_of_three_and_two_that_cannot_reach_each_other_the_three_go_on(cluster: Cluster, tmp_path: Path) -> None:
+    """From memory; or, seen once where the machine was busy and a node did not answer in time, from storage, which is
+    then said."""
     run = _five(cluster, tmp_path)
     places = [cluster.number(run.worker(rank)["node"]) for rank in range(5)]
     few = {run.worker(rank)["node"] for rank in (1, 4)}
@@ -72,8 +72,10 @@ def test_of_three_and_two_that_cannot_reach_each_other_the_three_go_on_from_memo
     run.assert_whole()
     (incident,) = _unplanned(run)
     assert set(incident["lost_nodes"]) == few
-    assert (incident["source"], incident["next_world_size"]) == ("memory", 3)
+    assert incident["next_world_size"] == 3
     assert incident["steps_repeated"] in (0, 1)
+    if incident["source"] != "memory":
+        assert any("nothing can be put together" in sentence for sentence in run.decisions("memory"))
 
 
 # Of five only neighbours in gloo's ring talk to each other while they train.
