@@ -9,7 +9,7 @@ from __future__ import annotations
 from elastic.core.events import CapacityJudged, SlotsShared
 from elastic.core.generations import start_pause
 from elastic.core.recovery import finish
-from elastic.core.state import NO_CAPACITY, RunState, Slot, SlotPhase, Training, Waiting
+from elastic.core.state import NO_CAPACITY, RunState, SlotPhase, Training, Waiting
 from elastic.core.turn import Turn
 
 
@@ -50,7 +50,7 @@ def keep_to_limit(turn: Turn) -> None:
     state, limit = turn.state, turn.state.max_slots
     # Those on nodes that are going away are replaced, and given back, for that reason.
     staying = [slot for slot in state.slots.values() if slot.node not in state.draining]
-    unused = [slot for slot in staying if not _carries(state, slot)]
+    unused = [slot for slot in staying if not state.carries(slot)]
     training = isinstance(state.stage, Training) and state.stage.first_step_done
     least = state.settings.scaling.min_slots
     placed = sum(slot.phase is SlotPhase.PLACED for slot in state.slots.values())
@@ -60,7 +60,9 @@ def keep_to_limit(turn: Turn) -> None:
     unused.sort(key=lambda slot: (slot.phase is SlotPhase.PENDING, slot.id in state.ceded, slot.id))
     surplus = len(staying) - limit
     for slot in unused[max(0, len(unused) - surplus) :] if surplus > 0 else ():
-        turn.drop_slot(slot.id, "another run needs it")
+        # Without another run there are too many when a node that was about to go stays after all.
+        shared = limit < state.settings.scaling.max_slots
+        turn.drop_slot(slot.id, "another run needs it" if shared else "there are enough without it")
 
 
 def make_room(turn: Turn, stage: Training) -> bool:
@@ -68,7 +70,7 @@ def make_room(turn: Turn, stage: Training) -> bool:
     state = turn.state
     if state.slot_limit is None or stage.completed or (state.storage_failing and not state.settings.memory.enabled):
         return False
-    carrying = [slot for slot in state.slots.values() if _carries(state, slot)]
+    carrying = [slot for slot in state.slots.values() if state.carries(slot)]
     # Whatever others need: nothing that trains is stopped.
     keep = max(state.max_slots, state.settings.scaling.min_slots)
     going = sorted(carrying, key=lambda slot: slot.id)[keep:]
@@ -79,10 +81,6 @@ def make_room(turn: Turn, stage: Training) -> bool:
     turn.set(evicted=tuple(dict.fromkeys((*state.evicted, *ceded))), ceded=(*state.ceded, *ceded))
     start_pause(turn, "share", f"{state.slot_limit_reason}: {len(state.members)} -> {size}")
     return True
-
-
-def _carries(state: RunState, slot: Slot) -> bool:
-    return any(worker.slot == slot.id and worker.id in state.members for worker in state.workers.values())
 
 
 def _slots(count: int) -> str:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from elastic.core.events import NodesDraining
 from elastic.core.generations import start_pause
 from elastic.core.recovery import survey_memory
-from elastic.core.state import Notice, RunState, Slot, SlotPhase, Training, Waiting, WorkerPhase
+from elastic.core.state import Notice, RunState, Training, Waiting, WorkerPhase
 from elastic.core.turn import Turn
 
 
@@ -101,22 +101,15 @@ def _arriving(state: RunState) -> bool:
 
 
 def drop_left(turn: Turn) -> None:
-    """Once the others train, what is left on a node that is going is given back; so are slots beyond the maximum, which
-    there are when a node stays after all."""
+    """Once the others train, what is left on a node that is going is given back."""
     stage = turn.state.stage
     if isinstance(stage, Waiting):
         _drop_saved(turn)
     if not isinstance(stage, Training) or not stage.first_step_done:
         return
     for slot in tuple(turn.state.slots.values()):
-        if slot.node in turn.state.draining and not _carries(turn.state, slot):
+        if slot.node in turn.state.draining and not turn.state.carries(slot):
             turn.drop_slot(slot.id, "its node is going away")
-    staying = [slot for slot in turn.state.slots.values() if slot.node not in turn.state.draining]
-    surplus = len(staying) - turn.state.settings.scaling.max_slots
-    unused = [slot for slot in staying if not _carries(turn.state, slot)]
-    unused.sort(key=lambda slot: (slot.phase is SlotPhase.PENDING, slot.id))
-    for slot in unused[len(unused) - surplus :] if surplus > 0 else ():
-        turn.drop_slot(slot.id, "there are enough without it")
 
 
 def _drop_saved(turn: Turn) -> None:
@@ -132,7 +125,3 @@ def _drop_saved(turn: Turn) -> None:
     if going and turn.state.surveys:
         # What it held went with it, and the last survey may have counted on that.
         survey_memory(turn)
-
-
-def _carries(state: RunState, slot: Slot) -> bool:
-    return any(worker.slot == slot.id and worker.id in state.members for worker in state.workers.values())

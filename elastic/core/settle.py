@@ -124,8 +124,7 @@ def _draining(turn: Turn, policy: ScalingPolicy) -> None:
 
 
 def _limited(turn: Turn, policy: ScalingPolicy) -> None:
-    if turn.state.slot_limit is not None:
-        keep_to_limit(turn)
+    keep_to_limit(turn)
 
 
 def _evicted(turn: Turn, policy: ScalingPolicy) -> None:

@@ -253,6 +253,10 @@ class RunState:
         most = self.settings.scaling.max_slots
         return most if self.slot_limit is None else min(most, self.slot_limit)
 
+    def carries(self, slot: Slot) -> bool:
+        """A member of the generation is in that slot."""
+        return any(worker.slot == slot.id and worker.id in self.members for worker in self.workers.values())
+
     @property
     def world_size(self) -> int:
         return len(self.members)

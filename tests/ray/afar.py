@@ -148,6 +148,19 @@ class AfarRun(Run):
 PATIENT = {"suspect_after_s": 5.0, "probe_timeout_s": 1.0}
 
 
+def each_test(nodes: Cluster) -> Iterator[Cluster]:
+    """The cluster as each test finds it, of whose run nothing may be left."""
+    nodes.whole()
+    yield nodes
+    nodes.network.heal_all()
+    try:
+        wait_until(lambda: not nodes.left(), "the processes of the run to be gone", 30.0)
+    except AssertionError:
+        left = nodes.left()
+        nodes.clear()
+        raise AssertionError(f"the test has left {left}") from None
+
+
 def begun(cluster: Cluster, folder: Path, failures: dict[str, float], **options: Any) -> AfarRun:
     """All of them (three, unless `scaling` is given) train, and have done six steps; the test allows the next."""
     options = {"epochs": 12, "scaling": ScalingSettings(2, 3), **options}

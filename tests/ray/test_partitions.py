@@ -11,7 +11,7 @@ from pathlib import Path
 
 import namespaces
 import pytest
-from afar import PATIENT, AfarRun, Cluster, begun, walk_for, walk_to
+from afar import PATIENT, AfarRun, Cluster, begun, each_test, walk_for, walk_to
 from harness import given_samples, wait_until
 
 from cluster import processes
@@ -34,15 +34,7 @@ def nodes() -> Iterator[Cluster]:
 
 @pytest.fixture
 def cluster(nodes: Cluster) -> Iterator[Cluster]:
-    nodes.whole()
-    yield nodes
-    nodes.network.heal_all()
-    try:
-        wait_until(lambda: not nodes.left(), "the processes of the run to be gone", 30.0)
-    except AssertionError:
-        left = nodes.left()
-        nodes.clear()
-        raise AssertionError(f"the test has left {left}") from None
+    yield from each_test(nodes)
 
 
 @pytest.mark.slow
