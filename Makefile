@@ -7,8 +7,9 @@ BENCH_VENV := .venv-bench
 BENCH_READY := $(BENCH_VENV)/.ready
 BENCH ?=
 FAST ?= -m 'not slow'
-# Two files at a time, each with its own cluster: most of a test's time goes into waiting for processes.
-SIDE_BY_SIDE ?= -n 2 --dist loadfile
+# Two files at a time, each with its own cluster: most of a test's time goes into waiting for processes. In the order given:
+# the long ones first.
+SIDE_BY_SIDE ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 # One thread per process: the tests start many processes on few cores.
 export OMP_NUM_THREADS ?= 1
@@ -37,11 +38,11 @@ test-all: test
 
 # What `make test` leaves out but for the oracle.
 slow: $(READY)
-	$(BIN)/python -m pytest -q $(SIDE_BY_SIDE) tests/one_rank tests/ray -m slow
+	$(BIN)/python -m pytest -q $(SIDE_BY_SIDE) tests -m slow
 
 # The pure tests: no Ray, no training processes.
 unit: $(READY)
-	$(BIN)/python -m pytest -q -n 2 tests/unit tests/simulation
+	$(BIN)/python -m pytest -q -n 2 tests/simulation tests/unit $(FAST)
 
 lint: $(READY)
 	$(BIN)/ruff check .

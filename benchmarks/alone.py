@@ -22,8 +22,8 @@ from elastic.core import manifest_json
 from elastic.core.manifest import Manifest
 from elastic.training.local import LocalCoordinator
 from elastic.training.loop import GenerationRunner
-from elastic.training.rendezvous import Rendezvous, host_store
-from elastic.training.session import BatchSettings, GenerationSpec, MemoryPlan, Stop
+from elastic.training.rendezvous import host_store
+from elastic.training.session import BatchSettings, GenerationSpec, MemoryPlan, Rendezvous, Stop
 
 RUN_ID = "alone"
 _READ_LIMIT_S = 120.0

@@ -13,19 +13,20 @@ import logging
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import xxhash
 
-from elastic.checkpoint.reading import requests
-from elastic.checkpoint.shards import ShardStream
-from elastic.checkpoint.snapshot import ShardSnapshot
-from elastic.checkpoint.source import ReadRange
 from elastic.core.errors import Fenced, IntegrityError, StorageError, UsageError, Where
 from elastic.core.manifest import Manifest, ShardRecord
 from elastic.core.manifest_json import from_json, to_json
 from elastic.core.names import CheckpointRef, check_run_id, checkpoint_id, parse_checkpoint_id, shard_file
 from elastic.store.local import LocalObjects
 from elastic.store.objects import TIMEOUT_S, Objects, open_objects
+
+if TYPE_CHECKING:
+    from elastic.checkpoint.snapshot import ShardSnapshot
+    from elastic.checkpoint.source import ReadRange
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +88,10 @@ class CheckpointStore:
 
         Raises Fenced when the checkpoint is committed already: nothing may change below a manifest.
         """
+        # Not at the top, here and in `read`: who only lists, commits or removes needs no torch, which takes a second to
+        # import. That is the controller, and with it every process that is given a handle of it.
+        from elastic.checkpoint.shards import ShardStream
+
         where = Where(rank=snapshot.rank, step=snapshot.step, generation=snapshot.generation)
         if snapshot.run_id != self.run_id:
             raise UsageError(f"a snapshot of run {snapshot.run_id!r} cannot be kept with run {self.run_id!r}", where)
@@ -136,6 +141,8 @@ class CheckpointStore:
 
     def read(self, manifest: Manifest, ranges: Sequence[ReadRange]) -> int:
         """Fill all targets in parallel; returns the bytes fetched. What is read is not proven: the digests do that."""
+        from elastic.checkpoint.reading import requests
+
         folder = self._folder(manifest.id)
         reads = requests(manifest, ranges, max_bytes=self._max_read_bytes, max_gap_bytes=self._max_gap_bytes)
         if not reads:

@@ -50,7 +50,11 @@ def keep_to_limit(turn: Turn) -> None:
     state, limit = turn.state, turn.state.max_slots
     # Those on nodes that are going away are replaced, and given back, for that reason.
     staying = [slot for slot in state.slots.values() if slot.node not in state.draining]
-    unused = [slot for slot in staying if not state.carries(slot)]
+    surplus = len(staying) - limit
+    if surplus <= 0:
+        return
+    carrying = state.carrying
+    unused = [slot for slot in staying if slot.id not in carrying]
     training = isinstance(state.stage, Training) and state.stage.first_step_done
     least = state.settings.scaling.min_slots
     placed = sum(slot.phase is SlotPhase.PLACED for slot in state.slots.values())
@@ -58,8 +62,7 @@ def keep_to_limit(turn: Turn) -> None:
     if not training and not stuck:
         unused = [slot for slot in unused if slot.phase is SlotPhase.PENDING]
     unused.sort(key=lambda slot: (slot.phase is SlotPhase.PENDING, slot.id in state.ceded, slot.id))
-    surplus = len(staying) - limit
-    for slot in unused[max(0, len(unused) - surplus) :] if surplus > 0 else ():
+    for slot in unused[max(0, len(unused) - surplus) :]:
         # Without another run there are too many when a node that was about to go stays after all.
         shared = limit < state.settings.scaling.max_slots
         turn.drop_slot(slot.id, "another run needs it" if shared else "there are enough without it")
@@ -70,13 +73,12 @@ def make_room(turn: Turn, stage: Training) -> bool:
     state = turn.state
     if state.slot_limit is None or stage.completed or (state.storage_failing and not state.settings.memory.enabled):
         return False
-    carrying = [slot for slot in state.slots.values() if state.carries(slot)]
     # Whatever others need: nothing that trains is stopped.
     keep = max(state.max_slots, state.settings.scaling.min_slots)
-    going = sorted(carrying, key=lambda slot: slot.id)[keep:]
+    going = sorted(state.carrying)[keep:]
     if not going:
         return False
-    ceded = tuple(slot.id for slot in going)
+    ceded = tuple(going)
     size = sum(state.workers[member].slot not in ceded for member in state.members)
     turn.set(evicted=tuple(dict.fromkeys((*state.evicted, *ceded))), ceded=(*state.ceded, *ceded))
     start_pause(turn, "share", f"{state.slot_limit_reason}: {len(state.members)} -> {size}")

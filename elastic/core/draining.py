@@ -107,8 +107,9 @@ def drop_left(turn: Turn) -> None:
         _drop_saved(turn)
     if not isinstance(stage, Training) or not stage.first_step_done:
         return
+    carrying = turn.state.carrying
     for slot in tuple(turn.state.slots.values()):
-        if slot.node in turn.state.draining and not turn.state.carries(slot):
+        if slot.node in turn.state.draining and slot.id not in carrying:
             turn.drop_slot(slot.id, "its node is going away")
 
 

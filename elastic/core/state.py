@@ -253,9 +253,10 @@ class RunState:
         most = self.settings.scaling.max_slots
         return most if self.slot_limit is None else min(most, self.slot_limit)
 
-    def carries(self, slot: Slot) -> bool:
-        """A member of the generation is in that slot."""
-        return any(worker.slot == slot.id and worker.id in self.members for worker in self.workers.values())
+    @property
+    def carrying(self) -> frozenset[int]:
+        """The slots that members of the generation are in."""
+        return frozenset(self.workers[member].slot for member in self.members if member in self.workers)
 
     @property
     def world_size(self) -> int:

@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     from elastic.runtime.holdings import Assembled
     from elastic.runtime.member import Member
     from elastic.training.loop import GenerationResult, GenerationRunner
-    from elastic.training.process_group import Rendezvous
-    from elastic.training.session import GenerationSpec
+    from elastic.training.session import GenerationSpec, Rendezvous
 
 logger = logging.getLogger(__name__)
 

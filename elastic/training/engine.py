@@ -239,6 +239,9 @@ class ElasticEngine:
         if bad is None or self._watch.undo():
             return bad
         generation = self._generation
+        assert self._snapshots is not None
+        # The step before may be where the run goes back to.
+        self._snapshots.drain()
         generation.bad_step = replace(bad, positions=(self.plan.positions(progress.step),))
         generation.end(f"{bad} in step {progress.step + 1}")
         generation.check()

@@ -30,8 +30,8 @@ from elastic.core.manifest import Manifest, ShardRecord
 from elastic.training import cleanup, context, rng
 from elastic.training.context import Generation
 from elastic.training.loop import GenerationResult, GenerationRunner
-from elastic.training.process_group import ProcessGroup, Rendezvous, backend_and_device, host_store
-from elastic.training.session import GenerationSpec, Phase, RestoreReport, SnapshotMemory, StepReport, Stop
+from elastic.training.process_group import ProcessGroup, backend_and_device, host_store
+from elastic.training.session import GenerationSpec, Phase, Rendezvous, RestoreReport, SnapshotMemory, StepReport, Stop
 
 logger = logging.getLogger(__name__)
 

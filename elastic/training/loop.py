@@ -14,8 +14,8 @@ from elastic.core.errors import CollectiveFailed, GenerationEnded, IntegrityErro
 from elastic.training import cleanup, context, rng
 from elastic.training.context import Generation
 from elastic.training.failures import as_collective_failure, peer_of
-from elastic.training.process_group import ProcessGroup, Rendezvous, backend_and_device
-from elastic.training.session import Coordinator, GenerationSpec, Phase
+from elastic.training.process_group import ProcessGroup, backend_and_device
+from elastic.training.session import Coordinator, GenerationSpec, Phase, Rendezvous
 
 if TYPE_CHECKING:
     from elastic.training.anomalies import BadStep

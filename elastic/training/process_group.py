@@ -20,13 +20,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from elastic.training import cleanup, sockets
-from elastic.training.rendezvous import Rendezvous, connect, host_store, release_store
-from elastic.training.session import GenerationSpec
+from elastic.training.rendezvous import connect, host_store, release_store
+from elastic.training.session import GenerationSpec, Rendezvous
 from elastic.training.sockets import Address, TcpSocket
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["CloseSockets", "ProcessGroup", "Rendezvous", "backend_and_device", "host_store", "release_store"]
+__all__ = ["CloseSockets", "ProcessGroup", "backend_and_device", "host_store", "release_store"]
 
 
 def backend_and_device(local_rank: int = 0) -> tuple[str, torch.device]:

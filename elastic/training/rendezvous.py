@@ -7,22 +7,15 @@ import logging
 import socket
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 
 from torch._C._distributed_c10d import Store, TCPStore
 
+from elastic.training.session import Rendezvous
+
 logger = logging.getLogger(__name__)
 
 _CHECK_EVERY_S = 0.05
-
-
-@dataclass(frozen=True)
-class Rendezvous:
-    """Where the store of one generation listens. Of no use to any other generation."""
-
-    host: str
-    port: int
 
 
 _hosted: dict[Rendezvous, TCPStore] = {}

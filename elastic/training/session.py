@@ -45,6 +45,14 @@ class MemoryPlan:
 
 
 @dataclass(frozen=True)
+class Rendezvous:
+    """Where the store of one generation listens. Of no use to any other generation."""
+
+    host: str
+    port: int
+
+
+@dataclass(frozen=True)
 class GenerationSpec:
     """Fixed for one generation. Sent to every member by the controller."""
 

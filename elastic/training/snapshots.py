@@ -85,8 +85,12 @@ class Snapshots:
         elif self.saved_step != step:
             self._to_storage(step)
         self.start()
+        self.drain()
+
+    def drain(self) -> None:
+        """Before the generation ends: the snapshots that were begun are handed over, those of earlier steps too."""
         if not self._copier.drain(_WAIT_S):
-            logger.warning("the last snapshot of step %d is still being copied after %.0f s", step, _WAIT_S)
+            logger.warning("a snapshot is still being copied after %.0f s, at step %d", _WAIT_S, self._generation.step)
 
     def close(self) -> None:
         """Copies under way are finished: they may be all that is left of the last step."""

@@ -84,7 +84,9 @@ def test_what_a_rank_can_ask_and_reports(crew: Crew, tmp_path: Path) -> None:
         assert reports[0].grad_norm > 0
         assert len(reports[0].learning_rates) == 1
         assert all(report.duration_s >= report.data_wait_s >= 0 for report in reports)
-        assert all((report.save_stall_s > 0) == (step == 3) for report in reports)
+        # The next update waits for the copy where that is not done yet: after step 3, or within step 4.
+        stalls = [report.save_stall_s for report in reports]
+        assert all(stall > 0 for stall in stalls) if step == 3 else step == 4 or not any(stalls)
 
 
 _SCRIPT = """

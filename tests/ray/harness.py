@@ -427,6 +427,14 @@ def heal(cluster: LocalCluster) -> None:
             cluster.add_node(node.name)
 
 
+def kill_together(cluster: LocalCluster, *names: str) -> None:
+    """Several nodes at one instant: stopped before the first is killed, so that none can help to replace another."""
+    for name in names:
+        cluster.freeze_node(name)
+    for name in names:
+        cluster.kill_node(name)
+
+
 class Footprint:
     """What a cluster has on this machine beside itself: processes, its folder, files in shared memory."""
 

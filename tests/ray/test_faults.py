@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from harness import Run, given_samples, wait_until
+from harness import Run, actor_processes, given_samples, wait_until
 
 from cluster import LocalCluster, processes
 from elastic.core.names import parse_checkpoint_id
@@ -99,6 +99,10 @@ def test_training_goes_on_while_the_controller_is_away_and_a_recovery_while_it_i
     cluster.kill_process(now["controller_pid"])
     run.wait_generation(2)
     assert run.handle.progress()["world_size"] == 3
+    # A second of every start, and of every takeover: who does not train has no torch.
+    others = [pid for pid, title in actor_processes(cluster).items() if "WorkerActor" not in title]
+    assert len(others) == 1 + 3
+    assert [pid for pid in others if "libtorch" in Path(f"/proc/{pid}/maps").read_text()] == []
     run.finish()
 
     run.assert_whole()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from harness import Run, wait_until
+from harness import Run, kill_together, wait_until
 
 from cluster import LocalCluster
 from elastic.core.settings import ScalingSettings
@@ -41,8 +41,7 @@ def _started(run: Run, step: int = 6) -> Run:
 def test_two_nodes_at_once_cost_nothing_where_there_are_two_replicas(cluster: LocalCluster, tmp_path: Path) -> None:
     run = _started(Run(cluster, tmp_path, memory={"every_steps": 1, "replicas": 2}, every_steps=None))
     victims = [run.node_of(rank) for rank in run.away_from_head()[:2]]
-    for victim in victims:
-        cluster.kill_node(victim.name)
+    kill_together(cluster, *(victim.name for victim in victims))
     run.walk_until(lambda: run.handle.progress()["world_size"] == 2, "the two others to train on")
     run.finish()
 
@@ -57,9 +56,7 @@ def test_two_nodes_at_once_cost_nothing_where_there_are_two_replicas(cluster: Lo
 def test_where_a_shard_and_its_replica_are_both_gone_storage_is_next(cluster: LocalCluster, tmp_path: Path) -> None:
     run = Run(cluster, tmp_path, memory={"every_steps": 1})
     _started(run).wait_checkpoint(5)
-    first, second = (run.node_of(rank) for rank in _holder_pair(run))
-    cluster.kill_node(first.name)
-    cluster.kill_node(second.name)
+    kill_together(cluster, *(run.node_of(rank).name for rank in _holder_pair(run)))
     run.wait_for("the run to fall back to storage", lambda _: any("from storage" in s for s in run.decisions()))
     run.walk_until(lambda: run.handle.progress()["world_size"] == 2, "the two others to train on")
     run.finish()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from harness import Run, wait_until
+from harness import Run, kill_together, wait_until
 
 from cluster import LocalCluster
 from elastic.core.parity import Stripe, place_parity
@@ -57,8 +57,7 @@ def test_two_parts_of_one_stripe_are_more_than_parity_makes_good(cluster: LocalC
     run.wait_checkpoint(5)
     away = run.away_from_head()
     stripe = next(s for s in _stripes(run) if s is not None and set(s.ranks) <= set(away))
-    for name in [run.node_of(rank).name for rank in stripe.ranks]:
-        cluster.kill_node(name)
+    kill_together(cluster, *(run.node_of(rank).name for rank in stripe.ranks))
     run.wait_for("the run to fall back to storage", lambda _: any("from storage" in s for s in run.decisions()))
     run.walk_until(lambda: run.handle.progress()["world_size"] == 2, "the two others to train on")
     run.finish()

@@ -229,7 +229,7 @@ class Driver(fsspec.AbstractFileSystem):  # type: ignore[misc]
 
 
 def test_errors_of_drivers_become_ours() -> None:
-    objects = RemoteObjects(Driver(), "bucket")
+    objects = RemoteObjects(Driver(), "bucket", pause=lambda _: None)
     with pytest.raises(StorageError, match="storage failed at x: RuntimeError: ClientError: SlowDown"):
         objects.get("x")
     with pytest.raises(StorageError, match="SlowDown"):

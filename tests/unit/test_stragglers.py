@@ -39,12 +39,11 @@ def watch(members: int = RANKS, **settings: object) -> StragglerWatch:
     return made
 
 
-def test_a_healthy_fleet_is_left_in_peace_for_ten_thousand_rank_hours() -> None:
-    steps = round(10_000 * 3600 / STEP_S / RANKS)
+@pytest.mark.parametrize("rank_hours", [2_000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_a_healthy_fleet_is_left_in_peace(rank_hours: int) -> None:
+    steps = round(rank_hours * 3600 / STEP_S / RANKS)
     watching = watch()
-    alarms = [found for own_s in fleet(steps, seed=1) for found in watching.step(1, own_s)]
-    assert steps > 280_000
-    assert alarms == []
+    assert [found for own_s in fleet(steps, seed=1) for found in watching.step(1, own_s)] == []
 
 
 @pytest.mark.parametrize("seed", range(20))
