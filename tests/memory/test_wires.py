@@ -3,26 +3,50 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
 
 from elastic.checkpoint.memory.server import MemoryServer
+from elastic.runtime import wires as module
 from elastic.runtime.wires import Wires
 
 TOKEN = b"t" * 32
 LIMIT_S = 20.0
 
 
-async def _connected(server: MemoryServer) -> None:
-    while not server.stats()["connections"]:
-        await asyncio.sleep(0.01)
+class Connections:
+    """Counts those that are made, when this end has them: the server knows of one before."""
+
+    def __init__(self, connect: Callable[..., Any]) -> None:
+        self._connect, self.made = connect, 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        channel = self._connect(*args, **kwargs)
+        self.made += 1
+        return channel
+
+    async def first(self) -> None:
+        while not self.made:
+            await asyncio.sleep(0.01)
 
 
-def test_an_agent_that_ends_is_told_once() -> None:
+@pytest.fixture
+def connections() -> Iterator[Connections]:
+    with pytest.MonkeyPatch.context() as patch:
+        counting = Connections(module.connect)
+        patch.setattr(module, "connect", counting)
+        yield counting
+
+
+def test_an_agent_that_ends_is_told_once(connections: Connections) -> None:
     async def story() -> list[str]:
         server, dead = MemoryServer(TOKEN, "127.0.0.1"), []
         gone = asyncio.Event()
         wires = Wires(TOKEN, lambda node: (dead.append(node), gone.set()))
         wires.watch("n", server.address)
-        await asyncio.wait_for(_connected(server), LIMIT_S)
+        await asyncio.wait_for(connections.first(), LIMIT_S)
         assert dead == []
         await asyncio.to_thread(server.close)
         await asyncio.wait_for(gone.wait(), LIMIT_S)
@@ -32,12 +56,12 @@ def test_an_agent_that_ends_is_told_once() -> None:
     assert asyncio.run(story()) == ["n"]
 
 
-def test_what_becomes_of_a_node_that_was_given_back_is_no_news() -> None:
+def test_what_becomes_of_a_node_that_was_given_back_is_no_news(connections: Connections) -> None:
     async def story() -> list[str]:
         server, dead = MemoryServer(TOKEN, "127.0.0.1"), []
         wires = Wires(TOKEN, lambda node: dead.append(node))
         wires.watch("n", server.address)
-        await asyncio.wait_for(_connected(server), LIMIT_S)
+        await asyncio.wait_for(connections.first(), LIMIT_S)
         task = wires._tasks["n"]
         wires.forget("n")
         await asyncio.gather(task, return_exceptions=True)

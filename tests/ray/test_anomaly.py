@@ -57,6 +57,7 @@ def test_the_run_goes_back_to_memory_and_on_with_the_next_samples(cluster: Local
     run.assert_time_is_accounted_for()
 
 
+@pytest.mark.slow
 def test_too_many_end_the_run_and_leave_the_newest_checkpoint(cluster: LocalCluster, tmp_path: Path) -> None:
     run = _run(cluster, tmp_path, [72, 83], every_steps=5, anomalies={"max_anomalies": 1})
     run.start()

@@ -104,6 +104,7 @@ def test_what_no_node_type_offers_is_refused_with_what_is_short(cloud: Autoscale
     assert result["reason"].endswith("and no node type of the autoscaler offers more")
 
 
+@pytest.mark.slow
 def test_a_run_makes_room_for_one_of_higher_priority_and_grows_again_when_that_is_over(
     cloud: AutoscaledCluster, tmp_path: Path
 ) -> None:

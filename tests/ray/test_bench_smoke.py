@@ -21,6 +21,7 @@ from cluster import processes
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_one_case_from_the_command_to_the_file(tmp_path: Path) -> None:
     before = leftovers()

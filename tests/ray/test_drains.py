@@ -52,6 +52,7 @@ def test_a_preempted_node_is_left_before_its_time_is_up_and_replaced_when_it_com
     assert not run.events("SlotLost")
 
 
+@pytest.mark.slow
 def test_a_spare_takes_the_place_of_a_node_that_is_drained_from_the_command_line(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:

@@ -21,6 +21,7 @@ def _agent(cluster: LocalCluster, name: str) -> int:
     return pid
 
 
+@pytest.mark.slow
 def test_a_node_that_is_lost_while_its_replica_is_on_its_way_costs_that_snapshot_only(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:

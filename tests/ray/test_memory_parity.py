@@ -52,6 +52,7 @@ def test_a_lost_shard_is_made_of_parity(cluster: LocalCluster, tmp_path: Path) -
     assert [checkpoint["step"] for checkpoint in run.records("checkpoint")] == [max(run.steps())]
 
 
+@pytest.mark.slow
 def test_two_parts_of_one_stripe_are_more_than_parity_makes_good(cluster: LocalCluster, tmp_path: Path) -> None:
     run = _started(Run(cluster, tmp_path, memory={"every_steps": 1, "replicas": 0, "parity": WIDTH}))
     run.wait_checkpoint(5)

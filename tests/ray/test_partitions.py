@@ -88,6 +88,7 @@ def test_a_node_cut_from_the_controller_is_left_behind_and_comes_back_as_a_newco
     _assert_unheard(run, cut["worker"], 2)
 
 
+@pytest.mark.slow
 def test_two_nodes_that_cannot_reach_each_other_cost_one_of_them(cluster: Cluster, tmp_path: Path) -> None:
     run = begun(cluster, tmp_path, {**PATIENT, "hang_floor_s": 6.0, "quarantine_s": 5.0})
     pair = [run.worker(rank)["node"] for rank in (0, 2)]

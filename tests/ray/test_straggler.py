@@ -50,6 +50,7 @@ def test_a_slow_rank_is_left_out_without_a_lost_step(cluster: LocalCluster, tmp_
     assert run.records("ledger")[-1]["seconds"]["straggler excess"] > 1.0
 
 
+@pytest.mark.slow
 def test_the_default_is_to_say_so(cluster: LocalCluster, tmp_path: Path) -> None:
     run = Run(cluster, tmp_path, "busy:train", epochs=2, stragglers={"policy": "report", **QUICK})
     run.allow(5)
