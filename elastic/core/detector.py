@@ -56,15 +56,16 @@ class LastSeen:
         self._excused = None
         self._seen(worker, node, now)
 
-    def expect(self, worker: int, node: str, now: float) -> None:
-        """Count the worker and its node's agent as heard of now, where they were not before.
+    def expect(self, worker: int, node: str, by: float) -> None:
+        """Count the worker and its node's agent as heard of at the time `by`, where they were not before.
 
         For workers that a restarted controller knows from its journal: if they died while nobody listened, no beat
-        will ever come whose absence could be noticed.
+        will ever come whose absence could be noticed. Until `by` they may still be finding their way to it, which is
+        no silence of theirs.
         """
-        self._nodes.setdefault(node, now)
+        self._nodes.setdefault(node, by)
         if worker not in self._workers:
-            self._seen(worker, node, now)
+            self._seen(worker, node, by)
 
     def forget_worker(self, worker: int) -> None:
         """The worker was written off. Its number is never used again, so a late beat does not bring it back."""

@@ -36,6 +36,8 @@ _MIN_FREE_BYTES = 64 << 20
 # A worker's heart is a Python thread: an import or a long call into a library may hold it up for this long while the
 # process is well. What it holds up for longer, or what is stopped by a signal, counts as silent.
 _BUSY_S = 10.0
+# How long an agent waits for the answer to a beat: for that long it may not know of a restarted controller.
+BEAT_LIMIT_S = 2.0
 # Twice this is less than what a survey waits for by default.
 _REACH_LIMIT_S = 0.7
 
@@ -187,7 +189,7 @@ class AgentActor:
             ages = {worker: self._age(worker, now - heard) for worker, heard in self._heard.items()}
             try:
                 call = self._controller.beat.remote(Beat(self._node, ages, dict(self._vitals), gone))
-                wanted = await asyncio.wait_for(call, 2.0)
+                wanted = await asyncio.wait_for(call, BEAT_LIMIT_S)
             except (ray.exceptions.RayError, asyncio.TimeoutError) as error:
                 logger.debug("the controller did not hear node %s: %s", self._node[:8], error)
                 if time.monotonic() - last_answer > self._failures.controller_lease_s:

@@ -29,7 +29,7 @@ from elastic.core.state import USER_CODE_FAILED, Ending, Finished, RunState, Tra
 from elastic.core.steps import CompletedStep
 from elastic.core.stragglers import StragglerWatch
 from elastic.observe.journal import JournalWriter
-from elastic.runtime.agent import Beat
+from elastic.runtime.agent import BEAT_LIMIT_S, Beat
 from elastic.runtime.committer import Committer
 from elastic.runtime.drains import DrainWatch
 from elastic.runtime.entry import Entry
@@ -262,7 +262,8 @@ class ControllerActor:
             for worker in old.state.workers.values():
                 node = old.state.node_of(worker.id)
                 if node is not None and worker.phase is not WorkerPhase.STARTING:
-                    self._seen.expect(worker.id, node, time.time())
+                    # An agent may be waiting for the answer of the controller before.
+                    self._seen.expect(worker.id, node, time.time() + BEAT_LIMIT_S)
             first: ev.Event = ev.ControllerRestarted(self._journal.incarnation)
         else:
             await self._executor.sweep()

@@ -158,6 +158,20 @@ def test_workers_that_died_while_nobody_listened_are_missed() -> None:
     assert [(f.workers, f.nodes) for f in found if f is not None] == [((0, 1), ("a",))]
 
 
+def test_who_has_not_found_a_new_controller_yet_is_not_silent() -> None:
+    table = LastSeen(BEAT_S)
+    for worker, node in ((0, "a"), (1, "b")):
+        table.expect(worker, node, 102.0)
+    found = {}
+    for tick in range(21):
+        now = 100.0 + tick * BEAT_S
+        table.heard_node("b", now, {1: 0.0})
+        if silence := table.silent(now, LIMIT_S):
+            found[now] = silence
+    assert [(told.workers, told.nodes) for told in found.values()] == [((0,), ("a",))]
+    assert min(found) > 102.0 + LIMIT_S
+
+
 def test_retain_keeps_only_the_machines_own_workers() -> None:
     cluster = Cluster()
     cluster.run(1)
