@@ -176,7 +176,8 @@ def judge(record: JobRecord, began: bool, told: Mapping[str, Any] | None) -> Out
         return Outcome(Verdict.FAILED, NO_CAPACITY, f"no node could take the driver: {_last_line(record.message)}")
     if record.exit_code in FINAL_CODES:
         return Outcome(Verdict.OVER, _trusted(record.exit_code), _last_line(record.message))
-    if began or record.error_type in _LOST_TYPES or record.exit_code == DRIVER_LOST:
+    # A driver that was killed may have started the run, and not have come to say so.
+    if began or _signal(record) or record.error_type in _LOST_TYPES or record.exit_code == DRIVER_LOST:
         return Outcome(Verdict.LOST, reason=_how_lost(record))
     return Outcome(Verdict.FAILED, NOT_FINISHED, f"the driver did not start: {_last_line(record.message)}")
 
@@ -195,9 +196,16 @@ def _trusted(code: object) -> int:
 def _how_lost(record: JobRecord) -> str:
     if record.exit_code is None:
         return f"its driver's node or supervisor is gone ({_last_line(record.message)})"
+    number = _signal(record)
+    return f"its driver was killed by signal {number}" if number else f"exit code {record.exit_code}"
+
+
+def _signal(record: JobRecord) -> int | None:
+    """The signal that the driver was killed by; None where it ended by itself."""
+    code = record.exit_code or 0
     # A shell in between reports a signal as 128 more.
-    number = -record.exit_code if record.exit_code < 0 else record.exit_code - 128
-    return f"its driver was killed by signal {number}" if 0 < number < 65 else f"exit code {record.exit_code}"
+    number = -code if code < 0 else code - 128
+    return number if 0 < number < 65 else None
 
 
 def _last_line(message: str) -> str:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
+from elastic.core.errors import RunNotFound
 from jobs import attempts
 from jobs.attempts import JobRecord, Outcome, Run, Verdict, judge
 from jobs.driver_command import DriverCommand, Mode
@@ -42,15 +43,26 @@ class Clock:
 
 
 class Attendant:
-    """`show` gets every line of the log; `note` gets what is said about it."""
+    """`show` gets every line of the log; `note` gets what is said about it. With `stopping` every attempt that takes a
+    lost driver's place stops the run, whoever sends it."""
 
     def __init__(
-        self, api: JobsApi, show: Callable[[str], None], note: Callable[[str], None], clock: Clock | None = None
+        self,
+        api: JobsApi,
+        show: Callable[[str], None],
+        note: Callable[[str], None],
+        clock: Clock | None = None,
+        stopping: bool = False,
     ) -> None:
         self._api = api
+        self._stopping = stopping
         self._show = show
         self._note = note
         self._clock = clock or Clock()
+
+    def find(self, name: str) -> Run:
+        """By run id or submission id. Raises RunNotFound, and Unreachable when the server stays away."""
+        return attempts.find(self._patiently(self._api.records), name)
 
     def attend(self, run: Run) -> Outcome:
         """From the run's newest attempt until the run is over. Raises Unreachable when the server stays away."""
@@ -59,14 +71,27 @@ class Attendant:
             outcome = self._one(record)
             if outcome.verdict is not Verdict.LOST:
                 return outcome
-            run = attempts.find(self._patiently(self._api.records), record.run_id or record.submission_id)
+            run = self._again(run.run_id)
             if run.newest.attempt == record.attempt:
                 if run.crash_loop:
                     return replace(outcome, verdict=Verdict.FAILED, reason=_loop(outcome))
                 self._note(f"attempt {record.attempt} is lost ({outcome.reason}); sending attempt {run.next_attempt}")
-                self._patiently(partial(replace_driver, self._api, run))
-                run = attempts.find(self._patiently(self._api.records), run.run_id)
+                self._patiently(partial(replace_driver, self._api, run, "stop" if self._stopping else None))
+                run = self._again(run.run_id)
             record = run.newest
+            if self._stopping and DriverCommand.of_line(record.entrypoint).mode != "stop":
+                # Somebody else who follows was quicker, and knows nothing of the stop.
+                self._patiently(partial(self._api.stop, record.submission_id))
+
+    def _again(self, run_id: str) -> Run:
+        """The run as the cluster knows it now. Raises RunNotFound where a head that was replaced has forgotten it."""
+        try:
+            return self.find(run_id)
+        except RunNotFound as error:
+            raise RunNotFound(
+                f"the cluster no longer knows run {run_id!r}: its head was lost, and the job records with it; go on "
+                f"with the run from storage by `elastic resume {run_id} --job JOB.yaml`"
+            ) from error
 
     def _one(self, record: JobRecord) -> Outcome:
         """One attempt to its end."""
@@ -76,7 +101,7 @@ class Attendant:
             now = self._patiently(lambda: self._api.find(record.submission_id))
             if now is None:
                 return Outcome(Verdict.LOST, reason="the cluster no longer knows the job")
-            self._read(log, record.submission_id, now.state.ended)
+            self._patiently(partial(self._read, log, record.submission_id, now.state.ended))
             if now.state.ended:
                 for line in log.close():
                     self._show(line)
@@ -111,13 +136,15 @@ class Attendant:
                 self._clock.sleep(_PAUSE_S)
 
 
-def replace_driver(api: JobsApi, run: Run, mode: Mode = "continue", max_steps: int | None = None) -> None:
+def replace_driver(api: JobsApi, run: Run, mode: Mode | None = None, max_steps: int | None = None) -> None:
     """Submits the run's next attempt, in the package and with the environment of the last one.
 
-    Returns also when somebody else has submitted it. Raises PackageGone when the cluster no longer has the package.
+    Without a `mode` a run that was to be stopped is to be stopped still, and any other goes on. Returns also when
+    somebody else has submitted it. Raises PackageGone when the cluster no longer has the package.
     """
     last, number = run.newest, run.next_attempt
-    command = replace(DriverCommand.of_line(last.entrypoint), attempt=number, mode=mode)
+    before = DriverCommand.of_line(last.entrypoint)
+    command = replace(before, attempt=number, mode=mode or ("stop" if before.mode == "stop" else "continue"))
     command = command if max_steps is None else replace(command, max_steps=max_steps)
     submission = Submission(
         submission_id=attempts.submission_id(run.run_id, number),

@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from cluster.chaos import Breakable
-from elastic.core.errors import UsageError
+from elastic.core.errors import ElasticError, UsageError
 from elastic.core.settings import RunSettings
 from elastic.observe.text import plural
 from jobs.handle import RunHandle
 from jobs.jobs_api import JobsApi
+
+
+class NotStarted(ElasticError):
+    """There is no cluster to run on, so there is no run either."""
 
 
 class ClusterLike(Breakable, Protocol):
@@ -53,7 +57,7 @@ class Backend(Protocol):
     2. `start_run` or `attach_run`."""
 
     def start_cluster(self, nodes: int, shape: NodeShape, python_path: str, durable: bool = False) -> ClusterLike:
-        """`durable`: Ray's control store can be killed and started again."""
+        """`durable`: Ray's control store can be killed and started again. Raises NotStarted."""
         ...
 
     def start_autoscaled(self, growth: Growth, shape: NodeShape, python_path: str) -> ClusterLike: ...

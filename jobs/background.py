@@ -5,6 +5,7 @@ It owns the cluster beside the watcher as soon as it has said "ready", so that t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -24,23 +25,28 @@ def take_over(plan: Mapping[str, Any], cluster_socket: str, address: str, folder
     """Starts the process and waits until it owns the cluster. None, or why it could not."""
     request = json.dumps({"plan": plan, "cluster_socket": cluster_socket, "address": address})
     log_file = folder.local_path("background.log") or f"{tempfile.gettempdir()}/elastic-{folder.run_id}.log"
-    with open(log_file, "ab") as log:
-        # A session of its own: the next Ctrl-C of the terminal, or its end, is not meant for this process.
-        child = subprocess.Popen(
-            [sys.executable, "-m", "jobs.background"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            start_new_session=True,
-        )
+    try:
+        with open(log_file, "ab") as log:
+            # A session of its own: the next Ctrl-C of the terminal, or its end, is not meant for this process.
+            child = subprocess.Popen(
+                [sys.executable, "-m", "jobs.background"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                start_new_session=True,
+            )
+    except OSError as error:
+        return f"no background process can be started: {error}"
     assert child.stdin is not None
     assert child.stdout is not None
-    child.stdin.write(request)
-    child.stdin.close()
+    # One that has ended at once reads nothing, and has no answer either.
+    with contextlib.suppress(BrokenPipeError), child.stdin:
+        child.stdin.write(request)
     answer = child.stdout.readline().strip()
     if answer == _READY:
         return None
+    child.stdout.close()
     child.wait()
     return answer or f"the background process ended at once; see {log_file}"
 

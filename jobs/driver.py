@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic.core.errors import ElasticError, RunNotFound, UsageError
+from elastic.core.secrets import redact, secret_values
 from elastic.core.settings import RunSettings
 from elastic.core.state import FINISHED, NOT_FINISHED, STOPPED, USAGE
 from elastic.entrypoint import parse_entry_point
@@ -77,6 +78,7 @@ class Driver:
         self._stop = stop
         self._address = address
         self._folder = RunFolder(command.storage, command.run_id)
+        self._secrets = secret_values(os.environ)
 
     def drive(self) -> int:
         """Raises ElasticError only before the run was reached: nothing has been started then."""
@@ -85,8 +87,7 @@ class Driver:
         except UsageError:
             raise
         except ElasticError as error:
-            say(f"this driver does not reach its run: {clean(str(error))}")
-            return DRIVER_LOST
+            return self._lost("does not reach its run", error)
         # The controller of a run that is over stays for some minutes, to be asked.
         if handle is not None and (self._command.mode in ("continue", "stop") or handle.result(0.0) is None):
             return self._follow(handle, "attached")
@@ -111,17 +112,26 @@ class Driver:
         settings = check_job(spec, self._command, self._folder)
         how = "started" if self._folder.read("job.json") is None else "resumed"
         self._folder.write("job.json", self._record(spec, settings))
+        # Before there is a run: whatever fails here has started nothing.
+        write_live(self._folder, Live(self._address))
         here = str(Path(self._command.job).absolute().parent)
         try:
             handle = self._backend.start_run(settings, spec.entry_point, spec.config, self._address, here)
         except UsageError:
             # Another driver was quicker: the controller's name is taken once. Then it is that run that is followed.
-            found = self._attach()
+            try:
+                found = self._attach()
+            except ElasticError as error:
+                return self._lost("does not reach its run", error)
             if found is None:
                 raise
             return self._follow(found, "attached")
-        write_live(self._folder, Live(self._address))
         return self._follow(handle, how)
+
+    def _lost(self, what: str, error: ElasticError) -> int:
+        """The run may well go on, and only another look can tell what became of it."""
+        say(f"this driver {what}: {clean(str(error))}")
+        return DRIVER_LOST
 
     def _record(self, spec: JobSpec, settings: RunSettings) -> dict[str, object]:
         """What `elastic resume` and the readers of the journal need; nothing of the job's environment."""
@@ -135,9 +145,7 @@ class Driver:
         try:
             result = self._until_end(handle)
         except ElasticError as error:
-            # The controller is out of reach, and only another look can tell what became of the run.
-            say(f"this driver has lost its run: {clean(str(error))}")
-            return DRIVER_LOST
+            return self._lost("has lost its run", error)
         forget_live(self._folder)
         return self._tell(result)
 
@@ -146,7 +154,7 @@ class Driver:
         if self._command.mode == "stop":
             self._stop.wanted = True
         while True:
-            display.update(handle.progress())
+            display.update(self._for_the_log(handle.progress()))
             if self._stop.wanted and not told:
                 told = True
                 display.note("the job is being stopped: a last checkpoint, then the end")
@@ -166,10 +174,15 @@ class Driver:
 
     def _tell(self, result: Result) -> int:
         """The report for people, then the last words for programs."""
+        result = self._for_the_log(result)
         code = conclude(self._command.run_id, self._folder.url, result, None, as_json=False)
         status, reason = str(result.get("status")), clean(result.get("reason") or "")
         put(driver_words.ended(self._command.run_id, status, code, result.get("step"), reason))
         return code
+
+    def _for_the_log(self, told: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Without secrets: the sentences hold messages of user code's errors, and a job's log is for many to read."""
+        return {**told, **{key: redact(str(told[key]), self._secrets) for key in ("doing", "reason") if told.get(key)}}
 
 
 def check_job(spec: JobSpec, command: DriverCommand, folder: RunFolder) -> RunSettings:

@@ -44,7 +44,11 @@ def conclude(
     """Writes the summary file and prints the report; returns the exit code of the result's status."""
     summary = with_faults(read_summary(run_id, storage_url, result), faults)
     if summary_file:
-        write_summary(summary_file, summary)
+        try:
+            write_summary(summary_file, summary)
+        except OSError as error:
+            # The run has ended as it has, whatever became of the disk meanwhile.
+            say(f"the summary cannot be written: {error}")
     say_why(result, summary)
     show(summary, as_json)
     return exit_code(result.get("status"))

@@ -89,7 +89,8 @@ class JobsApi(Protocol):
         """The log in pieces, as it grows; "" whenever nothing has come for a second.
 
         May end while the job still runs (ray#60665): ask `find`, and tail again with what is known skipped. Of a job
-        that is known to have `ended` it is what there is, at once; nothing, where its node is gone.
+        that is known to have `ended` it is what there is, at once; nothing, where its node is gone. Only then does it
+        raise Unreachable.
         """
         ...
 

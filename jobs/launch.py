@@ -6,16 +6,19 @@ process (`jobs.background`) that owns the cluster from then on.
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from cluster.source import ClusterError
 from elastic.core.errors import StorageError
 from elastic.core.settings import RunSettings
 from elastic.observe.text import plural
 from jobs import background
-from jobs.backend import Backend, ClusterLike, growth, node_shape
+from jobs.backend import Backend, ClusterLike, NotStarted, growth, node_shape
 from jobs.display import open_display
 from jobs.exit_codes import NOT_FINISHED
 from jobs.faults import FaultThread, parse_faults
@@ -61,8 +64,9 @@ def launch(backend: Backend, plan: Launch) -> int:
     say(f"run {settings.run_id}, kept in {settings.storage_url}")
     if plan.address is None:
         return _launch_locally(backend, plan, folder)
-    handle = backend.start_run(settings, plan.entry_point, plan.config, plan.address, plan.folder)
+    # First the hint, then the run: whoever is killed in between leaves no run that nobody would find.
     write_live(folder, Live(plan.address))
+    handle = backend.start_run(settings, plan.entry_point, plan.config, plan.address, plan.folder)
     return watch(handle, folder, plan.summary_file, plan.as_json)
 
 
@@ -82,11 +86,14 @@ def watch(handle: RunHandle, folder: RunFolder, summary_file: str | None, as_jso
 
 
 def _launch_locally(backend: Backend, plan: Launch, folder: RunFolder) -> int:
-    settings, cluster = plan.run_settings, _start_cluster(backend, plan)
+    try:
+        settings, cluster = plan.run_settings, _start_cluster(backend, plan)
+    except KeyboardInterrupt as error:
+        raise NotStarted("interrupted before anything was started") from error
     handed_over = False
     try:
-        handle = backend.start_run(settings, plan.entry_point, plan.config, cluster.address, plan.folder)
         write_live(folder, Live(cluster.address, str(cluster.socket_path)))
+        handle = backend.start_run(settings, plan.entry_point, plan.config, cluster.address, plan.folder)
         code, handed_over = own(plan, cluster, handle, folder)
         return code
     finally:
@@ -123,9 +130,12 @@ def own(plan: Launch, cluster: ClusterLike, handle: RunHandle, folder: RunFolder
                 result = follow(handle, display)
                 break
             except KeyboardInterrupt:
-                rest = replace(plan, chaos=str(faults.stop()) or None)
-                if _hand_over(rest, cluster, folder):
-                    return NOT_FINISHED, True
+                with _uninterrupted():
+                    display.close()
+                    rest = replace(plan, chaos=str(faults.stop()) or None)
+                    if _hand_over(rest, cluster, folder):
+                        return NOT_FINISHED, True
+                display = open_display(sys.stderr)
                 injected, faults = faults.injected, FaultThread(parse_faults(rest.chaos), cluster, handle, display)
                 faults.injected = injected
                 faults.start()
@@ -147,9 +157,23 @@ def _hand_over(plan: Launch, cluster: ClusterLike, folder: RunFolder) -> bool:
     return True
 
 
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """An impatient second Ctrl-C must not end the run that the first one is handing over."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def end(backend: Backend, cluster: ClusterLike) -> None:
     backend.disconnect()
-    cluster.shutdown()
+    try:
+        cluster.shutdown()
+    except ClusterError as error:
+        # What the run came to is what counts. The keeper goes on ending the cluster without this process.
+        say(f"the local cluster has not ended yet: {error}")
 
 
 def how_to_come_back(folder: RunFolder) -> str:

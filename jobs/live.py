@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from elastic.core.errors import ElasticError, RunNotFound
+from elastic.core.errors import ElasticError, NobodyAnswers, RunNotFound, UsageError
+from elastic.observe.journal import JournalReader
+from elastic.observe.summary import summarize
 from jobs.backend import Backend
+from jobs.exit_codes import STATUSES
 from jobs.handle import RunHandle
 from jobs.storage import RunFolder
+from jobs.terminal import say
 
 _FILE = "live.json"
+# A head node that is being replaced is back within a few minutes.
+_HEAD_AWAY_S = 300.0
+_PAUSE_S = 1.0
 _PROBE_LIMIT_S = 2.0
+
+
+class OutOfReach(RunNotFound):
+    """The run may go on where it was, and cannot be asked there."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +67,30 @@ def reach(backend: Backend, folder: RunFolder, address: str | None) -> RunHandle
     except RunNotFound:
         raise
     except (ElasticError, ConnectionError) as error:
-        raise RunNotFound(f"run {folder.run_id!r} cannot be reached at {where}: {error}") from error
+        raise OutOfReach(f"run {folder.run_id!r} cannot be reached at {where}: {error}") from error
+
+
+def reach_patiently(backend: Backend, folder: RunFolder, address: str | None) -> RunHandle:
+    """As `reach`; of a run that has not ended a head that is away is waited for, for as long as one is as a rule."""
+    deadline, told = time.monotonic() + _HEAD_AWAY_S, False
+    while True:
+        try:
+            return reach(backend, folder, address)
+        except OutOfReach as error:
+            refused = isinstance(error.__cause__, UsageError) and not isinstance(error.__cause__, NobodyAnswers)
+            if refused or time.monotonic() > deadline or (not told and _ended(folder)):
+                raise
+            if not told:
+                say(f"{error}; its head may be being restarted, so this asks again")
+            told = True
+            time.sleep(_PAUSE_S)
+
+
+def _ended(folder: RunFolder) -> bool:
+    try:
+        return summarize(JournalReader(folder.url, folder.run_id).records()).get("status") in STATUSES
+    except ElasticError:
+        return False
 
 
 def _answers(cluster_socket: str) -> bool:

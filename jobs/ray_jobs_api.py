@@ -12,7 +12,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import Any
 
 import aiohttp
@@ -33,6 +33,8 @@ _UPLOAD_S = 300.0
 _AGENT_S = 60.0
 _IDLE_S = 1.0
 _LEAVE_S = 0.2
+# The label that Ray gives a node from RAY_NODE_TYPE_NAME, which only those set that start nodes by their type.
+_NODE_GROUP = "ray.io/node-group"
 # Ray's client tells of every upload at a level of its own choosing; what is of use is said by the commands.
 for _name in ("ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk"):
     logging.getLogger(_name).setLevel(logging.WARNING)
@@ -90,9 +92,13 @@ class RayJobsApi:
     def cluster(self) -> ClusterFacts:
         version = self._json("/api/version")["ray_version"]
         listed = self._json("/api/v0/nodes?limit=10000&detail=1")["data"]["result"]["result"]
-        nodes = tuple(node.get("resources_total") or {} for node in listed if node.get("state") == "ALIVE")
+        living = [node for node in listed if node.get("state") == "ALIVE"]
         status = self._json("/api/cluster_status")["data"].get("clusterStatus") or {}
-        return ClusterFacts(str(version), nodes, autoscaling=_autoscaling(status))
+        return ClusterFacts(
+            str(version),
+            tuple(node.get("resources_total") or {} for node in living),
+            autoscaling=_autoscaling(status, [node.get("labels") or {} for node in living]),
+        )
 
     def submit(self, submission: Submission) -> None:
         runtime_env = dict(submission.runtime_env)
@@ -172,7 +178,9 @@ class RayJobsApi:
         try:
             return str(self._json(f"/api/jobs/{submission_id}/logs")["logs"])
         except Unreachable as error:
-            # It lies on the driver's node, which may be gone.
+            if isinstance(error.__cause__, requests.exceptions.ConnectionError):
+                raise
+            # The server answers, but the log lies on the driver's node, which may be gone.
             logger.debug("the log of %s cannot be had: %s", submission_id, error)
             return ""
 
@@ -223,9 +231,14 @@ def _seconds(milliseconds: int | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1000
 
 
-def _autoscaling(status: Mapping[str, Any]) -> bool:
-    """Whether an autoscaler has node types to offer. A cluster started by hand has one that only reports."""
-    report = status.get("autoscalerReport") or {}
+def _autoscaling(status: Mapping[str, Any], labels: Sequence[Mapping[str, str]]) -> bool:
+    """Whether an autoscaler has node types to offer. A cluster started by hand has one that only reports.
+
+    Autoscaler v2 reports nothing here, but whoever starts nodes for it, say KubeRay, tells them what group they are of.
+    """
+    report = status.get("autoscalerReport")
+    if report is None:
+        return any(_NODE_GROUP in node for node in labels)
     return any(name != "local.cluster.node" for name in report.get("availableNodeTypes") or {})
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from cluster.source import ClusterError
 from elastic.core.errors import ElasticError
 from elastic.core.settings import RunSettings
-from jobs.backend import ClusterLike, Growth, NodeShape
+from jobs.backend import ClusterLike, Growth, NodeShape, NotStarted
 from jobs.handle import RunHandle
 from jobs.jobs_api import JobsApi
 
@@ -34,7 +34,7 @@ class RealBackend:
                 environment=_paths(python_path),
             )
         except ClusterError as error:
-            raise ElasticError(f"the local cluster did not start: {error}") from error
+            raise NotStarted(f"the local cluster did not start: {error}") from error
 
     def start_autoscaled(self, growth: Growth, shape: NodeShape, python_path: str) -> ClusterLike:
         from cluster.autoscaled import AutoscaledCluster
@@ -50,7 +50,7 @@ class RealBackend:
                 environment=_paths(python_path),
             )
         except ClusterError as error:
-            raise ElasticError(f"the local cluster did not start: {error}") from error
+            raise NotStarted(f"the local cluster did not start: {error}") from error
 
     def attach_cluster(self, socket_path: str) -> ClusterLike:
         from cluster.local import LocalCluster

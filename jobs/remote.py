@@ -48,16 +48,18 @@ def open_api(backend: Backend, address: str | None) -> JobsApi:
         raise UsageError(error.message) from error
 
 
-def follow(api: JobsApi, run: Run, address: str, as_json: bool) -> int:
-    """The run's log until it is over; returns its own exit code. Ctrl-C leaves the run alone."""
+def follow(api: JobsApi, name: str, address: str, as_json: bool) -> int:
+    """The run's log until it is over; returns its own exit code. Ctrl-C leaves the run alone. Raises RunNotFound."""
     show = say if as_json else put
+    attendant = Attendant(api, lambda line: show(printable(line)), say)
     try:
-        outcome = Attendant(api, lambda line: show(printable(line)), say).attend(run)
+        run = attendant.find(name)
+        outcome = attendant.attend(run)
     except KeyboardInterrupt:
-        say(f"detached; run {run.run_id} goes on. {how_to_come_back(run.run_id, address)}")
+        say(f"detached; run {name} goes on. {how_to_come_back(name, address)}")
         return NOT_FINISHED
     except Unreachable as error:
-        say(f"{error}; run {run.run_id} may well go on. {how_to_come_back(run.run_id, address)}")
+        say(f"{error}; run {name} may well go on. {how_to_come_back(name, address)}")
         return NOT_FINISHED
     return conclude(run.run_id, outcome, address, as_json)
 

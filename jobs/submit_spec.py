@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from elastic.core.errors import UsageError
-from elastic.core.secrets import is_secret_name
+from elastic.core.secrets import is_secret_name, redact
 from elastic.core.settings import FailureSettings
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -46,6 +46,14 @@ class SubmitSpec(BaseModel):
                 raise ValueError(f"{name} looks like a secret: leave its value out, and it is taken from who submits")
         return value
 
+    @field_validator("pip", "py_modules")
+    @classmethod
+    def _on_record(cls, value: list[str]) -> list[str]:
+        for entry in value:
+            if (shown := redact(entry)) != entry:
+                raise ValueError(f"{shown!r} holds credentials, and a job's packages are on record: leave them out")
+        return value
+
     @field_validator("py_modules")
     @classmethod
     def _urls(cls, value: list[str]) -> list[str]:
@@ -74,6 +82,8 @@ def environment(
             _check_name(name)
         except ValueError as error:
             raise UsageError(f"--env {name}: {error}") from error
+        if given and is_secret_name(name):
+            raise UsageError(f"{name} looks like a secret: write `--env {name}` alone, and it is taken from here")
         wanted[name] = value if given else None
     missing = [name for name, value in wanted.items() if value is None and name not in local]
     if missing:

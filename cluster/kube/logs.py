@@ -56,7 +56,7 @@ class Follower:
                 self._read(pod, follow=not status.over and _runs(pod))
             if status.over:
                 return status
-            if not any(_runs(pod) for pod in pods):
+            if not any(_runs(pod) and not _waits(pod) for pod in pods):
                 self._tell(self._awaited(job, pods))
                 self._watch(job)
 

@@ -3,7 +3,8 @@
     ElasticError
     |-- for the user, who must change the job
     |   |-- UsageError            (exit 2)    bad job file, bad configuration, bad entry point
-    |   |   `-- ModelMismatch     (exit 2)    a resume with another model
+    |   |   |-- ModelMismatch     (exit 2)    a resume with another model
+    |   |   `-- NobodyAnswers     (exit 2)    no cluster at the address, or none for now
     |   `-- UserCodeError         (exit 100)  the training function raised
     |-- for the operator, who must look at the cluster or the storage
     |   |-- NoCapacity            (exit 105)  fewer than min_workers could be had
@@ -62,6 +63,10 @@ class UsageError(ElasticError):
 
 
 class ModelMismatch(UsageError):
+    pass
+
+
+class NobodyAnswers(UsageError):
     pass
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 import ray
 
-from elastic.core.errors import UsageError
+from elastic.core.errors import NobodyAnswers, UsageError
 from elastic.runtime import names
 
 # How long one try to reach a port may take; a wrong address that swallows packets costs this once.
@@ -83,7 +83,7 @@ def _await_listener(address: str, wait_s: float) -> None:
             if time.monotonic() + _PAUSE_S > deadline:
                 waited = f" for {wait_s:.0f} s" if wait_s else ""
                 why = getattr(error, "strerror", None) or str(error)
-                raise UsageError(
+                raise NobodyAnswers(
                     f"no Ray cluster answers at {address!r}{waited} ({why}); check the address, and that its head runs"
                 ) from error
             time.sleep(_PAUSE_S)

@@ -34,7 +34,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, backend: Backend) -> int:
-    if options.notice <= 0:
+    if not 0 < options.notice < float("inf"):
         raise UsageError(f"--notice {options.notice:g}: a node needs some seconds to leave in good order")
     address = options.address or _address_of(RunFolder(default_storage(options.storage), options.run))
     try:

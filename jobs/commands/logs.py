@@ -32,9 +32,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, backend: Backend) -> int:
     api = open_api(backend, options.address)
-    found = find_run(api, options.run)
     if options.follow:
-        return follow(api, found, options.address, options.json)
+        return follow(api, options.run, options.address, options.json)
+    found = find_run(api, options.run)
     _print(api, found, say if options.json else put)
     outcome = looked_at(api, found)
     if options.json:

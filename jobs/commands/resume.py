@@ -23,9 +23,10 @@ from jobs.commands.submit import after, env_argument
 from jobs.draft import check_cluster, prepare, send
 from jobs.follow import check_summary_file
 from jobs.launch import Launch, launch
-from jobs.live import reach, read_live
+from jobs.live import OutOfReach, reach, read_live
 from jobs.remote import is_jobs_address, looked_at, open_api
 from jobs.storage import RunFolder
+from jobs.terminal import say
 
 HELP = "go on with a run from its newest checkpoint"
 EXAMPLE = "elastic resume gpt-20260102-030405-ab12 --nodes 4"
@@ -114,6 +115,9 @@ def _check_not_going_on(backend: Backend, folder: RunFolder, address: str | None
         return
     try:
         going_on = reach(backend, folder, address).result(0.0) is None
+    except OutOfReach as error:
+        say(f"{error}; it is taken to be over, and will be ended should it still go on there")
+        return
     except RunNotFound:
         return
     if going_on:

@@ -9,7 +9,7 @@ from pathlib import Path
 from elastic.core.errors import UsageError
 from elastic.core.names import check_run_id
 from elastic.entrypoint import EntryPoint, load_entry_point, parse_entry_point
-from jobs.backend import Backend, check_nodes, growth
+from jobs.backend import Backend, NotStarted, check_nodes, growth
 from jobs.checks import check_checkpoint_storage, check_deepspeed, check_secrets
 from jobs.commands.common import output_arguments, place_arguments, storage_argument
 from jobs.faults import parse_faults
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace, backend: Backend) -> int:
     folder.write("job.json", job_record(plan))
     try:
         return launch(backend, plan)
-    except UsageError:
+    except (UsageError, NotStarted):
         # Nothing was started, so nothing may stand in the way of the next try.
         folder.remove("job.json")
         raise

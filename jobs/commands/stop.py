@@ -9,7 +9,7 @@ from jobs.attempts import Verdict
 from jobs.attend import Attendant, replace_driver
 from jobs.backend import Backend
 from jobs.commands.common import address_argument, folder_of, run_arguments
-from jobs.live import reach
+from jobs.live import reach_patiently
 from jobs.remote import describe, find_run, how_to_come_back, is_jobs_address, looked_at, open_api, outcome_json
 from jobs.terminal import put_json, say
 
@@ -31,7 +31,7 @@ def run(options: argparse.Namespace, backend: Backend) -> int:
     if is_jobs_address(options.address):
         return _stop_job(options, backend)
     folder = folder_of(options)
-    handle = reach(backend, folder, options.address)
+    handle = reach_patiently(backend, folder, options.address)
     handle.stop("elastic stop")
     if options.no_wait:
         say(f"run {folder.run_id} has been told to stop")
@@ -60,7 +60,7 @@ def _stop_job(options: argparse.Namespace, backend: Backend) -> int:
     if options.no_wait:
         say(how_to_come_back(found.run_id, options.address))
         return 0
-    outcome = Attendant(api, lambda line: None, say).attend(found)
+    outcome = Attendant(api, lambda line: None, say, stopping=True).attend(found)
     if options.json:
         put_json(outcome_json(found.run_id, outcome))
     say(f"run {found.run_id} is {describe(outcome)}{f': {outcome.reason}' if outcome.reason else ''}")

@@ -74,9 +74,9 @@ def check_is_lost(api: JobsApi, known: attempts.Run, address: str) -> None:
 
 def after(api: JobsApi, run_id: str, address: str, no_follow: bool, as_json: bool) -> int:
     """Follows the run, or says how to."""
-    run = find_run(api, run_id)
     if not no_follow:
-        return follow(api, run, address, as_json)
+        return follow(api, run_id, address, as_json)
+    run = find_run(api, run_id)
     if as_json:
         put_json({"run_id": run_id, "submission_id": run.newest.submission_id, "address": address})
     else:

@@ -12,7 +12,7 @@ from jobs.backend import Backend
 from jobs.commands.common import address_argument, folder_of, output_arguments, run_arguments
 from jobs.exit_codes import exit_code
 from jobs.follow import check_summary_file, show, write_summary
-from jobs.live import reach
+from jobs.live import reach_patiently
 from jobs.storage import RunFolder
 from jobs.terminal import say
 
@@ -30,7 +30,7 @@ def run(options: argparse.Namespace, backend: Backend) -> int:
     folder = folder_of(options)
     check_summary_file(options.summary)
     try:
-        handle = reach(backend, folder, options.address)
+        handle = reach_patiently(backend, folder, options.address)
     except RunNotFound as error:
         return _from_journal(options, folder, error)
     return launch.watch(handle, folder, options.summary, options.json)

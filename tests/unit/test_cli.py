@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from cluster.source import NodeInfo, NodeState
-from elastic.core.errors import RunNotFound, UserCodeError
+from cluster.source import ClusterError, NodeInfo, NodeState
+from elastic.core.errors import ElasticError, NobodyAnswers, RunNotFound, UsageError, UserCodeError
 from elastic.core.settings import RunSettings
 from elastic.observe.journal import JournalWriter
 from jobs import background, cli
-from jobs.backend import Growth, NodeShape
+from jobs.backend import Growth, NodeShape, NotStarted
 from jobs.faults import FaultThread, parse_faults
 from jobs.handle import FakeHandle
 from jobs.launch import Launch
@@ -296,9 +298,66 @@ def test_resume_of_a_run_that_goes_on_is_refused(job: Path, capfd: pytest.Captur
     alive = FakeBackend()
     assert cli.main(["resume", "r1"], alive) == 2
     assert "elastic watch r1" in capfd.readouterr().err
+    silent = FakeBackend()
+    silent.attach_run = refuse  # type: ignore[method-assign]
+    assert cli.main(["resume", "r1"], silent) == 0
+    assert "cannot be reached at a:1: nobody answers; it is taken to be over" in capfd.readouterr().err
+    write_live(RunFolder("runs", "r1"), Live("a:1"))
     gone = FakeBackend()
     gone.reachable = False
     assert cli.main(["resume", "r1"], gone) == 0
+    assert "taken to be over" not in capfd.readouterr().err
+
+
+def refuse(run_id: str, address: str) -> FakeHandle:
+    raise NobodyAnswers("nobody answers")
+
+
+@pytest.mark.parametrize("error", [NobodyAnswers("nobody answers"), ElasticError("the control store is away")])
+def test_watch_and_stop_wait_for_a_head_that_is_away(
+    job: Path, error: ElasticError, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jobs.live._PAUSE_S", 0.0)
+    write_live(RunFolder("runs", "r1"), Live("a:1"))
+    JournalWriter("runs", "r1").append({"type": "run", "run_id": "r1", "status": "running"})
+
+    class Away(FakeBackend):
+        tries = 0
+
+        def attach_run(self, run_id: str, address: str) -> FakeHandle:
+            self.tries += 1
+            if self.tries < 4:
+                raise error
+            return self.handle
+
+    assert cli.main(["stop", "r1"], Away()) == 0
+    assert capfd.readouterr().err.count("so this asks again") == 1
+    backend = Away()
+    backend.handle.end("finished")
+    assert cli.main(["watch", "r1"], backend) == 0
+
+
+@pytest.mark.parametrize(
+    ("status", "error"), [("running", UsageError("another token")), ("stopped", NobodyAnswers("nobody answers"))]
+)
+def test_but_not_where_that_would_not_help(
+    job: Path, status: str, error: ElasticError, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_live(RunFolder("runs", "r1"), Live("a:1"))
+    JournalWriter("runs", "r1").append({"type": "run", "run_id": "r1", "status": status})
+
+    class Gone(FakeBackend):
+        def attach_run(self, run_id: str, address: str) -> FakeHandle:
+            raise error
+
+    assert cli.main(["stop", "r1"], Gone()) == 102
+    assert f"run 'r1' cannot be reached at a:1: {error}" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("notice", ["0", "-1", "nan", "inf"])
+def test_a_notice_is_a_time(notice: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["drain", "node-1", "--address", "a:1", "--notice", notice], FakeBackend()) == 2
+    assert "a node needs some seconds to leave in good order" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["resume", "watch", "stop", "story", "checkpoints"])
@@ -391,6 +450,78 @@ def test_ctrl_c_follows_on_when_nobody_can_take_over(
     assert cli.main(["run", "job.yaml"], backend) == 0
     assert backend.cluster.log == ["disconnect", "shutdown"]
     assert "no memory" in capfd.readouterr().err
+
+
+def test_a_second_ctrl_c_does_not_end_the_run_that_is_handed_over(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "take_over", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    backend = FakeBackend()
+    backend.handle = InterruptedHandle()
+    backend.play = lambda writer: None  # type: ignore[method-assign]
+    assert cli.main(["run", "job.yaml"], backend) == 101
+    assert backend.cluster.log == ["detach"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_background_process_that_ends_at_once_takes_nothing_over(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = RunFolder(str(job.parent), "r1")
+    folder.write("job.json", {})
+    monkeypatch.setattr("sys.executable", "/bin/true")
+    # More than a pipe holds, so that the process is gone before all is written.
+    told = background.take_over({"config": "x" * 2_000_000}, "/nowhere", "a:1", folder)
+    assert told is not None
+    assert "ended at once" in told
+    monkeypatch.setattr("sys.executable", "/nowhere/python")
+    told = background.take_over({}, "/nowhere", "a:1", folder)
+    assert told is not None
+    assert "no background process can be started" in told
+
+
+def test_a_summary_that_cannot_be_written_changes_nothing_of_the_runs_end(
+    job: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Tidy(FakeBackend):
+        def play(self, writer: JournalWriter) -> None:
+            (job.parent / "out").rmdir()
+            super().play(writer)
+
+    (job.parent / "out").mkdir()
+    assert cli.main(["run", "job.yaml", "--summary", "out/summary.json"], Tidy()) == 0
+    assert "the summary cannot be written" in capfd.readouterr().err
+
+
+def test_a_cluster_that_is_slow_to_end_changes_nothing_of_the_runs_end(
+    job: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    backend = FakeBackend()
+
+    def shutdown() -> None:
+        raise ClusterError("waited 30 s for the cluster to end")
+
+    backend.cluster.shutdown = shutdown  # type: ignore[method-assign]
+    assert cli.main(["run", "job.yaml"], backend) == 0
+    assert "has not ended yet: waited 30 s" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("where", [[], ["--address", "a:1"]])
+def test_a_run_is_found_from_its_first_instant_on(job: Path, where: list[str]) -> None:
+    class Killed(FakeBackend):
+        def start_run(self, *_: Any) -> FakeHandle:
+            found.append(read_live(RunFolder("runs", "r1")))
+            raise KeyboardInterrupt
+
+    found: list[Live | None] = []
+    assert cli.main(["run", "job.yaml", "--run-id", "r1", *where], Killed()) == 101
+    assert found == [Live("a:1") if where else Live("127.0.0.1:1", "/nowhere/keeper.sock")]
+
+
+@pytest.mark.parametrize("error", [NotStarted("no memory"), KeyboardInterrupt()])
+def test_a_cluster_that_did_not_start_leaves_the_run_id_free(job: Path, error: BaseException) -> None:
+    class Broken(FakeBackend):
+        def start_cluster(self, *_: Any) -> FakeCluster:
+            raise error
+
+    assert cli.main(["run", "job.yaml", "--run-id", "r1"], Broken()) == 101
+    assert cli.main(["run", "job.yaml", "--run-id", "r1"], FakeBackend()) == 0
 
 
 def test_ctrl_c_of_a_watcher_leaves_the_run_alone(job: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -169,6 +169,16 @@ def test_a_run_that_has_not_started_is_waited_for_and_the_reason_is_said(world: 
     assert (world.lines, world.said) == (["one"], [sentence])
 
 
+def test_a_container_that_is_being_started_again_is_waited_for(world: World) -> None:
+    pod = world.operator.run("gpt")
+    again = {"name": "ray-job-submitter", "state": {"waiting": {"reason": "CrashLoopBackOff"}}}
+    world.kubernetes.set_status("Pod", "team", pod, {"phase": "Running", "containerStatuses": [again]})
+    sentence = f"run gpt is running: pod {pod}: CrashLoopBackOff"
+    world.on[sentence] = lambda: world.operator.finish("gpt", "SUCCEEDED")
+    assert world.follower().follow().state == "finished"
+    assert world.said == [sentence]
+
+
 def test_the_next_submitter_goes_on(world: World) -> None:
     first = world.operator.run("gpt")
     world.log(first).write(*stamped(["one"]))

@@ -69,6 +69,8 @@ _COMMAND = {"error_type": "JOB_ENTRYPOINT_COMMAND_ERROR"}
         (JobState.FAILED, {"exit_code": 137, **_COMMAND}, True, None, Verdict.LOST, 101),
         (JobState.FAILED, {"exit_code": 75, **_COMMAND}, True, None, Verdict.LOST, 101),
         (JobState.FAILED, {"error_type": "JOB_SUPERVISOR_ACTOR_DIED"}, False, None, Verdict.LOST, 101),
+        # Killed before it could say that it has reached its run, which may go on.
+        (JobState.FAILED, {"exit_code": -9, **_COMMAND}, False, None, Verdict.LOST, 101),
         # Whoever did not begin would not begin the next time.
         (JobState.FAILED, {"exit_code": 1, **_COMMAND}, False, None, Verdict.FAILED, 101),
         (JobState.FAILED, {"error_type": "RUNTIME_ENV_SETUP_FAILURE"}, False, None, Verdict.FAILED, 101),

@@ -125,6 +125,9 @@ def test_not_followed(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
         ("", ["--storage", "runs"], 2, "lies in what is sent"),
         ("", ["--storage", "s3://key:secret@bucket/runs"], 2, "holds credentials"),
         ("", ["--env", "NOT_THERE"], 2, "'NOT_THERE' is to be sent to the job, but is not set here"),
+        ("", ["--env", "HF_TOKEN=xyzzy"], 2, "write `--env HF_TOKEN` alone"),
+        ("  pip: ['--extra-index-url https://me:xyzzy@host/simple', mine]\n", [], 2, "https://***@host/simple"),
+        ("  py_modules: ['https://host/mine.zip?token=xyzzy']\n", [], 2, "mine.zip?token=***"),
         ("", ["--env", "1X=2"], 2, "no name of an environment variable"),
         ("", ["--env", "RAY_JOB_STOP_SIGNAL=SIGINT"], 2, "is set from submit.stop_grace_s"),
         ("", ["--run-id", "../r"], 2, "run id"),
@@ -147,6 +150,7 @@ def test_refused_before_anything_is_sent(
     assert server.submissions == []
     err = capfd.readouterr().err
     assert told in err
+    assert "xyzzy" not in err
     assert err.count("\n") == 1
 
 
@@ -337,6 +341,21 @@ def test_a_server_that_is_away_is_waited_for_within_a_limit(job: Path) -> None:
         attend(server, time, [], said)
 
 
+def test_a_server_that_is_away_when_somebody_begins_to_follow_is_waited_for(job: Path) -> None:
+    server = started(job, Server())
+    real, asked = server.records, list[int]()
+
+    def records() -> Any:
+        asked.append(1)
+        if len(asked) < 3:
+            raise Unreachable("no Ray Jobs server answers at http://head:8265")
+        return real()
+
+    server.records = records  # type: ignore[method-assign]
+    server.on_idle = server._stop
+    assert elastic(server, "logs", "r", "-f") == 103
+
+
 def test_three_drivers_lost_at_once_are_the_last(job: Path) -> None:
     server = Server()
     server.play = lambda sent: server.end(
@@ -359,8 +378,23 @@ def test_a_cluster_that_has_forgotten_the_run(job: Path) -> None:
     server = started(job, Server())
     run = attempts.find(server.records(), "r")
     server._records.clear()
-    with pytest.raises(RunNotFound):
+    with pytest.raises(RunNotFound, match=r"go on with the run from storage by `elastic resume r --job JOB.yaml`"):
         Attendant(server, print, print, Time().clock()).attend(run)
+
+
+def test_the_last_words_are_waited_for_while_the_server_is_away(job: Path) -> None:
+    server, time, said = started(job, Server()), Time(), list[str]()
+    whole = server.tail
+
+    def tail(submission_id: str, skip_chars: int, ended: bool) -> Iterator[str]:
+        if ended and time.s < 50:
+            raise Unreachable("no Ray Jobs server answers at http://head:8265")
+        return whole(submission_id, skip_chars, ended)
+
+    server.tail = tail  # type: ignore[method-assign]
+    server.on_idle = server._stop
+    assert attend(server, time, [], said) == Outcome(Verdict.OVER, 103, "the job was stopped")
+    assert len(said) == 1
 
 
 # -- the other commands ------------------------------------------------------------------------------------------------
@@ -384,6 +418,32 @@ def test_stop_of_a_run_without_a_driver_sends_one_to_stop_it(job: Path) -> None:
     server.script = [103]
     assert elastic(server, "stop", "r") == 0
     assert server.commands()[-1].mode == "stop"
+
+
+def test_a_stop_outlives_the_driver_that_was_told(job: Path) -> None:
+    server = started(job, Server())
+    server.on_stop = lambda name: server.end(name, JobState.FAILED, error_type="JOB_SUPERVISOR_ACTOR_DIED")
+    server.script = [None, 103]
+    assert elastic(server, "stop", "r") == 0
+    assert [one.mode for one in server.commands()] == ["new", "stop", "stop"]
+    # Nor does somebody else who follows make a run go on that is to be stopped.
+    server.end("r-a3", JobState.FAILED, -9)
+    replace_driver(server, attempts.find(server.records(), "r"))
+    assert server.commands()[-1].mode == "stop"
+
+
+def test_a_driver_that_another_follower_sent_is_stopped_too(job: Path) -> None:
+    server = started(job, Server())
+
+    def lost(name: str) -> None:
+        server.end(name, JobState.FAILED, -9)
+        server.on_stop = server._stop
+        replace_driver(server, attempts.find(server.records(), "r"))
+        server.say("r-a2", driver_words.began("r", 2, "attached"))
+
+    server.on_stop = lost
+    assert elastic(server, "stop", "r") == 0
+    assert [one.mode for one in server.commands()] == ["new", "continue"]
 
 
 def test_a_stop_that_ran_out_of_time_is_no_success(job: Path, capfd: pytest.CaptureFixture[str]) -> None:

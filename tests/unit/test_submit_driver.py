@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from elastic.core.errors import ElasticError, RunNotFound, UsageError
+from elastic.core.errors import ElasticError, RunNotFound, StorageError, UsageError
 from elastic.core.settings import RunSettings
 from elastic.observe.journal import JournalWriter
 from jobs import driver, driver_words
@@ -124,6 +124,54 @@ def test_of_two_that_start_at_once_one_attaches(package: Path) -> None:
     backend.name_is_taken = True
     assert drive(package, backend, "new") == 0
     assert backend.started == []
+
+
+def test_a_run_that_another_driver_started_and_that_is_out_of_reach_is_no_end(
+    package: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Other(Backend):
+        def attach_run(self, run_id: str, address: str) -> FakeHandle:
+            if self.alive is not None:
+                raise ElasticError("the control store is away")
+            raise RunNotFound("no such run")
+
+    backend = Other()
+    backend.name_is_taken = True
+    assert drive(package, backend, "new") == DRIVER_LOST
+    assert "elastic-driver" not in capfd.readouterr().out
+
+
+def test_storage_that_fails_before_the_start_leaves_no_run_behind(
+    package: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail(folder: RunFolder, live: object) -> None:
+        raise StorageError("the store is away")
+
+    monkeypatch.setattr(driver, "write_live", fail)
+    backend = Backend()
+    assert drive(package, backend, "new") == 101
+    assert last_words(capfd)["reason"] == "the store is away"
+    assert backend.started == []
+
+
+def test_a_secret_in_an_error_does_not_reach_the_log(
+    package: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "xyzzy-xyzzy")
+    alive = FakeHandle("r")
+    alive.advance(doing="generation 1 ends: PermissionError: xyzzy-xyzzy is not allowed")
+    shown = alive.progress
+
+    def progress() -> Mapping[str, Any]:
+        alive.end("user-code-failed", "the training function failed: PermissionError: xyzzy-xyzzy is not allowed")
+        return {**shown(), "status": "running"}
+
+    alive.progress = progress  # type: ignore[method-assign]
+    assert drive(package, Backend(alive)) == 100
+    out, err = capfd.readouterr()
+    assert "xyzzy" not in out + err
+    assert "generation 1 ends: PermissionError: *** is not allowed" in err
+    assert "the training function failed: PermissionError: *** is not allowed" in out
 
 
 @pytest.mark.parametrize(
