@@ -134,8 +134,8 @@ class AnomalySettings:
 
     "rollback" goes back to the newest good state and does the step with the next samples instead; "skip" leaves the
     weights as they are and goes on with the next step; "stop" ends the run. More than `max_anomalies` within
-    `window_steps` steps end it in any case. An fp16 overflow is none, unless more than `max_overflows` come in a row
-    while the loss scale cannot be lowered any further.
+    `window_steps` steps end it in any case. An fp16 overflow with a good loss is none, unless more than `max_overflows`
+    come in a row while the loss scale cannot be lowered any further.
     """
 
     policy: Literal["stop", "skip", "rollback"] = "rollback"

@@ -1,9 +1,10 @@
 """Is a step's loss, and its gradient, a number? Decided from what every rank has, so that all ranks decide alike.
 
-No collective is added for it. A loss that is no number on one rank makes that rank's gradients no numbers either
-(`guarded`), and DeepSpeed's reduction carries them to all. What is looked at then is the norm that DeepSpeed has
-computed over all ranks; in stage 0, where each rank has the whole reduced gradient, its norm is computed here. Only
-where DeepSpeed was told not to compute it (`compute_grad_norm: false`), the ranks tell each other about their losses.
+No collective is added to a good step. A loss that is no number on one rank makes that rank's gradients no numbers
+either (`guarded`), and DeepSpeed's reduction carries them to all. What is looked at then is the norm that DeepSpeed has
+computed over all ranks; in stage 0, where each rank has the whole reduced gradient, its norm is computed here. The
+ranks tell each other about their losses only where DeepSpeed was told not to compute the norm (`compute_grad_norm:
+false`), and in fp16 after an overflow: a loss scale that is too high spoils gradients, but never the loss itself.
 
 DeepSpeed 0.19.8 does not apply a step whose norm is no number (except where `check_grad_overflow` was switched off)
 and reports inf; -1 stands for "not finite" where it does not look.
@@ -116,10 +117,12 @@ class AnomalyWatch:
         norm = self.grad_norm
         wrong = self._told(own_loss) if norm is None else not math.isfinite(norm) or norm < 0.0
         if self._scaler is not None:
-            return self._overflowed(wrong or not self._engine.was_step_applied())
-        if not wrong:
-            return None
-        return BadStep("gradient", "not finite") if math.isfinite(own_loss) else BadStep("loss", str(own_loss))
+            # The same on every rank, since all skip or none.
+            overflow = wrong or not self._engine.was_step_applied()
+            if overflow and self._told(own_loss):
+                return _bad_loss(own_loss, BadStep("loss", "not finite on another rank"))
+            return self._overflowed(overflow)
+        return _bad_loss(own_loss, BadStep("gradient", "not finite")) if wrong else None
 
     def _overflowed(self, overflow: bool) -> BadStep | None:
         """fp16: a step that overflows is skipped by DeepSpeed and lowers the scale. That is how it finds the scale."""
@@ -137,6 +140,10 @@ class AnomalyWatch:
         flag = torch.tensor([not math.isfinite(own_loss)], dtype=torch.uint8, device=self._engine.device)
         comm.all_reduce(flag, op=comm.ReduceOp.MAX, group=self._engine.seq_data_parallel_group)
         return bool(flag.item())
+
+
+def _bad_loss(own_loss: float, otherwise: BadStep) -> BadStep:
+    return otherwise if math.isfinite(own_loss) else BadStep("loss", str(own_loss))
 
 
 @contextmanager

@@ -82,6 +82,14 @@ def test_ranks_tell_each_other_where_deepspeed_computes_no_norm(crew: Crew, tmp_
     assert [(o.result.kind, o.result.step) for o in found] == [("anomaly", 2)] * 2, found[0].result
 
 
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_bad_loss_in_fp16_is_told_from_an_overflow(crew: Crew, tmp_path: Path, stage: int) -> None:
+    """DeepSpeed takes both for an overflow, skips the step and halves the scale."""
+    found = crew.run([0, 1], "train_on_a_bad_sample", _config(tmp_path, stage, dtype="fp16"), **_spec())
+    assert [(o.result.kind, o.result.step) for o in found] == [("anomaly", 2)] * 2, found[0].result
+    assert [str(o.result.bad_step) for o in found] == ["the loss is not finite on another rank", "the loss is nan"]
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_skipped_step_leaves_the_weights_as_they_were(crew: Crew, tmp_path: Path, stage: int) -> None:
     """The step is the last one, so that the weights are those of a run that ends before it."""

@@ -46,12 +46,19 @@ def test_a_loss_that_is_no_number_makes_the_gradient_none_either() -> None:
         assert weight.grad.isnan()
 
 
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank, whose loss is all that there is to tell."""
+    monkeypatch.setattr(AnomalyWatch, "_told", lambda self, own_loss: not math.isfinite(own_loss))
+
+
 def scaler(**more: Any) -> Any:
     return SimpleNamespace(
         **{"dynamic": True, "cur_scale": 1.0, "min_scale": 1.0, "raise_error_at_min_scale": True, **more}
     )
 
 
+@pytest.mark.usefixtures("alone")
 def test_an_overflow_in_fp16_is_none_unless_the_scale_cannot_be_lowered() -> None:
     searching = engine(math.inf, applied=False, scaler=scaler(cur_scale=1024.0))
     watch = AnomalyWatch(searching, AnomalySettings(max_overflows=2))
@@ -61,6 +68,7 @@ def test_an_overflow_in_fp16_is_none_unless_the_scale_cannot_be_lowered() -> Non
     assert "the loss scale is 1, as low as it may be, and 3 steps in a row" in str(watch.found(1.0))
 
 
+@pytest.mark.usefixtures("alone")
 def test_a_step_that_was_applied_ends_the_row_of_overflows() -> None:
     at_floor = engine(math.inf, applied=False, scaler=scaler())
     watch = AnomalyWatch(at_floor, AnomalySettings(max_overflows=2))
@@ -73,11 +81,28 @@ def test_a_step_that_was_applied_ends_the_row_of_overflows() -> None:
         assert watch.found(1.0) is None
 
 
+@pytest.mark.usefixtures("alone")
 def test_a_static_scale_cannot_be_lowered_at_all() -> None:
     watch = AnomalyWatch(
         engine(math.inf, False, scaler(dynamic=False, cur_scale=128.0)), AnomalySettings(max_overflows=0)
     )
     assert watch.found(1.0) is not None
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_loss_that_is_no_number_is_no_overflow() -> None:
+    searching = engine(math.inf, applied=False, scaler=scaler(cur_scale=1024.0))
+    watch = AnomalyWatch(searching, AnomalySettings())
+    assert watch.found(1.0) is None
+    assert str(watch.found(math.nan)) == "the loss is nan"
+    searching.norm, searching.applied = 1.0, True
+    assert watch.found(1.0) is None
+
+
+def test_a_rank_with_a_good_loss_learns_of_another_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AnomalyWatch, "_told", lambda self, own_loss: True)
+    watch = AnomalyWatch(engine(math.inf, applied=False, scaler=scaler(cur_scale=1024.0)), AnomalySettings())
+    assert str(watch.found(1.0)) == "the loss is not finite on another rank"
 
 
 # --- where a state stands --------------------------------------------------------------------------------------------
