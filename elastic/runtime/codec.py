@@ -17,6 +17,9 @@ def outcome(result: GenerationResult, generation: int, worker: int) -> ev.Event 
     if result.kind == "collective_failed":
         peer = f" (rank {result.peer_rank})" if result.peer_rank is not None else ""
         return ev.CollectiveFailed(generation, worker, result.step, _first_line(result.message) + peer)
+    if result.kind == "device_failed":
+        # The others wait for this rank; that its process is replaced follows when it has left.
+        return ev.CollectiveFailed(generation, worker, result.step, f"its device failed: {_first_line(result.message)}")
     if result.kind == "anomaly" and result.bad_step is not None:
         bad = result.bad_step
         return ev.AnomalyFound(generation, worker, result.step, bad.kind, bad.value, bad.positions)

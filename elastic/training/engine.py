@@ -178,7 +178,9 @@ class ElasticEngine:
         self._clock.remove()
         self.deepspeed = None
         self._watch = None
-        self._state = None
+        if self._state is not None:
+            self._state.close()
+            self._state = None
         self._buffers.clear()
         self._loss = 0.0
 
@@ -217,6 +219,8 @@ class ElasticEngine:
         ended = time.perf_counter()
         own_s = ended - progress.begun - (self._clock.waited_s - self._waited_s) if self._clock.works else 0.0
         loss, self._loss = float(self._loss), 0.0
+        # NCCL, aborted, lets what was enqueued run on over data that never came: nothing of such a step counts.
+        generation.check()
         bad = self._look(progress, loss)
         generation.step = progress.step + 1
         self.deepspeed.global_samples = self.plan.consumed(generation.step)

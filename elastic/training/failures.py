@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import torch
 import torch.distributed as dist
 
 from elastic.core.errors import CollectiveFailed, Where
@@ -22,6 +23,9 @@ _GLOO_TEXTS = (
     "NCCL error",
     "NCCL communicator was aborted",
 )
+# cudaError_t: what a device, its memory or its links have come to by themselves, whatever runs on it. Unavailable, ECC,
+# NVLink, contained, hardware stack, system not ready, unknown (a device that fell off the bus).
+_HARDWARE = frozenset({46, 214, 220, 226, 714, 802, 999})
 # "[127.0.0.1]:44305" and "[::1]:44305"; not the place in gloo's source, "[.../tcp/pair.cc:537]".
 _PEER = re.compile(r"\[([0-9a-fA-F.:]+)\]:(\d{1,5})\b")
 
@@ -35,6 +39,16 @@ def as_collective_failure(error: BaseException, where: Where | None = None) -> C
     failure = CollectiveFailed(f"a collective failed: {_first_line(error)}", where)
     failure.__cause__ = error
     return failure
+
+
+def is_of_device(error: BaseException) -> bool:
+    """Most of these stay: the process cannot use its device any more."""
+    return isinstance(error, torch.AcceleratorError)
+
+
+def is_of_hardware(error: BaseException) -> bool:
+    """The device's own failure, and not that of the code that runs on it."""
+    return is_of_device(error) and getattr(error, "error_code", None) in _HARDWARE
 
 
 def peer_of(message: str) -> str | None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from elastic.core.errors import CollectiveFailed, GenerationEnded, IntegrityError, StorageError, UsageError, Where
 from elastic.training import cleanup, context, rng
 from elastic.training.context import Generation
-from elastic.training.failures import as_collective_failure, peer_of
+from elastic.training.failures import as_collective_failure, is_of_device, is_of_hardware, peer_of
 from elastic.training.process_group import ProcessGroup, backend_and_device
 from elastic.training.session import Coordinator, GenerationSpec, Phase, Rendezvous
 
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Kind = Literal["finished", "ended", "anomaly", "user_error", "collective_failed", "restore_failed", "usage_error"]
+Kind = Literal[
+    "finished", "ended", "anomaly", "user_error", "collective_failed", "device_failed", "restore_failed", "usage_error"
+]
 # How often an aborted generation's sockets are looked for again: groups under construction open new ones.
 _SWEEP_EVERY_S = 0.05
 
@@ -37,6 +39,7 @@ class GenerationResult:
     user_error          the user's function raised
     usage_error         the job or the user's loop cannot work as written (a UsageError); not worth retrying
     collective_failed   a peer was lost: `peer` is "host:port" and `peer_rank` its rank where they are known
+    device_failed       the hardware of this rank's device
     restore_failed      the state of `checkpoint` could not be had
 
     `step` counts finished optimizer steps. `clean` is False when something kept the engine alive.
@@ -60,7 +63,8 @@ class GenerationRunner:
 
     `on_result` is called as soon as the outcome is known and before this rank closes its own groups, so that the first
     cause reaches the controller before the failures that the closing causes on other ranks. An exception in it is
-    logged. After `run`, `clean` is False if the engine outlived its generation: start a fresh process then.
+    logged. After `run`, `clean` is False if the engine outlived its generation, or if the device can be used no more:
+    start a fresh process then.
     """
 
     def __init__(
@@ -73,6 +77,7 @@ class GenerationRunner:
     ) -> None:
         self.spec = spec
         self.clean = True
+        self._device_works = True
         self._on_result = on_result
         self._group = ProcessGroup(spec, rendezvous, local_rank)
         device = backend_and_device(local_rank)[1]
@@ -141,6 +146,7 @@ class GenerationRunner:
 
     def _classify(self, error: BaseException) -> GenerationResult:
         generation = self._generation
+        self._device_works = not is_of_device(error)
         if generation.bad_step is not None:
             bad = generation.bad_step
             return self._result("anomaly", error, message=str(bad), text=None, bad_step=bad)
@@ -155,6 +161,8 @@ class GenerationRunner:
         failure = as_collective_failure(error, generation.where())
         if failure is not None:
             return self._collective_failed(failure)
+        if is_of_hardware(error):
+            return self._result("device_failed", error)
         if generation.phase is Phase.RESTORING or isinstance(error, (IntegrityError, StorageError)):
             return self._result("restore_failed", error, checkpoint=self.spec.checkpoint)
         return self._result("user_error", error)
@@ -196,7 +204,7 @@ class GenerationRunner:
         except BaseException as error:  # noqa: BLE001 - the coordinator may refuse an ended generation
             logger.debug("leaving was not told: %s", error)
         try:
-            self.clean = cleanup.leave(generation)
+            self.clean = cleanup.leave(generation) and self._device_works
         except Exception:
             logger.exception("generation %d was not left cleanly", self.spec.generation)
             self.clean = False

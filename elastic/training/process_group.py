@@ -11,6 +11,8 @@ import logging
 import os
 import sys
 import threading
+import time
+import weakref
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
@@ -26,7 +28,26 @@ from elastic.training.sockets import Address, TcpSocket
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["CloseSockets", "ProcessGroup", "backend_and_device", "host_store", "release_store"]
+__all__ = ["CloseSockets", "ProcessGroup", "backend_and_device", "host_store", "outlive_peers", "release_store"]
+
+# What torch does by itself when a collective of NCCL fails (ProcessGroupNCCL.hpp): it would end the process, after a
+# minute that it leaves for dumps and for which closing the group would wait.
+_NCCL = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
+}
+# An abort takes a second; one that hangs must not keep whoever asked for it.
+_ABORT_LIMIT_S = 10.0
+
+
+def outlive_peers() -> None:
+    """For processes that somebody aborts when a peer is lost, before their first group: this process goes on then.
+
+    What the environment says already stays.
+    """
+    for name, value in _NCCL.items():
+        os.environ.setdefault(name, value)
 
 
 def backend_and_device(local_rank: int = 0) -> tuple[str, torch.device]:
@@ -49,6 +70,8 @@ class ProcessGroup:
         self.rendezvous = rendezvous
         self.local_rank = local_rank
         self._store: Store | None = None
+        self._backend = ""
+        self._aborting: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
         self._foreign: frozenset[str] = frozenset()
         self._listening: frozenset[Address] = frozenset()
         self._peers_listening: frozenset[Address] = frozenset()
@@ -65,6 +88,7 @@ class ProcessGroup:
         `check` raises when the generation was ended meanwhile. Raises torch's DistError, or a RuntimeError of gloo.
         """
         backend, device = backend_and_device(self.local_rank)
+        self._backend = backend
         cleanup.warm_up()
         cleanup.clear_stage3_globals()
         _quiet_deepspeed()
@@ -87,7 +111,8 @@ class ProcessGroup:
             rank=self.spec.rank,
             world_size=self.spec.world_size,
             timeout=self._timeout(),
-            device_id=device if device.type == "cuda" else None,
+            # Bound, NCCL splits later groups off this one, which fails without peers (DeepSpeed issue 8248).
+            device_id=device if device.type == "cuda" and self.spec.world_size > 1 else None,
         )
         _adopt(backend)
         return device
@@ -118,8 +143,8 @@ class ProcessGroup:
         with self._sweeping:
             if not self._joined:
                 return 0
-            if dist.is_initialized() and dist.get_backend() == "nccl":
-                _abort_nccl()
+            if self._backend == "nccl":
+                self._abort_all()
             return sum(sockets.shut_down(found) for found in sockets.tcp_sockets() if self._owns(found))
 
     def close_in_child(self) -> Callable[[int], None]:
@@ -143,6 +168,26 @@ class ProcessGroup:
         release_store(self.rendezvous)
 
     # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _abort_all(self) -> None:
+        """At the same time: an abort waits for its group's kernels, which may stand behind those of another group
+        (https://github.com/pytorch/pytorch/issues/119797). Again at each sweep: a group may connect after an abort."""
+        deadline = time.monotonic() + _ABORT_LIMIT_S
+        threads = []
+        for group in [group for group in _groups() if group not in self._aborting]:
+            self._aborting.add(group)
+            threads.append(threading.Thread(target=self._abort, args=(group,), name="nccl-abort", daemon=True))
+            threads[-1].start()
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _abort(self, group: dist.ProcessGroup) -> None:
+        try:
+            group.abort()
+        except (RuntimeError, AttributeError) as error:
+            logger.warning("a group could not be aborted: %s", error)
+        finally:
+            self._aborting.discard(group)
 
     def _timeout(self) -> timedelta:
         return timedelta(seconds=self.spec.collective_timeout_s)
@@ -228,11 +273,3 @@ def _destroy_groups() -> None:
         return
     # Not torch's: that one leaves DeepSpeed's clone of the world group alive.
     deepspeed.comm.destroy_process_group()
-
-
-def _abort_nccl() -> None:
-    for group in _groups():
-        try:
-            group.abort()
-        except (RuntimeError, AttributeError) as error:
-            logger.warning("a group could not be aborted: %s", error)

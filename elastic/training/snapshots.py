@@ -19,6 +19,7 @@ from elastic.core.errors import CollectiveFailed, Fenced, IntegrityError, Storag
 from elastic.core.snapshots import STEPS, is_snapshot, parse_snapshot_id
 from elastic.training.session import MemoryPlan, Phase, SnapshotMemory
 from elastic.training.state.copier import Copier
+from elastic.training.state.host import over
 from elastic.training.state.pins import Pins
 
 if TYPE_CHECKING:
@@ -28,8 +29,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# How long a snapshot that must be taken waits for the one before it to be complete on all nodes.
+# How long a snapshot that must be taken waits for the one before it to be complete on all nodes; and the last one of a
+# generation that ends as planned, without which steps would be repeated: many gigabytes take their time.
 _WAIT_S = 10.0
+_LAST_WAIT_S = 30.0
 _CHECK_S = 0.1
 _MICROSECONDS = 1e6
 
@@ -147,7 +150,7 @@ class _MemoryTier:
             self._costs.step(duration_s, busy)
         if self._cadence.due(step):
             began = time.perf_counter()
-            taken = self._take(step, wait=self._cadence.fixed)
+            taken = self._take(step, _WAIT_S if self._cadence.fixed else 0.0)
             self._cadence.passed(step, taken)
             if taken:
                 self._costs.snapshot(time.perf_counter() - began)
@@ -162,17 +165,17 @@ class _MemoryTier:
 
     def at_end(self, step: int) -> None:
         if not self._off and not self._untouched() and self._taken != step:
-            self._take(step, wait=True)
+            self._take(step, _LAST_WAIT_S)
 
     def close(self) -> None:
         """After the last copy."""
         self._pins.close()
 
-    def _take(self, step: int, wait: bool) -> bool:
+    def _take(self, step: int, wait_s: float) -> bool:
         """Collective. True when every rank takes a snapshot of this step."""
         ready = self._agree()
-        if not ready and wait and not self._off:
-            self._await_last()
+        if not ready and wait_s and not self._off:
+            self._await_last(wait_s)
             ready = self._agree()
         if not ready:
             return False
@@ -191,6 +194,8 @@ class _MemoryTier:
             -round(self._costs.step_s * _MICROSECONDS),
         )
         complete, works, known, cost, step = _least(own, self._owner._group)
+        # Of a group that was aborted meanwhile the answer may be this rank's own figures only.
+        self._owner._generation.check()
         if not works:
             self._give_up()
             return False
@@ -231,13 +236,17 @@ class _MemoryTier:
     def _commit(self, step: int, client: Mapping[str, Json] | None) -> None:
         """On the copier's thread. What this rank has done goes with it: should it be lost, nobody else could tell."""
         steps = self._owner._generation.coordinator.recent_steps()
-        self._memory.commit(step, {**(client or {}), STEPS: steps})
+        try:
+            self._memory.commit(step, {**(client or {}), STEPS: steps})
+        except (StorageError, IntegrityError, Fenced) as error:
+            logger.warning("the snapshot of step %d is not in this node's memory: %s", step, error)
+            self._problem = str(error)
 
     def _captured(self, step: int) -> tuple[Mapping[str, Json] | None, Any]:
         state, client = self._owner._state, self._owner._client()
         for _ in range(2):
             if self._record is not None:
-                target = torch.frombuffer(self._memory.segment(), dtype=torch.uint8)
+                target = over(self._memory.segment())
                 self._pins.pin(target)
                 captured = state.capture_into(target, self._record, client)
                 if captured is not None:
@@ -247,10 +256,10 @@ class _MemoryTier:
             self._memory.open(self._record, size, self._plan.targets, self._base(), self._plan.stripe)
         raise AssertionError(f"the state of step {step} has another shape each time it is looked at")
 
-    def _await_last(self) -> None:
+    def _await_last(self, limit_s: float) -> None:
         """Wait for this rank's part of the last snapshot to be complete; the generation may be aborted meanwhile."""
         assert self._taken is not None
-        deadline = time.monotonic() + _WAIT_S
+        deadline = time.monotonic() + limit_s
         while not self._memory.wait_complete(self._taken, _CHECK_S) and time.monotonic() < deadline:
             self._owner._generation.check()
             if self._memory.failed() is not None:
@@ -272,7 +281,10 @@ class _MemoryTier:
             self._problem = str(error)
 
     def _look(self) -> None:
-        self._complete = max(self._complete, self._memory.complete())
+        try:
+            self._complete = max(self._complete, self._memory.complete())
+        except StorageError as error:
+            self._problem = str(error)
 
     def _give_up(self) -> None:
         self._off = True

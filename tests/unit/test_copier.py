@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ import torch
 from elastic.core.errors import ElasticError
 from elastic.training.state.copier import Copier
 from elastic.training.state.host import Transfer
+from elastic.training.state.pins import Pins
 
 LIMIT_S = 20.0
 
@@ -76,3 +80,84 @@ def test_closing_finishes_what_was_started(copier: Copier) -> None:
     copier.start(Transfer([(target, source)], []), lambda: None)
     copier.close()
     assert target.tolist() == [1.0] * 8
+
+
+class Stream:
+    """A device's stream on which everything is done at once."""
+
+    def __init__(self, seen: list[str]) -> None:
+        self.seen = seen
+
+    def wait_stream(self, other: Any) -> None: ...
+
+    def record_event(self) -> Any:
+        return SimpleNamespace(synchronize=lambda: None)
+
+    def wait_event(self, event: Any) -> None:
+        self.seen.append("the stream waits")
+
+
+class Place:
+    """A tensor that says who fills it."""
+
+    def __init__(self, seen: list[str]) -> None:
+        self.seen = seen
+
+    def copy_(self, source: Any, non_blocking: bool) -> None:
+        where = "device" if source.is_cuda else "host"
+        self.seen.append(f"{where} by {threading.current_thread().name}")
+
+
+def test_what_lies_in_host_memory_is_copied_beside_the_training_on_a_device_too(
+    copier: Copier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An offloaded optimizer: gigabytes that the training thread would stand still for."""
+    seen: list[str] = []
+    stream = Stream(seen)
+    copier._stream = stream
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    moves: Any = [(Place(seen), SimpleNamespace(is_cuda=False)), (Place(seen), SimpleNamespace(is_cuda=True))]
+    copier.start(Transfer(moves, []), lambda: None)
+    copier.fence()
+    assert copier.drain(LIMIT_S)
+    assert sorted(seen) == ["device by MainThread", "host by elastic-copier", "the stream waits"]
+
+
+class Driver:
+    """What is left of CUDA's runtime: a refusal is told once more to whoever launches the next kernel."""
+
+    def __init__(self, refuses: bool) -> None:
+        self.refuses, self.last_error = refuses, 0
+        self.registered: set[int] = set()
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.last_error = 1 if self.refuses else 0
+        if not self.refuses:
+            self.registered.add(address)
+        return self.last_error
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.last_error = 0 if address in self.registered else 713
+        self.registered.discard(address)
+        return self.last_error
+
+    def launch(self, *_: Any, **__: Any) -> None:
+        error, self.last_error = self.last_error, 0
+        if error:
+            raise RuntimeError(f"CUDA error {error}")
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_memory_that_cannot_be_pinned_harms_nobody(refuses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(refuses)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch, "ones", driver.launch)
+    memory, pins = torch.zeros(64, dtype=torch.uint8), Pins(torch.device("cuda"))
+    for _ in range(2):
+        pins.pin(memory)
+        driver.launch()
+    assert bool(driver.registered) is not refuses
+    pins.close()
+    driver.launch()
+    assert driver.registered == set()

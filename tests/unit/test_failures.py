@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from elastic.core import events as ev
 from elastic.core.errors import CollectiveFailed, Where
+from elastic.runtime import codec
+from elastic.training import loop
 from elastic.training.failures import as_collective_failure, peer_of
+from elastic.training.local import SilentCoordinator
+from elastic.training.session import GenerationSpec, Rendezvous
 
 _GLOO = (
     "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:31667: "
@@ -59,3 +65,33 @@ def test_the_users_own_errors_are_left_alone(error: BaseException) -> None:
 )
 def test_the_peer_is_read_from_gloos_message(message: str, peer: str | None) -> None:
     assert peer_of(message) == peer
+
+
+class DeviceError(torch.AcceleratorError):
+    def __init__(self, code: int) -> None:
+        super().__init__(f"CUDA error {code}\nCUDA kernel errors might be reported later")
+        self.error_code = code
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "clean"),
+    [
+        # An uncorrectable ECC error; an illegal address, which the user's own kernel may have used; and neither.
+        (DeviceError(214), "device_failed", False),
+        (DeviceError(700), "user_error", False),
+        (RuntimeError("CUDA error"), "user_error", True),
+    ],
+)
+def test_broken_hardware_is_not_the_users_and_its_process_not_used_again(
+    error: Exception, kind: str, clean: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "backend_and_device", lambda local_rank: ("gloo", torch.device("cpu")))
+    runner = loop.GenerationRunner(GenerationSpec("run", 3, 0, 1), SilentCoordinator(), Rendezvous("127.0.0.1", 1))
+    result = runner._classify(error)
+    runner._leave(result)
+    assert (result.kind, runner.clean) == (kind, clean)
+    event = codec.outcome(result, 3, 7)
+    if kind == "device_failed":
+        assert event == ev.CollectiveFailed(3, 7, 0, "its device failed: CUDA error 214")
+    else:
+        assert isinstance(event, ev.UserCodeFailed)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import math
+import threading
+import weakref
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -15,11 +17,20 @@ import torch
 from elastic.core.errors import ModelMismatch, UsageError
 from elastic.core.layout import Piece, RankLayout
 from elastic.core.manifest import Manifest
+from elastic.training.state.engine_state import LiveState
 from elastic.training.state.host import HostCopy, HostPool
-from elastic.training.state.inventory import gaps
-from elastic.training.state.live import Master, Member
+from elastic.training.state.inventory import Inventory, gaps
+from elastic.training.state.live import BUFFER, PARAM, Extra, Master, Member
 from elastic.training.state.match import check_model
-from elastic.training.state.optimizer import decode_scalars, encode_scalars, install_state, read_states, scalars_of
+from elastic.training.state.optimizer import (
+    MasterState,
+    decode_scalars,
+    encode_scalars,
+    install_state,
+    read_states,
+    scalars_of,
+)
+from elastic.training.state.reader import Reader
 from elastic.training.state.values import decode, encode
 
 
@@ -224,6 +235,58 @@ class TestScaler:
             used.optimizer.loss_scaler.update_scale(overflow)
             fresh.optimizer.loss_scaler.update_scale(overflow)
             assert vars(used.optimizer.loss_scaler) == vars(fresh.optimizer.loss_scaler)
+
+
+def test_what_the_users_code_may_change_is_copied_before_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frozen parameters that follow the weights, say: a copy made beside the next forward pass would be torn."""
+    flat, frozen, buffer = torch.ones(4), torch.ones(3), torch.ones(2)
+    whole = [Extra(kind, tensor, Piece(kind, 0, len(tensor), kind, 0), True)
+             for kind, tensor in ((PARAM, frozen), (BUFFER, buffer))]  # fmt: skip
+    master = Master("group0", 0, flat, (Piece("w", 0, 4, "group0", 0),), ("w",), replicated=False)
+    state: Any = LiveState.__new__(LiveState)
+    state._stage, state._engine, state._proof = SimpleNamespace(rank=0, world_size=1), SimpleNamespace(), None
+    state._engine.optimizer, state.zero_stage = None, 2
+    monkeypatch.setattr(state, "_inventory", lambda: Inventory((master,), (MasterState({}, {}),), tuple(whole)))
+    _, _, wanted = state._wanted()
+    assert {item.key: item.at_once for item in wanted} == {
+        "master/group0": False, "param/param": True, "buffer/buffer": True,
+    }  # fmt: skip
+
+
+class Slow:
+    """A tensor on a device: bringing it to the host takes until the test says so."""
+
+    def __init__(self) -> None:
+        self.asked, self.go = threading.Event(), threading.Event()
+
+    def detach(self) -> Slow:
+        return self
+
+    def reshape(self, shape: int) -> Slow:
+        return self
+
+    def cpu(self) -> torch.Tensor:
+        self.asked.set()
+        assert self.go.wait(20.0)
+        return torch.zeros(0)
+
+
+def test_a_proof_that_nobody_waits_for_keeps_no_tensors() -> None:
+    tensors: dict[str, Any] = {f"master/group{number}": Slow() for number in range(3)}
+    gone = [weakref.ref(tensor) for tensor in tensors.values()]
+    first = tensors["master/group2"]
+    reader = Reader((), tensors, torch.device("cpu"))
+    assert first.asked.wait(20.0)
+    stopping = threading.Thread(target=reader.stop)
+    stopping.start()
+    while reader._tensors:
+        pass
+    first.go.set()
+    stopping.join(20.0)
+    tensors.clear()
+    del first
+    gc.collect()
+    assert [tensor() for tensor in gone] == [None] * 3
 
 
 def test_gaps_are_what_no_piece_covers() -> None:

@@ -110,8 +110,13 @@ class NodeMemory:
         self._committed = step
 
     def complete(self) -> int:
-        """The newest step of this generation of which the own copy and all replicas are complete; -1 if none."""
+        """The newest step of this generation of which the own copy and all replicas are complete; -1 if none.
+
+        Raises StorageError once the server is gone: nothing becomes complete any more.
+        """
         with self._changed:
+            if self._broken is not None:
+                raise StorageError(self._broken)
             return int(self._progress.get("complete_step", -1))
 
     def wait_complete(self, step: int, timeout_s: float) -> bool:

@@ -36,6 +36,7 @@ class EngineState(Protocol):
 
     1. `restore` at most once, before the first step, by all ranks together
     2. `snapshot` after any step, by any rank by itself
+    3. `close` when the engine goes: nobody reads its tensors any more
     """
 
     zero_stage: int
@@ -112,6 +113,8 @@ class EngineState(Protocol):
         Raises IntegrityError on all ranks: a snapshot would carry one copy and a restore would give it to all.
         """
         ...
+
+    def close(self) -> None: ...
 
 
 def open_state(engine: Any) -> EngineState:

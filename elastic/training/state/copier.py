@@ -27,8 +27,11 @@ _LIMIT_S = 120.0
 
 @dataclass
 class _Job:
+    """`transfer` is the thread's work. `enqueued` is the device's, which has made it when `event` has come."""
+
     transfer: Transfer
     then: Callable[[], None]
+    enqueued: Transfer | None = None
     event: Any = None
     copied: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
@@ -50,9 +53,11 @@ class Copier:
         """Begin to copy; `then` is called on the copier's thread when everything is there. What it raises is logged."""
         job = _Job(transfer, then)
         if self._stream is not None:
+            # What an offloaded optimizer keeps lies in host memory: copying that is no work for this thread.
+            job.enqueued, job.transfer = transfer.parted()
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._stream):
-                transfer.enqueue()
+                job.enqueued.enqueue()
                 job.event = self._stream.record_event()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="elastic-copier", daemon=True)
@@ -65,14 +70,14 @@ class Copier:
     def fence(self) -> float:
         """Before the state changes: every copy that was started has read it. Returns the seconds that this waited.
 
-        On a CUDA device the stream waits and not this thread. Raises ElasticError when a copy failed.
+        For what lies on a CUDA device the stream waits and not this thread. Raises ElasticError when a copy failed.
         """
         began, pending = time.perf_counter(), self._pending
         self._pending = []
         for job in pending:
             if job.event is not None:
                 torch.cuda.current_stream(self._device).wait_event(job.event)
-            elif not job.copied.wait(_LIMIT_S):
+            if job.transfer.moves and not job.copied.wait(_LIMIT_S):
                 raise ElasticError(f"a copy of the state to host memory has not ended for {_LIMIT_S:.0f} s")
             if job.error is not None:
                 raise ElasticError(f"the state could not be copied to host memory: {job.error}") from job.error
@@ -102,11 +107,10 @@ class Copier:
 
     def _finish(self, job: _Job) -> None:
         try:
+            job.transfer.enqueue()
+            job.copied.set()
             if job.event is not None:
                 job.event.synchronize()
-            else:
-                job.transfer.enqueue()
-            job.copied.set()
             job.transfer.finish()
         except Exception as error:
             logger.exception("a copy to host memory failed")

@@ -25,7 +25,7 @@ from elastic.training.state.client import check_client, install_client, read_cli
 from elastic.training.state.dtypes import check_dtype
 from elastic.training.state.host import HostCopy, HostPool, Transfer, packed, placed, transfer
 from elastic.training.state.inventory import Inventory, gaps
-from elastic.training.state.live import BUFFER, Member, Stage, members
+from elastic.training.state.live import BUFFER, PARAM, Member, Stage, members
 from elastic.training.state.match import check_model
 from elastic.training.state.optimizer import decode_scalars, install_state, scalars_of
 from elastic.training.state.plain import LiveGroups
@@ -126,8 +126,9 @@ class LiveState:
         for key, tensor in inventory.tensors().items():
             kind, buffer = key.split("/", 1)
             if buffer in layout.buffers:
-                # A forward pass changes module buffers, and in stage 0 the user's own code may change the masters.
-                at_once = kind == BUFFER or self.zero_stage == 0
+                # A forward pass changes module buffers, and the user's own code may change frozen parameters (an
+                # average of the weights, say), in stage 0 the masters, too.
+                at_once = kind in (BUFFER, PARAM) or self.zero_stage == 0
                 wanted.append(HostCopy(key, tensor, padding[buffer], at_once))
         return inventory, layout, wanted
 
@@ -166,6 +167,10 @@ class LiveState:
             # Kept when it fails: whoever goes on all the same is told again.
             self._proof.verdict(self._agreement)
             self._proof = None
+
+    def close(self) -> None:
+        if self._proof is not None:
+            self._proof.stop()
 
     def prove_place(
         self, saved: Mapping[str, Json], here: Mapping[str, Json], plan: StepPlan, order: SampleOrder

@@ -42,6 +42,11 @@ class Transfer:
         for target, source in self.moves:
             target.copy_(source, non_blocking=True)
 
+    def parted(self) -> tuple[Transfer, Transfer]:
+        """What is copied from a device; and what is copied from host memory, with the gaps of both."""
+        device = [move for move in self.moves if move[1].is_cuda]
+        return Transfer(device, ()), Transfer([move for move in self.moves if not move[1].is_cuda], self.zeros)
+
     def finish(self) -> None:
         """After every copy has arrived."""
         for gap in self.zeros:
@@ -53,6 +58,11 @@ class Transfer:
         if any(source.is_cuda for _, source in self.moves):
             torch.cuda.current_stream().synchronize()
         self.finish()
+
+
+def over(memory: memoryview) -> torch.Tensor:
+    """The same memory, 1-D uint8. A rank that was dealt nothing of a replicated state has none, which torch refuses."""
+    return torch.frombuffer(memory, dtype=torch.uint8) if len(memory) else torch.empty(0, dtype=torch.uint8)
 
 
 def packed(wanted: Sequence[HostCopy]) -> tuple[tuple[int, ...], int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 
 import torch
@@ -16,22 +17,33 @@ class Pins:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._device = device
         self._pinned: dict[tuple[int, int], torch.Tensor] = {}
+        self._refused: set[tuple[int, int]] = set()
 
     def pin(self, memory: torch.Tensor) -> None:
         """`memory` is 1-D. Where the driver refuses, copies are correct and slower; that is logged once per stretch."""
         key = (memory.data_ptr(), memory.numel() * memory.element_size())
-        if not self._cuda or not key[1] or key in self._pinned:
+        if self._device.type != "cuda" or not key[1] or key in self._pinned or key in self._refused:
             return
-        # Registered once whatever comes of it: a refusal would only be repeated.
-        self._pinned[key] = memory
         error = torch.cuda.cudart().cudaHostRegister(*key, 0)  # type: ignore[no-untyped-call]
-        if int(error) != 0:
-            logger.warning("%d MiB of snapshot memory could not be pinned: CUDA error %d", key[1] >> 20, int(error))
+        if int(error) == 0:
+            self._pinned[key] = memory
+            return
+        # It would only be refused again.
+        self._refused.add(key)
+        logger.warning("%d MiB of snapshot memory could not be pinned: CUDA error %d", key[1] >> 20, int(error))
+        self._forget_error()
 
     def close(self) -> None:
         """No copy may be under way."""
         for address, _ in self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+            if int(torch.cuda.cudart().cudaHostUnregister(address)) != 0:  # type: ignore[no-untyped-call]
+                self._forget_error()
         self._pinned.clear()
+
+    def _forget_error(self) -> None:
+        """The runtime tells a refusal once more to whoever launches the next kernel, which would be the training. Let
+        it be this one."""
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device=self._device)

@@ -53,11 +53,12 @@ class Proof:
         self._hashes: dict[str, int] = {}
         self._whole: dict[str, int] = {}
         self._partial: dict[str, int] = {}
+        self._reader: Reader | None = None
         try:
             pieces, tensors = inventory.held().pieces, _sorted(inventory)
             self._reader = Reader(pieces, tensors.steady, engine.device)
-            self._partial = digests(pieces, tensors.sliced)
-            self._whole = digests(pieces, tensors.whole)
+            self._partial = digests(pieces, tensors.sliced.items())
+            self._whole = digests(pieces, tensors.whole.items())
             self._flags, self._hashes = _flags_and_hashes(engine, stage, inventory, manifest, groups)
         except Exception as error:  # noqa: BLE001 - the other ranks wait for the verdict: it is raised there
             self._error = error
@@ -75,9 +76,15 @@ class Proof:
             self._failure = error
             raise
 
+    def stop(self) -> None:
+        """The engine goes, whatever the verdict would have been."""
+        if self._reader is not None:
+            self._reader.stop()
+
     def _judge(self, agreement: Agreement) -> None:
         try:
             if self._error is None:
+                assert self._reader is not None
                 self._partial |= self._reader.result()
         except Exception as error:  # noqa: BLE001 - as above
             self._error = error

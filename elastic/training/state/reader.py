@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
@@ -13,18 +13,21 @@ from elastic.core.layout import Piece, RankLayout
 
 # 0.2 s per GB on one core; even what 80 GB of device memory hold is read long before that.
 _LIMIT_S = 600.0
+# The tensor that is being copied when the rest is not wanted any more.
+_STOP_LIMIT_S = 10.0
 
 
-def digests(pieces: Iterable[Piece], tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+def digests(pieces: Iterable[Piece], tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
     """What these tensors, "<kind>/<buffer>", add to the digest of each "<kind>/<parameter>"."""
     by_buffer: dict[str, list[Piece]] = {}
     for piece in pieces:
         by_buffer.setdefault(piece.buffer, []).append(piece)
     found: dict[str, int] = {}
-    for key, tensor in tensors.items():
+    for key, tensor in tensors:
         buffer = key.split("/", 1)[1]
         # One at a time, so that the device's state is never on the host twice.
         host = tensor.detach().reshape(-1).cpu()
+        del tensor
         found |= partial_digests(RankLayout(tuple(by_buffer.get(buffer, ())), {buffer: host.numel()}), {key: host})
     return found
 
@@ -54,10 +57,22 @@ class Reader:
             raise self._error
         return self._found
 
+    def stop(self) -> None:
+        """The result is not wanted any more, and what is still to be read must not stay in the device's memory: the
+        next engine needs it. Idempotent."""
+        self._tensors.clear()
+        self._thread.join(_STOP_LIMIT_S)
+
     def _read(self) -> None:
         try:
             with torch.cuda.stream(self._stream):
-                self._found = digests(self._pieces, self._tensors)
+                self._found = digests(self._pieces, self._taken())
         except Exception as error:  # noqa: BLE001 - it belongs to whoever asks for the result
             self._error = error
-        self._tensors.clear()
+
+    def _taken(self) -> Iterator[tuple[str, torch.Tensor]]:
+        while True:
+            try:
+                yield self._tensors.popitem()
+            except KeyError:
+                return

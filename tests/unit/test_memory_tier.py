@@ -1,0 +1,143 @@
+"""One rank's snapshots in its node's memory: when they are given up, and what is not believed. No engine, no server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from elastic.core.errors import GenerationEnded, StorageError
+from elastic.training import snapshots
+from elastic.training.context import Generation
+from elastic.training.local import SilentCoordinator
+from elastic.training.session import GenerationSpec, MemoryPlan, SnapshotMemory
+from elastic.training.snapshots import Snapshots
+from elastic.training.state.host import Transfer
+
+
+class Node:
+    """Memory of `nbytes`. What is committed is complete at once, unless `gone` says why nothing can be reached."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.gone: str | None = None
+        self.committed: list[int] = []
+        self.settled_steps: list[int] = []
+
+    def open(self, template: Any, nbytes: int, targets: Any, base: Any = None, stripe: Sequence[int] = ()) -> None:
+        assert nbytes == self.nbytes
+
+    def segment(self) -> memoryview:
+        self._reach()
+        return memoryview(bytearray(self.nbytes))
+
+    def commit(self, step: int, client: Mapping[str, Any] | None) -> None:
+        self._reach()
+        self.committed.append(step)
+
+    def complete(self) -> int:
+        self._reach()
+        return self.committed[-1] if self.committed else -1
+
+    def wait_complete(self, step: int, timeout_s: float) -> bool:
+        return step in self.committed
+
+    def failed(self) -> str | None:
+        return self.gone
+
+    def settled(self, step: int) -> None:
+        self.settled_steps.append(step)
+
+    def _reach(self) -> None:
+        if self.gone is not None:
+            raise StorageError(self.gone)
+
+
+class State:
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.targets: list[torch.Tensor] = []
+
+    def record(self, generation: int) -> tuple[Any, int]:
+        return SimpleNamespace(), self.nbytes
+
+    def capture_into(self, memory: torch.Tensor, record: Any, client: Any) -> tuple[Any, Transfer]:
+        self.targets.append(memory)
+        return client, Transfer([(memory, torch.ones(self.nbytes, dtype=torch.uint8))], [])
+
+
+class Rank(SilentCoordinator):
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, nbytes: int = 8) -> None:
+        self.node, self.lost = Node(nbytes), list[str]()
+        spec = GenerationSpec("run", 1, 0, 2, memory=MemoryPlan(every_steps=1))
+        group: Any = None
+        self.generation = Generation(spec, self, group, torch.device("cpu"))
+        deepspeed = SimpleNamespace(global_steps=1, skipped_steps=0)
+        self.generation.engine = SimpleNamespace(deepspeed=deepspeed)  # type: ignore[assignment]
+        state: Any = State(nbytes)
+        self.snapshots = Snapshots(self.generation, state, None, lambda: {})
+        # The other rank fares as this one does.
+        monkeypatch.setattr(snapshots, "_least", lambda own, group: [int(value) for value in own])
+
+    def memory(self) -> SnapshotMemory:
+        return self.node
+
+    def memory_lost(self, reason: str) -> None:
+        self.lost.append(reason)
+
+    def step(self) -> None:
+        self.generation.step += 1
+        self.snapshots.prepare(0.1)
+        self.snapshots.start()
+        self.snapshots.drain()
+
+
+@pytest.mark.parametrize("nbytes", [0, 8])
+def test_every_rank_takes_part_also_one_that_was_dealt_nothing(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+    rank = Rank(monkeypatch, nbytes)
+    for _ in range(3):
+        rank.step()
+    assert rank.node.committed == [1, 2, 3]
+    assert rank.node.settled_steps == [1, 2]
+    assert rank.lost == []
+
+
+def test_a_memory_that_goes_away_between_two_snapshots_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(monkeypatch)
+    rank.step()
+    rank.node.gone = "the server does not answer"
+    for _ in range(3):
+        rank.step()
+    assert rank.lost == ["the server does not answer"]
+
+
+def test_a_snapshot_that_could_not_be_handed_over_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(monkeypatch)
+    rank.step()
+
+    def commit(step: int, client: Any) -> None:
+        raise StorageError("the connection broke")
+
+    monkeypatch.setattr(rank.node, "commit", commit)
+    for _ in range(3):
+        rank.step()
+    assert rank.lost == ["the connection broke"]
+
+
+def test_what_a_group_said_while_it_was_aborted_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL lets an exchange that is aborted return, with this rank's own figures for everybody's."""
+    rank = Rank(monkeypatch)
+    rank.step()
+
+    def aborted(own: Sequence[int], group: Any) -> list[int]:
+        rank.generation.end("a peer is lost")
+        return [int(value) for value in own]
+
+    monkeypatch.setattr(snapshots, "_least", aborted)
+    with pytest.raises(GenerationEnded):
+        rank.step()
+    assert rank.node.settled_steps == [], "the snapshot may be complete on this node only"
+    assert rank.node.committed == [1]
