@@ -192,7 +192,7 @@ class WorkerActor:
                 release_store(self._stores.pop(generation))
         self._vitals.phase = "idle"
         if not current.runner.clean:
-            self._post(ev.WorkerDied(self._worker, "its engine outlived the generation; a fresh process is needed"))
+            self._post(ev.WorkerDied(self._worker, "its engine or its device is past use; a fresh process is needed"))
         elif result.kind != "finished":
             self._post(ev.WorkerLeft(current.generation, self._worker, result.step))
 
@@ -205,8 +205,10 @@ class WorkerActor:
         from elastic.checkpoint.writer import BackgroundWriter
         from elastic.runtime import member
         from elastic.training import api, cleanup, loop
+        from elastic.training.process_group import outlive_peers
 
         logger.debug("imported %s", (elastic, api, loop, member))
+        outlive_peers()
         cleanup.warm_up()
         failures = self._settings.failures
         if self._settings.memory.enabled:
@@ -241,7 +243,10 @@ class WorkerActor:
             rank: Holder(address, self._node.memory_name if address == own else None)
             for rank, address in enumerate(assembled.holders)
         }
-        return MemorySource(lambda _: assembled.manifest, holders, self._token, timeout_s=_READ_TIMEOUT_S)
+        return MemorySource(
+            lambda _: assembled.manifest, holders, self._token,
+            timeout_s=_READ_TIMEOUT_S, limit_s=limit_s, check=lambda: check(0.0),
+        )  # fmt: skip
 
     def _assembled(self, identifier: str, limit_s: float, check: Callable[[float], None]) -> Assembled:
         """Ask the controller; one that is being restarted is waited for."""

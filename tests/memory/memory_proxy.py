@@ -84,6 +84,24 @@ class Proxy:
         thread.start()
 
 
+class SlowProxy(Proxy):
+    """A slow network: what comes from upstream is passed on in pieces of 1 / `pieces` MiB, each after a pause."""
+
+    def __init__(self, upstream: Address, *, pieces: int, pause_s: float) -> None:
+        self._piece_bytes, self._pause_s = (1 << 20) // pieces, pause_s
+        super().__init__(upstream)
+
+    def _forward(self, source: socket.socket, target: socket.socket, limit: int | None, hold: bool) -> None:
+        with suppress(OSError):
+            while data := source.recv(self._piece_bytes):
+                if not hold and len(data) > 1 << 12:
+                    # Set when the proxy closes: nobody waits for a network that is gone.
+                    self.go.wait(self._pause_s)
+                target.sendall(data)
+        _shut(source)
+        _shut(target)
+
+
 def _shut(sock: socket.socket) -> None:
     with suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)

@@ -13,6 +13,7 @@ from pathlib import Path
 import memory_samples as samples
 import pytest
 import torch
+from memory_proxy import SlowProxy
 from memory_samples import TOKEN, held, snap, take, template
 
 from elastic.checkpoint.memory import shelf
@@ -22,7 +23,7 @@ from elastic.checkpoint.memory.source import Holder, MemorySource
 from elastic.checkpoint.memory.wire import connect
 from elastic.checkpoint.source import ReadRange
 from elastic.core.assembly import assemble
-from elastic.core.errors import IntegrityError, StorageError, UsageError
+from elastic.core.errors import GenerationEnded, IntegrityError, StorageError, UsageError
 from elastic.core.manifest import Manifest
 
 
@@ -289,6 +290,37 @@ def test_a_holder_that_is_gone_or_stands_still_is_named(stack: ExitStack) -> Non
         MemorySource(lambda _: manifest, {0: Holder(address)}, TOKEN, timeout_s=30).read(manifest, ranges)
     with pytest.raises(StorageError, match="cannot be reached"):
         NodeMemory("elastic-memory-nobody", TOKEN)
+
+
+def test_a_holder_may_take_its_time_as_long_as_it_moves_and_the_read_is_wanted(stack: ExitStack) -> None:
+    node = server(stack)
+    memory = worker(stack, node)
+    record = template(0, 1, 1, 200_000)
+    memory.open(record, record.bytes, [])
+    take(memory, record, 1)
+    manifest = assemble([samples.full_record(record, 1)], run_id="run")
+    numel = record.tensors[0].numel
+    # Every piece comes within the limit, all of them together do not.
+    slow = stack.enter_context(closing(SlowProxy(node.address, pieces=16, pause_s=0.2)))
+    wanted, found = torch.zeros(numel), torch.zeros(numel)
+    ranges = [ReadRange(0, record.tensors[0].key, 0, numel, wanted)]
+    MemorySource(lambda _: manifest, {0: Holder(node.address)}, TOKEN, timeout_s=30).read(manifest, ranges)
+    ranges = [ReadRange(0, record.tensors[0].key, 0, numel, found)]
+    MemorySource(lambda _: manifest, {0: Holder(slow.address)}, TOKEN, timeout_s=2.0).read(manifest, ranges)
+    # Bits: some of the numbers are none.
+    assert torch.equal(found.view(torch.int32), wanted.view(torch.int32))
+    with pytest.raises(StorageError, match=r"has not delivered its part of a snapshot within 0\.3 s"):
+        MemorySource(lambda _: manifest, {0: Holder(slow.address)}, TOKEN, timeout_s=2.0, limit_s=0.3).read(
+            manifest, ranges
+        )
+
+    def over() -> None:
+        raise GenerationEnded(1, "it is over")
+
+    with pytest.raises(GenerationEnded):
+        MemorySource(lambda _: manifest, {0: Holder(slow.address)}, TOKEN, timeout_s=30, check=over).read(
+            manifest, ranges
+        )
 
 
 def test_two_hundred_generations_leave_nothing_behind(stack: ExitStack) -> None:

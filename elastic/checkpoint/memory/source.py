@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -19,6 +20,8 @@ from elastic.core.manifest import Manifest
 # One stream does not fill a fast network; more than that of one holder go over several.
 _STREAM_BYTES = 64 << 20
 _STREAMS = 4
+# How often a read under way asks whether it is still wanted.
+_LOOK_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,8 @@ class Holder:
 class MemorySource:
     """`holders[rank]` is where that rank's shard is read from; `manifest` is asked for the manifest of an id.
 
-    `timeout_s` bounds one `read` as a whole.
+    A holder counts as gone when no byte has come from it for `timeout_s`; `limit_s` bounds one `read` as a whole, for a
+    holder that hardly moves. `check` is called meanwhile and may raise.
     """
 
     name = "memory"
@@ -47,11 +51,15 @@ class MemorySource:
         token: bytes,
         *,
         timeout_s: float,
+        limit_s: float = math.inf,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self._manifest = manifest
         self._holders = holders
         self._token = token
         self._timeout_s = timeout_s
+        self._limit_s = limit_s
+        self._check = check
 
     def manifest(self, checkpoint_id: str) -> Manifest:
         return self._manifest(checkpoint_id)
@@ -84,22 +92,29 @@ class MemorySource:
 
     def _run(self, fetches: Sequence[_Fetch]) -> None:
         with ThreadPoolExecutor(max_workers=min(len(fetches), 16), thread_name_prefix="snapshot read") as pool:
-            futures: dict[Future[None], _Fetch] = {}
-            deadline = time.monotonic() + self._timeout_s
-            for fetch in fetches:
-                futures[pool.submit(fetch.run, deadline)] = fetch
-            done, late = wait(futures, timeout=self._timeout_s, return_when=FIRST_EXCEPTION)
-            failed = next((future for future in futures if future in done and future.exception() is not None), None)
-            # Nothing may write into the targets after this returns: the pool is left when all threads have ended.
-            for future in late:
-                future.cancel()
-                futures[future].cancel()
-        if failed is not None:
-            failed.result()
-        if late:
-            fetch = futures[next(iter(late))]
-            what = f"{fetch.holder} has not delivered its part of a snapshot within {self._timeout_s} s"
-            raise StorageError(what, fetch.where)
+            futures = {pool.submit(fetch.run, self._timeout_s): fetch for fetch in fetches}
+            try:
+                self._await(futures)
+            finally:
+                # Nothing may write into the targets after this returns: the pool is left when all threads have ended.
+                for future, fetch in futures.items():
+                    if not future.done():
+                        future.cancel()
+                        fetch.cancel()
+
+    def _await(self, futures: Mapping[Future[None], _Fetch]) -> None:
+        deadline = time.monotonic() + self._limit_s
+        late = set(futures)
+        while late:
+            done, late = wait(late, timeout=_LOOK_S, return_when=FIRST_EXCEPTION)
+            for future in futures:
+                if future in done:
+                    future.result()
+            self._check()
+            if late and time.monotonic() > deadline:
+                fetch = futures[next(iter(late))]
+                what = f"{fetch.holder} has not delivered its part of a snapshot within {self._limit_s} s"
+                raise StorageError(what, fetch.where)
 
 
 class _Fetch:
@@ -117,16 +132,16 @@ class _Fetch:
         self._channel: Channel | None = None
         self._cancelled = False
 
-    def run(self, deadline: float) -> None:
+    def run(self, timeout_s: float) -> None:
         try:
-            limit_s = min(CONNECT_LIMIT_S, max(0.001, deadline - time.monotonic()))
+            limit_s = min(CONNECT_LIMIT_S, timeout_s)
             channel = connect(self.holder.local_name or self.holder.address, self._token, limit_s=limit_s)
             try:
                 with self._lock:
                     self._channel = channel
                     if self._cancelled:
                         channel.shut()
-                channel.limit(max(0.001, deadline - time.monotonic()))
+                channel.limit(timeout_s)
                 if self.holder.local_name is not None:
                     self._copy(channel)
                 else:
