@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elastic.core.events import ControlStoreAway, ControlStoreBack
-from elastic.core.state import WorkerPhase
+from elastic.core.state import Waiting, WorkerPhase
 from elastic.core.turn import Turn
 
 
@@ -29,6 +29,8 @@ def back(turn: Turn, event: ControlStoreBack) -> None:
         return
     turn.set(control_store_away=False)
     restart_starts(turn)
+    if isinstance(turn.state.stage, Waiting):
+        turn.enter(replace(turn.state.stage, since=turn.now))
     turn.say(f"Ray's control store answers again, after {event.away_s:.1f} s", kind="control-store")
 
 

@@ -48,6 +48,8 @@ def keep_to_limit(turn: Turn) -> None:
     they may hold what the next generation begins from.
     """
     state, limit = turn.state, turn.state.max_slots
+    if len(state.slots) <= limit:
+        return  # As a rule, and with every event.
     # Those on nodes that are going away are replaced, and given back, for that reason.
     staying = [slot for slot in state.slots.values() if slot.node not in state.draining]
     surplus = len(staying) - limit

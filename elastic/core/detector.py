@@ -98,7 +98,8 @@ class LastSeen:
             return None
         self._reported.update((worker, now) for worker in due)
         nodes = sorted({self._workers[worker][0] for worker in due})
-        whole = tuple(node for node in nodes if self._all_silent(node, suspects, now, limit_s))
+        speaking = {where for worker, (where, _) in self._workers.items() if worker not in suspects}
+        whole = tuple(node for node in nodes if node not in speaking and self._node_silent(node, now, limit_s))
         longest = max(now - self._workers[worker][1] for worker in due)
         return Silence(tuple(due), longest, whole)
 
@@ -128,9 +129,8 @@ class LastSeen:
         with_its_agent = now - agent > limit_s
         return now - seen > limit_s and (by_its_agent or with_its_agent)
 
-    def _all_silent(self, node: str, suspects: set[int], now: float, limit_s: float) -> bool:
-        here = {worker for worker, (where, _) in self._workers.items() if where == node}
-        return here <= suspects and node in self._nodes and now - self._nodes[node] > limit_s
+    def _node_silent(self, node: str, now: float, limit_s: float) -> bool:
+        return node in self._nodes and now - self._nodes[node] > limit_s
 
     def _seen(self, worker: int, node: str, when: float) -> None:
         if worker in self._forgotten:

@@ -7,6 +7,8 @@ nodes: the stripes' parity goes round, so that no node keeps more of it than oth
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -80,14 +82,24 @@ def _held(
         least = min(load.values())
         idle = {node for node in names if load[node] == least}
         # The group that has the fewest such nodes to choose from is first: the others still find one then.
-        members = min(waiting, key=lambda group: len(idle.difference(group)))
+        members = max(waiting, key=lambda group: sum(node in idle for node in group))
         waiting.remove(members)
-        used = [domains.get(node, node) for node in members]
         begin = names.index(members[0])
-        # A domain that has two parts already is lost with them whatever happens: a third there does no harm.
-        holder = min(
-            (node for node in (*names[begin:], *names[:begin]) if node not in members),
-            key=lambda node: (used.count(domains.get(node, node)) == 1, load[node]),
-        )
+        holder = _holder(members, [*names[begin:], *names[:begin]], load, least, domains)
         load[holder] += 1
         yield members, holder
+
+
+def _holder(
+    members: Sequence[str], names: Sequence[str], load: Mapping[str, int], least: int, domains: Mapping[str, str]
+) -> str:
+    # A domain that has two parts already is lost with them whatever happens: a third there does no harm.
+    single = {domain for domain, count in Counter(domains.get(node, node) for node in members).items() if count == 1}
+    holder, lowest = "", (True, math.inf)
+    for node in (node for node in names if node not in members):
+        cost = (domains.get(node, node) in single, load[node])
+        if cost < lowest:
+            holder, lowest = node, cost
+        if cost == (False, least):
+            break  # None is better: of a thousand nodes few are looked at.
+    return holder

@@ -68,7 +68,7 @@ def next_deadline(state: RunState, policy: ScalingPolicy | None = None) -> float
     elif isinstance(stage, Waiting):
         if stage.not_before:
             times.append(stage.not_before)
-        elif failures.capacity_timeout_s is not None and not _enough(state):
+        elif failures.capacity_timeout_s is not None and not _enough(state) and not state.control_store_away:
             times.append(stage.since + failures.capacity_timeout_s)
         times += [stage.again_at] if stage.again_at is not None else []
     if state.slots_not_before and not isinstance(stage, Finished):
@@ -108,8 +108,8 @@ def _survey(turn: Turn, policy: ScalingPolicy) -> None:
 def _starts(turn: Turn, policy: ScalingPolicy) -> None:
     limit = turn.state.settings.failures.worker_start_timeout_s
     for worker in tuple(turn.state.workers.values()):
-        overdue = turn.passed(worker.since + limit) and not turn.state.control_store_away
-        if worker.phase is WorkerPhase.STARTING and overdue:
+        starting = worker.phase is WorkerPhase.STARTING and not turn.state.control_store_away
+        if starting and turn.passed(worker.since + limit):
             if worker.id in turn.state.workers:
                 start_failed(turn, worker.id, f"not ready after {limit:.0f} s")
             if isinstance(turn.state.stage, Finished):
@@ -167,7 +167,9 @@ def _needs_no_more(state: RunState) -> bool:
 
 def _missing_slots(state: RunState) -> int:
     # A slot on a node that is going away is replaced before it is gone.
-    staying = sum(slot.node not in state.draining for slot in state.slots.values())
+    staying = len(state.slots)
+    if state.draining:
+        staying = sum(slot.node not in state.draining for slot in state.slots.values())
     return max(0, state.max_slots - staying)
 
 
@@ -196,7 +198,7 @@ def _waiting(turn: Turn, stage: Waiting, policy: ScalingPolicy) -> None:
     newest = state.newest_checkpoint
     if state.done_step is not None and newest is not None and newest.step >= state.done_step:
         finish(turn, FINISHED, f"all {state.done_step} steps are done and saved")
-    elif state.stop_reason is not None:
+    elif state.stop_reason is not None and (stage.not_before or not _only_in_memory(state)):
         finish(turn, STOPPED, state.stop_reason)
     elif not stage.not_before:
         _start(turn, stage, policy)
@@ -216,7 +218,9 @@ def _start(turn: Turn, stage: Waiting, policy: ScalingPolicy) -> None:
         # A worker that may be dead is not begun with; its probe has a deadline.
         verdict = Verdict(False, f"{len(state.suspicion.suspects)} silent workers are being probed")
     verdict = replace(verdict, reason=why_waiting(state, verdict.reason))
-    limit, again = state.settings.failures.capacity_timeout_s, verdict.again_at
+    # Nobody can come while Ray's control store is away, so nobody is late.
+    limit = None if state.control_store_away else state.settings.failures.capacity_timeout_s
+    again = verdict.again_at
     again = again if again is not None and again > turn.now else None
     if limit is not None and turn.passed(stage.since + limit) and not _enough(state):
         finish(turn, NO_CAPACITY, f"after {limit:.0f} s still {verdict.reason}")
@@ -295,6 +299,18 @@ def _closing(turn: Turn, stage: Closing) -> None:
         )
     elif turn.passed(stage.deadline):
         finish(turn, NOT_FINISHED, f"training is done, but storage has not taken the checkpoint of step {stage.step}")
+
+
+def _only_in_memory(state: RunState) -> bool:
+    """What was done would go with the nodes' memory: a generation is begun once more, which saves it as it stops.
+
+    Only where that can be at once: not with too few workers, nor after a second failure in a row.
+    """
+    if not _enough(state):
+        return False
+    snapshot, checkpoint = state.newest_snapshot, state.newest_checkpoint
+    further = snapshot is not None and snapshot.step > (checkpoint.step if checkpoint is not None else 0)
+    return further or (state.survey is not None and state.settings.memory.enabled)
 
 
 def _enough(state: RunState) -> bool:

@@ -132,33 +132,39 @@ def place_replicas(
     With `count` replicas on different nodes, any `count` nodes may be lost at once. Where every domain is at most half
     of the nodes, a whole domain may be.
     """
-    ring = _ring(sorted(set(nodes), key=nodes.index), domains or {})
-    largest = max(_sizes(ring, domains or {}).values(), default=0)
-    chosen = {node: _followers(ring, at, count, largest, domains or {}) for at, node in enumerate(ring)}
+    names, domains = list(dict.fromkeys(nodes)), domains or {}
+    if len({domains.get(node, node) for node in names}) == 1:
+        domains = {}  # There is no other one to look for.
+    ring = _ring(names, domains)
+    largest = max(_sizes(ring, domains).values(), default=0)
+    chosen = {node: _followers(ring, at, count, largest, domains) for at, node in enumerate(ring)}
     return tuple(chosen[node] for node in nodes)
 
 
 def _ring(nodes: Sequence[str], domains: Mapping[str, str]) -> list[str]:
-    """Domain by domain, largest first. Half a turn away from a node is then another domain, if no domain is more than
-    half of all: that is where replicas are looked for (`_followers`), and each node gets as many as it gives."""
+    """Domain by domain, largest first, else in the order of ranks: without domains a shard's replica is on the node of
+    the next ranks, whatever the nodes are called. Half a turn away from a node is another domain, if no domain is more
+    than half of all: that is where replicas are looked for (`_followers`), and each node gets as many as it gives."""
     members: dict[str, list[str]] = {}
     for node in nodes:
         members.setdefault(domains.get(node, node), []).append(node)
-    return [node for _, group in sorted(members.items(), key=lambda item: (-len(item[1]), item[0])) for node in group]
+    return [node for group in sorted(members.values(), key=len, reverse=True) for node in group]
 
 
 def _followers(ring: Sequence[str], at: int, count: int, largest: int, domains: Mapping[str, str]) -> tuple[str, ...]:
     size = len(ring)
     # The same stride for every node, so that nobody holds more replicas than others. A stride of the largest domain's
     # size leaves every domain that is not itself larger than half of the ring.
-    strides = [(largest + turn) % size for turn in range(size)]
-    order = [ring[(at + stride) % size] for stride in strides if stride]
+    strides = (largest, size), (1, largest)
     taken: list[str] = []
     used = {domains.get(ring[at], ring[at])}
     for fresh in (True, False):
-        for node in order:
+        for stride in (stride for begin, end in strides for stride in range(begin, end)):
+            if len(taken) == count:
+                return tuple(taken)
+            node = ring[(at + stride) % size]
             domain = domains.get(node, node)
-            if len(taken) < count and node not in taken and (not fresh or domain not in used):
+            if node not in taken and (not fresh or domain not in used):
                 taken.append(node)
                 used.add(domain)
     return tuple(taken)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from elastic.core import events as ev
 from simulation.processes import Group, Node, Process
@@ -26,8 +27,44 @@ class Cluster:
         self.requested: set[int] = set()
         self.released: set[int] = set()
         self.processes: dict[int, Process] = {}
+        # Ray's control store does not answer: what needs it waits in `stalled`.
+        self.away_since: float | None = None
+        self.stalled: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+
+    # --- the control store ---
+
+    def lose_store(self) -> None:
+        if self.away_since is None:
+            self.away_since = self.world.clock.now
+            self.world.clock.after(4.0 + self.world.rng.uniform(0.0, 1.0), self._notice_away, self.away_since)
+
+    def _notice_away(self, since: float) -> None:
+        if self.away_since == since:
+            self.world.tell(ev.ControlStoreAway(self.world.clock.now - since), 0.0)
+
+    def restore_store(self) -> None:
+        if self.away_since is None:
+            return
+        self.world.tell(ev.ControlStoreBack(self.world.clock.now - self.away_since), 0.0)
+        self.away_since = None
+        stalled, self.stalled = self.stalled, []
+        for call, args in stalled:
+            self.world.clock.after(self.world.rng.uniform(0.0, 1.0), call, *args)
+        self.place()
+
+    def when_back(self, call: Callable[..., None], *args: Any) -> None:
+        """At once where the control store is there."""
+        if self.away_since is None:
+            call(*args)
+        else:
+            self.stalled.append((call, args))
+
+    # --- slots and processes ---
 
     def request(self, slot: int) -> None:
+        self.when_back(self._request, slot)
+
+    def _request(self, slot: int) -> None:
         if slot in self.placed:
             self.world.tell(ev.SlotPlaced(slot, self.placed[slot].name), 0.1)
         elif slot in self.released:
@@ -38,6 +75,8 @@ class Cluster:
             self.world.clock.after(self.world.rng.uniform(*self.world.place_s), self.place)
 
     def place(self) -> None:
+        if self.away_since is not None:
+            return
         free = [node for node in self.nodes if node.alive and node.slot is None and self._takes(node)]
         while self.pending and free:
             slot = self.pending.pop(0)
@@ -63,10 +102,13 @@ class Cluster:
         self.tell_share()
 
     def tell_share(self) -> None:
+        self.when_back(self._tell_share)
+
+    def _tell_share(self) -> None:
         self.world.tell(ev.SlotsShared(self.limit, "another run waits" if self.limit is not None else ""), 0.1)
 
     def tell_draining(self) -> None:
-        self.world.clock.after(self.world.rng.uniform(0.0, 1.0), self._tell_draining)
+        self.world.clock.after(self.world.rng.uniform(0.0, 1.0), self.when_back, self._tell_draining)
 
     def _tell_draining(self) -> None:
         # One that is dead stays on the list for as long as the run has a slot on it.
@@ -85,11 +127,27 @@ class Cluster:
         for process in self.processes.values():
             if process.slot == slot and process.alive:
                 self.kill(process)
-        node.slot = None
         self.world.memory.wipe(node)
+        self.when_back(self._free, node, slot)
+
+    def _free(self, node: Node, slot: int) -> None:
+        if node.slot == slot:
+            node.slot = None
         self.world.clock.after(self.world.rng.uniform(0.0, 0.5), self.place)
 
     def start(self, worker: int, slot: int) -> None:
+        if self.away_since is None:
+            self._start(worker, slot)
+        else:
+            self.stalled.append((self._start_late, (worker, slot)))
+
+    def _start_late(self, worker: int, slot: int) -> None:
+        """One that was given up meanwhile is ended as soon as it is there."""
+        self.world.seen("a start that waited for the control store")
+        if worker in self.world.controller.state.workers:
+            self.when_back(self._start, worker, slot)
+
+    def _start(self, worker: int, slot: int) -> None:
         known = self.processes.get(worker)
         if known is not None:
             known.repeat("WorkerReady") if known.alive else self.world.tell(ev.WorkerStartFailed(worker, "gone"), 0.1)

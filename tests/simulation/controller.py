@@ -87,6 +87,11 @@ class Controller:
         self.world.clock.after(self.down_s, self._restart)
 
     def _restart(self) -> None:
+        if self.world.cluster.away_since is not None:
+            # It is Ray's control store that has actors restarted.
+            self.world.seen("a restart that waited for the control store")
+            self.world.clock.after(0.5, self._restart)
+            return
         replayed = machine.initial(self.settings, self.began)
         for event, now in self.journal:
             replayed, _ = machine.step(replayed, event, now)

@@ -136,7 +136,18 @@ def draw(seed: int) -> Plan:
         plan.bad_batches = frozenset(batch for batch in plan.bad_batches if batch >= steps[0])
     if not liveness:
         _ends(rng, plan)
+    plan.faults += _outage(Random(f"outage {seed}"), horizon)
     return plan
+
+
+def _outage(rng: Random, horizon: float) -> tuple[Fault, ...]:
+    """In one run in four Ray's control store goes away, and something else happens meanwhile."""
+    if rng.random() > 0.25:
+        return ()
+    begin, lasts = rng.uniform(0, horizon), rng.uniform(2.0, 40.0)
+    kind = rng.choice(("kill_node", "kill_worker", "crash_controller", "freeze_node", "drain_node", "stubborn_worker"))
+    within = Fault(kind, begin + rng.uniform(0.0, 0.7) * lasts, rng.random(), rng.uniform(1.0, 20.0))
+    return Fault("control_store_away", begin, 0.0, lasts), within
 
 
 def _ends(rng: Random, plan: Plan) -> None:

@@ -51,7 +51,13 @@ class Injector:
             self.world.died(victims[0])
         if victims and self.rng.random() < 0.2:
             self.clock.after(1.0, self.world.silence, victims, node)
-        self.world.tell(ev.SlotLost(slot, f"node {node.name} is gone"), self.rng.uniform(0.3, 1.5))
+        lost = ev.SlotLost(slot, f"node {node.name} is gone")
+        if self.cluster.away_since is not None and fault.arg < 0.5:
+            # Nobody but Ray could have told, and its heartbeats cease.
+            self.cluster.when_back(self.world.tell, lost, 0.0)
+            self.clock.after(1.0, self.world.silence, victims, node)
+        else:
+            self.world.tell(lost, self.rng.uniform(0.3, 1.5))
         if fault.lasts_s:
             self.clock.after(fault.lasts_s, self.cluster.add)
 
@@ -215,6 +221,10 @@ class Injector:
         self.cluster.share(int(fault.arg * self.controller.state.settings.scaling.max_slots))
         self.clock.after(fault.lasts_s, self.cluster.share, None)
 
+    def _control_store_away(self, fault: Fault) -> None:
+        self.cluster.lose_store()
+        self.clock.after(fault.lasts_s, self.cluster.restore_store)
+
     def _storage_down(self, fault: Fault) -> None:
         self.storage.down = True
         self.clock.after(fault.lasts_s, self._storage_up)
@@ -258,6 +268,7 @@ class Injector:
         """From here on nothing goes wrong, and nodes are there: now the run has no excuse."""
         self.healed = True
         self.storage.down = False
+        self.cluster.restore_store()
         self.world.cuts.clear()
         for node in self.cluster.nodes:
             node.lemon = False

@@ -11,6 +11,7 @@ from elastic.core import machine
 from elastic.core.snapshots import is_snapshot
 from elastic.core.state import (
     FINISHED,
+    NO_CAPACITY,
     STOPPED,
     Closing,
     Ending,
@@ -48,6 +49,7 @@ class Invariants:
         self._fencing(before, event, after, actions)
         self.stayed |= any(isinstance(a, act.Note) and "no longer about to go" in a.sentence for a in actions)
         self._monotone(before, after)
+        self._control_store(before, event, after)
         again = isinstance(event, ev.ControllerRestarted)
         for action in actions:
             self._action(before, after, action, again, event)
@@ -91,6 +93,13 @@ class Invariants:
         assert after.next_worker >= before.next_worker
         assert after.incidents - before.incidents in (0, 1, 2)
         assert set(before.rejected) <= set(after.rejected)
+
+    def _control_store(self, before: RunState, event: ev.Event, after: RunState) -> None:
+        """While Ray's control store is away nobody can come or start, so nobody is late."""
+        if before.control_store_away and isinstance(event, ev.Tick):
+            assert after.streaks.start_failures <= before.streaks.start_failures, "a start was late"
+            refused = isinstance(after.stage, Finished) and after.stage.status == NO_CAPACITY
+            assert not refused, "the run was ended for want of nodes that could not come"
 
     def _action(self, before: RunState, after: RunState, action: act.Action, again: bool, event: ev.Event) -> None:
         if isinstance(action, act.RequestSlot):
@@ -137,6 +146,10 @@ class Invariants:
             assert not any(after.draining[node].urgent for node in going if node), "begun on a node all but gone"
             staying = [w for w in action.members if after.node_of(w) not in after.draining]
             assert len(staying) < scaling.min_workers, "a node that is going is trained on without need"
+        if after.stop_reason is not None:
+            self.world.seen("a stop that keeps what is in memory only")
+            assert action.checkpoint is not None, "a run that is to stop begins from nothing"
+            assert is_snapshot(action.checkpoint), "a run that is to stop begins from what storage has already"
         if not again:
             assert (action.checkpoint, action.step) == (newest if newest else (None, 0))
             late = isinstance(event, ev.Tick)
@@ -247,7 +260,7 @@ class Invariants:
         if isinstance(stage, Waiting):
             pending = any(slot.phase is SlotPhase.PENDING for slot in state.slots.values())
             # What other runs need is looked at every second.
-            awaited = pending or state.slot_limit is not None
+            awaited = pending or state.slot_limit is not None or state.control_store_away
             assert awaited or machine.next_deadline(state, machine.DEFAULT_POLICY) is not None, f"{state} waits"
             assert stage.reason, "a wait without a reason"
         if state.suspicion is not None:
@@ -287,6 +300,10 @@ class Invariants:
             seen("let go of everything for another run")
         if isinstance(new, Pausing) and new.purpose == "drain" and new.durable and after.settings.memory.enabled:
             seen("too few without the node that is going")
+        if after.control_store_away:
+            seen("the control store is away")
+            if isinstance(new, Joining) and not isinstance(old, Joining):
+                seen("begun without the control store")
         if after.false_alarms > before.false_alarms:
             seen("false alarm")
         for action in actions:

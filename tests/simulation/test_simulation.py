@@ -31,6 +31,8 @@ SOMETIMES = {
     "begun on a node that is going, for want of another", "too few without the node that is going",
     "room made for another run", "let go of everything for another run",
     "has not taken the checkpoint", "finished without its last generation",
+    "the control store is away", "begun without the control store", "a start that waited for the control store",
+    "a restart that waited for the control store",
 }  # fmt: skip
 
 
@@ -107,6 +109,17 @@ def test_two_nodes_that_cannot_reach_each_other_cost_one_of_them_and_a_pause_and
         unplanned = [incident for incident in incidents if not incident.planned]
         assert len(unplanned) == 1
         assert len(unplanned[0].lost_nodes) == 1
+
+
+def test_a_stop_in_the_middle_of_a_recovery_keeps_what_is_in_memory_only() -> None:
+    for seed in range(20):
+        faults = (Fault("kill_worker", 12.0, seed / 20), Fault("stop", 0.0, 0.0, stage="Ending"))
+        world = World(seed, calm(faults, memory=True, save_every=1000, liveness=False))
+        world.run()
+        state = world.controller.state
+        assert "finished: stopped" in world.sometimes
+        assert "a stop that keeps what is in memory only" in world.sometimes
+        assert max(step for _, step in world.storage.committed) == state.furthest_step > 5
 
 
 @pytest.mark.parametrize("memory", [True, False])

@@ -7,7 +7,7 @@ from machine_scenario import Scenario
 from elastic.core import actions as act
 from elastic.core import events as ev
 from elastic.core import machine
-from elastic.core.state import SlotPhase, Training, WorkerPhase
+from elastic.core.state import SlotPhase, Training, Waiting, WorkerPhase
 
 
 def _sentences(scenario: Scenario) -> list[str]:
@@ -63,3 +63,12 @@ def test_a_controller_that_was_placed_again_knows_that_it_is_back() -> None:
     s = Scenario(2, 2).started(2)
     s.do(ev.ControlStoreAway(4.0), ev.ControllerRestarted(2))
     assert not s.state.control_store_away
+
+
+def test_the_wait_for_capacity_has_no_end_while_nobody_can_come() -> None:
+    s = Scenario(2, 2, capacity_timeout_s=30.0).do(ev.RunStarted(), ev.ControlStoreAway(4.0))
+    s.wait(100.0).do(ev.Tick())
+    assert isinstance(s.stage, Waiting)
+    s.do(ev.ControlStoreBack(104.0)).wait(29.0)
+    assert isinstance(s.stage, Waiting), "from its return on the limit counts again"
+    assert s.wait(2.0).end[0] == "no-capacity"
