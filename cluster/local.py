@@ -23,6 +23,8 @@ from cluster.wire import Wire
 
 _PACKAGE_ROOT = Path(__file__).resolve().parent.parent
 COMMAND_LIMIT_S = 30.0
+# Its directory may hold an environment of several gigabytes for each node, which a job has asked for (`pip`).
+_END_LIMIT_S = 180.0
 # Ray refuses less.
 _MIN_OBJECT_STORE_BYTES = 75 * 1024 * 1024
 # Keepers that this process has started and no longer owns: a Popen that is forgotten while its process runs warns.
@@ -231,14 +233,21 @@ class LocalCluster:
             _let_go.append(self._keeper)
 
     def shutdown(self) -> None:
-        """End the cluster, whoever else owns it. Returns when no process and no file of it is left."""
+        """End the cluster, whoever else owns it. Returns when no process and no file of it is left.
+
+        Raises ClusterError when that takes too long; it goes on being ended.
+        """
         if self._wire.connection.fileno() < 0:
             return
         with contextlib.suppress(OSError):
             self._wire.send({"id": 0, "do": "shutdown"})
-        with contextlib.suppress(ClusterEnded):
-            while True:  # Late replies, then the end of the connection, which comes with the end of the keeper.
-                self._wire.receive(COMMAND_LIMIT_S, "the cluster to end")
+        try:
+            with contextlib.suppress(ClusterEnded):
+                while True:  # Late replies, then the end of the connection, which comes with the end of the keeper.
+                    self._wire.receive(_END_LIMIT_S, "the cluster to end")
+        except BaseException:
+            self.detach()
+            raise
         self._wire.connection.close()
         if self._keeper is not None:
             self._keeper.wait(COMMAND_LIMIT_S)

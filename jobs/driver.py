@@ -124,6 +124,7 @@ class Driver:
             except ElasticError as error:
                 return self._lost("does not reach its run", error)
             if found is None:
+                forget_live(self._folder)
                 raise
             return self._follow(found, "attached")
         return self._follow(handle, how)

@@ -15,6 +15,7 @@ from jobs.commands.common import output_arguments, place_arguments, storage_argu
 from jobs.faults import parse_faults
 from jobs.follow import check_summary_file
 from jobs.launch import Launch, launch
+from jobs.live import remove_live
 from jobs.spec import JobSpec, load_job
 from jobs.storage import RunFolder, default_storage, new_run_id
 
@@ -42,6 +43,7 @@ def run(options: argparse.Namespace, backend: Backend) -> int:
         return launch(backend, plan)
     except (UsageError, NotStarted):
         # Nothing was started, so nothing may stand in the way of the next try.
+        remove_live(folder)
         folder.remove("job.json")
         raise
 

@@ -524,6 +524,15 @@ def test_a_cluster_that_did_not_start_leaves_the_run_id_free(job: Path, error: B
     assert cli.main(["run", "job.yaml", "--run-id", "r1"], FakeBackend()) == 0
 
 
+def test_a_run_that_is_refused_by_its_cluster_leaves_nothing_behind(job: Path) -> None:
+    class Refusing(FakeBackend):
+        def start_run(self, *_: Any) -> FakeHandle:
+            raise NobodyAnswers("no Ray cluster answers at 'a:1'")
+
+    assert cli.main(["run", "job.yaml", "--run-id", "r1", "--address", "a:1"], Refusing()) == 2
+    assert [path.name for path in (job.parent / "runs").rglob("*") if path.is_file()] == []
+
+
 def test_ctrl_c_of_a_watcher_leaves_the_run_alone(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
     backend = FakeBackend()
     backend.handle = InterruptedHandle()

@@ -140,6 +140,17 @@ def test_a_cluster_needs_a_node() -> None:
         LocalCluster.start(0)
 
 
+def test_a_cluster_that_is_slow_to_end_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.local._END_LIMIT_S", 0.01)
+    ours, theirs = socket.socketpair()
+    with theirs:
+        cluster = LocalCluster(ours, None)
+        with pytest.raises(ClusterError, match="for the cluster to end"):
+            cluster.shutdown()
+        assert ours.fileno() < 0
+        cluster.shutdown()
+
+
 def test_nobody_answers_at_a_path_that_is_no_cluster(tmp_path: Path) -> None:
     with pytest.raises(ClusterError, match=r"no cluster answers at .*keeper\.sock: No such file"):
         LocalCluster.attach(tmp_path / "keeper.sock")
