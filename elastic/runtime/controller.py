@@ -11,8 +11,9 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import ray
 
@@ -38,12 +39,15 @@ from elastic.runtime.holdings import Assembled
 from elastic.runtime.incidents import IncidentBook
 from elastic.runtime.outbox import Item, Reply
 from elastic.runtime.outlook import OutlookWatch
+from elastic.runtime.patience import patiently
 from elastic.runtime.progress import News, cadence_record, figures
 from elastic.runtime.records import Records
 from elastic.runtime.replay import Replayed, replay
 from elastic.runtime.versions import versions
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 # Giving back what the run has in the cluster takes a second; longer only where Ray's control store is away.
 _CLOSE_LIMIT_S = 30.0
@@ -240,9 +244,9 @@ class ControllerActor:
         settings, here = self._settings, ray.get_runtime_context().current_actor
         limit_s = settings.failures.storage_timeout_s
         store = CheckpointStore(settings.checkpoint.url, settings.run_id, timeout_s=limit_s)
-        self._journal = await asyncio.to_thread(
-            JournalWriter, settings.storage_url, settings.run_id, timeout_s=limit_s, secrets=secret_values(os.environ)
-        )
+        secrets = secret_values(os.environ)
+        journal = partial(JournalWriter, settings.storage_url, settings.run_id, timeout_s=limit_s, secrets=secrets)
+        self._journal = await self._from_storage(journal)
         self._records.open(self._journal)
         old = replay(self._journal.replayed, settings) if reconstructed else Replayed.nothing(settings, self._journal)
         self._telemetry = old.telemetry(settings, time.time(), self._records.note)
@@ -268,11 +272,16 @@ class ControllerActor:
         else:
             await self._executor.sweep()
             self._records.note({"type": "run", "status": "running", "run_id": settings.run_id, "attempt": old.attempt})
-            found = await asyncio.to_thread(store.list)
+            found = await self._from_storage(store.list)
             known = tuple((ref.id, ref.step) for ref in found)
             first = ev.RunStarted(known, max([old.generation, *(ref.generation for ref in found)]), old.skips)
         await self._turn([first])
         self._ready.set()
+
+    async def _from_storage(self, ask: Callable[[], _T]) -> _T:
+        """Storage that is away just now must not end a run: its workers train on for as long as this asks."""
+        failures = self._settings.failures
+        return await asyncio.to_thread(patiently, ask, failures.storage_backoff_s, failures.controller_lease_s)
 
     async def _next_events(self) -> list[ev.Event]:
         """Whatever waits; or a Tick when a deadline passes first."""

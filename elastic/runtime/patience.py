@@ -1,4 +1,4 @@
-"""A checkpoint source that is asked again while its storage is away for a while."""
+"""Storage that is away for a while is asked again."""
 
 from __future__ import annotations
 
@@ -14,6 +14,23 @@ from elastic.core.manifest import Manifest
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+
+
+def patiently(
+    ask: Callable[[], _T], backoff_s: float, limit_s: float, wait: Callable[[float], object] = time.sleep
+) -> _T:
+    """What `ask` returns; called again after a growing pause when it raises StorageError, which is passed on only after
+    `limit_s`. `wait(seconds)` makes the pause."""
+    deadline, pause = time.monotonic() + limit_s, backoff_s
+    while True:
+        try:
+            return ask()
+        except StorageError as error:
+            if time.monotonic() + pause > deadline:
+                raise
+            logger.warning("%s; asked again in %.1f s", error, pause)
+            wait(pause)
+            pause *= 2
 
 
 class PatientSource:
@@ -41,13 +58,4 @@ class PatientSource:
         return self._patiently(lambda: self._source.read(manifest, ranges))
 
     def _patiently(self, ask: Callable[[], _T]) -> _T:
-        deadline, pause = time.monotonic() + self._limit_s, self._backoff_s
-        while True:
-            try:
-                return ask()
-            except StorageError as error:
-                if time.monotonic() + pause > deadline:
-                    raise
-                logger.warning("%s; asked again in %.1f s", error, pause)
-                self._wait(pause)
-                pause *= 2
+        return patiently(ask, self._backoff_s, self._limit_s, self._wait)

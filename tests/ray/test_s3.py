@@ -11,7 +11,7 @@ from typing import Any
 
 import harness
 import pytest
-from harness import Record, Run
+from harness import Record, Run, wait_until
 
 # The server and the proxy are those of the tests of storage.
 sys.path.append(str(Path(__file__).resolve().parents[1] / "store"))
@@ -78,6 +78,7 @@ def test_a_killed_node_is_recovered_from_s3(cluster: LocalCluster, proxy: Proxy,
     run.start()
     run.reach(7)
     run.wait_checkpoint(5)
+    _restart_without_storage(run, cluster, proxy)
     lost = run.node_of(run.away_from_head()[-1])
     cluster.kill_node(lost.name)
     run.wait_generation(2)
@@ -85,6 +86,7 @@ def test_a_killed_node_is_recovered_from_s3(cluster: LocalCluster, proxy: Proxy,
     result = run.finish()
     assert result["step"] == 13
     run.assert_whole()
+    assert run.summary()["controllers"] == 2
     (incident,) = (i for i in run.incidents() if not i["planned"])
     assert (incident["source"], incident["lost_nodes"]) == ("storage", [lost.node_id])
     assert (incident["step"], incident["resumed_step"], incident["steps_repeated"]) == (7, 5, 2)
@@ -96,6 +98,24 @@ def test_a_killed_node_is_recovered_from_s3(cluster: LocalCluster, proxy: Proxy,
     assert store.verify_shards(newest) == sum(shard.bytes for shard in newest.shards)
     assert store.incomplete() == ()
     assert_no_secret_is_kept(run, cluster)
+
+
+def _restart_without_storage(run: S3Run, cluster: LocalCluster, proxy: Proxy) -> None:
+    """The next controller finds its journal as soon as it can be read; the workers wait for it meanwhile."""
+    some, refused = proxy.decide, list[str]()
+
+    def nothing(request: Request) -> Trouble:
+        refused.append(request.operation)
+        return Trouble.SLOW_DOWN
+
+    proxy.decide = nothing
+    try:
+        cluster.kill_process(run.handle.progress()["controller_pid"])
+        # More than one request is asked again by itself, so that it has been given up at least once.
+        wait_until(lambda: len(refused) > 15, "the next controller to ask in vain")
+    finally:
+        proxy.decide = some
+    wait_until(lambda: any("has taken over after a restart" in s for s in run.decisions()), "the takeover")
 
 
 def assert_no_secret_is_kept(run: Run, cluster: LocalCluster) -> None:
