@@ -33,7 +33,7 @@ from jobs.display import LineDisplay
 from jobs.driver_command import DriverCommand
 from jobs.exit_codes import DRIVER_LOST, STATUSES, exit_code
 from jobs.follow import conclude
-from jobs.handle import RunHandle
+from jobs.handle import STOP_AGAIN_S, RunHandle
 from jobs.launch import forget_live
 from jobs.live import Live, write_live
 from jobs.spec import JobSpec, load_job
@@ -151,14 +151,15 @@ class Driver:
         return self._tell(result)
 
     def _until_end(self, handle: RunHandle) -> Result:
-        display, told = LineDisplay(sys.stderr, step_line_s=_STEP_LINE_S), False
+        display, told_at = LineDisplay(sys.stderr, step_line_s=_STEP_LINE_S), 0.0
         if self._command.mode == "stop":
             self._stop.wanted = True
         while True:
             display.update(self._for_the_log(handle.progress()))
-            if self._stop.wanted and not told:
-                told = True
-                display.note("the job is being stopped: a last checkpoint, then the end")
+            if self._stop.wanted and (not told_at or time.monotonic() - told_at >= STOP_AGAIN_S):
+                if not told_at:
+                    display.note("the job is being stopped: a last checkpoint, then the end")
+                told_at = time.monotonic()
                 handle.stop("the job was stopped")
             result = handle.result(_REFRESH_S)
             if result is not None:

@@ -6,6 +6,9 @@ import threading
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+# A controller that is lost before it has written a stop down has forgotten it, so it is told again.
+STOP_AGAIN_S = 20.0
+
 
 class RunHandle(Protocol):
     """Made by `elastic.runtime.client`. Any method may raise an ElasticError when the run cannot be reached for good;
@@ -13,7 +16,7 @@ class RunHandle(Protocol):
 
     1. `progress` as often as wanted; cheap
     2. `wait_step`, `result` to wait
-    3. `stop` at most once; `result` then gives status "stopped"
+    3. `stop`, again where it has not been heard; `result` then gives status "stopped"
     """
 
     @property

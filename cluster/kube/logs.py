@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from cluster.kube.api import Cluster, Manifest, Ref
-from cluster.kube.errors import KubeError, KubeNotFound, KubeRefused
+from cluster.kube.errors import KubeError, KubeNotFound, KubeRefused, KubeUnavailable
 from cluster.kube.log_cursor import LogCursor
 from cluster.kube.runs import find_main, submitters
 from cluster.kube.status import RunStatus, run_status
@@ -17,6 +17,8 @@ _SUBMITTER = "ray-job-submitter"
 _WATCH_S = 15.0
 # KubeRay marks a job as over some seconds after its submitter has ended.
 _AGAIN_S = 1.0
+# An API server that is being upgraded is back within a few minutes.
+_AWAY_TIMES = 15
 
 
 @dataclass
@@ -47,18 +49,33 @@ class Follower:
 
     def follow(self) -> RunStatus:
         """Until the run is over, however often a connection or a submitter's pod is lost. Raises KubeError."""
-        job = self._job()
+        job, away = self._job(), 0
         while True:
-            job = self._newest(job)
-            status = run_status(job)
-            pods = submitters(self.cluster, job)
-            for pod in pods:
-                self._read(pod, follow=not status.over and _runs(pod))
+            try:
+                job = self._newest(job)
+                status = self._look(job)
+                away = 0
+            except KubeUnavailable as error:
+                # Each request has been repeated for `Limits.retry_s` already.
+                away += 1
+                if away > _AWAY_TIMES:
+                    raise
+                self._tell(f"{error}; the run may well go on, so this asks again")
+                self.wait(_AGAIN_S)
+                continue
             if status.over:
                 return status
-            if not any(_runs(pod) and not _waits(pod) for pod in pods):
-                self._tell(self._awaited(job, pods))
-                self._watch(job)
+
+    def _look(self, job: Manifest) -> RunStatus:
+        """The log as far as its streams go; where there is none, until the job changes."""
+        status = run_status(job)
+        pods = submitters(self.cluster, job)
+        for pod in pods:
+            self._read(pod, follow=not status.over and _runs(pod))
+        if not status.over and not any(_runs(pod) and not _waits(pod) for pod in pods):
+            self._tell(self._awaited(job, pods))
+            self._watch(job)
+        return status
 
     def _job(self) -> Manifest:
         main = find_main(self.cluster, self.run_id, self.namespace)

@@ -11,7 +11,10 @@ from cluster.kube import names, pods, quantity, room
 from cluster.kube.job import KubeJob, SecretRef
 
 # Words of a variable's name that say that its value is a credential.
-_CREDENTIAL = {"KEY", "KEYS", "APIKEY", "TOKEN", "SECRET", "SECRETS", "PASSWORD", "PASSWD", "CREDENTIAL", "CREDENTIALS"}
+_CREDENTIAL = {
+    "KEY", "KEYS", "APIKEY", "TOKEN", "SECRET", "SECRETS", "PASSWORD", "PASSWD", "PASSPHRASE", "CREDENTIAL",
+    "CREDENTIALS",
+}  # fmt: skip
 _WITH_PASSWORD = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]*:[^/?#@\s]+@", re.IGNORECASE)
 _FILE_KEY = re.compile(r"[-._A-Za-z0-9]{1,253}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -136,11 +139,16 @@ def _environment(job: KubeJob) -> Sentences:
             yield f"env {name!r} is not the name of a variable"
         elif name in _RESERVED:
             yield f"env {name} is set by KubeRay or by what is rendered; leave it out"
-        elif isinstance(value, str) and (_CREDENTIAL & set(name.upper().split("_")) or _WITH_PASSWORD.search(value)):
+        elif isinstance(value, str) and (_CREDENTIAL & _words(name) or _WITH_PASSWORD.search(value)):
             yield (
                 f"env {name} looks like a credential and would stand in the manifest for all to read: put it into a "
                 "Secret and write {secret: NAME, key: KEY} instead of the value"
             )
+
+
+def _words(name: str) -> set[str]:
+    """Of "HF_TOKEN" and of "hfToken"."""
+    return set(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).upper().split("_"))
 
 
 def _files(job: KubeJob) -> Sentences:

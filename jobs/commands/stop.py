@@ -9,14 +9,13 @@ from jobs.attempts import Verdict
 from jobs.attend import Attendant, replace_driver
 from jobs.backend import Backend
 from jobs.commands.common import address_argument, folder_of, run_arguments
+from jobs.handle import STOP_AGAIN_S
 from jobs.live import reach_patiently
 from jobs.remote import describe, find_run, how_to_come_back, is_jobs_address, looked_at, open_api, outcome_json
 from jobs.terminal import put_json, say
 
 HELP = "end a run as planned, with a last checkpoint"
 EXAMPLE = "elastic stop gpt-20260102-030405-ab12 --address http://10.0.0.5:8265"
-
-_WAIT_S = 0.5
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,8 +35,8 @@ def run(options: argparse.Namespace, backend: Backend) -> int:
     if options.no_wait:
         say(f"run {folder.run_id} has been told to stop")
         return 0
-    while (result := handle.result(_WAIT_S)) is None:
-        pass
+    while (result := handle.result(STOP_AGAIN_S)) is None:
+        handle.stop("elastic stop")
     say(f"run {folder.run_id} is {result.get('status')} after step {result.get('step')}")
     if options.json:
         put_json({"run_id": folder.run_id, "status": result.get("status"), "step": result.get("step")})

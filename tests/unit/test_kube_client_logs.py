@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kube_samples import connected, ray_cluster, ray_job
 
-from cluster.kube.api import Limits
+from cluster.kube.api import Limits, Manifest, Ref
 from cluster.kube.apply import apply_run
-from cluster.kube.errors import KubeError, KubeNotFound, KubeRefused
+from cluster.kube.errors import KubeError, KubeNotFound, KubeRefused, KubeUnavailable
 from cluster.kube.fake import FakeKubeRay, FakeKubernetes
 from cluster.kube.fake.logs import PodLog
 from cluster.kube.log_cursor import LogCursor
@@ -177,6 +177,32 @@ def test_a_container_that_is_being_started_again_is_waited_for(world: World) -> 
     world.on[sentence] = lambda: world.operator.finish("gpt", "SUCCEEDED")
     assert world.follower().follow().state == "finished"
     assert world.said == [sentence]
+
+
+def test_an_api_server_that_is_away_is_waited_for_within_a_limit(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    pod = world.operator.run("gpt")
+    world.log(pod).write(*stamped(["one"]))
+    real, asked = world.client.get, 0
+
+    def get(ref: Ref, *, metadata_only: bool = False) -> Manifest | None:
+        nonlocal asked
+        asked += 1
+        if asked < 5 or not world.on:
+            raise KubeUnavailable("the Kubernetes API cannot be reached")
+        return real(ref, metadata_only=metadata_only)
+
+    def ends() -> None:
+        world.log(pod).end()
+        world.operator.end_pod(pod)
+        world.operator.finish("gpt", "SUCCEEDED")
+
+    monkeypatch.setattr(world.client, "get", get)
+    world.on |= {"one": ends, "never": ends}
+    assert world.follower().follow().state == "finished"
+    assert world.said == ["the Kubernetes API cannot be reached; the run may well go on, so this asks again"]
+    world.on.clear()
+    with pytest.raises(KubeUnavailable):
+        world.follower().follow()
 
 
 def test_the_next_submitter_goes_on(world: World) -> None:

@@ -70,6 +70,8 @@ def size(**changes: Any) -> dict[str, Any]:
         ({"env": {"HF_TOKEN": "x"}}, "env HF_TOKEN looks like a credential"),
         ({"env": {"AWS_SECRET_ACCESS_KEY": "x"}}, "looks like a credential"),
         ({"env": {"db_password": "x"}}, "looks like a credential"),
+        ({"env": {"hfToken": "x"}}, "looks like a credential"),
+        ({"env": {"MY_PASSPHRASE": "x"}}, "looks like a credential"),
         ({"env": {"TRACKER": "https://me:word@host/"}}, "looks like a credential"),
         ({"env": {"A-B": "x"}}, "not the name of a variable"),
         ({"env": {"RAY_AUTH_TOKEN": SecretRef("a", "b")}}, "is set by KubeRay or by what is rendered"),

@@ -15,7 +15,7 @@ import pytest
 from elastic.core.errors import ElasticError, RunNotFound, StorageError, UsageError
 from elastic.core.settings import RunSettings
 from elastic.observe.journal import JournalWriter
-from jobs import driver, driver_words
+from jobs import cli, driver, driver_words
 from jobs.driver_command import DriverCommand, Mode
 from jobs.exit_codes import DRIVER_LOST
 from jobs.handle import FakeHandle
@@ -222,6 +222,27 @@ def test_sigterm_stops_the_run(package: Path, capfd: pytest.CaptureFixture[str])
     assert drive(package, Backend(alive)) == 103
     assert alive.stop_reason == "the job was stopped"
     assert last_words(capfd)["status"] == "stopped"
+
+
+def test_a_stop_that_its_controller_has_forgotten_is_told_again(
+    package: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Restarted(FakeHandle):
+        told = 0
+
+        def stop(self, reason: str) -> None:
+            self.told += 1
+            if self.told > 1:
+                super().stop(reason)
+
+    monkeypatch.setattr(driver, "STOP_AGAIN_S", 0.0)
+    alive = Restarted("r")
+    assert drive(package, Backend(alive), "stop") == 103
+    assert capfd.readouterr().err.count("the job is being stopped") == 1
+    monkeypatch.setattr("jobs.commands.stop.STOP_AGAIN_S", 0.01)
+    alive = Restarted("r")
+    assert cli.main(["stop", "r", "--storage", storage(package), "--address", "a:1"], Backend(alive)) == 0  # type: ignore[arg-type]
+    assert alive.told == 2
 
 
 def test_sigterm_while_connecting_is_not_lost(package: Path) -> None:
