@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -205,6 +206,28 @@ def test_a_driver_is_killed_then_the_run_is_stopped_then_resumed(
     assert [record.state for record in attempts.find(run.api.records(), "eventful").attempts] == [
         JobState.FAILED, JobState.STOPPED, JobState.SUCCEEDED,
     ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_what_a_job_brings_along_is_there_for_its_driver_and_its_workers(place: Place, tmp_path: Path) -> None:
+    """By `py_modules`. By `pip` it works alike, but has Ray copy this whole environment for each node."""
+    run = Submitted(place, tmp_path, "bringer", workers=1)
+    run.job["submit"]["py_modules"] = [f"file://{_wheel(tmp_path / 'brought_along-1.0-py3-none-any.whl')}"]
+    run.job["entry_point"] = "bringer.py:train"
+    (run.file.parent / "bringer.py").write_text("import brought_along\nfrom loops import train as train\n")
+    run.file.write_text(yaml.safe_dump(run.job))
+    assert run.submit() == 0
+    run.assert_samples_once()
+
+
+def _wheel(file: Path) -> Path:
+    about = "brought_along-1.0.dist-info"
+    with zipfile.ZipFile(file, "w") as wheel:
+        wheel.writestr("brought_along.py", "")
+        wheel.writestr(f"{about}/METADATA", "Metadata-Version: 2.1\nName: brought-along\nVersion: 1.0\n")
+        wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{about}/RECORD", "")
+    return file
 
 
 def test_bad_tokens_and_addresses(place: Place) -> None:
