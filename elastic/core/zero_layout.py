@@ -48,10 +48,13 @@ def zero12_layout(
     return _layout(kept, pieces, [buffers] * world_size)
 
 
-def zero3_layout(groups: Sequence[Group], world_size: int, sub_group_size: int = 1_000_000_000) -> Layout:
+def zero3_layout(
+    groups: Sequence[Group], world_size: int, sub_group_size: int = 1_000_000_000, *, only: int | None = None
+) -> Layout:
     """Stage 3: each parameter is cut into world_size equal parts, and parts are laid end to end in sub-groups "sub<i>".
 
     A sub-group is closed at `sub_group_size` *partitioned* elements, so how many there are depends on the world size.
+    With `only` a rank, the others' pieces are left out: a thousand parameters on a thousand ranks are a million.
     """
     kept = _without_empty(groups, world_size)
     pieces: list[list[Piece]] = [[] for _ in range(world_size)]
@@ -62,7 +65,8 @@ def zero3_layout(groups: Sequence[Group], world_size: int, sub_group_size: int =
         offset = 0
         for name, numel in sub_group:
             part = -(-numel // world_size)
-            for rank in range(-(-numel // part)):
+            holders = -(-numel // part)
+            for rank in range(holders) if only is None else range(only, min(only + 1, holders)):
                 start = rank * part
                 pieces[rank].append(Piece(name, start, min(part, numel - start), buffer, offset))
             offset += part

@@ -45,6 +45,10 @@ def test_zero3_holds_everything_once(groups, world: int, size: int) -> None:
     check(layout)
     for rank in layout.ranks:
         assert rank.buffers == layout.ranks[0].buffers
+    for number in range(world):
+        alone = zero3_layout(groups, world, size, only=number)
+        assert alone.ranks[number] == layout.ranks[number]
+        assert not any(rank.pieces for other, rank in enumerate(alone.ranks) if other != number)
     by_name = {p.name: p for p in layout.ranks[0].pieces}
     for number, rank in enumerate(layout.ranks):
         for piece in rank.pieces:

@@ -80,7 +80,8 @@ class Stage3:
         for number, sub_group in enumerate(self._wrapper.fp16_groups):
             members = groups.setdefault(self._wrapper.sub_group_to_group_id[number], [])
             members += [(self._names[id(parameter)], full_numel(parameter)) for parameter in sub_group]
-        return zero3_layout(list(groups.values()), self.world_size, int(self._wrapper.sub_group_size))
+        size = int(self._wrapper.sub_group_size)
+        return zero3_layout(list(groups.values()), self.world_size, size, only=self.rank)
 
     def begin_install(self) -> None:
         # Gathered parameters would keep their old values: only partitions may be left while they are written.
