@@ -16,7 +16,7 @@ from jobs import attempts
 from jobs.attend import NEEDS_KEY
 from jobs.checks import check_deepspeed, check_secrets
 from jobs.driver_command import DriverCommand, Mode
-from jobs.jobs_api import AlreadySubmitted, ClusterFacts, DriverNeeds, JobsApi, Submission
+from jobs.jobs_api import AlreadySubmitted, ClusterFacts, DriverNeeds, JobsApi, Submission, Unreachable
 from jobs.package import Package, check_entry_point, check_package, list_package, write_archive
 from jobs.spec import JobSpec, load_job
 from jobs.storage import ENVIRONMENT, absolute_url
@@ -128,6 +128,12 @@ def send(
             raise UsageError(
                 f"run {run_id!r} was submitted by somebody else just now; follow it with "
                 f"`elastic logs {run_id} -f --address {address}`"
+            ) from error
+        except Unreachable as error:
+            # Its answer may have been lost, and with it who the run is.
+            raise Unreachable(
+                f"{error.message}; whether it has taken run {run_id!r} all the same says "
+                f"`elastic status {run_id} --address {address}`"
             ) from error
     say(f"run {run_id} is submitted as {submission.submission_id}, and kept in {draft.storage}")
 

@@ -201,6 +201,20 @@ def test_of_two_at_once_one_is_refused(job: Path, capfd: pytest.CaptureFixture[s
     assert "submitted by somebody else just now" in capfd.readouterr().err
 
 
+def test_a_run_whose_submission_was_not_answered_can_be_found(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    server = Server()
+    take = server.submit
+
+    def submit(submission: Submission) -> None:
+        take(submission)
+        raise Unreachable("no Ray Jobs server answers at http://head:8265 (timed out)")
+
+    server.submit = submit  # type: ignore[method-assign]
+    assert elastic(server, "submit", str(job), "--storage", "s3://bucket/runs") == 101
+    run_id = attempts.merge(server.records())[0].run_id
+    assert f"has taken run '{run_id}' all the same says `elastic status {run_id}" in capfd.readouterr().err
+
+
 def test_a_run_that_has_ended_is_resumed_and_not_submitted(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
     server = Server(104)
     assert submit(server, job) == 104
