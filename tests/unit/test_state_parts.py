@@ -38,7 +38,7 @@ class TestHostPool:
     def test_copies_are_equal_flat_and_independent(self) -> None:
         weights = torch.arange(12, dtype=torch.float32).view(3, 4).t()
         flags = torch.tensor([True, False, True])
-        found = HostPool(pinned=False).copy([HostCopy("a", weights), HostCopy("b", flags)])
+        found = HostPool(torch.device("cpu")).copy([HostCopy("a", weights), HostCopy("b", flags)])
         wanted = weights.reshape(-1).clone()
         weights.zero_()
         assert torch.equal(found["a"], wanted)
@@ -46,11 +46,11 @@ class TestHostPool:
         assert found["b"].tolist() == [True, False, True]
 
     def test_padding_is_zero_whatever_was_in_it(self) -> None:
-        found = HostPool(pinned=False).copy([HostCopy("a", torch.full((5,), math.nan), gaps=[(0, 1), (3, 2)])])
+        found = HostPool(torch.device("cpu")).copy([HostCopy("a", torch.full((5,), math.nan), gaps=[(0, 1), (3, 2)])])
         assert torch.isnan(found["a"]).tolist() == [False, True, True, False, False]
 
     def test_memory_is_used_again_only_after_the_last_view_is_gone(self) -> None:
-        pool = HostPool(pinned=False)
+        pool = HostPool(torch.device("cpu"))
         first = pool.copy([HostCopy("a", torch.ones(1000))])
         address, view = first["a"].data_ptr(), first["a"][10:20]
         del first
@@ -65,10 +65,29 @@ class TestHostPool:
         assert address in {third["a"].data_ptr(), fourth["a"].data_ptr()}
 
     def test_a_larger_snapshot_gets_larger_memory(self) -> None:
-        pool = HostPool(pinned=False)
+        pool = HostPool(torch.device("cpu"))
         pool.copy([HostCopy("a", torch.ones(4))])
         gc.collect()
         assert pool.copy([HostCopy("a", torch.full((4000,), 2.0))])["a"].sum() == 8000.0
+
+    def test_pinned_memory_is_as_large_as_it_must_be_and_let_go_of(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        registered: dict[int, int] = {}
+        driver = SimpleNamespace(
+            cudaHostRegister=lambda address, nbytes, flags: int(registered.setdefault(address, nbytes) != nbytes),
+            cudaHostUnregister=lambda address: registered.pop(address) and 0,
+        )
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+        pool = HostPool(torch.device("cuda"))
+        for _ in range(3):
+            # A writer that is slow: more in use at once than an idle pool would keep.
+            several = [pool.copy([HostCopy("a", torch.ones(1056))])["a"] for _ in range(4)]
+            held = several.pop()
+            del several
+            gc.collect()
+        assert list(registered.values()) == [1056 * 4] * 5, "one was still held while four were taken"
+        pool.close()
+        assert registered == {}
+        assert held.sum() == 1056.0
 
 
 class TestValues:

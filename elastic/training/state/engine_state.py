@@ -42,7 +42,7 @@ class LiveState:
     def __init__(self, engine: Any, stage: Stage) -> None:
         self._engine = engine
         self._stage = stage
-        self._pool = HostPool(pinned=engine.device.type == "cuda")
+        self._pool = HostPool(engine.device)
         self._agreement = Agreement(engine, stage.rank, stage.world_size)
         self._proof: Proof | None = None
         inventory = self._inventory()
@@ -171,6 +171,7 @@ class LiveState:
     def close(self) -> None:
         if self._proof is not None:
             self._proof.stop()
+        self._pool.close()
 
     def prove_place(
         self, saved: Mapping[str, Json], here: Mapping[str, Json], plan: StepPlan, order: SampleOrder

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from elastic.training.state.pins import Pins
+
 # Tensors begin on cache lines, so that every dtype is aligned.
 _ALIGNMENT_BYTES = 64
 
@@ -96,16 +98,20 @@ def transfer(wanted: Sequence[HostCopy], targets: Mapping[str, torch.Tensor]) ->
 
 
 class HostPool:
-    """Slabs of host memory, pinned where that makes the copy faster. `keep` idle slabs are kept for the next snapshots.
+    """Slabs of host memory, pinned on a CUDA device. `keep` idle slabs are kept for the next snapshots.
+
+    Not torch's own pinned memory: that takes up to twice as much (it rounds up to a power of two), and keeps what has
+    become too small, as at another world size, until the process ends.
 
     What `copy` hands out owns its slab: the slab comes back by itself when the last tensor made from it (any view of
     it included) is gone. A writer that is slow therefore costs memory, never a torn snapshot.
     """
 
-    def __init__(self, pinned: bool, keep: int = 2) -> None:
-        self._pinned = pinned
+    def __init__(self, device: torch.device, keep: int = 2) -> None:
+        self._pins = Pins(device)
         # A deque, since slabs come back from whichever thread (or garbage collection) drops the last tensor.
-        self._idle: deque[torch.Tensor] = deque(maxlen=keep)
+        # What is pinned stays so until the end and is therefore kept: no more than were ever in use at once.
+        self._idle: deque[torch.Tensor] = deque(maxlen=None if device.type == "cuda" else keep)
 
     def copy(self, wanted: Sequence[HostCopy]) -> Mapping[str, torch.Tensor]:
         """1-D contiguous CPU tensors by key, equal to the sources now; gaps are zero. Waits for the device once."""
@@ -124,7 +130,14 @@ class HostPool:
             slab = self._idle.popleft()
             if slab.numel() >= size:
                 return slab
-        return torch.empty(max(size, 1), dtype=torch.uint8, pin_memory=self._pinned)
+        made = torch.empty(max(size, 1), dtype=torch.uint8)
+        self._pins.pin(made)
+        return made
+
+    def close(self) -> None:
+        """No copy may be under way. What was handed out can still be read."""
+        self._pins.close()
+        self._idle.clear()
 
     def _hand_out(self, slab: torch.Tensor) -> torch.Tensor:
         # torch keeps the array alive as long as any tensor made from it; its end is the slab's return.
