@@ -106,8 +106,13 @@ class StepTable:
 
     def known(self, step: int) -> None:
         """The step was completed, as the journal tells: reports of it that come again change nothing."""
-        self._first = False
         self._mark_done(step)
+
+    def first_known(self, generation: int) -> None:
+        """The state machine has been told of the generation's first step. That the step is written down does not say
+        so: a controller may have ended between the two."""
+        if generation == self.generation:
+            self._first = False
 
     def _mark_done(self, step: int) -> None:
         if not self._is_done(step):

@@ -14,7 +14,8 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,8 +117,7 @@ class AgentActor:
 
     async def reach(self, others: Mapping[str, Address]) -> tuple[str, ...]:
         """Those of the nodes that cannot be reached from here: no connection, tried twice."""
-        found = await asyncio.gather(*(asyncio.to_thread(self._reaches, address) for address in others.values()))
-        return tuple(node for node, reached in zip(others, found, strict=True) if not reached)
+        return await unreachable(others, self._reaches)
 
     def _reaches(self, address: Address) -> bool:
         for _ in range(2):
@@ -210,6 +210,20 @@ class AgentActor:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         os._exit(0)
+
+
+async def unreachable(others: Mapping[str, Address], reaches: Callable[[Address], bool]) -> tuple[str, ...]:
+    """Those of which `reaches` says no. All are tried at once, on threads of their own: the loop's usual ones are few
+    on a small machine, and busy with digests for seconds, and an answer that comes too late counts for nothing."""
+    if not others:
+        return ()
+    pool = ThreadPoolExecutor(len(others), "elastic-reach")
+    try:
+        loop = asyncio.get_running_loop()
+        found = await asyncio.gather(*(loop.run_in_executor(pool, reaches, address) for address in others.values()))
+    finally:
+        pool.shutdown(wait=False)
+    return tuple(node for node, reached in zip(others, found, strict=True) if not reached)
 
 
 def _is_stopped(pid: int) -> bool:

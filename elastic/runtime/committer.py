@@ -49,6 +49,7 @@ class Committer:
         name = checkpoint_id(shard.step, shard.generation)
         if name in self._committed or shard.step <= newest_step:
             return
+        self._forget_older(shard.generation)
         shards = self._shards.setdefault(name, {})
         self._first_shard.setdefault(name, time.time())
         shards[shard.rank] = shard
@@ -57,6 +58,13 @@ class Committer:
             task = asyncio.get_running_loop().create_task(self._commit(name, protect))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+
+    def _forget_older(self, generation: int) -> None:
+        """What a generation that is over has left unfinished stays so: its shards are not taken any more."""
+        for name, shards in tuple(self._shards.items()):
+            part = next(iter(shards.values()))
+            if part.generation < generation and len(shards) < part.world_size:
+                del self._shards[name], self._first_shard[name]
 
     async def close(self, timeout_s: float) -> None:
         """Wait for commits under way, then remove what will never become a checkpoint."""

@@ -26,7 +26,7 @@ from elastic.core.errors import Fenced
 from elastic.core.secrets import secret_values
 from elastic.core.settings import RunSettings
 from elastic.core.sharing import Claim
-from elastic.core.state import USER_CODE_FAILED, Ending, Finished, RunState, Training, WorkerPhase
+from elastic.core.state import USER_CODE_FAILED, Ending, Finished, RunState, Slot, Training, WorkerPhase
 from elastic.core.steps import CompletedStep
 from elastic.core.stragglers import StragglerWatch
 from elastic.observe.journal import JournalWriter
@@ -84,6 +84,8 @@ class ControllerActor:
         self._seen = LastSeen(failures.heartbeat_s, failures.controller_lease_s)
         self._stragglers = StragglerWatch(self._settings.stragglers)
         self._last_turn = 0.0
+        self._slots_of_nodes: Mapping[int, Slot] | None = None
+        self._nodes: frozenset[str] = frozenset()
         self._outlook: OutlookWatch | None = None
         self._main = asyncio.get_running_loop().create_task(self._run(_was_restarted()))
 
@@ -139,7 +141,10 @@ class ControllerActor:
         if isinstance(self._state.stage, Finished) or self._result is not None:
             return False
         now = time.time()
-        if all(slot.node != beat.node for slot in self._state.slots.values()):
+        if self._slots_of_nodes is not self._state.slots:
+            # Not with every beat: of a thousand nodes five thousand come in a second.
+            self._slots_of_nodes, self._nodes = self._state.slots, frozenset(self._state.nodes)
+        if beat.node not in self._nodes:
             return False
         self._seen.heard_node(beat.node, now, beat.ages)
         for worker, evidence in beat.gone.items():
@@ -249,6 +254,8 @@ class ControllerActor:
         self._journal = await self._from_storage(journal)
         self._records.open(self._journal)
         old = replay(self._journal.replayed, settings) if reconstructed else Replayed.nothing(settings, self._journal)
+        # Not kept: of a month they are many.
+        self._journal.replayed = ()
         self._telemetry = old.telemetry(settings, time.time(), self._records.note)
         self._state: RunState = old.state
         self._stragglers.begin(old.state.generation, old.state.members)
@@ -391,7 +398,7 @@ class ControllerActor:
             "error": self._user_traceback if stage.status == USER_CODE_FAILED else None,
         }
         self._records.note({"type": "run", "run_id": self._settings.run_id, **self._result})
-        await self._records.write()
+        await self._records.write(limit_s=limit_s)
         if self._records.failing:
             logger.error("the end of run %s could not be written down", self._settings.run_id)
         await self._close()
@@ -400,6 +407,8 @@ class ControllerActor:
 
     async def _close(self) -> None:
         """Give everything back; what Ray does not take in time is given back when it does, before this actor ends."""
+        if self._given_back.is_set():
+            return
         closing = asyncio.ensure_future(self._executor.close())
         closing.add_done_callback(lambda _: self._given_back.set())
         if (await asyncio.wait((closing,), timeout=_CLOSE_LIMIT_S))[0]:

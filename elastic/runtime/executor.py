@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,10 @@ logger = logging.getLogger(__name__)
 
 # A call to a worker that is alive returns in milliseconds; beyond this the detector's verdict counts.
 _CALL_TIMEOUT_S = 10.0
+# Connections that were cut come back within so long, or the generation is begun anew: one member that has not heard of
+# it would keep the others for `join_timeout_s`. Less than `abort_timeout_s`, within which all of them leave.
+_BEGIN_PATIENCE_S = 2.0
+_ASK_AGAIN_S = 0.2
 # Calls to the control store that may be waited for at the same time: starts of agents and workers.
 _STORE_THREADS = 8
 # So many others are tried by each node when the way between two is in doubt: all of them, on up to twice as many nodes.
@@ -186,17 +191,22 @@ class Executor:
                 return
             self._workers[worker] = actor
             facts = await actor.prepare.remote(known)
-            await agent.watch.remote(worker, facts["pid"])
+            await self._watch_over(node, agent, worker, facts["pid"])
         except (UsageError, ray.exceptions.RayError, OSError, RuntimeError) as error:
-            if isinstance(error, ray.exceptions.RayActorError):
-                # It may have been the agent that died: the next try starts another one.
-                self._agents.pop(node, None)
             # An error that comes from an actor is of its own class and of Ray's, and prints the actor's traceback.
             cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
             usage = isinstance(cause, UsageError)
             self._emit(ev.WorkerStartFailed(worker, str(cause) if usage else _sentence(error), usage))
         else:
             self._emit(ev.WorkerReady(worker, facts["pid"], facts["host"]))
+
+    async def _watch_over(self, node: str, agent: Any, worker: int, pid: int) -> None:
+        try:
+            await agent.watch.remote(worker, pid)
+        except ray.exceptions.RayActorError:
+            # The next try starts another one. Never because a worker has died: this one holds the node's memory.
+            self._agents.pop(node, None)
+            raise
 
     def _create(self, worker: int, group: Any) -> Any:
         resources = dict(self._settings.resources_per_worker)
@@ -281,7 +291,7 @@ class Executor:
             # Beside everything that the members do before they need it.
             self.holdings.collect(action.generation, action.checkpoint, tuple(self._agents))
         memory = await self._memory_plans(nodes)
-        rendezvous = await self._call(first, "host_store", action.generation)
+        rendezvous = await self._reach(first, "host_store", action.generation, patience_s=_BEGIN_PATIENCE_S)
         if rendezvous is None:
             return
         specs = [
@@ -304,7 +314,10 @@ class Executor:
             for rank in range(len(action.members))
         ]
         members = zip(action.members, specs, strict=True)
-        await asyncio.gather(*(self._call(worker, "begin", spec, rendezvous) for worker, spec in members))
+        begun = (
+            self._reach(worker, "begin", spec, rendezvous, patience_s=_BEGIN_PATIENCE_S) for worker, spec in members
+        )
+        await asyncio.gather(*begun)
 
     async def _memory_plans(self, nodes: Sequence[str]) -> tuple[MemoryPlan | None, ...]:
         """Where each rank's snapshots go; None for every rank where the run takes none."""
@@ -379,18 +392,28 @@ class Executor:
         await asyncio.gather(*(function(worker, *args) for worker in workers))
 
     async def _call(self, worker: int, method: str, *args: Any) -> Any:
-        """Call a worker's method once more if the connection breaks; None when it cannot be reached.
+        """`_reach`, but None when it cannot be reached."""
+        with contextlib.suppress(ConnectionError):
+            return await self._reach(worker, method, *args)
+        return None
+
+    async def _reach(self, worker: int, method: str, *args: Any, patience_s: float = 0.0) -> Any:
+        """Call a worker's method, twice and for `patience_s` if the connection breaks; None when it is dead or does not
+        answer. Raises ConnectionError when it could not be asked.
 
         Only Ray's word that the actor is dead becomes an event here: mere unavailability is the detector's to judge.
         """
-        handle = self._workers.get(worker)
-        if handle is None:
-            return None
-        for attempt in (1, 2):
+        limit, tries = time.monotonic() + patience_s, 0
+        while (handle := self._workers.get(worker)) is not None:
             try:
                 return await asyncio.wait_for(getattr(handle, method).remote(*args), _CALL_TIMEOUT_S)
             except ray.exceptions.ActorUnavailableError as error:
-                logger.debug("worker %d did not take %s (try %d): %s", worker, method, attempt, error)
+                tries += 1
+                logger.debug("worker %d did not take %s (try %d): %s", worker, method, tries, error)
+                if tries > 1 and time.monotonic() >= limit:
+                    raise ConnectionError(f"worker {worker} cannot be reached and has not taken {method!r}") from error
+                if tries > 1:
+                    await asyncio.sleep(_ASK_AGAIN_S)
             except ray.exceptions.ActorDiedError as error:
                 self._emit(ev.WorkerDied(worker, _sentence(error)))
                 return None

@@ -66,10 +66,11 @@ def _asking_for(state: RunState) -> str | None:
 
 def _placement(state: RunState) -> list[dict[str, Any]]:
     """Where the workers are."""
+    ranks = {member: rank for rank, member in enumerate(state.members)}
     return [
         {
             "worker": worker.id,
-            "rank": state.rank_of(worker.id),
+            "rank": ranks.get(worker.id),
             "node": state.node_of(worker.id),
             "pid": worker.pid,
             "phase": worker.phase.value,

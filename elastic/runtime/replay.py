@@ -56,6 +56,8 @@ class Replayed:
                 silent.owner(state, when)
                 if isinstance(event, ev.CheckpointCommitted):
                     silent.time.commit(event.step)
+                elif isinstance(event, ev.FirstStepDone):
+                    silent.table.first_known(event.generation)
             elif item["type"] == "generation" and "first_step" in item:
                 silent.generation_begins(
                     item["number"], item["world_size"], item["first_step"] - 1, when, skips_of(item)

@@ -36,7 +36,7 @@ class Telemetry:
         self._written_at = now
         self._recent: deque[tuple[float, int]] = deque(maxlen=20)
         self._stalls: dict[int, float] = {}
-        self._restores: dict[int, list[Mapping[str, Any]]] = {}
+        self._restores: dict[int, Mapping[str, Any]] = {}
         self._proof_s = 0.0
         self.step = 0
         self.loss: float | None = None
@@ -54,6 +54,7 @@ class Telemetry:
         self.time.rollback(step)
         self.step = step
         self._recent.clear()
+        self._restores.clear()
         self._record(
             {"type": "generation", "number": number, "world_size": world_size, "first_step": step + 1, "now": now,
              "skips": [list(range_) for range_ in skips]}
@@ -102,12 +103,13 @@ class Telemetry:
             self.step, self.loss = step, self.loss if loss is None else loss
 
     def restored(self, data: Mapping[str, Any]) -> dict[str, Any] | None:
-        """One rank's restore report; with the last one of a generation, the record of all."""
-        reports = self._restores.setdefault(data["generation"], [])
-        reports.append(data)
-        if len(reports) < data["world_size"]:
+        """One rank's restore report; with the last one of the generation, the record of all. One that comes again, as
+        the answer to the first was lost, changes nothing."""
+        known = data["rank"] in self._restores
+        self._restores.setdefault(data["rank"], data)
+        if known or len(self._restores) < data["world_size"]:
             return None
-        del self._restores[data["generation"]]
+        reports = self._restores.values()
         record = {
             "type": "restore", "generation": data["generation"], "checkpoint": data["checkpoint"],
             "source": data["source"], "step": data["step"],

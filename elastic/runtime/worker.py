@@ -67,6 +67,8 @@ class WorkerActor:
         self._entry = entry
         self._controller = controller
         self._vitals = Vitals(worker)
+        self._preparing = threading.Lock()
+        self._prepared: dict[str, Any] | None = None
         self._lock = threading.Lock()
         self._current: _Current | None = None
         self._over = 0
@@ -85,7 +87,16 @@ class WorkerActor:
     # --- called by the controller ---
 
     def prepare(self, node: NodeFacts) -> dict[str, Any]:
-        """Import everything, load the user's function, start the heart. Raises UsageError for a bad entry point."""
+        """Import everything, load the user's function, start the heart. Raises UsageError for a bad entry point.
+
+        Asked once more by a controller that was restarted meanwhile: the answer is that of the first time.
+        """
+        with self._preparing:
+            if self._prepared is None:
+                self._prepared = self._prepare(node)
+            return self._prepared
+
+    def _prepare(self, node: NodeFacts) -> dict[str, Any]:
         self._node = node
         if self._entry.keep_prints:
             redirect(log_file(self._settings.storage_url, self._settings.run_id, self._worker))
@@ -243,8 +254,9 @@ class WorkerActor:
             rank: Holder(address, self._node.memory_name if address == own else None)
             for rank, address in enumerate(assembled.holders)
         }
+        manifest = assembled.manifest()
         return MemorySource(
-            lambda _: assembled.manifest, holders, self._token,
+            lambda _: manifest, holders, self._token,
             timeout_s=_READ_TIMEOUT_S, limit_s=limit_s, check=lambda: check(0.0),
         )  # fmt: skip
 

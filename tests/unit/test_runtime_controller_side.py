@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import weakref
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +17,11 @@ from elastic.core import events as ev
 from elastic.core import machine
 from elastic.core.errors import StorageError, UsageError
 from elastic.core.incident import Incident
+from elastic.core.manifest import ShardRecord
 from elastic.core.settings import RunSettings, ScalingSettings
 from elastic.observe.journal import JournalWriter
 from elastic.runtime import codec, names
+from elastic.runtime.committer import Committer
 from elastic.runtime.entry import Entry
 from elastic.runtime.incidents import IncidentBook
 from elastic.runtime.progress import cadence_record
@@ -25,6 +30,7 @@ from elastic.runtime.replay import Replayed, replay
 from elastic.runtime.telemetry import Telemetry
 from elastic.training.loop import GenerationResult
 
+LIMIT_S = 20.0
 SETTINGS = RunSettings("run", scaling=ScalingSettings(1, 2), max_steps=10)
 
 # (now, event): a run of two workers whose second one dies in step 4.
@@ -100,6 +106,40 @@ def test_a_replayed_controller_keeps_the_books(tmp_path: Path) -> None:
     assert totals["productive"] > 0
 
 
+def test_a_first_step_that_was_written_down_and_not_told_is_told_with_the_next_one(tmp_path: Path) -> None:
+    """The controller ended between the two. Without it the generation would never grow, nor end when it is asked to."""
+    writer = JournalWriter(str(tmp_path), "run")
+    telemetry = Telemetry(SETTINGS, 0.0, lambda record: writer.append(record) and None)
+    for now, event in EVENTS[:9]:
+        writer.append({"type": "event", "now": now, **ev.to_json(event)})
+    telemetry.generation_begins(1, 2, 0, 2.0)
+    told = [telemetry.report(step_report(1, rank), 5.0)[1] for rank in (0, 1)]
+    telemetry.flush(5.0, force=True)
+    assert told == [None, ev.FirstStepDone(1, 1)]
+
+    after = replay(JournalWriter(str(tmp_path), "run").replayed, SETTINGS).telemetry(SETTINGS, 9.0, lambda record: None)
+    assert [after.report(step_report(1, rank), 9.0) for rank in (0, 1)] == [(None, None)] * 2
+    assert [after.report(step_report(2, rank), 9.0)[1] for rank in (0, 1)] == [None, ev.FirstStepDone(1, 2)]
+
+
+def test_a_first_step_that_was_told_is_not_told_again(tmp_path: Path) -> None:
+    journal(tmp_path)
+    after = replay(JournalWriter(str(tmp_path), "run").replayed, SETTINGS).telemetry(SETTINGS, 9.0, lambda record: None)
+    assert [after.report(step_report(4, rank), 9.0)[1] for rank in (0, 1)] == [None, None]
+
+
+def test_a_restore_report_that_comes_twice_counts_once() -> None:
+    written: list[dict[str, Any]] = []
+    telemetry = Telemetry(SETTINGS, 0.0, written.append)
+    telemetry.generation_begins(1, 2, 0, 0.0)
+    written.clear()
+    report = {"generation": 1, "world_size": 2, "checkpoint": "c", "source": "storage", "step": 0, "bytes_read": 7,
+              "bytes_needed": 7, "read_s": 1.0, "install_s": 1.0, "verify_s": 1.0}  # fmt: skip
+    for rank in (0, 0, 1, 1):
+        telemetry.restored({**report, "rank": rank})
+    assert [record["bytes_read"] for record in written] == [14]
+
+
 def test_only_the_last_attempt_is_replayed_and_numbers_go_on(tmp_path: Path) -> None:
     writer = journal(tmp_path)
     writer.append({"type": "event", "now": 20.0, **ev.to_json(ev.RunStarted((("step-00000002-g0001", 2),), 1))})
@@ -165,6 +205,79 @@ def test_lines_wait_in_order_while_storage_is_away() -> None:
         return [line["n"] for line in away.lines]
 
     assert asyncio.run(scenario()) == [1, 2, 3]
+
+
+class Slow(Away):
+    """A journal whose storage answers when `gate` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+
+    def extend(self, records: Sequence[dict[str, Any]]) -> None:
+        assert self.gate.wait(LIMIT_S)
+        super().extend(records)
+
+
+def test_storage_that_does_not_answer_keeps_nobody_waiting() -> None:
+    async def scenario() -> list[Any]:
+        slow: Any = Slow()
+        records = Records(patience_s=0.01)
+        records.open(slow)
+        await records.write([{"n": 1}])
+        assert records.failing
+        await records.write([{"n": 2}])
+        assert slow.lines == []
+        slow.gate.set()
+        await records.write([{"n": 3}], limit_s=LIMIT_S)
+        assert not records.failing
+        assert not records.pending
+        return [line["n"] for line in slow.lines]
+
+    assert asyncio.run(scenario()) == [1, 2, 3]
+
+
+def test_the_journal_does_not_wait_for_other_threads() -> None:
+    async def scenario() -> list[Any]:
+        away: Any = Away()
+        records, gate = Records(), threading.Event()
+        records.open(away)
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        begun = threading.Event()
+        busy = asyncio.get_running_loop().run_in_executor(None, lambda: begun.set() or gate.wait(LIMIT_S))
+        try:
+            assert begun.wait(LIMIT_S)
+            await records.write([{"n": 1}])
+            assert not busy.done()
+            return list(away.lines)
+        finally:
+            gate.set()
+            await busy
+
+    assert asyncio.run(scenario()) == [{"n": 1}]
+
+
+class Sink:
+    """Of a checkpoint store what the committer needs while nothing is complete."""
+
+    def incomplete(self) -> list[Any]:
+        return []
+
+
+def test_what_a_generation_has_left_unfinished_is_not_kept_for_ever() -> None:
+    store: Any = Sink()
+    committer = Committer(SETTINGS, store, {}, lambda event: None, lambda record: None)
+
+    def shard(generation: int, step: int) -> ShardRecord:
+        return ShardRecord(0, 2, generation, step, "f", 0, "", (), (), {})
+
+    old = shard(1, 4)
+    gone = weakref.ref(old)
+    committer.add(old, None, -1)
+    del old
+    assert gone() is not None
+    committer.add(shard(2, 6), None, -1)
+    assert gone() is None
 
 
 @pytest.mark.parametrize(

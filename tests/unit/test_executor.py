@@ -1,0 +1,160 @@
+"""What the executor does with actors that die or cannot be reached; no Ray, the actors are plain objects."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import ray
+
+from elastic.core import actions as act
+from elastic.core import events as ev
+from elastic.core.settings import MemorySettings, RunSettings
+from elastic.entrypoint import parse_entry_point
+from elastic.runtime import executor as executor_module
+from elastic.runtime import worker as worker_module
+from elastic.runtime.agent import NodeFacts, unreachable
+from elastic.runtime.entry import Entry
+from elastic.runtime.executor import Executor
+from elastic.runtime.worker import WorkerActor
+
+FACTS = NodeFacts("box", ("127.0.0.1", 1), "name")
+SETTINGS = RunSettings("run", memory=MemorySettings(False))
+LIMIT_S = 20.0
+
+
+class Actor:
+    """Every method is `answer`, called with the method's name and arguments."""
+
+    def __init__(self, answer: Callable[..., Any]) -> None:
+        self._answer = answer
+
+    def __getattr__(self, method: str) -> Any:
+        class Method:
+            @staticmethod
+            async def remote(*args: Any) -> Any:
+                return self._answer(method, *args)
+
+        return Method
+
+
+def dead(*_: Any) -> Any:
+    raise ray.exceptions.ActorDiedError
+
+
+def unavailable(*_: Any) -> Any:
+    raise ray.exceptions.ActorUnavailableError("connection reset", None)
+
+
+def made(events: list[ev.Event], settings: RunSettings = SETTINGS) -> Executor:
+    return Executor(settings, 1, Entry(), None, b"t" * 32, events.append, lambda *_: None)
+
+
+async def known(answer: Callable[..., Any]) -> tuple[Any, NodeFacts]:
+    return Actor(answer), FACTS
+
+
+async def settled(work: Executor) -> None:
+    while work._tasks:
+        await asyncio.wait(tuple(work._tasks), timeout=LIMIT_S)
+
+
+@pytest.mark.parametrize(("worker", "agent", "kept"), [(dead, dict, True), (lambda *_: {"pid": 1}, dead, False)])
+def test_a_worker_that_dies_while_it_starts_takes_no_agent_along(
+    monkeypatch: pytest.MonkeyPatch, worker: Any, agent: Any, kept: bool
+) -> None:
+    """The agent holds the node's memory: without it no survey would find what lies there, and no generation begin."""
+    events: list[ev.Event] = []
+
+    async def scenario() -> bool:
+        work = made(events)
+        work._agents["node"] = asyncio.ensure_future(known(agent))
+        work.placed(0, "node")
+        monkeypatch.setattr(work._slots, "group", lambda slot: "group")
+        monkeypatch.setattr(work, "_create", lambda number, group: Actor(worker))
+        work.perform(act.StartWorker(3, 0))
+        await settled(work)
+        return "node" in work._agents
+
+    assert asyncio.run(scenario()) is kept
+    assert [type(event) for event in events] == [ev.WorkerStartFailed]
+
+
+@pytest.mark.parametrize("deaf", [0, 1])
+def test_a_generation_that_a_member_has_not_heard_of_ends_at_once(monkeypatch: pytest.MonkeyPatch, deaf: int) -> None:
+    monkeypatch.setattr(executor_module, "_BEGIN_PATIENCE_S", 0.0)
+    events: list[ev.Event] = []
+
+    async def scenario() -> None:
+        work = made(events)
+        for worker in (0, 1):
+            work._workers[worker] = Actor(unavailable if worker == deaf else lambda *_: "store")
+        work.perform(act.BeginGeneration(4, (0, 1), None, 7))
+        await settled(work)
+
+    asyncio.run(scenario())
+    (failed,) = events
+    assert isinstance(failed, ev.CollectiveFailed)
+    assert (failed.generation, failed.step) == (4, 7)
+    assert f"worker {deaf} cannot be reached" in failed.error
+
+
+def test_a_member_that_can_be_reached_again_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor_module, "_ASK_AGAIN_S", 0.0)
+    monkeypatch.setattr(executor_module, "_BEGIN_PATIENCE_S", LIMIT_S)
+    events: list[ev.Event] = []
+    told: list[str] = []
+
+    def later(method: str, *_: Any) -> Any:
+        told.append(method)
+        return "store" if len(told) > 5 else unavailable()
+
+    async def scenario() -> None:
+        work = made(events)
+        work._workers[0] = Actor(later)
+        work.perform(act.BeginGeneration(4, (0,), None, 7))
+        await settled(work)
+
+    asyncio.run(scenario())
+    assert events == []
+    assert told == ["host_store"] * 6 + ["begin"]
+
+
+def test_all_nodes_are_tried_at_once() -> None:
+    """A node that is cut off from many must say so before the survey is over."""
+    others = {f"node-{number}": ("127.0.0.1", number) for number in range(40)}
+    together = threading.Barrier(len(others))
+
+    def reaches(address: tuple[str, int]) -> bool:
+        together.wait(LIMIT_S)
+        return address[1] % 2 == 0
+
+    found = asyncio.run(unreachable(others, reaches))
+    assert found == tuple(f"node-{number}" for number in range(1, 40, 2))
+    assert asyncio.run(unreachable({}, reaches)) == ()
+
+
+def test_a_worker_is_prepared_once_however_often_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restarted controller asks again for every worker that was starting; two training threads would be too many."""
+    imported: list[int] = []
+    monkeypatch.setattr(worker_module, "_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(worker_module, "Heart", lambda *args: None)
+    monkeypatch.setattr(ray, "get_gpu_ids", lambda: [])
+    monkeypatch.setattr(WorkerActor, "_import", lambda self: imported.append(1))
+    monkeypatch.setattr(WorkerActor, "_train", lambda self: None)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    worker = WorkerActor(0, SETTINGS.to_json(), Entry(parse_entry_point("json:dumps")), None, b"t" * 32)
+    answers: list[Any] = []
+    asking = [threading.Thread(target=lambda: answers.append(worker.prepare(FACTS))) for _ in range(4)]
+    for thread in asking:
+        thread.start()
+    for thread in asking:
+        thread.join(LIMIT_S)
+    worker._outbox.close()
+    assert len(answers) == 4
+    assert all(answer == answers[0] for answer in answers)
+    assert imported == [1]

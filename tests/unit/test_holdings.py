@@ -1,0 +1,110 @@
+"""What the controller learns of the nodes' memory: asked of agents that are plain objects."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from elastic.core.errors import IntegrityError, StorageError
+from elastic.core.layout import Piece
+from elastic.core.manifest import ShardRecord, StoredTensor
+from elastic.core.snapshots import STEPS, Held, snapshot_id
+from elastic.runtime.agent import NodeFacts
+from elastic.runtime.holdings import Assembled, Holdings
+
+LIMIT_S = 20.0
+IDENTIFIER = snapshot_id(8, 1)
+
+
+def record(rank: int) -> ShardRecord:
+    """Rank's half of one parameter of four elements."""
+    return ShardRecord(
+        rank=rank, world_size=2, generation=1, step=8, file=f"rank-{rank}", bytes=8, xxh3="0",
+        tensors=(StoredTensor("fp32/group0", "F32", 2, 0),), pieces=(Piece("w", 2 * rank, 2, "group0", 0),),
+        digests={"fp32/w": 5}, client={STEPS: [{"step": 8}], "lr": 0.5} if rank == 0 else {STEPS: []},
+        parameters={"w": (4,)} if rank == 0 else None,
+    )  # fmt: skip
+
+
+class Agent:
+    """Of a node that holds these ranks' shards; `silent` never answers."""
+
+    def __init__(self, number: int, ranks: Sequence[int], silent: bool = False) -> None:
+        self.facts = NodeFacts("box", ("10.0.0.1", number), "memory")
+        self._ranks, self._silent = ranks, silent
+
+    def __getattr__(self, method: str) -> Any:
+        class Method:
+            @staticmethod
+            async def remote(*args: Any) -> Any:
+                if self._silent:
+                    await asyncio.Event().wait()
+                if method == "memory_held":
+                    return tuple(Held(1, 8, rank, 2, replica=False) for rank in self._ranks)
+                assert method == "memory_record"
+                return record(args[0].rank)
+
+        return Method
+
+
+def holdings(told: list[Any], limit_s: float = LIMIT_S, **agents: Agent) -> Holdings:
+    async def agent_of(node: str) -> tuple[Any, NodeFacts]:
+        if node not in agents:
+            raise ConnectionError(f"node {node} is not part of the run any more")
+        return agents[node], agents[node].facts
+
+    return Holdings("run", agent_of, limit_s, lambda *steps: told.append(steps))
+
+
+def test_a_snapshot_is_put_together_once_for_all_workers() -> None:
+    told: list[Any] = []
+
+    async def scenario() -> list[Assembled]:
+        held = holdings(told, a=Agent(1, [0]), b=Agent(2, [1]))
+        assert await held.survey(["a", "b"]) != ((), ())
+        held.collect(2, IDENTIFIER, ["a", "b"])
+        return [await held.wait_for(IDENTIFIER) for _ in range(2)]
+
+    first, second = asyncio.run(scenario())
+    assert first is second
+    manifest = first.manifest()
+    assert (manifest.id, manifest.client, manifest.parameters) == (IDENTIFIER, {"lr": 0.5}, {"w": (4,)})
+    assert first.holders == (("10.0.0.1", 1), ("10.0.0.1", 2))
+    assert told == [(1, 2, {0: [{"step": 8}], 1: []})], "what a lost worker had not told any more"
+    assert b"Piece" not in pickle.dumps(first), "a worker is sent text, not half a million objects"
+
+
+def test_a_node_that_does_not_answer_holds_nothing_and_that_is_said() -> None:
+    async def scenario() -> Any:
+        held = holdings([], 0.01, a=Agent(1, [0]), b=Agent(2, [1], silent=True))
+        found = await held.survey(["a", "b", "gone"])
+        held.collect(2, IDENTIFIER, ["a"])
+        with pytest.raises(IntegrityError, match="cannot be put together any more"):
+            await held.wait_for(IDENTIFIER)
+        with pytest.raises(StorageError, match="not the one that the run goes on from"):
+            await held.wait_for(snapshot_id(7, 1))
+        return found
+
+    found, missing = asyncio.run(scenario())
+    assert found == ()
+    assert missing[0] == "node b, gone has not said in time what its memory holds"
+    assert "no node that answers has the shard of rank 1" in missing[1]
+
+
+def test_who_waits_for_a_generation_that_is_over_is_told_so() -> None:
+    async def scenario() -> None:
+        held = holdings([], a=Agent(1, [0, 1]))
+        await held.survey(["a"])
+        held.collect(2, IDENTIFIER, ["a"])
+        waiting = asyncio.ensure_future(held.wait_for(IDENTIFIER))
+        await asyncio.sleep(0)
+        held.collect(3, IDENTIFIER, ["a"])
+        with pytest.raises(StorageError, match="is over"):
+            await waiting
+        assert (await held.wait_for(IDENTIFIER)).manifest().step == 8
+
+    asyncio.run(scenario())
