@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from elastic.core.settings import (
@@ -137,6 +137,9 @@ def draw(seed: int) -> Plan:
     if not liveness:
         _ends(rng, plan)
     plan.faults += _outage(Random(f"outage {seed}"), horizon)
+    # Drawn apart, like the outage, so that the plans of older seeds stay what they were.
+    parity = Random(f"parity {seed}").choice((0, 0, 0, 1, 2, 3))
+    plan.settings = replace(plan.settings, memory=replace(plan.settings.memory, parity=parity))
     return plan
 
 

@@ -141,7 +141,8 @@ class Invariants:
         slots = {after.workers[worker].slot for worker in action.members if worker in after.workers}
         assert slots.isdisjoint(after.evicted), "a slot that is to be given back is trained on"
         going = {after.slots[slot].node for slot in slots} & after.draining.keys()
-        if going:
+        # One that is begun once more by a restarted controller may have been begun before the notice.
+        if going and not again:
             self.world.seen("begun on a node that is going, for want of another")
             assert not any(after.draining[node].urgent for node in going if node), "begun on a node all but gone"
             staying = [w for w in action.members if after.node_of(w) not in after.draining]

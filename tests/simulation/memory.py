@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from elastic.core import events as ev
+from elastic.core.parity import Stripe, place_parity
 from elastic.core.snapshots import Held, parse_snapshot_id, place_replicas, recoverable, snapshot_id
 from simulation.processes import Group, Node
 
@@ -30,7 +31,8 @@ class Memory:
         world, plan = self.world, self.world.plan
         nodes = [member.node.name for member in group.members]
         if self.placed[0] != nodes:
-            self.placed = (nodes, place_replicas(nodes, plan.settings.memory.replicas))
+            count = 0 if plan.settings.memory.parity else plan.settings.memory.replicas
+            self.placed = (nodes, place_replicas(nodes, count))
         replicas = self.placed[1]
         world.saved[snapshot_id(group.step, group.number)] = group.samples
         for rank, member in enumerate(group.members):
@@ -38,7 +40,12 @@ class Memory:
             self._keep(member.node, held)
             for target in replicas[rank]:
                 copy = Held(group.number, group.step, rank, len(nodes), replica=True)
-                world.clock.after(world.rng.uniform(0.0, 0.3), self._receive, member.node, target, copy)
+                world.clock.after(world.rng.uniform(0.0, 0.3), self._receive, [member.node], target, [copy])
+        for stripe in self._stripes(nodes):
+            senders = [group.members[rank].node for rank in stripe.ranks]
+            ranks = stripe.ranks if len(stripe.ranks) > 1 else ()
+            copies = [Held(group.number, group.step, rank, len(nodes), True, ranks) for rank in stripe.ranks]
+            world.clock.after(world.rng.uniform(0.0, 0.3), self._receive, senders, stripe.holder, copies)
         if group.number not in self.settled:
             world.clock.after(0.31, self._free_older, group.number)
 
@@ -64,7 +71,11 @@ class Memory:
         cut = [(first, other) for first, other in map(sorted, self.world.cuts) if first in reach and other in reach]
         if cut:
             self.world.seen("nodes that cannot reach each other")
-        found = tuple((snapshot.id, snapshot.step) for snapshot in recoverable(self._reachable()))
+        held = self._reachable()
+        found = tuple((snapshot.id, snapshot.step) for snapshot in recoverable(held))
+        as_they_are = {name: [copy for copy in copies if not copy.stripe] for name, copies in held.items()}
+        if len(found) > len(recoverable(as_they_are)):
+            self.world.seen("a shard made of parity")
         self.world.tell(
             ev.MemorySurveyed(number, found if self.world.plan.settings.memory.enabled else (), tuple(sorted(cut))),
             0.01,
@@ -74,16 +85,26 @@ class Memory:
         nodes = {node.name: node for node in self.world.cluster.placed.values() if node.alive and not node.frozen}
         return {name: self.held.get(name, []) for name in nodes}
 
-    def _receive(self, sender: Node, target: str, copy: Held) -> None:
+    def _stripes(self, nodes: list[str]) -> list[Stripe]:
+        width = self.world.plan.settings.memory.parity
+        placed = place_parity(nodes, width) if width else ()
+        return list(dict.fromkeys(stripe for stripe in placed if stripe is not None))
+
+    def _receive(self, senders: list[Node], target: str, copies: list[Held]) -> None:
+        """A replica, or the parity of a stripe: it counts when all have sent their shares."""
         node = next(node for node in self.world.cluster.nodes if node.name == target)
-        if sender.alive and node.alive and not sender.frozen and not node.frozen and node.slot is not None:
-            self._keep(node, copy)
+        if all(part.alive and not part.frozen for part in (node, *senders)) and node.slot is not None:
+            for copy in copies:
+                self._keep(node, copy)
 
     def _keep(self, node: Node, copy: Held) -> None:
         mine = self.held.setdefault(node.name, [])
         mine.append(copy)
         same = sorted(
-            h for h in mine if (h.rank, h.replica, h.generation) == (copy.rank, copy.replica, copy.generation)
+            other
+            for other in mine
+            if (other.rank, other.replica, other.generation, other.stripe)
+            == (copy.rank, copy.replica, copy.generation, copy.stripe)
         )
         for old in same[:-_KEPT]:
             mine.remove(old)

@@ -32,7 +32,7 @@ SOMETIMES = {
     "room made for another run", "let go of everything for another run",
     "has not taken the checkpoint", "finished without its last generation",
     "the control store is away", "begun without the control store", "a start that waited for the control store",
-    "a restart that waited for the control store",
+    "a restart that waited for the control store", "a shard made of parity",
 }  # fmt: skip
 
 
