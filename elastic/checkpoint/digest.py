@@ -1,13 +1,17 @@
-"""Content checks of torch tensors; the formula and why it is that one are in `words.py`."""
+"""Content checks of torch tensors, on the host or where they lie; the formula and its reasons are in `words.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 
 import torch
 
-from elastic.checkpoint.words import KEY_NAMES, digest_bytes, piece_digests
+from elastic.checkpoint.words import BLOCK, KEY_NAMES, OFFSET, digest_bytes, factors, piece_digests, places
 from elastic.core.layout import RankLayout
+
+# 16 Mi words, 128 MiB of products: enough to keep a device busy, and little beside what it holds.
+_BLOCKS_AT_ONCE = 256
 
 _DTYPE_NAMES = {key: name for name, key in KEY_NAMES.items()}
 
@@ -23,6 +27,34 @@ def partial_digests(layout: RankLayout, tensors: Mapping[str, torch.Tensor]) -> 
 def digest(values: torch.Tensor, name: str, start: int = 0) -> int:
     """The partial digest of elements [start, start + len(values)) of the tensor `name` ("<kind>/<parameter>")."""
     return digest_bytes(_raw(values), _dtype_name(values), name, start)
+
+
+def digest_on_device(values: torch.Tensor, name: str) -> int:
+    """`digest` of a whole tensor of any shape, computed by its own device: one number comes to the host, and not it.
+
+    Takes 16 bytes of device memory per word, for at most `_BLOCKS_AT_ONCE` blocks of words at a time.
+    """
+    flat = values.detach().reshape(-1).contiguous()
+    size = flat.element_size()
+    words = flat.view(torch.uint8 if size == 1 else torch.int16 if size == 2 else torch.int32)
+    blocks = -(-words.numel() // BLOCK)
+    weights = torch.from_numpy(factors(_dtype_name(values), name, blocks)).to(words.device)
+    place = _places_on(words.device)
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for first in range(0, blocks, _BLOCKS_AT_ONCE):
+        # Integers wrap around in torch, on every device: that is the modulus.
+        wide = words[first * BLOCK : (first + _BLOCKS_AT_ONCE) * BLOCK].to(torch.int64).add_(OFFSET)
+        whole = wide.numel() // BLOCK
+        rows, rest = wide[: whole * BLOCK].view(whole, BLOCK), wide[whole * BLOCK :]
+        total += (rows.mul_(place).sum(1) * weights[first : first + whole]).sum()
+        if rest.numel():
+            total += rest.mul_(place[: rest.numel()]).sum() * weights[first + whole]
+    return int(total.item()) % 2**64
+
+
+@lru_cache(maxsize=8)
+def _places_on(device: torch.device) -> torch.Tensor:
+    return torch.tensor(places(), device=device)
 
 
 def _dtype_name(values: torch.Tensor) -> str:

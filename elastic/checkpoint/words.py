@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 # The table and a chunk of words widened to 64 bits stay in a core's own cache together.
-_BLOCK = 1 << 16
+BLOCK = 1 << 16
 # Makes zeros count, so that a digest sees how many there are.
-_OFFSET = 1 << 33
+OFFSET = 1 << 33
 _MASK64 = (1 << 64) - 1
 
 # Keys are made with torch's names of dtypes; they must stay what they were in every checkpoint that was ever written.
@@ -65,15 +65,15 @@ def digest_bytes(data: memoryview, dtype: str, name: str, start: int = 0) -> int
     first = start * ITEM_BYTES[dtype] // words.itemsize
     seed = _seed(KEY_NAMES[dtype], name)
     table, sums = _table()
-    wide = np.empty(min(_BLOCK, words.size), dtype=np.int64)
+    wide = np.empty(min(BLOCK, words.size), dtype=np.int64)
     total = done = 0
     while done < words.size:
-        block, low = divmod(first + done, _BLOCK)
-        count = min(_BLOCK - low, words.size - done)
+        block, low = divmod(first + done, BLOCK)
+        count = min(BLOCK - low, words.size - done)
         products = wide[:count]
         products[:] = words[done : done + count]
         products *= table[low : low + count]
-        total += (int(products.sum()) + _OFFSET * (sums[low + count] - sums[low])) * _factor(seed, block)
+        total += (int(products.sum()) + OFFSET * (sums[low + count] - sums[low])) * _factor(seed, block)
         done += count
     return total & _MASK64
 
@@ -98,6 +98,17 @@ def piece_digests(pieces: Iterable[Piece], buffers: Mapping[str, tuple[str, memo
     return digests
 
 
+def places() -> npt.NDArray[np.int64]:
+    """What the words of a block are multiplied with, place by place."""
+    return _table()[0]
+
+
+def factors(dtype: str, name: str, blocks: int) -> npt.NDArray[np.int64]:
+    """What the first `blocks` blocks of a tensor are multiplied with; modulo 2**64, as int64."""
+    seed = _seed(KEY_NAMES[dtype], name)
+    return np.array([_factor(seed, block) for block in range(blocks)], dtype=np.uint64).view(np.int64)
+
+
 def _word_type(dtype: str) -> type[np.generic]:
     # Signed words, widened with their sign: as good as unsigned ones for a check, and what the first release did.
     size = ITEM_BYTES[dtype]
@@ -108,7 +119,7 @@ def _word_type(dtype: str) -> type[np.generic]:
 def _table() -> tuple[npt.NDArray[np.int64], list[int]]:
     """The table, and the sums of its first 0, 1, ... entries."""
     # From a hash and not from a generator of random numbers, which may differ between releases.
-    raw = hashlib.shake_256(b"ray-elastic content check 1").digest(8 * _BLOCK)
+    raw = hashlib.shake_256(b"ray-elastic content check 1").digest(8 * BLOCK)
     table = np.frombuffer(raw, dtype=np.int64) | np.int64(1)
     sums = [0, *np.cumsum(table).tolist()]
     return table, sums

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic.checkpoint import digest as digest_module
 from elastic.checkpoint import words as module
 from elastic.checkpoint.digest import digest, partial_digests
 from elastic.checkpoint.shards import DTYPE_NAMES
@@ -39,9 +40,9 @@ def test_follows_its_formula() -> None:
     words = values(1000, torch.int32).tolist()
     table, _ = module._table()
     seed = module._seed("torch.int32", "k/n")
-    first = module._BLOCK - 300  # over the end of a block
+    first = module.BLOCK - 300  # over the end of a block
     expected = sum(
-        (word + module._OFFSET) * int(table[i % module._BLOCK]) * module._factor(seed, i // module._BLOCK)
+        (word + module.OFFSET) * int(table[i % module.BLOCK]) * module._factor(seed, i // module.BLOCK)
         for i, word in enumerate(words, first)
     )
     assert digest(values(1000, torch.int32), "k/n", first) == expected % 2**64
@@ -67,9 +68,18 @@ def by_torch(tensor: torch.Tensor, name: str, start: int) -> int:
     seed = module._seed(str(tensor.dtype), name)
     total = 0
     for i, word in enumerate(words.tolist(), start * words.numel() // tensor.numel()):
-        place = int(table[i % module._BLOCK])
-        total += (word + module._OFFSET) * place * module._factor(seed, i // module._BLOCK)
+        place = int(table[i % module.BLOCK])
+        total += (word + module.OFFSET) * place * module._factor(seed, i // module.BLOCK)
     return total % 2**64
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [1, 3, module.BLOCK - 1, module.BLOCK, 5 * module.BLOCK + 7])
+def test_a_device_computes_the_same(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, count: int) -> None:
+    monkeypatch.setattr(digest_module, "_BLOCKS_AT_ONCE", 2)
+    tensor = values(count, dtype)
+    assert digest_module.digest_on_device(tensor, "k/n") == digest(tensor, "k/n")
+    assert digest_module.digest_on_device(tensor[None].expand(2, -1).T[:, 0], "k/n") == digest(tensor, "k/n")
 
 
 def test_the_arithmetic_needs_no_torch() -> None:
