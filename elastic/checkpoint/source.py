@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from elastic.core.manifest import Manifest
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)

@@ -11,23 +11,22 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from elastic.core import actions as act
 from elastic.core import events as ev
 from elastic.core.errors import UsageError
-from elastic.core.parity import place_parity
 from elastic.core.settings import RunSettings
-from elastic.core.snapshots import is_snapshot, place_replicas
+from elastic.core.snapshots import is_snapshot
 from elastic.core.state import RunState, SlotPhase, WorkerPhase
 from elastic.runtime import names
-from elastic.runtime.agent import AgentActor, NodeFacts
+from elastic.runtime.agents import Agents
 from elastic.runtime.control_store import StoreThreads
 from elastic.runtime.entry import Entry
-from elastic.runtime.holdings import Holdings, OnSteps, targets_of
+from elastic.runtime.holdings import Holdings, OnSteps
 from elastic.runtime.slots import SlotKeeper
+from elastic.runtime.specs import generation_specs, memory_plans
 from elastic.runtime.sweep import sweep
-from elastic.runtime.wires import Wires
 from elastic.runtime.worker import WorkerActor
 
 if TYPE_CHECKING:
@@ -43,8 +42,6 @@ _BEGIN_PATIENCE_S = 2.0
 _ASK_AGAIN_S = 0.2
 # Calls to the control store that may be waited for at the same time: starts of agents and workers.
 _STORE_THREADS = 8
-# So many others are tried by each node when the way between two is in doubt: all of them, on up to twice as many nodes.
-_TRIED = 32
 
 
 class Executor:
@@ -71,10 +68,9 @@ class Executor:
         self._nodes: dict[int, str] = {}
         self._worker_slot: dict[int, int] = {}
         self._workers: dict[int, Any] = {}
-        self._agents: dict[str, asyncio.Task[tuple[Any, NodeFacts]]] = {}
         self._store = StoreThreads(_STORE_THREADS, "elastic-starts")
-        self._wires = Wires(token, self._agent_gone)
-        self.holdings = Holdings(settings.run_id, self._known_agent, settings.failures.survey_timeout_s * 0.8, on_steps)
+        self._agents = Agents(settings, attempt, controller, token, self._store, self._agent_gone)
+        self.holdings = Holdings(settings.run_id, self._agents.of, settings.failures.survey_timeout_s * 0.8, on_steps)
         self._tasks: set[asyncio.Task[None]] = set()
 
     # --- called by the controller ---
@@ -121,8 +117,7 @@ class Executor:
             if slot.phase is SlotPhase.PLACED and slot.node is not None:
                 self._nodes[slot.id] = slot.node
                 await self._slots.attach(slot.id, slot.node)
-                # Not waited for: the node may be gone, and with it the agent that would answer.
-                self._agents.setdefault(slot.node, asyncio.ensure_future(self._start_agent(slot.node)))
+                self._agents.attach(slot.node)
         for worker in state.workers.values():
             self._worker_slot[worker.id] = worker.slot
             if worker.phase is WorkerPhase.STARTING:
@@ -148,9 +143,7 @@ class Executor:
             await asyncio.wait(tuple(self._tasks), timeout=_CALL_TIMEOUT_S)
         for slot in tuple(self._nodes):
             await self._release(slot)
-        for node in tuple(self._agents):
-            await self._drop_agent(node)
-        self._wires.close()
+        self._agents.close()
         await self._slots.close()
         await self.sweep()
         self._store.close()
@@ -167,15 +160,7 @@ class Executor:
             await self._kill_worker(worker, node)
         await self._slots.release(slot)
         if node is not None and node not in self._nodes.values():
-            await self._drop_agent(node)
-
-    async def _drop_agent(self, node: str) -> None:
-        self._wires.forget(node)
-        task = self._agents.pop(node, None)
-        if task is not None and task.done() and task.exception() is None:
-            _kill(task.result()[0])
-        elif task is not None:
-            task.cancel()
+            self._agents.drop(node)
 
     async def _start_worker(self, worker: int, slot: int) -> None:
         node, group = self._nodes.get(slot), self._slots.group(slot)
@@ -183,7 +168,7 @@ class Executor:
             return
         self._worker_slot[worker] = slot
         try:
-            agent, known = await self._agent(node)
+            agent, known = await self._agents.started(node)
             actor = await self._store.call(partial(self._create, worker, group))
             if self._worker_slot.get(worker) != slot:
                 # Given up while it was being created, which takes as long as the control store is away.
@@ -205,7 +190,7 @@ class Executor:
             await agent.watch.remote(worker, pid)
         except ray.exceptions.RayActorError:
             # The next try starts another one. Never because a worker has died: this one holds the node's memory.
-            self._agents.pop(node, None)
+            self._agents.forget(node)
             raise
 
     def _create(self, worker: int, group: Any) -> Any:
@@ -229,39 +214,6 @@ class Executor:
             worker, self._settings.to_json(), self._entry, self._controller, self._token
         )
 
-    async def _known_agent(self, node: str) -> tuple[Any, NodeFacts]:
-        """The agent of a node that is part of the run. Raises OSError for any other node."""
-        task = self._agents.get(node)
-        if task is None:
-            raise ConnectionError(f"node {node[:8]} is not part of the run any more")
-        return await asyncio.shield(task)
-
-    async def _agent(self, node: str) -> tuple[Any, NodeFacts]:
-        """The node's agent and what it says of itself, started at the first need."""
-        task = self._agents.get(node)
-        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
-            task = asyncio.get_running_loop().create_task(self._start_agent(node))
-            self._agents[node] = task
-        return await asyncio.shield(task)
-
-    async def _start_agent(self, node: str) -> tuple[Any, NodeFacts]:
-        options = {
-            "name": names.agent(self._settings.run_id, self._attempt, node),
-            "namespace": names.NAMESPACE,
-            "lifetime": "detached",
-            "get_if_exists": True,
-            "max_restarts": 0,
-            "max_concurrency": 100,
-            "num_cpus": 0,
-            "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
-        }
-        actor_class: Any = ray.remote(AgentActor)
-        arguments = (node, self._settings, self._controller, self._token)
-        agent = await self._store.call(lambda: actor_class.options(**options).remote(*arguments))
-        facts = await agent.join.remote()
-        self._wires.watch(node, facts.memory)
-        return agent, facts
-
     def _agent_gone(self, node: str) -> None:
         """Without its agent a node cannot take part: its workers end by themselves, if they are not gone too."""
         for slot in [slot for slot, where in self._nodes.items() if where == node]:
@@ -271,103 +223,41 @@ class Executor:
         slot = self._worker_slot.pop(worker, None)
         handle = self._workers.pop(worker, None)
         where = node or self._nodes.get(slot if slot is not None else -1)
-        task = self._agents.get(where or "")
-        if task is not None and task.done() and not task.cancelled() and task.exception() is None:
+        agent = self._agents.at_hand(where or "")
+        if agent is not None:
             # By the agent too: SIGKILL ends a stopped process, which Ray's own request would not reach.
-            task.result()[0].kill.remote(worker)
+            agent.kill.remote(worker)
         if handle is not None:
             _kill(handle)
 
     # --- a generation ---
 
     async def _begin(self, action: act.BeginGeneration) -> None:
-        from elastic.training.session import BatchSettings, GenerationSpec
-
-        settings = self._settings
-        batch = BatchSettings(settings.global_batch, settings.micro_batch, settings.max_steps, settings.epochs)
         first = action.members[0]
         nodes = [self._nodes.get(self._worker_slot.get(worker, -1), "") for worker in action.members]
         if action.checkpoint is not None and is_snapshot(action.checkpoint):
             # Beside everything that the members do before they need it.
-            self.holdings.collect(action.generation, action.checkpoint, tuple(self._agents))
-        memory = await self._memory_plans(nodes)
+            self.holdings.collect(action.generation, action.checkpoint, self._agents.nodes)
+        plans: Sequence[MemoryPlan | None] = (None,) * len(nodes)
+        if self._settings.memory.enabled:
+            known = {node: (await self._agents.of(node))[1] for node in dict.fromkeys(nodes)}
+            plans = memory_plans(self._settings, nodes, known)
         rendezvous = await self._reach(first, "host_store", action.generation, patience_s=_BEGIN_PATIENCE_S)
         if rendezvous is None:
             return
-        specs = [
-            GenerationSpec(
-                run_id=settings.run_id,
-                generation=action.generation,
-                rank=rank,
-                world_size=len(action.members),
-                seed=settings.seed,
-                max_world_size=settings.scaling.max_workers,
-                batch=batch,
-                checkpoint=action.checkpoint,
-                checkpoint_every_steps=settings.checkpoint.every_steps,
-                deepspeed_config=settings.deepspeed_config,
-                memory=memory[rank],
-                skips=action.skips,
-                anomalies=settings.anomalies,
-                collective_timeout_s=settings.failures.collective_timeout_s,
-            )
-            for rank in range(len(action.members))
-        ]
+        specs = generation_specs(self._settings, action, plans)
         members = zip(action.members, specs, strict=True)
         begun = (
             self._reach(worker, "begin", spec, rendezvous, patience_s=_BEGIN_PATIENCE_S) for worker, spec in members
         )
         await asyncio.gather(*begun)
 
-    async def _memory_plans(self, nodes: Sequence[str]) -> tuple[MemoryPlan | None, ...]:
-        """Where each rank's snapshots go; None for every rank where the run takes none."""
-        from elastic.training.session import MemoryPlan
-
-        memory = self._settings.memory
-        if not memory.enabled:
-            return (None,) * len(nodes)
-        known = {node: (await self._known_agent(node))[1] for node in dict.fromkeys(nodes)}
-        domains = {node: facts.domain for node, facts in known.items() if facts.domain}
-        placed: Sequence[tuple[str, ...]]
-        stripes: Sequence[tuple[int, ...]] = [()] * len(nodes)
-        if memory.parity:
-            shared = place_parity(nodes, memory.parity, domains)
-            placed = [(stripe.holder,) if stripe is not None else () for stripe in shared]
-            # Of one rank alone the parity is a replica.
-            stripes = [stripe.ranks if stripe is not None and len(stripe.ranks) > 1 else () for stripe in shared]
-        else:
-            placed = place_replicas(nodes, memory.replicas, domains)
-        targets = targets_of(placed, {node: facts.memory for node, facts in known.items()})
-        return tuple(
-            MemoryPlan(where, stripe, memory.every_steps, memory.cost_limit, memory.required)
-            for where, stripe in zip(targets, stripes, strict=True)
-        )
-
     async def _survey(self, action: act.SurveyMemory) -> None:
-        reach = self._unreachable(action.nodes) if action.reach else _nothing()
+        reach = self._agents.unreachable(action.nodes) if action.reach else _nothing()
         holds = self.holdings.survey(action.nodes if self._settings.memory.enabled else ())
         (found, missing), unreachable = await asyncio.gather(holds, reach)
         snapshots = tuple((snapshot.id, snapshot.step) for snapshot in found)
         self._emit(ev.MemorySurveyed(action.survey, snapshots, unreachable, missing))
-
-    async def _unreachable(self, nodes: Sequence[str]) -> tuple[tuple[str, str], ...]:
-        """Pairs (who, whom). Every node tries those that follow it, in a ring; who does not answer is silent, which is
-        for the heartbeats to judge."""
-        asked = []
-        for place, node in enumerate(nodes):
-            following = [nodes[(place + step) % len(nodes)] for step in range(1, min(len(nodes), _TRIED + 1))]
-            asked.append(self._tries(node, [other for other in following if other != node]))
-        return tuple(pair for pairs in await asyncio.gather(*asked) for pair in pairs)
-
-    async def _tries(self, node: str, others: Sequence[str]) -> list[tuple[str, str]]:
-        try:
-            agent, _ = await self._known_agent(node)
-            known = {other: (await self._known_agent(other))[1].memory for other in others}
-            limit_s = self._settings.failures.survey_timeout_s * 0.8
-            return [(node, other) for other in await asyncio.wait_for(agent.reach.remote(known), limit_s)]
-        except (ray.exceptions.RayError, asyncio.TimeoutError, OSError) as error:
-            logger.warning("node %s has not said whom it can reach: %s", node[:8], error or type(error).__name__)
-            return []
 
     async def _end(self, worker: int, generation: int, cause: str) -> None:
         await self._call(worker, "end", generation, cause)

@@ -82,8 +82,10 @@ def test_a_device_computes_the_same(monkeypatch: pytest.MonkeyPatch, dtype: torc
     assert digest_module.digest_on_device(tensor[None].expand(2, -1).T[:, 0], "k/n") == digest(tensor, "k/n")
 
 
-def test_the_arithmetic_needs_no_torch() -> None:
-    code = "import sys, elastic.checkpoint.words; assert 'torch' not in sys.modules"
+# A second of the start of every agent, every controller and every command.
+@pytest.mark.parametrize("name", ["elastic.checkpoint.words", "elastic.runtime.controller", "elastic.runtime.agent"])
+def test_who_does_not_train_needs_no_torch(name: str) -> None:
+    code = f"import sys, {name}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

@@ -71,13 +71,13 @@ def test_a_worker_that_dies_while_it_starts_takes_no_agent_along(
 
     async def scenario() -> bool:
         work = made(events)
-        work._agents["node"] = asyncio.ensure_future(known(agent))
+        work._agents._tasks["node"] = asyncio.ensure_future(known(agent))
         work.placed(0, "node")
         monkeypatch.setattr(work._slots, "group", lambda slot: "group")
         monkeypatch.setattr(work, "_create", lambda number, group: Actor(worker))
         work.perform(act.StartWorker(3, 0))
         await settled(work)
-        return "node" in work._agents
+        return "node" in work._agents.nodes
 
     assert asyncio.run(scenario()) is kept
     assert [type(event) for event in events] == [ev.WorkerStartFailed]

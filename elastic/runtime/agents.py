@@ -1,0 +1,133 @@
+"""The agents of a run's nodes, as the controller has them: started at the first need, watched, asked, given up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from elastic.core.settings import RunSettings
+from elastic.runtime import names
+from elastic.runtime.agent import AgentActor, NodeFacts
+from elastic.runtime.control_store import StoreThreads
+from elastic.runtime.wires import Wires
+
+logger = logging.getLogger(__name__)
+
+# So many others are tried by each node when the way between two is in doubt: all of them, on up to twice as many nodes.
+_TRIED = 32
+
+# An agent's handle, and what it has said of its node.
+Known = tuple[Any, NodeFacts]
+
+
+class Agents:
+    """One agent per node of one attempt. `on_gone(node)` is called once when the process of an agent is gone."""
+
+    def __init__(
+        self,
+        settings: RunSettings,
+        attempt: int,
+        controller: Any,
+        token: bytes,
+        store: StoreThreads,
+        on_gone: Callable[[str], None],
+    ) -> None:
+        self._settings = settings
+        self._attempt = attempt
+        self._controller = controller
+        self._token = token
+        self._store = store
+        self._wires = Wires(token, on_gone)
+        self._tasks: dict[str, asyncio.Task[Known]] = {}
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        return tuple(self._tasks)
+
+    async def of(self, node: str) -> Known:
+        """The agent of a node that is part of the run. Raises OSError for any other node."""
+        task = self._tasks.get(node)
+        if task is None:
+            raise ConnectionError(f"node {node[:8]} is not part of the run any more")
+        return await asyncio.shield(task)
+
+    async def started(self, node: str) -> Known:
+        """As `of`, but started where it is not there, or where its last start has failed."""
+        task = self._tasks.get(node)
+        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+            task = self._tasks[node] = asyncio.get_running_loop().create_task(self._start(node))
+        return await asyncio.shield(task)
+
+    def attach(self, node: str) -> None:
+        """Find it, or start it, and do not wait for it: the node may be gone, and the agent that would answer."""
+        if node not in self._tasks:
+            self._tasks[node] = asyncio.get_running_loop().create_task(self._start(node))
+
+    def at_hand(self, node: str) -> Any | None:
+        """Its handle, where it has started."""
+        task = self._tasks.get(node)
+        if task is None or not task.done() or task.cancelled() or task.exception() is not None:
+            return None
+        return task.result()[0]
+
+    def forget(self, node: str) -> None:
+        """It has died: the next `started` makes another one."""
+        self._tasks.pop(node, None)
+
+    def drop(self, node: str) -> None:
+        """The node is given back: its agent is ended."""
+        self._wires.forget(node)
+        agent, task = self.at_hand(node), self._tasks.pop(node, None)
+        if agent is not None:
+            with contextlib.suppress(ray.exceptions.RayError, ValueError):
+                ray.kill(agent, no_restart=True)
+        elif task is not None:
+            task.cancel()
+
+    def close(self) -> None:
+        for node in self.nodes:
+            self.drop(node)
+        self._wires.close()
+
+    async def unreachable(self, nodes: Sequence[str]) -> tuple[tuple[str, str], ...]:
+        """Pairs (who, whom). Every node tries those that follow it, in a ring; who does not answer is silent, which is
+        for the heartbeats to judge."""
+        asked = []
+        for place, node in enumerate(nodes):
+            following = [nodes[(place + step) % len(nodes)] for step in range(1, min(len(nodes), _TRIED + 1))]
+            asked.append(self._tries(node, [other for other in following if other != node]))
+        return tuple(pair for pairs in await asyncio.gather(*asked) for pair in pairs)
+
+    async def _tries(self, node: str, others: Sequence[str]) -> list[tuple[str, str]]:
+        try:
+            agent, _ = await self.of(node)
+            known = {other: (await self.of(other))[1].memory for other in others}
+            limit_s = self._settings.failures.survey_timeout_s * 0.8
+            return [(node, other) for other in await asyncio.wait_for(agent.reach.remote(known), limit_s)]
+        except (ray.exceptions.RayError, asyncio.TimeoutError, OSError) as error:
+            logger.warning("node %s has not said whom it can reach: %s", node[:8], error or type(error).__name__)
+            return []
+
+    async def _start(self, node: str) -> Known:
+        options = {
+            "name": names.agent(self._settings.run_id, self._attempt, node),
+            "namespace": names.NAMESPACE,
+            "lifetime": "detached",
+            "get_if_exists": True,
+            "max_restarts": 0,
+            "max_concurrency": 100,
+            "num_cpus": 0,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
+        }
+        actor_class: Any = ray.remote(AgentActor)
+        arguments = (node, self._settings, self._controller, self._token)
+        agent = await self._store.call(lambda: actor_class.options(**options).remote(*arguments))
+        facts = await agent.join.remote()
+        self._wires.watch(node, facts.memory)
+        return agent, facts

@@ -1,0 +1,61 @@
+"""What each member of a generation is told: its part of the batch, and where its snapshots go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from elastic.core.actions import BeginGeneration
+from elastic.core.parity import place_parity
+from elastic.core.settings import RunSettings
+from elastic.core.snapshots import place_replicas
+from elastic.runtime.agent import NodeFacts
+from elastic.runtime.holdings import targets_of
+from elastic.training.session import BatchSettings, GenerationSpec, MemoryPlan
+
+
+def generation_specs(
+    settings: RunSettings, action: BeginGeneration, plans: Sequence[MemoryPlan | None]
+) -> tuple[GenerationSpec, ...]:
+    """By rank; `plans` are those of the ranks' snapshots."""
+    batch = BatchSettings(settings.global_batch, settings.micro_batch, settings.max_steps, settings.epochs)
+    return tuple(
+        GenerationSpec(
+            run_id=settings.run_id,
+            generation=action.generation,
+            rank=rank,
+            world_size=len(action.members),
+            seed=settings.seed,
+            max_world_size=settings.scaling.max_workers,
+            batch=batch,
+            checkpoint=action.checkpoint,
+            checkpoint_every_steps=settings.checkpoint.every_steps,
+            deepspeed_config=settings.deepspeed_config,
+            memory=plan,
+            skips=action.skips,
+            anomalies=settings.anomalies,
+            collective_timeout_s=settings.failures.collective_timeout_s,
+        )
+        for rank, plan in enumerate(plans)
+    )
+
+
+def memory_plans(
+    settings: RunSettings, nodes: Sequence[str], known: Mapping[str, NodeFacts]
+) -> tuple[MemoryPlan | None, ...]:
+    """By rank, whose node is `nodes[rank]`. `known` has what every one of them has said of itself."""
+    memory = settings.memory
+    domains = {node: facts.domain for node, facts in known.items() if facts.domain}
+    placed: Sequence[tuple[str, ...]]
+    stripes: Sequence[tuple[int, ...]] = [()] * len(nodes)
+    if memory.parity:
+        shared = place_parity(nodes, memory.parity, domains)
+        placed = [(stripe.holder,) if stripe is not None else () for stripe in shared]
+        # Of one rank alone the parity is a replica.
+        stripes = [stripe.ranks if stripe is not None and len(stripe.ranks) > 1 else () for stripe in shared]
+    else:
+        placed = place_replicas(nodes, memory.replicas, domains)
+    targets = targets_of(placed, {node: facts.memory for node, facts in known.items()})
+    return tuple(
+        MemoryPlan(where, stripe, memory.every_steps, memory.cost_limit, memory.required)
+        for where, stripe in zip(targets, stripes, strict=True)
+    )
