@@ -364,21 +364,27 @@ class ControllerActor:
 
     async def _watch(self) -> None:
         """Look for silence and standstill; what is found is an event like any other."""
-        failures = self._settings.failures
         while True:
-            await asyncio.sleep(failures.heartbeat_s / 2)
-            state, now = self._state, time.time()
-            ending = isinstance(state.stage, Ending)
-            limit_s = failures.probe_timeout_s + failures.heartbeat_s if ending else failures.suspect_after_s
-            silence = self._seen.silent(now, limit_s)
-            if silence is not None:
-                self._events.put_nowait(silence)
-            # Who hears nobody does not know whether steps end.
-            training = isinstance(state.stage, Training) and not self._seen.alone(now, failures.suspect_after_s)
-            stalled = self._telemetry.watch.check(state.generation, self._telemetry.step, now, training)
-            if stalled is not None:
-                self._events.put_nowait(stalled)
-            self._telemetry.flush(now)
+            await asyncio.sleep(self._settings.failures.heartbeat_s / 2)
+            try:
+                self._look(time.time())
+            except Exception:
+                # A run that nobody watches any more would be worse than a look that was missed.
+                logger.exception("looking for silence and standstill failed")
+
+    def _look(self, now: float) -> None:
+        failures, state = self._settings.failures, self._state
+        ending = isinstance(state.stage, Ending)
+        limit_s = failures.probe_timeout_s + failures.heartbeat_s if ending else failures.suspect_after_s
+        silence = self._seen.silent(now, limit_s)
+        if silence is not None:
+            self._events.put_nowait(silence)
+        # Who hears nobody does not know whether steps end.
+        training = isinstance(state.stage, Training) and not self._seen.alone(now, failures.suspect_after_s)
+        stalled = self._telemetry.watch.check(state.generation, self._telemetry.step, now, training)
+        if stalled is not None:
+            self._events.put_nowait(stalled)
+        self._telemetry.flush(now)
 
     async def _finish(self) -> None:
         stage = self._state.stage

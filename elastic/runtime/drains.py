@@ -54,6 +54,9 @@ class DrainWatch:
             except (ray.exceptions.RayError, OSError, RuntimeError) as error:
                 # The control store may be away; what was known stays known.
                 logger.debug("the list of draining nodes cannot be had: %s", error)
+            except Exception:
+                # Whatever it is, the notice of the next node must not be missed for it.
+                logger.exception("looking for draining nodes failed")
             await asyncio.sleep(_POLL_S)
 
     async def look(self) -> None:

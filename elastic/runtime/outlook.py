@@ -85,6 +85,10 @@ class OutlookWatch:
             # The control store may be away; what was known stays known.
             logger.debug("the state of the cluster cannot be had: %s", error)
             return _LOOK_S
+        except Exception:
+            # Whatever it is, others may need what this run has, and be told so by the next look.
+            logger.exception("looking at the state of the cluster failed")
+            return _LOOK_S
         calm = not others and self._claim is not None and not self._wants() and self._limit is None
         return _CALM_LOOK_S if calm else _LOOK_S
 

@@ -9,6 +9,7 @@ import pytest
 from cluster.draining import RayNode, choose
 from cluster.source import ClusterError
 from elastic.core.events import NodesDraining
+from elastic.runtime import drains
 from elastic.runtime.drains import DrainWatch
 
 
@@ -51,6 +52,23 @@ def test_a_node_of_the_run_that_has_died_has_not_been_told_to_stay() -> None:
     assert ray.look(watch) == [NodesDraining((("a", 17.0), ("b", 20.0)))]
     ray.used = {"b"}
     assert ray.look(watch) == [NodesDraining((("b", 20.0),))]
+
+
+def test_whatever_goes_wrong_the_next_look_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drains, "_POLL_S", 0.0)
+    answers = iter([ValueError("an answer that nobody expected"), {"a": 17.0}])
+
+    def listed() -> dict[str, float]:
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def told(event: NodesDraining) -> None:
+        raise asyncio.CancelledError(event.nodes)
+
+    with pytest.raises(asyncio.CancelledError, match="17"):
+        asyncio.run(DrainWatch({}, set, told, listed, set).run())
 
 
 def test_a_restarted_controller_is_told_only_what_is_new() -> None:
