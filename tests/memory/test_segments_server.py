@@ -350,7 +350,9 @@ def test_two_hundred_generations_leave_nothing_behind(stack: ExitStack) -> None:
         assert node.stats()["connections"] == 2
     assert before is not None
     fds, threads, segments = used()
-    assert (fds, segments) == (before[0], before[2])
+    # Less: what tests before this one have opened may be closed meanwhile.
+    assert fds <= before[0]
+    assert segments == before[2]
     assert threads <= before[1] + 2  # a sender of an older generation may be about to end
     assert set(os.listdir("/dev/shm")) - shm == set()
 
