@@ -26,7 +26,7 @@ from elastic.core.errors import RunNotFound
 from elastic.observe.journal import JournalReader
 from elastic.store.objects import open_objects
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
