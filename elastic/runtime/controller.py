@@ -1,7 +1,7 @@
-"""The controller actor: feeds events to the state machine, one at a time, and has its actions carried out.
+"""The controller actor: hears clients, agents and workers, and takes turn after turn until the run is over.
 
-It decides nothing itself and holds no tensor. Every event is in the journal before it is acted on; a restarted
-controller replays the journal and goes on, while the workers keep training.
+It decides nothing itself and holds no tensor; what it knows of the run is in `turns.py`. A restarted controller replays
+the journal and goes on, while the workers keep training.
 """
 
 from __future__ import annotations
@@ -18,17 +18,13 @@ from typing import Any, TypeVar
 import ray
 
 from elastic.checkpoint.storage import CheckpointStore
-from elastic.core import actions as act
 from elastic.core import events as ev
 from elastic.core import machine
-from elastic.core.detector import LastSeen
 from elastic.core.errors import Fenced
 from elastic.core.secrets import secret_values
 from elastic.core.settings import RunSettings
 from elastic.core.sharing import Claim
-from elastic.core.state import USER_CODE_FAILED, Ending, Finished, RunState, Slot, Training, WorkerPhase
-from elastic.core.steps import CompletedStep
-from elastic.core.stragglers import StragglerWatch
+from elastic.core.state import Finished, WorkerPhase
 from elastic.observe.journal import JournalWriter
 from elastic.runtime.agent import BEAT_LIMIT_S, Beat
 from elastic.runtime.committer import Committer
@@ -36,13 +32,12 @@ from elastic.runtime.drains import DrainWatch
 from elastic.runtime.entry import Entry
 from elastic.runtime.executor import Executor
 from elastic.runtime.holdings import Assembled
-from elastic.runtime.incidents import IncidentBook
 from elastic.runtime.outbox import Item, Reply
 from elastic.runtime.outlook import OutlookWatch
 from elastic.runtime.patience import patiently
-from elastic.runtime.progress import News, cadence_record, figures
 from elastic.runtime.records import Records
 from elastic.runtime.replay import Replayed, replay
+from elastic.runtime.turns import Turns
 from elastic.runtime.versions import versions
 
 logger = logging.getLogger(__name__)
@@ -75,17 +70,7 @@ class ControllerActor:
         self._stepped = asyncio.Condition()
         self._events: asyncio.Queue[ev.Event] = asyncio.Queue()
         self._records = Records()
-        self._incidents = IncidentBook(self._records.note, self._settings.run_id)
-        self._user_traceback: str | None = None
-        self._news = News()
-        self._fenced = 0
         self._result: dict[str, Any] | None = None
-        failures = self._settings.failures
-        self._seen = LastSeen(failures.heartbeat_s, failures.controller_lease_s)
-        self._stragglers = StragglerWatch(self._settings.stragglers)
-        self._last_turn = 0.0
-        self._slots_of_nodes: Mapping[int, Slot] | None = None
-        self._nodes: frozenset[str] = frozenset()
         self._outlook: OutlookWatch | None = None
         self._main = asyncio.get_running_loop().create_task(self._run(_was_restarted()))
 
@@ -95,19 +80,19 @@ class ControllerActor:
         """The live figures; see `jobs.handle.RunHandle.progress`."""
         await self._ready.wait()
         status = self._result["status"] if self._result else "running"
-        shown = figures(self._state, self._telemetry, self._news, self._stragglers.known())
-        return {**shown, "status": status, "controller_pid": os.getpid()}
+        return {**self._turns.progress(), "status": status, "controller_pid": os.getpid()}
 
     async def wait_step(self, step: int, timeout_s: float) -> bool:
         await self._ready.wait()
+        telemetry = self._turns.telemetry
         try:
             async with self._stepped:
                 await asyncio.wait_for(
-                    self._stepped.wait_for(lambda: self._telemetry.step >= step or self._result is not None), timeout_s
+                    self._stepped.wait_for(lambda: telemetry.step >= step or self._result is not None), timeout_s
                 )
         except asyncio.TimeoutError:
             return False
-        return self._telemetry.step >= step
+        return telemetry.step >= step
 
     async def wait_end(self, timeout_s: float) -> dict[str, Any] | None:
         if self._ended.is_set():
@@ -138,79 +123,21 @@ class ControllerActor:
     async def beat(self, beat: Beat) -> bool:
         """One node's heartbeat. False when the node is not part of the run: the agent then ends its workers."""
         await self._ready.wait()
-        if isinstance(self._state.stage, Finished) or self._result is not None:
-            return False
-        now = time.time()
-        if self._slots_of_nodes is not self._state.slots:
-            # Not with every beat: of a thousand nodes five thousand come in a second.
-            self._slots_of_nodes, self._nodes = self._state.slots, frozenset(self._state.nodes)
-        if beat.node not in self._nodes:
-            return False
-        self._seen.heard_node(beat.node, now, beat.ages)
-        for worker, evidence in beat.gone.items():
-            self._events.put_nowait(ev.WorkerDied(worker, evidence))
-        return True
+        return self._result is None and self._turns.beat(beat, time.time())
 
     async def deliver(self, worker: int, items: Sequence[Item]) -> Reply:
         """A worker's messages, in order. A worker that was written off is told so, and nothing it says counts."""
         await self._ready.wait()
-        known = self._state.workers.get(worker)
-        if known is None:
-            self._fenced += len(items)
-            logger.warning("worker %d was written off and is told to end; %d messages refused", worker, len(items))
-            return Reply(self._journal.incarnation, fenced=True)
-        node = self._state.node_of(worker)
-        if node is not None:
-            self._seen.heard_worker(worker, node, time.time())
-        for item in items:
-            self._take(item)
-        return Reply(self._journal.incarnation)
+        taken = self._turns.deliver(worker, items, time.time())
+        return Reply(self._journal.incarnation, fenced=not taken)
 
     async def snapshot(self, identifier: str) -> Assembled:
         """What a worker needs to restore a snapshot from memory. Raises IntegrityError or StorageError."""
         await self._ready.wait()
         return await self._executor.holdings.wait_for(identifier)
 
-    def _take(self, item: Item) -> None:
-        now = time.time()
-        if item.kind == "event":
-            self._events.put_nowait(ev.from_json(item.data))
-        elif item.kind == "shard":
-            self._take_shard(item.data)
-        elif item.data["generation"] != self._state.generation:
-            # Reports of what was rolled back, or is in the journal already.
-            logger.debug("a %s report of generation %d came late", item.kind, item.data["generation"])
-        elif item.kind == "step":
-            done, first = self._telemetry.report(item.data, now)
-            if first is not None:
-                self._events.put_nowait(first)
-            if done is not None:
-                self._completed(done, now)
-        elif item.kind == "cadence":
-            self._records.note(cadence_record(item.data))
-        elif item.kind == "restored":
-            restore = self._telemetry.restored(item.data)
-            if restore is not None:
-                self._incidents.restored(restore)
-
-    def _completed(self, done: CompletedStep, now: float) -> None:
-        """Every rank has finished the step."""
-        if done.anomaly:
-            self._events.put_nowait(ev.StepSkipped(done.generation, done.step, done.anomaly, done.skipped))
-        for found in () if done.first else self._stragglers.step(done.generation, done.own_s):
-            self._events.put_nowait(found)
-        self._incidents.step_done(done.step, now)
+    def _step_done(self) -> None:
         asyncio.get_running_loop().create_task(self._tell_step())
-
-    def _take_shard(self, shard: Any) -> None:
-        """A shard counts only while its generation is the newest one: a late waker's never does."""
-        if shard.generation != self._state.generation:
-            self._fenced += 1
-            logger.warning("a shard of generation %d is refused: %d runs", shard.generation, self._state.generation)
-            return
-        state = self._state
-        newest = max((known.step for known in state.checkpoints if known.id not in state.rejected), default=-1)
-        self._committer.add(shard, state.base.id if state.base else None, newest)
 
     async def _tell_step(self) -> None:
         async with self._stepped:
@@ -221,13 +148,14 @@ class ControllerActor:
     async def _run(self, reconstructed: bool) -> None:
         try:
             await self._start(reconstructed)
-            known = {node: notice.deadline for node, notice in self._state.draining.items()}
-            drains = DrainWatch(known, lambda: self._state.nodes, self._events.put_nowait)
-            self._outlook = OutlookWatch(lambda: self._state, self._events.put_nowait)
+            turns, emit = self._turns, self._events.put_nowait
+            known = {node: notice.deadline for node, notice in turns.state.draining.items()}
+            drains = DrainWatch(known, lambda: turns.state.nodes, emit)
+            self._outlook = OutlookWatch(lambda: turns.state, emit)
             loops = (self._watch(), drains.run(), self._outlook.run())
             watches = [asyncio.get_running_loop().create_task(watch) for watch in loops]
-            while not isinstance(self._state.stage, Finished):
-                await self._turn(await self._next_events())
+            while not isinstance(turns.state.stage, Finished):
+                await turns.turn(await self._next_events())
             for watch in watches:
                 watch.cancel()
             await self._finish()
@@ -256,14 +184,12 @@ class ControllerActor:
         old = replay(self._journal.replayed, settings) if reconstructed else Replayed.nothing(settings, self._journal)
         # Not kept: of a month they are many.
         self._journal.replayed = ()
-        self._telemetry = old.telemetry(settings, time.time(), self._records.note)
-        self._state: RunState = old.state
-        self._stragglers.begin(old.state.generation, old.state.members)
-        self._executor = Executor(
-            settings, old.attempt, self._entry, here, self._token, self._events.put_nowait, self._steps_recovered
-        )
+        emit = self._events.put_nowait
+        turns = self._turns = Turns(settings, old, self._records, emit, self._step_done)
+        self._executor = Executor(settings, old.attempt, self._entry, here, self._token, emit, turns.steps_recovered)
         self._given_back.clear()
-        self._committer = Committer(settings, store, versions(), self._events.put_nowait, self._note_checkpoint)
+        self._committer = Committer(settings, store, versions(), emit, turns.note_checkpoint)
+        turns.connect(self._executor, self._committer)
         if isinstance(old.state.stage, Finished):
             # Killed after the end, while it could still be asked: the end is told again, nothing is done again.
             self._ready.set()
@@ -274,7 +200,7 @@ class ControllerActor:
                 node = old.state.node_of(worker.id)
                 if node is not None and worker.phase is not WorkerPhase.STARTING:
                     # An agent may be waiting for the answer of the controller before.
-                    self._seen.expect(worker.id, node, time.time() + BEAT_LIMIT_S)
+                    turns.seen.expect(worker.id, node, time.time() + BEAT_LIMIT_S)
             first: ev.Event = ev.ControllerRestarted(self._journal.incarnation)
         else:
             await self._executor.sweep()
@@ -282,7 +208,7 @@ class ControllerActor:
             found = await self._from_storage(store.list)
             known = tuple((ref.id, ref.step) for ref in found)
             first = ev.RunStarted(known, max([old.generation, *(ref.generation for ref in found)]), old.skips)
-        await self._turn([first])
+        await turns.turn([first])
         self._ready.set()
 
     async def _from_storage(self, ask: Callable[[], _T]) -> _T:
@@ -295,7 +221,7 @@ class ControllerActor:
         events: list[ev.Event] = []
         # What waits is heard before a deadline passes: a wait without time would not even look at the queue.
         if self._events.empty():
-            deadline = machine.next_deadline(self._state, machine.DEFAULT_POLICY)
+            deadline = machine.next_deadline(self._turns.state, machine.DEFAULT_POLICY)
             timeout = None if deadline is None else max(0.0, deadline - time.time())
             try:
                 events.append(await asyncio.wait_for(self._events.get(), timeout))
@@ -305,104 +231,23 @@ class ControllerActor:
             events.append(self._events.get_nowait())
         return events
 
-    async def _turn(self, events: Sequence[ev.Event]) -> None:
-        """Journal first, then decide, then act."""
-        now = self._last_turn = max(time.time(), self._last_turn)
-        fresh = [event for event in events if not machine.is_fenced(self._state, event)]
-        self._fenced += len(events) - len(fresh)
-        if any(isinstance(event, ev.CheckpointCommitted) for event in fresh):
-            # A step that a checkpoint covers is never done again, so what is known of it must not be lost either.
-            self._telemetry.flush(now, force=True)
-        await self._records.write([{"type": "event", "now": now, **ev.to_json(event)} for event in fresh])
-        for event in fresh:
-            before = self._state
-            self._state, actions = machine.step(before, event, now)
-            self._follow(before, event, now)
-            for action in actions:
-                self._act(action, now)
-        await self._records.write()
-
-    def _act(self, action: act.Action, now: float) -> None:
-        if isinstance(action, act.Note):
-            self._user_traceback = action.data.get("traceback") or self._user_traceback
-            self._news.hear(action)
-            logger.info("%s", action.sentence)
-            place = {"generation": self._state.generation, "world_size": self._state.world_size}
-            self._records.note(
-                {"type": "decision", "kind": action.kind, "sentence": action.sentence, "step": self._telemetry.step}
-                | place | {"data": dict(action.data)}
-            )  # fmt: skip
-        elif isinstance(action, act.CloseIncident):
-            self._incidents.close(action.incident)
-        elif isinstance(action, act.BeginGeneration) and not self._is_reissue(action):
-            self._telemetry.generation_begins(action.generation, len(action.members), action.step, now, action.skips)
-            self._stragglers.begin(action.generation, action.members)
-        self._executor.perform(action)
-
-    def _is_reissue(self, action: act.BeginGeneration) -> bool:
-        return action.generation == self._telemetry.generation
-
-    def _follow(self, before: RunState, event: ev.Event, now: float) -> None:
-        """Keep the tables beside the state in step with it."""
-        state = self._state
-        self._telemetry.owner(state, now)
-        if isinstance(event, ev.SlotPlaced) and event.slot in state.slots:
-            self._executor.placed(event.slot, event.node)
-        if isinstance(event, ev.CheckpointCommitted):
-            self._telemetry.time.commit(event.step)
-        if before.workers.keys() != state.workers.keys():
-            self._seen.retain(state.workers.keys())
-        # The same members may begin the next generation in the very turn in which this one ended.
-        if before.members and (before.members, before.generation) != (state.members, state.generation):
-            self._telemetry.generation_ended(before.generation)
-
-    def _steps_recovered(self, generation: int, world_size: int, steps: Mapping[int, Any]) -> None:
-        self._telemetry.recovered(generation, world_size, steps, time.time())
-
-    def _note_checkpoint(self, record: dict[str, Any]) -> None:
-        self._records.note({**record, "stall_s": self._telemetry.stall_of(record["step"])})
-
     async def _watch(self) -> None:
         """Look for silence and standstill; what is found is an event like any other."""
         while True:
             await asyncio.sleep(self._settings.failures.heartbeat_s / 2)
             try:
-                self._look(time.time())
+                self._turns.look(time.time())
             except Exception:
                 # A run that nobody watches any more would be worse than a look that was missed.
                 logger.exception("looking for silence and standstill failed")
 
-    def _look(self, now: float) -> None:
-        failures, state = self._settings.failures, self._state
-        ending = isinstance(state.stage, Ending)
-        limit_s = failures.probe_timeout_s + failures.heartbeat_s if ending else failures.suspect_after_s
-        silence = self._seen.silent(now, limit_s)
-        if silence is not None:
-            self._events.put_nowait(silence)
-        # Who hears nobody does not know whether steps end.
-        training = isinstance(state.stage, Training) and not self._seen.alone(now, failures.suspect_after_s)
-        stalled = self._telemetry.watch.check(state.generation, self._telemetry.step, now, training)
-        if stalled is not None:
-            self._events.put_nowait(stalled)
-        self._telemetry.flush(now)
-
     async def _finish(self) -> None:
-        stage = self._state.stage
-        assert isinstance(stage, Finished)
-        limit_s = self._settings.failures.storage_timeout_s
+        turns, limit_s = self._turns, self._settings.failures.storage_timeout_s
         await self._committer.close(limit_s)
-        self._telemetry.flush(time.time(), force=True)
-        for record in self._telemetry.summary_records(time.time()):
+        turns.telemetry.flush(time.time(), force=True)
+        for record in turns.telemetry.summary_records(time.time()):
             self._records.note(record)
-        self._result = {
-            "status": stage.status,
-            "reason": stage.reason,
-            "step": self._telemetry.step,
-            "loss": self._telemetry.loss,
-            "fenced_messages": self._fenced,
-            "false_alarms": self._state.false_alarms,
-            "error": self._user_traceback if stage.status == USER_CODE_FAILED else None,
-        }
+        self._result = turns.result()
         self._records.note({"type": "run", "run_id": self._settings.run_id, **self._result})
         await self._records.write(limit_s=limit_s)
         if self._records.failing:

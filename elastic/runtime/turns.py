@@ -1,0 +1,235 @@
+"""The controller's turns: every event is written down, then decided on, then acted on; and the books beside the state.
+
+Here is what the controller knows of its run. Where it comes from and when (calls of other actors, clocks, deadlines) is
+the actor's business: see `controller.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from elastic.core import actions as act
+from elastic.core import events as ev
+from elastic.core import machine
+from elastic.core.detector import LastSeen
+from elastic.core.settings import RunSettings
+from elastic.core.state import USER_CODE_FAILED, Ending, Finished, RunState, Slot, Training
+from elastic.core.steps import CompletedStep
+from elastic.core.stragglers import StragglerWatch
+from elastic.runtime.agent import Beat
+from elastic.runtime.committer import Committer
+from elastic.runtime.executor import Executor
+from elastic.runtime.incidents import IncidentBook
+from elastic.runtime.outbox import Item
+from elastic.runtime.progress import News, cadence_record, figures
+from elastic.runtime.records import Records
+from elastic.runtime.replay import Replayed
+
+logger = logging.getLogger(__name__)
+
+
+class Turns:
+    """One per controller. All of it runs in the controller's event loop; only `turn` waits for anything.
+
+    `emit` puts an event into the controller's queue; `stepped` is called when every rank has finished a step.
+    `fenced` counts the messages that were refused.
+    """
+
+    def __init__(
+        self,
+        settings: RunSettings,
+        old: Replayed,
+        records: Records,
+        emit: Callable[[ev.Event], None],
+        stepped: Callable[[], None],
+    ) -> None:
+        self._settings = settings
+        self._records = records
+        self._emit = emit
+        self._stepped = stepped
+        self.state: RunState = old.state
+        self.telemetry = old.telemetry(settings, time.time(), records.note)
+        self.seen = LastSeen(settings.failures.heartbeat_s, settings.failures.controller_lease_s)
+        self.fenced = 0
+        self._incidents = IncidentBook(records.note, settings.run_id)
+        self._stragglers = StragglerWatch(settings.stragglers)
+        self._stragglers.begin(old.state.generation, old.state.members)
+        self._news = News()
+        self._user_traceback: str | None = None
+        self._last_turn = 0.0
+        self._slots_of_nodes: Mapping[int, Slot] | None = None
+        self._nodes: frozenset[str] = frozenset()
+        self._executor: Executor
+        self._committer: Committer
+
+    def connect(self, executor: Executor, committer: Committer) -> None:
+        """Those that carry out what is decided; they report to these books themselves."""
+        self._executor, self._committer = executor, committer
+
+    def progress(self) -> dict[str, Any]:
+        """The live figures but for the status; see `progress.figures`."""
+        return figures(self.state, self.telemetry, self._news, self._stragglers.known())
+
+    def result(self) -> dict[str, Any]:
+        """What the run has come to; only once it is over."""
+        stage = self.state.stage
+        assert isinstance(stage, Finished)
+        return {
+            "status": stage.status,
+            "reason": stage.reason,
+            "step": self.telemetry.step,
+            "loss": self.telemetry.loss,
+            "fenced_messages": self.fenced,
+            "false_alarms": self.state.false_alarms,
+            "error": self._user_traceback if stage.status == USER_CODE_FAILED else None,
+        }
+
+    # --- what agents and workers say ---
+
+    def beat(self, beat: Beat, now: float) -> bool:
+        """A node's heartbeat. False when the node is not part of the run, or the run is over."""
+        if isinstance(self.state.stage, Finished) or not self._is_part(beat.node):
+            return False
+        self.seen.heard_node(beat.node, now, beat.ages)
+        for worker, evidence in beat.gone.items():
+            self._emit(ev.WorkerDied(worker, evidence))
+        return True
+
+    def _is_part(self, node: str) -> bool:
+        if self._slots_of_nodes is not self.state.slots:
+            # Not with every beat: of a thousand nodes five thousand come in a second.
+            self._slots_of_nodes, self._nodes = self.state.slots, frozenset(self.state.nodes)
+        return node in self._nodes
+
+    def deliver(self, worker: int, items: Sequence[Item], now: float) -> bool:
+        """A worker's messages, in order. False, and none of them counts, when the worker was written off."""
+        if worker not in self.state.workers:
+            self.fenced += len(items)
+            logger.warning("worker %d was written off and is told to end; %d messages refused", worker, len(items))
+            return False
+        node = self.state.node_of(worker)
+        if node is not None:
+            self.seen.heard_worker(worker, node, now)
+        for item in items:
+            self._take(item, now)
+        return True
+
+    def _take(self, item: Item, now: float) -> None:
+        if item.kind == "event":
+            self._emit(ev.from_json(item.data))
+        elif item.kind == "shard":
+            self._take_shard(item.data)
+        elif item.data["generation"] != self.state.generation:
+            # Reports of what was rolled back, or is in the journal already.
+            logger.debug("a %s report of generation %d came late", item.kind, item.data["generation"])
+        elif item.kind == "step":
+            done, first = self.telemetry.report(item.data, now)
+            if first is not None:
+                self._emit(first)
+            if done is not None:
+                self._completed(done, now)
+        elif item.kind == "cadence":
+            self._records.note(cadence_record(item.data))
+        elif item.kind == "restored":
+            restore = self.telemetry.restored(item.data)
+            if restore is not None:
+                self._incidents.restored(restore)
+
+    def _completed(self, done: CompletedStep, now: float) -> None:
+        """Every rank has finished the step."""
+        if done.anomaly:
+            self._emit(ev.StepSkipped(done.generation, done.step, done.anomaly, done.skipped))
+        for found in () if done.first else self._stragglers.step(done.generation, done.own_s):
+            self._emit(found)
+        self._incidents.step_done(done.step, now)
+        self._stepped()
+
+    def _take_shard(self, shard: Any) -> None:
+        """A shard counts only while its generation is the newest one: a late waker's never does."""
+        if shard.generation != self.state.generation:
+            self.fenced += 1
+            logger.warning("a shard of generation %d is refused: %d runs", shard.generation, self.state.generation)
+            return
+        state = self.state
+        newest = max((known.step for known in state.checkpoints if known.id not in state.rejected), default=-1)
+        self._committer.add(shard, state.base.id if state.base else None, newest)
+
+    def steps_recovered(self, generation: int, world_size: int, steps: Mapping[int, Any]) -> None:
+        """Step reports that came with a snapshot from memory: the workers that made them may be gone."""
+        self.telemetry.recovered(generation, world_size, steps, time.time())
+
+    def note_checkpoint(self, record: dict[str, Any]) -> None:
+        self._records.note({**record, "stall_s": self.telemetry.stall_of(record["step"])})
+
+    # --- turns ---
+
+    async def turn(self, events: Sequence[ev.Event]) -> None:
+        """Journal first, then decide, then act."""
+        now = self._last_turn = max(time.time(), self._last_turn)
+        fresh = [event for event in events if not machine.is_fenced(self.state, event)]
+        self.fenced += len(events) - len(fresh)
+        if any(isinstance(event, ev.CheckpointCommitted) for event in fresh):
+            # A step that a checkpoint covers is never done again, so what is known of it must not be lost either.
+            self.telemetry.flush(now, force=True)
+        await self._records.write([{"type": "event", "now": now, **ev.to_json(event)} for event in fresh])
+        for event in fresh:
+            before = self.state
+            self.state, actions = machine.step(before, event, now)
+            self._follow(before, event, now)
+            for action in actions:
+                self._act(action, now)
+        await self._records.write()
+
+    def _act(self, action: act.Action, now: float) -> None:
+        if isinstance(action, act.Note):
+            self._user_traceback = action.data.get("traceback") or self._user_traceback
+            self._news.hear(action)
+            logger.info("%s", action.sentence)
+            place = {"generation": self.state.generation, "world_size": self.state.world_size}
+            self._records.note(
+                {"type": "decision", "kind": action.kind, "sentence": action.sentence, "step": self.telemetry.step}
+                | place | {"data": dict(action.data)}
+            )  # fmt: skip
+        elif isinstance(action, act.CloseIncident):
+            self._incidents.close(action.incident)
+        elif isinstance(action, act.BeginGeneration) and not self._is_reissue(action):
+            self.telemetry.generation_begins(action.generation, len(action.members), action.step, now, action.skips)
+            self._stragglers.begin(action.generation, action.members)
+        self._executor.perform(action)
+
+    def _is_reissue(self, action: act.BeginGeneration) -> bool:
+        return action.generation == self.telemetry.generation
+
+    def _follow(self, before: RunState, event: ev.Event, now: float) -> None:
+        """Keep the tables beside the state in step with it."""
+        state = self.state
+        self.telemetry.owner(state, now)
+        if isinstance(event, ev.SlotPlaced) and event.slot in state.slots:
+            self._executor.placed(event.slot, event.node)
+        if isinstance(event, ev.CheckpointCommitted):
+            self.telemetry.time.commit(event.step)
+        if before.workers.keys() != state.workers.keys():
+            self.seen.retain(state.workers.keys())
+        # The same members may begin the next generation in the very turn in which this one ended.
+        if before.members and (before.members, before.generation) != (state.members, state.generation):
+            self.telemetry.generation_ended(before.generation)
+
+    # --- silence ---
+
+    def look(self, now: float) -> None:
+        """What has been silent or has stood still for too long becomes an event like any other."""
+        failures, state = self._settings.failures, self.state
+        ending = isinstance(state.stage, Ending)
+        limit_s = failures.probe_timeout_s + failures.heartbeat_s if ending else failures.suspect_after_s
+        silence = self.seen.silent(now, limit_s)
+        if silence is not None:
+            self._emit(silence)
+        # Who hears nobody does not know whether steps end.
+        training = isinstance(state.stage, Training) and not self.seen.alone(now, failures.suspect_after_s)
+        stalled = self.telemetry.watch.check(state.generation, self.telemetry.step, now, training)
+        if stalled is not None:
+            self._emit(stalled)
+        self.telemetry.flush(now)
