@@ -87,6 +87,23 @@ def summary(values: Sequence[float]) -> dict[str, float]:
     return {"n": len(values), **{name: statistic(values, name) for name in ("median", "min", "max", "p95")}}
 
 
+def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
+    """The narrowest pair of the sorted values between which the true median lies with at least this confidence,
+    whatever their distribution; None for too few values (below 6 at 0.95).
+
+    The k-th smallest and the k-th largest of n miss it where fewer than k of n fair coins fall on one side: the sign
+    test's interval (W. J. Conover, Practical Nonparametric Statistics, section 3.2).
+    """
+    count, ordered = len(values), sorted(values)
+    best, outside = None, 0.0
+    for k in range(1, count // 2 + 1):
+        outside += 2 * math.comb(count, k - 1) / 2**count
+        if 1 - outside < confidence:
+            break
+        best = (ordered[k - 1], ordered[count - k])
+    return best
+
+
 def not_measured(case: str, name: str, unit: str, reason: str, **more: Any) -> Figure:
     return Figure(case, name, unit, failure=reason, **more)
 

@@ -30,6 +30,14 @@ def load() -> dict[str, Any]:
     return {"at": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "load": [round(value, 2) for value in os.getloadavg()]}
 
 
+def busy_seconds() -> float:
+    """Processor seconds that all of this machine's processes and its kernel have used since it was started; not those
+    that it waited or that were given to another machine. Linux counts them in hundredths."""
+    with open("/proc/stat", encoding="ascii") as file:
+        user, nice, system, _idle, _wait, interrupts, soft_interrupts = map(int, file.readline().split()[1:8])
+    return (user + nice + system + interrupts + soft_interrupts) / os.sysconf("SC_CLK_TCK")
+
+
 def copy_seconds(size: int, repetitions: int = 5) -> list[float]:
     """Seconds to copy `size` bytes from one place in memory to another, both touched before; one thread."""
     import torch

@@ -49,7 +49,7 @@ CASES = (
     Case("torchrun", "benchmarks.cases.torchrun", "torchrun elastic: a lost agent", 1.5, 1.5, peer=True),
     Case("recovery", "benchmarks.cases.recovery", "lost nodes, and scaling up when they are back", 12.0, 0.6),
     Case("workers", "benchmarks.cases.workers", "killed workers and frozen nodes", 6.0, 0.6),
-    Case("steady", "benchmarks.cases.steady", "undisturbed training against plain DeepSpeed", 4.0, 0.7),
+    Case("steady", "benchmarks.cases.steady", "undisturbed training against plain DeepSpeed", 12.0, 0.7),
     Case("save", "benchmarks.cases.save", "stalls of durable saves against DCP's async_save", 1.5, 1.0, peer=True),
     Case("reshard", "benchmarks.cases.reshard", "a checkpoint read at another world size", 1.5, 1.5, peer=True),
     Case("goodput", "benchmarks.cases.goodput", "steps that count, under a kill every 60 s and every 15 s", 21.5, 0.8),

@@ -36,8 +36,8 @@ class Size:
 
 # 0.8 million parameters: what is measured is the recovery and not the step.
 SMALL = Size("small", width=128, layers=4, heads=4, context=64, batch=24, micro=8)
-# 19 million parameters, 75 MB: a step of two workers takes more than a second on two slow cores.
-LARGE = Size("large", width=512, layers=6, heads=8, context=128, batch=12, micro=6)
+# 19 million parameters, 75 MB: a step of two workers takes little more than a second on two slow cores.
+LARGE = Size("large", width=512, layers=6, heads=8, context=128, batch=8, micro=4)
 # For tests: a second from start to end.
 TINY = Size("tiny", width=32, layers=1, heads=2, context=16, batch=24, micro=8)
 # A billion parameters, for one CUDA device: 2 GB of bf16 weights and 12 GB of masters and moments.

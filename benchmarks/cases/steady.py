@@ -1,12 +1,16 @@
 """What the platform costs while nothing goes wrong: the same steps under it and under plain torchrun with DeepSpeed.
 
 All subjects are there from the start and take turns, a few steps each, so that whatever else the machine does strikes
-all of them. A gate between two steps holds those whose turn it is not.
+all of them. A gate between two steps holds those whose turn it is not. A single step varies by more than what is looked
+for, so there are many short turns, and a median comes with the interval that it lies in.
+
+Two clocks: the wall, and the processor time of the whole machine, which also has what the platform does beside the
+training, and does not have what a neighbour takes away.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -15,7 +19,7 @@ from typing import Any
 
 from benchmarks import machine
 from benchmarks.children import Children, NotMeasured, free_port, until
-from benchmarks.figures import Figure, Target, not_measured, statistic
+from benchmarks.figures import Figure, Target, median_interval, not_measured, statistic
 from benchmarks.marks import completed, open_gate, read_marks
 from benchmarks.options import Options
 from benchmarks.own import Cluster, OwnRun, settings
@@ -30,6 +34,19 @@ _LIMIT_S = 240.0
 _BYTES_PER_PARAMETER = 12
 
 
+@dataclass(frozen=True)
+class Turn:
+    """`wall`: the seconds of each step but the first, which begins with cold caches. `busy`: processor seconds of the
+    whole machine per step."""
+
+    wall: tuple[float, ...]
+    busy: float
+
+    @property
+    def step_s(self) -> float:
+        return statistic(self.wall, "median")
+
+
 @dataclass
 class Subject:
     """One of those that take turns. `step` is the last that it was let do."""
@@ -39,26 +56,27 @@ class Subject:
     gate: Path
     step: int = 0
 
-    def turn(self, steps: int) -> list[float]:
-        """Let it do `steps` steps more; the seconds of each but the first, which begins with cold caches."""
+    def turn(self, steps: int) -> Turn:
+        """Let it do `steps` steps more."""
         last, self.step = self.step, self.step + steps
+        busy = machine.busy_seconds()
         open_gate(self.gate, self.step)
         awaited = f"step {self.step} of {self.name}"
         until(lambda: any(done.step == self.step for done in completed(read_marks(self.marks))), awaited, _LIMIT_S)
         own = [done.at for done in completed(read_marks(self.marks)) if done.step > last]
-        return [later - earlier for earlier, later in pairwise(own)]
+        return Turn(tuple(later - earlier for earlier, later in pairwise(own)), (machine.busy_seconds() - busy) / steps)
 
 
 def measure(options: Options) -> list[Figure]:
-    rounds, steps, size = options.pick(7, 2), options.pick(6, 4), TINY if options.quick else LARGE
+    rounds, steps, size = options.pick(36, 2), options.pick(4, 3), TINY if options.quick else LARGE
     try:
         with ExitStack() as stack:
             subjects = _start(stack, options, size)
-            seconds = _take_turns(options, subjects, rounds, steps)
+            turns = _take_turns(options, subjects, rounds, steps)
             cadence = _cadence(subjects[DEFAULT][1])
     except NotMeasured as error:
         return [not_measured(CASE, "cost of the platform", "%", str(error))]
-    return _report(seconds, size, cadence)
+    return _report(turns, size, cadence)
 
 
 def _start(stack: ExitStack, options: Options, size: Size) -> dict[str, tuple[Subject, OwnRun | None]]:
@@ -99,15 +117,17 @@ def _let_go(subject: Subject, run: OwnRun) -> None:
 
 def _take_turns(
     options: Options, subjects: Mapping[str, tuple[Subject, OwnRun | None]], rounds: int, steps: int
-) -> dict[str, list[list[float]]]:
-    """subject -> the seconds of its steps, round by round. The first round warms up and does not count."""
-    seconds: dict[str, list[list[float]]] = {name: [] for name in subjects}
-    for turn in range(rounds + 1):
-        if options.over and turn > 2:
+) -> dict[str, list[Turn]]:
+    """subject -> its turns, round by round, in another order each time. The first round warms up and does not count."""
+    turns: dict[str, list[Turn]] = {name: [] for name in subjects}
+    names = list(subjects)
+    for number in range(rounds + 1):
+        if options.over and number > 2:
             break
-        for name, (subject, _run) in subjects.items():
-            seconds[name].append(subject.turn(steps))
-    return {name: found[1:] for name, found in seconds.items()}
+        for place in range(len(names)):
+            name = names[(number + place) % len(names)]
+            turns[name].append(subjects[name][0].turn(steps))
+    return {name: found[1:] for name, found in turns.items()}
 
 
 def _cadence(run: OwnRun | None) -> dict[str, Any]:
@@ -119,28 +139,51 @@ def _cadence(run: OwnRun | None) -> dict[str, Any]:
     return {"snapshots": taken, "steps_between": gaps[len(gaps) // 2] if gaps else None, "steps": len(steps)}
 
 
-def _report(seconds: Mapping[str, list[list[float]]], size: Size, cadence: Mapping[str, Any]) -> list[Figure]:
-    medians = {name: [statistic(steps, "median") for steps in rounds] for name, rounds in seconds.items()}
-    pairs = {name: list(zip(found, medians[PLAIN], strict=True)) for name, found in medians.items()}
+def _report(turns: Mapping[str, list[Turn]], size: Size, cadence: Mapping[str, Any]) -> list[Figure]:
     note = f"{size.name} model, batch {size.batch}, {WORKERS} workers, ZeRO-{STAGE}; one value per round of turns"
-    slower = {name: tuple(100 * (own / plain - 1) for own, plain in pairs[name]) for name in (DEFAULT, FORCED)}
     between = cadence["steps_between"]
     chosen = (
         f"cadence chosen: every {between} steps" if between else "fewer than two snapshots were taken at the default"
     )
-    extra = tuple(own - plain for own, plain in pairs[FORCED])
     copied = 2 * _BYTES_PER_PARAMETER * _parameters(size) // WORKERS
     copy_s = statistic(machine.copy_seconds(copied), "median")
     copy_note = f"own shard and replica of a rank: {copied / 1e6:.0f} MB, copied at {copied / copy_s / 1e9:.1f} GB/s"
+    plain = turns[PLAIN]
+    extra = tuple(own.step_s - alone.step_s for own, alone in zip(turns[FORCED], plain, strict=True))
+    kept = {name: [{"wall": turn.wall, "busy": turn.busy} for turn in found] for name, found in turns.items()}
     return [
-        *(Figure(CASE, "step", "s", tuple(medians[name]), name, notes=(note,)) for name in medians),
-        Figure(CASE, f"cost of the platform, {DEFAULT}", "%", slower[DEFAULT], targets=(Target("median", 2.0),),
-               notes=(note, chosen), details={"cadence": dict(cadence), "seconds": dict(seconds)}),
-        Figure(CASE, f"cost of the platform, {FORCED}", "%", slower[FORCED], notes=(note,)),
+        *(Figure(CASE, "step", "s", tuple(turn.step_s for turn in found), name, notes=(note,))
+          for name, found in turns.items()),
+        *(Figure(CASE, "processor time of the machine per step", "s", tuple(turn.busy for turn in found), name)
+          for name, found in turns.items()),
+        _cost(DEFAULT, turns[DEFAULT], plain, (note, chosen), (Target("median", 2.0),),
+              {"cadence": dict(cadence), "turns": kept}),
+        _cost(FORCED, turns[FORCED], plain, (note,)),
         Figure(CASE, "time to copy own and replica bytes once", "s", (copy_s,), "memory", notes=(copy_note,)),
         Figure(CASE, f"extra time per step, {FORCED}, over that copy", "x", tuple(value / copy_s for value in extra),
-               targets=(Target("median", 1.5),), details={"extra_s": extra}),
+               targets=(Target("median", 1.5),), notes=(_interval_note([value / copy_s for value in extra], "x"),),
+               details={"extra_s": extra}),
     ]  # fmt: skip
+
+
+def _cost(
+    name: str, own: Sequence[Turn], plain: Sequence[Turn], notes: tuple[str, ...], targets: tuple[Target, ...] = (),
+    details: Mapping[str, Any] | None = None,
+) -> Figure:  # fmt: skip
+    slower = tuple(100 * (mine.step_s / alone.step_s - 1) for mine, alone in zip(own, plain, strict=True))
+    busier = [100 * (mine.busy / alone.busy - 1) for mine, alone in zip(own, plain, strict=True)]
+    told = (
+        f"{name}: {_interval_note(slower, '%')}; processor time of the machine: {statistic(busier, 'median'):+.1f} % "
+        f"({_interval_note(busier, '%')})"
+    )
+    return Figure(CASE, f"cost of the platform, {name}", "%", slower, targets=targets, notes=(*notes, told),
+                  details={**(details or {}), "busier_percent": busier})  # fmt: skip
+
+
+def _interval_note(values: Sequence[float], unit: str) -> str:
+    if (interval := median_interval(values)) is None:
+        return f"too few rounds ({len(values)}) for an interval"
+    return f"the median lies between {interval[0]:+.1f} and {interval[1]:+.1f} {unit} (95 %)"
 
 
 def _parameters(size: Size) -> int:
