@@ -11,6 +11,9 @@ FAST ?= -m 'not slow'
 # the long ones first.
 SIDE_BY_SIDE ?= -n 2 --dist loadfile --no-loadscope-reorder
 
+# All but the pure tests, those first that take longest.
+OTHERS := $(addprefix tests/,ray processes one_rank store memory proof tensors kube)
+
 # One thread per process: the tests start many processes on few cores.
 export OMP_NUM_THREADS ?= 1
 export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO ?= 0
@@ -28,7 +31,7 @@ demo: $(READY)
 	$(BIN)/python examples/demo.py
 
 test: lint unit
-	$(BIN)/python -m pytest -q $(SIDE_BY_SIDE) tests/ray tests/processes tests/store tests/memory tests/one_rank tests/proof $(FAST)
+	$(BIN)/python -m pytest -q $(SIDE_BY_SIDE) $(OTHERS) $(FAST)
 
 # With the slow tests, and the oracle through real kills for every ZeRO stage, type, optimizer, dropout and source: 64
 # runs instead of 6.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from elastic.core import events as ev
 
 if TYPE_CHECKING:
-    from elastic.training.loop import GenerationResult
+    from elastic.training.result import GenerationResult
 
 
 def outcome(result: GenerationResult, generation: int, worker: int) -> ev.Event | None:

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from elastic.checkpoint.writer import BackgroundWriter
     from elastic.runtime.holdings import Assembled
     from elastic.runtime.member import Member
-    from elastic.training.loop import GenerationResult, GenerationRunner
+    from elastic.training.loop import GenerationRunner
+    from elastic.training.result import GenerationResult
     from elastic.training.session import GenerationSpec, Rendezvous
 
 logger = logging.getLogger(__name__)

@@ -29,8 +29,9 @@ from elastic.core.errors import ElasticError, UsageError
 from elastic.core.manifest import Manifest, ShardRecord
 from elastic.training import cleanup, context, rng
 from elastic.training.context import Generation
-from elastic.training.loop import GenerationResult, GenerationRunner
+from elastic.training.loop import GenerationRunner
 from elastic.training.process_group import ProcessGroup, backend_and_device, host_store
+from elastic.training.result import GenerationResult
 from elastic.training.session import GenerationSpec, Phase, Rendezvous, RestoreReport, SnapshotMemory, StepReport, Stop
 
 logger = logging.getLogger(__name__)

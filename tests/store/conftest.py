@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-# The contract is written down beside the tests of the storage that needs no server.
+# The contracts are written down beside the tests of the storage that needs no server.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tensors"))
 
 import s3_proxy
 import s3_server

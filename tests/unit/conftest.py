@@ -1,16 +1,22 @@
-"""Unit tests are pure or touch one disk: none of them may start Ray."""
+"""Unit tests are pure or touch one disk: none of them starts Ray, and those that need tensors have their own folder."""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
-from hypothesis import settings
 
-# Two busy cores make any deadline a coin toss; how long an example takes says nothing about it being right.
-settings.register_profile("unit", deadline=None, print_blob=True)
-settings.load_profile("unit")
+HERE = Path(__file__).resolve().parent
+PURE = (HERE, HERE.parent / "simulation")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """torch takes longer to import than most of these tests take together."""
+    alone = all(any(item.path.is_relative_to(folder) for folder in PURE) for item in session.items)
+    if alone and "torch" in sys.modules:
+        raise pytest.UsageError("a pure test imports torch: it belongs into tests/tensors")
 
 
 @pytest.fixture(autouse=True)

@@ -28,7 +28,7 @@ from elastic.runtime.progress import cadence_record
 from elastic.runtime.records import Records
 from elastic.runtime.replay import Replayed, replay
 from elastic.runtime.telemetry import Telemetry
-from elastic.training.loop import GenerationResult
+from elastic.training.result import GenerationResult
 
 LIMIT_S = 20.0
 SETTINGS = RunSettings("run", scaling=ScalingSettings(1, 2), max_steps=10)

@@ -1,0 +1,44 @@
+"""How a generation ended on one rank, as plain data: those who only hear of it need no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from elastic.core.errors import Where
+
+if TYPE_CHECKING:
+    from elastic.training.anomalies import BadStep
+
+Kind = Literal[
+    "finished", "ended", "anomaly", "user_error", "collective_failed", "device_failed", "restore_failed", "usage_error"
+]
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """How a generation ended on this rank.
+
+    finished            the user's function returned; `completed` tells whether the loader had reached the run's end
+    ended               ended as planned, or aborted; `message` is the reason
+    anomaly             a step's loss or gradient was no number, as `bad_step` says; every rank ends alike
+    user_error          the user's function raised
+    usage_error         the job or the user's loop cannot work as written (a UsageError); not worth retrying
+    collective_failed   a peer was lost: `peer` is "host:port" and `peer_rank` its rank where they are known
+    device_failed       the hardware of this rank's device
+    restore_failed      the state of `checkpoint` could not be had
+
+    `step` counts finished optimizer steps. `clean` is False when something kept the engine alive.
+    """
+
+    kind: Kind
+    step: int = 0
+    completed: bool = False
+    error_type: str | None = None
+    message: str = ""
+    traceback: str | None = None
+    peer: str | None = None
+    peer_rank: int | None = None
+    checkpoint: str | None = None
+    bad_step: BadStep | None = None
+    where: Where = field(default_factory=Where)
