@@ -1,4 +1,4 @@
-"""The container that is rendered for a worker, run as a process: what Ray makes of it, and of its SIGTERM."""
+"""The container that is rendered for a worker, run as a process: what Ray and a run make of it and of its SIGTERM."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from typing import Any
 import harness
 import pytest
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from harness import Run
 
 from cluster import LocalCluster
 from cluster.kube.job import Group, KubeJob, Size
 from cluster.kube.render import render
+from elastic.core.settings import ScalingSettings
 from elastic.runtime.drains import draining_nodes
 
 pytestmark = pytest.mark.ray
 
-DRAIN_S = 40
+# Longer than a loaded machine takes to leave the pod.
+DRAIN_S = 120
 
 
 @pytest.fixture(scope="module")
@@ -33,11 +35,9 @@ def nodes() -> Iterator[LocalCluster]:
     yield from harness.module_cluster(1, cpus_per_node=1)
 
 
-def test_a_pod_that_is_told_to_end_drains_as_long_as_something_runs_on_it(
-    cluster: LocalCluster, tmp_path: Path
-) -> None:
-    """The rest of the way, from Ray's list of draining nodes to a run that leaves the node, is in test_drains.py."""
+def test_a_run_leaves_a_pod_that_is_told_to_end_without_repeating_a_step(cluster: LocalCluster, tmp_path: Path) -> None:
     group = _worker_group()
+    run = Run(cluster, tmp_path, memory={"every_steps": 1}, every_steps=None, scaling=ScalingSettings(1, 2), epochs=20)
     with _pod(group, cluster, tmp_path / "log") as pod:
         node = harness.wait_until(lambda: _node_with(cluster, "fpga"), f"the pod to join: {tmp_path / 'log'}", 60.0)
         assert Path(f"/proc/{pod.pid}/cmdline").read_bytes().split(b"\0")[1].endswith(b"/ray"), (
@@ -47,31 +47,30 @@ def test_a_pod_that_is_told_to_end_drains_as_long_as_something_runs_on_it(
         assert node["Resources"]["object_store_memory"] == 768 * 2**20
         assert node["Labels"] | {"ray.io/market-type": "spot", "ray.io/availability-zone": "z1"} == node["Labels"]
 
-        strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        worker = _busy_actor().options(num_cpus=1, scheduling_strategy=strategy).remote()
-        assert ray.get(worker.node.remote(), timeout=60.0) == node["NodeID"]
+        run.allow(6)
+        run.start()
+        run.walk_until(lambda: _nodes_of(run) == {cluster.node("node-0").node_id, node["NodeID"]}, "a worker on each")
         told = time.time()
         pod.send_signal(signal.SIGTERM)
         deadline = harness.wait_until(
             lambda: draining_nodes().get(node["NodeID"]), "Ray to know that the node is going"
         )
         assert DRAIN_S - 1 <= deadline - told <= DRAIN_S + harness.LIMIT_S, "the run is told how long the pod will last"
-        assert pod.poll() is None
-        assert ray.get(worker.node.remote(), timeout=60.0) == node["NodeID"], "and may go on until then"
-        ray.kill(worker)
+        run.walk_until(lambda: node["NodeID"] not in _nodes_of(run), "the run to leave the pod")
         pod.wait(harness.LIMIT_S)
         assert time.time() < deadline, "when nothing runs on it any more it goes before its time"
+    run.finish()
+
+    run.assert_whole()
+    shrunk = [incident for incident in run.incidents() if incident["next_world_size"] < incident["world_size"]]
+    assert [(i["world_size"], i["next_world_size"], i["planned"], i["steps_repeated"]) for i in shrunk] == [
+        (2, 1, True, 0)
+    ]
+    assert not run.events("SlotLost")
 
 
-def _busy_actor() -> Any:
-    class Busy:
-        """Within a function, so that Ray sends it along: the pod has no tests in it."""
-
-        def node(self) -> str:
-            found: str = ray.get_runtime_context().get_node_id()
-            return found
-
-    return ray.remote(Busy)
+def _nodes_of(run: Run) -> set[str]:
+    return {worker["node"] for worker in run.handle.progress()["workers"]}
 
 
 def _worker_group() -> dict[str, Any]:
