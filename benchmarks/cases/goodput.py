@@ -67,11 +67,14 @@ def _run(options: Options, plan: Plan) -> dict[str, Any]:
         ended = time.time()
         if (result := run.handle.result(0.0)) is not None:
             raise NotMeasured(f"the run ended: {result}")
-        done = completed(read_marks(run.marks))
+        marks = read_marks(run.marks)
+        done = completed(marks)
         incidents = [incident for incident in run.incidents() if not incident["planned"]]
         return {
             "undisturbed_per_s": undisturbed, "per_s": _committed(done, begun, ended) / (ended - begun),
-            "steps_computed": sum(begun < step.at <= ended for step in done), "kills": kills,
+            # By any rank: one that was struck after a step may not have come to say so, and the step counts.
+            "steps_computed": len({(mark.era, mark.step) for mark in marks if begun < mark.at <= ended}),
+            "kills": kills,
             "committed": _committed(done, begun, ended), "sources": [i["source"] for i in incidents],
             "by_minute": _by_minute(done, begun, ended), "incident_count": len(incidents),
         }  # fmt: skip

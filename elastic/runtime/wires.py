@@ -18,8 +18,10 @@ from elastic.checkpoint.memory.wire import Address, connect
 logger = logging.getLogger(__name__)
 
 _AGAIN_LIMIT_S = 0.5
-# A wire that cannot be had at first is tried for again; the heartbeats are there meanwhile.
-_PAUSE_S = 1.0
+# Of a process that is killed the kernel closes one socket after the other: for an instant the connection is broken and
+# the port still takes new ones, which are reset. So the first pause is short; each one is twice as long as the one
+# before, as the heartbeats are there meanwhile.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 1.0
 
 
 class Wires:
@@ -45,7 +47,7 @@ class Wires:
             self.forget(node)
 
     async def _watch(self, node: str, address: Address) -> None:
-        first = True
+        first, pause_s = True, _FIRST_PAUSE_S
         while True:
             try:
                 channel = await asyncio.to_thread(connect, address, self._token, limit_s=_AGAIN_LIMIT_S)
@@ -54,16 +56,17 @@ class Wires:
                     self._tasks.pop(node, None)
                     self._on_dead(node)
                     return
-                await asyncio.sleep(_PAUSE_S)
             except OSError as error:
                 logger.debug("no wire to node %s: %s", node[:8], error)
-                await asyncio.sleep(_PAUSE_S)
             else:
-                first = False
+                first, pause_s = False, _FIRST_PAUSE_S
                 try:
                     await _until_closed(channel)
                 finally:
                     channel.close()
+                continue
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
 async def _until_closed(channel: Channel) -> None:

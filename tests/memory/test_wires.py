@@ -69,3 +69,42 @@ def test_what_becomes_of_a_node_that_was_given_back_is_no_news(connections: Conn
         return dead
 
     assert asyncio.run(story()) == []
+
+
+def test_a_port_that_takes_one_more_connection_while_its_process_dies_is_asked_again_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The heartbeats would know half a second later: a pause that is longer would waste the connection's news."""
+    pauses: list[float] = []
+
+    async def pause(seconds: float) -> None:
+        pauses.append(seconds)
+
+    async def closed(channel: Any) -> None:
+        pass
+
+    class Channel:
+        def close(self) -> None:
+            pass
+
+    answers = iter([Channel(), ConnectionResetError(), ConnectionResetError(), ConnectionRefusedError()])
+
+    def connect(*args: Any, **kwargs: Any) -> Any:
+        answer = next(answers)
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    async def story() -> list[str]:
+        dead: list[str] = []
+        gone = asyncio.Event()
+        wires = Wires(TOKEN, lambda node: (dead.append(node), gone.set()))
+        monkeypatch.setattr(module, "connect", connect)
+        monkeypatch.setattr(module, "_until_closed", closed)
+        monkeypatch.setattr(module.asyncio, "sleep", pause)
+        wires.watch("n", ("127.0.0.1", 1))
+        await asyncio.wait_for(gone.wait(), LIMIT_S)
+        return dead
+
+    assert asyncio.run(story()) == ["n"]
+    assert pauses == [0.01, 0.02]
