@@ -21,15 +21,17 @@ logger = logging.getLogger(__name__)
 
 # How often an aborted generation's sockets are looked for again: groups under construction open new ones.
 _SWEEP_EVERY_S = 0.05
+# How often groups are asked for failures that no call raises.
+_ASK_EVERY_S = 0.1
 
 
 class GenerationRunner:
     """`run` once, on the training thread; `abort` from any thread, before, during or after.
 
-    `on_result` is called as soon as the outcome is known and before this rank closes its own groups, so that the first
-    cause reaches the controller before the failures that the closing causes on other ranks. An exception in it is
-    logged. After `run`, `clean` is False if the engine outlived its generation, or if the device can be used no more:
-    start a fresh process then.
+    `on_result` is called once, as soon as the outcome is known and before this rank closes its own groups, so that the
+    first cause reaches the controller before the failures that the closing causes on other ranks; from another thread
+    where no call raises a collective's failure. An exception in it is logged. After `run`, `clean` is False if the
+    engine outlived its generation, or if the device can be used no more: start a fresh process then.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class GenerationRunner:
         self._left = threading.Event()
         self._abort_lock = threading.Lock()
         self._aborted = False
+        self._announced = False
 
     def run(self, fn: Callable[..., Any], config: Mapping[str, Any] | None = None) -> GenerationResult:
         """Run `fn(config)`, or `fn()` if it takes nothing. Returns after everything was left; never raises."""
@@ -86,6 +89,8 @@ class GenerationRunner:
             context.install(generation)
             generation.enter(Phase.JOINING)
             generation.device = self._group.join(generation.check)
+            if self._group.fails_silently:
+                threading.Thread(target=self._watch_group, name="elastic-group", daemon=True).start()
             generation.enter(Phase.BUILDING)
             # Models are built by the user's function: equal weights on every rank and at every world size.
             rng.seed_everything(self.spec.seed, "build")
@@ -150,8 +155,23 @@ class GenerationRunner:
             **more,
         )
 
+    def _watch_group(self) -> None:
+        """Beside the training thread, which may stand in a collective that will never end, or wait for its device."""
+        while not self._left.wait(_ASK_EVERY_S):
+            error = self._group.error()
+            if self._announced or self._generation.ended is not None:
+                # An abort makes groups report errors, too.
+                return
+            if error is not None:
+                failure = CollectiveFailed(f"a collective failed: {error}", self._generation.where())
+                self._announce(self._collective_failed(failure))
+                self.abort(failure.message)
+                return
+
     def _announce(self, result: GenerationResult) -> None:
-        if self._on_result is None:
+        with self._abort_lock:
+            first, self._announced = not self._announced, True
+        if self._on_result is None or not first:
             return
         try:
             self._on_result(result)

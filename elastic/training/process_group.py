@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from elastic.training import cleanup, sockets
+from elastic.training import cleanup, lost_peers, sockets
 from elastic.training.rendezvous import connect, host_store, release_store
 from elastic.training.session import GenerationSpec, Rendezvous
 from elastic.training.sockets import Address, TcpSocket
@@ -137,6 +137,15 @@ class ProcessGroup:
             if rank is not None:
                 return f"{host}:{candidate}", rank
         return peer, None
+
+    @property
+    def fails_silently(self) -> bool:
+        """Whether `error` has to be asked: no call raises what becomes of a collective."""
+        return self._backend == "nccl"
+
+    def error(self) -> str | None:
+        """What has befallen this generation's groups, where that is known only to whoever asks. From any thread."""
+        return lost_peers.first_error(_groups()) if self.fails_silently and self._joined else None
 
     def sweep(self) -> int:
         """Release whatever is blocked in this generation's collectives; the number of sockets shut down."""

@@ -71,8 +71,8 @@ class GenerationSpec:
     # Ranges of positions that the run leaves out; and what is done about a loss of no number (None: not looked for).
     skips: tuple[Range, ...] = ()
     anomalies: AnomalySettings | None = None
-    # A collective that makes no progress for this long fails by itself, whatever else goes wrong. Not over NCCL, where
-    # torch would end the process instead (`process_group.outlive_peers`).
+    # A collective that makes no progress for this long fails by itself, whatever else goes wrong. Over NCCL it is only
+    # noticed then, and has to be aborted: torch would end the process instead (`process_group.outlive_peers`).
     collective_timeout_s: float = 600.0
 
 

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import os
 import threading
+from typing import Any
 
 import pytest
+import torch
+from torch._C._distributed_c10d import ErrorType
 
-from elastic.training import process_group
+from elastic.core import events as ev
+from elastic.runtime import codec
+from elastic.training import loop, process_group
+from elastic.training.local import SilentCoordinator
+from elastic.training.loop import GenerationResult, GenerationRunner
 from elastic.training.process_group import ProcessGroup, outlive_peers
 from elastic.training.session import GenerationSpec, Rendezvous
 
@@ -46,3 +53,127 @@ def test_no_groups_abort_waits_for_another_ones(monkeypatch: pytest.MonkeyPatch)
     # A group may connect after it was aborted.
     group.sweep()
     assert (world.released, clone.released) == (2, 2)
+
+
+class Silent:
+    """A group whose failures are raised by no call; an abort releases whoever waits in it. Its backend, too."""
+
+    def __init__(self, *errors: ErrorType | RuntimeError) -> None:
+        """`errors` are the answers to those who ask; the last one stays."""
+        self.errors = list(errors)
+        self._device_types = [torch.device("cuda")]
+        self.asked = threading.Event()
+        self.aborted = threading.Event()
+
+    def _get_backend(self, device: torch.device) -> Silent:
+        assert device.type == "cuda"
+        return self
+
+    def name(self) -> str:
+        return "nccl"
+
+    def get_error(self) -> ErrorType:
+        self.asked.set()
+        error = self.errors.pop(0) if len(self.errors) > 1 else self.errors[0]
+        if isinstance(error, RuntimeError):
+            raise error
+        return error
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+
+UNSUPPORTED = RuntimeError("Backend gloo does not support getError")
+
+
+@pytest.mark.parametrize(
+    ("answers", "backend", "told"),
+    [
+        ([ErrorType.SUCCESS, ErrorType.SUCCESS], "nccl", None),
+        ([ErrorType.SUCCESS, ErrorType.COMM_ERROR], "nccl", "nccl reports COMM_ERROR: the connection to a peer"),
+        ([ErrorType.TIMEOUT, ErrorType.SUCCESS], "nccl", "nccl reports TIMEOUT"),
+        ([UNSUPPORTED, ErrorType.REMOTE_ERROR], "nccl", "nccl reports REMOTE_ERROR"),
+        ([UNSUPPORTED, UNSUPPORTED], "nccl", None),
+        ([ErrorType.COMM_ERROR, ErrorType.COMM_ERROR], "gloo", None),
+    ],
+)
+def test_every_group_is_asked_for_failures_that_no_call_raises(
+    answers: list[Any], backend: str, told: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = [Silent(answer) for answer in answers]
+    monkeypatch.setattr(process_group, "_groups", lambda: groups)
+    group = ProcessGroup(GenerationSpec("run", 1, 0, 2), Rendezvous("127.0.0.1", 1))
+    group._backend, group._joined = backend, True
+    error = group.error()
+    assert error is None if told is None else error is not None and error.startswith(told)
+    group._joined = False
+    assert group.error() is None, "what is being closed fails as it likes"
+
+
+class Runner(GenerationRunner):
+    """Over a group as of NCCL. `results` are those that were announced."""
+
+    def __init__(self, group: Silent, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(loop, "backend_and_device", lambda local_rank: ("nccl", torch.device("cpu")))
+        monkeypatch.setattr(loop.cleanup, "warm_up", lambda: None)
+        monkeypatch.setattr(loop, "_ASK_EVERY_S", 0.001)
+        monkeypatch.setattr(process_group, "_groups", lambda: [group])
+        monkeypatch.setattr(process_group, "_destroy_groups", lambda: None)
+        monkeypatch.setattr(ProcessGroup, "join", self._join)
+        self.results: list[GenerationResult] = []
+        spec, where = GenerationSpec("run", 3, 0, 2), Rendezvous("127.0.0.1", 1)
+        super().__init__(spec, SilentCoordinator(), where, on_result=self.results.append)
+
+    def _join(self, check: Any) -> torch.device:
+        self._group._backend, self._group._joined = "nccl", True
+        return torch.device("cpu")
+
+
+def test_a_failure_that_no_call_raises_is_told_and_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Silent(ErrorType.SUCCESS, ErrorType.SUCCESS, ErrorType.COMM_ERROR)
+    runner = Runner(group, monkeypatch)
+
+    def train() -> None:
+        assert group.aborted.wait(LIMIT_S)
+        # What an aborted collective leaves behind is not the user's mistake.
+        raise ValueError("the loss makes no sense")
+
+    result = runner.run(train)
+    (told,) = runner.results
+    event = codec.outcome(told, 3, 7)
+    assert isinstance(event, ev.CollectiveFailed)
+    assert (event.generation, event.worker) == (3, 7)
+    assert event.error.startswith("a collective failed: nccl reports COMM_ERROR")
+    assert result.kind == "ended"
+
+
+@pytest.mark.parametrize("way", ["finished", "ended"])
+def test_what_the_end_of_a_generation_makes_a_group_report_is_no_failure(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = Silent(ErrorType.SUCCESS)
+    runner = Runner(group, monkeypatch)
+    watches: list[threading.Thread] = []
+
+    def fail() -> None:
+        group.errors[:] = [ErrorType.COMM_ERROR]
+        for watch in watches:
+            watch.join(LIMIT_S)
+
+    def train() -> None:
+        watches.extend(thread for thread in threading.enumerate() if thread.name == "elastic-group")
+        assert group.asked.wait(LIMIT_S)
+        if way == "ended":
+            runner.abort("the controller has said so")
+            fail()
+
+    def leave(generation: Any) -> bool:
+        if way == "finished":
+            fail()
+        return True
+
+    monkeypatch.setattr(loop.cleanup, "leave", leave)
+    assert runner.run(train).kind == way
+    assert [result.kind for result in runner.results] == [way]
+    assert [watch.is_alive() for watch in watches] == [False]
+    assert group.aborted.is_set() == (way == "ended")
