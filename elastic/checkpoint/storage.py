@@ -123,14 +123,9 @@ class CheckpointStore:
         """The complete checkpoints, newest first."""
         return tuple(sorted((ref for ref, complete in self._found(False).items() if complete), reverse=True))
 
-    def incomplete(self, older_than_generation: int | None = None) -> tuple[CheckpointRef, ...]:
+    def incomplete(self) -> tuple[CheckpointRef, ...]:
         """Folders without a manifest, newest first: being written, abandoned, or half deleted."""
-        refs = (ref for ref, complete in self._found(True).items() if not complete)
-        return tuple(
-            sorted(
-                (r for r in refs if older_than_generation is None or r.generation < older_than_generation), reverse=True
-            )
-        )
+        return tuple(sorted((ref for ref, complete in self._found(True).items() if not complete), reverse=True))
 
     def manifest(self, checkpoint_id: str) -> Manifest:
         """Raises IntegrityError when it is missing, damaged, or of another checkpoint."""

@@ -311,11 +311,12 @@ class CheckpointCommitted:
 
 @dataclass(frozen=True)
 class SaveFailing:
-    """Storage refuses a shard or a manifest; the write is retried after `retry_s`."""
+    """Storage refuses a shard of `worker`, or a manifest (None); the write is retried after `retry_s`, or not (0)."""
 
     step: int
     error: str
     retry_s: float
+    worker: int | None = None
 
 
 @dataclass(frozen=True)

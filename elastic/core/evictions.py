@@ -54,8 +54,8 @@ def give_back_evicted(turn: Turn) -> None:
                 turn.drop_slot(slot_id, "another run needs it")
                 continue
             if slot.node is not None:
-                turn.strike(slot.node, "it is slower than its peers", certain=True)
-            turn.drop_slot(slot_id, "it is slower than its peers")
+                turn.strike(slot.node, "the others go on without it", certain=True)
+            turn.drop_slot(slot_id, "the others go on without it")
     elif isinstance(stage, Waiting) and len(turn.idle_workers()) < state.settings.scaling.min_workers:
         # There is no way to keep one whose node is all but gone.
         lost = tuple(slot for slot in state.evicted if _is_urgent(state, slot))

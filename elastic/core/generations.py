@@ -15,7 +15,6 @@ from elastic.core.events import (
     MemoryLost,
     ProgressStalled,
     RestoreFailed,
-    SaveFailing,
     TrainingReached,
     UserCodeFailed,
     WorkerCompleted,
@@ -52,7 +51,7 @@ def begin(turn: Turn, size: int, reason: str) -> None:
     turn.set(
         generation=number, members=members, base=base, start_step=step, done_step=None,
         # Writes of earlier generations that still failed are over; this one's own will tell.
-        storage_failing=False, snapshots=(), survey=None, reached=frozenset(),
+        storage_failing=False, cannot_save=(), snapshots=(), survey=None, reached=frozenset(),
     )  # fmt: skip
     turn.set_phase(members, WorkerPhase.MEMBER)
     turn.enter(Joining(turn.now))
@@ -257,14 +256,4 @@ def checkpoint_committed(turn: Turn, event: CheckpointCommitted) -> None:
     turn.set(furthest_step=max(turn.state.furthest_step, event.step))
     if turn.state.storage_failing:
         turn.say(f"storage takes checkpoints again: {event.checkpoint}", kind="storage")
-    turn.set(storage_failing=False)
-
-
-def save_failing(turn: Turn, event: SaveFailing) -> None:
-    if not turn.state.storage_failing:
-        turn.say(
-            f"the checkpoint of step {event.step} could not be written: {event.error}; training goes on, "
-            f"next try in {event.retry_s:.1f} s",
-            kind="storage",
-        )
-    turn.set(storage_failing=True)
+    turn.set(storage_failing=False, cannot_save=())

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from typing_extensions import assert_never
 
-from elastic.core import anomalies, control_store, demand, draining, evictions, generations, membership, reach
+from elastic.core import anomalies, control_store, demand, draining, evictions, generations, membership, reach, saving
 from elastic.core import events as ev
 from elastic.core.actions import (
     Action,
@@ -137,7 +137,7 @@ def _apply(turn: Turn, event: ev.Event) -> None:
         case ev.CheckpointCommitted():
             generations.checkpoint_committed(turn, event)
         case ev.SaveFailing():
-            generations.save_failing(turn, event)
+            saving.save_failing(turn, event)
         case ev.ControlStoreAway():
             control_store.away(turn, event)
         case ev.ControlStoreBack():

@@ -12,6 +12,7 @@ from elastic.core.membership import condemn, drop_worn_slots, start_failed
 from elastic.core.quarantine import avoided
 from elastic.core.reach import newcomers_reached, unanswered
 from elastic.core.recovery import fail_generation, finish, resolve_ending, wait
+from elastic.core.saving import kept_in_memory, save_without, who_cannot_save
 from elastic.core.scaling import ScalingFacts, ScalingPolicy, Verdict
 from elastic.core.state import (
     FINISHED,
@@ -264,7 +265,8 @@ def _pausing(turn: Turn, stage: Pausing) -> None:
         return
     if stage.durable and not saved:
         turn.say(
-            f"storage has not taken the checkpoint of step {stage.stop_at}; steps since the one before are repeated"
+            f"storage has not taken the checkpoint of step {stage.stop_at}{who_cannot_save(turn)}; "
+            "steps since the one before are repeated"
         )
     turn.mark("decided", "fenced")
     turn.amend(step=state.furthest_step)
@@ -297,8 +299,9 @@ def _closing(turn: Turn, stage: Closing) -> None:
         finish(
             turn, NOT_FINISHED, f"the training function returned after {stage.step} steps, before the end of the run"
         )
-    elif turn.passed(stage.deadline):
-        finish(turn, NOT_FINISHED, f"training is done, but storage has not taken the checkpoint of step {stage.step}")
+    elif turn.passed(stage.deadline) and not (stage.reached_end and save_without(turn, stage)):
+        what = f"training is done, but storage has not taken the checkpoint of step {stage.step}"
+        finish(turn, NOT_FINISHED, what + who_cannot_save(turn))
 
 
 def _only_in_memory(state: RunState) -> bool:
@@ -328,5 +331,6 @@ def _facts(state: RunState, since: float, now: float) -> ScalingFacts:
         members=state.world_size,
         waiting_since=since,
         first_start=state.generation == state.first_generation,
-        storage_failing=state.storage_failing,
+        # Growth waits for it only where the nodes' memory does not take the step that it begins with.
+        storage_failing=state.storage_failing and not kept_in_memory(state),
     )

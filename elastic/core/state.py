@@ -4,6 +4,7 @@
                                    |                              |                         |
                                    +-------------- evidence of a failure: Ending <----------+
     Training --all completed--> Closing --last checkpoint committed--> Finished
+    Closing --some cannot write it--> Waiting, for those who can
     Ending --every member left or written off--> Waiting, or Finished when a budget is spent
 
 A suspicion (silent workers being probed) stands beside the stage: training goes on while it is checked.
@@ -238,6 +239,8 @@ class RunState:
     incident: Incident | None = None
     incidents: int = 0
     storage_failing: bool = False
+    # Workers whose writes have failed since the newest checkpoint, or the begin of the generation.
+    cannot_save: tuple[int, ...] = ()
     # Ray's control store does not answer: no slot can be placed and no worker started, and nobody is late with either.
     control_store_away: bool = False
     # Requests for slots are held back until then, after slots that failed; 0: they are not.

@@ -13,7 +13,7 @@ from elastic.core import events as ev
 from elastic.core.assembly import assemble
 from elastic.core.errors import ElasticError, StorageError, UsageError
 from elastic.core.manifest import Manifest, ShardRecord
-from elastic.core.names import checkpoint_id
+from elastic.core.names import CheckpointRef, checkpoint_id
 from elastic.core.retention import to_delete
 from elastic.core.settings import RunSettings
 
@@ -49,7 +49,7 @@ class Committer:
         name = checkpoint_id(shard.step, shard.generation)
         if name in self._committed or shard.step <= newest_step:
             return
-        self._forget_older(shard.generation)
+        self._forget(lambda part: part.generation < shard.generation)
         shards = self._shards.setdefault(name, {})
         self._first_shard.setdefault(name, time.time())
         shards[shard.rank] = shard
@@ -59,11 +59,11 @@ class Committer:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    def _forget_older(self, generation: int) -> None:
-        """What a generation that is over has left unfinished stays so: its shards are not taken any more."""
+    def _forget(self, overtaken: Callable[[ShardRecord], bool]) -> None:
+        """What a generation that is over, or a newer checkpoint, has left unfinished stays so."""
         for name, shards in tuple(self._shards.items()):
             part = next(iter(shards.values()))
-            if part.generation < generation and len(shards) < part.world_size:
+            if overtaken(part) and len(shards) < part.world_size:
                 del self._shards[name], self._first_shard[name]
 
     async def close(self, timeout_s: float) -> None:
@@ -101,7 +101,9 @@ class Committer:
             {"type": "checkpoint", "id": name, "step": manifest.step, "bytes": size, "seconds": round(seconds, 4)}
         )
         self._emit(ev.CheckpointCommitted(name, manifest.step, manifest.generation))
-        await asyncio.to_thread(self._retire, {name, protect or name})
+        done = CheckpointRef(manifest.generation, manifest.step)
+        self._forget(lambda part: CheckpointRef(part.generation, part.step) < done)
+        await asyncio.to_thread(self._retire, done, {name, protect or name})
 
     def _write(self, shards: list[ShardRecord], written_at: float) -> Manifest:
         # The same bytes at every try: one whose answer was lost may have written them already.
@@ -109,14 +111,19 @@ class Committer:
         self._store.commit(manifest)
         return manifest
 
-    def _retire(self, protect: set[str]) -> None:
-        """Delete what the retention rules do not keep. A failure costs space, not safety: the next save tries again."""
+    def _retire(self, done: CheckpointRef, protect: set[str]) -> None:
+        """Delete what the retention rules do not keep, and what was left unfinished before `done`: a rank writes one
+        checkpoint after the other, so all are past it. While one cannot reach storage, every save leaves such a folder.
+
+        A failure costs space, not safety: the next save tries again.
+        """
         rules = self._settings.checkpoint
         try:
             for ref in to_delete(self._store.list(), rules.keep_last, rules.keep_every_steps, protect):
                 self._store.delete(ref.id)
-            newest = max((int(name.rsplit("-g", 1)[1]) for name in protect), default=0)
-            for ref in self._store.incomplete(older_than_generation=newest):
-                self._store.abandon(ref.id)
+            for ref in self._store.incomplete():
+                # All shards of one that was assembled are there: its manifest may be on its way.
+                if ref < done and ref.id not in self._committed:
+                    self._store.abandon(ref.id)
         except ElasticError as error:
             logger.warning("old checkpoints could not be deleted: %s", error)

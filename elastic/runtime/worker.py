@@ -281,7 +281,7 @@ class WorkerActor:
                     asked = self._controller.snapshot.remote(identifier)
 
     def _save_failed(self, step: int, error: BaseException, retry_s: float | None) -> None:
-        self._post(ev.SaveFailing(step, str(error), retry_s or 0.0))
+        self._post(ev.SaveFailing(step, str(error), retry_s or 0.0, self._worker))
 
     def _post(self, event: ev.Event) -> None:
         self._outbox.put(Item("event", ev.to_json(event)))

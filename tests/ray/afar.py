@@ -58,23 +58,28 @@ class Cluster:
 
     driver: Driver
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: Network, count: int, environment: Mapping[str, str]) -> None:
         """Use `up`."""
         self.network = network
+        self.count = count
+        self._environment = {**_environment(), **environment}
         self.address = f"{network.address(0)}:{_PORT}"
         self._raylets: dict[int, subprocess.Popen[bytes]] = {}
         self._lives = itertools.count()
 
     @classmethod
     @contextlib.contextmanager
-    def up(cls, network: Network) -> Iterator[Cluster]:
-        """The network ends what this starts."""
-        cluster = cls(network)
+    def up(
+        cls, network: Network, count: int | None = None, environment: Mapping[str, str] | None = None
+    ) -> Iterator[Cluster]:
+        """On the first `count` nodes of the network (None: on all), which ends what this starts. `environment` is added
+        to that of every process."""
+        cluster = cls(network, network.count if count is None else count, environment or {})
         try:
-            for node in range(network.count):
+            for node in range(cluster.count):
                 cluster.start_node(node)
             with Driver.within(network, cluster.address) as cluster.driver:
-                wait_until(lambda: len(cluster.nodes()) == network.count, "all nodes to be up", _UP_LIMIT_S)
+                wait_until(lambda: len(cluster.nodes()) == cluster.count, "all nodes to be up", _UP_LIMIT_S)
                 yield cluster
         finally:
             for node, raylet in cluster._raylets.items():
@@ -93,12 +98,12 @@ class Cluster:
         with open(self.network.folder / f"node-{node}-{next(self._lives)}.log", "wb") as log:
             self._raylets[node] = subprocess.Popen(
                 self.network.inside(node, [*_RAY, *where, *common]),
-                env=_environment(), stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                env=self._environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
 
     def nodes(self) -> tuple[NodeInfo, ...]:
         """Those that Ray believes to be alive."""
-        at = {self.network.address(node): node for node in range(self.network.count)}
+        at = {self.network.address(node): node for node in range(self.count)}
         alive = [(at[address], identity) for address, identity in self.driver.ask("nodes")]
         return tuple(
             NodeInfo(f"node-{node}", NodeState.ALIVE, head=node == 0, node_id=identity)
@@ -112,11 +117,11 @@ class Cluster:
             if raylet.poll() is not None:
                 self.network.end_processes(node)
                 self.start_node(node)
-        wait_until(lambda: len(self.nodes()) == self.network.count, "all nodes to be up", _UP_LIMIT_S)
+        wait_until(lambda: len(self.nodes()) == self.count, "all nodes to be up", _UP_LIMIT_S)
 
     def left(self) -> list[str]:
         """What any run has here: named actors, placement groups, and processes of actors."""
-        pids = [process.pid for node in range(self.network.count) for process in self.network.members(node)]
+        pids = [process.pid for node in range(self.count) for process in self.network.members(node)]
         found = [f"process {pid}: {title}" for pid, title in actors_among(pids).items()]
         return [*self.driver.ask("left", ""), *found]
 

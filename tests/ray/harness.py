@@ -78,7 +78,8 @@ class Handle(Protocol):
 class Run:
     """One run of `loops` on `cluster`, its files below `folder`. Training stops where `allow` says.
 
-    Without `memory` there are no snapshots, and storage is what everything is recovered from.
+    Without `memory` there are no snapshots, and storage is what everything is recovered from. `checkpoints` are kept
+    beside the journal, unless another URL is given.
     """
 
     handle: Handle
@@ -95,6 +96,7 @@ class Run:
         failures: Mapping[str, Any] | None = None,
         every_steps: int | None = 5,
         keep_last: int = 2,
+        checkpoints: str | None = None,
         epochs: int | None = 2,
         global_batch: int | None = None,
         resources: Mapping[str, float] | None = None,
@@ -113,7 +115,7 @@ class Run:
             scaling=scaling or ScalingSettings(2, 4),
             epochs=epochs,
             global_batch=global_batch,
-            checkpoint=CheckpointSettings(self.url, every_steps, keep_last),
+            checkpoint=CheckpointSettings(checkpoints or self.url, every_steps, keep_last),
             memory=MemorySettings(enabled=memory is not None, **(memory or {})),
             anomalies=AnomalySettings(**(anomalies or {})),
             # Where many processes share few cores, any of them may be slow for a while.

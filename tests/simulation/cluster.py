@@ -185,11 +185,12 @@ class Cluster:
 
 
 class Storage:
-    """Checkpoints of whole groups. `down`: writes fail and are retried."""
+    """Checkpoints of whole groups. `down`: writes fail and are retried; `unreached`: those from these nodes."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.down = False
+        self.unreached: set[str] = set()
         self.corrupt: set[str] = set()
         self.committed: list[tuple[str, int]] = list(world.plan.earlier)
         self.corrupt |= {name for name, _ in self.committed[:-1] if world.corrupts(len(self.committed))}
@@ -202,9 +203,12 @@ class Storage:
         # A part that died with its process, or that a controller forgot, never becomes a checkpoint.
         if any(not member.alive for member in group.members) or self.world.loses_commit(step):
             return
-        if self.down or any(member.frozen for member in group.members):
+        cut = [member for member in group.members if member.node.name in self.unreached]
+        if self.down or cut or any(member.frozen for member in group.members):
             if self.down:
                 self.world.tell(ev.SaveFailing(step, "503 slow down", 1.0), 0.05)
+            for member in cut:
+                self.world.tell(ev.SaveFailing(step, "no answer", 1.0, member.worker), 0.05)
             if tries < 400:
                 self.world.clock.after(1.0, self._commit, group, step, samples, tries + 1)
             return

@@ -137,7 +137,8 @@ def draw(seed: int) -> Plan:
     if not liveness:
         _ends(rng, plan)
     plan.faults += _outage(Random(f"outage {seed}"), horizon)
-    # Drawn apart, like the outage, so that the plans of older seeds stay what they were.
+    plan.faults += _storage_cut(Random(f"storage {seed}"), horizon)
+    # Drawn apart, like those, so that the plans of older seeds stay what they were.
     parity = Random(f"parity {seed}").choice((0, 0, 0, 1, 2, 3))
     plan.settings = replace(plan.settings, memory=replace(plan.settings.memory, parity=parity))
     return plan
@@ -151,6 +152,13 @@ def _outage(rng: Random, horizon: float) -> tuple[Fault, ...]:
     kind = rng.choice(("kill_node", "kill_worker", "crash_controller", "freeze_node", "drain_node", "stubborn_worker"))
     within = Fault(kind, begin + rng.uniform(0.0, 0.7) * lasts, rng.random(), rng.uniform(1.0, 20.0))
     return Fault("control_store_away", begin, 0.0, lasts), within
+
+
+def _storage_cut(rng: Random, horizon: float) -> tuple[Fault, ...]:
+    """In one run in five a node loses its way to storage, often until the end."""
+    if rng.random() > 0.2:
+        return ()
+    return (Fault("storage_cut", rng.uniform(0, horizon), rng.random(), rng.choice((10.0, 100.0))),)
 
 
 def _ends(rng: Random, plan: Plan) -> None:

@@ -232,6 +232,13 @@ class Injector:
     def _storage_up(self) -> None:
         self.storage.down = False
 
+    def _storage_cut(self, fault: Fault) -> None:
+        """One node does not reach storage, and everybody else."""
+        node = self._pick(fault, self._nodes())
+        if node is not None:
+            self.storage.unreached.add(node.name)
+            self.clock.after(fault.lasts_s, self.storage.unreached.discard, node.name)
+
     def _lemon(self, fault: Fault) -> None:
         node = self._pick(fault, self.cluster.nodes)
         if node is not None:
@@ -268,6 +275,7 @@ class Injector:
         """From here on nothing goes wrong, and nodes are there: now the run has no excuse."""
         self.healed = True
         self.storage.down = False
+        self.storage.unreached.clear()
         self.cluster.restore_store()
         self.world.cuts.clear()
         for node in self.cluster.nodes:

@@ -32,7 +32,7 @@ SOMETIMES = {
     "room made for another run", "let go of everything for another run",
     "has not taken the checkpoint", "finished without its last generation",
     "the control store is away", "begun without the control store", "a start that waited for the control store",
-    "a restart that waited for the control store", "a shard made of parity",
+    "a restart that waited for the control store", "a shard made of parity", "one without them begins",
 }  # fmt: skip
 
 
@@ -154,6 +154,16 @@ def test_a_checkpoint_of_an_abandoned_timeline_may_come_as_late_as_it_likes() ->
         assert "came late and does not count" in world.sometimes
         (left_out,) = world.controller.state.skips
         assert left_out[0] < 50
+
+
+def test_a_run_whose_last_checkpoint_one_node_cannot_write_is_finished_by_the_others() -> None:
+    for seed in range(20):
+        world = World(seed, calm((Fault("storage_cut", 8.0, seed / 20, 900.0),), memory=True, horizon_s=900.0))
+        world.run()
+        assert world.controller.state.stage.status == "finished"
+        assert "one without them begins" in world.sometimes
+        (incident,) = [a.incident for a in world.controller.history if isinstance(a, act.CloseIncident)]
+        assert (incident.planned, incident.next_world_size, incident.source) == (True, 3, "memory")
 
 
 def test_a_hundred_servers_live_through_the_worst_weeks_of_a_real_trace() -> None:

@@ -1,4 +1,7 @@
-"""A process of its own that serves S3 on a free loopback port: prints the port, ends when its stdin does."""
+"""A process of its own that serves S3 on a free port: prints the port, ends when its stdin does.
+
+`python s3_child.py [ADDRESS]`: of the loopback interface, unless another address is given.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,8 @@ def main() -> None:
     # A line for each request would fill the pipe that nobody reads.
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     application = DomainDispatcherApplication(create_backend_app)
-    server = make_server("127.0.0.1", 0, application, threaded=True, request_handler=_Handler)
+    address = sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1"
+    server = make_server(address, 0, application, threaded=True, request_handler=_Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     sys.stdout.write(f"{server.server_port}\n")
     sys.stdout.flush()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -23,11 +23,9 @@ CREDENTIALS = {
 
 
 @contextlib.contextmanager
-def s3_port() -> Iterator[int]:
+def s3_port(command: Sequence[str] = (sys.executable, str(CHILD))) -> Iterator[int]:
     """The port of a server that is up."""
-    child = subprocess.Popen(
-        [sys.executable, str(CHILD)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    )
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     assert child.stdin is not None
     assert child.stdout is not None
     try:

@@ -148,7 +148,7 @@ anything = st.one_of(
     st.builds(ev.WorkersSilent, st.lists(small, max_size=4).map(tuple), st.just(1.0), st.sampled_from(((), ("a",)))),
     st.builds(ev.ProbeAnswered, small),
     st.builds(ev.CheckpointCommitted, st.sampled_from(("c1", "c2")), steps, small),
-    st.builds(ev.SaveFailing, steps, st.just("503"), st.just(1.0)),
+    st.builds(ev.SaveFailing, steps, st.just("503"), st.just(1.0), st.none() | small),
     st.builds(ev.ControlStoreAway, st.just(4.0)),
     st.builds(ev.ControlStoreBack, st.just(9.0)),
     st.builds(ev.RunStarted, st.sampled_from(((), (("c1", 3),))), small),

@@ -44,6 +44,13 @@ def test_growth_waits_while_storage_fails() -> None:
     assert isinstance(s.commit(5).stage, Pausing)
 
 
+def test_growth_does_not_wait_for_storage_where_memory_takes_the_last_step() -> None:
+    s = Scenario(2, 3, memory=True).started(2).do(ev.SaveFailing(5, "503", 1.0, 1)).nodes(1)
+    assert isinstance(s.stage, Pausing)
+    s = Scenario(2, 3, memory=True).started(2).do(ev.SaveFailing(5, "503", 1.0, 1), ev.MemoryLost(1, 0, "full"))
+    assert isinstance(s.nodes(1).stage, Training)
+
+
 def test_failing_storage_of_an_earlier_generation_does_not_forbid_growth_for_ever() -> None:
     s = Scenario(2, 3).started(2).do(ev.SaveFailing(5, "503", 1.0)).broken(0)
     s.train().nodes(1)
@@ -159,6 +166,58 @@ def test_a_last_checkpoint_that_never_comes_ends_the_wait() -> None:
     s = Scenario(2, 2, storage_timeout_s=30).started(2).completed(9).wait(30)
     assert s.end[0] == "not-finished"
     assert "step 9" in s.end[1]
+
+
+def test_whoever_cannot_reach_storage_is_named_once_and_in_the_end() -> None:
+    s = Scenario(2, 3, storage_timeout_s=30).started(3).do(ev.SaveFailing(5, "no answer", 1.0, 1))
+    assert s.said() == (
+        "rank 1 on node node-1 cannot write its part of the checkpoint of step 5: no answer; training goes on, "
+        "next try in 1.0 s"
+    )
+    assert not s.do(ev.SaveFailing(5, "no answer", 2.0, 1)).said()
+    assert s.do(ev.SaveFailing(10, "no answer", 0.0, 2)).said().startswith("rank 2 on node node-2 cannot write")
+    assert "again: c10" in s.commit(10).said()
+    assert "rank 1 on node node-1" in s.do(ev.SaveFailing(15, "no answer", 1.0, 1)).said(), "news once more"
+    assert s.completed(20).wait(30).end == (
+        "not-finished",
+        "training is done, but storage has not taken the checkpoint of step 20: rank 1 on node node-1 cannot write "
+        "to it",
+    )
+
+
+def test_the_last_checkpoint_is_made_by_those_who_reach_storage() -> None:
+    s = Scenario(2, 3, memory=True, storage_timeout_s=30).started(3).commit(5).do(ev.SaveFailing(10, "no", 1.0, 1))
+    s.completed(20).wait(30)
+    assert isinstance(s.stage, Waiting)
+    s.do(ev.MemorySurveyed(s.state.surveys, (("memory:step-00000020-g0001", 20),)))
+    assert s.acts(act.BeginGeneration) == [act.BeginGeneration(2, (0, 2), "memory:step-00000020-g0001", 20)]
+    incident = s.state.incident
+    assert incident is not None
+    assert (incident.kind, incident.planned, incident.steps_repeated) == ("resize", True, 0)
+    s.join().completed(20)
+    assert isinstance(s.stage, Closing)
+    assert s.commit(20).end == ("finished", "all 20 steps are done and saved")
+
+
+@pytest.mark.parametrize(("low", "memory", "cut"), [(3, True, (1,)), (2, False, (1,)), (1, True, (0, 1, 2))])
+def test_where_too_few_can_the_run_ends_without_it(low: int, memory: bool, cut: tuple[int, ...]) -> None:
+    s = Scenario(low, 3, memory=memory, storage_timeout_s=30).started(3)
+    s.do(*(ev.SaveFailing(10, "no answer", 1.0, worker) for worker in cut))
+    assert s.completed(20).wait(30).end[0] == "not-finished"
+
+
+def test_a_last_checkpoint_that_comes_while_the_others_begin_is_enough() -> None:
+    s = Scenario(2, 3, memory=True, storage_timeout_s=30).started(3).do(ev.SaveFailing(10, "no answer", 1.0, 1))
+    s.completed(20).wait(30)
+    assert s.do(ev.CheckpointCommitted("c20", 20, 1)).end[0] == "finished"
+
+
+def test_where_nobody_can_reach_storage_not_everybody_is_named() -> None:
+    s = Scenario(20, 20, storage_timeout_s=30).started(20)
+    said = s.do(*(ev.SaveFailing(5, "no answer", 1.0, worker) for worker in range(20))).said().splitlines()
+    assert len(said) == 9
+    assert said[-1].startswith("more than 8 workers cannot write")
+    assert s.completed(20).wait(30).end[1].endswith("rank 7 on node node-7 and 12 more cannot write to it")
 
 
 @pytest.mark.parametrize("loss", ["node", "worker", "silence"])

@@ -18,6 +18,7 @@ from elastic.core import machine
 from elastic.core.errors import StorageError, UsageError
 from elastic.core.incident import Incident
 from elastic.core.manifest import ShardRecord
+from elastic.core.names import CheckpointRef, parse_checkpoint_id
 from elastic.core.settings import RunSettings, ScalingSettings
 from elastic.observe.journal import JournalWriter
 from elastic.runtime import codec, names
@@ -278,6 +279,53 @@ def test_what_a_generation_has_left_unfinished_is_not_kept_for_ever() -> None:
     assert gone() is not None
     committer.add(shard(2, 6), None, -1)
     assert gone() is None
+
+
+class Folders(Sink):
+    """The folders in storage, by id, and those that were complete."""
+
+    def __init__(self, *ids: str) -> None:
+        self.ids, self.complete = set(ids), set[str]()
+
+    def incomplete(self) -> list[CheckpointRef]:
+        return [parse_checkpoint_id(name) for name in sorted(self.ids - self.complete)]
+
+    def list(self) -> list[CheckpointRef]:
+        return [parse_checkpoint_id(name) for name in sorted(self.complete)]
+
+    def commit(self, manifest: Any) -> None:
+        self.complete.add(manifest.id)
+
+    def abandon(self, name: str) -> None:
+        self.ids.remove(name)
+
+
+def test_what_a_newer_checkpoint_has_overtaken_goes_with_it() -> None:
+    """While one rank cannot reach storage the others leave a folder for every save."""
+    newer = "step-00000020-g0002"
+    under_way = "step-00000012-g0002"
+    store: Any = Folders("step-00000009-g0001", "step-00000008-g0002", under_way, newer, "step-00000024-g0002")
+    kept: list[weakref.ref[ShardRecord]] = []
+
+    def shard(rank: int, step: int) -> ShardRecord:
+        made = ShardRecord(rank, 2, 2, step, f"rank-{rank}", 0, "", (), (), {}, parameters={})
+        kept.append(weakref.ref(made))
+        return made
+
+    committer = Committer(SETTINGS, store, {}, lambda event: None, lambda record: None)
+    committer._committed.add(under_way)
+
+    async def scenario() -> None:
+        committer.add(shard(0, 8), None, -1)
+        committer.add(shard(0, 20), None, -1)
+        committer.add(shard(1, 20), None, -1)
+        await asyncio.wait_for(asyncio.gather(*committer._tasks), LIMIT_S)
+        committer.add(shard(1, 8), None, 20)
+
+    asyncio.run(scenario())
+    assert store.ids == {under_way, newer, "step-00000024-g0002"}
+    assert store.complete == {newer}
+    assert [reference() for reference in kept] == [None] * 4
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,64 @@
+"""Storage that does not take what is saved: who cannot write to it, and how a run ends all the same.
+
+Training goes on without it. Where it is some ranks only that cannot write, it is their way to it that is cut: nothing
+becomes a checkpoint without their parts, and what they hold is in the memory of the nodes.
+"""
+
+from __future__ import annotations
+
+from elastic.core.events import SaveFailing
+from elastic.core.recovery import open_incident, wait
+from elastic.core.state import Closing, RunState, WorkerPhase
+from elastic.core.turn import Turn
+
+# Of so many workers each is named: of a thousand no more, it is storage that is away.
+_NAMED = 8
+
+
+def save_failing(turn: Turn, event: SaveFailing) -> None:
+    """Said of every worker once, until a checkpoint is complete again."""
+    state, worker = turn.state, event.worker
+    news = not state.storage_failing if worker is None else worker not in state.cannot_save
+    turn.set(storage_failing=True)
+    if worker is not None and news:
+        turn.set(cannot_save=(*state.cannot_save, worker))
+    if not news or len(turn.state.cannot_save) > _NAMED + 1:
+        return
+    what = f"the checkpoint of step {event.step} could not be written: {event.error}"
+    if worker is not None:
+        what = f"{turn.name_of(worker)} cannot write its part of the checkpoint of step {event.step}: {event.error}"
+    if len(turn.state.cannot_save) > _NAMED:
+        what = f"more than {_NAMED} workers cannot write to storage; the rest are not named"
+    again = f"next try in {event.retry_s:.1f} s" if event.retry_s else "the next checkpoint is tried"
+    turn.say(f"{what}; training goes on, {again}", kind="storage")
+
+
+def who_cannot_save(turn: Turn) -> str:
+    """As the end of a sentence about storage; "" where no worker has said so."""
+    names = [turn.name_of(worker) for worker in turn.state.cannot_save]
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f": {', '.join(names[:_NAMED])}{more} cannot write to it" if names else ""
+
+
+def kept_in_memory(state: RunState) -> bool:
+    """Whether a generation may end as planned without storage: the nodes' memory takes its last step."""
+    return state.settings.memory.enabled and state.memory_lost_in < state.generation
+
+
+def save_without(turn: Turn, stage: Closing) -> bool:
+    """All steps are done: let those who can write save the end, which they have from the nodes' memory. True where they
+    are enough. Nobody else's slot is given back before: its node's memory may hold what they need."""
+    state = turn.state
+    cut = tuple(dict.fromkeys(state.workers[w].slot for w in state.cannot_save if w in state.workers))
+    rest = [w for w in state.workers.values() if w.phase is not WorkerPhase.STARTING and w.slot not in cut]
+    if not cut or not kept_in_memory(state) or len(rest) < state.settings.scaling.min_workers:
+        return False
+    why = f"storage has not taken the checkpoint of step {stage.step}{who_cannot_save(turn)}; the others save it"
+    open_incident(turn, "resize", why, stage.step, planned=True)
+    turn.say(f"generation {state.generation} is over, and one without them begins: {why}", kind="storage")
+    turn.set_phase(state.members_inside, WorkerPhase.IDLE)
+    turn.set(evicted=tuple(dict.fromkeys((*state.evicted, *cut))))
+    turn.mark("decided", "fenced")
+    turn.amend(step=turn.state.furthest_step)
+    wait(turn, "every member has done the last step")
+    return True
