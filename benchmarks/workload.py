@@ -38,11 +38,13 @@ class Size:
 SMALL = Size("small", width=128, layers=4, heads=4, context=64, batch=24, micro=8)
 # 19 million parameters, 75 MB: a step of two workers takes little more than a second on two slow cores.
 LARGE = Size("large", width=512, layers=6, heads=8, context=128, batch=8, micro=4)
+# The same state with little to compute.
+LARGE_LIGHT = Size("large-light", width=512, layers=6, heads=8, context=32, batch=2, micro=1)
 # For tests: a second from start to end.
 TINY = Size("tiny", width=32, layers=1, heads=2, context=16, batch=24, micro=8)
 # A billion parameters, for one CUDA device: 2 GB of bf16 weights and 12 GB of masters and moments.
 BILLION = Size("billion", width=2048, layers=20, heads=16, context=512, batch=8, micro=8)
-SIZES = {size.name: size for size in (SMALL, LARGE, TINY, BILLION)}
+SIZES = {size.name: size for size in (SMALL, LARGE, LARGE_LIGHT, TINY, BILLION)}
 
 
 @cache
@@ -101,7 +103,7 @@ def avoid_compiling() -> None:
 
 def train(config: dict[str, Any]) -> None:
     """This project's body. `config`: size (a name), stage and marks (a folder); and where wanted gate (a file), pace_s
-    (the least time of a step), bf16 and after_step(engine, step)."""
+    (the least time of a step), elsewhere_s (what every pass sleeps), bf16 and after_step(engine, step)."""
     import elastic
     from benchmarks.marks import MarkWriter, pass_gate
 
@@ -113,6 +115,7 @@ def train(config: dict[str, Any]) -> None:
     gate, pace_s, after_step = config.get("gate"), config.get("pace_s", 0.0), config.get("after_step")
     begun = time.monotonic()
     for windows in loader:
+        time.sleep(config.get("elsewhere_s", 0.0))
         engine.backward(engine(windows.to(engine.device)))
         engine.step()
         here = elastic.get_context()

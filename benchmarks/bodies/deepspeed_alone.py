@@ -38,9 +38,10 @@ def make_engine(size: Size, stage: int, *, universal: bool = False) -> tuple[Any
     return engine, itertools.chain.from_iterable(itertools.repeat(loader))
 
 
-def steps(engine: Any, batches: Any) -> Iterator[int]:
-    """Trains for ever; gives the number of each optimizer step when it is done."""
+def steps(engine: Any, batches: Any, elsewhere_s: float = 0.0) -> Iterator[int]:
+    """Trains for ever; gives the number of each optimizer step when it is done. Every pass sleeps `elsewhere_s`."""
     for windows in batches:
+        time.sleep(elsewhere_s)
         engine.backward(engine(windows))
         # Before the step, which is when it says whether this micro batch is the last of one.
         last = engine.is_gradient_accumulation_boundary()

@@ -26,12 +26,30 @@ from benchmarks.own import Cluster, OwnRun, settings
 from benchmarks.workload import LARGE, TINY, Size, build
 from elastic.core.settings import MemorySettings
 
-CASE = "steady"
 PLAIN, DEFAULT, FORCED = "torchrun + DeepSpeed", "snapshots at the default cadence", "a snapshot at every step"
 WORKERS, STAGE = 2, 2
 _LIMIT_S = 240.0
 # fp32 master, first and second moment.
 _BYTES_PER_PARAMETER = 12
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A case. `elsewhere_s`: each pass sleeps so long, as the processor does while an accelerator computes."""
+
+    case: str
+    size: Size
+    elsewhere_s: float
+    subjects: tuple[str, ...]
+    rounds: int
+
+    @property
+    def note(self) -> str:
+        told = f"{self.size.name} model, batch {self.size.batch}, {WORKERS} workers, ZeRO-{STAGE}"
+        elsewhere = (
+            f", {self.elsewhere_s:g} s of each step slept as if an accelerator computed" if self.elsewhere_s else ""
+        )
+        return f"{told}{elsewhere}; one value per round of turns"
 
 
 @dataclass(frozen=True)
@@ -68,36 +86,44 @@ class Subject:
 
 
 def measure(options: Options) -> list[Figure]:
-    rounds, steps, size = options.pick(36, 2), options.pick(4, 3), TINY if options.quick else LARGE
+    return measure_mode(options, Mode("steady", LARGE, 0.0, (PLAIN, DEFAULT, FORCED), rounds=30))
+
+
+def measure_mode(options: Options, mode: Mode) -> list[Figure]:
+    rounds, steps = options.pick(mode.rounds, 2), options.pick(4, 3)
+    mode = replace(mode, size=TINY, elsewhere_s=min(mode.elsewhere_s, 0.05)) if options.quick else mode
     try:
         with ExitStack() as stack:
-            subjects = _start(stack, options, size)
-            turns = _take_turns(options, subjects, rounds, steps)
-            cadence = _cadence(subjects[DEFAULT][1])
+            subjects = _start(stack, options, mode)
+            turns = _take_turns(options, {name: subject for name, (subject, _) in subjects.items()}, rounds, steps)
+            cadence = _cadence(subjects[DEFAULT][1]) if DEFAULT in subjects else {}
     except NotMeasured as error:
-        return [not_measured(CASE, "cost of the platform", "%", str(error))]
-    return _report(turns, size, cadence)
+        return [not_measured(mode.case, "cost of the platform", "%", str(error))]
+    return _report(mode, turns, cadence)
 
 
-def _start(stack: ExitStack, options: Options, size: Size) -> dict[str, tuple[Subject, OwnRun | None]]:
+def _start(stack: ExitStack, options: Options, mode: Mode) -> dict[str, tuple[Subject, OwnRun | None]]:
     children = stack.enter_context(Children(options.make_folder("plain")))
     plain = _subject(PLAIN, children.folder)
     children.start_python(
         "plain", "torch.distributed.run", "--nnodes=1", f"--nproc_per_node={WORKERS}", f"--master_port={free_port()}",
-        "-m", "benchmarks.bodies.plain_worker", size.name, str(STAGE), str(plain.marks), str(plain.gate),
+        "-m", "benchmarks.bodies.plain_worker", mode.size.name, str(STAGE), str(plain.marks), str(plain.gate),
+        str(mode.elsewhere_s),
     )  # fmt: skip
-    # Room for both runs of this project at once.
-    cluster = stack.enter_context(Cluster(2 * WORKERS))
+    # Room for all runs of this project at once.
+    cluster = stack.enter_context(Cluster((len(mode.subjects) - 1) * WORKERS))
     found: dict[str, tuple[Subject, OwnRun | None]] = {PLAIN: (plain, None)}
     for name, run_id, memory in (
         (DEFAULT, "default", MemorySettings(enabled=True)),
         (FORCED, "forced", MemorySettings(enabled=True, every_steps=1)),
     ):
+        if name not in mode.subjects:
+            continue
         made = settings(run_id, options.folder, workers=(WORKERS, WORKERS), memory=memory, save_every=None)
         # A subject whose turn it is not stands still for longer than any step.
         made = replace(made, failures=replace(made.failures, hang_floor_s=10 * _LIMIT_S))
         subject = _subject(name, options.make_folder(f"gate-{run_id}"))
-        run = OwnRun(cluster, made, size.name, STAGE, gate=str(subject.gate))
+        run = OwnRun(cluster, made, mode.size.name, STAGE, gate=str(subject.gate), elsewhere_s=mode.elsewhere_s)
         stack.callback(_let_go, subject, run)
         found[name] = (replace(subject, marks=run.marks), run)
     return found
@@ -115,9 +141,7 @@ def _let_go(subject: Subject, run: OwnRun) -> None:
     run.stop()
 
 
-def _take_turns(
-    options: Options, subjects: Mapping[str, tuple[Subject, OwnRun | None]], rounds: int, steps: int
-) -> dict[str, list[Turn]]:
+def _take_turns(options: Options, subjects: Mapping[str, Subject], rounds: int, steps: int) -> dict[str, list[Turn]]:
     """subject -> its turns, round by round, in another order each time. The first round warms up and does not count."""
     turns: dict[str, list[Turn]] = {name: [] for name in subjects}
     names = list(subjects)
@@ -126,7 +150,7 @@ def _take_turns(
             break
         for place in range(len(names)):
             name = names[(number + place) % len(names)]
-            turns[name].append(subjects[name][0].turn(steps))
+            turns[name].append(subjects[name].turn(steps))
     return {name: found[1:] for name, found in turns.items()}
 
 
@@ -139,45 +163,45 @@ def _cadence(run: OwnRun | None) -> dict[str, Any]:
     return {"snapshots": taken, "steps_between": gaps[len(gaps) // 2] if gaps else None, "steps": len(steps)}
 
 
-def _report(turns: Mapping[str, list[Turn]], size: Size, cadence: Mapping[str, Any]) -> list[Figure]:
-    note = f"{size.name} model, batch {size.batch}, {WORKERS} workers, ZeRO-{STAGE}; one value per round of turns"
-    between = cadence["steps_between"]
-    chosen = (
-        f"cadence chosen: every {between} steps" if between else "fewer than two snapshots were taken at the default"
-    )
-    copied = 2 * _BYTES_PER_PARAMETER * _parameters(size) // WORKERS
+def _report(mode: Mode, turns: Mapping[str, list[Turn]], cadence: Mapping[str, Any]) -> list[Figure]:
+    case, note = mode.case, mode.note
+    copied = 2 * _BYTES_PER_PARAMETER * _parameters(mode.size) // WORKERS
     copy_s = statistic(machine.copy_seconds(copied), "median")
     copy_note = f"own shard and replica of a rank: {copied / 1e6:.0f} MB, copied at {copied / copy_s / 1e9:.1f} GB/s"
     plain = turns[PLAIN]
     extra = tuple(own.step_s - alone.step_s for own, alone in zip(turns[FORCED], plain, strict=True))
     kept = {name: [{"wall": turn.wall, "busy": turn.busy} for turn in found] for name, found in turns.items()}
     return [
-        *(Figure(CASE, "step", "s", tuple(turn.step_s for turn in found), name, notes=(note,))
+        *(Figure(case, "step", "s", tuple(turn.step_s for turn in found), name, notes=(note,))
           for name, found in turns.items()),
-        *(Figure(CASE, "processor time of the machine per step", "s", tuple(turn.busy for turn in found), name)
+        *(Figure(case, "processor time of the machine per step", "s", tuple(turn.busy for turn in found), name)
           for name, found in turns.items()),
-        _cost(DEFAULT, turns[DEFAULT], plain, (note, chosen), (Target("median", 2.0),),
-              {"cadence": dict(cadence), "turns": kept}),
-        _cost(FORCED, turns[FORCED], plain, (note,)),
-        Figure(CASE, "time to copy own and replica bytes once", "s", (copy_s,), "memory", notes=(copy_note,)),
-        Figure(CASE, f"extra time per step, {FORCED}, over that copy", "x", tuple(value / copy_s for value in extra),
+        *(_cost(case, name, turns[name], plain, (note, *_chosen(name, cadence))) for name in mode.subjects[1:]),
+        Figure(case, "time to copy own and replica bytes once", "s", (copy_s,), "memory", notes=(copy_note,)),
+        Figure(case, f"extra time per step, {FORCED}, over that copy", "x", tuple(value / copy_s for value in extra),
                targets=(Target("median", 1.5),), notes=(_interval_note([value / copy_s for value in extra], "x"),),
-               details={"extra_s": extra}),
+               details={"extra_s": extra, "cadence": dict(cadence), "turns": kept}),
     ]  # fmt: skip
 
 
-def _cost(
-    name: str, own: Sequence[Turn], plain: Sequence[Turn], notes: tuple[str, ...], targets: tuple[Target, ...] = (),
-    details: Mapping[str, Any] | None = None,
-) -> Figure:  # fmt: skip
+def _chosen(name: str, cadence: Mapping[str, Any]) -> tuple[str, ...]:
+    if name != DEFAULT:
+        return ()
+    between = cadence["steps_between"]
+    return (f"cadence chosen: every {between} steps" if between else "fewer than two snapshots at the default cadence",)
+
+
+def _cost(case: str, name: str, own: Sequence[Turn], plain: Sequence[Turn], notes: tuple[str, ...]) -> Figure:
+    """With the interval of the median, and the same of the processor time, in the notes."""
     slower = tuple(100 * (mine.step_s / alone.step_s - 1) for mine, alone in zip(own, plain, strict=True))
     busier = [100 * (mine.busy / alone.busy - 1) for mine, alone in zip(own, plain, strict=True)]
     told = (
         f"{name}: {_interval_note(slower, '%')}; processor time of the machine: {statistic(busier, 'median'):+.1f} % "
         f"({_interval_note(busier, '%')})"
     )
-    return Figure(CASE, f"cost of the platform, {name}", "%", slower, targets=targets, notes=(*notes, told),
-                  details={**(details or {}), "busier_percent": busier})  # fmt: skip
+    targets = (Target("median", 2.0),) if name == DEFAULT else ()
+    return Figure(case, f"cost of the platform, {name}", "%", slower, targets=targets, notes=(*notes, told),
+                  details={"busier_percent": busier})  # fmt: skip
 
 
 def _interval_note(values: Sequence[float], unit: str) -> str:
