@@ -15,7 +15,7 @@ from enum import Enum
 from typing import Any
 
 from elastic.core.errors import RunNotFound
-from jobs.exit_codes import DRIVER_LOST, FINAL_CODES, NO_CAPACITY, NOT_FINISHED, STOPPED
+from jobs.exit_codes import DRIVER_BLIND, DRIVER_LOST, FINAL_CODES, NO_CAPACITY, NOT_FINISHED, STOPPED
 
 RUN_KEY = "elastic-run"
 ATTEMPT_KEY = "elastic-attempt"
@@ -64,6 +64,12 @@ class JobRecord:
 
     @property
     def short_lived(self) -> bool:
+        """Lost before it could do anything. One that has told its run's end, or was stopped, is not lost."""
+        if self.state is not JobState.FAILED or self.exit_code in FINAL_CODES:
+            return False
+        if self.exit_code == DRIVER_BLIND:
+            # It has tried for as long as storage is asked, and has done nothing either.
+            return True
         known = self.started_at is not None and self.ended_at is not None
         return known and self.ended_at - self.started_at < SHORT_LIFE_S  # type: ignore[operator]
 
@@ -96,7 +102,7 @@ class Run:
 
     @property
     def crash_loop(self) -> bool:
-        """Whether the last attempts have all been lost soon after their start."""
+        """Whether the last attempts have all been lost before they could do anything."""
         last = self.attempts[-SHORT_LIVES:]
         return len(last) == SHORT_LIVES and all(record.short_lived for record in last)
 
@@ -171,18 +177,21 @@ def judge(record: JobRecord, began: bool, told: Mapping[str, Any] | None) -> Out
     if record.state is JobState.SUCCEEDED:
         return Outcome(Verdict.OVER, 0)
     if record.state is JobState.STOPPED:
-        return _stopped(began)
+        return _stopped(record, began)
     if record.error_type in _NO_PLACE_TYPES:
         return Outcome(Verdict.FAILED, NO_CAPACITY, f"no node could take the driver: {_last_line(record.message)}")
     if record.exit_code in FINAL_CODES:
         return Outcome(Verdict.OVER, _trusted(record.exit_code), _last_line(record.message))
     # A driver that was killed may have started the run, and not have come to say so.
-    if began or _signal(record) or record.error_type in _LOST_TYPES or record.exit_code == DRIVER_LOST:
+    if began or _signal(record) or _supervisor_lost(record) or record.exit_code in (DRIVER_LOST, DRIVER_BLIND):
         return Outcome(Verdict.LOST, reason=_how_lost(record))
     return Outcome(Verdict.FAILED, NOT_FINISHED, f"the driver did not start: {_last_line(record.message)}")
 
 
-def _stopped(began: bool) -> Outcome:
+def _stopped(record: JobRecord, began: bool) -> Outcome:
+    if not began and record.attempt > 1:
+        # The run may go on, and nobody has told it.
+        return Outcome(Verdict.LOST, reason="its driver was stopped before it had reached its run")
     if not began:
         return Outcome(Verdict.OVER, STOPPED, "stopped before the run had begun")
     reason = "the driver was killed when its grace period was over; the controller may still be stopping the run"
@@ -196,8 +205,17 @@ def _trusted(code: object) -> int:
 def _how_lost(record: JobRecord) -> str:
     if record.exit_code is None:
         return f"its driver's node or supervisor is gone ({_last_line(record.message)})"
+    if record.exit_code == DRIVER_BLIND:
+        return "its driver found no controller, and could not read in storage how the run goes"
     number = _signal(record)
     return f"its driver was killed by signal {number}" if number else f"exit code {record.exit_code}"
+
+
+def _supervisor_lost(record: JobRecord) -> bool:
+    """Of a job that was running, a Jobs server that was restarted says that it did not start (read, 2.60)."""
+    if record.error_type == "JOB_SUPERVISOR_ACTOR_START_FAILURE":
+        return record.node is not None
+    return record.error_type in _LOST_TYPES
 
 
 def _signal(record: JobRecord) -> int | None:

@@ -33,6 +33,15 @@ class ClusterLike(Breakable, Protocol):
     def shutdown(self) -> None: ...
 
 
+class AttendantLike(Protocol):
+    """Who attends a submitted run from inside its cluster."""
+
+    def look(self) -> None:
+        """Sees to it that there is one and that it knows of this attempt; to be called again, since one of an attempt
+        before may just be ending. Does not wait for it."""
+        ...
+
+
 @dataclass(frozen=True)
 class NodeShape:
     """One node of a local cluster: room for exactly one slot, so that losing it loses one slot."""
@@ -74,6 +83,10 @@ class Backend(Protocol):
 
     def jobs_api(self, address: str) -> JobsApi:
         """The Ray Jobs server at an http(s) address. Raises Unreachable and Denied."""
+        ...
+
+    def attendant(self, run_id: str, attempt: int) -> AttendantLike:
+        """For a driver that is an attempt of the Jobs API, once it has joined its cluster."""
         ...
 
     def disconnect(self) -> None:

@@ -3,6 +3,7 @@
 It attaches to the run's controller where one lives, and otherwise starts it, from the newest checkpoint where there is
 one. Then it tells how the run goes until it ends. SIGTERM, which is what stopping the job comes to, ends the run as
 planned. A driver that is killed changes nothing for the run: the controller is detached, and the next attempt attaches.
+Who sends that is the run's attendant, which the first driver starts (`jobs.attendance`), or whoever follows the run.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from elastic.core.errors import ElasticError, RunNotFound, UsageError
+from elastic.core.errors import ElasticError, NobodyAnswers, RunNotFound, StorageError, UsageError
 from elastic.core.secrets import redact, secret_values
 from elastic.core.settings import RunSettings
 from elastic.core.state import FINISHED, NOT_FINISHED, STOPPED, USAGE
@@ -27,11 +28,11 @@ from elastic.observe.journal import JournalReader
 from elastic.observe.summary import summarize
 from elastic.observe.text import clean
 from jobs import driver_words
-from jobs.backend import Backend
+from jobs.backend import AttendantLike, Backend
 from jobs.checks import check_checkpoint_storage
 from jobs.display import LineDisplay
 from jobs.driver_command import DriverCommand
-from jobs.exit_codes import DRIVER_LOST, STATUSES, exit_code
+from jobs.exit_codes import DRIVER_BLIND, DRIVER_LOST, STATUSES, exit_code
 from jobs.follow import conclude
 from jobs.handle import STOP_AGAIN_S, RunHandle
 from jobs.launch import forget_live
@@ -70,10 +71,15 @@ class StopRequest:
 
 
 class Driver:
-    """One attempt. `drive` returns the exit code of the run, or DRIVER_LOST."""
+    """One attempt. `drive` returns the exit code of the run, or DRIVER_LOST or DRIVER_BLIND."""
 
-    def __init__(self, command: DriverCommand, backend: Backend, stop: StopRequest, address: str) -> None:
+    def __init__(
+        self, command: DriverCommand, backend: Backend, stop: StopRequest, address: str, submitted: bool = False
+    ) -> None:
+        """`submitted`: this is an attempt of `elastic submit`, and another may be submitted when it is lost."""
         self._command = command
+        self._submitted = submitted
+        self._attendant: AttendantLike | None = None
         self._backend = backend
         self._stop = stop
         self._address = address
@@ -84,13 +90,25 @@ class Driver:
         """Raises ElasticError only before the run was reached: nothing has been started then."""
         try:
             handle = self._attach()
+            # The controller of a run that is over stays for some minutes, to be asked.
+            mine = handle is not None and (self._command.mode in ("continue", "stop") or handle.result(0.0) is None)
+        except NobodyAnswers as error:
+            # This process is on a node of the cluster: it is the head that is away.
+            return self._lost("does not reach its run", error)
         except UsageError:
             raise
         except ElasticError as error:
             return self._lost("does not reach its run", error)
-        # The controller of a run that is over stays for some minutes, to be asked.
-        if handle is not None and (self._command.mode in ("continue", "stop") or handle.result(0.0) is None):
+        if handle is not None and mine:
             return self._follow(handle, "attached")
+        try:
+            return self._without_controller()
+        except StorageError as error:
+            if self._command.attempt == 1 or self._command.mode not in ("continue", "stop"):
+                raise
+            return self._lost("found no controller, and cannot read how its run goes", error, DRIVER_BLIND)
+
+    def _without_controller(self) -> int:
         if self._command.mode == "stop":
             return self._tell(self._ended() or {"status": STOPPED, "reason": "no controller of the run was left"})
         ended = self._ended()
@@ -111,6 +129,8 @@ class Driver:
         spec = load_job(self._command.job)
         settings = check_job(spec, self._command, self._folder)
         how = "started" if self._folder.read("job.json") is None else "resumed"
+        # First who would replace this driver, then the run: whatever is lost in between, the run is begun.
+        self._see_to_attendant()
         self._folder.write("job.json", self._record(spec, settings))
         # Before there is a run: whatever fails here has started nothing.
         write_live(self._folder, Live(self._address))
@@ -129,10 +149,16 @@ class Driver:
             return self._follow(found, "attached")
         return self._follow(handle, how)
 
-    def _lost(self, what: str, error: ElasticError) -> int:
+    def _see_to_attendant(self) -> None:
+        if self._submitted and self._attendant is None:
+            self._attendant = self._backend.attendant(self._command.run_id, self._command.attempt)
+        if self._attendant is not None:
+            self._attendant.look()
+
+    def _lost(self, what: str, error: ElasticError, code: int = DRIVER_LOST) -> int:
         """The run may well go on, and only another look can tell what became of it."""
         say(f"this driver {what}: {clean(str(error))}")
-        return DRIVER_LOST
+        return code
 
     def _record(self, spec: JobSpec, settings: RunSettings) -> dict[str, object]:
         """What `elastic resume` and the readers of the journal need; nothing of the job's environment."""
@@ -155,6 +181,7 @@ class Driver:
         if self._command.mode == "stop":
             self._stop.wanted = True
         while True:
+            self._see_to_attendant()
             display.update(self._for_the_log(handle.progress()))
             if self._stop.wanted and (not told_at or time.monotonic() - told_at >= STOP_AGAIN_S):
                 if not told_at:
@@ -239,7 +266,8 @@ def main(words: list[str] | None = None, backend: Backend | None = None) -> int:
     try:
         command = DriverCommand.of_words(words)
         check_version(command)
-        return Driver(command, backend or _real(), StopRequest(), os.environ.get("RAY_ADDRESS", "auto")).drive()
+        address = os.environ.get("RAY_ADDRESS", "auto")
+        return Driver(command, backend or _real(), StopRequest(), address, command.was_submitted(os.environ)).drive()
     except ElasticError as error:
         say(f"elastic driver: {clean(str(error))}")
         put(driver_words.ended(_run_id(words), _status(error), error.exit_code, None, clean(str(error))))

@@ -6,18 +6,24 @@ It says all that an attempt needs to know, so that another attempt is the same c
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NoReturn, get_args
 
 from elastic.core.errors import UsageError
 from elastic.core.names import check_run_id
+from jobs import attempts
 
 # new: refuse a run that is in storage. continue: attach to the controller, else go on from storage, else start; of a
 # run that has reached its end or was stopped, tell that. resume: go on also then. stop: attach and stop.
 Mode = Literal["new", "continue", "resume", "stop"]
 # `exec`, so that no shell stands between Ray's signals and the driver, and its exit code is the job's.
 _PREFIX = ["exec", "python", "-m", "jobs.driver"]
+
+# Where Ray's job supervisor tells a driver what job it is (2.60).
+_JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,17 @@ class DriverCommand:
         if self.max_steps is not None:
             words += ["--max-steps", str(self.max_steps)]
         return shlex.join(words)
+
+    def was_submitted(self, environment: Mapping[str, str]) -> bool:
+        """Whether the process of this environment is the job of this attempt, sent by `elastic submit` or after it.
+
+        KubeRay's own jobs have nothing of their run in their metadata, and it is KubeRay that tries them again.
+        """
+        try:
+            about = json.loads(environment.get(_JOB_CONFIG, "{}")).get("metadata")
+        except ValueError:
+            return False
+        return attempts.identity(about) == (self.run_id, self.attempt)
 
     @classmethod
     def of_line(cls, line: str) -> DriverCommand:

@@ -26,6 +26,9 @@ STATUSES = frozenset(_CODES)
 FINAL_CODES = frozenset({*_CODES.values(), NOT_FOUND})
 # EX_TEMPFAIL of sysexits.h: a driver that has lost its run and does not know how it goes.
 DRIVER_LOST = 75
+# EX_UNAVAILABLE: one that has found no controller, and storage that does not say how the run went. It may have reached
+# its end, so 101 would be a guess.
+DRIVER_BLIND = 69
 
 TABLE = """exit codes:
   0 the run reached its end   2 usage           100 user code failed   101 not finished

@@ -16,8 +16,10 @@ from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import Any
 
 import aiohttp
+import ray
 import requests
-from ray.exceptions import AuthenticationError
+from ray._private.ray_constants import DASHBOARD_ADDRESS, KV_NAMESPACE_DASHBOARD
+from ray.exceptions import AuthenticationError, RayError
 from ray.job_submission import JobSubmissionClient
 
 from elastic.core.errors import UsageError
@@ -205,6 +207,17 @@ class RayJobsApi:
             return answer.json()
         except ValueError as error:
             raise Unreachable(f"what answers at {self._address} is no Ray Jobs server") from error
+
+
+def own_server() -> str:
+    """The Jobs server of the cluster that this process has joined, as it says itself. Raises Unreachable."""
+    try:
+        address = ray.experimental.internal_kv._internal_kv_get(DASHBOARD_ADDRESS, namespace=KV_NAMESPACE_DASHBOARD)
+    except RayError as error:
+        raise Unreachable("the cluster's control store does not say where its Jobs server is") from error
+    if not address:
+        raise Unreachable("the cluster's Jobs server has not said yet where it listens")
+    return f"http://{address.decode()}"
 
 
 def to_record(job: Mapping[str, Any]) -> JobRecord:

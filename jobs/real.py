@@ -11,7 +11,7 @@ from typing import Any
 from cluster.source import ClusterError
 from elastic.core.errors import ElasticError
 from elastic.core.settings import RunSettings
-from jobs.backend import ClusterLike, Growth, NodeShape, NotStarted
+from jobs.backend import AttendantLike, ClusterLike, Growth, NodeShape, NotStarted
 from jobs.handle import RunHandle
 from jobs.jobs_api import JobsApi
 
@@ -80,6 +80,11 @@ class RealBackend:
         from jobs.ray_jobs_api import RayJobsApi
 
         return RayJobsApi(address)
+
+    def attendant(self, run_id: str, attempt: int) -> AttendantLike:
+        from jobs.attendant_actor import RayAttendant
+
+        return RayAttendant(run_id, attempt)
 
     def disconnect(self) -> None:
         self.leave()

@@ -59,6 +59,22 @@ class RunFolder:
         with self._named("written"):
             self._objects.put(f"{self.run_id}/{name}", [json.dumps(data, indent=2).encode()])
 
+    def claim(self, job: Mapping[str, Any]) -> None:
+        """Writes the job of a run that is not there yet; of several at one instant one alone. Raises UsageError.
+
+        Where storage has no conditional write two may both succeed: see `elastic.store.objects`.
+        """
+        # Two that ask for the same must not take each other's claim for their own.
+        data = {**job, "claim": secrets.token_hex(8)}
+        try:
+            with self._named("written"):
+                self._objects.create(f"{self.run_id}/job.json", json.dumps(data, indent=2).encode())
+        except IntegrityError as error:
+            raise self.taken() from error
+
+    def taken(self) -> UsageError:
+        return UsageError(f"there is a run {self.run_id!r} in {self.url} already; go on with it by `elastic resume`")
+
     def read(self, name: str) -> dict[str, Any] | None:
         """None where the file does not exist or is not whole."""
         try:

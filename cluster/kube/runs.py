@@ -29,6 +29,7 @@ KINDS = (
 # The journal of the control store lives on it: deleted only on request.
 VOLUMES = ("v1", "PersistentVolumeClaim")
 _WATCH_S = 10.0
+_PAUSE_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -123,8 +124,10 @@ def wait_gone(cluster: Cluster, ref: Ref, uid: str, deadline: float) -> bool:
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             return False
-        for _ in cluster.watch(ref, now["metadata"]["resourceVersion"], min(left_s, _WATCH_S)):
-            break
+        told = next(iter(cluster.watch(ref, now["metadata"]["resourceVersion"], min(left_s, _WATCH_S))), now)
+        if told is not None:
+            # It changes again and again, or cannot be watched: either may come back at once.
+            time.sleep(min(_PAUSE_S, max(0.0, deadline - time.monotonic())))
 
 
 def _pods_left(cluster: Cluster, names: set[str], namespace: str, deadline: float) -> tuple[str, ...]:

@@ -4,7 +4,8 @@
     |-- for the user, who must change the job
     |   |-- UsageError            (exit 2)    bad job file, bad configuration, bad entry point
     |   |   |-- ModelMismatch     (exit 2)    a resume with another model
-    |   |   `-- NobodyAnswers     (exit 2)    no cluster at the address, or none for now
+    |   |   |-- NobodyAnswers     (exit 2)    no cluster at the address, or none for now
+    |   |   `-- TokenRefused      (exit 2)    a cluster at the address that wants another token
     |   `-- UserCodeError         (exit 100)  the training function raised
     |-- for the operator, who must look at the cluster or the storage
     |   |-- NoCapacity            (exit 105)  fewer than min_workers could be had
@@ -67,6 +68,10 @@ class ModelMismatch(UsageError):
 
 
 class NobodyAnswers(UsageError):
+    pass
+
+
+class TokenRefused(UsageError):
     pass
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 import ray
 
-from elastic.core.errors import NobodyAnswers, UsageError
+from elastic.core.errors import NobodyAnswers, TokenRefused, UsageError
 from elastic.runtime import names
 
 # How long one try to reach a port may take; a wrong address that swallows packets costs this once.
@@ -36,7 +36,7 @@ _PATIENCE = {
 def connect(address: str | None, *, show_prints: bool = False, wait_s: float = 0.0) -> None:
     """Join the cluster at `address` (None: Ray's own rules). A head that is being restarted is waited for `wait_s`.
 
-    Raises UsageError: nobody listens there, the token is not right, or it is no Ray cluster of this version.
+    Raises NobodyAnswers, TokenRefused, or UsageError where it is no Ray cluster of this version.
     """
     if ray.is_initialized():
         return
@@ -46,7 +46,8 @@ def connect(address: str | None, *, show_prints: bool = False, wait_s: float = 0
         with _environment():
             ray.init(address=address, namespace=names.NAMESPACE, log_to_driver=show_prints, logging_level=logging.ERROR)
     except (ConnectionError, ray.exceptions.RayError, RuntimeError, ValueError) as error:
-        raise UsageError(_sentence(address, error)) from error
+        kind = TokenRefused if _refused(_whole_text(error)) else UsageError
+        raise kind(_sentence(address, error)) from error
 
 
 @contextlib.contextmanager
@@ -92,7 +93,7 @@ def _await_listener(address: str, wait_s: float) -> None:
 def _sentence(address: str | None, error: BaseException) -> str:
     where = "that Ray finds by itself" if address is None else f"at {address!r}"
     text = _whole_text(error)
-    if "AuthenticationError" in text or "Unauthenticated" in text:
+    if _refused(text):
         return (
             f"the Ray cluster {where} asks for a token, and yours is missing or not the right one: "
             "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH to a file with the cluster's token"
@@ -101,6 +102,10 @@ def _sentence(address: str | None, error: BaseException) -> str:
     if "version mismatch" in text.lower():
         return f"the Ray cluster {where} is of another version than this machine's Ray: {' '.join(str(error).split())}"
     return f"no Ray cluster {where} can be joined: {first}"
+
+
+def _refused(text: str) -> bool:
+    return "AuthenticationError" in text or "Unauthenticated" in text
 
 
 def _whole_text(error: BaseException | None) -> str:

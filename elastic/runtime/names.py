@@ -13,6 +13,11 @@ def controller(run_id: str) -> str:
     return f"elastic:{run_id}:controller"
 
 
+def attendant(run_id: str) -> str:
+    """Not one of the run's parts: it outlives the controller, and ends by itself once the last driver has."""
+    return f"elastic:{run_id}:attendant"
+
+
 def is_controller(name: str) -> bool:
     return name.startswith("elastic:") and name.endswith(":controller")
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_HEAD = "node:__internal_head__"
+HEAD = "node:__internal_head__"
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Node:
 
     @property
     def head(self) -> bool:
-        return _HEAD in self.resources
+        return HEAD in self.resources
 
     def holds(self, wanted: Mapping[str, float]) -> bool:
         return all(self.resources.get(name, 0.0) >= count for name, count in wanted.items())

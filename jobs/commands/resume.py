@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from elastic.core.errors import RunNotFound, UsageError
+from elastic.core.errors import RunNotFound, TokenRefused, UsageError
 from elastic.core.names import check_run_id
 from elastic.core.settings import RunSettings
 from elastic.entrypoint import EntryPoint, load_entry_point, parse_entry_point
@@ -29,6 +29,7 @@ from jobs.storage import RunFolder
 from jobs.terminal import say
 
 HELP = "go on with a run from its newest checkpoint"
+_NOT_THERE = "; if the run is not there any more, name another --address, or remove live.json from its folder"
 EXAMPLE = "elastic resume gpt-20260102-030405-ab12 --nodes 4"
 
 
@@ -116,6 +117,9 @@ def _check_not_going_on(backend: Backend, folder: RunFolder, address: str | None
     try:
         going_on = reach(backend, folder, address).result(0.0) is None
     except OutOfReach as error:
+        if isinstance(error.__cause__, TokenRefused):
+            # A cluster answers there, so the run may well go on in it.
+            raise UsageError(f"{error}{'' if address else _NOT_THERE}") from error
         say(f"{error}; it is taken to be over, and will be ended should it still go on there")
         return
     except RunNotFound:

@@ -38,7 +38,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, backend: Backend) -> int:
     plan = prepare(options)
     folder = RunFolder(plan.run_settings.storage_url, plan.run_settings.run_id)
-    folder.write("job.json", job_record(plan))
+    # Of two with one name at one instant the other is refused here, and has nothing to take back.
+    folder.claim(job_record(plan))
     try:
         return launch(backend, plan)
     except (UsageError, NotStarted):
@@ -61,10 +62,9 @@ def prepare(options: argparse.Namespace) -> Launch:
     settings = plan.run_settings
     check_place(plan)
     check_checkpoint_storage(settings)
-    if RunFolder(settings.storage_url, settings.run_id).read("job.json") is not None:
-        raise UsageError(
-            f"there is a run {settings.run_id!r} in {settings.storage_url} already; go on with it by `elastic resume`"
-        )
+    folder = RunFolder(settings.storage_url, settings.run_id)
+    if folder.read("job.json") is not None:
+        raise folder.taken()
     return plan
 
 

@@ -6,7 +6,7 @@ import argparse
 
 from elastic.core.errors import RunNotFound
 from jobs.attempts import Verdict
-from jobs.attend import Attendant, replace_driver
+from jobs.attend import Attendant, replace_driver, tell_to_stop
 from jobs.backend import Backend
 from jobs.commands.common import address_argument, folder_of, run_arguments
 from jobs.handle import STOP_AGAIN_S
@@ -55,6 +55,8 @@ def _stop_job(options: argparse.Namespace, backend: Backend) -> int:
     else:
         replace_driver(api, found, "stop")
         found = find_run(api, found.run_id)
+        # Another driver may have been sent just now, by somebody who knows nothing of the stop.
+        tell_to_stop(api, found.newest)
     say(f"run {found.run_id} has been told to stop")
     if options.no_wait:
         say(how_to_come_back(found.run_id, options.address))

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from kube_samples import connected, network_policy, ray_cluster, ray_job
 
+from cluster.kube import runs
 from cluster.kube.api import Limits, Ref
 from cluster.kube.apply import apply_run
 from cluster.kube.errors import KubeDenied, KubeError, KubeNotFound, KubeQuota, KubeRefused
@@ -328,6 +329,38 @@ def test_a_watch_that_is_too_old_begins_anew(world: World) -> None:
     world.kubernetes.faults.append(Fault("watch", "rayjobs", 410))
     assert world.delete()[1] == ()
     assert world.everything() == set()
+
+
+@pytest.mark.parametrize("told", [[], [{"changed": True}]])
+def test_what_does_not_go_is_not_asked_for_without_a_pause(
+    told: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Held:
+        """Changes all the time, or cannot be watched."""
+
+        asked = 0
+
+        def get(self, ref: Ref, *, metadata_only: bool) -> dict[str, Any]:
+            self.asked += 1
+            return {"metadata": {"uid": "u", "resourceVersion": str(self.asked)}}
+
+        def watch(self, ref: Ref, resource_version: str, limit_s: float) -> Iterator[dict[str, Any]]:
+            return iter(told)
+
+    class Time:
+        s = 100.0
+
+        def monotonic(self) -> float:
+            self.s += 1e-4
+            return self.s
+
+        def sleep(self, seconds: float) -> None:
+            self.s += seconds
+
+    held = Held()
+    monkeypatch.setattr(runs, "time", Time())
+    assert not runs.wait_gone(held, Ref("v1", "Secret", "team", "gpt"), "u", 110.0)  # type: ignore[arg-type]
+    assert held.asked < 50
 
 
 def test_a_volume_is_deleted_only_on_request(world: World) -> None:

@@ -37,7 +37,7 @@ from elastic.runtime import client, names
 # Only a hang takes as long, however busy the machine is.
 LIMIT_S = 180.0
 # Actors whose process is still being set up are titled by Ray as idle: their names are in the list of actors.
-_ACTORS = ("ray::ControllerActor", "ray::WorkerActor", "ray::AgentActor")
+_ACTORS = ("ray::ControllerActor", "ray::WorkerActor", "ray::AgentActor", "ray::AttendantActor")
 HERE = Path(__file__).resolve().parent
 
 Record = Mapping[str, Any]

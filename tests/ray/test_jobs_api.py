@@ -6,6 +6,7 @@ environment's own token comes to is seen from a process of its own.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -21,7 +22,7 @@ from typing import Any
 
 import pytest
 import yaml
-from harness import HERE, Footprint, Run, wait_until
+from harness import HERE, Footprint, Run, actor_processes, wait_until
 
 from cluster import LocalCluster, processes
 from elastic.core.errors import UsageError
@@ -65,6 +66,12 @@ class _WithToken(RealBackend):
 
 @pytest.fixture(scope="module")
 def place() -> Iterator[Place]:
+    with _place_of(2) as place:
+        yield place
+
+
+@contextlib.contextmanager
+def _place_of(nodes: int) -> Iterator[Place]:
     token = os.urandom(16).hex()
     environment = {
         "RAY_AUTH_MODE": "token",
@@ -73,7 +80,7 @@ def place() -> Iterator[Place]:
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]),
     }
-    with LocalCluster.start(2, cpus_per_node=1, dashboard=True, environment=environment) as cluster:
+    with LocalCluster.start(nodes, cpus_per_node=1, dashboard=True, environment=environment) as cluster:
         footprint = Footprint(cluster)
         yield Place(cluster, token)
         footprint.look()
@@ -110,6 +117,10 @@ class Submitted(Run):
         return next(
             pid for pid in found if f"--attempt {attempt} " in _command(pid) and self.settings.run_id in _command(pid)
         )
+
+    def states(self) -> list[JobState]:
+        """Of the jobs of the run's attempts."""
+        return [record.state for record in attempts.find(self.api.records(), self.settings.run_id).attempts]
 
     def wait_promises(self) -> int:
         """Until both ranks have promised where to stop."""
@@ -175,20 +186,23 @@ def test_a_submitted_job_is_followed_to_its_end(
     assert place.elastic("stop", "straight") == 102
 
 
-def test_a_driver_is_killed_then_the_run_is_stopped_then_resumed(
+def test_drivers_are_killed_and_nobody_follows_then_the_run_is_stopped_then_resumed(
     place: Place, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = Submitted(place, tmp_path, "eventful", workers=2)
     run.allow(3)
     assert run.submit("--no-follow") == 0
-    following = Following(place, "eventful")
     os.kill(run.driver(1), signal.SIGKILL)
     run.driver(2)
     assert "attempt 2: attached" in run.log(2)
+    attendants = _attendants(place)
+    assert len(attendants) == 1
+    assert [pid for pid in attendants if "libtorch" in Path(f"/proc/{pid}/maps").read_text()] == []
     # The name is taken: there is never a second trainer.
     capfd.readouterr()
     assert run.submit("--no-follow") == 2
     assert "is going on as eventful-a2" in capfd.readouterr().err
+    following = Following(place, "eventful")
     run.allow(7)
     run.wait_checkpoint(5)
     assert place.elastic("status", "eventful") == 101
@@ -201,11 +215,50 @@ def test_a_driver_is_killed_then_the_run_is_stopped_then_resumed(
     run.wait_checkpoint(last)
     assert run.summary()["status"] == "stopped"
     assert [r["attempt"] for r in run.records("run") if r["status"] == "running"] == [1]
-    assert place.elastic("resume", "eventful") == 0
+
+    # A run that is resumed is attended as one that is new.
+    run.allow(last)
+    assert place.elastic("resume", "eventful", "--no-follow") == 0
+    run.driver(3)
+    wait_until(lambda: _attendants(place), "the run to be attended again")
+    run.allow(1 << 30)
+    wait_until(lambda: run.states()[2] is JobState.SUCCEEDED, "the last attempt to tell the run's end")
     run.assert_samples_once()
-    assert [record.state for record in attempts.find(run.api.records(), "eventful").attempts] == [
-        JobState.FAILED, JobState.STOPPED, JobState.SUCCEEDED,
-    ]  # fmt: skip
+    assert run.states() == [JobState.FAILED, JobState.STOPPED, JobState.SUCCEEDED]
+    wait_until(lambda: not _attendants(place), "nobody to be left who attends a run")
+
+
+def _attendants(place: Place) -> list[int]:
+    return [pid for pid, title in actor_processes(place.cluster).items() if "AttendantActor" in title]
+
+
+@pytest.mark.slow
+def test_a_driver_that_is_lost_with_its_node_is_replaced_on_another(tmp_path: Path) -> None:
+    with _place_of(3) as place:
+        head = next(node for node in place.cluster.nodes() if node.head)
+        run = Submitted(place, tmp_path, "uprooted", workers=3)
+        run.job |= {"min_workers": 2, "submit": {"labels": {"ray.io/node-id": f"!{head.node_id}"}}}
+        run.file.write_text(yaml.safe_dump(run.job))
+        run.allow(6)
+        assert run.submit("--no-follow") == 0
+        run.driver(1)
+        run.wait_checkpoint(5)
+        first = run.api.find("uprooted-a1")
+        assert first is not None
+        lost = next(node for node in place.cluster.nodes() if node.node_id == first.node)
+        place.cluster.kill_node(lost.name)
+        # Training does not wait for a driver.
+        run.wait_generation(2)
+        run.driver(2)
+        second = run.api.find("uprooted-a2")
+        assert second is not None
+        assert len({head.node_id, first.node, second.node}) == 3
+        run.allow(1 << 30)
+        wait_until(lambda: run.states()[1:] == [JobState.SUCCEEDED], "the second attempt to tell the run's end")
+        run.assert_samples_once()
+        assert [generation["world_size"] for generation in run.summary()["generations"]] == [3, 2]
+        assert run.states()[0] is JobState.FAILED
+        wait_until(lambda: not _attendants(place), "nobody to be left who attends the run")
 
 
 @pytest.mark.slow

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from cluster.source import ClusterError, NodeInfo, NodeState
-from elastic.core.errors import ElasticError, NobodyAnswers, RunNotFound, UsageError, UserCodeError
+from elastic.core.errors import ElasticError, NobodyAnswers, RunNotFound, TokenRefused, UsageError, UserCodeError
 from elastic.core.settings import RunSettings
 from elastic.observe.journal import JournalWriter
 from jobs import background, cli
 from jobs.backend import Growth, NodeShape, NotStarted
+from jobs.commands import run as run_command
 from jobs.faults import FaultThread, parse_faults
 from jobs.handle import FakeHandle
 from jobs.launch import Launch
@@ -309,6 +310,28 @@ def test_resume_of_a_run_that_goes_on_is_refused(job: Path, capfd: pytest.Captur
     assert "taken to be over" not in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(("where", "hint"), [([], True), (["--address", "a:1"], False)])
+def test_resume_does_not_go_on_where_it_may_not_look(
+    job: Path, where: list[str], hint: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["run", "job.yaml", "--run-id", "r1"], FakeBackend("stopped")) == 103
+    write_live(RunFolder("runs", "r1"), Live("a:1"))
+
+    class Locked(FakeBackend):
+        def attach_run(self, run_id: str, address: str) -> FakeHandle:
+            raise TokenRefused("the Ray cluster at 'a:1' asks for a token")
+
+    capfd.readouterr()
+    locked = Locked()
+    assert cli.main(["resume", "r1", *where], locked) == 2
+    err = capfd.readouterr().err
+    assert "run 'r1' cannot be reached at a:1: the Ray cluster at 'a:1' asks for a token" in err
+    assert ("remove live.json" in err) is hint
+    assert err.count("\n") == 1
+    assert locked.calls == []
+    assert read_live(RunFolder("runs", "r1")) == Live("a:1")
+
+
 def refuse(run_id: str, address: str) -> FakeHandle:
     raise NobodyAnswers("nobody answers")
 
@@ -536,6 +559,31 @@ def test_a_run_that_is_refused_by_its_cluster_leaves_nothing_behind(job: Path) -
 
     assert cli.main(["run", "job.yaml", "--run-id", "r1", "--address", "a:1"], Refusing()) == 2
     assert [path.name for path in (job.parent / "runs").rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.parametrize("where", [[], ["--address", "a:1"]])
+def test_of_two_runs_of_one_name_at_one_instant_the_refused_one_takes_nothing_back(
+    job: Path, where: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["run", "job.yaml", "--run-id", "r1", *where]
+    winner, loser = FakeBackend(), FakeBackend()
+    winner.play = lambda writer: None  # type: ignore[method-assign]
+    winner.handle = InterruptedHandle()
+    monkeypatch.setattr("jobs.launch._hand_over", lambda *_: True)
+    prepare = run_command.prepare
+
+    def beaten(options: Any) -> Any:
+        plan = prepare(options)
+        monkeypatch.setattr(run_command, "prepare", prepare)
+        assert cli.main(words, winner) == 101, "the winner is left running"
+        return plan
+
+    monkeypatch.setattr(run_command, "prepare", beaten)
+    assert cli.main(words, loser) == 2
+    assert "there is a run 'r1'" in capfd.readouterr().err
+    assert loser.calls == []
+    assert RunFolder("runs", "r1").job()["settings"] == winner.calls[-1][1].to_json()
+    assert read_live(RunFolder("runs", "r1")) is not None
 
 
 def test_ctrl_c_of_a_watcher_leaves_the_run_alone(job: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from elastic.core.errors import UsageError
+from elastic.core.errors import TokenRefused, UsageError
 from elastic.runtime import connection
 
 
@@ -100,6 +100,7 @@ def test_why_ray_does_not_join_is_one_sentence(
         connection.connect("auto")
     assert "\n" not in str(raised.value)
     assert raised.value.exit_code == 2
+    assert isinstance(raised.value, TokenRefused) is ("token" in message)
 
 
 def test_a_cluster_that_is_gone_is_not_waited_for_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

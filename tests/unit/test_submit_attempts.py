@@ -69,6 +69,14 @@ _COMMAND = {"error_type": "JOB_ENTRYPOINT_COMMAND_ERROR"}
         (JobState.FAILED, {"exit_code": 137, **_COMMAND}, True, None, Verdict.LOST, 101),
         (JobState.FAILED, {"exit_code": 75, **_COMMAND}, True, None, Verdict.LOST, 101),
         (JobState.FAILED, {"error_type": "JOB_SUPERVISOR_ACTOR_DIED"}, False, None, Verdict.LOST, 101),
+        # Away from the head that was replaced with its Jobs server, or with it.
+        (JobState.FAILED, {"error_type": "JOB_SUPERVISOR_ACTOR_START_FAILURE", "node": "a1"}, False, None,
+         Verdict.LOST, 101),
+        (JobState.FAILED, {"error_type": "JOB_SUPERVISOR_ACTOR_START_FAILURE"}, False, None, Verdict.FAILED, 101),
+        # A later attempt whose driver could not hear the stop yet: the run may go on.
+        (JobState.STOPPED, {"attempt": 2}, False, None, Verdict.LOST, 101),
+        (JobState.STOPPED, {"attempt": 2}, False, {"exit_code": 103}, Verdict.OVER, 103),
+        (JobState.FAILED, {"exit_code": 69, **_COMMAND}, False, None, Verdict.LOST, 101),
         # Killed before it could say that it has reached its run, which may go on.
         (JobState.FAILED, {"exit_code": -9, **_COMMAND}, False, None, Verdict.LOST, 101),
         # Whoever did not begin would not begin the next time.
@@ -90,12 +98,18 @@ def test_what_an_attempt_came_to(
 
 
 def test_three_short_lives_in_a_row_are_a_crash_loop() -> None:
-    short = [record(attempt=n, ended_at=100.0 * n + 5) for n in (1, 2, 3)]
+    lost: dict[str, object] = {"state": JobState.FAILED, "exit_code": -9}
+    short = [record(attempt=n, ended_at=100.0 * n + 5, **lost) for n in (1, 2, 3)]
     long = [replace(one, ended_at=one.started_at + 90) for one in short if one.started_at is not None]
     assert attempts.Run("gpt", tuple(short)).crash_loop
     assert not attempts.Run("gpt", tuple(short[:2])).crash_loop
     assert not attempts.Run("gpt", (*short[:2], long[2])).crash_loop
     assert attempts.Run("gpt", (long[0], *short)).crash_loop
+    # Storage that does not answer takes longer, and leaves as little done.
+    assert attempts.Run("gpt", (short[0], replace(long[1], exit_code=69), short[2])).crash_loop
+    # Stopped and gone on with, or at an end of another kind: none of these is a driver that was lost.
+    assert not attempts.Run("gpt", (short[0], replace(short[1], state=JobState.STOPPED), short[2])).crash_loop
+    assert not attempts.Run("gpt", (short[0], replace(short[1], exit_code=104), short[2])).crash_loop
 
 
 def test_values_of_the_environment_are_not_shown() -> None:

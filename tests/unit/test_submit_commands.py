@@ -379,6 +379,14 @@ def test_three_drivers_lost_at_once_are_the_last(job: Path) -> None:
     assert len(server.submissions) == 3
 
 
+def test_drivers_whose_storage_is_away_are_not_sent_for_ever(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    server = Server()
+    server.play = lambda sent: server.end(sent.submission_id, JobState.FAILED, 69, after_s=300)
+    assert submit(server, job) == 101
+    assert len(server.submissions) == 3
+    assert "could not read in storage how the run goes" in capfd.readouterr().err
+
+
 def test_two_who_follow_send_one_attempt(job: Path) -> None:
     server = started(job, Server())
     server.end("r-a1", JobState.FAILED, -9)
@@ -458,6 +466,28 @@ def test_a_driver_that_another_follower_sent_is_stopped_too(job: Path) -> None:
     server.on_stop = lost
     assert elastic(server, "stop", "r") == 0
     assert [one.mode for one in server.commands()] == ["new", "continue"]
+
+
+@pytest.mark.parametrize("words", [[], ["--no-wait"]])
+def test_a_driver_that_was_sent_at_the_instant_of_the_stop_is_told_too(job: Path, words: list[str]) -> None:
+    server = started(job, Server())
+    server.end("r-a1", JobState.FAILED, -9)
+    take, stopped = server.submit, list[str]()
+
+    def too_late(submission: Submission) -> None:
+        server.submit = take  # type: ignore[method-assign]
+        replace_driver(server, attempts.find(server.records(), "r"))
+        server.say("r-a2", driver_words.began("r", 2, "attached"))
+        take(submission)
+
+    def stop(name: str) -> None:
+        stopped.append(name)
+        server._stop(name)
+
+    server.submit, server.on_stop = too_late, stop  # type: ignore[method-assign]
+    assert elastic(server, "stop", "r", *words) == 0
+    assert [one.mode for one in server.commands()] == ["new", "continue"]
+    assert stopped == ["r-a2"]
 
 
 def test_a_stop_that_ran_out_of_time_is_no_success(job: Path, capfd: pytest.CaptureFixture[str]) -> None:

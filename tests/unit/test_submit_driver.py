@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from elastic.core.errors import ElasticError, RunNotFound, StorageError, UsageError
+from elastic.core.errors import ElasticError, NobodyAnswers, RunNotFound, StorageError, UsageError
 from elastic.core.settings import RunSettings
-from elastic.observe.journal import JournalWriter
-from jobs import cli, driver, driver_words
+from elastic.observe.journal import JournalReader, JournalWriter
+from jobs import attempts, cli, driver, driver_words
 from jobs.driver_command import DriverCommand, Mode
-from jobs.exit_codes import DRIVER_LOST
+from jobs.exit_codes import DRIVER_BLIND, DRIVER_LOST
 from jobs.handle import FakeHandle
 from jobs.storage import RunFolder
 
@@ -31,6 +31,16 @@ class Backend:
         self.alive = alive
         self.started: list[RunSettings] = []
         self.name_is_taken = False
+        self.attended: list[tuple[str, int, int]] = []
+        self.looks = 0
+
+    def attendant(self, run_id: str, attempt: int) -> Backend:
+        """Remembers how many runs had been started by then."""
+        self.attended.append((run_id, attempt, len(self.started)))
+        return self
+
+    def look(self) -> None:
+        self.looks += 1
 
     def attach_run(self, run_id: str, address: str) -> FakeHandle:
         if self.alive is None:
@@ -85,7 +95,7 @@ def journal(url: str, *statuses: str) -> None:
 
 def drive(package: Path, backend: Backend, mode: Mode = "continue", **more: Any) -> int:
     version = more.pop("version", metadata.version("ray-elastic"))
-    command = DriverCommand("job.yaml", "r", 1, mode, storage(package), version, **more)
+    command = DriverCommand("job.yaml", "r", more.pop("attempt", 1), mode, storage(package), version, **more)
     return driver.main(command.line().split()[4:], backend)  # type: ignore[arg-type]
 
 
@@ -102,6 +112,48 @@ def test_a_run_is_started(package: Path, capfd: pytest.CaptureFixture[str]) -> N
     assert RunFolder(storage(package), "r").job()["settings"] == settings.to_json()
     words = last_words(capfd)
     assert (words["status"], words["exit_code"], words["step"]) == ("finished", 0, 10)
+
+
+def submitted(monkeypatch: pytest.MonkeyPatch, run_id: str = "r", attempt: int = 1) -> None:
+    """This process is a job, as Ray's supervisor tells one."""
+    about = {"job_submission_id": "x", **attempts.metadata(run_id, attempt, "/runs", "0.1.0")}
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": {}, "metadata": about}))
+
+
+def test_a_submitted_run_is_attended_before_it_is_started(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    submitted(monkeypatch)
+    backend = Backend()
+    assert drive(package, backend, "new") == 0
+    assert backend.attended == [("r", 1, 0)]
+    assert backend.looks > 1
+    # A run that its job file does not allow is not, nor one that has ended.
+    backend = Backend()
+    assert drive(package, backend, "new") == 2
+    assert drive(package, backend, "continue") == 0
+    assert (backend.attended, backend.started) == ([], [])
+
+
+def test_a_driver_that_attaches_sees_to_it_that_its_run_is_attended(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted(monkeypatch, attempt=4)
+    backend = Backend(Backend.ended("finished"))
+    assert drive(package, backend, attempt=4) == 0
+    assert backend.attended == [("r", 4, 0)]
+
+
+@pytest.mark.parametrize("job", [None, "no json", "{}", {"run_id": "other"}, {"attempt": 2}])
+def test_who_is_no_job_of_this_run_is_not_attended(
+    package: Path, monkeypatch: pytest.MonkeyPatch, job: str | dict[str, Any] | None
+) -> None:
+    monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR", raising=False)
+    if isinstance(job, str):
+        monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", job)
+    elif job is not None:
+        submitted(monkeypatch, **job)
+    backend = Backend()
+    assert drive(package, backend, "new") == 0
+    assert backend.attended == []
 
 
 @pytest.mark.parametrize("mode", ["new", "continue", "resume"])
@@ -152,6 +204,51 @@ def test_storage_that_fails_before_the_start_leaves_no_run_behind(
     assert drive(package, backend, "new") == 101
     assert last_words(capfd)["reason"] == "the store is away"
     assert backend.started == []
+
+
+@pytest.mark.parametrize(
+    ("mode", "attempt", "code"),
+    [
+        # The run may have reached its end: what its driver cannot read is not for it to guess.
+        ("continue", 2, DRIVER_BLIND),
+        ("stop", 2, DRIVER_BLIND),
+        # Nothing was begun, and somebody waits for the answer.
+        ("new", 1, 101),
+        ("continue", 1, 101),
+        ("resume", 2, 101),
+    ],
+)
+def test_storage_that_fails_where_no_controller_lives(
+    package: Path, mode: Mode, attempt: int, code: int, monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    def fail(*_: object) -> None:
+        raise StorageError("the store is away")
+
+    monkeypatch.setattr(JournalReader, "records", fail)
+    monkeypatch.setattr(RunFolder, "read", fail)
+    backend = Backend()
+    assert drive(package, backend, mode, attempt=attempt) == code
+    out, err = capfd.readouterr()
+    assert "the store is away" in err
+    assert ("elastic-driver" in out) is (code == 101)
+    assert backend.started == []
+
+
+@pytest.mark.parametrize("error", [NobodyAnswers("no head answers"), ElasticError("the control store is away")])
+def test_a_head_that_is_away_is_no_end(package: Path, error: ElasticError, capfd: pytest.CaptureFixture[str]) -> None:
+    class Away(Backend):
+        def attach_run(self, run_id: str, address: str) -> FakeHandle:
+            raise error
+
+    assert drive(package, Away(), attempt=2) == DRIVER_LOST
+
+    class Silent(FakeHandle):
+        def result(self, timeout_s: float) -> Mapping[str, Any] | None:
+            raise error
+
+    assert drive(package, Backend(Silent("r")), "resume", attempt=2) == DRIVER_LOST
+    assert "elastic-driver" not in capfd.readouterr().out
 
 
 def test_a_secret_in_an_error_does_not_reach_the_log(
