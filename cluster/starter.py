@@ -97,11 +97,23 @@ def _get_node_soon(gcs_address: str, node_id: str) -> Any:
     # Neither error is a RuntimeError: that one Ray answers by asking again.
     while time.monotonic() < deadline:
         if _raylet_pid(_thread.children[-1].pid) is None:
-            raise ChildProcessError("its raylet ended before it had registered")
+            raise ChildProcessError(f"its raylet ended before it had registered; {_last_words()}")
         if any(found.hex() == node_id for found in client.get_all_node_info(timeout=5)):
             return _get_node(gcs_address, node_id)
         time.sleep(0.02)
     raise TimeoutError(f"waited {_REGISTER_LIMIT_S:g} s for the raylet to register with the GCS at {gcs_address}")
+
+
+def _last_words() -> str:
+    """What the raylet of this thread's node said last: its logs are gone with the cluster."""
+    for kind in ("err", "out"):
+        # One file per life of the node.
+        lives = sorted(Path(_thread.logs).glob(f"raylet.{_thread.name}.*{kind}"), key=lambda path: path.stat().st_mtime)
+        for path in lives[-1:]:
+            lines = [line.strip() for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]
+            if said := [line for line in lines if line]:
+                return f"its last words: {said[-1][:300]}"
+    return "it said nothing"
 
 
 class _LeanNode(Node):
@@ -116,11 +128,12 @@ class _LeanNode(Node):
         for port_name in (METRICS_AGENT_PORT_NAME, METRICS_EXPORT_PORT_NAME, DASHBOARD_AGENT_LISTEN_PORT_NAME):
             if not self._ray_params.include_dashboard:
                 persist_port(self._session_dir, self._node_id, port_name, -1)
+        _thread.logs = self.get_logs_dir_path()  # type: ignore[no-untyped-call]
         super().start_raylet(*args, **kwargs)
         deadline = time.monotonic() + _REGISTER_LIMIT_S
         while _raylet_pid(self.all_processes["raylet"][0].process.pid) is None:
             if self.all_processes["raylet"][0].process.poll() is not None or time.monotonic() > deadline:
-                raise ChildProcessError("its raylet could not be run")
+                raise ChildProcessError(f"its raylet could not be run; {_last_words()}")
             time.sleep(0.005)
 
     def _make_inc_temp(self, suffix: str = "", prefix: str = "", directory_name: str | None = None) -> str:
