@@ -6,7 +6,6 @@ bookkeeping is in this module, `sockets` and `cleanup`.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -15,13 +14,13 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from elastic.training import cleanup, lost_peers, sockets
+from elastic.training.addresses import exchange
 from elastic.training.rendezvous import connect, host_store, release_store
 from elastic.training.session import GenerationSpec, Rendezvous
 from elastic.training.sockets import Address, TcpSocket
@@ -75,7 +74,7 @@ class ProcessGroup:
         self._foreign: frozenset[str] = frozenset()
         self._listening: frozenset[Address] = frozenset()
         self._peers_listening: frozenset[Address] = frozenset()
-        self._rank_at: dict[Address, int] = {}
+        self._rank_at: Mapping[Address, int] = {}
         # While groups are being built nobody has published addresses: every new socket counts as the groups' own.
         self._building = False
         self._joined = False
@@ -215,21 +214,9 @@ class ProcessGroup:
         assert self._store is not None
         mine = [found for found in sockets.tcp_sockets() if found.inode not in self._foreign]
         self._listening = frozenset(found.local for found in mine if found.listening)
-        message = {
-            "listening": sorted(self._listening),
-            "connected": sorted(found.local for found in mine if not found.listening),
-        }
-        key = f"elastic/{self.spec.generation}/addresses/"
-        self._store.set(f"{key}{self.spec.rank}", json.dumps(message))
-        others = [rank for rank in range(self.spec.world_size) if rank != self.spec.rank]
-        answers = self._store.multi_get([f"{key}{rank}" for rank in others]) if others else []
-        listening: set[Address] = set()
-        for rank, answer in zip(others, answers, strict=True):
-            told: Mapping[str, list[Any]] = json.loads(answer)
-            listening.update((host, port) for host, port in told["listening"])
-            for host, port in [*told["listening"], *told["connected"]]:
-                self._rank_at[host, port] = rank
-        self._peers_listening = frozenset(listening)
+        prefix = f"elastic/{self.spec.generation}/addresses/"
+        peers = exchange(self._store, prefix, self.spec.rank, self.spec.world_size, mine)
+        self._peers_listening, self._rank_at = peers.listening, peers.rank_at
 
     def _owns(self, found: TcpSocket) -> bool:
         if found.listening or found.peer is None or found.inode in self._foreign:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,10 +15,12 @@ from torch._C._distributed_c10d import ErrorType
 from elastic.core import events as ev
 from elastic.runtime import codec
 from elastic.training import loop, process_group
+from elastic.training.addresses import exchange
 from elastic.training.local import SilentCoordinator
 from elastic.training.loop import GenerationResult, GenerationRunner
 from elastic.training.process_group import ProcessGroup, outlive_peers
 from elastic.training.session import GenerationSpec, Rendezvous
+from elastic.training.sockets import Address, TcpSocket
 
 LIMIT_S = 20.0
 
@@ -177,3 +181,62 @@ def test_what_the_end_of_a_generation_makes_a_group_report_is_no_failure(
     assert [result.kind for result in runner.results] == [way]
     assert [watch.is_alive() for watch in watches] == [False]
     assert group.aborted.is_set() == (way == "ended")
+
+
+class Blackboard:
+    """A store of one process; counts what is read and written in it."""
+
+    def __init__(self) -> None:
+        self.moved = 0
+        self._values: dict[str, str] = {}
+        self._changed = threading.Condition()
+
+    def set(self, key: str, value: str) -> None:
+        self.multi_set([key], [value])
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str]) -> None:
+        with self._changed:
+            self.moved += len(keys)
+            self._values.update(zip(keys, values, strict=True))
+            self._changed.notify_all()
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._values.keys() >= set(keys), LIMIT_S)
+            self.moved += len(keys)
+            return [self._values[key].encode() for key in keys]
+
+
+def host(rank: int) -> str:
+    return f"10.0.0.{rank}"
+
+
+def sockets_of(rank: int, world_size: int) -> list[TcpSocket]:
+    """As gloo has them: who has the larger rank connects, from a port that says who and to whom."""
+
+    def sock(local: Address, peer: Address | None) -> TcpSocket:
+        return TcpSocket(3, "socket:[1]", peer is None, local, peer)
+
+    smaller = [sock((host(rank), 1000 + other), (host(other), 7)) for other in range(rank)]
+    larger = [sock((host(rank), 7), (host(other), 1000 + rank)) for other in range(rank + 1, world_size)]
+    elsewhere = sock((host(rank), 9999), ("192.168.0.1", 443))
+    return [sock((host(rank), 7), None), *smaller, *larger, elsewhere]
+
+
+def test_everybody_knows_whose_socket_is_at_the_other_end_and_nobody_asks_everybody() -> None:
+    world_size, store = 24, Blackboard()
+    board: Any = store
+
+    def told(rank: int) -> Any:
+        return exchange(board, "addresses/", rank, world_size, sockets_of(rank, world_size))
+
+    with ThreadPoolExecutor(world_size) as pool:
+        peers = list(pool.map(told, range(world_size)))
+    for rank, known in enumerate(peers):
+        others = [other for other in range(world_size) if other != rank]
+        assert known.listening == {(host(other), 7) for other in others}
+        ends = [found.peer for found in sockets_of(rank, world_size)[1:-1]]
+        assert [known.rank_at[end] for end in ends if end is not None] == others
+        # What leads elsewhere is nobody's business here.
+        assert len(known.rank_at) == len(others) + sum(other > rank for other in others)
+    assert store.moved <= 6 * world_size, "the messages of a thousand ranks are to be thousands, not a million"

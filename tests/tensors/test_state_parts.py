@@ -17,6 +17,7 @@ import torch
 from elastic.core.errors import ModelMismatch, UsageError
 from elastic.core.layout import Piece, RankLayout
 from elastic.core.manifest import Manifest
+from elastic.training.state import optimizer as optimizer_state
 from elastic.training.state.engine_state import LiveState
 from elastic.training.state.host import HostCopy, HostPool
 from elastic.training.state.inventory import Inventory, gaps
@@ -176,6 +177,26 @@ class TestOptimizerState:
         assert set(by_name) == {"a", "b"}
         assert scalars_of(masters[2], by_name) is None
         assert scalars_of(_master("flat", torch.ones(9), ("c", "a")), by_name) == by_name["a"]
+
+    def test_parameters_with_different_scalars_are_not_compared_with_each_other(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        compared = 0
+
+        class Value(int):
+            def __eq__(self, other: object) -> bool:
+                nonlocal compared
+                compared += 1
+                return super().__eq__(other)
+
+            __hash__ = int.__hash__
+
+        monkeypatch.setattr(optimizer_state, "encode", lambda value, where: Value(value))
+        masters = [_master(f"w{number}", torch.ones(1)) for number in range(200)]
+        stored = encode_scalars(masters, [MasterState({}, {"step": number % 100}) for number in range(200)])
+        assert compared <= 200
+        assert [entry["names"] for entry in stored] == [[f"w{n}", f"w{n + 100}"] for n in range(100)]
+        assert [entry["values"]["step"] for entry in stored] == list(range(100))
 
     def test_one_flat_cannot_have_two_step_counts(self) -> None:
         by_name = {"a": {"step": 3}, "b": {"step": 4}}

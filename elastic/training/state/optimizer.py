@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -41,18 +42,15 @@ def read_states(stage: Stage, masters: list[Master]) -> list[MasterState]:
 
 def encode_scalars(masters: list[Master], states: list[MasterState]) -> Json:
     """Scalars by parameter name, names with equal ones together: [{"names": [...], "values": {...}}]."""
-    found: list[tuple[Json, list[str]]] = []
+    # By their text: of ten thousand parameters each may have others, and none is compared with all before it.
+    found: dict[str, tuple[Json, list[str]]] = {}
     for master, state in zip(masters, states, strict=True):
         if not state.tensors and not state.scalars:
             continue
         values = {key: encode(value, f"optimizer state {key!r}") for key, value in state.scalars.items()}
-        for known, names in found:
-            if known == values:
-                names += master.names
-                break
-        else:
-            found.append((values, list(master.names)))
-    return [{"names": names, "values": values} for values, names in found]
+        _, names = found.setdefault(json.dumps(values, sort_keys=True), (values, []))
+        names += master.names
+    return [{"names": names, "values": values} for values, names in found.values()]
 
 
 def decode_scalars(scalars: Json) -> dict[str, Json]:
