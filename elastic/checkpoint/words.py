@@ -17,7 +17,7 @@ Nothing here imports torch: the process that keeps snapshots in a node's memory 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -78,10 +78,15 @@ def digest_bytes(data: memoryview, dtype: str, name: str, start: int = 0) -> int
     return total & _MASK64
 
 
-def piece_digests(pieces: Iterable[Piece], buffers: Mapping[str, tuple[str, memoryview]]) -> dict[str, int]:
+def piece_digests(
+    pieces: Iterable[Piece],
+    buffers: Mapping[str, tuple[str, memoryview]],
+    told: Callable[[int], None] = lambda nbytes: None,
+) -> dict[str, int]:
     """What the pieces add to the digest of each "<kind>/<parameter>", each in [0, 2**64).
 
     `buffers` maps "<kind>/<buffer>" to its dtype's safetensors name and its bytes. Padding is not looked at.
+    `told` hears of the bytes of every piece that is done.
     """
     by_buffer: dict[str, list[Piece]] = {}
     for piece in pieces:
@@ -94,6 +99,7 @@ def piece_digests(pieces: Iterable[Piece], buffers: Mapping[str, tuple[str, memo
             name = f"{kind}/{piece.name}"
             with raw[piece.offset * item : (piece.offset + piece.numel) * item] as part:
                 value = digest_bytes(part, dtype, name, piece.start)
+                told(len(part))
             digests[name] = (digests.get(name, 0) + value) & _MASK64
     return digests
 

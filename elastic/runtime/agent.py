@@ -115,6 +115,10 @@ class AgentActor:
             held = await asyncio.to_thread(self._memory.rebuild, held, others or {})
         return await asyncio.to_thread(self._memory.record, held)
 
+    async def memory_pace(self) -> int:
+        """Grows while `memory_record` is at work for anybody."""
+        return self._memory.pace()
+
     async def reach(self, others: Mapping[str, Address]) -> tuple[str, ...]:
         """Those of the nodes that cannot be reached from here: no connection, tried twice."""
         return await unreachable(others, self._reaches)

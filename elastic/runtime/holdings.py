@@ -11,6 +11,8 @@ from typing import Any
 
 import ray
 
+from elastic.checkpoint.memory.pace import STILL_LIMIT_S
+from elastic.checkpoint.memory.wire import Address
 from elastic.core.assembly import assemble
 from elastic.core.errors import IntegrityError, StorageError
 from elastic.core.manifest import Manifest, ShardRecord
@@ -20,8 +22,9 @@ from elastic.runtime.agent import NodeFacts
 
 logger = logging.getLogger(__name__)
 
-# The digests of a node's shards are computed when they are asked for: seconds for many gigabytes.
-_COLLECT_LIMIT_S = 60.0
+# The digests of a node's shards are computed, and lost ones made of parity, when they are asked for, and that takes as
+# long as they are large: so often a node is asked whether it goes on.
+_LOOK_S = 2.0
 
 # A node's agent and what it said of itself; raises when the node cannot be had.
 AgentOf = Callable[[str], Coroutine[Any, Any, "tuple[Any, NodeFacts]"]]
@@ -50,11 +53,23 @@ class Assembled:
 class Holdings:
     """One per controller. `survey` first; then `collect` what is to be restored, and any number of `wait_for`."""
 
-    def __init__(self, run_id: str, agent_of: AgentOf, limit_s: float, on_steps: OnSteps) -> None:
+    def __init__(
+        self,
+        run_id: str,
+        agent_of: AgentOf,
+        limit_s: float,
+        on_steps: OnSteps,
+        *,
+        look_s: float = _LOOK_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`limit_s` is for the answer to a short question."""
         self._run_id = run_id
         self._agent_of = agent_of
         self._limit_s = limit_s
         self._on_steps = on_steps
+        self._look_s = look_s
+        self._clock = clock
         self._held: dict[str, tuple[Held, ...]] = {}
         self._found: dict[str, Snapshot] = {}
         self._collecting: tuple[int, str, asyncio.Task[Assembled]] | None = None
@@ -113,11 +128,11 @@ class Holdings:
         try:
             facts = await asyncio.gather(*(self._agent_of(node) for node in snapshot.holders))
             addresses = tuple(known.memory for _, known in facts)
-            asked = (
-                self._call(node, "memory_record", held, {other: addresses[other] for other in held.others})
-                for node, held in zip(snapshot.holders, wanted, strict=True)
-            )
-            records = await asyncio.wait_for(asyncio.gather(*asked), _COLLECT_LIMIT_S)
+            by_node: dict[str, list[Held]] = {}
+            for node, held in zip(snapshot.holders, wanted, strict=True):
+                by_node.setdefault(node, []).append(held)
+            parts = await asyncio.gather(*(self._records(node, held, addresses) for node, held in by_node.items()))
+            records = sorted((record for part in parts for record in part), key=lambda record: record.rank)
         except IntegrityError:
             raise
         except (ray.exceptions.RayError, asyncio.TimeoutError, OSError) as error:
@@ -131,6 +146,29 @@ class Holdings:
         self._on_steps(snapshot.generation, len(records), steps)
         logger.info("snapshot %s was put together in %.3f s", identifier, time.perf_counter() - began)
         return Assembled(identifier, text, addresses)
+
+    async def _records(self, node: str, wanted: Sequence[Held], addresses: Sequence[Address]) -> list[ShardRecord]:
+        """What one node says of the shards that it holds. Raises TimeoutError when its work on them stands still."""
+        asked = (self._call(node, "memory_record", h, {rank: addresses[rank] for rank in h.others}) for h in wanted)
+        work = asyncio.ensure_future(asyncio.gather(*asked))
+        pace, since = -1, self._clock()
+        try:
+            while not (await asyncio.wait((work,), timeout=self._look_s))[0]:
+                now = await self._pace(node)
+                if now > pace:
+                    pace, since = now, self._clock()
+                elif self._clock() - since > STILL_LIMIT_S:
+                    raise asyncio.TimeoutError(f"node {node[:8]} has stood still for {STILL_LIMIT_S:.0f} s")
+            return list(work.result())
+        finally:
+            work.cancel()
+
+    async def _pace(self, node: str) -> int:
+        """How far its work has come; -1 when it does not say."""
+        try:
+            return int(await asyncio.wait_for(self._call(node, "memory_pace"), self._limit_s))
+        except (ray.exceptions.RayError, asyncio.TimeoutError, OSError):
+            return -1
 
     def _assembled(self, records: Sequence[ShardRecord]) -> str:
         whole = assemble(records, run_id=self._run_id, written_at=time.time())

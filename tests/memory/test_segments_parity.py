@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from typing import Any
 
 import memory_samples as samples
 import numpy as np
@@ -155,6 +156,43 @@ def test_a_shard_is_made_once(stack: ExitStack) -> None:
     stripe.take(3)  # carries the mark of step 2
     assert {item.generation for item in stripe.holder.held()} == {2}
     assert stripe.holder.stats()["replica_bytes"] == 0
+
+
+class Turns:
+    """Somebody else's turn: not free for so many waits, in each of which so many bytes of work are done."""
+
+    def __init__(self, stripe: Stripe, waits: int, nbytes: int) -> None:
+        self._pace, self._waits, self._bytes = stripe.holder._shelf.pace, waits, nbytes
+
+    def acquire(self, timeout: float) -> bool:
+        self._waits -= 1
+        self._pace.add(self._bytes)
+        return self._waits < 0
+
+    def release(self) -> None:
+        pass
+
+
+def test_who_comes_second_waits_for_as_long_as_the_first_goes_on(stack: ExitStack) -> None:
+    stripe = Stripe(stack, shards())
+    stripe.take(1)
+    parity_of: Any = stripe.holder._parity
+    parity_of._rebuilding = Turns(stripe, 1000, 0)
+    with pytest.raises(StorageError, match=r"made of parity has stood still for 30 s \(rank 1, step 1"):
+        stripe.assert_made(1, 1)
+    parity_of._rebuilding = Turns(stripe, 1000, 1)
+    stripe.assert_made(1, 1)
+
+
+def test_the_work_on_shards_is_told_as_it_goes_on(stack: ExitStack) -> None:
+    stripe = Stripe(stack, shards())
+    stripe.take(1)
+    nbytes = stripe.records[1].bytes
+    made = stripe.holder.rebuild(made_of(stripe.records, 1, 1), stripe.sources(1))
+    assert stripe.holder.pace() == 3 * nbytes, "two were read, one was hashed"
+    stripe.holder.record(made)
+    # Without the padding, which the digests do not look at.
+    assert stripe.holder.pace() == 5 * nbytes - 2 * 3 * 4
 
 
 def test_a_share_goes_on_where_its_connection_broke(stack: ExitStack) -> None:

@@ -166,7 +166,7 @@ def test_a_reader_cannot_write(node: MemoryServer) -> None:
             assert os.pread(fd, record.bytes, 0) == samples.content(record, 1).tobytes()
         finally:
             os.close(fd)
-        assert os.get_inheritable(memory._channel._sock.fileno()) is False
+        assert os.get_inheritable(memory._link._channel._sock.fileno()) is False
     assert node.held() == (held(record, 1),)
 
 

@@ -31,11 +31,21 @@ def record(rank: int) -> ShardRecord:
 
 
 class Agent:
-    """Of a node that holds these ranks' shards; `silent` never answers."""
+    """Of a node that holds these ranks' shards; `silent` never answers. Of its work on a shard `parts` are done, one
+    each time it is asked how far it is; then it has the record (or never, where it has so many only)."""
 
-    def __init__(self, number: int, ranks: Sequence[int], silent: bool = False) -> None:
+    def __init__(self, number: int, ranks: Sequence[int], silent: bool = False, parts: int = 0) -> None:
         self.facts = NodeFacts("box", ("10.0.0.1", number), "memory")
         self._ranks, self._silent = ranks, silent
+        self._pace, self._parts = 0, parts
+        self.done = asyncio.Event()
+        if not parts:
+            self.done.set()
+
+    def go_on(self) -> int:
+        if self._pace < self._parts:
+            self._pace += 1
+        return self._pace
 
     def __getattr__(self, method: str) -> Any:
         class Method:
@@ -45,10 +55,26 @@ class Agent:
                     await asyncio.Event().wait()
                 if method == "memory_held":
                     return tuple(Held(1, 8, rank, 2, replica=False) for rank in self._ranks)
+                if method == "memory_pace":
+                    pace = self.go_on()
+                    if pace == 50:
+                        self.done.set()
+                    return pace
                 assert method == "memory_record"
+                await self.done.wait()
                 return record(args[0].rank)
 
         return Method
+
+
+class Clock:
+    """Ten seconds go by whenever somebody looks."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 10.0
+        return self.now
 
 
 def holdings(told: list[Any], limit_s: float = LIMIT_S, **agents: Agent) -> Holdings:
@@ -57,7 +83,7 @@ def holdings(told: list[Any], limit_s: float = LIMIT_S, **agents: Agent) -> Hold
             raise ConnectionError(f"node {node} is not part of the run any more")
         return agents[node], agents[node].facts
 
-    return Holdings("run", agent_of, limit_s, lambda *steps: told.append(steps))
+    return Holdings("run", agent_of, limit_s, lambda *steps: told.append(steps), look_s=0.001, clock=Clock())
 
 
 def test_a_snapshot_is_put_together_once_for_all_workers() -> None:
@@ -108,3 +134,24 @@ def test_who_waits_for_a_generation_that_is_over_is_told_so() -> None:
         assert (await held.wait_for(IDENTIFIER)).manifest().step == 8
 
     asyncio.run(scenario())
+
+
+def test_a_node_may_take_as_long_as_it_likes_while_it_goes_on() -> None:
+    async def scenario() -> Assembled:
+        held = holdings([], a=Agent(1, [0]), b=Agent(2, [1], parts=50))
+        await held.survey(["a", "b"])
+        held.collect(2, IDENTIFIER, ["a", "b"])
+        return await held.wait_for(IDENTIFIER)
+
+    assert asyncio.run(scenario()).manifest().step == 8
+
+
+def test_a_node_that_stands_still_is_not_waited_for() -> None:
+    async def scenario() -> None:
+        held = holdings([], a=Agent(1, [0]), b=Agent(2, [1], parts=49))
+        await held.survey(["a", "b"])
+        held.collect(2, IDENTIFIER, ["a", "b"])
+        with pytest.raises(StorageError, match="does not answer: node b has stood still for 30 s"):
+            await held.wait_for(IDENTIFIER)
+
+    asyncio.run(asyncio.wait_for(scenario(), LIMIT_S))

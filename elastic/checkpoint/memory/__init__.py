@@ -10,7 +10,7 @@ along and nothing is left behind in /dev/shm. The server's side imports neither 
 | module | what it is |
 |---|---|
 | `books.py`, `lines.py` | which copy may be overwritten, freed or read: pure bookkeeping |
-| `shelf.py` | the books and the memory they are about, behind one lock |
+| `shelf.py`, `pace.py` | the books and the memory they are about, behind one lock; how far work on it has come |
 | `segments.py`, `limits.py` | one piece of memory; how much a node has |
 | `store.py` | whole shards on the shelf: a node's own and replicas |
 | `parity.py`, `blocks.py` | parity on the shelf, and shards made of it; how shares are XORed together |
@@ -18,5 +18,5 @@ along and nothing is left behind in /dev/shm. The server's side imports neither 
 | `sender.py`, `replication.py` | one rank's way to one other node; when its snapshot is complete |
 | `transfer.py` | the bytes of shards on their way between nodes |
 | `server.py`, `sessions.py` | the node's side: sockets and threads; what a connection may ask |
-| `client.py`, `source.py` | the worker's side: writing snapshots, reading them back |
+| `client.py`, `link.py`, `source.py` | the worker's side: writing snapshots, reading them back |
 """

@@ -10,11 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-import xxhash
-
 from elastic.checkpoint.memory.blocks import Block, chunk_hash, xor_into
 from elastic.checkpoint.memory.channel import IO_LIMIT_S
 from elastic.checkpoint.memory.lines import Copy, Line, Mark, Shape
+from elastic.checkpoint.memory.pace import STILL_LIMIT_S, hash_of
 from elastic.checkpoint.memory.shelf import Shelf
 from elastic.checkpoint.memory.store import Content
 from elastic.checkpoint.memory.wire import Address
@@ -24,8 +23,6 @@ from elastic.core.snapshots import Held
 
 logger = logging.getLogger(__name__)
 
-# Others make shards of parity for as long.
-_REBUILD_LIMIT_S = 60.0
 # Ranks open a stripe at the same step; who sends first waits for the others' sizes, but less than its own patience.
 _MEMBERS_LIMIT_S = IO_LIMIT_S / 2
 
@@ -112,8 +109,7 @@ class Parity:
         line = Line(held.generation, held.rank, replica=True)
         made = Held(held.generation, held.step, held.rank, held.world_size, replica=True)
         # One at a time: who asks again, because the run begins once more, finds what the first one made.
-        if not self._rebuilding.acquire(timeout=_REBUILD_LIMIT_S):
-            raise StorageError(f"another shard has been made of parity for {_REBUILD_LIMIT_S} s", _where(held))
+        self._turn_to_rebuild(held)
         began = time.perf_counter()
         try:
             with self._shelf.changed:
@@ -129,6 +125,16 @@ class Parity:
         took_s = time.perf_counter() - began
         logger.info("rank %d's shard of step %d was made of parity in %.3f s", held.rank, held.step, took_s)
         return made
+
+    def _turn_to_rebuild(self, held: Held) -> None:
+        """Others may take as long as their shards are large, as long as they go on."""
+        before: int | None = None
+        while not self._rebuilding.acquire(timeout=STILL_LIMIT_S):
+            now = self._shelf.pace.bytes
+            if now == before:
+                what = f"another shard that is made of parity has stood still for {STILL_LIMIT_S:.0f} s"
+                raise StorageError(what, _where(held))
+            before = now
 
     def _claim(self, line: Line, rank: int, step: int) -> Copy | None:
         """The copy that the share goes into, with one more user."""
@@ -178,7 +184,7 @@ class Parity:
                     target[:] = begin
                 lengths = {rank: min(template.bytes, shape.templates[rank].bytes) for rank in held.others}
                 self._add_others(held, lengths, sources, target)
-                found = xxhash.xxh3_64(target).hexdigest()
+                found = hash_of(target, shelf.pace)
             if found != part.xxh3:
                 raise IntegrityError("a shard that was made of parity is not what its rank had sent", _where(held))
             with shelf.changed:
@@ -205,6 +211,7 @@ class Parity:
                 with lock, target[at : at + len(chunk)] as place:
                     xor_into(place, chunk)
                 at += len(chunk)
+                self._shelf.pace.add(len(chunk))
 
         with ThreadPoolExecutor(len(lengths), thread_name_prefix="shard from parity") as pool:
             done = [pool.submit(add, rank) for rank in lengths]

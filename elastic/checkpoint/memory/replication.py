@@ -38,7 +38,7 @@ class Replication:
         stripe: Sequence[int],
         told: Callable[[Progress], None],
     ) -> None:
-        self.generation = template.generation
+        self.generation, self.rank = template.generation, template.rank
         self._told = told
         self._lock = threading.Lock()
         self._committed_step = self._complete_step = -1

@@ -92,6 +92,10 @@ class MemoryServer:
         """
         return self._parity.rebuild(held, sources)
 
+    def pace(self) -> int:
+        """Bytes worked through by `record` and `rebuild` so far: what does not grow stands still."""
+        return self._shelf.pace.bytes
+
     def stats(self) -> dict[str, Any]:
         """Figures for the journal: bytes held, segments, bytes sent and received, seconds of the last replications."""
         with self._lock:
@@ -201,9 +205,10 @@ class MemoryServer:
             told(progress)
 
         with self._lock:
-            # Also those whose worker is gone: a generation that is over has nothing more to send.
+            # Also those whose worker is gone: a generation that is over has nothing more to send. What is left of a
+            # connection that the rank has replaced would send the same beside the new one.
             for replication in self._replications:
-                if replication.generation < template.generation:
+                if replication.generation < template.generation or replication.rank == template.rank:
                     replication.stop()
             ended = [replication for replication in self._replications if not replication.alive]
             self._sent_bytes += sum(replication.progress.sent_bytes for replication in ended)

@@ -86,7 +86,11 @@ class LocalSession:
         targets = [(str(host), int(port)) for host, port in message["targets"]]
         stripe = [int(rank) for rank in message.get("stripe", ())]
         self._replication = self._replicate(template, targets, base, stripe, self._tell)
-        self._answer({})
+        newest = self._store.newest(line)
+        if newest is not None:
+            # The worker has connected anew: what it had committed may not have been sent, or not told.
+            self._replication.commit(Job(*newest))
+        self._answer({"step": newest[0] if newest is not None else -1})
 
     def _begin(self) -> None:
         with self._store.writing(self._own_line()) as (number, segment):

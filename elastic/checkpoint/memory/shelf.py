@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from elastic.checkpoint.memory.books import Books
 from elastic.checkpoint.memory.limits import available_bytes, gib
 from elastic.checkpoint.memory.lines import Copy, Line, Mark, Shape
+from elastic.checkpoint.memory.pace import Pace
 from elastic.checkpoint.memory.segments import Segment
 from elastic.core.errors import IntegrityError, StorageError, UsageError, Where
 from elastic.core.snapshots import Held
@@ -30,6 +31,7 @@ class Shelf:
         self.limit_bytes = limit_bytes
         self.changed = threading.Condition()
         self.books = Books()
+        self.pace = Pace()
         self._available = available
         self._segments: dict[int, Segment] = {}
         self._numbers = itertools.count(1)

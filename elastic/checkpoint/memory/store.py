@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-import xxhash
-
 from elastic.checkpoint.memory.lines import Copy, Line, Mark, Shape
+from elastic.checkpoint.memory.pace import Pace, hash_of
 from elastic.checkpoint.memory.segments import Segment
 from elastic.checkpoint.memory.shelf import Shelf
 from elastic.checkpoint.words import piece_digests
@@ -113,6 +112,13 @@ class Store:
         with self._shelf.changed:
             return self._shelf.books.find(line.generation, step, line.rank, line.replica) is not None
 
+    def newest(self, line: Line) -> tuple[int, int, Mapping[str, Json] | None] | None:
+        """Step, number and client state of the newest complete copy of a rank's own line; None where there is none."""
+        with self._shelf.changed:
+            copies = [c for c in self._shelf.books.copies.values() if c.line == line and not c.dropped]
+            copy = max((c for c in copies if c.step is not None), key=lambda c: c.step or 0, default=None)
+            return None if copy is None else (copy.step or 0, copy.id, copy.note.client)
+
     def record(self, held: Held, digests: bool) -> ShardRecord:
         """See `MemoryServer.record`."""
         with self.reading(held.generation, held.step, held.rank, held.replica) as reading:
@@ -121,7 +127,7 @@ class Store:
                 return content.record
             known = replace(content.template, step=held.step, client=content.client, xxh3=content.xxh3)
             if digests:
-                known = _checked(known, reading)
+                known = _checked(known, reading, self._shelf.pace)
                 with self._shelf.changed:
                     reading.copy.note = replace(reading.copy.note, record=known)
             return known
@@ -132,15 +138,15 @@ class Store:
         copy.note = Content(books.lines[copy.line].templates[copy.line.rank], client, xxh3)
 
 
-def _checked(record: ShardRecord, reading: Reading) -> ShardRecord:
+def _checked(record: ShardRecord, reading: Reading, pace: Pace) -> ShardRecord:
     """With its partial digests, after the bytes were compared with what their sender said of them."""
     with reading.segment.map() as data:
-        found = xxhash.xxh3_64(data).hexdigest()
+        found = hash_of(data, pace)
         if record.xxh3 not in ("", found):
             where = Where(rank=record.rank, step=record.step, generation=record.generation)
             raise IntegrityError("a shard in this node's memory is not what was put there", where)
         buffers = {t.key: (t.dtype, data[t.begin : t.begin + t.numel * ITEM_BYTES[t.dtype]]) for t in record.tensors}
-        digests = piece_digests(record.pieces, buffers)
+        digests = piece_digests(record.pieces, buffers, pace.add)
         for _, view in buffers.values():
             view.release()
     return replace(record, xxh3=found, digests=digests)
