@@ -26,9 +26,16 @@ class RunStarted:
 
 @dataclass(frozen=True)
 class ControllerRestarted:
-    """A new controller process has replayed the journal and re-attached to what is still alive."""
+    """A new controller process has replayed the journal and re-attached to what is still alive.
+
+    What the one before did while its journal could not be written is not in there. `newest_generation` is the newest
+    that anybody who is left has heard of; `next_slot` and `next_worker` are above every number that was found in use.
+    """
 
     incarnation: int
+    newest_generation: int = 0
+    next_slot: int = 0
+    next_worker: int = 0
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from elastic.core.actions import (
     StartWorker,
     SurveyMemory,
 )
-from elastic.core.recovery import in_generation
+from elastic.core.recovery import end_unknown_generation, in_generation
 from elastic.core.scaling import EagerScaling, ScalingPolicy
 from elastic.core.settings import RunSettings
 from elastic.core.settle import next_deadline as next_deadline
@@ -107,7 +107,8 @@ def _apply(turn: Turn, event: ev.Event) -> None:
         case ev.ControllerRestarted():
             _restart_clocks(turn)
             turn.say(f"controller {event.incarnation} has taken over after a restart", kind="controller")
-            turn.actions.extend(reissue(turn.state))
+            _catch_up(turn, event)
+            turn.actions.extend([action for action in reissue(turn.state) if action not in turn.actions])
         case ev.StopRequested():
             turn.set(stop_reason=turn.state.stop_reason or event.reason)
         case ev.Tick():
@@ -196,6 +197,15 @@ def _restart_clocks(turn: Turn) -> None:
         turn.enter(replace(stage, deadline=now + failures.abort_timeout_s))
     elif isinstance(stage, Closing):
         turn.enter(replace(stage, deadline=now + failures.storage_timeout_s))
+
+
+def _catch_up(turn: Turn, event: ev.ControllerRestarted) -> None:
+    """Numbers that the controller before gave out without living to write it down are not given out again."""
+    state = turn.state
+    turn.set(next_slot=max(state.next_slot, event.next_slot))
+    turn.set(next_worker=max(state.next_worker, event.next_worker))
+    if event.newest_generation > state.generation:
+        end_unknown_generation(turn, event.newest_generation)
 
 
 def _run_started(turn: Turn, event: ev.RunStarted) -> None:

@@ -12,7 +12,7 @@ from elastic.core.events import MemorySurveyed
 from elastic.core.quarantine import left_out
 from elastic.core.recovery import record_loss, survey_memory
 from elastic.core.snapshots import parse_snapshot_id
-from elastic.core.state import KnownCheckpoint, RunState, Training
+from elastic.core.state import KnownCheckpoint, RunState, Training, Waiting
 from elastic.core.turn import Turn
 
 
@@ -28,6 +28,10 @@ def memory_surveyed(turn: Turn, event: MemorySurveyed) -> None:
     if isinstance(turn.state.stage, Training):
         _let_in(turn, event.unreachable)
         return
+    if isinstance(turn.state.stage, Waiting):
+        # Of a generation that is in no journal, and in which nobody was who is left: its number is used as well.
+        newest = max((parse_snapshot_id(name)[1] for name, _ in event.snapshots), default=0)
+        turn.set(generation=max(turn.state.generation, newest))
     for node in left_out(turn.state.nodes, event.unreachable):
         _leave_out(turn, node, event.unreachable)
         # What it held went with it.

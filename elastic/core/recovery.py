@@ -26,6 +26,7 @@ from elastic.core.state import (
     Survey,
     Training,
     Waiting,
+    WorkerPhase,
 )
 from elastic.core.turn import Turn
 
@@ -115,6 +116,30 @@ def fail_generation(
     # Without a report that names it, the step it ends at is known to the telemetry only, which the record carries.
     at = f" at step {step}" if step is not None else ""
     turn.say(f"generation {state.generation} ends{at}: {evidence}", evidence_kind=kind)
+
+
+def end_unknown_generation(turn: Turn, number: int) -> None:
+    """There was a generation of which this journal tells nothing: nobody here knows who its members are, how far they
+    came, or whether it goes on. All who are left are told to leave it, and the next one has a number above it."""
+    for worker in [worker for worker in turn.state.workers.values() if worker.phase is WorkerPhase.STARTING]:
+        # It may have been ready since, and a member.
+        turn.replace_worker(worker.id, "it is not known what has become of it")
+    state = turn.state
+    evidence = (
+        f"the journal could not be written before the controller was restarted: it ends with generation "
+        f"{state.generation}, and workers know of generation {number}"
+    )
+    members = sorted(
+        (worker for worker in state.workers.values() if worker.phase is not WorkerPhase.STARTING),
+        key=lambda worker: (worker.slot, worker.id),
+    )
+    names = tuple(worker.id for worker in members)
+    turn.set(generation=number, members=names, done_step=None, snapshots=(), survey=None)
+    turn.set_phase(names, WorkerPhase.MEMBER)
+    open_incident(turn, "collective-failed", evidence, state.furthest_step)
+    limit = turn.now + state.settings.failures.abort_timeout_s
+    turn.enter(Ending(turn.now, limit, "collective-failed", evidence))
+    turn.say(f"generation {number} ends: {evidence}", evidence_kind="collective-failed")
 
 
 def resolve_ending(turn: Turn, stage: Ending) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from elastic.checkpoint.storage import CheckpointStore
 from elastic.core import events as ev
 from elastic.core.assembly import assemble
-from elastic.core.errors import ElasticError, StorageError, UsageError
+from elastic.core.errors import ElasticError, IntegrityError, StorageError, UsageError
 from elastic.core.manifest import Manifest, ShardRecord
 from elastic.core.names import CheckpointRef, checkpoint_id
 from elastic.core.retention import to_delete
@@ -108,8 +108,25 @@ class Committer:
     def _write(self, shards: list[ShardRecord], written_at: float) -> Manifest:
         # The same bytes at every try: one whose answer was lost may have written them already.
         manifest = assemble(shards, run_id=self._settings.run_id, versions=self._versions, written_at=written_at)
-        self._store.commit(manifest)
+        try:
+            self._store.commit(manifest)
+        except IntegrityError:
+            there = self._there(manifest)
+            if there is None:
+                raise
+            return there
         return manifest
+
+    def _there(self, manifest: Manifest) -> Manifest | None:
+        """The same checkpoint, if it is complete: by the controller before this one, which did not live to say so."""
+        try:
+            found = self._store.manifest(manifest.id)
+        except IntegrityError:
+            return None
+        files, wanted = (
+            [(shard.file, shard.bytes, shard.xxh3) for shard in known.shards] for known in (found, manifest)
+        )
+        return found if files == wanted else None
 
     def _retire(self, done: CheckpointRef, protect: set[str]) -> None:
         """Delete what the retention rules do not keep, and what was left unfinished before `done`: a rank writes one

@@ -24,7 +24,7 @@ from elastic.core.errors import Fenced
 from elastic.core.secrets import secret_values
 from elastic.core.settings import RunSettings
 from elastic.core.sharing import Claim
-from elastic.core.state import Finished, WorkerPhase
+from elastic.core.state import Finished, RunState, WorkerPhase
 from elastic.observe.journal import JournalWriter
 from elastic.runtime.agent import BEAT_LIMIT_S, Beat
 from elastic.runtime.committer import Committer
@@ -125,11 +125,18 @@ class ControllerActor:
         await self._ready.wait()
         return self._result is None and self._turns.beat(beat, time.time())
 
-    async def deliver(self, worker: int, items: Sequence[Item]) -> Reply:
-        """A worker's messages, in order. A worker that was written off is told so, and nothing it says counts."""
+    async def deliver(self, worker: int, items: Sequence[Item], heard: int | None) -> Reply:
+        """A worker's messages, in order. A worker that was written off is told so, and nothing it says counts.
+
+        `heard` is the incarnation of the controller that the worker knows. Of one that knows another nothing is taken
+        yet: it may have messages for this controller that come before these.
+        """
         await self._ready.wait()
-        taken = self._turns.deliver(worker, items, time.time())
-        return Reply(self._journal.incarnation, fenced=not taken)
+        incarnation, turns = self._journal.incarnation, self._turns
+        if heard not in (None, incarnation) and worker in turns.state.workers:
+            return Reply(incarnation, taken=False)
+        taken = turns.deliver(worker, items, time.time())
+        return Reply(incarnation, fenced=not taken, durable=turns.durable(worker))
 
     async def snapshot(self, identifier: str) -> Assembled:
         """What a worker needs to restore a snapshot from memory. Raises IntegrityError or StorageError."""
@@ -195,13 +202,12 @@ class ControllerActor:
             self._ready.set()
             return
         if reconstructed and old.records:
-            await self._executor.reattach(old.state)
+            first: ev.Event = await self._reattach(old.state, store)
             for worker in old.state.workers.values():
                 node = old.state.node_of(worker.id)
                 if node is not None and worker.phase is not WorkerPhase.STARTING:
                     # An agent may be waiting for the answer of the controller before.
                     turns.seen.expect(worker.id, node, time.time() + BEAT_LIMIT_S)
-            first: ev.Event = ev.ControllerRestarted(self._journal.incarnation)
         else:
             await self._executor.sweep()
             self._records.note({"type": "run", "status": "running", "run_id": settings.run_id, "attempt": old.attempt})
@@ -210,6 +216,16 @@ class ControllerActor:
             first = ev.RunStarted(known, max([old.generation, *(ref.generation for ref in found)]), old.skips)
         await turns.turn([first])
         self._ready.set()
+
+    async def _reattach(self, state: RunState, store: CheckpointStore) -> ev.ControllerRestarted:
+        found = await self._executor.reattach(state, self._journal.incarnation)
+        if found.newest_generation > state.generation:
+            # The journal could not be written, and checkpoints may have been made meanwhile.
+            known = {checkpoint.id for checkpoint in state.checkpoints}
+            for ref in reversed(await self._from_storage(store.list)):
+                if ref.id not in known and ref.generation >= state.generation:
+                    self._events.put_nowait(ev.CheckpointCommitted(ref.id, ref.step, ref.generation))
+        return found
 
     async def _from_storage(self, ask: Callable[[], _T]) -> _T:
         """Storage that is away just now must not end a run: its workers train on for as long as this asks."""

@@ -107,12 +107,13 @@ class Executor:
                 return
         self._spawn(work, action)
 
-    async def reattach(self, state: RunState) -> None:
+    async def reattach(self, state: RunState, incarnation: int) -> ev.ControllerRestarted:
         """After a restart of the controller: find by name what the replayed state says must be there.
 
-        What is there and not in the state was given up by the controller before, which did not live to remove it.
+        What is there and not in the state was given up by the controller before, which did not live to remove it; or
+        it was begun by it, which did not live to write that down.
         """
-        await asyncio.to_thread(sweep, self._settings.run_id, self._names(state))
+        strangers = await asyncio.to_thread(sweep, self._settings.run_id, self._names(state))
         for slot in state.slots.values():
             if slot.phase is SlotPhase.PLACED and slot.node is not None:
                 self._nodes[slot.id] = slot.node
@@ -120,13 +121,28 @@ class Executor:
                 self._agents.attach(slot.node)
         for worker in state.workers.values():
             self._worker_slot[worker.id] = worker.slot
-            if worker.phase is WorkerPhase.STARTING:
-                continue
             name = names.worker(self._settings.run_id, self._attempt, worker.id)
             try:
                 self._workers[worker.id] = await self._store.call(partial(ray.get_actor, name, names.NAMESPACE))
             except ValueError:
-                self._emit(ev.WorkerDied(worker.id, "it was gone when the controller came back"))
+                if worker.phase is not WorkerPhase.STARTING:
+                    self._emit(ev.WorkerDied(worker.id, "it was gone when the controller came back"))
+        there = [w.id for w in state.workers.values() if w.phase is not WorkerPhase.STARTING and w.id in self._workers]
+        known = await asyncio.gather(*(self._meet(worker, incarnation) for worker in there))
+        place = self._settings.run_id, self._attempt, strangers
+        return ev.ControllerRestarted(
+            incarnation, max(known, default=0), names.next_slot(*place), names.next_worker(*place)
+        )
+
+    async def _meet(self, worker: int, incarnation: int) -> int:
+        """The newest generation that it knows of. Who does not say is written off: it might go on with one whose number
+        this controller gives to another."""
+        known = None
+        with contextlib.suppress(ConnectionError):
+            known = await self._reach(worker, "reattach", incarnation, patience_s=_BEGIN_PATIENCE_S)
+        if known is None:
+            self._emit(ev.WorkerDied(worker, "it has not answered the controller that came back"))
+        return int(known or 0)
 
     def _names(self, state: RunState) -> set[str]:
         run_id, attempt = self._settings.run_id, self._attempt

@@ -6,6 +6,8 @@ leftovers of the one before are never taken for its own.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 NAMESPACE = "elastic"
 
 
@@ -37,3 +39,17 @@ def agent(run_id: str, attempt: int, node: str) -> str:
 
 def slot(run_id: str, attempt: int, slot_id: int) -> str:
     return f"{parts(run_id)}{attempt}:slot:{slot_id}"
+
+
+def next_slot(run_id: str, attempt: int, found: Iterable[str]) -> int:
+    """Above the number of every slot of the attempt among these names; 0 where there is none."""
+    return _above(slot(run_id, attempt, 0)[:-1], found)
+
+
+def next_worker(run_id: str, attempt: int, found: Iterable[str]) -> int:
+    return _above(worker(run_id, attempt, 0)[:-1], found)
+
+
+def _above(prefix: str, found: Iterable[str]) -> int:
+    numbers = (name.removeprefix(prefix) for name in found if name.startswith(prefix))
+    return max((int(number) + 1 for number in numbers if number.isdecimal()), default=0)

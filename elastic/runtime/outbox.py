@@ -1,7 +1,8 @@
 """Reliable, ordered delivery from a worker to the controller: nothing is lost while the controller is away.
 
-Items are kept until the controller has taken them. A controller that was restarted has lost what it had only in memory,
-so the latest shard record and the step reports since the last planned end are sent again when its incarnation changes.
+Items are kept until the controller has taken them. A controller that was restarted has lost what the one before had
+only in memory: events until they are in the journal, step reports and shard records whatever the journal says. They are
+sent again, in order and before anything else, when its incarnation changes; until then it takes nothing else from here.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from heapq import merge
 from typing import Any
 
 import ray
@@ -25,34 +27,61 @@ _KEEP = 1024
 
 @dataclass(frozen=True)
 class Item:
-    """One message. `kind` is "event", "step", "restored", "shard" or "cadence"; `key` tells duplicates apart."""
+    """One message. `kind` is "event", "step", "restored", "shard" or "cadence"; `number` counts what a worker sends."""
 
     kind: str
     data: Any
     urgent: bool = True
     replay: bool = False
+    number: int = 0
 
 
 @dataclass(frozen=True)
 class Reply:
-    """The controller's answer. `fenced`: this worker is no longer part of the run and must end."""
+    """The controller's answer. `fenced`: this worker is no longer part of the run and must end. This worker's events up
+    to the number `durable` are in the journal. Not `taken`: by a controller that the worker did not know yet."""
 
     incarnation: int
     fenced: bool = False
+    durable: int = 0
+    taken: bool = True
 
 
 @dataclass
 class _Queue:
+    """`waiting` to be taken; of what was taken, the `events` that may be in no journal, and `replays`."""
+
     waiting: deque[Item] = field(default_factory=deque)
-    sent: deque[Item] = field(default_factory=lambda: deque(maxlen=_KEEP))
+    events: deque[Item] = field(default_factory=deque)
+    replays: deque[Item] = field(default_factory=lambda: deque(maxlen=_KEEP))
+
+    def taken(self, count: int, durable: int) -> None:
+        """The controller has so many of those that wait."""
+        for _ in range(count):
+            item = self.waiting.popleft()
+            if item.kind == "event":
+                self.events.append(item)
+            elif item.replay:
+                self.replays.append(item)
+        while self.events and self.events[0].number <= durable:
+            self.events.popleft()
+
+    def again(self) -> int:
+        """What another controller may not have waits once more, before the rest; how many they are."""
+        kept = list(merge(self.events, self.replays, key=lambda item: item.number))
+        self.waiting.extendleft(reversed(kept))
+        self.events.clear()
+        self.replays.clear()
+        return len(kept)
 
 
 class Outbox:
-    """`send(items)` delivers a batch and returns the Reply; it raises when the controller cannot be reached."""
+    """`send(items, incarnation)` delivers a batch to the controller, which is the one of that incarnation as far as is
+    known (None: not at all), and returns the Reply; it raises when the controller cannot be reached."""
 
     def __init__(
         self,
-        send: Callable[[Sequence[Item]], Reply],
+        send: Callable[[Sequence[Item], int | None], Reply],
         on_fenced: Callable[[], None],
         retry_s: float = 0.2,
     ) -> None:
@@ -62,20 +91,30 @@ class Outbox:
         self._queue = _Queue()
         self._wake = threading.Condition()
         self._closed = False
+        self._count = 0
+        # Whose replies were heard last, and which one is there by now.
         self._incarnation: int | None = None
+        self._newest: int | None = None
         self._thread = threading.Thread(target=self._run, name="elastic-outbox", daemon=True)
         self._thread.start()
 
     def put(self, item: Item) -> None:
         """Never blocks and never raises."""
         with self._wake:
-            self._queue.waiting.append(item)
+            self._count += 1
+            self._queue.waiting.append(replace(item, number=self._count))
             self._wake.notify()
 
     def drained(self, timeout_s: float) -> bool:
         """Wait until everything put so far has been taken by the controller."""
         with self._wake:
             return self._wake.wait_for(lambda: not self._queue.waiting, timeout_s)
+
+    def restarted(self, incarnation: int) -> None:
+        """There is another controller: it is to have what it may lack, also where nothing new is to be told."""
+        with self._wake:
+            self._newest = max(incarnation, self._newest or 0)
+            self._wake.notify()
 
     def close(self) -> None:
         with self._wake:
@@ -88,36 +127,48 @@ class Outbox:
             if batch is None:
                 return
             try:
-                reply = self._send(batch)
+                reply = self._send(batch, self._incarnation)
             except (ray.exceptions.RayError, OSError) as error:
                 # The controller is being restarted or cannot be reached: the agent's lease bounds this, not we.
                 logger.debug("the controller took nothing (%s); %d messages wait", error, len(batch))
                 with self._wake:
                     self._wake.wait_for(lambda: self._closed, self._retry_s)
                 continue
-            self._taken(batch, reply)
+            self._answered(batch, reply)
             if reply.fenced:
                 self._on_fenced()
                 return
 
     def _next_batch(self) -> list[Item] | None:
         with self._wake:
-            self._wake.wait_for(lambda: bool(self._queue.waiting) or self._closed)
-            if self._closed and not self._queue.waiting:
-                return None
+            while True:
+                self._wake.wait_for(lambda: bool(self._queue.waiting) or self._closed or self._another is not None)
+                if self._another is not None:
+                    self._meet(self._another)
+                elif self._queue.waiting:
+                    break
+                else:
+                    return None
             if not any(item.urgent for item in self._queue.waiting):
                 self._wake.wait_for(lambda: self._closed or any(i.urgent for i in self._queue.waiting), _LINGER_S)
             return list(self._queue.waiting)
 
-    def _taken(self, batch: list[Item], reply: Reply) -> None:
+    def _answered(self, batch: list[Item], reply: Reply) -> None:
         with self._wake:
-            for _ in batch:
-                item = self._queue.waiting.popleft()
-                if item.replay:
-                    self._queue.sent.append(item)
-            if self._incarnation not in (None, reply.incarnation):
-                logger.info("controller %d has taken over: sending %d again", reply.incarnation, len(self._queue.sent))
-                self._queue.waiting.extendleft(reversed(self._queue.sent))
-                self._queue.sent.clear()
-            self._incarnation = reply.incarnation
+            if reply.taken:
+                self._incarnation = reply.incarnation
+                self._queue.taken(len(batch), reply.durable)
+            else:
+                self._meet(reply.incarnation)
             self._wake.notify_all()
+
+    @property
+    def _another(self) -> int | None:
+        """The incarnation of a controller that has taken over, and has not been met."""
+        if self._newest is None or self._incarnation is None or self._newest <= self._incarnation:
+            return None
+        return self._newest
+
+    def _meet(self, incarnation: int) -> None:
+        self._incarnation = incarnation
+        logger.info("controller %d has taken over: %d messages are sent to it again", incarnation, self._queue.again())

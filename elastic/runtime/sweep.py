@@ -15,28 +15,30 @@ from elastic.runtime import names
 logger = logging.getLogger(__name__)
 
 
-def sweep(run_id: str, keep: Collection[str] = ()) -> int:
-    """Kill every named actor and remove every placement group of the run but its controller; how many there were.
+def sweep(run_id: str, keep: Collection[str] = ()) -> tuple[str, ...]:
+    """Kill every named actor and remove every placement group of the run but its controller; the names of all that were
+    there.
 
     `keep` are the names of those that belong there.
 
     Blocks on Ray's control store: not for the event loop.
     """
-    prefix, found = names.parts(run_id), 0
+    prefix = names.parts(run_id)
+    found: list[str] = []
     for entry in ray.util.list_named_actors(all_namespaces=True):
         name = entry["name"]
         if entry["namespace"] == names.NAMESPACE and name.startswith(prefix) and name not in keep:
-            found += 1
+            found.append(name)
             with contextlib.suppress(ValueError, ray.exceptions.RayError):
                 ray.kill(ray.get_actor(name, names.NAMESPACE), no_restart=True)
     for identity, group in _groups().items():
         name = group["name"]
         if name.startswith(prefix) and name not in keep and group["state"] != "REMOVED":
-            found += 1
+            found.append(name)
             ray.util.remove_placement_group(_handle(identity))
     if found:
-        logger.info("removed %d leftovers of run %s", found, run_id)
-    return found
+        logger.info("removed %d leftovers of run %s", len(found), run_id)
+    return tuple(found)
 
 
 def _groups() -> dict[str, dict[str, Any]]:

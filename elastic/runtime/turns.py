@@ -25,6 +25,7 @@ from elastic.runtime.executor import Executor
 from elastic.runtime.incidents import IncidentBook
 from elastic.runtime.outbox import Item
 from elastic.runtime.progress import News, cadence_record, figures
+from elastic.runtime.receipts import Receipts
 from elastic.runtime.records import Records
 from elastic.runtime.replay import Replayed
 
@@ -58,6 +59,7 @@ class Turns:
         self._stragglers = StragglerWatch(settings.stragglers)
         self._stragglers.begin(old.state.generation, old.state.members)
         self._news = News()
+        self._receipts = Receipts()
         self._user_traceback: str | None = None
         self._last_turn = 0.0
         self._slots_of_nodes: Mapping[int, Slot] | None = None
@@ -114,12 +116,18 @@ class Turns:
         if node is not None:
             self.seen.heard_worker(worker, node, now)
         for item in items:
-            self._take(item, now)
+            self._take(worker, item, now)
         return True
 
-    def _take(self, item: Item, now: float) -> None:
+    def durable(self, worker: int) -> int:
+        """Up to which number this worker's events are in the journal."""
+        return self._receipts.durable(worker)
+
+    def _take(self, worker: int, item: Item, now: float) -> None:
         if item.kind == "event":
-            self._emit(ev.from_json(item.data))
+            event = ev.from_json(item.data)
+            self._receipts.heard(event, worker, item.number)
+            self._emit(event)
         elif item.kind == "shard":
             self._take_shard(item.data)
         elif item.data["generation"] != self.state.generation:
@@ -174,14 +182,20 @@ class Turns:
         if any(isinstance(event, ev.CheckpointCommitted) for event in fresh):
             # A step that a checkpoint covers is never done again, so what is known of it must not be lost either.
             self.telemetry.flush(now, force=True)
-        await self._records.write([{"type": "event", "now": now, **ev.to_json(event)} for event in fresh])
+        self._receipts.taken(events)
+        await self._write([{"type": "event", "now": now, **ev.to_json(event)} for event in fresh])
         for event in fresh:
             before = self.state
             self.state, actions = machine.step(before, event, now)
             self._follow(before, event, now)
             for action in actions:
                 self._act(action, now)
-        await self._records.write()
+        await self._write()
+
+    async def _write(self, lines: Sequence[dict[str, Any]] = ()) -> None:
+        await self._records.write(lines)
+        if not self._records.pending:
+            self._receipts.written()
 
     def _act(self, action: act.Action, now: float) -> None:
         if isinstance(action, act.Note):
@@ -213,6 +227,7 @@ class Turns:
             self.telemetry.time.commit(event.step)
         if before.workers.keys() != state.workers.keys():
             self.seen.retain(state.workers.keys())
+            self._receipts.retain(state.workers.keys())
         # The same members may begin the next generation in the very turn in which this one ended.
         if before.members and (before.members, before.generation) != (state.members, state.generation):
             self.telemetry.generation_ended(before.generation)

@@ -59,7 +59,7 @@ class WorkerActor:
     """Ray actor with several threads; created by the executor, detached, never restarted by Ray.
 
     Call order: `prepare` once; then for each generation `host_store` (rank 0 only), `begin`, and `end` if it is to stop
-    early, or `hold` and `confirm` for a planned end. `ping` at any time.
+    early, or `hold` and `confirm` for a planned end. `ping` at any time; `reattach` by a controller that was restarted.
     """
 
     def __init__(self, worker: int, settings: Mapping[str, Any], entry: Entry, controller: Any, token: bytes) -> None:
@@ -150,11 +150,11 @@ class WorkerActor:
             self._work.put(self._current)
 
     def end(self, generation: int, cause: str) -> None:
-        """Abort the generation. Answered by WorkerLeft, at once if it is not being run here (any more)."""
+        """Abort the generation, and any older one. Answered by WorkerLeft, at once if none is being run here."""
         with self._lock:
             current = self._current
             self._over = max(self._over, generation)
-            if current is None or current.generation != generation:
+            if current is None or current.generation > generation:
                 self._post(ev.WorkerLeft(generation, self._worker, self._last_step))
                 return
         current.member.end(cause)
@@ -177,6 +177,14 @@ class WorkerActor:
     def ping(self) -> bool:
         return True
 
+    def reattach(self, incarnation: int) -> int:
+        """A controller has come back: it is told once more what may have been lost. Returns the newest generation that
+        was heard of here; 0 for none."""
+        self._outbox.restarted(incarnation)
+        with self._lock:
+            running = self._current.generation if self._current else 0
+            return max(self._over, running, *self._stores)
+
     # --- the training thread ---
 
     def _train(self) -> None:
@@ -198,15 +206,16 @@ class WorkerActor:
 
         with self._lock:
             self._current = None
-            self._over = max(self._over, current.generation)
+            self._over = over = max(self._over, current.generation)
             self._last_step = result.step
             for generation in [g for g in self._stores if g <= current.generation]:
                 release_store(self._stores.pop(generation))
         self._vitals.phase = "idle"
         if not current.runner.clean:
             self._post(ev.WorkerDied(self._worker, "its engine or its device is past use; a fresh process is needed"))
-        elif result.kind != "finished":
-            self._post(ev.WorkerLeft(current.generation, self._worker, result.step))
+        elif result.kind != "finished" or over > current.generation:
+            # Of the one that was to be ended, where that is newer than what was run here.
+            self._post(ev.WorkerLeft(over, self._worker, result.step))
 
     # --- inside ---
 
@@ -286,8 +295,9 @@ class WorkerActor:
     def _post(self, event: ev.Event) -> None:
         self._outbox.put(Item("event", ev.to_json(event)))
 
-    def _deliver(self, items: Sequence[Item]) -> Reply:
-        reply: Reply = ray.get(self._controller.deliver.remote(self._worker, list(items)), timeout=_DELIVERY_TIMEOUT_S)
+    def _deliver(self, items: Sequence[Item], heard: int | None) -> Reply:
+        call = self._controller.deliver.remote(self._worker, list(items), heard)
+        reply: Reply = ray.get(call, timeout=_DELIVERY_TIMEOUT_S)
         return reply
 
     def _quit(self, why: str) -> None:

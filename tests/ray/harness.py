@@ -374,6 +374,18 @@ def module_cluster(nodes: int, **options: Any) -> Iterator[LocalCluster]:
     assert footprint.left() == []
 
 
+@contextlib.contextmanager
+def something_in_the_way(folder: Path) -> Iterator[None]:
+    """What lies in the folder cannot be reached meanwhile, and nothing be put there."""
+    aside = folder.with_name(f"{folder.name}-aside")
+    folder.rename(aside)
+    # Nobody, root included, can make a folder below a file.
+    folder.write_text("in the way")
+    yield
+    folder.unlink()
+    aside.rename(folder)
+
+
 def left_of_run(run_id: str) -> list[str]:
     """Named actors and placement groups."""
     table = ray.util.placement_group_table().values()

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from harness import Run
+from harness import Run, something_in_the_way, wait_until
 
 from cluster import LocalCluster
 from elastic.checkpoint.storage import CheckpointStore
@@ -146,24 +146,27 @@ def _delete_a_shard(store: CheckpointStore, ref: CheckpointRef) -> None:
     (Path(store.url) / store.run_id / "checkpoints" / ref.id / store.manifest(ref.id).shards[1].file).unlink()
 
 
-def test_training_goes_on_while_storage_takes_nothing(cluster: LocalCluster, tmp_path: Path) -> None:
+def test_training_goes_on_while_storage_takes_nothing_and_last_words_outlive_their_controller(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
     failures = {"storage_backoff_s": 0.2, "storage_backoff_limit_s": 0.5}
     run = Run(cluster, tmp_path, scaling=ScalingSettings(2, 2), failures=failures)
     run.allow(6)
     run.start()
     run.reach(6)
     run.wait_checkpoint(5)
-    folder, aside = Path(run.url) / "run" / "checkpoints", tmp_path / "aside"
-    folder.rename(aside)
-    # Nobody, root included, can make a folder below a file.
-    folder.write_text("in the way")
-    run.allow(16)
-    run.reach(16)
-    run.wait_for("the trouble to be told", lambda _: run.decisions("storage"))
-    assert run.handle.progress()["generation"] == 1
-    folder.unlink()
-    aside.rename(folder)
+    folder = Path(run.url) / "run"
+    with something_in_the_way(folder / "checkpoints"):
+        run.allow(16)
+        run.reach(16)
+        run.wait_for("the trouble to be told", lambda _: run.decisions("storage"))
+        assert run.handle.progress()["generation"] == 1
     run.wait_checkpoint(15)
+    # All say that they are done, to a controller that cannot write it down, and have nothing to say after that.
+    with something_in_the_way(folder / "checkpoints"), something_in_the_way(folder / "journal"):
+        run.allow(1 << 30)
+        wait_until(lambda: "the last one" in (run.handle.progress()["doing"] or ""), "all to have said that")
+        cluster.kill_process(run.handle.progress()["controller_pid"])
     run.finish()
 
     run.assert_whole()
@@ -173,3 +176,5 @@ def test_training_goes_on_while_storage_takes_nothing(cluster: LocalCluster, tmp
     assert "storage takes checkpoints again" in told[1]
     assert len(run.summary()["generations"]) == 1
     assert run.events("SaveFailing")
+    assert run.summary()["controllers"] == 2
+    assert {event["worker"] for event in run.events("WorkerCompleted")} == {0, 1}

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from harness import Run, actor_processes, given_samples, wait_until
+from harness import Run, actor_processes, given_samples, something_in_the_way, wait_until
 
 from cluster import LocalCluster, processes
 from elastic.core.names import parse_checkpoint_id
+from elastic.core.settings import ScalingSettings
 
 pytestmark = pytest.mark.ray
 
@@ -111,6 +112,31 @@ def test_training_goes_on_while_the_controller_is_away_and_a_recovery_while_it_i
     assert [generation["world_size"] for generation in summary["generations"]] == [4, 3]
     assert summary["attempts"] == 1
     assert sum("has taken over after a restart" in sentence for sentence in run.decisions()) == 2
+
+
+@pytest.mark.slow
+def test_a_generation_that_is_in_no_journal_is_ended_and_its_number_is_not_used_again(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
+    run = Run(cluster, tmp_path, scaling=ScalingSettings(2, 2))
+    run.allow(6)
+    run.start()
+    run.reach(6)
+    run.wait_checkpoint(5)
+    with something_in_the_way(Path(run.url) / "run" / "journal"):
+        cluster.kill_worker(run.worker(1)["pid"])
+        run.allow(8)
+        # Nobody waits for storage: the run goes on as soon as there is another worker.
+        wait_until(lambda: run.handle.progress()["generation"] > 1, "another generation to begin")
+        run.reach(8)
+        unknown = run.handle.progress()["generation"]
+        cluster.kill_process(run.handle.progress()["controller_pid"])
+    run.wait_generation(unknown + 1)
+    run.finish()
+
+    run.assert_samples_once()
+    assert any(f"workers know of generation {unknown}" in sentence for sentence in run.decisions())
+    assert not [event for event in run.events("FirstStepDone") if 1 < event["generation"] <= unknown]
 
 
 def _assert_no_checkpoint_of_a_generation_that_was_over(run: Run) -> None:

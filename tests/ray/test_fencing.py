@@ -38,6 +38,8 @@ def test_nothing_of_a_generation_or_a_controller_that_is_over_counts(cluster: Lo
     run.allow(12)
     run.reach(12)
     run.wait_checkpoint(10)
+    # Written down, and then known: another moment.
+    wait_until(lambda: run.handle.progress()["last_checkpoint_step"] == 10, "the checkpoint to be known")
     before = run.handle.progress()
 
     _zombie_of_generation_one(run)
@@ -84,8 +86,8 @@ def _worker_that_was_written_off(worker: int, generation: int) -> None:
     controller = ray.get_actor(names.controller("run"), names.NAMESPACE)
     told = threading.Event()
 
-    def deliver(items: Any) -> Any:
-        return ray.get(controller.deliver.remote(worker, list(items)), timeout=30)
+    def deliver(items: Any, heard: Any) -> Any:
+        return ray.get(controller.deliver.remote(worker, list(items), heard), timeout=30)
 
     outbox = Outbox(deliver, on_fenced=told.set)
     words = ev.UserCodeFailed(generation, worker, 1000, "the zombie's own")

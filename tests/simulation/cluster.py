@@ -152,6 +152,8 @@ class Cluster:
         if known is not None:
             known.repeat("WorkerReady") if known.alive else self.world.tell(ev.WorkerStartFailed(worker, "gone"), 0.1)
             return
+        if slot in self.released and self.world.controller.forgot:
+            return
         assert slot not in self.released, f"worker {worker} was started in slot {slot}, which was given back"
         node = self.placed.get(slot)
         if node is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from elastic.core import actions as act
@@ -28,6 +29,13 @@ class Controller:
         self.waiting: list[ev.Event] = []
         self.tick_at: float | None = None
         self.crash_after: int | None = None
+        # A crash comes between the next message's being taken and its being written down.
+        self.loses_next = False
+        # Storage takes no journal lines: they wait in memory, and go with a crash.
+        self.journal_away = False
+        self.unwritten: list[tuple[ev.Event, float]] = []
+        self.lost: list[ev.Event] = []
+        self.forgot = False
         self.groups: dict[int, Group] = {}
 
     # --- events ---
@@ -43,7 +51,13 @@ class Controller:
         if self.finished:
             return
         now, before = self.world.clock.now, self.state
-        self.journal.append((event, now))
+        if self.loses_next:
+            self.world.seen("a message that was taken and not written down")
+            self.loses_next = False
+            self._crash()
+            self.lost.append(event)
+            return
+        (self.unwritten if self.journal_away else self.journal).append((event, now))
         self.state, actions = machine.step(before, event, now)
         self.history.extend(actions)
         self.invariants.check(before, event, now, self.state, actions)
@@ -83,10 +97,20 @@ class Controller:
 
     def _crash(self) -> None:
         self.up, self.tick_at = False, None
+        self.lost, self.unwritten = [event for event, _ in self.unwritten], []
         self.world.seen(f"controller restart in {type(self.state.stage).__name__}")
         self.world.clock.after(self.down_s, self._restart)
 
+    def journal_back(self) -> None:
+        self.journal_away = False
+        self.journal += self.unwritten
+        self.unwritten = []
+
     def _restart(self) -> None:
+        if self.journal_away:
+            # It has to be read, and claimed.
+            self.world.clock.after(0.5, self._restart)
+            return
         if self.world.cluster.away_since is not None:
             # It is Ray's control store that has actors restarted.
             self.world.seen("a restart that waited for the control store")
@@ -95,14 +119,27 @@ class Controller:
         replayed = machine.initial(self.settings, self.began)
         for event, now in self.journal:
             replayed, _ = machine.step(replayed, event, now)
-        assert replayed == self.state, "the journal does not lead to the state that the controller had"
+        assert replayed == self.state or self.lost, "the journal does not lead to the state that the controller had"
         self.state, self.up = replayed, True
         self.incarnation += 1
-        self.world.reattach(self.state)
-        self.handle(ev.ControllerRestarted(self.incarnation))
+        self.handle(self._found(self.world.reattach(self.state)))
+        self.world.resend(self.state, self.lost)
+        self.lost = []
         waiting, self.waiting = self.waiting, []
         for event in waiting:
             self.deliver(event)
+
+    def _found(self, restarted: ev.ControllerRestarted) -> ev.ControllerRestarted:
+        """What the journal does not tell: the rules about numbers begin anew where it and those who are left end."""
+        restarted = replace(restarted, incarnation=self.incarnation)
+        if self.lost:
+            newest = max(self.state.generation, restarted.newest_generation)
+            self.invariants.forget(self.state, newest)
+            self.groups = {number: group for number, group in self.groups.items() if number <= newest}
+            self.forgot = True
+            if restarted.newest_generation > self.state.generation:
+                self.world.seen("a generation that is in no journal")
+        return restarted
 
     # --- actions ---
 

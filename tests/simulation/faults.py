@@ -138,6 +138,7 @@ def draw(seed: int) -> Plan:
         _ends(rng, plan)
     plan.faults += _outage(Random(f"outage {seed}"), horizon)
     plan.faults += _storage_cut(Random(f"storage {seed}"), horizon)
+    plan.faults += _unwritten(Random(f"unwritten {seed}"), horizon)
     # Drawn apart, like those, so that the plans of older seeds stay what they were.
     parity = Random(f"parity {seed}").choice((0, 0, 0, 1, 2, 3))
     plan.settings = replace(plan.settings, memory=replace(plan.settings.memory, parity=parity))
@@ -159,6 +160,25 @@ def _storage_cut(rng: Random, horizon: float) -> tuple[Fault, ...]:
     if rng.random() > 0.2:
         return ()
     return (Fault("storage_cut", rng.uniform(0, horizon), rng.random(), rng.choice((10.0, 100.0))),)
+
+
+def _unwritten(rng: Random, horizon: float) -> tuple[Fault, ...]:
+    """In one run in four the controller is killed with something that it has taken and not written down: one message,
+    or everything since its journal could not be written, which may be the begin of generations."""
+    if rng.random() > 0.25:
+        return ()
+    begin, down_s = rng.uniform(0, horizon), rng.uniform(0.2, 12.0)
+    if rng.random() < 0.4:
+        stage = rng.choice(("", *_STAGES))
+        return (Fault("lose_message", rng.random() if stage else begin, 0.0, down_s, stage),)
+    lasts = rng.uniform(2.0, 40.0)
+    kinds = [rng.choice(("kill_node", "kill_worker", "break_group", "add_node", "glitch")) for _ in range(2)]
+    within = [Fault(kind, begin + rng.uniform(0.0, 0.5) * lasts, rng.random(), 10.0) for kind in kinds]
+    return (
+        Fault("journal_away", begin, 0.0, lasts),
+        *within,
+        Fault("crash_controller", begin + rng.uniform(0.3, 1.0) * lasts, 0.9, down_s),
+    )
 
 
 def _ends(rng: Random, plan: Plan) -> None:

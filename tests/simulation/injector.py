@@ -247,6 +247,19 @@ class Injector:
     def _crash_controller(self, fault: Fault) -> None:
         self.controller.crash(fault.lasts_s, int(fault.arg * 4) if fault.arg < 0.5 else None)
 
+    def _lose_message(self, fault: Fault) -> None:
+        """The controller is killed when it has taken the next message, and has not written it down."""
+        self.controller.down_s, self.controller.loses_next = fault.lasts_s, self.controller.up
+
+    def _journal_away(self, fault: Fault) -> None:
+        if self.controller.up and not self.controller.journal_away:
+            self.controller.journal_away = True
+            self.clock.after(fault.lasts_s, self._journal_back)
+
+    def _journal_back(self) -> None:
+        if self.controller.journal_away:
+            self.controller.journal_back()
+
     def _stop(self, fault: Fault) -> None:
         self.world.tell(ev.StopRequested("a person asked"), 0.0)
 
@@ -276,6 +289,7 @@ class Injector:
         self.healed = True
         self.storage.down = False
         self.storage.unreached.clear()
+        self._journal_back()
         self.cluster.restore_store()
         self.world.cuts.clear()
         for node in self.cluster.nodes:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from elastic.core import actions as act
 from elastic.core import events as ev
 from elastic.core import machine
-from elastic.core.snapshots import is_snapshot
+from elastic.core.snapshots import is_snapshot, parse_snapshot_id
 from elastic.core.state import (
     FINISHED,
     NO_CAPACITY,
@@ -42,13 +42,23 @@ class Invariants:
         # A node that was about to go is not any more: for a while there may be a slot too many.
         self.stayed = False
 
+    def forget(self, state: RunState, newest: int) -> None:
+        """A controller has come back whose journal ends with `state`: of what the one before did after that nobody
+        knows any more, but that there was a generation `newest`."""
+        self.requested = {slot for slot in self.requested if slot < state.next_slot}
+        self.released = self.requested - state.slots.keys()
+        self.started = {worker for worker in self.started if worker < state.next_worker}
+        self.begun = {number for number in self.begun if number <= newest}
+        self.closed = set(range(1, state.incidents + 1)) - ({state.incident.id} if state.incident else set())
+        self.finishes = 0
+
     def check(
         self, before: RunState, event: ev.Event, now: float, after: RunState, actions: tuple[act.Action, ...]
     ) -> None:
         """Raises AssertionError with the rule that was broken."""
         self._fencing(before, event, after, actions)
         self.stayed |= any(isinstance(a, act.Note) and "no longer about to go" in a.sentence for a in actions)
-        self._monotone(before, after)
+        self._monotone(before, event, after)
         self._control_store(before, event, after)
         again = isinstance(event, ev.ControllerRestarted)
         for action in actions:
@@ -84,10 +94,15 @@ class Invariants:
             assert after == before, "a stranger's message changed the state"
             assert not actions, "a stranger's message caused actions"
 
-    def _monotone(self, before: RunState, after: RunState) -> None:
+    def _monotone(self, before: RunState, event: ev.Event, after: RunState) -> None:
         """Numbers of generations, slots and workers are used once; what was reached stays reached."""
         if before.next_slot:
-            assert after.generation in (before.generation, before.generation + 1)
+            last = before.generation
+            if isinstance(event, ev.ControllerRestarted):
+                last = max(last, event.newest_generation)
+            elif isinstance(event, ev.MemorySurveyed):
+                last = max([last, *(parse_snapshot_id(name)[1] for name, _ in event.snapshots)])
+            assert before.generation <= after.generation <= last + 1
         assert after.furthest_step >= before.furthest_step, "the furthest step went back"
         assert after.next_slot >= before.next_slot
         assert after.next_worker >= before.next_worker

@@ -42,6 +42,7 @@ class Process:
         self.sent_until = 0.0
         self.deferred: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self.said: dict[str, ev.Event] = {}
+        self.told: list[ev.Event] = []
 
     @property
     def frozen(self) -> bool:
@@ -72,6 +73,7 @@ class Process:
 
     def say(self, event: ev.Event) -> None:
         self.said[type(event).__name__] = event
+        self.told.append(event)
         self.world.send(self, event)
 
     def repeat(self, *names: str) -> None:
@@ -90,9 +92,6 @@ class Process:
     def begin(self, group: Group) -> None:
         if group.number <= self.ended and not self.inside:
             self.say(ev.WorkerLeft(group.number, self.worker, group.start))
-        elif group.number == self.generation:
-            self.repeat("GroupJoined", "TrainingReached", "CollectiveFailed", "UserCodeFailed", "RestoreFailed",
-                        "AnomalyFound")  # fmt: skip
         elif group.number > self.generation:
             self.said = {}
             self.generation, self.group, self.status = group.number, group, "joining"
@@ -101,7 +100,11 @@ class Process:
 
     def end(self, generation: int) -> None:
         self.ended = max(self.ended, generation)
-        if generation != self.generation:
+        if generation > self.generation and self.inside:
+            # Also what it is in of older ones: it has left the newer one when it has left that.
+            if not self.hung and not self.stubborn:
+                self.act(self.world.rng.uniform(0.01, 0.8), self._leave, self.generation)
+        elif generation != self.generation:
             self.say(ev.WorkerLeft(generation, self.worker, 0))
         elif not self.inside:
             self.say(ev.WorkerLeft(generation, self.worker, self.group.step if self.group else 0))
@@ -166,7 +169,7 @@ class Process:
             assert self.group is not None
             self.status = "left"
             self.group.broken = True
-            self.say(ev.WorkerLeft(generation, self.worker, self.group.step))
+            self.say(ev.WorkerLeft(max(generation, self.ended), self.worker, self.group.step))
 
     def notice_broken(self, group: Group) -> None:
         if self.group is group and self.status in ("joined", "training") and not self.hung:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from elastic.core.batches import step_positions
-from elastic.core.steps import Range, join
+from elastic.core.steps import Range, join, union
 
 BATCH = 10
 
@@ -23,9 +23,10 @@ class Samples:
     skips: tuple[Range, ...] = ()
 
     def begin(self, skips: tuple[Range, ...]) -> Samples:
-        """A generation begins from this state."""
+        """A generation begins from this state, which knows itself what it has left out."""
         self.disjoint(skips)
-        return replace(self, skips=skips)
+        end = max((stop for _, stop in (*self.consumed, *self.passed)), default=0)
+        return replace(self, skips=union((*skips, *(skip for skip in self.skips if skip[0] < end))))
 
     def consume(self, positions: Range) -> Samples:
         return replace(self, consumed=join((*self.consumed, positions)))
@@ -52,7 +53,8 @@ class Samples:
     def each_once(self, skips: tuple[Range, ...], bad_batches: Iterable[int]) -> None:
         """Every sample up to here was consumed or left out, once, and nothing bad was consumed."""
         end = max((stop for _, stop in (*self.consumed, *self.passed)), default=0)
-        everything = join([*self.consumed, *self.passed, *(skip for skip in skips if skip[0] < end)])
+        left_out = union((*skips, *self.skips))
+        everything = join([*self.consumed, *self.passed, *(skip for skip in left_out if skip[0] < end)])
         assert everything in ((), ((0, end),)), f"{everything} is not every sample up to {end}, once"
         for batch in bad_batches:
             trained = any(start <= batch * BATCH < stop for start, stop in self.consumed)

@@ -111,8 +111,19 @@ class World:
         else:
             self.tell(ev.WorkerDied(process.worker, "exit code -9"), self.rng.uniform(0.05, 1.0))
 
-    def reattach(self, state: RunState) -> None:
+    def reattach(self, state: RunState) -> ev.ControllerRestarted:
         """What a restarted controller finds: strangers are ended, and the dead are noticed."""
+        there = [process for process in self.cluster.processes.values() if process.alive]
+        known = [process for process in there if process.worker in state.workers and process.status != "starting"]
+        silent = [process for process in known if process.frozen]
+        # Who does not say what generation it knows is written off: it might know a newer one.
+        for process in silent if self.controller.lost else ():
+            self.tell(ev.WorkerDied(process.worker, "it has not said which generation it knows"), 0.0)
+        heard = [max(process.generation, process.ended) for process in known if not process.frozen]
+        slots = [*self.cluster.pending, *self.cluster.placed]
+        found = ev.ControllerRestarted(
+            0, max(heard, default=0), max(slots, default=-1) + 1, max([-1, *(p.worker for p in there)]) + 1
+        )
         for slot in [slot for slot in (*self.cluster.pending, *self.cluster.placed) if slot not in state.slots]:
             self.cluster.release(slot)
         for process in self.cluster.processes.values():
@@ -128,6 +139,20 @@ class World:
             node = self.cluster.placed.get(slot.id)
             if slot.phase is SlotPhase.PLACED and (node is None or not node.alive):
                 self.tell(ev.SlotLost(slot.id, "its node was gone when the controller came back"), 0.05)
+        return found
+
+    def resend(self, state: RunState, lost: list[ev.Event]) -> None:
+        """What workers have said and no journal has, each in its order; and what follows again from their reports."""
+        written = {id(event) for event, _ in self.controller.journal}
+        for process in self.cluster.processes.values():
+            if process.alive and process.worker in state.workers:
+                for event in [event for event in process.told if id(event) not in written]:
+                    self.send(process, event)
+        for event in lost:
+            reports = isinstance(event, ev.FirstStepDone | ev.StepSkipped) and event.generation == state.generation
+            # What was committed lies in storage, whoever knows of it.
+            if reports or isinstance(event, ev.CheckpointCommitted):
+                self.tell(event, self.rng.uniform(0.1, 1.0))
 
     # --- training ---
 

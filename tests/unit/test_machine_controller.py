@@ -13,7 +13,7 @@ from machine_scenario import Scenario
 from elastic.core import actions as act
 from elastic.core import events as ev
 from elastic.core import machine
-from elastic.core.state import Closing, Ending, Finished, Joining, Pausing, Training, Waiting
+from elastic.core.state import Closing, Ending, Finished, Joining, Pausing, Training, Waiting, WorkerPhase
 
 STORIES = {
     "Waiting": lambda: Scenario(2, 3).do(ev.RunStarted()).nodes(1),
@@ -109,6 +109,41 @@ def test_a_suspicion_does_not_outlive_the_controller_that_had_it() -> None:
     assert isinstance(s.stage, Training)
 
 
+@pytest.mark.parametrize("stage", [stage for stage in STORIES if stage != "Finished"])
+def test_a_generation_that_no_journal_tells_of_is_ended_and_its_number_is_not_used_again(stage: str) -> None:
+    """Begun while the journal could not be written, by a controller that was killed before it could."""
+    s = STORIES[stage]()
+    there = [worker.id for worker in s.state.workers.values() if worker.phase is not WorkerPhase.STARTING]
+    s.do(ev.ControllerRestarted(2, newest_generation=7, next_slot=20, next_worker=30))
+    assert isinstance(s.stage, Ending)
+    assert s.acts(act.EndGeneration) == [act.EndGeneration(7, tuple(there), "the controller was restarted meanwhile")]
+    assert "workers know of generation 7" in s.said()
+    # Whoever says something about the last one that is known here is late, or resends what nobody wrote down.
+    before = s.state
+    s.do(*generation_events(1, 0))
+    assert s.state is before
+    s.left(9).nodes(3).wait(5)
+    assert [action.generation for action in s.acts(act.BeginGeneration)] in ([8], [])
+    assert s.state.generation == 8
+    assert s.state.furthest_step >= 9
+    assert all(slot < 4 or slot >= 20 for slot in s.state.slots)
+    assert all(worker < 4 or worker >= 30 for worker in s.state.workers)
+
+
+def test_a_worker_that_was_starting_may_have_become_a_member_since() -> None:
+    s = Scenario(2, 3).started(2).do(ev.SlotPlaced(2, "c"))
+    s.do(ev.ControllerRestarted(2, newest_generation=7))
+    assert [action.worker for action in s.acts(act.KillWorker)] == [2]
+    assert s.acts(act.StartWorker) == [act.StartWorker(3, 2)]
+
+
+def test_a_number_that_only_snapshots_bear_is_not_used_again() -> None:
+    s = Scenario(2, 2, memory=True).started(2).broken(0)
+    survey = s.acts(act.SurveyMemory)[-1].survey
+    s.do(ev.MemorySurveyed(survey, (("memory:step-00000009-g0007", 9),)))
+    assert s.acts(act.BeginGeneration) == [act.BeginGeneration(8, (0, 1), "memory:step-00000009-g0007", 9)]
+
+
 # --- deadlines -------------------------------------------------------------------------------------------------------
 
 
@@ -138,7 +173,7 @@ small = st.integers(0, 4)
 steps = st.integers(0, 12)
 anything = st.one_of(
     st.builds(ev.StopRequested, st.just("enough")),
-    st.builds(ev.ControllerRestarted, small),
+    st.builds(ev.ControllerRestarted, small, st.one_of(st.just(0), small), small, small),
     st.builds(ev.Tick),
     st.builds(ev.SlotPlaced, small, st.sampled_from(("a", "b"))),
     st.builds(ev.SlotLost, small, st.just("gone")),

@@ -1,0 +1,240 @@
+"""From one controller to the next: what the first had taken and not written down, the second is told again."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from elastic.core import events as ev
+from elastic.core import machine
+from elastic.core.settings import RunSettings, ScalingSettings
+from elastic.observe.journal import JournalWriter
+from elastic.runtime import names
+from elastic.runtime.controller import ControllerActor
+from elastic.runtime.outbox import Item, Outbox, Reply
+from elastic.runtime.receipts import Receipts
+from elastic.runtime.records import Records
+from elastic.runtime.replay import replay
+from elastic.runtime.turns import Turns
+
+LIMIT_S = 20.0
+SETTINGS = RunSettings("run", scaling=ScalingSettings(2, 2), max_steps=10)
+# A run of two workers, of which one has joined.
+BEGUN = (
+    ev.RunStarted(), ev.SlotPlaced(0, "node-a"), ev.SlotPlaced(1, "node-b"), ev.WorkerReady(0, 100, "a"),
+    ev.WorkerReady(1, 101, "b"), ev.GroupJoined(1, 0),
+)  # fmt: skip
+
+
+class Controller:
+    """One life of a controller: its journal, its turns, and the `deliver` of the actor. Nothing is carried out."""
+
+    def __init__(self, url: Path) -> None:
+        self.journal = JournalWriter(str(url), "run")
+        self.records = Records(patience_s=0.01)
+        self.queue: list[ev.Event] = []
+        old = replay(self.journal.replayed, SETTINGS)
+        self.turns = Turns(SETTINGS, old, self.records, self.queue.append, lambda: None)
+        nobody: Any = SimpleNamespace(perform=lambda action: None, placed=lambda slot, node: None)
+        self.turns.connect(nobody, nobody)
+        self.actor: Any = SimpleNamespace(_ready=asyncio.Event(), _journal=self.journal, _turns=self.turns)
+        self.actor._ready.set()
+
+    def begin(self) -> None:
+        """Opened only now: what is asked for in between must not be on its thread."""
+        self.records.open(self.journal)
+
+    async def deliver(self, items: Sequence[Item], heard: int | None) -> Reply:
+        return await ControllerActor.deliver(self.actor, 0, items, heard)
+
+    async def turn(self) -> None:
+        events, self.queue[:] = list(self.queue), []
+        await self.turns.turn(events)
+
+
+def begun(url: Path) -> None:
+    writer = JournalWriter(str(url), "run")
+    state = machine.initial(SETTINGS, 1.0)
+    for number, event in enumerate(BEGUN):
+        writer.append({"type": "event", "now": 1.0 + number, **ev.to_json(event)})
+        state, _ = machine.step(state, event, 1.0 + number)
+    assert state.generation == 1
+
+
+def item(event: ev.Event, number: int) -> Item:
+    return Item("event", ev.to_json(event), number=number)
+
+
+JOINED, FAILED = ev.GroupJoined(1, 0), ev.CollectiveFailed(1, 0, 0, "peer closed")
+
+
+def test_an_event_is_durable_when_it_is_in_the_journal_and_not_when_it_was_taken(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        begun(tmp_path)
+        controller = Controller(tmp_path)
+        controller.begin()
+        assert await controller.deliver([item(JOINED, 1), item(FAILED, 2)], None) == Reply(2, durable=0)
+        # Killed here, both would be in no journal.
+        await controller.turn()
+        assert await controller.deliver([], 2) == Reply(2, durable=2)
+        read = JournalWriter(str(tmp_path), "run").replayed
+        assert [record["event"] for record in read if record.get("type") == "event"][-2:] == [
+            "GroupJoined", "CollectiveFailed",
+        ]  # fmt: skip
+
+    asyncio.run(scenario())
+
+
+def test_what_waits_for_storage_is_not_durable_until_storage_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        begun(tmp_path)
+        controller = Controller(tmp_path)
+        controller.begin()
+        gate, extend = threading.Event(), controller.journal.extend
+
+        def slow(lines: Sequence[dict[str, Any]]) -> Any:
+            assert gate.wait(LIMIT_S)
+            return extend(lines)
+
+        monkeypatch.setattr(controller.journal, "extend", slow)
+        assert (await controller.deliver([item(JOINED, 1)], None)).durable == 0
+        await controller.turn()
+        # The run goes on meanwhile: what it decides is not held up.
+        assert controller.records.failing
+        assert (await controller.deliver([item(FAILED, 2)], 2)).durable == 0
+        await controller.turn()
+        assert (await controller.deliver([], 2)).durable == 0
+        gate.set()
+        await controller.records.write(limit_s=LIMIT_S)
+        await controller.turn()
+        assert (await controller.deliver([], 2)).durable == 2
+
+    asyncio.run(scenario())
+
+
+def test_a_controller_takes_nothing_from_who_has_something_older_for_it(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        begun(tmp_path)
+        controller = Controller(tmp_path)
+        assert await controller.deliver([item(FAILED, 7)], 1) == Reply(2, taken=False)
+        assert controller.queue == []
+        assert (await controller.deliver([item(FAILED, 7)], 2)).taken
+        assert controller.queue == [FAILED]
+
+    asyncio.run(scenario())
+
+
+def test_receipts_are_told_by_event_and_not_by_what_it_says() -> None:
+    receipts, same = Receipts(), ev.GroupJoined(1, 0)
+    first, second = ev.GroupJoined(1, 0), same
+    receipts.heard(first, 3, 1)
+    receipts.heard(second, 3, 2)
+    receipts.taken([first])
+    receipts.written()
+    assert (receipts.durable(3), receipts.durable(4)) == (1, 0)
+    receipts.taken([second, ev.Tick()])
+    assert receipts.durable(3) == 1
+    receipts.written()
+    assert receipts.durable(3) == 2
+    receipts.retain({4})
+    assert receipts.durable(3) == 0
+
+
+class Life:
+    """One life of a controller as an outbox sees it: it takes what it is given, and has so many events on disk."""
+
+    def __init__(self, incarnation: int, durable: int = 0) -> None:
+        self.incarnation, self.durable = incarnation, durable
+        self.taken: list[Any] = []
+
+
+class Lives:
+    """The one that lives now answers; who knows another has to begin with what that one may have lost."""
+
+    def __init__(self, life: Life) -> None:
+        self.life: Life | None = life
+        self._changed = threading.Condition()
+
+    def __call__(self, items: Sequence[Item], heard: int | None) -> Reply:
+        with self._changed:
+            life = self.life
+            if life is None:
+                raise ray.exceptions.ActorUnavailableError("restarting", None)
+            if heard not in (None, life.incarnation):
+                return Reply(life.incarnation, taken=False)
+            life.taken += [item.data for item in items]
+            self._changed.notify_all()
+            return Reply(life.incarnation, durable=life.durable)
+
+    def wait(self, count: int) -> list[Any]:
+        """What the one that lives has taken, once that is so many messages."""
+        with self._changed:
+            life = self.life
+            assert life is not None
+            assert self._changed.wait_for(lambda: len(life.taken) >= count, LIMIT_S), life.taken
+            return life.taken
+
+    def be(self, life: Life | None) -> None:
+        with self._changed:
+            self.life = life
+
+
+def outbox(lives: Lives) -> Outbox:
+    return Outbox(lives, on_fenced=lambda: None, retry_s=0.001)
+
+
+def test_the_next_controller_is_told_first_what_the_one_before_had_not_written_down() -> None:
+    lives = Lives(Life(1, durable=1))
+    box = outbox(lives)
+    box.put(Item("event", "in the journal"))
+    lives.wait(1)
+    box.put(Item("event", "taken, and not written down"))
+    box.put(Item("step", "a step", replay=True))
+    box.put(Item("cadence", "told once"))
+    box.put(Item("shard", "a shard", replay=True))
+    lives.wait(5)
+    assert box.drained(LIMIT_S)
+    lives.be(None)
+    box.put(Item("event", "said meanwhile"))
+    lives.be(Life(2, durable=6))
+    assert lives.wait(4) == ["taken, and not written down", "a step", "a shard", "said meanwhile"]
+    assert box.drained(LIMIT_S)
+    # What is in the journal by now is not told to the third one; what only a controller's memory has, always.
+    lives.be(Life(3))
+    box.restarted(3)
+    assert lives.wait(2) == ["a step", "a shard"]
+    box.close()
+
+
+def test_a_worker_that_has_nothing_new_to_say_tells_the_next_controller_all_the_same() -> None:
+    lives = Lives(Life(1))
+    box = outbox(lives)
+    box.put(Item("event", "I have left"))
+    lives.wait(1)
+    assert box.drained(LIMIT_S)
+    lives.be(Life(2))
+    box.restarted(2)
+    assert lives.wait(1) == ["I have left"]
+    # Heard a second time, it is no third controller.
+    box.restarted(2)
+    box.put(Item("event", "and now?"))
+    assert lives.wait(2) == ["I have left", "and now?"]
+    assert box.drained(LIMIT_S)
+    box.close()
+
+
+def test_numbers_that_were_in_use_are_read_from_the_names_of_what_was_found() -> None:
+    found = [names.worker("run", 2, 11), names.worker("run", 2, 9), names.worker("run", 1, 99), names.slot("run", 2, 4),
+             names.agent("run", 2, "abc"), names.controller("run")]  # fmt: skip
+    assert names.next_worker("run", 2, found) == 12
+    assert names.next_slot("run", 2, found) == 5
+    assert names.next_slot("run", 3, found) == 0
