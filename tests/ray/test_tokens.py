@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 
 from cluster import LocalCluster, processes
+from jobs.live import Live, write_live
+from jobs.spec import load_job
+from jobs.storage import RunFolder
 
 pytestmark = pytest.mark.ray
 
@@ -84,3 +87,21 @@ def test_without_the_token_a_run_is_refused_in_one_sentence(guarded: LocalCluste
     assert "Traceback" not in refused.stderr
     # Nothing is left that would stand in the way of the next try.
     assert not (tmp_path / "runs" / "refused" / "job.json").exists()
+
+
+def test_a_run_whose_cluster_refuses_the_token_is_not_taken_to_be_over(guarded: LocalCluster, tmp_path: Path) -> None:
+    (tmp_path / "train_with_token.py").write_text("def train(config): ...\n")
+    (tmp_path / "job.yaml").write_text(_JOB)
+    folder = RunFolder(str(tmp_path / "runs"), "kept")
+    settings = load_job(tmp_path / "job.yaml").settings("kept", folder.url)
+    entry = {"entry_point": "train_with_token:train", "folder": str(tmp_path)}
+    folder.write("job.json", {"settings": settings.to_json(), **entry})
+    write_live(folder, Live(guarded.address))
+    before = sorted(tmp_path.rglob("*"))
+    environment = _environment(tmp_path, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="ab" * 32)
+    refused = _python("-m", "jobs.cli", "resume", "kept", "--storage", folder.url, environment=environment)
+    assert refused.returncode == 2, refused.stderr
+    (told,) = [line for line in refused.stderr.splitlines() if line.startswith("elastic resume: ")]
+    assert f"run 'kept' cannot be reached at {guarded.address}: the Ray cluster at" in told
+    assert "asks for a token, and yours is missing or not the right one" in told
+    assert [path for path in sorted(tmp_path.rglob("*")) if "__pycache__" not in str(path)] == before
