@@ -87,8 +87,10 @@ def test_a_replica_that_was_under_way_arrives(stack: ExitStack) -> None:
     take(memory, SHARD, 1)
     snap(memory, SHARD, 2)
     assert proxy.reached.wait(30)
+    (first,) = node._replications
     cut(memory)
-    # What was left of the first connection does not send the same once more beside it.
+    # What is left of the first connection does not go on sending the same beside the second.
+    assert all(sender._stopped for sender in first._senders)
     proxy.go.set()
     assert memory.wait_complete(2, 30), memory.failed()
     memory.settled(2)
