@@ -40,6 +40,8 @@ _CALL_TIMEOUT_S = 10.0
 # it would keep the others for `join_timeout_s`. Less than `abort_timeout_s`, within which all of them leave.
 _BEGIN_PATIENCE_S = 2.0
 _ASK_AGAIN_S = 0.2
+# A controller that comes back waits for its workers' answers: nothing is decided meanwhile.
+_MEET_LIMIT_S = 3.0
 # Calls to the control store that may be waited for at the same time: starts of agents and workers.
 _STORE_THREADS = 8
 
@@ -135,14 +137,13 @@ class Executor:
         )
 
     async def _meet(self, worker: int, incarnation: int) -> int:
-        """The newest generation that it knows of. Who does not say is written off: it might go on with one whose number
-        this controller gives to another."""
-        known = None
-        with contextlib.suppress(ConnectionError):
-            known = await self._reach(worker, "reattach", incarnation, patience_s=_BEGIN_PATIENCE_S)
-        if known is None:
-            self._emit(ev.WorkerDied(worker, "it has not answered the controller that came back"))
-        return int(known or 0)
+        """The newest generation that it knows of; 0 where it does not say in time. Why it does not the detector has to
+        find out: the process may be gone, or its node, or only stand still."""
+        try:
+            return int(await asyncio.wait_for(self._workers[worker].reattach.remote(incarnation), _MEET_LIMIT_S))
+        except (ray.exceptions.RayError, asyncio.TimeoutError) as error:
+            logger.warning("worker %d has not answered the new controller: %s", worker, _sentence(error))
+            return 0
 
     def _names(self, state: RunState) -> set[str]:
         run_id, attempt = self._settings.run_id, self._attempt

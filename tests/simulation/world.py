@@ -115,10 +115,6 @@ class World:
         """What a restarted controller finds: strangers are ended, and the dead are noticed."""
         there = [process for process in self.cluster.processes.values() if process.alive]
         known = [process for process in there if process.worker in state.workers and process.status != "starting"]
-        silent = [process for process in known if process.frozen]
-        # Who does not say what generation it knows is written off: it might know a newer one.
-        for process in silent if self.controller.lost else ():
-            self.tell(ev.WorkerDied(process.worker, "it has not said which generation it knows"), 0.0)
         heard = [max(process.generation, process.ended) for process in known if not process.frozen]
         slots = [*self.cluster.pending, *self.cluster.placed]
         found = ev.ControllerRestarted(
