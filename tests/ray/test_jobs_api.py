@@ -71,7 +71,7 @@ def place() -> Iterator[Place]:
 
 
 @contextlib.contextmanager
-def _place_of(nodes: int) -> Iterator[Place]:
+def _place_of(nodes: int, **options: Any) -> Iterator[Place]:
     token = os.urandom(16).hex()
     environment = {
         "RAY_AUTH_MODE": "token",
@@ -80,7 +80,7 @@ def _place_of(nodes: int) -> Iterator[Place]:
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]),
     }
-    with LocalCluster.start(nodes, cpus_per_node=1, dashboard=True, environment=environment) as cluster:
+    with LocalCluster.start(nodes, cpus_per_node=1, dashboard=True, environment=environment, **options) as cluster:
         footprint = Footprint(cluster)
         yield Place(cluster, token)
         footprint.look()
@@ -258,6 +258,27 @@ def test_a_driver_that_is_lost_with_its_node_is_replaced_on_another(tmp_path: Pa
         run.assert_samples_once()
         assert [generation["world_size"] for generation in run.summary()["generations"]] == [3, 2]
         assert run.states()[0] is JobState.FAILED
+        wait_until(lambda: not _attendants(place), "nobody to be left who attends the run")
+
+
+@pytest.mark.slow
+def test_a_driver_that_is_lost_while_the_control_store_is_away_is_replaced_when_it_is_back(tmp_path: Path) -> None:
+    with _place_of(2, durable_control_store=True) as place:
+        run = Submitted(place, tmp_path, "headless", workers=2)
+        run.allow(6)
+        assert run.submit("--no-follow") == 0
+        driver = run.driver(1)
+        run.wait_checkpoint(5)
+        attendants = wait_until(lambda: _attendants(place), "the run to be attended")
+        place.cluster.kill_control_store()
+        os.kill(driver, signal.SIGKILL)
+        run.wait_for("the outage to be told", lambda _: run.decisions("control-store"))
+        place.cluster.restart_control_store()
+        run.driver(2)
+        assert _attendants(place) == attendants
+        run.allow(1 << 30)
+        wait_until(lambda: run.states() == [JobState.FAILED, JobState.SUCCEEDED], "the run's end to be told")
+        run.assert_samples_once()
         wait_until(lambda: not _attendants(place), "nobody to be left who attends the run")
 
 
