@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import time
@@ -36,6 +37,8 @@ from elastic.runtime import client, names
 
 # Only a hang takes as long, however busy the machine is.
 LIMIT_S = 180.0
+# More than a new worker takes to come where nothing else is going on.
+_BRISK_STEPS = 40
 # Actors whose process is still being set up are titled by Ray as idle: their names are in the list of actors.
 _ACTORS = ("ray::ControllerActor", "ray::WorkerActor", "ray::AgentActor", "ray::AttendantActor")
 HERE = Path(__file__).resolve().parent
@@ -260,11 +263,13 @@ class Run:
             self.wait_generation(number + 1)
 
     def walk_until(self, condition: Callable[[], Any], awaited: str) -> None:
-        """Let training go on, two steps a second, so that the run is neither over nor at a standstill meanwhile."""
+        """Let training go on, two steps a second at first and one a second later, so that the run is neither over
+        nor at a standstill meanwhile, and has not many steps left when it may go."""
+        paces = itertools.chain([0.5] * _BRISK_STEPS, itertools.repeat(1.0))
 
         def one_step() -> Any:
             self.allow(self.waiting_at + 1)
-            assert self.handle.result(0.5) is None, f"the run was over before {awaited}; {self.told()}"
+            assert self.handle.result(next(paces)) is None, f"the run was over before {awaited}; {self.told()}"
             return condition()
 
         wait_until(one_step, awaited)

@@ -38,8 +38,11 @@ def cluster(nodes: Cluster) -> Iterator[Cluster]:
 
 
 @pytest.mark.slow
-def test_a_short_cut_is_no_incident(cluster: Cluster, tmp_path: Path) -> None:
-    """Of a worker's node from everything, then of the controller from everybody."""
+def test_a_short_cut_is_no_incident_and_a_longer_one_of_the_controller_alone_is_none_either(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """Of a worker's node from everything, then of the controller from everybody: for a moment, and for longer than a
+    node may be silent, though less than the workers' lease. It is the controller that is away then."""
     run = begun(cluster, tmp_path, PATIENT)
     victim = cluster.number(run.worker(1)["node"])
     for node in (victim, HEAD):
@@ -50,6 +53,20 @@ def test_a_short_cut_is_no_incident(cluster: Cluster, tmp_path: Path) -> None:
         run.allow(before + 10)
         run.reach(before + 10)
     assert len(run.summary()["generations"]) == 1
+
+    cluster.network.isolate(HEAD)
+    walk_for(run, 10.0)
+    there = run.waiting_at + 5
+    run.allow(there)
+    # Told by the workers' own files: nobody else is needed for a step.
+    wait_until(lambda: len(given_samples(tmp_path).get(there, {}).get(1, {})) == 3, "the workers to train on")
+    cluster.network.heal_all()
+    run.allow(there + 10)
+    run.reach(there + 10)
+    _, newest = max((number, step) for step, by_number in given_samples(tmp_path).items() for number in by_number)
+    if newest < there:
+        cluster.clear()
+        raise AssertionError(f"steps that were done are done again; {run.told()}")
     run.finish()
 
     run.assert_whole()
@@ -108,29 +125,6 @@ def test_two_nodes_that_cannot_reach_each_other_cost_one_of_them(cluster: Cluste
     (alone,) = run.decisions("quarantine")
     assert "cannot reach each other" in alone
     assert kept[:8] not in alone
-
-
-@pytest.mark.slow
-def test_training_goes_on_while_the_controller_reaches_nobody(cluster: Cluster, tmp_path: Path) -> None:
-    """For longer than a node may be silent, and for less than the workers' lease: it is the controller that is away."""
-    run = begun(cluster, tmp_path, PATIENT)
-    cluster.network.isolate(HEAD)
-    walk_for(run, 10.0)
-    run.allow(30)
-    # Told by the workers' own files: nobody else is needed for a step.
-    wait_until(lambda: len(given_samples(tmp_path).get(30, {}).get(1, {})) == 3, "the workers to train on")
-    cluster.network.heal_all()
-    run.allow(40)
-    run.reach(40)
-    _, newest = max((number, step) for step, by_number in given_samples(tmp_path).items() for number in by_number)
-    if newest < 30:
-        cluster.clear()
-        raise AssertionError(f"steps that were done are done again; {run.told()}")
-    run.finish()
-
-    run.assert_whole()
-    assert [generation["world_size"] for generation in run.summary()["generations"]] == [3]
-    assert run.incidents() == []
 
 
 @pytest.mark.slow

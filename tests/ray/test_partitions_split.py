@@ -32,10 +32,10 @@ def cluster(nodes: Cluster) -> Iterator[Cluster]:
     yield from each_test(nodes)
 
 
-def _five(cluster: Cluster, folder: Path) -> AfarRun:
+def _five(cluster: Cluster, folder: Path, epochs: int = 20) -> AfarRun:
     """All five train, with a snapshot at every step."""
     scaling = ScalingSettings(2, 5)
-    return begun(cluster, folder, FAILURES, scaling=scaling, memory={"every_steps": 1}, epochs=40)
+    return begun(cluster, folder, FAILURES, scaling=scaling, memory={"every_steps": 1}, epochs=epochs)
 
 
 def _sizes(run: AfarRun) -> list[int]:
@@ -67,23 +67,26 @@ def test_of_three_and_two_that_cannot_reach_each_other_the_three_go_on_from_memo
     assert incident["steps_repeated"] in (0, 1)
 
 
-# Of five only neighbours in gloo's ring talk to each other while they train.
-@pytest.mark.parametrize("way", [(0, 1), (1, 0)])
-def test_a_way_that_is_open_in_one_direction_only_is_a_cut(
-    cluster: Cluster, tmp_path: Path, way: tuple[int, int]
-) -> None:
-    run = _five(cluster, tmp_path)
-    pair = [run.worker(rank)["node"] for rank in way]
-    cluster.network.cut_one_way(*map(cluster.number, pair))
-    walk_to(run, 4)
-    cluster.network.heal_all()
-    walk_to(run, 5)
+def test_a_way_that_is_open_in_one_direction_only_is_a_cut(cluster: Cluster, tmp_path: Path) -> None:
+    """Either direction, between nodes with nothing held against them."""
+    run = _five(cluster, tmp_path, epochs=30)
+    pairs = []
+    # Of five only neighbours in gloo's ring talk to each other while they train. Who comes back is the last of them, so
+    # ranks 1 and 2 were 2 and 3 before.
+    for way in ((0, 1), (2, 1)):
+        pair = [run.worker(rank)["node"] for rank in way]
+        pairs.append(pair)
+        cluster.network.cut_one_way(*map(cluster.number, pair))
+        walk_to(run, 4)
+        cluster.network.heal_all()
+        walk_to(run, 5)
     run.finish()
 
     run.assert_whole()
-    (incident,) = _unplanned(run)
-    assert len(incident["lost_nodes"]) == 1
-    assert set(incident["lost_nodes"]) < set(pair)
+    assert set(pairs[0]).isdisjoint(pairs[1])
+    for incident, pair in zip(_unplanned(run), pairs, strict=True):
+        assert len(incident["lost_nodes"]) == 1
+        assert set(incident["lost_nodes"]) < set(pair)
 
 
 def test_a_cut_that_outlasts_the_quarantine_is_found_out_while_the_others_train(
