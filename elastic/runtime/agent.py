@@ -26,6 +26,7 @@ from elastic.checkpoint.memory.wire import Address, connect
 from elastic.core.manifest import ShardRecord
 from elastic.core.settings import RunSettings
 from elastic.core.snapshots import Held
+from elastic.runtime.urgency import take_priority
 from elastic.runtime.vitals import open_mailbox, receive
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,7 @@ class AgentActor:
     """
 
     def __init__(self, node: str, settings: RunSettings, controller: Any, token: bytes) -> None:
+        take_priority()
         failures = settings.failures
         self._domain_label = settings.memory.domain_label
         self._token = token

@@ -38,6 +38,7 @@ from elastic.runtime.patience import patiently
 from elastic.runtime.records import Records
 from elastic.runtime.replay import Replayed, replay
 from elastic.runtime.turns import Turns
+from elastic.runtime.urgency import take_priority
 from elastic.runtime.versions import versions
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class ControllerActor:
     """
 
     def __init__(self, settings: Mapping[str, Any], entry: Entry, token: bytes) -> None:
+        take_priority()
         self._settings = RunSettings.from_json(settings)
         self._entry = entry
         # What the parts of this run know each other by; an argument, so that a restarted controller has it again.
