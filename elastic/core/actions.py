@@ -51,13 +51,15 @@ class KillWorker:
 @dataclass(frozen=True)
 class BeginGeneration:
     """Start training on `members` (worker ids; the position is the rank) from `checkpoint` (None: from scratch)
-    -> GroupJoined, TrainingReached, FirstStepDone, or one of the failures. `skips`: see `core.batches`."""
+    -> GroupJoined, TrainingReached, FirstStepDone, or one of the failures. `skips`: see `core.batches`. With `holds` no
+    step is done: the members wait, as after a promise, to be told that they stop where they are."""
 
     generation: int
     members: tuple[int, ...]
     checkpoint: str | None
     step: int
     skips: tuple[tuple[int, int], ...] = ()
+    holds: bool = False
 
 
 @dataclass(frozen=True)

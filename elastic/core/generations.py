@@ -61,7 +61,8 @@ def begin(turn: Turn, size: int, reason: str) -> None:
         + (f"; {repeated} steps will be repeated" if repeated else ""),
         number=number, world_size=size, step=step,
     )  # fmt: skip
-    turn.do(BeginGeneration(number, members, base.id if base else None, step, turn.state.skips))
+    holds = turn.state.gives_up_for is not None
+    turn.do(BeginGeneration(number, members, base.id if base else None, step, turn.state.skips, holds))
 
 
 def source_of(base: KnownCheckpoint | None) -> str:
@@ -89,6 +90,18 @@ def training_reached(turn: Turn, event: TrainingReached) -> None:
     if len(ready) == turn.state.world_size:
         turn.mark("group_ready", "state_ready")
         turn.enter(Training(turn.now))
+        if turn.state.gives_up_for is not None:
+            _save_only(turn)
+
+
+def _save_only(turn: Turn) -> None:
+    """All members hold where they have begun: that is where they stop, and what storage is to have."""
+    state, stage = turn.state, turn.state.stage
+    assert isinstance(stage, Training)
+    limit, at = turn.now + state.settings.failures.drain_timeout_s, state.start_step
+    answers = dict.fromkeys(state.members, at)
+    turn.enter(Pausing(turn.now, limit, "stop", was=stage, answers=answers, stop_at=at, durable=True))
+    turn.do(ConfirmHold(state.generation, state.members, at, True))
 
 
 def first_step_done(turn: Turn, event: FirstStepDone) -> None:

@@ -86,7 +86,8 @@ def reissue(state: RunState) -> tuple[Action, ...]:
     actions += [StartWorker(worker.id, worker.slot) for worker in starting]
     if isinstance(stage, Joining):
         base = state.base.id if state.base else None
-        actions.append(BeginGeneration(state.generation, state.members, base, state.start_step, state.skips))
+        holds = state.gives_up_for is not None
+        actions.append(BeginGeneration(state.generation, state.members, base, state.start_step, state.skips, holds))
     elif isinstance(stage, Ending):
         actions.append(EndGeneration(state.generation, state.members_inside, "the controller was restarted meanwhile"))
     elif isinstance(stage, Pausing) and stage.stop_at is None:

@@ -150,8 +150,11 @@ def resolve_ending(turn: Turn, stage: Ending) -> None:
     streaks, limits = turn.state.streaks, turn.state.settings.failures
     if stage.kind == "usage-error":
         finish(turn, USAGE, stage.evidence)
-    elif (reason := reason_to_end(turn.state)) is not None:
+    elif (reason := turn.state.gives_up_for) is not None:
+        # What was to be saved could not be.
         finish(turn, GAVE_UP, reason)
+    elif (reason := reason_to_end(turn.state)) is not None:
+        _give_up(turn, reason)
     elif stage.kind == "user-error" and streaks.user_errors > limits.user_error_retries:
         tried = f" {streaks.user_errors} times in a row" if streaks.user_errors > 1 else ""
         finish(turn, USER_CODE_FAILED, f"the training function failed{tried}: {stage.evidence}")
@@ -164,6 +167,15 @@ def resolve_ending(turn: Turn, stage: Ending) -> None:
         finish(turn, GAVE_UP, f"{failed}; the last one: {stage.evidence}")
     else:
         _go_on(turn, stage)
+
+
+def _give_up(turn: Turn, reason: str) -> None:
+    """The weights are good, and what the nodes' memory has of them would go with the run: it is saved first."""
+    if not turn.state.settings.memory.enabled:
+        finish(turn, GAVE_UP, reason)
+        return
+    turn.set(gives_up_for=reason)
+    wait(turn, reason)
 
 
 def _go_on(turn: Turn, stage: Ending) -> None:

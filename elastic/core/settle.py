@@ -16,6 +16,7 @@ from elastic.core.saving import kept_in_memory, save_without, who_cannot_save
 from elastic.core.scaling import ScalingFacts, ScalingPolicy, Verdict
 from elastic.core.state import (
     FINISHED,
+    GAVE_UP,
     NO_CAPACITY,
     NOT_FINISHED,
     STOPPED,
@@ -163,7 +164,8 @@ def _pending(state: RunState) -> list[Slot]:
 
 
 def _needs_no_more(state: RunState) -> bool:
-    return state.stop_reason is not None or isinstance(state.stage, Closing | Finished)
+    over = state.stop_reason is not None or state.gives_up_for is not None
+    return over or isinstance(state.stage, Closing | Finished)
 
 
 def _missing_slots(state: RunState) -> int:
@@ -199,6 +201,8 @@ def _waiting(turn: Turn, stage: Waiting, policy: ScalingPolicy) -> None:
     newest = state.newest_checkpoint
     if state.done_step is not None and newest is not None and newest.step >= state.done_step:
         finish(turn, FINISHED, f"all {state.done_step} steps are done and saved")
+    elif state.gives_up_for is not None and not _only_in_memory(state):
+        finish(turn, GAVE_UP, state.gives_up_for)
     elif state.stop_reason is not None and (stage.not_before or not _only_in_memory(state)):
         finish(turn, STOPPED, state.stop_reason)
     elif not stage.not_before:
@@ -270,7 +274,9 @@ def _pausing(turn: Turn, stage: Pausing) -> None:
         )
     turn.mark("decided", "fenced")
     turn.amend(step=state.furthest_step)
-    if stage.purpose == "stop":
+    if state.gives_up_for is not None:
+        finish(turn, GAVE_UP, state.gives_up_for)
+    elif stage.purpose == "stop":
         finish(turn, STOPPED, state.stop_reason or "stopped")
     else:
         wait(turn, "every member has left as planned")

@@ -248,6 +248,8 @@ class RunState:
     # The run's last step, once every member has done it: when a checkpoint covers it, there is nothing left to do.
     done_step: int | None = None
     stop_reason: str | None = None
+    # Why the run is given up, once storage has what so far only memory has: a generation begins that does nothing else.
+    gives_up_for: str | None = None
     false_alarms: int = 0
 
     @property

@@ -55,7 +55,7 @@ class Member:
         # The controller gives the whole start of a generation `join_timeout_s`.
         self._restore_limit_s = failures.join_timeout_s / 2
         self._change = threading.Condition()
-        self._hold_at: int | None = None
+        self._hold_at: int | None = 0 if spec.holds else None
         self._stop_at: int | None = None
         self._stop = Stop.DURABLE
         self._memory = memory

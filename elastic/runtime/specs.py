@@ -32,6 +32,7 @@ def generation_specs(
             deepspeed_config=settings.deepspeed_config,
             memory=plan,
             skips=action.skips,
+            holds=action.holds,
             anomalies=settings.anomalies,
             collective_timeout_s=settings.failures.collective_timeout_s,
         )

@@ -71,6 +71,8 @@ class GenerationSpec:
     # Ranges of positions that the run leaves out; and what is done about a loss of no number (None: not looked for).
     skips: tuple[Range, ...] = ()
     anomalies: AnomalySettings | None = None
+    # No step is done before the coordinator says where to stop: the generation only saves what it begins with.
+    holds: bool = False
     # A collective that makes no progress for this long fails by itself, whatever else goes wrong. Over NCCL it is only
     # noticed then, and has to be aborted: torch would end the process instead (`process_group.outlive_peers`).
     collective_timeout_s: float = 600.0

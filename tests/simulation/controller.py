@@ -183,6 +183,7 @@ class Controller:
         if group is None:
             members = [self.world.cluster.processes[worker] for worker in action.members]
             group = Group(self.world, action.generation, members, action.checkpoint, action.step, action.skips)
+            group.holds = action.holds
             self.groups[action.generation] = group
             self.world.watch(group)
         for worker in action.members:

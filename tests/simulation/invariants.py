@@ -162,6 +162,7 @@ class Invariants:
             assert not any(after.draining[node].urgent for node in going if node), "begun on a node all but gone"
             staying = [w for w in action.members if after.node_of(w) not in after.draining]
             assert len(staying) < scaling.min_workers, "a node that is going is trained on without need"
+        assert action.holds == (after.gives_up_for is not None), "a run that is given up does another step"
         if after.stop_reason is not None:
             self.world.seen("a stop that keeps what is in memory only")
             assert action.checkpoint is not None, "a run that is to stop begins from nothing"
@@ -253,6 +254,8 @@ class Invariants:
         settings = after.settings.anomalies
         for end in after.anomalies if not isinstance(after.stage, Ending | Finished) else ():
             recent = [a for a in after.anomalies if end.step - settings.window_steps < a.step <= end.step]
+            if after.gives_up_for is not None:
+                continue
             assert settings.policy != "stop", "the run goes on although it should have stopped"
             assert len(recent) <= settings.max_anomalies or end is not after.anomalies[-1], "too many anomalies"
         for start, stop in before.skips:

@@ -95,7 +95,7 @@ class Process:
         elif group.number > self.generation:
             self.said = {}
             self.generation, self.group, self.status = group.number, group, "joining"
-            self.hold_at = self.stop_at = None
+            self.hold_at, self.stop_at = (group.start if group.holds else None), None
             self.act(self.world.rng.uniform(0.05, 0.5), self._join, group)
 
     def end(self, generation: int) -> None:
@@ -197,7 +197,7 @@ class Group:
         self.world, self.number, self.members, self.base, self.start = world, number, members, base, start
         self.step, self.last, self.broken, self.moving = start, world.max_steps, False, False
         self.samples = (world.saved[base] if base is not None else Samples()).begin(skips)
-        self.glitch = False
+        self.glitch = self.holds = False
         # Steps that were kept because the generation was to end with them.
         self.kept: set[int] = set()
         self.progress_at = world.clock.now
@@ -219,6 +219,8 @@ class Group:
     def trains(self) -> None:
         if all(m.status == "training" for m in self.members):
             self.progress_at = self.world.clock.now
+            if self.holds:
+                return
             if self.step >= self.last:
                 self.world.begun_at_the_end(self)
                 self._all(lambda member: member.finish_training(self.world.reaches_end))

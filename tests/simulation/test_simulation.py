@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from elastic.core import actions as act
-from elastic.core.settings import FailureSettings, MemorySettings, RunSettings, ScalingSettings
+from elastic.core.settings import AnomalySettings, FailureSettings, MemorySettings, RunSettings, ScalingSettings
 from simulation import trace
 from simulation.faults import Fault, Plan, draw
 from simulation.world import World
@@ -121,6 +123,18 @@ def test_a_stop_in_the_middle_of_a_recovery_keeps_what_is_in_memory_only() -> No
         assert "finished: stopped" in world.sometimes
         assert "a stop that keeps what is in memory only" in world.sometimes
         assert max(step for _, step in world.storage.committed) == state.furthest_step > 5
+
+
+def test_a_run_that_is_given_up_for_an_anomaly_keeps_what_is_in_memory_only() -> None:
+    for seed in range(20):
+        plan = calm((Fault("glitch", 9.0 + seed / 10, 0.0),), memory=True, save_every=1000, liveness=False)
+        plan.settings = replace(plan.settings, anomalies=AnomalySettings("stop"))
+        world = World(seed, plan)
+        world.run()
+        state = world.controller.state
+        (found,) = state.anomalies
+        assert "finished: gave-up" in world.sometimes
+        assert max(step for _, step in world.storage.committed) == found.step == state.furthest_step > 3
 
 
 @pytest.mark.parametrize(("stage", "after_s"), [("Joining", 0.0), ("Training", 0.0), ("", 21.0), ("Closing", 0.0)])

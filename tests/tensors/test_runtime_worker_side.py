@@ -161,8 +161,8 @@ class Told:
         return [ev.from_json(item.data) for item in self.items if item.kind == "event"]
 
 
-def member(told: Told, timeout_s: float = LIMIT_S) -> Member:
-    spec = GenerationSpec("run", generation=4, rank=1, world_size=2)
+def member(told: Told, timeout_s: float = LIMIT_S, holds: bool = False) -> Member:
+    spec = GenerationSpec("run", generation=4, rank=1, world_size=2, holds=holds)
     box: Any = told
     source: Any = None
     return Member(spec, 9, Vitals(9), box, source, lambda snapshot: True, FailureSettings(drain_timeout_s=timeout_s))
@@ -211,6 +211,20 @@ def test_a_member_holds_at_the_promised_step_until_it_is_told_where_to_stop() ->
     one.confirm(8, durable=False)
     thread.join(LIMIT_S)
     assert [stops.get_nowait() for _ in range(stops.qsize())] == [(6, None), (7, None), (8, Stop.MEMORY)]
+
+
+def test_a_member_of_a_generation_that_only_saves_does_no_step() -> None:
+    told = Told()
+    one = member(told, holds=True)
+    stops: queue.Queue[Stop | None] = queue.Queue()
+    thread = threading.Thread(target=lambda: stops.put(one.boundary(13)))
+    thread.start()
+    one.confirm(13, durable=True)
+    assert stops.get(timeout=LIMIT_S) is Stop.DURABLE
+    thread.join(LIMIT_S)
+    assert told.events() == [ev.TrainingReached(4, 9, 13)]
+    with pytest.raises(GenerationEnded, match="did not say where to stop"):
+        member(Told(), 0.01, holds=True).boundary(13)
 
 
 def test_an_abort_frees_a_member_that_holds() -> None:

@@ -14,7 +14,7 @@ from elastic.core import events as ev
 from elastic.core import machine
 from elastic.core.settings import AnomalySettings
 from elastic.core.snapshots import snapshot_id
-from elastic.core.state import GAVE_UP, Ending, Training, Waiting
+from elastic.core.state import GAVE_UP, Ending, Finished, Training, Waiting
 
 
 def scenario(memory: bool = False, **anomalies: Any) -> Scenario:
@@ -186,6 +186,48 @@ def test_a_restarted_controller_knows_it_all_from_its_journal() -> None:
 
 def _through_json(event: ev.Event) -> Any:
     return json.loads(json.dumps(ev.to_json(event)))
+
+
+def given_up(step: int = 13) -> Scenario:
+    """The weights after `step` steps are good, and lie in the nodes' memory only."""
+    run = found(scenario(memory=True, policy="stop").commit(10), step)
+    run.left(step)
+    survey = run.acts(act.SurveyMemory)[-1].survey
+    return run.do(ev.MemorySurveyed(survey, ((snapshot_id(step, 1), step),)))
+
+
+def test_what_only_memory_has_is_saved_before_the_run_is_given_up() -> None:
+    run = given_up()
+    assert begun(run) == act.BeginGeneration(2, (0, 1, 2), snapshot_id(13, 1), 13, holds=True)
+    # Killed here, the next controller begins it in the same way.
+    run.do(ev.ControllerRestarted(2))
+    assert begun(run).holds
+    run.join()
+    assert run.acts(act.ConfirmHold) == [act.ConfirmHold(2, (0, 1, 2), 13, durable=True)]
+    assert not run.acts(act.AskHold), "no step is promised, and none is done"
+    run.left(13)
+    assert not isinstance(run.stage, Finished), "it waits for storage"
+    run.commit(13)
+    assert run.end[0] == GAVE_UP
+    assert "the gradient of step 14 is nan; the policy is to stop" in run.end[1]
+
+
+def test_saving_it_is_tried_once_and_does_not_take_for_ever() -> None:
+    broken = given_up().broken(0, step=13)
+    assert broken.end[0] == GAVE_UP
+    assert "the policy is to stop" in broken.end[1]
+    late = given_up().join()
+    late.left(13).wait(late.state.settings.failures.drain_timeout_s)
+    assert late.end[0] == GAVE_UP
+    assert "storage has not taken the checkpoint of step 13" in late.said()
+
+
+def test_a_run_that_storage_has_all_of_is_given_up_at_once() -> None:
+    run = found(scenario(memory=True, policy="stop").commit(13), 13)
+    run.left(13)
+    survey = run.acts(act.SurveyMemory)[-1].survey
+    run.do(ev.MemorySurveyed(survey, ((snapshot_id(13, 1), 13),)))
+    assert run.end[0] == GAVE_UP
 
 
 @pytest.mark.parametrize("policy", ["rollback", "skip"])
