@@ -45,7 +45,7 @@ slow: $(READY)
 
 # The pure tests: no Ray, no training processes.
 unit: $(READY)
-	$(BIN)/python -m pytest -q -n 2 tests/simulation tests/unit $(FAST)
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal tests/simulation tests/unit $(FAST)
 
 lint: $(READY)
 	$(BIN)/ruff check .
