@@ -39,6 +39,8 @@ class Invariants:
         self.begun: set[int] = set()
         self.closed: set[int] = set()
         self.finishes = 0
+        # How many slots were requested and released when they were looked at last.
+        self.books = (-1, -1)
         # A node that was about to go is not any more: for a while there may be a slot too many.
         self.stayed = False
 
@@ -68,7 +70,7 @@ class Invariants:
             assert told >= set(after.members_inside), "a member was not told that its generation ends"
         if after is not before:
             self._members(after)
-            self._slots(after)
+            self._slots(before, after)
             self._budgets(after)
             self._anomalies(before, after)
             self._incidents(before, after)
@@ -212,11 +214,15 @@ class Invariants:
         for worker in state.workers.values():
             assert worker.slot in state.slots, "a worker in a slot that is gone"
 
-    def _slots(self, state: RunState) -> None:
+    def _slots(self, before: RunState, state: RunState) -> None:
         assert set(state.evicted) <= state.slots.keys(), "a slot that is gone is to be given back"
         if isinstance(state.stage, Training) and state.stage.first_step_done:
             assert not state.evicted, "a slow slot is kept although the others train"
         self._slots_enough(state)
+        books = (len(self.requested), len(self.released))
+        if before.slots is state.slots and before.workers is state.workers and books == self.books:
+            return
+        self.books = books
         assert set(state.slots) == self.requested - self.released, "a slot was lost from the books"
         counts = Counter(worker.slot for worker in state.workers.values())
         for slot in state.slots.values():

@@ -195,8 +195,8 @@ def test_a_run_whose_last_checkpoint_one_node_cannot_write_is_finished_by_the_ot
 
 
 def test_a_hundred_servers_live_through_the_worst_weeks_of_a_real_trace() -> None:
-    """Eight days with many faults within minutes of each other; a day takes ten minutes here."""
-    world = World(0, trace.plan(60, 68, slots=100, low=50, seconds_per_day=600))
+    """Eight days with many faults within minutes of each other; a day takes less than seven minutes here."""
+    world = World(0, trace.plan(60, 68, slots=100, low=50, seconds_per_day=400))
     world.run()
     assert world.controller.state.incidents > 25
     assert {"growth", "failure in Joining", "late waker", "incident node-frozen"} <= world.sometimes
