@@ -9,4 +9,4 @@ from benchmarks.workload import LARGE_LIGHT
 
 
 def measure(options: Options) -> list[Figure]:
-    return measure_mode(options, Mode("elsewhere", LARGE_LIGHT, 1.0, (PLAIN, FORCED), rounds=24))
+    return measure_mode(options, Mode("elsewhere", LARGE_LIGHT, 1.0, (PLAIN, FORCED), rounds=18))

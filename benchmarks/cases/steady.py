@@ -86,7 +86,7 @@ class Subject:
 
 
 def measure(options: Options) -> list[Figure]:
-    return measure_mode(options, Mode("steady", LARGE, 0.0, (PLAIN, DEFAULT, FORCED), rounds=30))
+    return measure_mode(options, Mode("steady", LARGE, 0.0, (PLAIN, DEFAULT, FORCED), rounds=24))
 
 
 def measure_mode(options: Options, mode: Mode) -> list[Figure]:
