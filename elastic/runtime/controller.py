@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import time
 import warnings
@@ -47,6 +48,8 @@ _T = TypeVar("_T")
 
 # Giving back what the run has in the cluster takes a second; longer only where Ray's control store is away.
 _CLOSE_LIMIT_S = 30.0
+# What was noted is written down within so long also where nothing happens: steps, in a run that only trains.
+_WRITE_S = 2.0
 # The finished controller stays reachable for this long, so that watchers can fetch the result.
 _LINGER_S = 600.0
 
@@ -235,16 +238,16 @@ class ControllerActor:
         return await asyncio.to_thread(patiently, ask, failures.storage_backoff_s, failures.controller_lease_s)
 
     async def _next_events(self) -> list[ev.Event]:
-        """Whatever waits; or a Tick when a deadline passes first."""
+        """Whatever waits; or a Tick when a deadline passes first; or nothing, where there may be something to write."""
         events: list[ev.Event] = []
         # What waits is heard before a deadline passes: a wait without time would not even look at the queue.
         if self._events.empty():
             deadline = machine.next_deadline(self._turns.state, machine.DEFAULT_POLICY)
-            timeout = None if deadline is None else max(0.0, deadline - time.time())
+            left_s = math.inf if deadline is None else max(0.0, deadline - time.time())
             try:
-                events.append(await asyncio.wait_for(self._events.get(), timeout))
+                events.append(await asyncio.wait_for(self._events.get(), min(left_s, _WRITE_S)))
             except asyncio.TimeoutError:
-                return [ev.Tick()]
+                return [ev.Tick()] if left_s <= _WRITE_S else []
         while not self._events.empty():
             events.append(self._events.get_nowait())
         return events

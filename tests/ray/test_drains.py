@@ -35,6 +35,8 @@ def test_a_preempted_node_is_left_before_its_time_is_up_and_replaced_when_it_com
     run.allow(6)
     run.start()
     run.reach(6)
+    # No checkpoint is due, and nothing happens: they are written down all the same.
+    run.wait_for("the steps to be in the journal", lambda _: len(run.steps()) == 6)
     node = run.node_of(run.away_from_head()[0])
     cluster.drain_node(node.name, notice_s=6.0)
     run.walk_until(lambda: run.handle.progress()["world_size"] == 3, "the others to go on without it")
