@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import socket
 import struct
 import subprocess
@@ -122,6 +123,44 @@ def test_a_descriptor_that_came_with_a_broken_message_is_closed() -> None:
         with pytest.raises(ConnectionError):
             channel.receive()
         assert len(os.listdir("/proc/self/fd")) == opened
+
+
+@pytest.mark.parametrize(
+    "sizes", [[1], [(512 << 10) - 1], [512 << 10, 1], [0, 3, (1 << 20) + 5, 0, 256 << 10], [5] * 2000 + [5 << 20]]
+)
+@pytest.mark.parametrize("piece", [40_961, 1 << 20])
+def test_bytes_arrive_whole_however_they_are_cut(sizes: list[int], piece: int) -> None:
+    """And the messages behind them: nobody waits for more bytes than come."""
+    sent = random.Random(7).randbytes(sum(sizes))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        near = socket.create_connection(listener.getsockname())
+        far, _ = listener.accept()
+    with closing(Channel(far)) as receiver, closing(Channel(near)) as sender:
+
+        def send() -> None:
+            for at in range(0, len(sent), piece):
+                sender.send_bytes(sent[at : at + piece])
+            sender.send({"then": 1})
+
+        thread = threading.Thread(target=send)
+        thread.start()
+        parts = [bytearray(size) for size in sizes]
+        receiver.recv_into([memoryview(part) for part in parts])
+        assert b"".join(parts) == sent
+        assert receiver.receive()[0] == {"then": 1}
+        thread.join()
+
+
+def test_a_peer_that_falls_silent_within_many_bytes_is_dropped() -> None:
+    """What has come so far is less than what a receiver of many bytes is woken for."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        near = socket.create_connection(listener.getsockname())
+        far, _ = listener.accept()
+    with closing(Channel(far)) as receiver, closing(Channel(near)) as sender:
+        receiver.limit(0.2)
+        sender.send_bytes(bytes(1000))
+        with pytest.raises(TimeoutError, match="nothing moved"):
+            receiver.recv_into([memoryview(bytearray(4 << 20))])
 
 
 def test_a_peer_that_says_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
-from elastic.checkpoint.memory.channel import MAX_PARTS, Channel, after, checked
+from elastic.checkpoint.memory.channel import MAX_PARTS, Channel, checked, parted
 from elastic.checkpoint.memory.wire import CONNECT_LIMIT_S, Address, connect
 from elastic.checkpoint.reading import Request, requests
 from elastic.checkpoint.source import ReadRange
@@ -188,7 +188,7 @@ def _read_at(fd: int, request: Request) -> None:
         count = os.preadv(fd, pending[:MAX_PARTS], begin)
         if not count:
             raise IntegrityError(f"a shard in memory ends before byte {begin}, which its record says it has")
-        begin, pending = begin + count, after(pending, count)
+        begin, pending = begin + count, parted(pending, count)[1]
 
 
 def _dealt(requests: Sequence[Request]) -> list[list[Request]]:
