@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -38,18 +39,21 @@ def busy_seconds() -> float:
     return (user + nice + system + interrupts + soft_interrupts) / os.sysconf("SC_CLK_TCK")
 
 
-def copy_seconds(size: int, repetitions: int = 5) -> list[float]:
-    """Seconds to copy `size` bytes from one place in memory to another, both touched before; one thread."""
+def copy_seconds(size: int, repetitions: int = 5, at_once: int = 1) -> list[float]:
+    """Seconds to copy `size` bytes from one place in memory to another, both touched before. `at_once` threads do that,
+    each with bytes of its own, and share what the memory can do: until the last has finished."""
     import torch
 
-    source, target = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
-    target.copy_(source)
+    pairs = [(torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)) for _ in range(at_once)]
     seconds = []
-    for _ in range(repetitions):
-        begun = time.perf_counter()
-        target.copy_(source)
-        seconds.append(time.perf_counter() - begun)
-    return seconds
+    with ThreadPoolExecutor(at_once) as pool:
+        for _ in range(1 + repetitions):
+            begun = time.perf_counter()
+            for _done in pool.map(lambda pair: pair[1].copy_(pair[0]), pairs):
+                pass
+            seconds.append(time.perf_counter() - begun)
+    # The first has cold caches.
+    return seconds[1:]
 
 
 def _processor() -> str:
