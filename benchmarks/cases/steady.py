@@ -155,12 +155,10 @@ def _take_turns(options: Options, subjects: Mapping[str, Subject], rounds: int, 
 
 
 def _cadence(run: OwnRun | None) -> dict[str, Any]:
-    """Of which steps there was a snapshot: those that waited for one to be prepared; no other step waits."""
+    """What the ranks agreed on, each time that it changed, with what a snapshot was found to cost."""
     records = [] if run is None else run.records()
-    steps = [step for record in records if record["type"] == "steps" for step in record["steps"]]
-    taken = sorted(step["step"] for step in steps if step["save_stall_s"] > 0)
-    gaps = sorted(later - earlier for earlier, later in pairwise(taken))
-    return {"snapshots": taken, "steps_between": gaps[len(gaps) // 2] if gaps else None, "steps": len(steps)}
+    found = [record for record in records if record["type"] == "decision" and record["kind"] == "cadence"]
+    return {"agreed": [{"step": record["step"], **record["data"]} for record in found]}
 
 
 def _report(mode: Mode, turns: Mapping[str, list[Turn]], cadence: Mapping[str, Any]) -> list[Figure]:
@@ -192,8 +190,10 @@ def _report(mode: Mode, turns: Mapping[str, list[Turn]], cadence: Mapping[str, A
 def _chosen(name: str, cadence: Mapping[str, Any]) -> tuple[str, ...]:
     if name != DEFAULT:
         return ()
-    between = cadence["steps_between"]
-    return (f"cadence chosen: every {between} steps" if between else "fewer than two snapshots at the default cadence",)
+    if not cadence["agreed"]:
+        return ("no cadence was agreed on: too few steps",)
+    newest = cadence["agreed"][-1]
+    return (f"cadence chosen: every {newest['every_steps']} steps, one delays training by {newest['cost_s']:.3f} s",)
 
 
 def _cost(case: str, name: str, own: Sequence[Turn], plain: Sequence[Turn], notes: tuple[str, ...]) -> Figure:
