@@ -18,6 +18,8 @@ OTHERS := $(addprefix tests/,ray processes one_rank store memory proof tensors k
 export OMP_NUM_THREADS ?= 1
 export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO ?= 0
 export RAY_USAGE_STATS_ENABLED ?= 0
+# Else each of them would compile all that it imports, and the tests', by itself.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-all slow unit lint bench proof clean
 
