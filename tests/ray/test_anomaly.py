@@ -77,6 +77,7 @@ def test_too_many_end_the_run_and_leave_a_checkpoint_of_all_that_was_good(
     _assert_everything_but(run, range(70, 90))
 
 
+@pytest.mark.slow
 def test_a_step_may_be_skipped_instead(cluster: LocalCluster, tmp_path: Path) -> None:
     run = _run(cluster, tmp_path, [72], anomalies={"policy": "skip"})
     run.start()

@@ -35,6 +35,7 @@ def nodes() -> Iterator[LocalCluster]:
     yield from harness.module_cluster(1, cpus_per_node=1)
 
 
+@pytest.mark.slow
 def test_a_run_leaves_a_pod_that_is_told_to_end_without_repeating_a_step(cluster: LocalCluster, tmp_path: Path) -> None:
     group = _worker_group()
     run = Run(cluster, tmp_path, memory={"every_steps": 1}, every_steps=None, scaling=ScalingSettings(1, 2), epochs=20)

@@ -35,6 +35,7 @@ def _started(run: Run, step: int = 6) -> Run:
     return run
 
 
+@pytest.mark.slow
 def test_a_lost_shard_is_made_of_parity(cluster: LocalCluster, tmp_path: Path) -> None:
     run = _started(Run(cluster, tmp_path, memory={"every_steps": 1, "replicas": 0, "parity": WIDTH}, every_steps=None))
     victim = run.node_of(run.away_from_head()[0])

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.ray
 QUICK = {"window_steps": 3, "windows": 2, "calibration_windows": 1, "factor": 2.0}
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_left_out_without_a_lost_step(cluster: LocalCluster, tmp_path: Path) -> None:
     run = Run(
         cluster, tmp_path, "busy:train", epochs=3, memory={"every_steps": 1}, every_steps=None,
