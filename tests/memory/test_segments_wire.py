@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -125,24 +126,30 @@ def test_a_descriptor_that_came_with_a_broken_message_is_closed() -> None:
         assert len(os.listdir("/proc/self/fd")) == opened
 
 
+def tcp_pair() -> tuple[Channel, Channel]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        near = socket.create_connection(listener.getsockname())
+        return Channel(near), Channel(listener.accept()[0])
+
+
+@pytest.mark.timeout(20)
 @pytest.mark.parametrize(
     "sizes", [[1], [(512 << 10) - 1], [512 << 10, 1], [0, 3, (1 << 20) + 5, 0, 256 << 10], [5] * 2000 + [5 << 20]]
 )
 @pytest.mark.parametrize("piece", [40_961, 1 << 20])
 def test_bytes_arrive_whole_however_they_are_cut(sizes: list[int], piece: int) -> None:
-    """And the messages behind them: nobody waits for more bytes than come."""
+    """And the messages behind them: nobody waits for more bytes than come, which only the limit would end."""
     sent = random.Random(7).randbytes(sum(sizes))
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        near = socket.create_connection(listener.getsockname())
-        far, _ = listener.accept()
-    with closing(Channel(far)) as receiver, closing(Channel(near)) as sender:
+    near, far = tcp_pair()
+    with closing(near) as sender, closing(far) as receiver:
+        receiver.limit(60.0)
 
         def send() -> None:
             for at in range(0, len(sent), piece):
                 sender.send_bytes(sent[at : at + piece])
             sender.send({"then": 1})
 
-        thread = threading.Thread(target=send)
+        thread = threading.Thread(target=send, daemon=True)
         thread.start()
         parts = [bytearray(size) for size in sizes]
         receiver.recv_into([memoryview(part) for part in parts])
@@ -151,12 +158,29 @@ def test_bytes_arrive_whole_however_they_are_cut(sizes: list[int], piece: int) -
         thread.join()
 
 
+def test_who_receives_many_bytes_is_not_woken_for_each_packet() -> None:
+    data = memoryview(bytearray(4 << 20))
+    near, far = tcp_pair()
+    with closing(near) as sender, closing(far) as receiver, socket.socket(fileno=os.dup(far.fileno())) as seen:
+
+        def woken_after() -> int:
+            return seen.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT)
+
+        assert woken_after() == 1
+        thread = threading.Thread(target=receiver.recv_into, args=([data],), daemon=True)
+        thread.start()
+        deadline = time.monotonic() + 10.0
+        while woken_after() < 64 << 10:
+            assert time.monotonic() < deadline, "the receiver never asked for more than a byte at a time"
+        sender.send_bytes(bytes(len(data)))
+        thread.join()
+        assert woken_after() == 1
+
+
 def test_a_peer_that_falls_silent_within_many_bytes_is_dropped() -> None:
     """What has come so far is less than what a receiver of many bytes is woken for."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        near = socket.create_connection(listener.getsockname())
-        far, _ = listener.accept()
-    with closing(Channel(far)) as receiver, closing(Channel(near)) as sender:
+    near, far = tcp_pair()
+    with closing(near) as sender, closing(far) as receiver:
         receiver.limit(0.2)
         sender.send_bytes(bytes(1000))
         with pytest.raises(TimeoutError, match="nothing moved"):
