@@ -18,8 +18,8 @@ from elastic.checkpoint.memory.source import Holder, MemorySource
 from elastic.checkpoint.memory.wire import TOKEN_BYTES
 from elastic.checkpoint.snapshot import ShardSnapshot
 from elastic.checkpoint.source import CheckpointSource
-from elastic.core import manifest_json
-from elastic.core.manifest import Manifest
+from elastic.core.checkpoint import manifest_json
+from elastic.core.checkpoint.manifest import Manifest
 from elastic.training.local import LocalCoordinator
 from elastic.training.loop import GenerationRunner
 from elastic.training.rendezvous import host_store

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
-from elastic.core.capacity import Cluster, Need, Outlook, judge
 from elastic.core.errors import NoCapacity, UsageError
+from elastic.core.policy.capacity import Cluster, Need, Outlook, judge
 from elastic.core.secrets import check_url
 from elastic.observe.text import plural, size
 from jobs import attempts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic.core import state
+from elastic.core.run import state
 
 NOT_FINISHED = 101
 NOT_FOUND = 102

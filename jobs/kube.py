@@ -11,8 +11,8 @@ from cluster.kube import status as words
 from cluster.kube.api import Cluster
 from cluster.kube.errors import KubeError, KubeNotFound, KubeQuota, KubeRefused
 from cluster.kube.status import RunStatus
-from elastic.core import state
 from elastic.core.errors import ElasticError, NoCapacity, RunNotFound, UsageError
+from elastic.core.run import state
 from jobs.exit_codes import NOT_FINISHED, exit_code
 
 # What the driver of a run ends with; anything else is not its word.

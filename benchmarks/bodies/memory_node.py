@@ -11,9 +11,9 @@ import sys
 import time
 
 from elastic.checkpoint.memory.server import MemoryServer
-from elastic.core import manifest_json
-from elastic.core.assembly import assemble
-from elastic.core.snapshots import snapshot_id
+from elastic.core.checkpoint import manifest_json
+from elastic.core.checkpoint.assembly import assemble
+from elastic.core.checkpoint.snapshots import snapshot_id
 
 
 def main(token: str, run_id: str) -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from elastic.checkpoint.shards import DTYPE_NAMES, bytes_of
 from elastic.checkpoint.source import ReadRange
+from elastic.core.checkpoint.manifest import Manifest, StoredTensor
 from elastic.core.errors import IntegrityError, Where
-from elastic.core.manifest import Manifest, StoredTensor
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ import xxhash
 
 from elastic.checkpoint.digest import partial_digests
 from elastic.checkpoint.snapshot import ShardSnapshot
+from elastic.core.checkpoint.manifest import ShardRecord, StoredTensor
 from elastic.core.errors import IntegrityError, Where
-from elastic.core.layout import check_rank
-from elastic.core.manifest import ShardRecord, StoredTensor
 from elastic.core.names import shard_file
+from elastic.core.sharding.layout import check_rank
 
 DTYPE_NAMES = {
     torch.float64: "F64",

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from elastic.core.layout import RankLayout
-from elastic.core.manifest import Json
+from elastic.core.checkpoint.manifest import Json
+from elastic.core.sharding.layout import RankLayout
 
 
 @dataclass(frozen=True)

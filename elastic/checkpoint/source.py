@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from elastic.core.manifest import Manifest
+from elastic.core.checkpoint.manifest import Manifest
 
 if TYPE_CHECKING:
     import torch

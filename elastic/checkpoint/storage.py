@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
+from elastic.core.checkpoint.manifest import Manifest, ShardRecord
+from elastic.core.checkpoint.manifest_json import from_json, to_json
 from elastic.core.errors import Fenced, IntegrityError, StorageError, UsageError, Where
-from elastic.core.manifest import Manifest, ShardRecord
-from elastic.core.manifest_json import from_json, to_json
 from elastic.core.names import CheckpointRef, check_run_id, checkpoint_id, parse_checkpoint_id, shard_file
 from elastic.store.local import LocalObjects
 from elastic.store.objects import TIMEOUT_S, Objects, open_objects

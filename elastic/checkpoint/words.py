@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from elastic.core.layout import Piece
-from elastic.core.manifest_json import ITEM_BYTES
+from elastic.core.checkpoint.manifest_json import ITEM_BYTES
+from elastic.core.sharding.layout import Piece
 
 if TYPE_CHECKING:
     import numpy.typing as npt

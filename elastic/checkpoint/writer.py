@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from elastic.checkpoint.snapshot import ShardSnapshot
+from elastic.core.checkpoint.manifest import ShardRecord
 from elastic.core.errors import ElasticError, Fenced, IntegrityError, StorageError
-from elastic.core.manifest import ShardRecord
 
 logger = logging.getLogger(__name__)
 

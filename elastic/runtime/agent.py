@@ -23,9 +23,9 @@ import ray
 
 from elastic.checkpoint.memory.server import MemoryServer
 from elastic.checkpoint.memory.wire import Address, connect
-from elastic.core.manifest import ShardRecord
+from elastic.core.checkpoint.manifest import ShardRecord
+from elastic.core.checkpoint.snapshots import Held
 from elastic.core.settings import RunSettings
-from elastic.core.snapshots import Held
 from elastic.runtime.urgency import take_priority
 from elastic.runtime.vitals import open_mailbox, receive
 

@@ -15,7 +15,7 @@ from ray._private.state import state as ray_state
 from ray._raylet import GcsClient  # type: ignore[attr-defined]  # compiled, without types
 from ray.core.generated import autoscaler_pb2 as _generated
 
-from elastic.core.capacity import Cluster, NodeType, Resources
+from elastic.core.policy.capacity import Cluster, NodeType, Resources
 
 # Its stubs do not know half of it.
 _messages: Any = _generated

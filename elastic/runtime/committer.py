@@ -10,11 +10,11 @@ from typing import Any
 
 from elastic.checkpoint.storage import CheckpointStore
 from elastic.core import events as ev
-from elastic.core.assembly import assemble
+from elastic.core.checkpoint.assembly import assemble
+from elastic.core.checkpoint.manifest import Manifest, ShardRecord
 from elastic.core.errors import ElasticError, IntegrityError, StorageError, UsageError
-from elastic.core.manifest import Manifest, ShardRecord
 from elastic.core.names import CheckpointRef, checkpoint_id
-from elastic.core.retention import to_delete
+from elastic.core.policy.retention import to_delete
 from elastic.core.settings import RunSettings
 
 logger = logging.getLogger(__name__)

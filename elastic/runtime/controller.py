@@ -20,12 +20,12 @@ import ray
 
 from elastic.checkpoint.storage import CheckpointStore
 from elastic.core import events as ev
-from elastic.core import machine
 from elastic.core.errors import Fenced
+from elastic.core.policy.priority_sharing import Claim
+from elastic.core.run import machine
+from elastic.core.run.state import Finished, RunState, WorkerPhase
 from elastic.core.secrets import secret_values
 from elastic.core.settings import RunSettings
-from elastic.core.sharing import Claim
-from elastic.core.state import Finished, RunState, WorkerPhase
 from elastic.observe.journal import JournalWriter
 from elastic.runtime.agent import BEAT_LIMIT_S, Beat
 from elastic.runtime.committer import Committer

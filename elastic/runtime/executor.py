@@ -15,10 +15,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from elastic.core import actions as act
 from elastic.core import events as ev
+from elastic.core.checkpoint.snapshots import is_snapshot
 from elastic.core.errors import UsageError
+from elastic.core.run.state import RunState, SlotPhase, WorkerPhase
 from elastic.core.settings import RunSettings
-from elastic.core.snapshots import is_snapshot
-from elastic.core.state import RunState, SlotPhase, WorkerPhase
 from elastic.runtime import names
 from elastic.runtime.agents import Agents
 from elastic.runtime.control_store import StoreThreads

@@ -13,11 +13,11 @@ import ray
 
 from elastic.checkpoint.memory.pace import STILL_LIMIT_S
 from elastic.checkpoint.memory.wire import Address
-from elastic.core.assembly import assemble
+from elastic.core.checkpoint.assembly import assemble
+from elastic.core.checkpoint.manifest import Manifest, ShardRecord
+from elastic.core.checkpoint.manifest_json import from_json, to_json
+from elastic.core.checkpoint.snapshots import STEPS, Held, Snapshot, not_whole, recoverable
 from elastic.core.errors import IntegrityError, StorageError
-from elastic.core.manifest import Manifest, ShardRecord
-from elastic.core.manifest_json import from_json, to_json
-from elastic.core.snapshots import STEPS, Held, Snapshot, not_whole, recoverable
 from elastic.runtime.agent import NodeFacts
 
 logger = logging.getLogger(__name__)

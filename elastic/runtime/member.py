@@ -12,9 +12,9 @@ from typing import Any
 from elastic.checkpoint.snapshot import ShardSnapshot
 from elastic.checkpoint.source import CheckpointSource
 from elastic.core import events as ev
+from elastic.core.checkpoint.snapshots import is_snapshot
 from elastic.core.errors import GenerationEnded
 from elastic.core.settings import FailureSettings
-from elastic.core.snapshots import is_snapshot
 from elastic.runtime.outbox import Item, Outbox
 from elastic.runtime.patience import PatientSource
 from elastic.runtime.vitals import Vitals

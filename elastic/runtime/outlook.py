@@ -15,11 +15,11 @@ from typing import Any
 
 import ray
 
-from elastic.core import sharing
-from elastic.core.capacity import Judgement, Need, Outlook, fits, judge
 from elastic.core.events import CapacityJudged, Event, SlotsShared
-from elastic.core.sharing import Claim
-from elastic.core.state import RunState, SlotPhase
+from elastic.core.policy import priority_sharing
+from elastic.core.policy.capacity import Judgement, Need, Outlook, fits, judge
+from elastic.core.policy.priority_sharing import Claim
+from elastic.core.run.state import RunState, SlotPhase
 from elastic.runtime import names
 from elastic.runtime.cluster_view import ClusterLook, ClusterView
 from elastic.runtime.control_store import StoreThreads
@@ -57,7 +57,9 @@ class OutlookWatch:
         self._clock = clock
         self._shortage = state().shortage
         self._limit = state().slot_limit
-        self._held = sharing.Held(sharing.Share(self._limit, state().slot_limit_reason), clock() + sharing.HOLD_S)
+        self._held = priority_sharing.Held(
+            priority_sharing.Share(self._limit, state().slot_limit_reason), clock() + priority_sharing.HOLD_S
+        )
         self._hopeless_since: float | None = None
         self._refused = False
         self._claim: Claim | None = None
@@ -102,7 +104,7 @@ class OutlookWatch:
         self._tell_shortage(judge(need_of(state), view.cluster), sure_s, now)
         self._claim = claim_of(state, view, now)
         free = sum(fits(self._claim.slot, place) for place in view.free.values())
-        self._held = self._held.next(sharing.decide(self._claim, others, free), now)
+        self._held = self._held.next(priority_sharing.decide(self._claim, others, free), now)
         share = self._held.share
         if share.limit != self._limit:
             self._limit = share.limit

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from elastic.checkpoint.source import CheckpointSource, ReadRange
+from elastic.core.checkpoint.manifest import Manifest
 from elastic.core.errors import StorageError
-from elastic.core.manifest import Manifest
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic.core.actions import Note
-from elastic.core.state import Closing, RunState, SlotPhase, Training, WorkerPhase
+from elastic.core.run.state import Closing, RunState, SlotPhase, Training, WorkerPhase
 from elastic.runtime.telemetry import Telemetry
 
 

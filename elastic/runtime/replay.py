@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic.core import events as ev
-from elastic.core import machine
+from elastic.core.data.steps import Range
+from elastic.core.run import machine
+from elastic.core.run.state import RunState
 from elastic.core.settings import RunSettings
-from elastic.core.state import RunState
-from elastic.core.steps import Range
 from elastic.observe.journal import JournalWriter
 from elastic.runtime.telemetry import Telemetry, skips_of
 

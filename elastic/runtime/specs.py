@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from elastic.core.actions import BeginGeneration
-from elastic.core.parity import place_parity
+from elastic.core.checkpoint.parity import place_parity
+from elastic.core.checkpoint.snapshots import place_replicas
 from elastic.core.settings import RunSettings
-from elastic.core.snapshots import place_replicas
 from elastic.runtime.agent import NodeFacts
 from elastic.runtime.holdings import targets_of
 from elastic.training.session import BatchSettings, GenerationSpec, MemoryPlan

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from elastic.core import events as ev
-from elastic.core.detector import HangLimit, ProgressWatch
-from elastic.core.ledger import PROVE, RESHARD, RESTORE, SampleLedger, TimeLedger, owner_of
+from elastic.core.data.steps import CompletedStep, Range, StepTable
+from elastic.core.policy.liveness import HangLimit, ProgressWatch
+from elastic.core.run.state import RunState
 from elastic.core.settings import RunSettings
-from elastic.core.state import RunState
-from elastic.core.steps import CompletedStep, Range, StepTable
 from elastic.observe.text import finite
+from elastic.observe.time_ledger import PROVE, RESHARD, RESTORE, SampleLedger, TimeLedger, owner_of
 
 # A journal record of steps holds at most this many, and waits at most this long.
 _STEPS_PER_RECORD = 100

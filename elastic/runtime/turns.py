@@ -13,12 +13,12 @@ from typing import Any
 
 from elastic.core import actions as act
 from elastic.core import events as ev
-from elastic.core import machine
-from elastic.core.detector import LastSeen
+from elastic.core.data.steps import CompletedStep
+from elastic.core.policy.liveness import LastSeen
+from elastic.core.policy.stragglers import StragglerWatch
+from elastic.core.run import machine
+from elastic.core.run.state import USER_CODE_FAILED, Ending, Finished, RunState, Slot, Training
 from elastic.core.settings import RunSettings
-from elastic.core.state import USER_CODE_FAILED, Ending, Finished, RunState, Slot, Training
-from elastic.core.steps import CompletedStep
-from elastic.core.stragglers import StragglerWatch
 from elastic.runtime.agent import Beat
 from elastic.runtime.committer import Committer
 from elastic.runtime.executor import Executor

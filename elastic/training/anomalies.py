@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
+from elastic.core.data.steps import Range
 from elastic.core.errors import UsageError
 from elastic.core.settings import AnomalySettings
-from elastic.core.steps import Range
 
 logger = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from elastic.core.data.samples import SampleOrder
 from elastic.core.errors import UsageError
-from elastic.core.samples import SampleOrder
 from elastic.training import context
 from elastic.training.config import ResolvedConfig, read_config, resolve
 from elastic.training.context import Context, Generation, StateOfTheRun

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from elastic.core.batches import passes_per_rank
+from elastic.core.data.micro_batches import passes_per_rank
 from elastic.core.errors import UsageError
 from elastic.training.refused import refuse
 from elastic.training.session import BatchSettings

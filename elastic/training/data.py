@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from elastic.core.batches import MicroBatch
+from elastic.core.data.micro_batches import MicroBatch
+from elastic.core.data.samples import SampleOrder
 from elastic.core.errors import UsageError
-from elastic.core.samples import SampleOrder
 from elastic.training import rng
 from elastic.training.progress import StepPlan
 

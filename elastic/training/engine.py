@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic.core.batches import loss_scale
+from elastic.core.checkpoint.snapshots import is_snapshot
+from elastic.core.data.micro_batches import loss_scale
+from elastic.core.data.samples import SampleOrder
 from elastic.core.errors import UsageError
-from elastic.core.samples import SampleOrder
-from elastic.core.snapshots import is_snapshot
 from elastic.training import place, rng
 from elastic.training.anomalies import AnomalyWatch, BadStep
 from elastic.training.context import Generation

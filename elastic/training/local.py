@@ -24,9 +24,9 @@ from elastic.checkpoint.snapshot import ShardSnapshot
 from elastic.checkpoint.source import CheckpointSource
 from elastic.checkpoint.storage import CheckpointStore
 from elastic.checkpoint.writer import BackgroundWriter
-from elastic.core.assembly import assemble
+from elastic.core.checkpoint.assembly import assemble
+from elastic.core.checkpoint.manifest import Manifest, ShardRecord
 from elastic.core.errors import ElasticError, UsageError
-from elastic.core.manifest import Manifest, ShardRecord
 from elastic.training import cleanup, context, rng
 from elastic.training.context import Generation
 from elastic.training.loop import GenerationRunner

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from elastic.core.data.steps import Range, union
 from elastic.core.errors import IntegrityError, UsageError
-from elastic.core.steps import Range, union
 from elastic.training.progress import StepPlan, total_samples
 from elastic.training.session import BatchSettings
 

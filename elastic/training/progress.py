@@ -6,9 +6,9 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from elastic.core.batches import MicroBatch, deal, next_position, step_positions, steps_in
+from elastic.core.data.micro_batches import MicroBatch, deal, next_position, step_positions, steps_in
+from elastic.core.data.steps import Range
 from elastic.core.errors import UsageError
-from elastic.core.steps import Range
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
+from elastic.core.data.steps import Range
 from elastic.core.settings import AnomalySettings
-from elastic.core.steps import Range
 
 if TYPE_CHECKING:
     from elastic.checkpoint.snapshot import ShardSnapshot
     from elastic.checkpoint.source import CheckpointSource
-    from elastic.core.manifest import ShardRecord
+    from elastic.core.checkpoint.manifest import ShardRecord
 
 
 @dataclass(frozen=True)

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic.core.cadence import Cadence, Costs
+from elastic.core.checkpoint.snapshots import STEPS, is_snapshot, parse_snapshot_id
 from elastic.core.errors import CollectiveFailed, Fenced, IntegrityError, StorageError, UsageError
-from elastic.core.snapshots import STEPS, is_snapshot, parse_snapshot_id
+from elastic.core.policy.snapshot_interval import Cadence, Costs
 from elastic.training.session import MemoryPlan, Phase, SnapshotMemory
 from elastic.training.state.copier import Copier
 from elastic.training.state.host import over
 from elastic.training.state.pins import Pins
 
 if TYPE_CHECKING:
-    from elastic.core.manifest import Json, ShardRecord
+    from elastic.core.checkpoint.manifest import Json, ShardRecord
     from elastic.training.context import Generation
     from elastic.training.state import EngineState
 

@@ -9,10 +9,10 @@ import torch
 
 from elastic.checkpoint.memory.client import NodeMemory
 from elastic.checkpoint.memory.server import MemoryServer
-from elastic.core.layout import Piece
-from elastic.core.manifest import ShardRecord, StoredTensor
+from elastic.core.checkpoint.manifest import ShardRecord, StoredTensor
+from elastic.core.checkpoint.snapshots import Held
 from elastic.core.names import shard_file
-from elastic.core.snapshots import Held
+from elastic.core.sharding.layout import Piece
 
 TOKEN = bytes(range(32))
 KINDS = ("fp32", "exp_avg")

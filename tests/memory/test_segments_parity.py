@@ -26,10 +26,10 @@ from elastic.checkpoint.memory.server import MemoryServer
 from elastic.checkpoint.memory.source import Holder, MemorySource
 from elastic.checkpoint.memory.wire import Address, connect
 from elastic.checkpoint.source import ReadRange
-from elastic.core.assembly import assemble
+from elastic.core.checkpoint.assembly import assemble
+from elastic.core.checkpoint.manifest import ShardRecord
+from elastic.core.checkpoint.snapshots import Held, recoverable
 from elastic.core.errors import IntegrityError, StorageError, UsageError
-from elastic.core.manifest import ShardRecord
-from elastic.core.snapshots import Held, recoverable
 
 STRIPE = (0, 1, 2)
 LONG = 200_000  # 1.6 MB of two kinds: two chunks, and more than what lies in socket buffers of the proxy

@@ -18,10 +18,10 @@ from elastic.checkpoint.memory.lines import Line, Mark
 from elastic.checkpoint.memory.parity import Contribution, Parity
 from elastic.checkpoint.memory.shelf import Shelf
 from elastic.checkpoint.memory.store import Store
+from elastic.core.checkpoint.manifest import ShardRecord
+from elastic.core.checkpoint.parity import Stripe, place_parity
+from elastic.core.checkpoint.snapshots import Held, recoverable
 from elastic.core.errors import IntegrityError, StorageError
-from elastic.core.manifest import ShardRecord
-from elastic.core.parity import Stripe, place_parity
-from elastic.core.snapshots import Held, recoverable
 
 LIMIT_BYTES = 1 << 20
 

@@ -22,9 +22,9 @@ from elastic.checkpoint.memory.server import MemoryServer
 from elastic.checkpoint.memory.source import Holder, MemorySource
 from elastic.checkpoint.memory.wire import connect
 from elastic.checkpoint.source import ReadRange
-from elastic.core.assembly import assemble
+from elastic.core.checkpoint.assembly import assemble
+from elastic.core.checkpoint.manifest import Manifest
 from elastic.core.errors import GenerationEnded, IntegrityError, StorageError, UsageError
-from elastic.core.manifest import Manifest
 
 
 @pytest.fixture

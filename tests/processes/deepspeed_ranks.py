@@ -89,7 +89,7 @@ def check_rank(zero: dict[str, Any], rank: int, world_size: int) -> None:
     """The pure layout's pieces, looked up in DeepSpeed's own flat tensors, hold these very elements."""
     import torch
 
-    from elastic.core.zero_layout import zero3_layout, zero12_layout
+    from elastic.core.sharding.zero import zero3_layout, zero12_layout
     from elastic.training.state import open_state
 
     join_fake(rank, world_size)

@@ -72,7 +72,7 @@ def run_case(case: Case, rank: int, folder: Path) -> None:
 def save_checkpoint(engine: Any, folder: Path, run_id: str, step: int, client: dict[str, Any]) -> str:
     """Snapshot, shard, manifest. Collective; returns the checkpoint's id."""
     from elastic.checkpoint.storage import CheckpointStore
-    from elastic.core.assembly import assemble
+    from elastic.core.checkpoint.assembly import assemble
     from elastic.training.state import open_state
 
     state = open_state(engine)

@@ -11,8 +11,8 @@ import torch
 from crew import Crew, Outcome
 
 from elastic.checkpoint.storage import CheckpointStore
-from elastic.core.batches import step_positions
-from elastic.core.samples import SampleOrder
+from elastic.core.data.micro_batches import step_positions
+from elastic.core.data.samples import SampleOrder
 from elastic.core.settings import AnomalySettings
 from elastic.training.session import BatchSettings
 

@@ -14,8 +14,8 @@ import torch
 from crew import Crew
 from torch import nn
 
-from elastic.core.batches import deal
-from elastic.core.samples import SampleOrder
+from elastic.core.data.micro_batches import deal
+from elastic.core.data.samples import SampleOrder
 from elastic.training import rng
 from elastic.training.session import BatchSettings
 

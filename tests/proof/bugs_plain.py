@@ -80,7 +80,7 @@ _ZERO = dict.fromkeys(("global_steps", "global_samples", "skipped_steps", "micro
 
 def one_stream_for_all() -> Change:
     """Every rank draws what rank 0 draws: its passes have the numbers that rank 0's have."""
-    from elastic.core.batches import deal
+    from elastic.core.data.micro_batches import deal
     from elastic.training import rng as streams
     from proof.crowd import own_rank
 

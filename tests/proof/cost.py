@@ -15,7 +15,7 @@ _ROUNDS = 5
 def seconds_per_gb() -> dict[str, tuple[float, float]]:
     """Part of the proof -> (median, spread) in processor seconds per GB that it reads, on one thread."""
     from elastic.checkpoint.digest import digest
-    from elastic.core.layout import Piece
+    from elastic.core.sharding.layout import Piece
     from elastic.training.state.live import Master, Weight
     from elastic.training.state.weights import fingerprint, unfaithful
 

@@ -152,7 +152,7 @@ def _restored(
 def _unchecked() -> Iterator[None]:
     """Without the proof and the checks before it: what would the mutation have done?"""
     import elastic.training.state as package
-    from elastic.core import assembly
+    from elastic.core.checkpoint import assembly
     from elastic.training.state import engine_state
 
     def nothing(*_: Any, **__: Any) -> None:

@@ -117,7 +117,7 @@ class Place:
 
 def place(rank: int, world_size: int, saved: dict[str, Any] | None, step: int) -> tuple[Place, Any, Any]:
     """The place of a rank, its plan and its order, as the engine and the loader have them after `step` steps."""
-    from elastic.core.samples import SampleOrder
+    from elastic.core.data.samples import SampleOrder
     from elastic.training import rng
     from elastic.training.progress import StepPlan
     from elastic.training.user_state import State
@@ -143,7 +143,7 @@ def place(rank: int, world_size: int, saved: dict[str, Any] | None, step: int) -
 def save(source: World, store_url: str | None = None) -> tuple[Any, str]:
     """Snapshot, shards, manifest: (store, checkpoint id)."""
     from elastic.checkpoint.storage import CheckpointStore
-    from elastic.core.assembly import assemble
+    from elastic.core.checkpoint.assembly import assemble
     from elastic.training.state import open_state
 
     store = CheckpointStore(store_url or f"memory://proof-{next(_numbers)}", RUN)

@@ -93,8 +93,9 @@ class Lying:
 
 def modules() -> Any:
     """Our modules that are changed, by their own names; imported when asked for."""
-    from elastic.core import assembly, plan
+    from elastic.core.checkpoint import assembly
+    from elastic.core.sharding import reshard
     from elastic.training.state import client, engine_state, inventory, partitioned, reading, stage3
 
-    found = (assembly, plan, client, engine_state, inventory, partitioned, reading, stage3)
+    found = (assembly, reshard, client, engine_state, inventory, partitioned, reading, stage3)
     return SimpleNamespace(**{module.__name__.rsplit(".", 1)[1]: module for module in found})

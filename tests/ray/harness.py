@@ -20,6 +20,7 @@ from ray.util.placement_group import PlacementGroup
 
 from cluster import LocalCluster, NodeInfo, NodeState, processes
 from cluster.nodes import TAG
+from elastic.core.checkpoint.snapshots import Held
 from elastic.core.errors import RunNotFound
 from elastic.core.settings import (
     AnomalySettings,
@@ -30,7 +31,6 @@ from elastic.core.settings import (
     ScalingSettings,
     StragglerSettings,
 )
-from elastic.core.snapshots import Held
 from elastic.observe.journal import JournalReader
 from elastic.observe.summary import summarize
 from elastic.runtime import client, names

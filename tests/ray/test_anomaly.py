@@ -10,7 +10,7 @@ import pytest
 from harness import Run, given_samples
 
 from cluster import LocalCluster
-from elastic.core.samples import SampleOrder
+from elastic.core.data.samples import SampleOrder
 
 pytestmark = pytest.mark.ray
 

@@ -10,7 +10,7 @@ import pytest
 from harness import Run, actors_among, wait_until
 
 from cluster import LocalCluster
-from elastic.core.snapshots import place_replicas
+from elastic.core.checkpoint.snapshots import place_replicas
 
 pytestmark = pytest.mark.ray
 

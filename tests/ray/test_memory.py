@@ -8,8 +8,8 @@ import pytest
 from harness import Run, kill_together, wait_until
 
 from cluster import LocalCluster
+from elastic.core.checkpoint.snapshots import place_replicas
 from elastic.core.settings import ScalingSettings
-from elastic.core.snapshots import place_replicas
 
 pytestmark = pytest.mark.ray
 

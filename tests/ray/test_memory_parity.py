@@ -8,7 +8,7 @@ import pytest
 from harness import Run, kill_together, wait_until
 
 from cluster import LocalCluster
-from elastic.core.parity import Stripe, place_parity
+from elastic.core.checkpoint.parity import Stripe, place_parity
 
 pytestmark = pytest.mark.ray
 

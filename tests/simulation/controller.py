@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from elastic.core import actions as act
 from elastic.core import events as ev
-from elastic.core import machine
+from elastic.core.run import machine
+from elastic.core.run.state import Finished, RunState
 from elastic.core.settings import RunSettings
-from elastic.core.state import Finished, RunState
 from simulation.invariants import Invariants
 from simulation.processes import Group
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from elastic.core import actions as act
 from elastic.core import events as ev
-from elastic.core import machine
-from elastic.core.snapshots import is_snapshot, parse_snapshot_id
-from elastic.core.state import (
+from elastic.core.checkpoint.snapshots import is_snapshot, parse_snapshot_id
+from elastic.core.run import machine
+from elastic.core.run.state import (
     FINISHED,
     NO_CAPACITY,
     STOPPED,

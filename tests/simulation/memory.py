@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from elastic.core import events as ev
-from elastic.core.parity import Stripe, place_parity
-from elastic.core.snapshots import Held, parse_snapshot_id, place_replicas, recoverable, snapshot_id
+from elastic.core.checkpoint.parity import Stripe, place_parity
+from elastic.core.checkpoint.snapshots import Held, parse_snapshot_id, place_replicas, recoverable, snapshot_id
 from simulation.processes import Group, Node
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from elastic.core import events as ev
-from elastic.core.steps import Range
+from elastic.core.data.steps import Range
 from simulation.samples import Samples
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from elastic.core.batches import step_positions
-from elastic.core.steps import Range, join, union
+from elastic.core.data.micro_batches import step_positions
+from elastic.core.data.steps import Range, join, union
 
 BATCH = 10
 

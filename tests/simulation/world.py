@@ -6,9 +6,9 @@ from random import Random
 from typing import Any
 
 from elastic.core import events as ev
-from elastic.core.snapshots import is_snapshot
-from elastic.core.state import RunState, SlotPhase, Training, WorkerPhase
-from elastic.core.steps import Range
+from elastic.core.checkpoint.snapshots import is_snapshot
+from elastic.core.data.steps import Range
+from elastic.core.run.state import RunState, SlotPhase, Training, WorkerPhase
 from simulation.clock import Clock
 from simulation.cluster import Cluster, Storage
 from simulation.controller import Controller

@@ -18,9 +18,9 @@ from storage_contract import everything, save
 
 from elastic.checkpoint.storage import CheckpointStore
 from elastic.checkpoint.writer import BackgroundWriter
-from elastic.core.assembly import assemble
+from elastic.core.checkpoint.assembly import assemble
+from elastic.core.checkpoint.manifest import ShardRecord
 from elastic.core.errors import ElasticError, Fenced, IntegrityError, StorageError, UsageError
-from elastic.core.manifest import ShardRecord
 from elastic.core.names import CheckpointRef
 from elastic.observe.journal import JournalReader, JournalWriter
 from elastic.observe.object_segments import ObjectSegments

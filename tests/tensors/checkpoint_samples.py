@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from elastic.checkpoint.snapshot import ShardSnapshot
-from elastic.core.layout import Layout, RankLayout, merged
-from elastic.core.zero_layout import dealt_layout, replicated_layout, zero3_layout, zero12_layout
+from elastic.core.sharding.layout import Layout, RankLayout, merged
+from elastic.core.sharding.zero import dealt_layout, replicated_layout, zero3_layout, zero12_layout
 
 State = Mapping[str, Mapping[str, torch.Tensor]]
 

@@ -11,9 +11,9 @@ from checkpoint_samples import one_snapshot, snapshots, state, written
 
 from elastic.checkpoint.source import CheckpointSource, ReadRange
 from elastic.checkpoint.storage import CheckpointStore
-from elastic.core.assembly import assemble
+from elastic.core.checkpoint.assembly import assemble
+from elastic.core.checkpoint.manifest import Manifest
 from elastic.core.errors import Fenced, IntegrityError, UsageError
-from elastic.core.manifest import Manifest
 from elastic.core.names import CheckpointRef
 from elastic.store.objects import Objects
 

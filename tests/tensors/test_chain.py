@@ -12,10 +12,10 @@ from elastic.checkpoint.digest import partial_digests
 from elastic.checkpoint.shards import DTYPE_NAMES
 from elastic.checkpoint.source import CheckpointSource, ReadRange
 from elastic.checkpoint.storage import CheckpointStore
-from elastic.core.assembly import assemble
-from elastic.core.layout import RankLayout
-from elastic.core.manifest import Manifest
-from elastic.core.plan import plan_rank
+from elastic.core.checkpoint.assembly import assemble
+from elastic.core.checkpoint.manifest import Manifest
+from elastic.core.sharding.layout import RankLayout
+from elastic.core.sharding.reshard import plan_rank
 
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 STAGES = ["zero12", "zero3", "zero0"]

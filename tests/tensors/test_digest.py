@@ -13,8 +13,8 @@ from elastic.checkpoint import digest as digest_module
 from elastic.checkpoint import words as module
 from elastic.checkpoint.digest import digest, partial_digests
 from elastic.checkpoint.shards import DTYPE_NAMES
-from elastic.core.layout import Piece, RankLayout
-from elastic.core.zero_layout import zero3_layout, zero12_layout
+from elastic.core.sharding.layout import Piece, RankLayout
+from elastic.core.sharding.zero import zero3_layout, zero12_layout
 
 DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,

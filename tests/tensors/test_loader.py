@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
-from elastic.core.batches import passes_per_rank
+from elastic.core.data.micro_batches import passes_per_rank
+from elastic.core.data.samples import SampleOrder
 from elastic.core.errors import GenerationEnded, UsageError
-from elastic.core.samples import SampleOrder
 from elastic.training.context import Generation
 from elastic.training.data import BatchReader, require_map_style
 from elastic.training.loader import ElasticLoader

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from storage_contract import save
 
 from elastic.checkpoint.storage import CheckpointStore
+from elastic.core.checkpoint.manifest_json import _check, _compact, from_json, to_json
 from elastic.core.errors import IntegrityError, UsageError
-from elastic.core.manifest_json import _check, _compact, from_json, to_json
 from elastic.core.names import check_file, check_path, check_run_id, parse_checkpoint_id
 from elastic.observe.journal import JournalReader, JournalWriter
 from elastic.observe.segments import open_segments

@@ -12,9 +12,9 @@ from checkpoint_samples import one_snapshot, snapshots, state, written
 from elastic.checkpoint.digest import partial_digests
 from elastic.checkpoint.shards import DTYPE_NAMES, ShardStream, bytes_of, plan_file
 from elastic.checkpoint.snapshot import ShardSnapshot
+from elastic.core.checkpoint.manifest_json import ITEM_BYTES
 from elastic.core.errors import IntegrityError
-from elastic.core.layout import Piece, RankLayout
-from elastic.core.manifest_json import ITEM_BYTES
+from elastic.core.sharding.layout import Piece, RankLayout
 
 ALL_DTYPES = sorted(DTYPE_NAMES, key=str)
 

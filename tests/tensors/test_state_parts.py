@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from elastic.core.checkpoint.manifest import Manifest
 from elastic.core.errors import ModelMismatch, UsageError
-from elastic.core.layout import Piece, RankLayout
-from elastic.core.manifest import Manifest
+from elastic.core.sharding.layout import Piece, RankLayout
 from elastic.training.state import optimizer as optimizer_state
 from elastic.training.state.engine_state import LiveState
 from elastic.training.state.host import HostCopy, HostPool

@@ -11,8 +11,8 @@ from elastic.checkpoint.faults import Fault, FaultyObjects
 from elastic.checkpoint.snapshot import ShardSnapshot
 from elastic.checkpoint.storage import CheckpointStore
 from elastic.checkpoint.writer import BackgroundWriter, retry_delay_s
+from elastic.core.checkpoint.manifest import ShardRecord
 from elastic.core.errors import ElasticError, Fenced, IntegrityError, StorageError
-from elastic.core.manifest import ShardRecord
 from elastic.store.local import LocalObjects
 
 # How long a test waits for what must happen; it never passes by waiting.

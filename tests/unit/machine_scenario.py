@@ -6,9 +6,9 @@ from typing import Any, TypeVar
 
 from elastic.core import actions as act
 from elastic.core import events as ev
-from elastic.core import machine
+from elastic.core.run import machine
+from elastic.core.run.state import Finished, SlotPhase, Stage, WorkerPhase
 from elastic.core.settings import FailureSettings, MemorySettings, RunSettings, ScalingSettings
-from elastic.core.state import Finished, SlotPhase, Stage, WorkerPhase
 
 A = TypeVar("A")
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.core.batches import (
+from elastic.core.data.micro_batches import (
     MicroBatch,
     deal,
     loss_scale,
@@ -16,8 +16,8 @@ from elastic.core.batches import (
     step_positions,
     steps_in,
 )
+from elastic.core.data.steps import Range, join
 from elastic.core.errors import UsageError
-from elastic.core.steps import Range, join
 
 WORLD_SIZES = st.integers(1, 64)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic.core.cadence import Cadence, Costs
+from elastic.core.policy.snapshot_interval import Cadence, Costs
 
 
 def taken(cadence: Cadence, steps: int, cost_s: float | None, step_s: float) -> list[int]:

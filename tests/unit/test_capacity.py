@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.core.capacity import Cluster, Need, NodeType, Outlook, fits, judge
+from elastic.core.policy.capacity import Cluster, Need, NodeType, Outlook, fits, judge
 
 NODE = {"CPU": 16.0, "GPU": 4.0, "memory": 1e9, "node:10.0.0.1": 1.0}
 

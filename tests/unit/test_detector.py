@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.core.detector import CompletedStep, HangLimit, LastSeen, ProgressWatch, StepTable
+from elastic.core.data.steps import join, union
 from elastic.core.events import FirstStepDone
-from elastic.core.steps import join, union
+from elastic.core.policy.liveness import CompletedStep, HangLimit, LastSeen, ProgressWatch, StepTable
 
 BEAT_S, LIMIT_S = 0.2, 1.0
 

@@ -18,8 +18,9 @@ import pytest
 from pydantic_core import PydanticUndefined
 
 from cluster.chaos import Action, Chaos
-from elastic.core import incident, ledger
+from elastic.core.run import incident
 from elastic.core.settings import FailureSettings
+from elastic.observe import time_ledger
 from elastic.training.refused import REFUSED
 from jobs import exit_codes
 from jobs.cli import parser
@@ -152,7 +153,7 @@ def test_faults() -> None:
 
 def test_owners_of_time() -> None:
     told = set(inline(ROOT / "docs" / "failures.md"))
-    assert set(ledger.OWNERS) <= told
+    assert set(time_ledger.OWNERS) <= told
 
 
 def test_refused_options() -> None:

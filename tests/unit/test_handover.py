@@ -13,7 +13,7 @@ import pytest
 import ray
 
 from elastic.core import events as ev
-from elastic.core import machine
+from elastic.core.run import machine
 from elastic.core.settings import RunSettings, ScalingSettings
 from elastic.observe.journal import JournalWriter
 from elastic.runtime import names

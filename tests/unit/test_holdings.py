@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from elastic.core.checkpoint.manifest import ShardRecord, StoredTensor
+from elastic.core.checkpoint.snapshots import STEPS, Held, snapshot_id
 from elastic.core.errors import IntegrityError, StorageError
-from elastic.core.layout import Piece
-from elastic.core.manifest import ShardRecord, StoredTensor
-from elastic.core.snapshots import STEPS, Held, snapshot_id
+from elastic.core.sharding.layout import Piece
 from elastic.runtime.agent import NodeFacts
 from elastic.runtime.holdings import Assembled, Holdings
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.core.errors import IntegrityError, UsageError
-from elastic.core.layout import Layout, Piece, RankLayout, check_cover, check_rank, merged
-from elastic.core.zero_layout import dealt_layout, replicated_layout, zero3_layout, zero12_layout
+from elastic.core.sharding.layout import Layout, Piece, RankLayout, check_cover, check_rank, merged
+from elastic.core.sharding.zero import dealt_layout, replicated_layout, zero3_layout, zero12_layout
 
 GROUPS = st.lists(st.lists(st.integers(0, 60), max_size=8), max_size=4).map(
     lambda groups: [[(f"g{g}.p{p}", numel) for p, numel in enumerate(group)] for g, group in enumerate(groups)]

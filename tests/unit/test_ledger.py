@@ -8,11 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.core import ledger as own
-from elastic.core.incident import Incident
-from elastic.core.ledger import OWNERS, SampleCount, SampleLedger, TimeLedger, owner_of
-from elastic.core.settings import RunSettings, ScalingSettings
-from elastic.core.state import (
+from elastic.core.run.incident import Incident
+from elastic.core.run.state import (
     Closing,
     Ending,
     Finished,
@@ -28,6 +25,9 @@ from elastic.core.state import (
     Worker,
     WorkerPhase,
 )
+from elastic.core.settings import RunSettings, ScalingSettings
+from elastic.observe import time_ledger as own
+from elastic.observe.time_ledger import OWNERS, SampleCount, SampleLedger, TimeLedger, owner_of
 
 
 def test_steps_are_unknown_until_a_checkpoint_covers_them() -> None:

@@ -11,10 +11,10 @@ from machine_scenario import Scenario
 
 from elastic.core import actions as act
 from elastic.core import events as ev
-from elastic.core import machine
+from elastic.core.checkpoint.snapshots import snapshot_id
+from elastic.core.run import machine
+from elastic.core.run.state import GAVE_UP, Ending, Finished, Training, Waiting
 from elastic.core.settings import AnomalySettings
-from elastic.core.snapshots import snapshot_id
-from elastic.core.state import GAVE_UP, Ending, Finished, Training, Waiting
 
 
 def scenario(memory: bool = False, **anomalies: Any) -> Scenario:

@@ -12,8 +12,8 @@ from machine_scenario import Scenario
 
 from elastic.core import actions as act
 from elastic.core import events as ev
-from elastic.core import machine
-from elastic.core.state import Closing, Ending, Finished, Joining, Pausing, Training, Waiting, WorkerPhase
+from elastic.core.run import machine
+from elastic.core.run.state import Closing, Ending, Finished, Joining, Pausing, Training, Waiting, WorkerPhase
 
 STORIES = {
     "Waiting": lambda: Scenario(2, 3).do(ev.RunStarted()).nodes(1),

@@ -6,7 +6,7 @@ from machine_scenario import Scenario
 
 from elastic.core import actions as act
 from elastic.core import events as ev
-from elastic.core.state import Finished, Joining, Pausing, SlotPhase, Training, Waiting
+from elastic.core.run.state import Finished, Joining, Pausing, SlotPhase, Training, Waiting
 
 WHY = "run b of priority 1 (this one: 0) waits for 2 slots"
 

@@ -6,7 +6,7 @@ from machine_scenario import Scenario
 
 from elastic.core import actions as act
 from elastic.core import events as ev
-from elastic.core.state import Ending, Joining, Pausing, SlotPhase, Training, Waiting
+from elastic.core.run.state import Ending, Joining, Pausing, SlotPhase, Training, Waiting
 
 
 def drained(s: Scenario, *nodes: str, in_s: float = 60.0) -> Scenario:

@@ -7,7 +7,7 @@ from machine_scenario import Scenario
 
 from elastic.core import actions as act
 from elastic.core import events as ev
-from elastic.core.state import Ending, Joining, Training, Waiting
+from elastic.core.run.state import Ending, Joining, Training, Waiting
 
 
 def test_survivors_go_on_at_once_when_there_are_enough() -> None:

@@ -7,7 +7,7 @@ from machine_scenario import Scenario
 
 from elastic.core import actions as act
 from elastic.core import events as ev
-from elastic.core.state import Closing, Ending, Joining, Pausing, Training, Waiting
+from elastic.core.run.state import Closing, Ending, Joining, Pausing, Training, Waiting
 
 
 def test_growth_holds_everybody_at_one_step_and_goes_on_from_its_checkpoint() -> None:

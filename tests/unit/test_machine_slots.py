@@ -6,8 +6,8 @@ from machine_scenario import Scenario
 
 from elastic.core import actions as act
 from elastic.core import events as ev
-from elastic.core import machine
-from elastic.core.state import Ending, Joining, SlotPhase, Training, Waiting, WorkerPhase
+from elastic.core.run import machine
+from elastic.core.run.state import Ending, Joining, SlotPhase, Training, Waiting, WorkerPhase
 
 
 def test_a_first_start_waits_for_nodes_that_arrive_together() -> None:

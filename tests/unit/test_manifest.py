@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.core.assembly import assemble
+from elastic.core.checkpoint.assembly import assemble
+from elastic.core.checkpoint.manifest import Manifest, ShardRecord, StoredTensor
+from elastic.core.checkpoint.manifest_json import check_json, from_json, to_json
 from elastic.core.errors import IntegrityError
-from elastic.core.layout import Layout, Piece
-from elastic.core.manifest import Manifest, ShardRecord, StoredTensor
-from elastic.core.manifest_json import check_json, from_json, to_json
 from elastic.core.names import checkpoint_id, shard_file
-from elastic.core.zero_layout import zero3_layout, zero12_layout
+from elastic.core.sharding.layout import Layout, Piece
+from elastic.core.sharding.zero import zero3_layout, zero12_layout
 
 GROUPS = [[("a", 7), ("b", 12)], [("c", 1)]]
 SHAPES = {"a": (7,), "b": (3, 4), "c": (), "empty": (0, 4)}

@@ -9,8 +9,8 @@ import pytest
 
 from elastic.checkpoint.memory.books import Books
 from elastic.checkpoint.memory.lines import Copy, Line, Mark, Shape
+from elastic.core.checkpoint.snapshots import Held, place_replicas, recoverable
 from elastic.core.errors import Fenced, IntegrityError
-from elastic.core.snapshots import Held, place_replicas, recoverable
 
 
 @dataclass

@@ -11,8 +11,8 @@ from machine_scenario import Scenario
 from ray.core.generated import autoscaler_pb2
 
 from elastic.core import events as ev
-from elastic.core.capacity import Cluster, NodeType
-from elastic.core.sharing import HOLD_S, Claim
+from elastic.core.policy.capacity import Cluster, NodeType
+from elastic.core.policy.priority_sharing import HOLD_S, Claim
 from elastic.runtime import names
 from elastic.runtime.cluster_view import ClusterView, view_of
 from elastic.runtime.outlook import OutlookWatch, claim_of

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.core.parity import Stripe, place_parity
-from elastic.core.snapshots import Held, not_whole, recoverable
+from elastic.core.checkpoint.parity import Stripe, place_parity
+from elastic.core.checkpoint.snapshots import Held, not_whole, recoverable
 from jobs.spec import MemorySpec
 
 WIDTHS = (2, 3, 4)

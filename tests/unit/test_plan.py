@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.core.errors import IntegrityError
-from elastic.core.layout import Layout, Piece, RankLayout
-from elastic.core.plan import Copy, SourceIndex, plan_rank
-from elastic.core.zero_layout import dealt_layout, replicated_layout, zero3_layout, zero12_layout
+from elastic.core.sharding.layout import Layout, Piece, RankLayout
+from elastic.core.sharding.reshard import Copy, SourceIndex, plan_rank
+from elastic.core.sharding.zero import dealt_layout, replicated_layout, zero3_layout, zero12_layout
 
 PADDING = None
 Values = list[dict[str, list[Any]]]

@@ -11,9 +11,9 @@ from machine_scenario import Scenario
 
 from elastic.core import actions as act
 from elastic.core import events as ev
-from elastic.core.quarantine import Quarantine, avoided, left_out, next_release, struck
+from elastic.core.policy.quarantine import Quarantine, avoided, left_out, next_release, struck
+from elastic.core.run.state import Pausing, SlotPhase, Training
 from elastic.core.settings import ScalingSettings
-from elastic.core.state import Pausing, SlotPhase, Training
 
 NODES = [f"n{number}" for number in range(7)]
 PAIRS = st.sets(st.tuples(st.sampled_from(NODES), st.sampled_from(NODES)).filter(lambda pair: pair[0] != pair[1]))

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from elastic.core.errors import IntegrityError, UsageError
 from elastic.core.names import CheckpointRef, check_file, check_run_id, checkpoint_id, parse_checkpoint_id, shard_file
-from elastic.core.retention import to_delete
+from elastic.core.policy.retention import to_delete
 
 REFS = st.lists(
     st.builds(CheckpointRef, generation=st.integers(0, 5), step=st.integers(0, 30)), unique=True, max_size=20

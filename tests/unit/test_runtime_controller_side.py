@@ -14,11 +14,11 @@ import pytest
 
 from elastic.core import actions as act
 from elastic.core import events as ev
-from elastic.core import machine
+from elastic.core.checkpoint.manifest import ShardRecord
 from elastic.core.errors import StorageError, UsageError
-from elastic.core.incident import Incident
-from elastic.core.manifest import ShardRecord
 from elastic.core.names import CheckpointRef, parse_checkpoint_id
+from elastic.core.run import machine
+from elastic.core.run.incident import Incident
 from elastic.core.settings import RunSettings, ScalingSettings
 from elastic.observe.journal import JournalWriter
 from elastic.runtime import codec, names

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic.core.data.samples import SampleOrder
 from elastic.core.errors import UsageError
-from elastic.core.samples import SampleOrder
 
 # Printed once and never to be changed: a run that goes on with a newer release must see the same samples.
 GOLDEN = {
@@ -73,7 +73,9 @@ def test_without_shuffle_it_is_the_identity() -> None:
 
 
 def test_does_not_depend_on_the_hash_seed() -> None:
-    code = "import sys; from elastic.core.samples import *; sys.stdout.write(str(SampleOrder(1000, 7).indices(0, 6)))"
+    code = (
+        "import sys; from elastic.core.data.samples import *; sys.stdout.write(str(SampleOrder(1000, 7).indices(0, 6)))"
+    )
     for hash_seed in ("0", "1"):
         done = subprocess.run(
             [sys.executable, "-c", code], env={"PYTHONHASHSEED": hash_seed}, capture_output=True, check=True

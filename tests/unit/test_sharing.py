@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.core.sharing import HOLD_S, Claim, Held, Share, deal, decide
+from elastic.core.policy.priority_sharing import HOLD_S, Claim, Held, Share, deal, decide
 
 SLOT = {"CPU": 1.0}
 

@@ -11,9 +11,16 @@ from machine_scenario import Scenario
 
 from elastic.core import actions as act
 from elastic.core import events as ev
+from elastic.core.checkpoint.snapshots import (
+    Held,
+    is_snapshot,
+    parse_snapshot_id,
+    place_replicas,
+    recoverable,
+    snapshot_id,
+)
 from elastic.core.errors import IntegrityError
-from elastic.core.snapshots import Held, is_snapshot, parse_snapshot_id, place_replicas, recoverable, snapshot_id
-from elastic.core.state import Finished, Joining, Pausing, Training, Waiting
+from elastic.core.run.state import Finished, Joining, Pausing, Training, Waiting
 
 CLUSTERS = st.lists(st.tuples(st.integers(0, 7), st.integers(0, 3)), min_size=1, max_size=24).map(
     lambda ranks: [f"n{domain}-{node}" for domain, node in ranks]

@@ -14,10 +14,10 @@ from machine_scenario import Scenario
 
 from elastic.core import actions as act
 from elastic.core import events as ev
+from elastic.core.checkpoint.snapshots import snapshot_id
+from elastic.core.policy.stragglers import StragglerWatch, _medians_of_others
+from elastic.core.run.state import Pausing, Training
 from elastic.core.settings import StragglerSettings
-from elastic.core.snapshots import snapshot_id
-from elastic.core.state import Pausing, Training
-from elastic.core.stragglers import StragglerWatch, _medians_of_others
 
 RANKS, STEP_S, NOISE = 64, 2.0, 0.03
 SLOW = 17

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from elastic.core.checkpoint.manifest import Json
 from elastic.core.errors import IntegrityError, Where
-from elastic.core.manifest import Json
 
 # Hashed, sent, checked and XORed while it is still in a core's cache.
 CHUNK_BYTES = 1 << 20

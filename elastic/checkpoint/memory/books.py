@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from elastic.checkpoint.memory.lines import Copy, Line, Mark, Shape
+from elastic.core.checkpoint.snapshots import Held
 from elastic.core.errors import Fenced, IntegrityError
-from elastic.core.snapshots import Held
 
 # How many older generations keep their copies although none of their snapshots is known to be complete everywhere.
 _UNSETTLED_GENERATIONS = 2

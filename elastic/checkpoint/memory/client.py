@@ -15,8 +15,8 @@ from elastic.checkpoint.memory.link import Answer, Link
 from elastic.checkpoint.memory.records import check_template, client_state, template_to_json
 from elastic.checkpoint.memory.segments import map_segment
 from elastic.checkpoint.memory.wire import Address, connect
+from elastic.core.checkpoint.manifest import Json, ShardRecord
 from elastic.core.errors import ElasticError, StorageError, UsageError
-from elastic.core.manifest import Json, ShardRecord
 
 logger = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from elastic.core.checkpoint.manifest import ShardRecord
 from elastic.core.errors import Where
-from elastic.core.manifest import ShardRecord
 
 Mark = tuple[int, int]  # (generation, step), so that marks compare by age
 

@@ -17,9 +17,9 @@ from elastic.checkpoint.memory.pace import STILL_LIMIT_S, hash_of
 from elastic.checkpoint.memory.shelf import Shelf
 from elastic.checkpoint.memory.store import Content
 from elastic.checkpoint.memory.wire import Address
+from elastic.core.checkpoint.manifest import Json, ShardRecord
+from elastic.core.checkpoint.snapshots import Held
 from elastic.core.errors import IntegrityError, StorageError, Where
-from elastic.core.manifest import Json, ShardRecord
-from elastic.core.snapshots import Held
 
 logger = logging.getLogger(__name__)
 

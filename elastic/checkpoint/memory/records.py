@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from elastic.core.checkpoint.manifest import Json, ShardRecord, StoredTensor
+from elastic.core.checkpoint.manifest_json import ITEM_BYTES, check_json
 from elastic.core.errors import IntegrityError
-from elastic.core.layout import Piece, check_rank
-from elastic.core.manifest import Json, ShardRecord, StoredTensor
-from elastic.core.manifest_json import ITEM_BYTES, check_json
 from elastic.core.names import check_file
+from elastic.core.sharding.layout import Piece, check_rank
 
 
 def template_to_json(record: ShardRecord) -> dict[str, Json]:

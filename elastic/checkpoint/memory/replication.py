@@ -11,7 +11,7 @@ from elastic.checkpoint.memory.lines import Mark
 from elastic.checkpoint.memory.sender import Job, Sender
 from elastic.checkpoint.memory.store import Store
 from elastic.checkpoint.memory.wire import Address
-from elastic.core.manifest import ShardRecord
+from elastic.core.checkpoint.manifest import ShardRecord
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from elastic.checkpoint.memory.records import template_to_json
 from elastic.checkpoint.memory.store import Store
 from elastic.checkpoint.memory.transfer import send_replica, send_share
 from elastic.checkpoint.memory.wire import Address, connect
+from elastic.core.checkpoint.manifest import Json, ShardRecord
 from elastic.core.errors import ElasticError, Fenced, IntegrityError
-from elastic.core.manifest import Json, ShardRecord
 
 logger = logging.getLogger(__name__)
 

@@ -23,9 +23,9 @@ from elastic.checkpoint.memory.shelf import Shelf
 from elastic.checkpoint.memory.store import Store
 from elastic.checkpoint.memory.transfer import read_shard
 from elastic.checkpoint.memory.wire import TOKEN_BYTES, Address, Refused, admit, big_buffers
+from elastic.core.checkpoint.manifest import ShardRecord
+from elastic.core.checkpoint.snapshots import Held
 from elastic.core.errors import UsageError
-from elastic.core.manifest import ShardRecord
-from elastic.core.snapshots import Held
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from elastic.checkpoint.memory.shelf import READER_LIMIT_S, Shelf
 from elastic.checkpoint.memory.store import Store
 from elastic.checkpoint.memory.transfer import receive_share
 from elastic.checkpoint.memory.wire import Address
+from elastic.core.checkpoint.manifest import ShardRecord
 from elastic.core.errors import ElasticError, IntegrityError
-from elastic.core.manifest import ShardRecord
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from elastic.checkpoint.memory.limits import available_bytes, gib
 from elastic.checkpoint.memory.lines import Copy, Line, Mark, Shape
 from elastic.checkpoint.memory.pace import Pace
 from elastic.checkpoint.memory.segments import Segment
+from elastic.core.checkpoint.snapshots import Held
 from elastic.core.errors import IntegrityError, StorageError, UsageError, Where
-from elastic.core.snapshots import Held
 
 logger = logging.getLogger(__name__)
 

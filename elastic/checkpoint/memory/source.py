@@ -14,8 +14,8 @@ from elastic.checkpoint.memory.channel import MAX_PARTS, Channel, checked, parte
 from elastic.checkpoint.memory.wire import CONNECT_LIMIT_S, Address, connect
 from elastic.checkpoint.reading import Request, requests
 from elastic.checkpoint.source import ReadRange
+from elastic.core.checkpoint.manifest import Manifest
 from elastic.core.errors import IntegrityError, StorageError, Where
-from elastic.core.manifest import Manifest
 
 # One stream does not fill a fast network; more than that of one holder go over several.
 _STREAM_BYTES = 64 << 20

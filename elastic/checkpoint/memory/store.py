@@ -11,10 +11,10 @@ from elastic.checkpoint.memory.pace import Pace, hash_of
 from elastic.checkpoint.memory.segments import Segment
 from elastic.checkpoint.memory.shelf import Shelf
 from elastic.checkpoint.words import piece_digests
+from elastic.core.checkpoint.manifest import Json, ShardRecord
+from elastic.core.checkpoint.manifest_json import ITEM_BYTES
+from elastic.core.checkpoint.snapshots import Held
 from elastic.core.errors import IntegrityError, Where
-from elastic.core.manifest import Json, ShardRecord
-from elastic.core.manifest_json import ITEM_BYTES
-from elastic.core.snapshots import Held
 
 
 @dataclass(frozen=True)

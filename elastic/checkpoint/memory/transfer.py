@@ -12,8 +12,8 @@ from elastic.checkpoint.memory.channel import Channel, checked
 from elastic.checkpoint.memory.parity import Contribution
 from elastic.checkpoint.memory.segments import Segment
 from elastic.checkpoint.memory.wire import Address, connect
+from elastic.core.checkpoint.snapshots import Held
 from elastic.core.errors import StorageError, Where
-from elastic.core.snapshots import Held
 
 
 def send_replica(channel: Channel, segment: Segment) -> str:

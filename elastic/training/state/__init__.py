@@ -13,9 +13,9 @@ import torch
 
 from elastic.checkpoint.snapshot import ShardSnapshot
 from elastic.checkpoint.source import CheckpointSource
-from elastic.core.layout import RankLayout
-from elastic.core.manifest import Json, ShardRecord
-from elastic.core.samples import SampleOrder
+from elastic.core.checkpoint.manifest import Json, ShardRecord
+from elastic.core.data.samples import SampleOrder
+from elastic.core.sharding.layout import RankLayout
 from elastic.training.progress import StepPlan
 from elastic.training.session import RestoreReport
 from elastic.training.state.agree import Agreement

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from elastic.core.errors import UsageError
-from elastic.core.layout import Piece
+from elastic.core.sharding.layout import Piece
 from elastic.training.state.live import Master, Stage
 
 

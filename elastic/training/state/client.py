@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from elastic.core.checkpoint.manifest import Json
 from elastic.core.errors import ModelMismatch
-from elastic.core.manifest import Json
 from elastic.training.state.inventory import Inventory
 from elastic.training.state.live import Stage, members
 from elastic.training.state.optimizer import check_groups, encode_scalars, install_groups, read_groups

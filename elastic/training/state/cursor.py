@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elastic.core.samples import SampleOrder
+from elastic.core.data.samples import SampleOrder
 from elastic.training import rng
 from elastic.training.progress import StepPlan
 

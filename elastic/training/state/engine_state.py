@@ -13,11 +13,11 @@ import torch
 from elastic.checkpoint.shards import DTYPE_NAMES
 from elastic.checkpoint.snapshot import ShardSnapshot
 from elastic.checkpoint.source import CheckpointSource
+from elastic.core.checkpoint.manifest import Json, Manifest, ShardRecord, StoredTensor
+from elastic.core.data.samples import SampleOrder
 from elastic.core.errors import IntegrityError
-from elastic.core.layout import RankLayout
-from elastic.core.manifest import Json, Manifest, ShardRecord, StoredTensor
 from elastic.core.names import shard_file
-from elastic.core.samples import SampleOrder
+from elastic.core.sharding.layout import RankLayout
 from elastic.training.progress import StepPlan
 from elastic.training.session import RestoreReport
 from elastic.training.state.agree import Agreement

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from elastic.core.layout import Piece, RankLayout
-from elastic.core.zero_layout import dealt_layout
+from elastic.core.sharding.layout import Piece, RankLayout
+from elastic.core.sharding.zero import dealt_layout
 from elastic.training.state.live import BUFFER, MASTER, Extra, Master, Stage, buffers
 from elastic.training.state.optimizer import MasterState, read_states
 

@@ -1,4 +1,4 @@
-"""What a live engine holds, in the words of `elastic.core.layout`: the part that differs between ZeRO stages.
+"""What a live engine holds, in the words of `elastic.core.sharding.layout`: the part that differs between ZeRO stages.
 
 A *master* is one tensor that the base optimizer updates: a flat partition (stages 1 to 3), a flat group or a parameter
 (stage 0). It is also the key under which the base optimizer keeps its state. An *extra* is a tensor that no optimizer
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from elastic.core.layout import Layout, Piece
+from elastic.core.sharding.layout import Layout, Piece
 
 MASTER = "master"
 PARAM = "param"

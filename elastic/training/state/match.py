@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable
 
+from elastic.core.checkpoint.manifest import Manifest
 from elastic.core.errors import ModelMismatch
-from elastic.core.manifest import Manifest
 from elastic.training.state.live import BUFFER, MASTER, PARAM, Member
 
 _ROLES = {MASTER: "trained", PARAM: "frozen", BUFFER: "a buffer"}

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from elastic.core.checkpoint.manifest import Json
 from elastic.core.errors import ModelMismatch, UsageError
-from elastic.core.manifest import Json
 from elastic.training.state.live import MASTER, Master, Stage
 from elastic.training.state.values import decode, encode
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from elastic.core.layout import Layout, Piece
-from elastic.core.zero_layout import zero12_layout
+from elastic.core.sharding.layout import Layout, Piece
+from elastic.core.sharding.zero import zero12_layout
 from elastic.training.state.live import Extra, Master, Weight, frozen_whole, parameter_names, rank_in, weights_whole
 
 

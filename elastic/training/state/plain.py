@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from elastic.core.manifest import Json
+from elastic.core.checkpoint.manifest import Json
 from elastic.training.state.client import COUNTERS, counters_of, read_scaler, read_scheduler
 from elastic.training.state.inventory import Inventory
 from elastic.training.state.live import Stage

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from elastic.core.checkpoint.manifest import Json, Manifest
+from elastic.core.data.samples import SampleOrder
 from elastic.core.errors import IntegrityError
-from elastic.core.manifest import Json, Manifest
-from elastic.core.samples import SampleOrder
 from elastic.training.progress import StepPlan
 from elastic.training.state.agree import Agreement
 from elastic.training.state.cursor import next_step, whole_step

@@ -9,7 +9,7 @@ import torch
 
 from elastic.checkpoint.digest import partial_digests
 from elastic.core.errors import IntegrityError
-from elastic.core.layout import Piece, RankLayout
+from elastic.core.sharding.layout import Piece, RankLayout
 
 # 0.2 s per GB on one core; even what 80 GB of device memory hold is read long before that.
 _LIMIT_S = 600.0

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from elastic.checkpoint.source import CheckpointSource, ReadRange
+from elastic.core.checkpoint.manifest import Manifest, StoredTensor
 from elastic.core.errors import IntegrityError, ModelMismatch
-from elastic.core.layout import RankLayout
-from elastic.core.manifest import Manifest, StoredTensor
-from elastic.core.plan import Copy, plan_rank
+from elastic.core.sharding.layout import RankLayout
+from elastic.core.sharding.reshard import Copy, plan_rank
 from elastic.training.state.dtypes import torch_dtype
 from elastic.training.state.live import MASTER, Extra, Master
 

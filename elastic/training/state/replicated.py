@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from elastic.core.layout import Layout, Piece
-from elastic.core.zero_layout import replicated_layout
+from elastic.core.sharding.layout import Layout, Piece
+from elastic.core.sharding.zero import replicated_layout
 from elastic.training.state.live import (
     Extra,
     Master,

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from elastic.core.checkpoint.manifest import Json
 from elastic.core.errors import UsageError
-from elastic.core.manifest import Json
 
 
 def encode(value: Any, where: str) -> Json:

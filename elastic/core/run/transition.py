@@ -11,9 +11,9 @@ from dataclasses import fields, replace
 from typing import Any
 
 from elastic.core.actions import Action, KillWorker, Note, ReleaseSlot, RequestSlot, StartWorker
-from elastic.core.incident import Incident
-from elastic.core.quarantine import avoided, struck
-from elastic.core.state import RunState, Slot, SlotPhase, Stage, Worker, WorkerPhase
+from elastic.core.policy.quarantine import avoided, struck
+from elastic.core.run.incident import Incident
+from elastic.core.run.state import RunState, Slot, SlotPhase, Stage, Worker, WorkerPhase
 
 _FIELDS = frozenset(field.name for field in fields(RunState))
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from elastic.core.capacity import fits
+from elastic.core.policy.capacity import fits
 
 # How long a run asks for nothing after it was last asked to make room: slots given back take so long to find their run.
 HOLD_S = 8.0

@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from elastic.core.steps import Range, union
+from elastic.core.data.steps import Range, union
 
 
 @dataclass(frozen=True)

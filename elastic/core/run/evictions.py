@@ -7,9 +7,9 @@ is kept until they train, since the last step may lie in its node's memory only.
 from __future__ import annotations
 
 from elastic.core.events import StragglerFound
-from elastic.core.generations import start_pause
-from elastic.core.state import RunState, Training, Waiting
-from elastic.core.turn import Turn
+from elastic.core.run.generations import start_pause
+from elastic.core.run.state import RunState, Training, Waiting
+from elastic.core.run.transition import Turn
 
 
 def straggler_found(turn: Turn, event: StragglerFound) -> None:

@@ -13,10 +13,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+from elastic.core.checkpoint.manifest import FORMAT, Json, Manifest, ShardRecord, StoredTensor
 from elastic.core.errors import IntegrityError, UsageError
-from elastic.core.layout import Piece, check_rank
-from elastic.core.manifest import FORMAT, Json, Manifest, ShardRecord, StoredTensor
 from elastic.core.names import check_file, check_run_id, parse_checkpoint_id
+from elastic.core.sharding.layout import Piece, check_rank
 
 ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,

@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from elastic.core.checkpoint.manifest import Manifest, ShardRecord
 from elastic.core.errors import IntegrityError, Where
-from elastic.core.layout import check_cover, check_rank
-from elastic.core.manifest import Manifest, ShardRecord
 from elastic.core.names import checkpoint_id
+from elastic.core.sharding.layout import check_cover, check_rank
 
 _DIGEST_MODULUS = 2**64
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from elastic.core.layout import Piece, RankLayout
+from elastic.core.sharding.layout import Piece, RankLayout
 
 FORMAT = 1
 

@@ -16,9 +16,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from elastic.core.anomaly import Anomaly
-from elastic.core.incident import Incident
-from elastic.core.quarantine import Quarantine
+from elastic.core.policy.quarantine import Quarantine
+from elastic.core.run.anomaly import Anomaly
+from elastic.core.run.incident import Incident
 from elastic.core.settings import RunSettings
 
 

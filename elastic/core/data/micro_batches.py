@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from elastic.core.data.steps import Range
 from elastic.core.errors import UsageError
-from elastic.core.steps import Range
 
 
 @dataclass(frozen=True)

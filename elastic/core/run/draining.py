@@ -13,10 +13,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elastic.core.events import NodesDraining
-from elastic.core.generations import start_pause
-from elastic.core.recovery import survey_memory
-from elastic.core.state import Notice, RunState, Training, Waiting, WorkerPhase
-from elastic.core.turn import Turn
+from elastic.core.run.generations import start_pause
+from elastic.core.run.recovery import survey_memory
+from elastic.core.run.state import Notice, RunState, Training, Waiting, WorkerPhase
+from elastic.core.run.transition import Turn
 
 
 def nodes_draining(turn: Turn, event: NodesDraining) -> None:

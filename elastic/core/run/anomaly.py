@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from elastic.core.state import RunState
+    from elastic.core.run.state import RunState
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elastic.core.actions import AskHold, BeginGeneration, ConfirmHold
-from elastic.core.anomaly import counts
+from elastic.core.checkpoint.snapshots import is_snapshot
 from elastic.core.events import (
     CheckpointCommitted,
     CollectiveFailed,
@@ -20,18 +20,10 @@ from elastic.core.events import (
     WorkerCompleted,
     WorkerLeft,
 )
-from elastic.core.recovery import backdate, close_incident, fail_generation, open_incident, reject_checkpoint
-from elastic.core.snapshots import is_snapshot
-from elastic.core.state import (
-    Closing,
-    Ending,
-    Joining,
-    KnownCheckpoint,
-    Pausing,
-    Training,
-    WorkerPhase,
-)
-from elastic.core.turn import Turn
+from elastic.core.run.anomaly import counts
+from elastic.core.run.recovery import backdate, close_incident, fail_generation, open_incident, reject_checkpoint
+from elastic.core.run.state import Closing, Ending, Joining, KnownCheckpoint, Pausing, Training, WorkerPhase
+from elastic.core.run.transition import Turn
 
 _KEPT = 100
 

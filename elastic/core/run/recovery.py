@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elastic.core.actions import CloseIncident, EndGeneration, FinishRun, ReleaseSlot, SurveyMemory
-from elastic.core.anomaly import reason_to_end
-from elastic.core.incident import Incident
-from elastic.core.snapshots import is_snapshot
-from elastic.core.state import (
+from elastic.core.checkpoint.snapshots import is_snapshot
+from elastic.core.run.anomaly import reason_to_end
+from elastic.core.run.incident import Incident
+from elastic.core.run.state import (
     GAVE_UP,
     INTEGRITY,
     USAGE,
@@ -28,7 +28,7 @@ from elastic.core.state import (
     Waiting,
     WorkerPhase,
 )
-from elastic.core.turn import Turn
+from elastic.core.run.transition import Turn
 
 # The strongest evidence that was seen names the incident; weaker evidence is kept beside it. A lost process is stronger
 # than an exception: user code that loses a peer in a collective may well raise something of its own.

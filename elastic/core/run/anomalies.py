@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from elastic.core.anomaly import Anomaly, reason_to_end
+from elastic.core.data.steps import Range, union
 from elastic.core.events import AnomalyFound, StepSkipped
-from elastic.core.recovery import fail_generation
-from elastic.core.steps import Range, union
-from elastic.core.turn import Turn
+from elastic.core.run.anomaly import Anomaly, reason_to_end
+from elastic.core.run.recovery import fail_generation
+from elastic.core.run.transition import Turn
 
 _KEPT = 100
 

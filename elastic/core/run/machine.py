@@ -11,7 +11,6 @@ from dataclasses import replace
 
 from typing_extensions import assert_never
 
-from elastic.core import anomalies, control_store, demand, draining, evictions, generations, membership, reach, saving
 from elastic.core import events as ev
 from elastic.core.actions import (
     Action,
@@ -24,12 +23,22 @@ from elastic.core.actions import (
     StartWorker,
     SurveyMemory,
 )
-from elastic.core.recovery import end_unknown_generation, in_generation
-from elastic.core.scaling import EagerScaling, ScalingPolicy
-from elastic.core.settings import RunSettings
-from elastic.core.settle import next_deadline as next_deadline
-from elastic.core.settle import settle
-from elastic.core.state import (
+from elastic.core.policy.scaling import EagerScaling, ScalingPolicy
+from elastic.core.run import (
+    anomalies,
+    control_store,
+    draining,
+    evictions,
+    generations,
+    membership,
+    reachability,
+    slot_demand,
+    storage_trouble,
+)
+from elastic.core.run.reconcile import next_deadline as next_deadline
+from elastic.core.run.reconcile import settle
+from elastic.core.run.recovery import end_unknown_generation, in_generation
+from elastic.core.run.state import (
     Closing,
     Ending,
     Finished,
@@ -41,7 +50,8 @@ from elastic.core.state import (
     Waiting,
     WorkerPhase,
 )
-from elastic.core.turn import Turn
+from elastic.core.run.transition import Turn
+from elastic.core.settings import RunSettings
 
 DEFAULT_POLICY = EagerScaling()
 
@@ -117,9 +127,9 @@ def _apply(turn: Turn, event: ev.Event) -> None:
         case ev.NodesDraining():
             draining.nodes_draining(turn, event)
         case ev.CapacityJudged():
-            demand.capacity_judged(turn, event)
+            slot_demand.capacity_judged(turn, event)
         case ev.SlotsShared():
-            demand.slots_shared(turn, event)
+            slot_demand.slots_shared(turn, event)
         case ev.SlotPlaced():
             membership.slot_placed(turn, event)
         case ev.SlotLost():
@@ -135,11 +145,11 @@ def _apply(turn: Turn, event: ev.Event) -> None:
         case ev.ProbeAnswered():
             membership.probe_answered(turn, event)
         case ev.MemorySurveyed():
-            reach.memory_surveyed(turn, event)
+            reachability.memory_surveyed(turn, event)
         case ev.CheckpointCommitted():
             generations.checkpoint_committed(turn, event)
         case ev.SaveFailing():
-            saving.save_failing(turn, event)
+            storage_trouble.save_failing(turn, event)
         case ev.ControlStoreAway():
             control_store.away(turn, event)
         case ev.ControlStoreBack():

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elastic.core.events import ControlStoreAway, ControlStoreBack
-from elastic.core.state import Waiting, WorkerPhase
-from elastic.core.turn import Turn
+from elastic.core.run.state import Waiting, WorkerPhase
+from elastic.core.run.transition import Turn
 
 
 def away(turn: Turn, event: ControlStoreAway) -> None:

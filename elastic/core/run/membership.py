@@ -14,9 +14,9 @@ from elastic.core.events import (
     WorkersSilent,
     WorkerStartFailed,
 )
-from elastic.core.quarantine import avoided
-from elastic.core.recovery import backdate, fail_generation, finish, hold_back_slots, record_loss, survey_memory
-from elastic.core.state import (
+from elastic.core.policy.quarantine import avoided
+from elastic.core.run.recovery import backdate, fail_generation, finish, hold_back_slots, record_loss, survey_memory
+from elastic.core.run.state import (
     GAVE_UP,
     USAGE,
     Closing,
@@ -31,7 +31,7 @@ from elastic.core.state import (
     Worker,
     WorkerPhase,
 )
-from elastic.core.turn import Turn
+from elastic.core.run.transition import Turn
 
 
 def slot_placed(turn: Turn, event: SlotPlaced) -> None:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elastic.core.demand import keep_to_limit, make_room, why_waiting
-from elastic.core.draining import drop_left, leave_draining, next_ripening, notices_ripen
-from elastic.core.evictions import give_back_evicted
-from elastic.core.generations import begin, close, start_pause
-from elastic.core.membership import condemn, drop_worn_slots, start_failed
-from elastic.core.quarantine import avoided
-from elastic.core.reach import newcomers_reached, unanswered
-from elastic.core.recovery import fail_generation, finish, resolve_ending, wait
-from elastic.core.saving import kept_in_memory, save_without, who_cannot_save
-from elastic.core.scaling import ScalingFacts, ScalingPolicy, Verdict
-from elastic.core.state import (
+from elastic.core.policy.quarantine import avoided
+from elastic.core.policy.scaling import ScalingFacts, ScalingPolicy, Verdict
+from elastic.core.run.draining import drop_left, leave_draining, next_ripening, notices_ripen
+from elastic.core.run.evictions import give_back_evicted
+from elastic.core.run.generations import begin, close, start_pause
+from elastic.core.run.membership import condemn, drop_worn_slots, start_failed
+from elastic.core.run.reachability import newcomers_reached, unanswered
+from elastic.core.run.recovery import fail_generation, finish, resolve_ending, wait
+from elastic.core.run.slot_demand import keep_to_limit, make_room, why_waiting
+from elastic.core.run.state import (
     FINISHED,
     GAVE_UP,
     NO_CAPACITY,
@@ -32,7 +31,8 @@ from elastic.core.state import (
     Waiting,
     WorkerPhase,
 )
-from elastic.core.turn import Turn
+from elastic.core.run.storage_trouble import kept_in_memory, save_without, who_cannot_save
+from elastic.core.run.transition import Turn
 
 
 def settle(turn: Turn, policy: ScalingPolicy) -> None:

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from elastic.core.sample_ledger import SampleCount as SampleCount
-from elastic.core.sample_ledger import SampleLedger as SampleLedger
-from elastic.core.state import Closing, Ending, Joining, Pausing, RunState, SlotPhase, Training, Waiting, WorkerPhase
+from elastic.core.data.sample_ledger import SampleCount as SampleCount
+from elastic.core.data.sample_ledger import SampleLedger as SampleLedger
+from elastic.core.run.state import (
+    Closing,
+    Ending,
+    Joining,
+    Pausing,
+    RunState,
+    SlotPhase,
+    Training,
+    Waiting,
+    WorkerPhase,
+)
 
 QUEUE = "queue"
 PROVISION = "provision"

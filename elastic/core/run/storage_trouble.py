@@ -7,9 +7,9 @@ becomes a checkpoint without their parts, and what they hold is in the memory of
 from __future__ import annotations
 
 from elastic.core.events import SaveFailing
-from elastic.core.recovery import open_incident, wait
-from elastic.core.state import Closing, RunState, WorkerPhase
-from elastic.core.turn import Turn
+from elastic.core.run.recovery import open_incident, wait
+from elastic.core.run.state import Closing, RunState, WorkerPhase
+from elastic.core.run.transition import Turn
 
 # Of so many workers each is named: of a thousand no more, it is storage that is away.
 _NAMED = 8

@@ -7,10 +7,10 @@ Making room is a planned end like growth: no step is repeated, and the slots are
 from __future__ import annotations
 
 from elastic.core.events import CapacityJudged, SlotsShared
-from elastic.core.generations import start_pause
-from elastic.core.recovery import finish
-from elastic.core.state import NO_CAPACITY, RunState, SlotPhase, Training, Waiting
-from elastic.core.turn import Turn
+from elastic.core.run.generations import start_pause
+from elastic.core.run.recovery import finish
+from elastic.core.run.state import NO_CAPACITY, RunState, SlotPhase, Training, Waiting
+from elastic.core.run.transition import Turn
 
 
 def capacity_judged(turn: Turn, event: CapacityJudged) -> None:

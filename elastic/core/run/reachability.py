@@ -7,13 +7,13 @@ generation that trains: it would be found out only when that generation has been
 
 from __future__ import annotations
 
-from elastic.core.anomaly import counts
+from elastic.core.checkpoint.snapshots import parse_snapshot_id
 from elastic.core.events import MemorySurveyed
-from elastic.core.quarantine import left_out
-from elastic.core.recovery import record_loss, survey_memory
-from elastic.core.snapshots import parse_snapshot_id
-from elastic.core.state import KnownCheckpoint, RunState, Training, Waiting
-from elastic.core.turn import Turn
+from elastic.core.policy.quarantine import left_out
+from elastic.core.run.anomaly import counts
+from elastic.core.run.recovery import record_loss, survey_memory
+from elastic.core.run.state import KnownCheckpoint, RunState, Training, Waiting
+from elastic.core.run.transition import Turn
 
 
 def memory_surveyed(turn: Turn, event: MemorySurveyed) -> None:

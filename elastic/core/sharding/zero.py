@@ -12,7 +12,7 @@ import heapq
 from collections.abc import Sequence
 
 from elastic.core.errors import UsageError
-from elastic.core.layout import Layout, Piece, RankLayout
+from elastic.core.sharding.layout import Layout, Piece, RankLayout
 
 Group = Sequence[tuple[str, int]]
 

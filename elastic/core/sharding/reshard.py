@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from zlib import crc32
 
 from elastic.core.errors import IntegrityError
-from elastic.core.layout import Piece, RankLayout
+from elastic.core.sharding.layout import Piece, RankLayout
 
 
 @dataclass(frozen=True)
