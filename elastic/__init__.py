@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from elastic.core.errors import ElasticError, UsageError
     from elastic.core.settings import FailureSettings
-    from elastic.runtime.trainer import ElasticTrainer
+    from elastic.runtime.driver.trainer import ElasticTrainer
     from elastic.training.api import get_context, initialize, report, state
     from elastic.training.context import Context
 
@@ -23,7 +23,7 @@ __all__ = [
 _HOMES = {
     "Context": "elastic.training.context",
     "ElasticError": "elastic.core.errors",
-    "ElasticTrainer": "elastic.runtime.trainer",
+    "ElasticTrainer": "elastic.runtime.driver.trainer",
     "FailureSettings": "elastic.core.settings",
     "UsageError": "elastic.core.errors",
     "get_context": "elastic.training.api",

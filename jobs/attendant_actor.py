@@ -18,7 +18,7 @@ import ray
 from elastic.core.errors import ElasticError
 from elastic.observe.text import clean
 from elastic.runtime import names
-from elastic.runtime.placement import HEAD
+from elastic.runtime.driver.controller_placement import HEAD
 from jobs.attendance import Attendance
 from jobs.jobs_api import JobsApi
 from jobs.ray_jobs_api import RayJobsApi, own_server

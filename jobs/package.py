@@ -117,7 +117,7 @@ def check_package(package: Package, limit_bytes: int) -> None:
         )
     top = {PurePosixPath(file.path).parts[0] for file in package.files}
     hiding = [name for name in _OURS if top & {name, f"{name}.py"}]
-    if hiding and "elastic/runtime/controller.py" not in package:
+    if hiding and "elastic/runtime/controller/actor.py" not in package:
         raise UsageError(
             f"working_dir {package.root} has a top-level {hiding[0]!r}, which would hide ray-elastic's own on the "
             "cluster; rename it, or set submit.working_dir to a folder further in"

@@ -63,14 +63,14 @@ class RealBackend:
     def start_run(
         self, settings: RunSettings, entry_point: str, config: Mapping[str, Any], address: str, folder: str
     ) -> RunHandle:
-        from elastic.runtime.client import start_run
+        from elastic.runtime.driver.client import start_run
 
         _hush_ray()
         handle: RunHandle = start_run(settings, entry_point, config, address, folder)
         return handle
 
     def attach_run(self, run_id: str, address: str) -> RunHandle:
-        from elastic.runtime.client import attach
+        from elastic.runtime.driver.client import attach
 
         _hush_ray()
         handle: RunHandle = attach(run_id, address)
@@ -93,7 +93,7 @@ class RealBackend:
         """False where Ray does not let go of a cluster that is gone: the process has to be ended without it."""
         if "ray" not in sys.modules:
             return True
-        from elastic.runtime.connection import disconnect
+        from elastic.runtime.driver.connection import disconnect
 
         return disconnect()
 

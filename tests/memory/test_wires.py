@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from elastic.checkpoint.memory.server import MemoryServer
-from elastic.runtime import wires as module
-from elastic.runtime.wires import Wires
+from elastic.runtime.controller.senses import agent_links as module
+from elastic.runtime.controller.senses.agent_links import Wires
 
 TOKEN = b"t" * 32
 LIMIT_S = 20.0

@@ -27,7 +27,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from cluster import NodeInfo, NodeState
 from elastic.core.errors import ElasticError, UsageError
 from elastic.core.settings import RunSettings, ScalingSettings
-from elastic.runtime import client
+from elastic.runtime.driver import client
 
 _PORT = 6379
 _UP_LIMIT_S = 120.0

@@ -33,7 +33,8 @@ from elastic.core.settings import (
 )
 from elastic.observe.journal import JournalReader
 from elastic.observe.summary import summarize
-from elastic.runtime import client, names
+from elastic.runtime import names
+from elastic.runtime.driver import client
 
 # Only a hang takes as long, however busy the machine is.
 LIMIT_S = 180.0
@@ -65,7 +66,7 @@ class Place(Protocol):
 
 
 class Handle(Protocol):
-    """The part of `elastic.runtime.client.RayRunHandle` that is used here."""
+    """The part of `elastic.runtime.driver.client.RayRunHandle` that is used here."""
 
     def progress(self) -> Mapping[str, Any]: ...
 

@@ -16,8 +16,8 @@ from traces import Trace, listening_addresses
 
 from cluster import AutoscaledCluster, LocalCluster, NodeState
 from elastic.core.settings import ScalingSettings
-from elastic.runtime import client
-from elastic.runtime.cluster_view import ClusterLook
+from elastic.runtime.controller.senses.cluster_view import ClusterLook
+from elastic.runtime.driver import client
 
 pytestmark = pytest.mark.ray
 

@@ -17,9 +17,10 @@ from elastic.core import events as ev
 from elastic.core.errors import Fenced, UsageError
 from elastic.core.settings import ScalingSettings
 from elastic.observe.journal import JournalReader, JournalWriter
-from elastic.runtime import client, names
-from elastic.runtime.agent import Beat
-from elastic.runtime.outbox import Item, Outbox
+from elastic.runtime import names
+from elastic.runtime.driver import client
+from elastic.runtime.node.agent import Beat
+from elastic.runtime.worker.outbox import Item, Outbox
 
 pytestmark = pytest.mark.ray
 

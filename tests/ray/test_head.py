@@ -14,8 +14,8 @@ import pytest
 from harness import HERE, LIMIT_S, Run, given_samples, module_cluster, wait_until
 
 from cluster import LocalCluster
-from elastic.runtime import client
-from elastic.runtime.placement import Place
+from elastic.runtime.driver import client
+from elastic.runtime.driver.controller_placement import Place
 
 pytestmark = pytest.mark.ray
 

@@ -21,7 +21,7 @@ from cluster import LocalCluster
 from cluster.kube.job import Group, KubeJob, Size
 from cluster.kube.render import render
 from elastic.core.settings import ScalingSettings
-from elastic.runtime.drains import draining_nodes
+from elastic.runtime.controller.senses.drain_monitor import draining_nodes
 
 pytestmark = pytest.mark.ray
 

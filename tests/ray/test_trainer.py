@@ -17,7 +17,7 @@ from cluster import LocalCluster
 from elastic.checkpoint.storage import CheckpointStore
 from elastic.core.errors import UsageError, UserCodeError
 from elastic.core.settings import ScalingSettings
-from elastic.runtime.trainer import ElasticTrainer
+from elastic.runtime.driver.trainer import ElasticTrainer
 
 pytestmark = pytest.mark.ray
 

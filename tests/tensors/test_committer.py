@@ -11,7 +11,7 @@ from checkpoint_samples import snapshots, state, written
 from elastic.checkpoint.storage import CheckpointStore
 from elastic.core import events as ev
 from elastic.core.settings import RunSettings
-from elastic.runtime.committer import Committer
+from elastic.runtime.controller.committer import Committer
 
 LIMIT_S = 20.0
 

@@ -85,7 +85,12 @@ def test_a_device_computes_the_same(monkeypatch: pytest.MonkeyPatch, dtype: torc
 # A second of the start of every agent, every controller and every command.
 @pytest.mark.parametrize(
     "name",
-    ["elastic.checkpoint.words", "elastic.runtime.controller", "elastic.runtime.agent", "jobs.attendant_actor"],
+    [
+        "elastic.checkpoint.words",
+        "elastic.runtime.controller.actor",
+        "elastic.runtime.node.agent",
+        "jobs.attendant_actor",
+    ],
 )
 def test_who_does_not_train_needs_no_torch(name: str) -> None:
     code = f"import sys, {name}; assert 'torch' not in sys.modules"

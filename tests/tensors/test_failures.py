@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from elastic.core import events as ev
 from elastic.core.errors import CollectiveFailed, Where
-from elastic.runtime import codec
+from elastic.runtime.worker import codec
 from elastic.training import loop
 from elastic.training.failures import as_collective_failure, peer_of
 from elastic.training.local import SilentCoordinator

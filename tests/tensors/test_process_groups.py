@@ -13,7 +13,7 @@ import torch
 from torch._C._distributed_c10d import ErrorType
 
 from elastic.core import events as ev
-from elastic.runtime import codec
+from elastic.runtime.worker import codec
 from elastic.training import loop, process_group
 from elastic.training.addresses import exchange
 from elastic.training.local import SilentCoordinator

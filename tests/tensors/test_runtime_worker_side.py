@@ -17,12 +17,12 @@ import ray
 from elastic.core import events as ev
 from elastic.core.errors import GenerationEnded, IntegrityError, StorageError
 from elastic.core.settings import FailureSettings
-from elastic.runtime.agent import _is_stopped
-from elastic.runtime.logs import log_file
-from elastic.runtime.member import Member
-from elastic.runtime.outbox import Item, Outbox, Reply
-from elastic.runtime.patience import PatientSource
-from elastic.runtime.vitals import Heart, Vitals, open_mailbox, receive
+from elastic.runtime.node.agent import _is_stopped
+from elastic.runtime.node.heartbeats import Heart, Vitals, open_mailbox, receive
+from elastic.runtime.storage_retry import PatientSource
+from elastic.runtime.worker.logs import log_file
+from elastic.runtime.worker.outbox import Item, Outbox, Reply
+from elastic.runtime.worker.ray_coordinator import Member
 from elastic.training.session import GenerationSpec, Phase, StepReport, Stop
 
 LIMIT_S = 20.0

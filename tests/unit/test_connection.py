@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from elastic.core.errors import TokenRefused, UsageError
-from elastic.runtime import connection
+from elastic.runtime.driver import connection
 
 
 @pytest.fixture

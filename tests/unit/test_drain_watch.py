@@ -9,8 +9,8 @@ import pytest
 from cluster.draining import RayNode, choose
 from cluster.source import ClusterError
 from elastic.core.events import NodesDraining
-from elastic.runtime import drains
-from elastic.runtime.drains import DrainWatch
+from elastic.runtime.controller.senses import drain_monitor
+from elastic.runtime.controller.senses.drain_monitor import DrainWatch
 
 
 class Ray:
@@ -55,7 +55,7 @@ def test_a_node_of_the_run_that_has_died_has_not_been_told_to_stay() -> None:
 
 
 def test_whatever_goes_wrong_the_next_look_follows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drains, "_POLL_S", 0.0)
+    monkeypatch.setattr(drain_monitor, "_POLL_S", 0.0)
     answers = iter([ValueError("an answer that nobody expected"), {"a": 17.0}])
 
     def listed() -> dict[str, float]:

@@ -14,12 +14,12 @@ from elastic.core import actions as act
 from elastic.core import events as ev
 from elastic.core.settings import MemorySettings, RunSettings
 from elastic.entrypoint import parse_entry_point
-from elastic.runtime import executor as executor_module
-from elastic.runtime import worker as worker_module
-from elastic.runtime.agent import NodeFacts, unreachable
-from elastic.runtime.entry import Entry
-from elastic.runtime.executor import Executor
-from elastic.runtime.worker import WorkerActor
+from elastic.runtime.controller.hands import executor as executor_module
+from elastic.runtime.controller.hands.executor import Executor
+from elastic.runtime.node.agent import NodeFacts, unreachable
+from elastic.runtime.train_function import Entry
+from elastic.runtime.worker import actor as worker_module
+from elastic.runtime.worker.actor import WorkerActor
 
 FACTS = NodeFacts("box", ("127.0.0.1", 1), "name")
 SETTINGS = RunSettings("run", memory=MemorySettings(False))

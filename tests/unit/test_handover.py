@@ -17,12 +17,12 @@ from elastic.core.run import machine
 from elastic.core.settings import RunSettings, ScalingSettings
 from elastic.observe.journal import JournalWriter
 from elastic.runtime import names
-from elastic.runtime.controller import ControllerActor
-from elastic.runtime.outbox import Item, Outbox, Reply
-from elastic.runtime.receipts import Receipts
-from elastic.runtime.records import Records
-from elastic.runtime.replay import replay
-from elastic.runtime.turns import Turns
+from elastic.runtime.controller.acks import Receipts
+from elastic.runtime.controller.actor import ControllerActor
+from elastic.runtime.controller.event_loop import Turns
+from elastic.runtime.controller.records import Records
+from elastic.runtime.controller.replay import replay
+from elastic.runtime.worker.outbox import Item, Outbox, Reply
 
 LIMIT_S = 20.0
 SETTINGS = RunSettings("run", scaling=ScalingSettings(2, 2), max_steps=10)

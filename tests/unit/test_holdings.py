@@ -13,8 +13,8 @@ from elastic.core.checkpoint.manifest import ShardRecord, StoredTensor
 from elastic.core.checkpoint.snapshots import STEPS, Held, snapshot_id
 from elastic.core.errors import IntegrityError, StorageError
 from elastic.core.sharding.layout import Piece
-from elastic.runtime.agent import NodeFacts
-from elastic.runtime.holdings import Assembled, Holdings
+from elastic.runtime.controller.hands.snapshot_directory import Assembled, Holdings
+from elastic.runtime.node.agent import NodeFacts
 
 LIMIT_S = 20.0
 IDENTIFIER = snapshot_id(8, 1)

@@ -14,8 +14,8 @@ from elastic.core import events as ev
 from elastic.core.policy.capacity import Cluster, NodeType
 from elastic.core.policy.priority_sharing import HOLD_S, Claim
 from elastic.runtime import names
-from elastic.runtime.cluster_view import ClusterView, view_of
-from elastic.runtime.outlook import OutlookWatch, claim_of
+from elastic.runtime.controller.senses.capacity_monitor import OutlookWatch, claim_of
+from elastic.runtime.controller.senses.cluster_view import ClusterView, view_of
 
 messages: Any = autoscaler_pb2
 CPU = {"CPU": 1.0}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic.runtime.placement import Node, choose
+from elastic.runtime.driver.controller_placement import Node, choose
 
 _WORKER = {"CPU": 1.0, "GPU": 1.0}
 

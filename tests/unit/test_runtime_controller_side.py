@@ -21,14 +21,15 @@ from elastic.core.run import machine
 from elastic.core.run.incident import Incident
 from elastic.core.settings import RunSettings, ScalingSettings
 from elastic.observe.journal import JournalWriter
-from elastic.runtime import codec, names
-from elastic.runtime.committer import Committer
-from elastic.runtime.entry import Entry
-from elastic.runtime.incidents import IncidentBook
-from elastic.runtime.progress import cadence_record
-from elastic.runtime.records import Records
-from elastic.runtime.replay import Replayed, replay
-from elastic.runtime.telemetry import Telemetry
+from elastic.runtime import names
+from elastic.runtime.controller.committer import Committer
+from elastic.runtime.controller.incidents import IncidentBook
+from elastic.runtime.controller.progress import cadence_record
+from elastic.runtime.controller.records import Records
+from elastic.runtime.controller.replay import Replayed, replay
+from elastic.runtime.controller.telemetry import Telemetry
+from elastic.runtime.train_function import Entry
+from elastic.runtime.worker import codec
 from elastic.training.result import GenerationResult
 
 LIMIT_S = 20.0

@@ -126,7 +126,7 @@ def test_what_would_hide_our_own_packages_is_refused(tmp_path: Path) -> None:
         check_package(Package(tmp_path, (PackedFile("jobs/mine.py", 1),)), 100)
     with pytest.raises(UsageError, match="'cluster', which would hide"):
         check_package(Package(tmp_path, (PackedFile("cluster.py", 1),)), 100)
-    ours = ("jobs/cli.py", "elastic/runtime/controller.py")
+    ours = ("jobs/cli.py", "elastic/runtime/controller/actor.py")
     check_package(Package(tmp_path, tuple(PackedFile(path, 1) for path in ours)), 100)
     with pytest.raises(UsageError, match="nothing to send"):
         check_package(Package(tmp_path, ()), 100)

@@ -10,7 +10,7 @@ import pytest
 
 CODE = """
 import os, threading
-from elastic.runtime.urgency import take_priority
+from elastic.runtime.niceness import take_priority
 os.nice(15)
 ended, begun = threading.Event(), threading.Event()
 found = []

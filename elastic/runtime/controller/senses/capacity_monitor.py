@@ -21,8 +21,8 @@ from elastic.core.policy.capacity import Judgement, Need, Outlook, fits, judge
 from elastic.core.policy.priority_sharing import Claim
 from elastic.core.run.state import RunState, SlotPhase
 from elastic.runtime import names
-from elastic.runtime.cluster_view import ClusterLook, ClusterView
 from elastic.runtime.control_store import StoreThreads
+from elastic.runtime.controller.senses.cluster_view import ClusterLook, ClusterView
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from elastic.core import events as ev
 from elastic.core.checkpoint.snapshots import is_snapshot
 from elastic.core.errors import GenerationEnded
 from elastic.core.settings import FailureSettings
-from elastic.runtime.outbox import Item, Outbox
-from elastic.runtime.patience import PatientSource
-from elastic.runtime.vitals import Vitals
+from elastic.runtime.node.heartbeats import Vitals
+from elastic.runtime.storage_retry import PatientSource
+from elastic.runtime.worker.outbox import Item, Outbox
 from elastic.training.session import GenerationSpec, Phase, RestoreReport, SnapshotMemory, StepReport, Stop
 
 # Enough for what may still be on its way to the controller, many times over.

@@ -20,14 +20,14 @@ from elastic.core.errors import UsageError
 from elastic.core.run.state import RunState, SlotPhase, WorkerPhase
 from elastic.core.settings import RunSettings
 from elastic.runtime import names
-from elastic.runtime.agents import Agents
 from elastic.runtime.control_store import StoreThreads
-from elastic.runtime.entry import Entry
-from elastic.runtime.holdings import Holdings, OnSteps
-from elastic.runtime.slots import SlotKeeper
-from elastic.runtime.specs import generation_specs, memory_plans
-from elastic.runtime.sweep import sweep
-from elastic.runtime.worker import WorkerActor
+from elastic.runtime.controller.hands.agents import Agents
+from elastic.runtime.controller.hands.generation_specs import generation_specs, memory_plans
+from elastic.runtime.controller.hands.placement_groups import SlotKeeper
+from elastic.runtime.controller.hands.snapshot_directory import Holdings, OnSteps
+from elastic.runtime.orphans import sweep
+from elastic.runtime.train_function import Entry
+from elastic.runtime.worker.actor import WorkerActor
 
 if TYPE_CHECKING:
     from elastic.training.session import MemoryPlan

@@ -22,20 +22,20 @@ import ray
 from elastic.core import events as ev
 from elastic.core.errors import ElasticError, StorageError
 from elastic.core.settings import RunSettings
-from elastic.runtime import codec
-from elastic.runtime.agent import NodeFacts
-from elastic.runtime.entry import Entry
-from elastic.runtime.logs import log_file, redirect
-from elastic.runtime.outbox import Item, Outbox, Reply
-from elastic.runtime.vitals import Heart, Vitals
+from elastic.runtime.node.agent import NodeFacts
+from elastic.runtime.node.heartbeats import Heart, Vitals
+from elastic.runtime.train_function import Entry
+from elastic.runtime.worker import codec
+from elastic.runtime.worker.logs import log_file, redirect
+from elastic.runtime.worker.outbox import Item, Outbox, Reply
 
 if TYPE_CHECKING:
     from elastic.checkpoint.memory.client import NodeMemory
     from elastic.checkpoint.source import CheckpointSource
     from elastic.checkpoint.storage import CheckpointStore
     from elastic.checkpoint.writer import BackgroundWriter
-    from elastic.runtime.holdings import Assembled
-    from elastic.runtime.member import Member
+    from elastic.runtime.controller.hands.snapshot_directory import Assembled
+    from elastic.runtime.worker.ray_coordinator import Member
     from elastic.training.loop import GenerationRunner
     from elastic.training.result import GenerationResult
     from elastic.training.session import GenerationSpec, Rendezvous
@@ -51,7 +51,7 @@ _READ_TIMEOUT_S = 10.0
 @dataclass
 class _Current:
     generation: int
-    member: Member
+    ray_coordinator: Member
     runner: GenerationRunner
 
 
@@ -132,7 +132,7 @@ class WorkerActor:
             return self._stores[generation]
 
     def begin(self, spec: GenerationSpec, rendezvous: Rendezvous) -> None:
-        from elastic.runtime.member import Member
+        from elastic.runtime.worker.ray_coordinator import Member
         from elastic.training.loop import GenerationRunner
 
         with self._lock:
@@ -141,12 +141,12 @@ class WorkerActor:
                 return
             assert self._writer is not None
             assert self._store is not None
-            member = Member(
+            ray_coordinator = Member(
                 spec, self._worker, self._vitals, self._outbox, self._store, self._writer.submit,
                 self._settings.failures, self._memory, self._snapshot,
             )  # fmt: skip
-            runner = GenerationRunner(spec, member, rendezvous, on_result=self._announce)
-            self._current = _Current(spec.generation, member, runner)
+            runner = GenerationRunner(spec, ray_coordinator, rendezvous, on_result=self._announce)
+            self._current = _Current(spec.generation, ray_coordinator, runner)
             self._work.put(self._current)
 
     def end(self, generation: int, cause: str) -> None:
@@ -224,11 +224,11 @@ class WorkerActor:
         import elastic
         from elastic.checkpoint.storage import CheckpointStore
         from elastic.checkpoint.writer import BackgroundWriter
-        from elastic.runtime import member
+        from elastic.runtime.worker import ray_coordinator
         from elastic.training import api, cleanup, loop
         from elastic.training.process_group import outlive_peers
 
-        logger.debug("imported %s", (elastic, api, loop, member))
+        logger.debug("imported %s", (elastic, api, loop, ray_coordinator))
         outlive_peers()
         cleanup.warm_up()
         failures = self._settings.failures

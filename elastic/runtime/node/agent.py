@@ -26,8 +26,8 @@ from elastic.checkpoint.memory.wire import Address, connect
 from elastic.core.checkpoint.manifest import ShardRecord
 from elastic.core.checkpoint.snapshots import Held
 from elastic.core.settings import RunSettings
-from elastic.runtime.urgency import take_priority
-from elastic.runtime.vitals import open_mailbox, receive
+from elastic.runtime.niceness import take_priority
+from elastic.runtime.node.heartbeats import open_mailbox, receive
 
 logger = logging.getLogger(__name__)
 

@@ -19,15 +19,15 @@ from elastic.core.policy.stragglers import StragglerWatch
 from elastic.core.run import machine
 from elastic.core.run.state import USER_CODE_FAILED, Ending, Finished, RunState, Slot, Training
 from elastic.core.settings import RunSettings
-from elastic.runtime.agent import Beat
-from elastic.runtime.committer import Committer
-from elastic.runtime.executor import Executor
-from elastic.runtime.incidents import IncidentBook
-from elastic.runtime.outbox import Item
-from elastic.runtime.progress import News, cadence_record, figures
-from elastic.runtime.receipts import Receipts
-from elastic.runtime.records import Records
-from elastic.runtime.replay import Replayed
+from elastic.runtime.controller.acks import Receipts
+from elastic.runtime.controller.committer import Committer
+from elastic.runtime.controller.hands.executor import Executor
+from elastic.runtime.controller.incidents import IncidentBook
+from elastic.runtime.controller.progress import News, cadence_record, figures
+from elastic.runtime.controller.records import Records
+from elastic.runtime.controller.replay import Replayed
+from elastic.runtime.node.agent import Beat
+from elastic.runtime.worker.outbox import Item
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from elastic.core.actions import Note
 from elastic.core.run.state import Closing, RunState, SlotPhase, Training, WorkerPhase
-from elastic.runtime.telemetry import Telemetry
+from elastic.runtime.controller.telemetry import Telemetry
 
 
 @dataclass

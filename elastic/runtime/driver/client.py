@@ -14,10 +14,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from elastic.core.errors import ElasticError, RunNotFound, UsageError
 from elastic.core.settings import RunSettings
 from elastic.runtime import names
-from elastic.runtime.connection import connect as connect
-from elastic.runtime.controller import ControllerActor
-from elastic.runtime.entry import Entry
-from elastic.runtime.placement import Node, choose
+from elastic.runtime.controller.actor import ControllerActor
+from elastic.runtime.driver.connection import connect as connect
+from elastic.runtime.driver.controller_placement import Node, choose
+from elastic.runtime.train_function import Entry
 
 logger = logging.getLogger(__name__)
 

@@ -28,8 +28,8 @@ from elastic.core.settings import (
     ScalingSettings,
     StragglerSettings,
 )
-from elastic.runtime import client
-from elastic.runtime.entry import Entry
+from elastic.runtime.driver import client
+from elastic.runtime.train_function import Entry
 
 _ERRORS: dict[str, type[ElasticError]] = {
     "user-code-failed": UserCodeError,

@@ -18,7 +18,7 @@ from elastic.core.checkpoint.manifest import Manifest, ShardRecord
 from elastic.core.checkpoint.manifest_json import from_json, to_json
 from elastic.core.checkpoint.snapshots import STEPS, Held, Snapshot, not_whole, recoverable
 from elastic.core.errors import IntegrityError, StorageError
-from elastic.runtime.agent import NodeFacts
+from elastic.runtime.node.agent import NodeFacts
 
 logger = logging.getLogger(__name__)
 

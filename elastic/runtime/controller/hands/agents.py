@@ -13,9 +13,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastic.core.settings import RunSettings
 from elastic.runtime import names
-from elastic.runtime.agent import AgentActor, NodeFacts
 from elastic.runtime.control_store import StoreThreads
-from elastic.runtime.wires import Wires
+from elastic.runtime.controller.senses.agent_links import Wires
+from elastic.runtime.node.agent import AgentActor, NodeFacts
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from elastic.core.run import machine
 from elastic.core.run.state import RunState
 from elastic.core.settings import RunSettings
 from elastic.observe.journal import JournalWriter
-from elastic.runtime.telemetry import Telemetry, skips_of
+from elastic.runtime.controller.telemetry import Telemetry, skips_of
 
 Record = Mapping[str, Any]
 

@@ -27,20 +27,20 @@ from elastic.core.run.state import Finished, RunState, WorkerPhase
 from elastic.core.secrets import secret_values
 from elastic.core.settings import RunSettings
 from elastic.observe.journal import JournalWriter
-from elastic.runtime.agent import BEAT_LIMIT_S, Beat
-from elastic.runtime.committer import Committer
-from elastic.runtime.drains import DrainWatch
-from elastic.runtime.entry import Entry
-from elastic.runtime.executor import Executor
-from elastic.runtime.holdings import Assembled
-from elastic.runtime.outbox import Item, Reply
-from elastic.runtime.outlook import OutlookWatch
-from elastic.runtime.patience import patiently
-from elastic.runtime.records import Records
-from elastic.runtime.replay import Replayed, replay
-from elastic.runtime.turns import Turns
-from elastic.runtime.urgency import take_priority
+from elastic.runtime.controller.committer import Committer
+from elastic.runtime.controller.event_loop import Turns
+from elastic.runtime.controller.hands.executor import Executor
+from elastic.runtime.controller.hands.snapshot_directory import Assembled
+from elastic.runtime.controller.records import Records
+from elastic.runtime.controller.replay import Replayed, replay
+from elastic.runtime.controller.senses.capacity_monitor import OutlookWatch
+from elastic.runtime.controller.senses.drain_monitor import DrainWatch
+from elastic.runtime.niceness import take_priority
+from elastic.runtime.node.agent import BEAT_LIMIT_S, Beat
+from elastic.runtime.storage_retry import patiently
+from elastic.runtime.train_function import Entry
 from elastic.runtime.versions import versions
+from elastic.runtime.worker.outbox import Item, Reply
 
 logger = logging.getLogger(__name__)
 
