@@ -15,7 +15,6 @@ from typing import Any
 from benchmarks.children import ROOT
 from elastic.checkpoint.memory.client import NodeMemory
 from elastic.checkpoint.memory.source import Holder, MemorySource
-from elastic.checkpoint.memory.wire import TOKEN_BYTES
 from elastic.checkpoint.snapshot import ShardSnapshot
 from elastic.checkpoint.source import CheckpointSource
 from elastic.core.checkpoint import manifest_json
@@ -24,6 +23,7 @@ from elastic.training.local import LocalCoordinator
 from elastic.training.loop import GenerationRunner
 from elastic.training.rendezvous import host_store
 from elastic.training.session import BatchSettings, GenerationSpec, MemoryPlan, Rendezvous, Stop
+from elastic.transport.handshake import TOKEN_BYTES
 
 RUN_ID = "alone"
 _READ_LIMIT_S = 120.0

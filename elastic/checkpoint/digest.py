@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import torch
 
-from elastic.checkpoint.words import BLOCK, KEY_NAMES, OFFSET, digest_bytes, factors, piece_digests, places
+from elastic.checkpoint.hashing import BLOCK, KEY_NAMES, OFFSET, digest_bytes, factors, piece_digests, places
 from elastic.core.sharding.layout import RankLayout
 
 # 16 Mi words, 128 MiB of products: enough to keep a device busy, and little beside what it holds.

@@ -6,7 +6,7 @@ import socket
 import threading
 from contextlib import suppress
 
-from elastic.checkpoint.memory.wire import Address
+from elastic.transport.handshake import Address
 
 
 class Proxy:

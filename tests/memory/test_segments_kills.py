@@ -15,7 +15,7 @@ from memory_proxy import Proxy
 from memory_samples import TOKEN, held, snap, take, template
 
 from elastic.checkpoint.memory.client import NodeMemory
-from elastic.checkpoint.memory.server import MemoryServer
+from elastic.checkpoint.memory.server.server import MemoryServer
 from elastic.core.errors import StorageError
 
 NUMEL = 200_000  # 1.6 MB of two kinds: more than what lies in socket buffers of the proxy

@@ -18,18 +18,18 @@ from memory_samples import TOKEN, held, snap, template
 from test_segments_kills import hear, kill, process
 from test_segments_server import used
 
-from elastic.checkpoint.memory import parity
-from elastic.checkpoint.memory.blocks import CHUNK_BYTES, chunk_hash
 from elastic.checkpoint.memory.client import NodeMemory
 from elastic.checkpoint.memory.records import template_to_json
-from elastic.checkpoint.memory.server import MemoryServer
+from elastic.checkpoint.memory.server import parity
+from elastic.checkpoint.memory.server.parity_blocks import CHUNK_BYTES, chunk_hash
+from elastic.checkpoint.memory.server.server import MemoryServer
 from elastic.checkpoint.memory.source import Holder, MemorySource
-from elastic.checkpoint.memory.wire import Address, connect
 from elastic.checkpoint.source import ReadRange
 from elastic.core.checkpoint.assembly import assemble
 from elastic.core.checkpoint.manifest import ShardRecord
 from elastic.core.checkpoint.snapshots import Held, recoverable
 from elastic.core.errors import IntegrityError, StorageError, UsageError
+from elastic.transport.handshake import Address, connect
 
 STRIPE = (0, 1, 2)
 LONG = 200_000  # 1.6 MB of two kinds: two chunks, and more than what lies in socket buffers of the proxy

@@ -11,11 +11,11 @@ from memory_proxy import Proxy
 from memory_samples import TOKEN, held, snap, take, template
 from test_segments_kills import hear, kill, process
 
-from elastic.checkpoint.memory.channel import Message
 from elastic.checkpoint.memory.client import NodeMemory
-from elastic.checkpoint.memory.server import MemoryServer
-from elastic.checkpoint.memory.sessions import LocalSession
+from elastic.checkpoint.memory.server.server import MemoryServer
+from elastic.checkpoint.memory.server.sessions import LocalSession
 from elastic.core.errors import StorageError
+from elastic.transport.channel import Message
 
 NUMEL = 200_000  # 1.6 MB of two kinds: more than what lies in socket buffers of the proxy
 SHARD = template(0, 1, numel=NUMEL)

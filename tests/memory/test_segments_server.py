@@ -16,15 +16,15 @@ import torch
 from memory_proxy import SlowProxy
 from memory_samples import TOKEN, held, snap, take, template
 
-from elastic.checkpoint.memory import shelf
 from elastic.checkpoint.memory.client import NodeMemory
-from elastic.checkpoint.memory.server import MemoryServer
+from elastic.checkpoint.memory.server import segment_pool
+from elastic.checkpoint.memory.server.server import MemoryServer
 from elastic.checkpoint.memory.source import Holder, MemorySource
-from elastic.checkpoint.memory.wire import connect
 from elastic.checkpoint.source import ReadRange
 from elastic.core.checkpoint.assembly import assemble
 from elastic.core.checkpoint.manifest import Manifest
 from elastic.core.errors import GenerationEnded, IntegrityError, StorageError, UsageError
+from elastic.transport.handshake import connect
 
 
 @pytest.fixture
@@ -169,7 +169,7 @@ def test_a_reader_keeps_its_copy(stack: ExitStack, monkeypatch: pytest.MonkeyPat
     memory.open(record, record.bytes, [])
     take(memory, record, 1)
     take(memory, record, 2)
-    monkeypatch.setattr(shelf, "READER_LIMIT_S", 0.01)
+    monkeypatch.setattr(segment_pool, "READER_LIMIT_S", 0.01)
     with node._store.reading(1, 1, 0) as reading:
         with pytest.raises(StorageError, match="is read for"):
             memory.segment()

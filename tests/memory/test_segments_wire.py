@@ -19,13 +19,13 @@ import memory_samples as samples
 import pytest
 from memory_samples import TOKEN, held, snap, take, template
 
-from elastic.checkpoint.memory import server as server_module
-from elastic.checkpoint.memory.channel import Channel
 from elastic.checkpoint.memory.client import NodeMemory
 from elastic.checkpoint.memory.records import template_from_json, template_to_json
-from elastic.checkpoint.memory.server import MemoryServer
-from elastic.checkpoint.memory.wire import Refused, admit, connect
+from elastic.checkpoint.memory.server import server as server_module
+from elastic.checkpoint.memory.server.server import MemoryServer
 from elastic.core.errors import IntegrityError, StorageError, UsageError
+from elastic.transport.channel import Channel
+from elastic.transport.handshake import Refused, admit, connect
 
 OTHER = bytes(32)
 
@@ -188,7 +188,7 @@ def test_a_peer_that_falls_silent_within_many_bytes_is_dropped() -> None:
 
 
 def test_a_peer_that_says_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic.checkpoint.memory.wire.CONNECT_LIMIT_S", 0.01)
+    monkeypatch.setattr("elastic.transport.handshake.CONNECT_LIMIT_S", 0.01)
     near, far = pair()
     with closing(Channel(near)) as channel, far, pytest.raises(TimeoutError, match="nothing moved"):
         admit(channel, TOKEN)
@@ -279,7 +279,7 @@ def test_client_state_must_be_what_json_gives_back(node: MemoryServer) -> None:
 
 def test_the_nodes_side_is_light() -> None:
     code = (
-        "import sys, elastic.checkpoint.memory.server, elastic.checkpoint.memory.client;"
+        "import sys, elastic.checkpoint.memory.server.server, elastic.checkpoint.memory.client;"
         "assert not {'torch', 'ray', 'deepspeed'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

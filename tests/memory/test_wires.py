@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elastic.checkpoint.memory.server import MemoryServer
+from elastic.checkpoint.memory.server.server import MemoryServer
 from elastic.runtime.controller.senses import agent_links as module
 from elastic.runtime.controller.senses.agent_links import Wires
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.checkpoint import digest as digest_module
-from elastic.checkpoint import words as module
+from elastic.checkpoint import hashing as module
 from elastic.checkpoint.digest import digest, partial_digests
 from elastic.checkpoint.shards import DTYPE_NAMES
 from elastic.core.sharding.layout import Piece, RankLayout
@@ -86,7 +86,7 @@ def test_a_device_computes_the_same(monkeypatch: pytest.MonkeyPatch, dtype: torc
 @pytest.mark.parametrize(
     "name",
     [
-        "elastic.checkpoint.words",
+        "elastic.checkpoint.hashing",
         "elastic.runtime.controller.actor",
         "elastic.runtime.node.agent",
         "jobs.attendant_actor",

@@ -9,14 +9,14 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from elastic.checkpoint.memory.channel import Message, checked
-from elastic.checkpoint.memory.lines import Mark
 from elastic.checkpoint.memory.link import Answer, Link
 from elastic.checkpoint.memory.records import check_template, client_state, template_to_json
 from elastic.checkpoint.memory.segments import map_segment
-from elastic.checkpoint.memory.wire import Address, connect
+from elastic.checkpoint.memory.shard_lines import Mark
 from elastic.core.checkpoint.manifest import Json, ShardRecord
 from elastic.core.errors import ElasticError, StorageError, UsageError
+from elastic.transport.channel import Message, checked
+from elastic.transport.handshake import Address, connect
 
 logger = logging.getLogger(__name__)
 

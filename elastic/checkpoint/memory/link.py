@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from elastic.checkpoint.memory.channel import IO_LIMIT_S, Channel, Message
-from elastic.checkpoint.memory.shelf import READER_LIMIT_S
+from elastic.checkpoint.memory.server.segment_pool import READER_LIMIT_S
+from elastic.transport.channel import IO_LIMIT_S, Channel, Message
 
 _IDLE_S = 30.0
 # The server itself waits for a reader at most so long before it answers.

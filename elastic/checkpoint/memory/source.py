@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
-from elastic.checkpoint.memory.channel import MAX_PARTS, Channel, checked, parted
-from elastic.checkpoint.memory.wire import CONNECT_LIMIT_S, Address, connect
 from elastic.checkpoint.reading import Request, requests
 from elastic.checkpoint.source import ReadRange
 from elastic.core.checkpoint.manifest import Manifest
 from elastic.core.errors import IntegrityError, StorageError, Where
+from elastic.transport.channel import MAX_PARTS, Channel, checked, parted
+from elastic.transport.handshake import CONNECT_LIMIT_S, Address, connect
 
 # One stream does not fill a fast network; more than that of one holder go over several.
 _STREAM_BYTES = 64 << 20

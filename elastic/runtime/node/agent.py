@@ -21,13 +21,13 @@ from typing import Any
 
 import ray
 
-from elastic.checkpoint.memory.server import MemoryServer
-from elastic.checkpoint.memory.wire import Address, connect
+from elastic.checkpoint.memory.server.server import MemoryServer
 from elastic.core.checkpoint.manifest import ShardRecord
 from elastic.core.checkpoint.snapshots import Held
 from elastic.core.settings import RunSettings
 from elastic.runtime.niceness import take_priority
 from elastic.runtime.node.heartbeats import open_mailbox, receive
+from elastic.transport.handshake import Address, connect
 
 logger = logging.getLogger(__name__)
 

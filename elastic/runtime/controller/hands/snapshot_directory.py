@@ -12,13 +12,13 @@ from typing import Any
 import ray
 
 from elastic.checkpoint.memory.pace import STILL_LIMIT_S
-from elastic.checkpoint.memory.wire import Address
 from elastic.core.checkpoint.assembly import assemble
 from elastic.core.checkpoint.manifest import Manifest, ShardRecord
 from elastic.core.checkpoint.manifest_json import from_json, to_json
 from elastic.core.checkpoint.snapshots import STEPS, Held, Snapshot, not_whole, recoverable
 from elastic.core.errors import IntegrityError, StorageError
 from elastic.runtime.node.agent import NodeFacts
+from elastic.transport.handshake import Address
 
 logger = logging.getLogger(__name__)
 

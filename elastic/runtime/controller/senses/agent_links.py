@@ -12,8 +12,8 @@ import contextlib
 import logging
 from collections.abc import Callable
 
-from elastic.checkpoint.memory.channel import Channel
-from elastic.checkpoint.memory.wire import Address, connect
+from elastic.transport.channel import Channel
+from elastic.transport.handshake import Address, connect
 
 logger = logging.getLogger(__name__)
 

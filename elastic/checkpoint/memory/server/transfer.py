@@ -7,13 +7,13 @@ from contextlib import closing
 
 import xxhash
 
-from elastic.checkpoint.memory.blocks import CHUNK_BYTES, HASH_BYTES, chunk_hash
-from elastic.checkpoint.memory.channel import Channel, checked
-from elastic.checkpoint.memory.parity import Contribution
 from elastic.checkpoint.memory.segments import Segment
-from elastic.checkpoint.memory.wire import Address, connect
+from elastic.checkpoint.memory.server.parity import Contribution
+from elastic.checkpoint.memory.server.parity_blocks import CHUNK_BYTES, HASH_BYTES, chunk_hash
 from elastic.core.checkpoint.snapshots import Held
 from elastic.core.errors import StorageError, Where
+from elastic.transport.channel import Channel, checked
+from elastic.transport.handshake import Address, connect
 
 
 def send_replica(channel: Channel, segment: Segment) -> str:

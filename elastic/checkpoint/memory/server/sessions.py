@@ -9,18 +9,18 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from elastic.checkpoint.memory.channel import Channel, Message, checked, error_message
-from elastic.checkpoint.memory.lines import Line, Mark
-from elastic.checkpoint.memory.parity import Parity
 from elastic.checkpoint.memory.records import client_state, template_from_json
-from elastic.checkpoint.memory.replication import Progress, Replication
-from elastic.checkpoint.memory.sender import Job
-from elastic.checkpoint.memory.shelf import READER_LIMIT_S, Shelf
-from elastic.checkpoint.memory.store import Store
-from elastic.checkpoint.memory.transfer import receive_share
-from elastic.checkpoint.memory.wire import Address
+from elastic.checkpoint.memory.server.parity import Parity
+from elastic.checkpoint.memory.server.replication import Progress, Replication
+from elastic.checkpoint.memory.server.segment_pool import READER_LIMIT_S, Shelf
+from elastic.checkpoint.memory.server.sender import Job
+from elastic.checkpoint.memory.server.shard_store import Store
+from elastic.checkpoint.memory.server.transfer import receive_share
+from elastic.checkpoint.memory.shard_lines import Line, Mark
 from elastic.core.checkpoint.manifest import ShardRecord
 from elastic.core.errors import ElasticError, IntegrityError
+from elastic.transport.channel import Channel, Message, checked, error_message
+from elastic.transport.handshake import Address
 
 logger = logging.getLogger(__name__)
 

@@ -14,18 +14,18 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from elastic.checkpoint.memory.channel import Channel
-from elastic.checkpoint.memory.lines import Mark
-from elastic.checkpoint.memory.parity import Parity
-from elastic.checkpoint.memory.replication import Progress, Replication
-from elastic.checkpoint.memory.sessions import LocalSession, PeerSession
-from elastic.checkpoint.memory.shelf import Shelf
-from elastic.checkpoint.memory.store import Store
-from elastic.checkpoint.memory.transfer import read_shard
-from elastic.checkpoint.memory.wire import TOKEN_BYTES, Address, Refused, admit, big_buffers
+from elastic.checkpoint.memory.server.parity import Parity
+from elastic.checkpoint.memory.server.replication import Progress, Replication
+from elastic.checkpoint.memory.server.segment_pool import Shelf
+from elastic.checkpoint.memory.server.sessions import LocalSession, PeerSession
+from elastic.checkpoint.memory.server.shard_store import Store
+from elastic.checkpoint.memory.server.transfer import read_shard
+from elastic.checkpoint.memory.shard_lines import Mark
 from elastic.core.checkpoint.manifest import ShardRecord
 from elastic.core.checkpoint.snapshots import Held
 from elastic.core.errors import UsageError
+from elastic.transport.channel import Channel
+from elastic.transport.handshake import TOKEN_BYTES, Address, Refused, admit, big_buffers
 
 logger = logging.getLogger(__name__)
 

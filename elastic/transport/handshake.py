@@ -11,7 +11,7 @@ import os
 import socket
 from typing import Any
 
-from elastic.checkpoint.memory.channel import IO_LIMIT_S, Channel
+from elastic.transport.channel import IO_LIMIT_S, Channel
 
 Address = tuple[str, int]
 

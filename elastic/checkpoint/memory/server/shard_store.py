@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from elastic.checkpoint.memory.lines import Copy, Line, Mark, Shape
+from elastic.checkpoint.hashing import piece_digests
 from elastic.checkpoint.memory.pace import Pace, hash_of
 from elastic.checkpoint.memory.segments import Segment
-from elastic.checkpoint.memory.shelf import Shelf
-from elastic.checkpoint.words import piece_digests
+from elastic.checkpoint.memory.server.segment_pool import Shelf
+from elastic.checkpoint.memory.shard_lines import Copy, Line, Mark, Shape
 from elastic.core.checkpoint.manifest import Json, ShardRecord
 from elastic.core.checkpoint.manifest_json import ITEM_BYTES
 from elastic.core.checkpoint.snapshots import Held
