@@ -11,8 +11,8 @@ STOP_AGAIN_S = 20.0
 
 
 class RunHandle(Protocol):
-    """Made by `elastic.runtime.driver.client`. Any method may raise an ElasticError when the run cannot be reached for good;
-    a controller that is being restarted is waited for inside.
+    """Made by `elastic.runtime.driver.client`. Any method may raise an ElasticError when the run cannot be reached for
+    good; a controller that is being restarted is waited for inside.
 
     1. `progress` as often as wanted; cheap
     2. `wait_step`, `result` to wait

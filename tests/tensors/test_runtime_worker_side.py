@@ -22,7 +22,7 @@ from elastic.runtime.node.heartbeats import Heart, Vitals, open_mailbox, receive
 from elastic.runtime.storage_retry import PatientSource
 from elastic.runtime.worker.logs import log_file
 from elastic.runtime.worker.outbox import Item, Outbox, Reply
-from elastic.runtime.worker.ray_coordinator import Member
+from elastic.runtime.worker.ray_coordinator import RayCoordinator
 from elastic.training.session import GenerationSpec, Phase, StepReport, Stop
 
 LIMIT_S = 20.0
@@ -161,11 +161,13 @@ class Told:
         return [ev.from_json(item.data) for item in self.items if item.kind == "event"]
 
 
-def member(told: Told, timeout_s: float = LIMIT_S, holds: bool = False) -> Member:
+def member(told: Told, timeout_s: float = LIMIT_S, holds: bool = False) -> RayCoordinator:
     spec = GenerationSpec("run", generation=4, rank=1, world_size=2, holds=holds)
     box: Any = told
     source: Any = None
-    return Member(spec, 9, Vitals(9), box, source, lambda snapshot: True, FailureSettings(drain_timeout_s=timeout_s))
+    return RayCoordinator(
+        spec, 9, Vitals(9), box, source, lambda snapshot: True, FailureSettings(drain_timeout_s=timeout_s)
+    )
 
 
 def report(step: int) -> StepReport:

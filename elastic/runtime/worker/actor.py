@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from elastic.checkpoint.storage import CheckpointStore
     from elastic.checkpoint.writer import BackgroundWriter
     from elastic.runtime.controller.hands.snapshot_directory import Assembled
-    from elastic.runtime.worker.ray_coordinator import Member
+    from elastic.runtime.worker.ray_coordinator import RayCoordinator
     from elastic.training.loop import GenerationRunner
     from elastic.training.result import GenerationResult
     from elastic.training.session import GenerationSpec, Rendezvous
@@ -51,7 +51,7 @@ _READ_TIMEOUT_S = 10.0
 @dataclass
 class _Current:
     generation: int
-    ray_coordinator: Member
+    coordinator: RayCoordinator
     runner: GenerationRunner
 
 
@@ -132,7 +132,7 @@ class WorkerActor:
             return self._stores[generation]
 
     def begin(self, spec: GenerationSpec, rendezvous: Rendezvous) -> None:
-        from elastic.runtime.worker.ray_coordinator import Member
+        from elastic.runtime.worker.ray_coordinator import RayCoordinator
         from elastic.training.loop import GenerationRunner
 
         with self._lock:
@@ -141,12 +141,12 @@ class WorkerActor:
                 return
             assert self._writer is not None
             assert self._store is not None
-            ray_coordinator = Member(
+            coordinator = RayCoordinator(
                 spec, self._worker, self._vitals, self._outbox, self._store, self._writer.submit,
                 self._settings.failures, self._memory, self._snapshot,
             )  # fmt: skip
-            runner = GenerationRunner(spec, ray_coordinator, rendezvous, on_result=self._announce)
-            self._current = _Current(spec.generation, ray_coordinator, runner)
+            runner = GenerationRunner(spec, coordinator, rendezvous, on_result=self._announce)
+            self._current = _Current(spec.generation, coordinator, runner)
             self._work.put(self._current)
 
     def end(self, generation: int, cause: str) -> None:
@@ -157,13 +157,13 @@ class WorkerActor:
             if current is None or current.generation > generation:
                 self._post(ev.WorkerLeft(generation, self._worker, self._last_step))
                 return
-        current.member.end(cause)
+        current.coordinator.end(cause)
         current.runner.abort(cause)
 
     def hold(self, generation: int) -> tuple[int, bool] | None:
         with self._lock:
             current = self._current
-        return current.member.hold() if current and current.generation == generation else None
+        return current.coordinator.hold() if current and current.generation == generation else None
 
     def confirm(self, generation: int, step: int, durable: bool) -> None:
         with self._lock:
@@ -172,7 +172,7 @@ class WorkerActor:
                 # Asked again by a controller that was restarted before it heard that this worker has left.
                 self._post(ev.WorkerLeft(generation, self._worker, self._last_step))
         if current and current.generation == generation:
-            current.member.confirm(step, durable)
+            current.coordinator.confirm(step, durable)
 
     def ping(self) -> bool:
         return True
@@ -224,11 +224,11 @@ class WorkerActor:
         import elastic
         from elastic.checkpoint.storage import CheckpointStore
         from elastic.checkpoint.writer import BackgroundWriter
-        from elastic.runtime.worker import ray_coordinator
+        from elastic.runtime.worker import coordinator
         from elastic.training import api, cleanup, loop
         from elastic.training.process_group import outlive_peers
 
-        logger.debug("imported %s", (elastic, api, loop, ray_coordinator))
+        logger.debug("imported %s", (elastic, api, loop, coordinator))
         outlive_peers()
         cleanup.warm_up()
         failures = self._settings.failures

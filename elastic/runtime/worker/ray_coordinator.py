@@ -25,7 +25,7 @@ _RECENT_STEPS = 64
 _OF_A_STEP = ("step", "loss", "positions", "samples", "duration_s", "tokens", "anomaly", "skipped")
 
 
-class Member:
+class RayCoordinator:
     """Implements `elastic.training.session.Coordinator`.
 
     `hold` and `confirm` come from the controller on other threads; `boundary` on the training thread waits for them.
