@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
-from cluster import processes
+from elastic_cluster.local import processes
 
 ROOT = Path(__file__).resolve().parent.parent
 _POLL_S = 0.02

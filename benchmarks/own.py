@@ -9,15 +9,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from elastic_cluster.source import NodeInfo, NodeState
+from elastic_jobs.backend import NodeShape
+from elastic_jobs.handle import RunHandle
+from elastic_jobs.ray_backend import RealBackend
+
 from benchmarks.children import ROOT, NotMeasured, until
 from benchmarks.marks import Change, completed, read_marks, recovered
-from cluster.source import NodeInfo, NodeState
 from elastic.core.errors import RunNotFound
 from elastic.core.settings import CheckpointSettings, FailureSettings, MemorySettings, RunSettings, ScalingSettings
 from elastic.observe.journal import JournalReader
-from jobs.backend import NodeShape
-from jobs.handle import RunHandle
-from jobs.real import RealBackend
 
 _START_LIMIT_S, _STEP_LIMIT_S, _END_LIMIT_S = 180.0, 120.0, 60.0
 

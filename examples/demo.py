@@ -53,7 +53,7 @@ def run(folder: Path, run_id: str, *more: str) -> bool:
     with open(folder / f"{run_id}.txt", "wb") as report:
         # In a session of its own, since Ctrl-C in a terminal makes `elastic run` leave its run to the background.
         child = subprocess.Popen(
-            [sys.executable, "-m", "jobs.cli", *command],
+            [sys.executable, "-m", "elastic_jobs.cli", *command],
             stdout=report,
             env={"OMP_NUM_THREADS": "1", **os.environ},
             start_new_session=True,

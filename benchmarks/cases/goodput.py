@@ -6,13 +6,14 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from elastic_cluster.source import ClusterError
+
 from benchmarks.children import NotMeasured
 from benchmarks.figures import Figure, Target, not_measured
 from benchmarks.marks import StepDone, completed, read_marks
 from benchmarks.options import Options
 from benchmarks.own import Cluster, OwnRun, settings
 from benchmarks.workload import SMALL
-from cluster.source import ClusterError
 from elastic.core.settings import MemorySettings
 
 CASE, SUBJECT = "goodput", "ray-elastic"

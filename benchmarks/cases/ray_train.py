@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 
+from elastic_cluster import LocalCluster
+
 from benchmarks.children import ROOT, Children, NotMeasured
 from benchmarks.figures import Figure, not_measured
 from benchmarks.marks import Change, Mark, completed, read_marks, recovered
 from benchmarks.options import Options
 from benchmarks.workload import SMALL
-from cluster import LocalCluster
 
 CASE, SUBJECT, NAME = "ray-train", "Ray Train v2 elastic", "node SIGKILL -> next step, 4 -> 3, ZeRO-1"
 NODES, SAVE_EVERY = 4, 10

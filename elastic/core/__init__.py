@@ -1,0 +1,1 @@
+"""The pure part: what is decided, from data alone. No Ray, torch, storage or clock."""

@@ -1,7 +1,7 @@
 """What a run is told once, at its start: plain frozen data with exact JSON forms.
 
-Every timeout and every budget of the project is in `FailureSettings`, and nowhere else. `jobs.spec` reads the same
-fields from a job file and checks them; what arrives here has been checked.
+Every timeout and every budget of the project is in `FailureSettings`, and nowhere else. `elastic_jobs.job_file.spec`
+reads the same fields from a job file and checks them; what arrives here has been checked.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""The run on Ray: its controller, node agents, workers and drivers."""

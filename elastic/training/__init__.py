@@ -1,0 +1,1 @@
+"""What runs in a worker around the user's function."""

@@ -1,0 +1,1 @@
+"""Authenticated message channels between nodes; used by the snapshot server and the failure detector."""

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from cluster.kube.api import Limits
-from cluster.kube.connect import connect
-from cluster.kube.fake import FakeKubernetes
-from cluster.kube.fake.server import kubeconfig
-from cluster.kube.labels import labels
-from cluster.kube.official import OfficialClient
+from elastic_cluster.kube.client.api import Limits
+from elastic_cluster.kube.client.connect import connect
+from elastic_cluster.kube.client.official import OfficialClient
+from elastic_cluster.kube.fake import FakeKubernetes
+from elastic_cluster.kube.fake.server import kubeconfig
+from elastic_cluster.kube.manifests.labels import labels
 
 QUICK = Limits(connect_s=5.0, request_s=5.0, idle_s=5.0, retry_s=0.3)
 

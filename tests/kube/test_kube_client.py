@@ -10,17 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from elastic_cluster.kube.client import runs
+from elastic_cluster.kube.client.api import Limits, Ref
+from elastic_cluster.kube.client.apply import apply_run
+from elastic_cluster.kube.client.errors import KubeDenied, KubeError, KubeNotFound, KubeQuota, KubeRefused
+from elastic_cluster.kube.client.official import OfficialClient
+from elastic_cluster.kube.client.runs import delete_run, find_runs, look
+from elastic_cluster.kube.fake import FakeKubeRay, FakeKubernetes, Refusal
+from elastic_cluster.kube.fake.server import Fault
+from elastic_cluster.kube.manifests.labels import labels, selector
 from kube_samples import connected, network_policy, ray_cluster, ray_job
-
-from cluster.kube import runs
-from cluster.kube.api import Limits, Ref
-from cluster.kube.apply import apply_run
-from cluster.kube.errors import KubeDenied, KubeError, KubeNotFound, KubeQuota, KubeRefused
-from cluster.kube.fake import FakeKubeRay, FakeKubernetes, Refusal
-from cluster.kube.fake.server import Fault
-from cluster.kube.labels import labels, selector
-from cluster.kube.official import OfficialClient
-from cluster.kube.runs import delete_run, find_runs, look
 
 
 @dataclass

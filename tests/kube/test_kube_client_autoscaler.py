@@ -12,6 +12,11 @@ from typing import Any
 
 import pytest
 import requests
+from elastic_cluster.kube.client.apply import apply_run
+from elastic_cluster.kube.fake import FakeKubeRay, FakeKubernetes
+from elastic_cluster.kube.manifests import names, quantity
+from elastic_cluster.kube.manifests.job import Group, KubeJob, Size
+from elastic_cluster.kube.manifests.render import render
 from kube_samples import connected
 from ray.autoscaler._private.kuberay import autoscaling_config
 from ray.autoscaler._private.kuberay.node_provider import IKubernetesHttpApiClient, url_from_resource
@@ -20,12 +25,6 @@ from ray.autoscaler.v2.instance_manager.config import AutoscalingConfig
 from ray.autoscaler.v2.scheduler import ResourceDemandScheduler, SchedulingRequest
 from ray.autoscaler.v2.utils import ResourceRequestUtil
 from ray.core.generated.autoscaler_pb2 import GangResourceRequest
-
-from cluster.kube import names, quantity
-from cluster.kube.apply import apply_run
-from cluster.kube.fake import FakeKubeRay, FakeKubernetes
-from cluster.kube.job import Group, KubeJob, Size
-from cluster.kube.render import render
 
 _GPUS = Size("16", "128Gi", accelerators={"nvidia.com/gpu": 8})
 _SLOT = {"CPU": 8.0, "GPU": 4.0}

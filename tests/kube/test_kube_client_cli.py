@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from elastic_cluster.kube.client import status as words
+from elastic_cluster.kube.client.errors import KubeError, KubeNotFound, KubeQuota, KubeRefused
+from elastic_cluster.kube.client.status import RunStatus
+from elastic_cluster.kube.fake import FakeKubeRay, FakeKubernetes
+from elastic_jobs import cli
+from elastic_jobs.kube.session import result, translated
 from kube_samples import network_policy, ray_job
-
-from cluster.kube import status as words
-from cluster.kube.errors import KubeError, KubeNotFound, KubeQuota, KubeRefused
-from cluster.kube.fake import FakeKubeRay, FakeKubernetes
-from cluster.kube.status import RunStatus
-from jobs import cli
-from jobs.kube import result, translated
 
 JOB = """
 name: gpt
@@ -197,7 +196,7 @@ def test_ctrl_c_leaves_the_run_alone(world: World, monkeypatch: pytest.MonkeyPat
     def interrupted(self: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("cluster.kube.logs.Follower.follow", interrupted)
+    monkeypatch.setattr("elastic_cluster.kube.client.logs.Follower.follow", interrupted)
     assert world.elastic("logs", "gpt", "-f") == (101, [], ["run gpt goes on. Next: elastic kube logs gpt -f"])
 
 

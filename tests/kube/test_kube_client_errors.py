@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kube_samples import connected, ray_job
-
-from cluster.kube.api import Limits, Ref
-from cluster.kube.apply import apply_run
-from cluster.kube.connect import connect
-from cluster.kube.errors import (
+from elastic_cluster.kube.client.api import Limits, Ref
+from elastic_cluster.kube.client.apply import apply_run
+from elastic_cluster.kube.client.connect import connect
+from elastic_cluster.kube.client.errors import (
     AlreadyThere,
     Conflict,
     KubeDenied,
@@ -27,9 +25,10 @@ from cluster.kube.errors import (
     KubeUnavailable,
     explain,
 )
-from cluster.kube.fake import FakeKubernetes
-from cluster.kube.fake.server import kubeconfig as config_of
-from cluster.kube.runs import find_runs
+from elastic_cluster.kube.client.runs import find_runs
+from elastic_cluster.kube.fake import FakeKubernetes
+from elastic_cluster.kube.fake.server import kubeconfig as config_of
+from kube_samples import connected, ray_job
 
 NOWHERE = "http://127.0.0.1:9"
 JOB = Ref("ray.io/v1", "RayJob", "team", "gpt")
@@ -234,14 +233,19 @@ def test_no_such_namespace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_client_is_an_extra() -> None:
-    code = "import sys; sys.modules['kubernetes'] = None; from jobs.cli import main; sys.exit(main(['kube', 'status']))"
+    code = (
+        "import sys; sys.modules['kubernetes'] = None; "
+        "from elastic_jobs.cli import main; sys.exit(main(['kube', 'status']))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr == "elastic kube: the Kubernetes client is not installed: pip install 'ray-elastic[kube]'\n"
 
 
 def test_the_command_line_starts_without_the_client() -> None:
-    code = "import sys, jobs.cli; print([name for name in ('kubernetes', 'ray', 'torch') if name in sys.modules])"
+    code = (
+        "import sys, elastic_jobs.cli; print([name for name in ('kubernetes', 'ray', 'torch') if name in sys.modules])"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 

@@ -8,19 +8,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from elastic_cluster.kube.client.api import Limits, Manifest, Ref
+from elastic_cluster.kube.client.apply import apply_run
+from elastic_cluster.kube.client.errors import KubeError, KubeNotFound, KubeRefused, KubeUnavailable
+from elastic_cluster.kube.client.log_cursor import LogCursor
+from elastic_cluster.kube.client.logs import Follower
+from elastic_cluster.kube.client.official import OfficialClient
+from elastic_cluster.kube.client.status import RunStatus
+from elastic_cluster.kube.fake import FakeKubeRay, FakeKubernetes
+from elastic_cluster.kube.fake.logs import PodLog
 from hypothesis import given
 from hypothesis import strategies as st
 from kube_samples import connected, ray_cluster, ray_job
-
-from cluster.kube.api import Limits, Manifest, Ref
-from cluster.kube.apply import apply_run
-from cluster.kube.errors import KubeError, KubeNotFound, KubeRefused, KubeUnavailable
-from cluster.kube.fake import FakeKubeRay, FakeKubernetes
-from cluster.kube.fake.logs import PodLog
-from cluster.kube.log_cursor import LogCursor
-from cluster.kube.logs import Follower
-from cluster.kube.official import OfficialClient
-from cluster.kube.status import RunStatus
 
 # As Go writes fractions: without trailing zeros. Equal times do occur.
 TIMES = ["00.000000001", "00.5", "00.5", "00.500000001", "01", "01", "01.25", "02.1", "02.1", "02.1", "03"]

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from elastic_cluster.kube.client.secrets import SecretUse, redacted, uses
+from elastic_cluster.kube.client.status import pod_status, run_status
 from kube_samples import ray_cluster, ray_job
-
-from cluster.kube.secrets import SecretUse, redacted, uses
-from cluster.kube.status import pod_status, run_status
 
 
 def job(**status: Any) -> dict[str, Any]:

@@ -6,13 +6,12 @@ import copy
 from typing import Any
 
 import pytest
+from elastic_cluster.kube.checks.schema import crd_schema
+from elastic_cluster.kube.fake import FakeKubernetes, Refusal, fields, schema
+from elastic_cluster.kube.fake.fields import ItemKey
 from hypothesis import given
 from hypothesis import strategies as st
 from kube_samples import ray_cluster, ray_job
-
-from cluster.kube.fake import FakeKubernetes, Refusal, fields, schema
-from cluster.kube.fake.fields import ItemKey
-from cluster.kube.schema import crd_schema
 
 # A list of items with names, as containers' environment is, and a list without.
 SCHEMA = {

@@ -9,9 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from deepspeed_ranks import WORLDS, ZERO
 
 _HERE = Path(__file__).parent

@@ -6,13 +6,7 @@ imported three times only; every case is a test here.
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from native_cases import CASES
 from native_processes import run_processes
 

@@ -14,7 +14,7 @@ from proof.tools import Change, changed, modules, together
 def names(pairs: dict[str, str]) -> Change:
     """A plan that takes one parameter's elements for another's."""
     return changed(
-        modules().plan.SourceIndex, "_intervals", lambda original, self, name: original(self, pairs.get(name, name))
+        modules().reshard.SourceIndex, "_intervals", lambda original, self, name: original(self, pairs.get(name, name))
     )
 
 

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from elastic_cluster import NodeInfo, NodeState
 from harness import HERE, Run, actors_among, left_of_run, remove_runs, wait_until
 from namespaces import LINK, Network
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster import NodeInfo, NodeState
 from elastic.core.errors import ElasticError, UsageError
 from elastic.core.settings import RunSettings, ScalingSettings
 from elastic.runtime.driver import client

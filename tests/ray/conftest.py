@@ -13,8 +13,7 @@ os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 
 import harness
 import pytest
-
-from cluster import LocalCluster
+from elastic_cluster import LocalCluster
 
 
 @pytest.fixture(scope="module")

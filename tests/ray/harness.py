@@ -16,10 +16,11 @@ from typing import Any, Protocol
 import loops
 import pytest
 import ray
+from elastic_cluster import LocalCluster, NodeInfo, NodeState
+from elastic_cluster.local import processes
+from elastic_cluster.local.node_table import TAG
 from ray.util.placement_group import PlacementGroup
 
-from cluster import LocalCluster, NodeInfo, NodeState, processes
-from cluster.nodes import TAG
 from elastic.core.checkpoint.snapshots import Held
 from elastic.core.errors import RunNotFound
 from elastic.core.settings import (

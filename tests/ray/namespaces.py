@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import permutations
 from pathlib import Path
 
-from cluster import processes
+from elastic_cluster.local import processes
 
 # Of every namespace, and of the folder that belongs to its owner: whoever holds the lock in it is alive.
 PREFIX = "elp-"

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from elastic_cluster import LocalCluster
 from harness import Run, given_samples
 
-from cluster import LocalCluster
 from elastic.core.data.samples import SampleOrder
 
 pytestmark = pytest.mark.ray

@@ -11,10 +11,10 @@ from pathlib import Path
 import harness
 import pytest
 import ray
+from elastic_cluster import AutoscaledCluster, LocalCluster, NodeState
 from harness import Run, wait_until
 from traces import Trace, listening_addresses
 
-from cluster import AutoscaledCluster, LocalCluster, NodeState
 from elastic.core.settings import ScalingSettings
 from elastic.runtime.controller.senses.cluster_view import ClusterLook
 from elastic.runtime.driver import client
@@ -145,12 +145,12 @@ def test_two_runs_that_could_hold_half_of_what_they_need_each_both_come_to_their
 _OWNER = """
 import json, sys
 import ray
-from cluster import AutoscaledCluster, NodeState
+from elastic_cluster import AutoscaledCluster, NodeState
 cluster = AutoscaledCluster.launch(2, at_hand=1, cpus_per_node=1)
 ray.init(cluster.address, log_to_driver=False)
 for _ in range(2):
     ray.util.placement_group([{"CPU": 1}], lifetime="detached")
-while not any(node.state is NodeState.ALIVE and not node.head for node in cluster.nodes()):
+while not any(node.state is NodeState.ALIVE and not node.head for node in elastic_cluster.local.node_table()):
     pass
 print(json.dumps(str(cluster.socket_path)), flush=True)
 sys.stdin.read()

@@ -10,9 +10,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from elastic_cluster.local import processes
 
 from benchmarks.figures import Figure
-from cluster import processes
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from elastic_cluster import LocalCluster, NodeState
+from elastic_jobs.cli import main
+from elastic_jobs.ray_backend import RealBackend
 from harness import Run, wait_until
 
-from cluster import LocalCluster, NodeState
 from elastic.core.settings import ScalingSettings
-from jobs.cli import main
-from jobs.real import RealBackend
 
 pytestmark = pytest.mark.ray
 

@@ -6,9 +6,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+from elastic_cluster import LocalCluster
 from harness import Run, something_in_the_way, wait_until
 
-from cluster import LocalCluster
 from elastic.checkpoint.storage import CheckpointStore
 from elastic.core.names import CheckpointRef, parse_checkpoint_id
 from elastic.core.settings import ScalingSettings

@@ -6,9 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
+from elastic_cluster import LocalCluster
+from elastic_cluster.local import processes
 from harness import Run, actor_processes, given_samples, something_in_the_way, wait_until
 
-from cluster import LocalCluster, processes
 from elastic.core.names import parse_checkpoint_id
 from elastic.core.settings import ScalingSettings
 

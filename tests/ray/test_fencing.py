@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import ray
+from elastic_cluster import LocalCluster
 from harness import Run, wait_until
 
-from cluster import LocalCluster
 from elastic.checkpoint.storage import CheckpointStore
 from elastic.core import events as ev
 from elastic.core.errors import Fenced, UsageError

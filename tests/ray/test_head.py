@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from elastic_cluster import LocalCluster
 from harness import HERE, LIMIT_S, Run, given_samples, module_cluster, wait_until
 
-from cluster import LocalCluster
 from elastic.runtime.driver import client
 from elastic.runtime.driver.controller_placement import Place
 
@@ -158,7 +158,7 @@ def test_a_run_whose_whole_cluster_is_killed_goes_on_from_storage_on_a_new_one(t
 def _elastic(*arguments: str, folder: Path) -> subprocess.Popen[str]:
     paths = os.pathsep.join([str(HERE.parents[1]), str(folder)])
     environment = {**os.environ, "PYTHONPATH": paths, "ELASTIC_STORAGE": str(folder / "runs")}
-    command = [sys.executable, "-m", "jobs.cli", *arguments]
+    command = [sys.executable, "-m", "elastic_jobs.cli", *arguments]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True)
 

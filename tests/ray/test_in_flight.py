@@ -7,9 +7,9 @@ import signal
 from pathlib import Path
 
 import pytest
+from elastic_cluster import LocalCluster
 from harness import Run, actors_among, wait_until
 
-from cluster import LocalCluster
 from elastic.core.checkpoint.snapshots import place_replicas
 
 pytestmark = pytest.mark.ray

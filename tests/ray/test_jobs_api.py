@@ -22,16 +22,18 @@ from typing import Any
 
 import pytest
 import yaml
+from elastic_cluster import LocalCluster
+from elastic_cluster.local import processes
+from elastic_jobs import cli
+from elastic_jobs.ray_backend import RealBackend
+from elastic_jobs.submit import attempts
+from elastic_jobs.submit.attempts import JobState
+from elastic_jobs.submit.fake_jobs_api import FakeJobsApi
+from elastic_jobs.submit.jobs_api import AlreadySubmitted, Denied, DriverNeeds, JobsApi, Submission, Unreachable
+from elastic_jobs.submit.ray_jobs_api import RayJobsApi
 from harness import HERE, Footprint, Run, actor_processes, wait_until
 
-from cluster import LocalCluster, processes
 from elastic.core.errors import UsageError
-from jobs import attempts, cli
-from jobs.attempts import JobState
-from jobs.fake_jobs_api import FakeJobsApi
-from jobs.jobs_api import AlreadySubmitted, Denied, DriverNeeds, JobsApi, Submission, Unreachable
-from jobs.ray_jobs_api import RayJobsApi
-from jobs.real import RealBackend
 
 pytestmark = pytest.mark.ray
 
@@ -314,7 +316,7 @@ def test_bad_tokens_and_addresses(place: Place) -> None:
 
 
 def test_the_token_of_the_environment(place: Place) -> None:
-    words = [sys.executable, "-m", "jobs.cli", "list", "--address", place.address, "--json"]
+    words = [sys.executable, "-m", "elastic_jobs.cli", "list", "--address", place.address, "--json"]
     right = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": place.token, "PYTHONPATH": str(HERE.parents[1])}
     listed = subprocess.run(words, env=right, capture_output=True, text=True, timeout=60, check=False)
     assert listed.returncode == 0, listed.stderr

@@ -15,11 +15,11 @@ from typing import Any
 import harness
 import pytest
 import ray
+from elastic_cluster import LocalCluster
+from elastic_cluster.kube.manifests.job import Group, KubeJob, Size
+from elastic_cluster.kube.manifests.render import render
 from harness import Run
 
-from cluster import LocalCluster
-from cluster.kube.job import Group, KubeJob, Size
-from cluster.kube.render import render
 from elastic.core.settings import ScalingSettings
 from elastic.runtime.controller.senses.drain_monitor import draining_nodes
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import ray
+from elastic_cluster import ClusterEnded, ClusterError, LocalCluster, NodeInfo, NodeState
+from elastic_cluster.local import processes
+from elastic_cluster.local.node_table import TAG
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from traces import LIMIT_S, Trace, listening_addresses, wait_until
-
-from cluster import ClusterEnded, ClusterError, LocalCluster, NodeInfo, NodeState, processes
-from cluster.nodes import TAG
 
 pytestmark = pytest.mark.ray
 
@@ -165,7 +165,7 @@ def test_single_processes_are_killed_only_if_they_are_the_clusters_own(connect: 
 
 _OWNER = """
 import json, sys
-from cluster import LocalCluster
+from elastic_cluster import LocalCluster
 cluster = LocalCluster.start(2, cpus_per_node=1)
 print(json.dumps(str(cluster.socket_path)), flush=True)
 sys.stdin.read()

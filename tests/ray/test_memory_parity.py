@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from elastic_cluster import LocalCluster
 from harness import Run, kill_together, wait_until
 
-from cluster import LocalCluster
 from elastic.core.checkpoint.parity import Stripe, place_parity
 
 pytestmark = pytest.mark.ray

@@ -12,9 +12,9 @@ from pathlib import Path
 import namespaces
 import pytest
 from afar import PATIENT, AfarRun, Cluster, begun, each_test, walk_for, walk_to
+from elastic_cluster.local import processes
 from harness import given_samples, wait_until
 
-from cluster import processes
 from elastic.core.names import parse_checkpoint_id
 
 pytestmark = pytest.mark.ray

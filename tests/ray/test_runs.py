@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from elastic_cluster import LocalCluster
 from harness import Run
 from undisturbed import Outcome, Undisturbed, whole_state
 
-from cluster import LocalCluster
 from elastic.checkpoint.storage import CheckpointStore
 
 pytestmark = pytest.mark.ray

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,16 +10,14 @@ from typing import Any
 
 import harness
 import pytest
-from harness import Record, Run, wait_until
 
 # The server and the proxy are those of the tests of storage.
-sys.path.append(str(Path(__file__).resolve().parents[1] / "store"))
-
 import s3_proxy
 import s3_server
+from elastic_cluster import LocalCluster
+from harness import Record, Run, wait_until
 from s3_proxy import Proxy, Request, Trouble
 
-from cluster import LocalCluster
 from elastic.checkpoint.storage import CheckpointStore
 from elastic.core.errors import RunNotFound
 from elastic.observe.journal import JournalReader

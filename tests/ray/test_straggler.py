@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from elastic_cluster import LocalCluster
 from harness import Run
-
-from cluster import LocalCluster
 
 pytestmark = pytest.mark.ray
 

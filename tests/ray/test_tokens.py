@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-
-from cluster import LocalCluster, processes
-from jobs.live import Live, write_live
-from jobs.spec import load_job
-from jobs.storage import RunFolder
+from elastic_cluster import LocalCluster
+from elastic_cluster.local import processes
+from elastic_jobs.job_file.spec import load_job
+from elastic_jobs.live import Live, write_live
+from elastic_jobs.run_folder import RunFolder
 
 pytestmark = pytest.mark.ray
 
@@ -77,7 +77,7 @@ def test_without_the_token_a_run_is_refused_in_one_sentence(guarded: LocalCluste
     }[shown]
     job = ["run", str(tmp_path / "job.yaml"), "--run-id", "refused", "--storage", str(tmp_path / "runs")]
     refused = _python(
-        "-m", "jobs.cli", *job, "--address", guarded.address, environment=_environment(tmp_path, **settings)
+        "-m", "elastic_jobs.cli", *job, "--address", guarded.address, environment=_environment(tmp_path, **settings)
     )
     assert refused.returncode == 2
     told = [line for line in refused.stderr.splitlines() if line.startswith("elastic run: ")]
@@ -99,7 +99,7 @@ def test_a_run_whose_cluster_refuses_the_token_is_not_taken_to_be_over(guarded: 
     write_live(folder, Live(guarded.address))
     before = sorted(tmp_path.rglob("*"))
     environment = _environment(tmp_path, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="ab" * 32)
-    refused = _python("-m", "jobs.cli", "resume", "kept", "--storage", folder.url, environment=environment)
+    refused = _python("-m", "elastic_jobs.cli", "resume", "kept", "--storage", folder.url, environment=environment)
     assert refused.returncode == 2, refused.stderr
     (told,) = [line for line in refused.stderr.splitlines() if line.startswith("elastic resume: ")]
     assert f"run 'kept' cannot be reached at {guarded.address}: the Ray cluster at" in told

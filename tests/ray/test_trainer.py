@@ -10,10 +10,10 @@ import harness
 import loops
 import pytest
 import ray
+from elastic_cluster import LocalCluster
 from harness import Run
 from ray.train import CheckpointConfig, RunConfig, ScalingConfig
 
-from cluster import LocalCluster
 from elastic.checkpoint.storage import CheckpointStore
 from elastic.core.errors import UsageError, UserCodeError
 from elastic.core.settings import ScalingSettings

@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from cluster import LocalCluster, processes
-from cluster.nodes import TAG
+from elastic_cluster import LocalCluster
+from elastic_cluster.local import processes
+from elastic_cluster.local.node_table import TAG
 
 LIMIT_S = 60.0
 

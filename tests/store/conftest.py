@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import uuid
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-
-# The contracts are written down beside the tests of the storage that needs no server.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tensors"))
-
 import s3_proxy
 import s3_server
 

@@ -364,7 +364,7 @@ def test_a_bucket_that_is_not_there(proxy: Proxy) -> None:
 
 
 def test_a_bucket_is_never_made(proxy: Proxy) -> None:
-    from jobs.storage import RunFolder
+    from elastic_jobs.run_folder import RunFolder
 
     name = f"no-such-{uuid.uuid4().hex[:8]}"
     with pytest.raises(UsageError, match="no such bucket"):

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from elastic_jobs import cli
 from s3_proxy import Proxy, Trouble
 from s3_server import CREDENTIALS
 
 from elastic.store.objects import open_objects
-from jobs import cli
 
 JOB = """
 entry_point: refused_train.py:main
@@ -93,7 +93,7 @@ def forget_file_systems() -> None:
 def test_no_answer(
     job: Path, url: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("jobs.checks._CHECK_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("elastic_jobs.job_file.checks._CHECK_TIMEOUT_S", 0.5)
     proxy.decide = lambda request: Trouble.STALL
     assert "it did not answer in time; nothing was started" in refused(capsys, url)
 

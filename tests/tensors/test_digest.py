@@ -89,7 +89,7 @@ def test_a_device_computes_the_same(monkeypatch: pytest.MonkeyPatch, dtype: torc
         "elastic.checkpoint.hashing",
         "elastic.runtime.controller.actor",
         "elastic.runtime.node.agent",
-        "jobs.attendant_actor",
+        "elastic_jobs.submit.supervisor_actor",
     ],
 )
 def test_who_does_not_train_needs_no_torch(name: str) -> None:

@@ -1,12 +1,21 @@
-"""Jobs for the tests of `cluster.kube`: one that has everything, and a strategy of valid ones."""
+"""Jobs for the tests of `elastic_cluster.kube`: one that has everything, and a strategy of valid ones."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from elastic_cluster.kube.manifests.job import (
+    ControlStore,
+    Egress,
+    Group,
+    KubeJob,
+    Network,
+    Place,
+    SecretRef,
+    Size,
+    Volume,
+)
 from hypothesis import strategies as st
-
-from cluster.kube.job import ControlStore, Egress, Group, KubeJob, Network, Place, SecretRef, Size, Volume
 
 
 def sample(**changes: Any) -> KubeJob:

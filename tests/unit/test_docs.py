@@ -15,18 +15,18 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from elastic_cluster.chaos import Action, Chaos
+from elastic_jobs import exit_codes
+from elastic_jobs.cli import parser
+from elastic_jobs.job_file.spec import AnomalySpec, CheckpointSpec, JobSpec, MemorySpec, StragglerSpec, parse_job
+from elastic_jobs.job_file.submit_section import SubmitSpec
+from elastic_jobs.job_file.yaml_lines import parse
 from pydantic_core import PydanticUndefined
 
-from cluster.chaos import Action, Chaos
 from elastic.core.run import incident
 from elastic.core.settings import FailureSettings
 from elastic.observe import time_ledger
 from elastic.training.refused import REFUSED
-from jobs import exit_codes
-from jobs.cli import parser
-from jobs.spec import AnomalySpec, CheckpointSpec, JobSpec, MemorySpec, StragglerSpec, parse_job
-from jobs.submit_spec import SubmitSpec
-from jobs.yaml_lines import parse
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -175,7 +175,7 @@ def test_the_diff_in_the_readme_is_the_real_one() -> None:
 def test_calls_in_python_have_the_arguments_of_the_real_ones(document: Path) -> None:
     real = {
         "initialize": arguments(ROOT / "elastic" / "training" / "api.py", "initialize"),
-        "ElasticTrainer": arguments(ROOT / "elastic" / "runtime" / "trainer.py", "__init__"),
+        "ElasticTrainer": arguments(ROOT / "elastic" / "runtime" / "driver" / "trainer.py", "__init__"),
     }
     for text in fences(document, "python"):
         for call in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)):

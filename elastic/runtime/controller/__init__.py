@@ -1,0 +1,1 @@
+"""The controller actor: senses report events, the loop decides, hands act."""

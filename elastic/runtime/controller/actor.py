@@ -82,7 +82,7 @@ class ControllerActor:
     # --- for clients ---
 
     async def progress(self) -> dict[str, Any]:
-        """The live figures; see `jobs.handle.RunHandle.progress`."""
+        """The live figures; see `elastic_jobs.handle.RunHandle.progress`."""
         await self._ready.wait()
         status = self._result["status"] if self._result else "running"
         return {**self._turns.progress(), "status": status, "controller_pid": os.getpid()}

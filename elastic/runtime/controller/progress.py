@@ -26,8 +26,8 @@ class News:
 
 
 def figures(state: RunState, telemetry: Telemetry, news: News, slow: Mapping[int, float]) -> dict[str, Any]:
-    """The keys of `jobs.handle.RunHandle.progress`, without the status. `slow` are the stragglers among the members,
-    with their factors."""
+    """The keys of `elastic_jobs.handle.RunHandle.progress`, without the status. `slow` are the stragglers among the
+    members, with their factors."""
     newest = state.newest_checkpoint
     return {
         "step": telemetry.step,

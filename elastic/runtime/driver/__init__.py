@@ -1,0 +1,1 @@
+"""Starting a run and talking to its controller, from a driver process."""

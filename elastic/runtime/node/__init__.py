@@ -1,0 +1,1 @@
+"""One node: its agent and the heartbeats of its workers."""

@@ -224,11 +224,11 @@ class WorkerActor:
         import elastic
         from elastic.checkpoint.storage import CheckpointStore
         from elastic.checkpoint.writer import BackgroundWriter
-        from elastic.runtime.worker import coordinator
+        from elastic.runtime.worker import ray_coordinator
         from elastic.training import api, cleanup, loop
         from elastic.training.process_group import outlive_peers
 
-        logger.debug("imported %s", (elastic, api, loop, coordinator))
+        logger.debug("imported %s", (elastic, api, loop, ray_coordinator))
         outlive_peers()
         cleanup.warm_up()
         failures = self._settings.failures

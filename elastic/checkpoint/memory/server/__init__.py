@@ -1,0 +1,1 @@
+"""A node's snapshot server: segments, shards, replicas and parity."""

@@ -1,0 +1,1 @@
+"""What the controller does: slots, agents, workers, generations. Nothing here decides."""

@@ -1,0 +1,1 @@
+"""What the controller learns of its cluster: broken links, drains, capacity."""

@@ -1,0 +1,1 @@
+"""Everything that is checked of a job and its manifests before they leave."""

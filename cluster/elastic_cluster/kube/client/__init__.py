@@ -1,0 +1,1 @@
+"""Applying, following and deleting the objects of a run."""

@@ -1,0 +1,1 @@
+"""A job as Kubernetes manifests: plain data, made without asking any cluster."""

@@ -1,0 +1,1 @@
+"""A Ray cluster of many nodes on one machine; its keeper, its starter, its autoscaler."""

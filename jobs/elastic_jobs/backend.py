@@ -1,0 +1,123 @@
+"""What the command line needs from the packages that start things. Imported late: `elastic story` needs no Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from elastic_cluster.chaos import Breakable
+
+from elastic.core.errors import ElasticError, UsageError
+from elastic.core.settings import RunSettings
+from elastic.observe.text import plural
+from elastic_jobs.handle import RunHandle
+from elastic_jobs.submit.jobs_api import JobsApi
+
+
+class NotStarted(ElasticError):
+    """There is no cluster to run on, so there is no run either."""
+
+
+class ClusterLike(Breakable, Protocol):
+    """What is used of `cluster.LocalCluster`."""
+
+    @property
+    def address(self) -> str: ...
+
+    @property
+    def socket_path(self) -> Path: ...
+
+    def detach(self) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+
+class AttendantLike(Protocol):
+    """Who attends a submitted run from inside its cluster."""
+
+    def look(self) -> None:
+        """Sees to it that there is one and that it knows of this attempt; to be called again, since one of an attempt
+        before may just be ending. Does not wait for it."""
+        ...
+
+
+@dataclass(frozen=True)
+class NodeShape:
+    """One node of a local cluster: room for exactly one slot, so that losing it loses one slot."""
+
+    cpus: float
+    gpus: float
+    resources: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Growth:
+    """A local cluster that Ray's autoscaler makes grow: `at_hand` nodes can be had at once, one more every `every_s`
+    seconds (None: as faults say), `max_nodes` in the end."""
+
+    max_nodes: int
+    at_hand: int
+    every_s: float | None
+
+
+class Backend(Protocol):
+    """1. `start_cluster` or `start_autoscaled` for a local run, or `attach_cluster` to take one over;
+    2. `start_run` or `attach_run`."""
+
+    def start_cluster(self, nodes: int, shape: NodeShape, python_path: str, durable: bool = False) -> ClusterLike:
+        """`durable`: Ray's control store can be killed and started again. Raises NotStarted."""
+        ...
+
+    def start_autoscaled(self, growth: Growth, shape: NodeShape, python_path: str) -> ClusterLike: ...
+
+    def attach_cluster(self, socket_path: str) -> ClusterLike: ...
+
+    def start_run(
+        self, settings: RunSettings, entry_point: str, config: Mapping[str, Any], address: str, folder: str
+    ) -> RunHandle: ...
+
+    def attach_run(self, run_id: str, address: str) -> RunHandle:
+        """Raises RunNotFound when no controller of that run answers at the address."""
+        ...
+
+    def jobs_api(self, address: str) -> JobsApi:
+        """The Ray Jobs server at an http(s) address. Raises Unreachable and Denied."""
+        ...
+
+    def attendant(self, run_id: str, attempt: int) -> AttendantLike:
+        """For a driver that is an attempt of the Jobs API, once it has joined its cluster."""
+        ...
+
+    def disconnect(self) -> None:
+        """Before the cluster is shut down: Ray waits for a cluster that is gone, even at the exit of the process."""
+        ...
+
+
+def node_shape(settings: RunSettings) -> NodeShape:
+    wanted = {name: count * settings.scaling.workers_per_slot for name, count in settings.resources_per_worker.items()}
+    return NodeShape(wanted.pop("CPU", 1.0), wanted.pop("GPU", 0.0), wanted)
+
+
+def growth(settings: RunSettings, max_nodes: int | None, at_hand: int | None, every_s: float | None) -> Growth:
+    """Raises UsageError for what cannot come to anything."""
+    scaling, wanted = settings.scaling, node_shape(settings)
+    most = max_nodes or scaling.max_slots
+    first = scaling.min_slots if at_hand is None else at_hand
+    if first > most:
+        raise UsageError(f"--nodes {first} is above --max-nodes {most}")
+    check_nodes(most, settings)
+    for name, count in {"CPU": wanted.cpus, "GPU": wanted.gpus, **wanted.resources}.items():
+        if count != int(count):
+            raise UsageError(f"--autoscale: Ray's autoscaler takes whole numbers, and a slot wants {name}: {count:g}")
+    return Growth(most, first, every_s or None)
+
+
+def check_nodes(nodes: int, settings: RunSettings) -> None:
+    scaling = settings.scaling
+    if nodes < scaling.min_slots:
+        raise UsageError(
+            f"{plural(nodes, 'node')} can hold {plural(nodes * scaling.workers_per_slot, 'worker')}, "
+            f"but min_workers is {scaling.min_workers}"
+        )

@@ -1,0 +1,105 @@
+"""The `elastic` command: subcommands, and errors as one sentence with an exit code that can be trusted."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from elastic.core.errors import ElasticError
+from elastic_jobs.backend import Backend
+from elastic_jobs.commands import checkpoints, drain, list_runs, logs, resume, run, status, stop, story, submit, watch
+from elastic_jobs.commands.kube import group
+from elastic_jobs.exit_codes import NOT_FINISHED, TABLE
+from elastic_jobs.follow import printable
+from elastic_jobs.terminal import say
+
+if TYPE_CHECKING:
+    from elastic_jobs.ray_backend import RealBackend
+
+_COMMANDS: dict[str, Any] = {
+    "run": run,
+    "submit": submit,
+    "list": list_runs,
+    "status": status,
+    "logs": logs,
+    "resume": resume,
+    "watch": watch,
+    "drain": drain,
+    "stop": stop,
+    "story": story,
+    "checkpoints": checkpoints,
+    "kube": group,
+}
+
+
+def main(arguments: Sequence[str] | None = None, backend: Backend | None = None) -> int:
+    """Returns the exit code; argparse itself exits with 2 for arguments that it does not know."""
+    options = parser().parse_args(arguments)
+    logging.basicConfig(level=logging.DEBUG if options.verbose else logging.WARNING, format="%(name)s: %(message)s")
+    quieten_drivers()
+    if backend is not None:
+        return _run(options, backend)
+    real = _real()
+    code = _run(options, real)
+    if not real.leave():
+        # Ray would wait for a cluster that is gone, and end the process with a code of its own.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _run(options: argparse.Namespace, backend: Backend) -> int:
+    try:
+        return int(_COMMANDS[options.command].run(options, backend))
+    except ElasticError as error:
+        say(f"elastic {options.command}: {printable(str(error))}")
+        return error.exit_code
+    except KeyboardInterrupt:
+        say(f"elastic {options.command}: interrupted")
+        return NOT_FINISHED
+    except BrokenPipeError:
+        # Whoever read the output has left (`elastic story RUN | head`). Python would complain once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return NOT_FINISHED
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="elastic",
+        description="A DeepSpeed ZeRO run that loses a node and carries on.",
+        epilog=f"example:\n  {run.EXAMPLE}\n\n{TABLE}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    top.add_argument("--verbose", action="store_true", help="show what the parts log")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, module in _COMMANDS.items():
+        sub = commands.add_parser(
+            name,
+            help=module.HELP,
+            description=f"{module.HELP[0].upper()}{module.HELP[1:]}.",
+            epilog=f"example:\n  {module.EXAMPLE}\n\n{TABLE}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.arguments(sub)
+    return top
+
+
+def quieten_drivers() -> None:
+    """What drivers of storage say at level DEBUG holds whole requests, session tokens in their headers included."""
+    for name in ("botocore", "aiobotocore", "s3fs", "fsspec", "gcsfs", "adlfs", "urllib3", "aiohttp", "azure"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def _real() -> RealBackend:
+    from elastic_jobs.ray_backend import RealBackend
+
+    return RealBackend()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

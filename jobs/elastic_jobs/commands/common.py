@@ -1,0 +1,72 @@
+"""Arguments that several subcommands share."""
+
+from __future__ import annotations
+
+import argparse
+
+from elastic_jobs.run_folder import DEFAULT, ENVIRONMENT, RunFolder, default_storage
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {text}")
+    return value
+
+
+def storage_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--storage", metavar="URL", help=f"where runs are kept (any fsspec URL; default ${ENVIRONMENT}, else {DEFAULT})"
+    )
+
+
+def run_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="run id")
+    storage_argument(parser)
+
+
+def address_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--address", metavar="A", help="address of the Ray cluster (default: where the run was started)"
+    )
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number of seconds, not {text}")
+    return value
+
+
+def place_arguments(parser: argparse.ArgumentParser) -> None:
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
+        "--nodes",
+        type=positive,
+        metavar="N",
+        help="start a local cluster of N nodes (default: one per slot of the job); with --autoscale: so many can be "
+        "had at once (default: what min_workers need)",
+    )
+    where.add_argument("--address", metavar="A", help="use the Ray cluster at this address instead")
+    parser.add_argument(
+        "--autoscale", action="store_true", help="start a local cluster to which Ray's own autoscaler adds nodes"
+    )
+    parser.add_argument(
+        "--max-nodes", type=positive, metavar="N", help="with --autoscale: add N at most (default: one per slot)"
+    )
+    parser.add_argument(
+        "--node-every", type=_seconds, metavar="S", default=30.0,
+        help="with --autoscale: one more node can be had every S seconds (default 30; 0: only by --chaos add-node)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--chaos", metavar="FAULTS", help='faults by step, local clusters only: "kill-node@step=40,add-node@step=80"'
+    )
+
+
+def output_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--summary", metavar="FILE", help="write the summary as one JSON object")
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON instead of a report")
+
+
+def folder_of(arguments: argparse.Namespace) -> RunFolder:
+    return RunFolder(default_storage(arguments.storage), arguments.run)

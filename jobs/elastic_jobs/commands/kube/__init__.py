@@ -1,0 +1,1 @@
+"""elastic kube: runs on Kubernetes with KubeRay, one module per subcommand."""

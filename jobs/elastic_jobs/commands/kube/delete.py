@@ -1,0 +1,42 @@
+"""elastic kube delete: a run's objects, and nothing else."""
+
+from __future__ import annotations
+
+import argparse
+
+from elastic_cluster.kube.client.runs import delete_run
+
+from elastic_jobs.commands.common import positive
+from elastic_jobs.exit_codes import NOT_FINISHED
+from elastic_jobs.kube.session import command, connected, place_arguments
+from elastic_jobs.terminal import put, put_json, say
+
+HELP = "delete a run from Kubernetes: its job is told to stop, then everything that carries its labels goes"
+EXAMPLE = "elastic kube delete gpt --namespace team"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="run id")
+    parser.add_argument(
+        "--timeout", type=positive, default=300, metavar="S", help="how long to wait until all is gone (default 300)"
+    )
+    parser.add_argument("--volumes", action="store_true", help="the volumes of the run's control store as well")
+    place_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print what is gone and what is left as JSON")
+
+
+def run(options: argparse.Namespace) -> int:
+    with connected(options) as (cluster, namespace):
+        deleted = delete_run(cluster, options.run, namespace, options.timeout, volumes=options.volumes, say=say)
+    names = [f"{ref.kind}/{ref.name}" for ref in deleted.gone]
+    if options.json:
+        put_json({"run": options.run, "deleted": names, "left": list(deleted.left)})
+    else:
+        for name in names:
+            put(f"{name} deleted")
+    if deleted.left:
+        say(f"after {options.timeout} s there is still {', '.join(deleted.left)}: it goes on being deleted")
+        say(f"Next: {command(options, 'status', options.run)}")
+        return NOT_FINISHED
+    say(f"run {options.run} is gone; its checkpoints are not. Next: {command(options, 'apply', 'job.yaml')}")
+    return 0

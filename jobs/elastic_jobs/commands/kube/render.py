@@ -1,0 +1,132 @@
+"""elastic kube render: a job as manifests for KubeRay, checked, without asking any cluster."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from elastic_cluster.kube.manifests.job import KubeJob
+
+from elastic.core.errors import UsageError
+from elastic.entrypoint import parse_entry_point
+from elastic_jobs.job_file.checks import check_deepspeed
+from elastic_jobs.job_file.spec import load_job
+from elastic_jobs.kube.job import kube_job, manifests
+from elastic_jobs.terminal import put, put_json, say
+
+HELP = "print a job as manifests for KubeRay, checked, without asking any cluster"
+EXAMPLE = "elastic kube render examples/kubernetes.yaml --namespace team -o gpt.yaml"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    job_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="one JSON object with the list of manifests, not YAML")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write there instead of printing")
+
+
+def job_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of every subcommand that begins with a job file."""
+    parser.add_argument("job", metavar="JOB.yaml", help="the job file, with a section 'kubernetes'")
+    parser.add_argument("--run-id", metavar="ID", help="the run's name (default: the job's name)")
+    parser.add_argument("--namespace", metavar="NS", help="default: the job's 'kubernetes.namespace'")
+    parser.add_argument("--image", metavar="IMAGE", help="default: the job's 'kubernetes.image'")
+    parser.add_argument(
+        "--cluster", action="store_true", help="a RayCluster that stays, instead of a RayJob that ends with the run"
+    )
+
+
+def prepare(options: argparse.Namespace) -> tuple[KubeJob, list[dict[str, Any]]]:
+    """The job and its manifests, checked. Raises UsageError; nothing is written or asked."""
+    file = Path(options.job)
+    spec = load_job(file)
+    check_deepspeed(spec)
+    parse_entry_point(spec.entry_point, file.absolute().parent)
+    job = kube_job(
+        spec,
+        file,
+        run_id=options.run_id,
+        namespace=options.namespace,
+        image=options.image,
+        as_cluster=options.cluster,
+    )
+    return job, manifests(job)
+
+
+def run(options: argparse.Namespace) -> int:
+    job, rendered = prepare(options)
+    if options.output is not None:
+        _write(options.output, as_json(job, rendered) if options.json else as_yaml(rendered))
+    elif options.json:
+        put_json({"run_id": job.run_id, "manifests": rendered})
+    else:
+        put(as_yaml(rendered).rstrip("\n"))
+    for line in about(job, rendered):
+        say(line)
+    say(f"Next: {shlex.join(_apply(options))}")
+    return 0
+
+
+def _apply(options: argparse.Namespace) -> list[str]:
+    """What has been written or, where nothing was, the same job once more."""
+    if options.output is not None:
+        return ["elastic", "kube", "apply", options.output, "--dry-run"]
+    words = ["elastic", "kube", "apply", options.job]
+    for name in ("run_id", "namespace", "image"):
+        if getattr(options, name) is not None:
+            words += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
+    return [*words, *(["--cluster"] if options.cluster else []), "--dry-run"]
+
+
+def as_yaml(rendered: Sequence[Mapping[str, Any]]) -> str:
+    """One document per object, in the order in which they are wanted."""
+    return yaml.dump_all(rendered, Dumper=_Dumper, sort_keys=False, explicit_start=True, width=120)
+
+
+def as_json(job: KubeJob, rendered: Sequence[Mapping[str, Any]]) -> str:
+    import json
+
+    return json.dumps({"run_id": job.run_id, "manifests": rendered}) + "\n"
+
+
+def about(job: KubeJob, rendered: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What a person should know of what has been rendered."""
+    kinds = ", ".join(f"{manifest['kind']} {manifest['metadata']['name']}" for manifest in rendered)
+    lines = [f"run {job.run_id} in namespace {job.namespace}: {kinds}"]
+    if job.control_store.kind == "rocksdb":
+        lines.append("the operator takes this only with its feature gate GCSFaultToleranceEmbeddedStorage on")
+    if job.control_store.kind == "none" and not job.as_cluster:
+        lines.append(
+            "no 'control_store': if the head pod is lost, a new cluster goes on from the newest checkpoint in storage"
+        )
+    return lines
+
+
+def _write(file: str, text: str) -> None:
+    """The whole file or none of it."""
+    path = Path(file)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise UsageError(f"{path} cannot be written: {error.strerror}") from error
+
+
+class _Dumper(yaml.SafeDumper):
+    """Texts of several lines as they are, and no anchors, which few people read."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _text)

@@ -1,0 +1,77 @@
+"""elastic stop: end a run as planned, with a last checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+
+from elastic.core.errors import RunNotFound
+from elastic_jobs.backend import Backend
+from elastic_jobs.commands.common import address_argument, folder_of, run_arguments
+from elastic_jobs.handle import STOP_AGAIN_S
+from elastic_jobs.live import reach_patiently
+from elastic_jobs.submit.attempts import Verdict
+from elastic_jobs.submit.remote import (
+    describe,
+    find_run,
+    how_to_come_back,
+    is_jobs_address,
+    looked_at,
+    open_api,
+    outcome_json,
+)
+from elastic_jobs.submit.supervision import Attendant, replace_driver, tell_to_stop
+from elastic_jobs.terminal import put_json, say
+
+HELP = "end a run as planned, with a last checkpoint"
+EXAMPLE = "elastic stop gpt-20260102-030405-ab12 --address http://10.0.0.5:8265"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    run_arguments(parser)
+    address_argument(parser)
+    parser.add_argument("--no-wait", action="store_true", help="return as soon as the run has been told")
+    parser.add_argument("--json", action="store_true", help="print what the run came to as JSON")
+
+
+def run(options: argparse.Namespace, backend: Backend) -> int:
+    """0 when the run has been told, and has ended unless --no-wait."""
+    if is_jobs_address(options.address):
+        return _stop_job(options, backend)
+    folder = folder_of(options)
+    handle = reach_patiently(backend, folder, options.address)
+    handle.stop("elastic stop")
+    if options.no_wait:
+        say(f"run {folder.run_id} has been told to stop")
+        return 0
+    while (result := handle.result(STOP_AGAIN_S)) is None:
+        handle.stop("elastic stop")
+    say(f"run {folder.run_id} is {result.get('status')} after step {result.get('step')}")
+    if options.json:
+        put_json({"run_id": folder.run_id, "status": result.get("status"), "step": result.get("step")})
+    return 0
+
+
+def _stop_job(options: argparse.Namespace, backend: Backend) -> int:
+    """Through the Jobs API: SIGTERM to the driver, which has the run save and end. Without a driver, one is sent."""
+    api = open_api(backend, options.address)
+    found = find_run(api, options.run)
+    outcome = looked_at(api, found)
+    if outcome.verdict is Verdict.OVER:
+        raise RunNotFound(f"run {found.run_id!r} is not going on: it is {describe(outcome)}")
+    if outcome.verdict is Verdict.GOES_ON:
+        api.stop(found.newest.submission_id)
+    else:
+        replace_driver(api, found, "stop")
+        found = find_run(api, found.run_id)
+        # Another driver may have been sent just now, by somebody who knows nothing of the stop.
+        tell_to_stop(api, found.newest)
+    say(f"run {found.run_id} has been told to stop")
+    if options.no_wait:
+        say(how_to_come_back(found.run_id, options.address))
+        return 0
+    outcome = Attendant(api, lambda line: None, say, stopping=True).attend(found)
+    if options.json:
+        put_json(outcome_json(found.run_id, outcome))
+    say(f"run {found.run_id} is {describe(outcome)}{f': {outcome.reason}' if outcome.reason else ''}")
+    say(f"go on with it:  elastic resume {found.run_id} --address {options.address}")
+    return 0 if outcome.verdict is Verdict.OVER else outcome.exit_code

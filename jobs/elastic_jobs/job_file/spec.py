@@ -1,0 +1,259 @@
+"""job.yaml: what a user asks for. Everything is checked here, before any node is asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, create_model, model_validator
+
+from elastic.core.errors import UsageError
+from elastic.core.settings import (
+    AnomalySettings,
+    CheckpointSettings,
+    FailureSettings,
+    MemorySettings,
+    RunSettings,
+    ScalingSettings,
+    StragglerSettings,
+)
+from elastic_jobs.job_file import kubernetes_section
+from elastic_jobs.job_file.kubernetes_section import KubernetesSpec
+from elastic_jobs.job_file.submit_section import SubmitSpec
+from elastic_jobs.job_file.validation_messages import sentence
+from elastic_jobs.job_file.yaml_lines import Document, parse
+from elastic_jobs.run_folder import absolute_url
+
+Count = Annotated[int, Field(ge=1)]
+
+# Strict: a "4" or a `yes` where a number belongs is a slip worth hearing about, not worth guessing at.
+_CONFIG = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+def _mirror(settings: type[Any]) -> type[BaseModel]:
+    """A model with the fields and defaults of a settings class, so that neither can drift from the other.
+
+    Durations must be above zero; counts may be zero (no retry).
+    """
+    hints = get_type_hints(settings)
+    fields = {
+        f.name: (Annotated[hints[f.name], Field(ge=0) if hints[f.name] is int else Field(gt=0)], f.default)
+        for f in dataclasses.fields(settings)
+    }
+    return create_model(settings.__name__, __config__=_CONFIG, **fields)  # type: ignore[call-overload, no-any-return]
+
+
+_FAILURES = _mirror(FailureSettings)
+
+
+def _failures(value: Any) -> FailureSettings:
+    checked = value if isinstance(value, FailureSettings) else FailureSettings(**dict(_FAILURES.model_validate(value)))
+    if not checked.heartbeat_s < checked.suspect_after_s:
+        raise ValueError(
+            f"heartbeat_s ({checked.heartbeat_s}) must be below suspect_after_s ({checked.suspect_after_s})"
+        )
+    return checked
+
+
+class CheckpointSpec(BaseModel):
+    """`url` None: the run's storage."""
+
+    model_config = _CONFIG
+
+    url: str | None = None
+    every_steps: Count | None = None
+    keep_last: Count = 2
+    keep_every_steps: Count | None = None
+
+
+class MemorySpec(BaseModel):
+    """See `MemorySettings`."""
+
+    model_config = _CONFIG
+
+    enabled: bool = MemorySettings.enabled
+    required: bool = False
+    replicas: Annotated[int, Field(ge=0, le=8)] = MemorySettings.replicas
+    parity: Annotated[int, Field(ge=0, le=16)] = MemorySettings.parity
+    every_steps: Count | None = None
+    cost_limit: Annotated[float, Field(gt=0, le=1)] = MemorySettings.cost_limit
+    domain_label: Annotated[str, Field(min_length=1)] = MemorySettings.domain_label
+
+    @model_validator(mode="before")
+    @classmethod
+    def _parity_alone(cls, data: Any) -> Any:
+        """Who asks for parity has not asked for the replicas that are the default."""
+        return {"replicas": 0, **data} if isinstance(data, dict) and data.get("parity") else data
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> MemorySpec:
+        if self.parity and self.replicas:
+            both = f"parity ({self.parity}) takes the place of replicas ({self.replicas})"
+            raise ValueError(f"{both}: leave one of them out, or set it to 0")
+        return self
+
+
+class AnomalySpec(BaseModel):
+    """See `AnomalySettings`."""
+
+    model_config = _CONFIG
+
+    policy: Literal["stop", "skip", "rollback"] = AnomalySettings.policy
+    max_anomalies: Annotated[int, Field(ge=0)] = AnomalySettings.max_anomalies
+    window_steps: Count = AnomalySettings.window_steps
+    max_overflows: Annotated[int, Field(ge=0)] = AnomalySettings.max_overflows
+
+
+class StragglerSpec(BaseModel):
+    """See `StragglerSettings`."""
+
+    model_config = _CONFIG
+
+    policy: Literal["off", "report", "evict"] = StragglerSettings.policy
+    factor: Annotated[float, Field(gt=1)] = StragglerSettings.factor
+    window_steps: Count = StragglerSettings.window_steps
+    windows: Count = StragglerSettings.windows
+    calibration_windows: Count = StragglerSettings.calibration_windows
+
+
+class JobSpec(BaseModel):
+    """One job. Batches count samples; None leaves them to the DeepSpeed config of the user's script."""
+
+    model_config = _CONFIG
+
+    entry_point: str
+    config: dict[str, Any] = Field(default_factory=dict)
+    name: str = ""
+    min_workers: Count = 1
+    max_workers: Count
+    workers_per_slot: Count = 1
+    spare_slots: Annotated[int, Field(ge=0)] = 0
+    gather_s: Annotated[float, Field(ge=0)] = ScalingSettings.gather_s
+    priority: Annotated[int, Field(ge=-1000, le=1000)] = ScalingSettings.priority
+    share_after_s: Annotated[float, Field(gt=0)] = ScalingSettings.share_after_s
+    resources_per_worker: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=lambda: {"CPU": 1.0})
+    deepspeed: dict[str, Any] | str | None = None
+    global_batch: Count | None = None
+    micro_batch: Count | None = None
+    max_steps: Count | None = None
+    epochs: Count | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    checkpoint: CheckpointSpec = Field(default_factory=CheckpointSpec)
+    memory: MemorySpec = Field(default_factory=MemorySpec)
+    failures: Annotated[FailureSettings, PlainValidator(_failures)] = Field(default_factory=FailureSettings)
+    anomalies: AnomalySpec = Field(default_factory=AnomalySpec)
+    stragglers: StragglerSpec = Field(default_factory=StragglerSpec)
+    storage_url: str | None = None
+    kubernetes: KubernetesSpec | None = None
+    submit: SubmitSpec = Field(default_factory=SubmitSpec)
+
+    @model_validator(mode="after")
+    def _workers(self) -> JobSpec:
+        low, high, slot = self.min_workers, self.max_workers, self.workers_per_slot
+        if low > high:
+            raise ValueError(f"min_workers ({low}) is above max_workers ({high})")
+        if low % slot or high % slot:
+            raise ValueError(
+                f"min_workers ({low}) and max_workers ({high}) must be multiples of workers_per_slot ({slot})"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _batches(self) -> JobSpec:
+        if self.global_batch is not None and self.micro_batch is not None and self.micro_batch > self.global_batch:
+            raise ValueError(f"micro_batch ({self.micro_batch}) is above global_batch ({self.global_batch})")
+        if self.max_steps is not None and self.epochs is not None:
+            raise ValueError("max_steps and epochs are both given; a run has one end")
+        return self
+
+    def settings(self, run_id: str, storage_url: str) -> RunSettings:
+        """What the controller is told. `storage_url` is used for whatever the job names no place for."""
+        checkpoint_url = self.checkpoint.url or self.storage_url or storage_url
+        return RunSettings(
+            run_id=run_id,
+            name=self.name,
+            seed=self.seed,
+            scaling=ScalingSettings(
+                self.min_workers,
+                self.max_workers,
+                self.workers_per_slot,
+                self.gather_s,
+                self.spare_slots,
+                self.priority,
+                self.share_after_s,
+            ),
+            global_batch=self.global_batch,
+            micro_batch=self.micro_batch,
+            max_steps=self.max_steps,
+            epochs=self.epochs,
+            checkpoint=CheckpointSettings(
+                checkpoint_url, self.checkpoint.every_steps, self.checkpoint.keep_last, self.checkpoint.keep_every_steps
+            ),
+            memory=MemorySettings(**dict(self.memory)),
+            failures=self.failures,
+            anomalies=AnomalySettings(**dict(self.anomalies)),
+            stragglers=StragglerSettings(**dict(self.stragglers)),
+            resources_per_worker=self.resources_per_worker,
+            deepspeed_config=self.deepspeed if isinstance(self.deepspeed, dict) else None,
+            storage_url=self.storage_url or self.checkpoint.url or storage_url,
+        )
+
+
+def load_job(file: str | Path) -> JobSpec:
+    """The job in `file`, with relative paths and URLs resolved against its folder. Raises UsageError."""
+    path = Path(file)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"job file {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"job file {path} is not UTF-8 text") from error
+    return parse_job(parse(text, str(path)), path.absolute().parent)
+
+
+def parse_job(document: Document, folder: Path) -> JobSpec:
+    """Raises UsageError naming the place, the key, and the nearest valid key where one is unknown."""
+    if not isinstance(document.data, dict):
+        raise UsageError(f"{document.name}: a job is a mapping of keys to values; see examples/gpt.yaml")
+    try:
+        spec = JobSpec.model_validate(document.data)
+    except ValidationError as error:
+        raise UsageError(sentence(error, document, _keys())) from error
+    return _resolve(spec, document, folder)
+
+
+def _keys() -> dict[tuple[str, ...], list[str]]:
+    """The valid keys of each section."""
+    return {
+        (): list(JobSpec.model_fields),
+        ("checkpoint",): list(CheckpointSpec.model_fields),
+        ("memory",): list(MemorySpec.model_fields),
+        ("anomalies",): list(AnomalySpec.model_fields),
+        ("stragglers",): list(StragglerSpec.model_fields),
+        ("submit",): list(SubmitSpec.model_fields),
+        ("failures",): [f.name for f in dataclasses.fields(FailureSettings)],
+        **kubernetes_section.keys(),
+    }
+
+
+def _resolve(spec: JobSpec, document: Document, folder: Path) -> JobSpec:
+    deepspeed = spec.deepspeed
+    if isinstance(deepspeed, str):
+        deepspeed = _read_deepspeed(folder / Path(deepspeed).expanduser(), document.place(["deepspeed"]))
+    checkpoint = spec.checkpoint
+    if checkpoint.url is not None:
+        checkpoint = checkpoint.model_copy(update={"url": absolute_url(checkpoint.url, folder)})
+    storage = absolute_url(spec.storage_url, folder) if spec.storage_url is not None else None
+    return spec.model_copy(update={"deepspeed": deepspeed, "checkpoint": checkpoint, "storage_url": storage})
+
+
+def _read_deepspeed(path: Path, place: str) -> dict[str, Any]:
+    try:
+        # JSON is YAML, so one parser gives line numbers for both.
+        data = parse(path.read_text(encoding="utf-8"), str(path)).data
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{place}: the DeepSpeed config {path} cannot be read: {error}") from error
+    if not isinstance(data, dict):
+        raise UsageError(f"{place}: the DeepSpeed config {path} is not a JSON object")
+    return data

@@ -1,0 +1,1 @@
+"""A job file as what `elastic_cluster.kube` renders and applies."""

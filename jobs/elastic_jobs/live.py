@@ -1,0 +1,99 @@
+"""Where a run can be reached while it goes on: `live.json` beside its journal. Only a hint; the run itself decides."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from elastic.core.errors import ElasticError, NobodyAnswers, RunNotFound, UsageError
+from elastic.observe.journal import JournalReader
+from elastic.observe.summary import summarize
+from elastic_jobs.backend import Backend
+from elastic_jobs.exit_codes import STATUSES
+from elastic_jobs.handle import RunHandle
+from elastic_jobs.run_folder import RunFolder
+from elastic_jobs.terminal import say
+
+_FILE = "live.json"
+# A head node that is being replaced is back within a few minutes.
+_HEAD_AWAY_S = 300.0
+_PAUSE_S = 1.0
+_PROBE_LIMIT_S = 2.0
+
+
+class OutOfReach(RunNotFound):
+    """The run may go on where it was, and cannot be asked there."""
+
+
+@dataclass(frozen=True)
+class Live:
+    """`cluster_socket` is set when a local cluster was started for the run."""
+
+    address: str
+    cluster_socket: str | None = None
+
+
+def write_live(folder: RunFolder, live: Live) -> None:
+    folder.write(_FILE, asdict(live))
+
+
+def read_live(folder: RunFolder) -> Live | None:
+    data: Mapping[str, Any] | None = folder.read(_FILE)
+    if not data or not isinstance(data.get("address"), str):
+        return None
+    return Live(data["address"], data.get("cluster_socket"))
+
+
+def remove_live(folder: RunFolder) -> None:
+    folder.remove(_FILE)
+
+
+def reach(backend: Backend, folder: RunFolder, address: str | None) -> RunHandle:
+    """The run's handle. Raises RunNotFound when it does not go on anywhere that is known."""
+    live = read_live(folder)
+    where = address or (live.address if live else None)
+    if where is None:
+        raise RunNotFound(f"run {folder.run_id!r} is not going on; go on with it by `elastic resume`")
+    if address is None and live is not None and live.cluster_socket is not None and not _answers(live.cluster_socket):
+        # With its keeper a local cluster is gone; nobody has to wait for its head.
+        raise RunNotFound(
+            f"run {folder.run_id!r} is not going on: its local cluster is gone; go on with it by `elastic resume`"
+        )
+    try:
+        return backend.attach_run(folder.run_id, where)
+    except RunNotFound:
+        raise
+    except (ElasticError, ConnectionError) as error:
+        raise OutOfReach(f"run {folder.run_id!r} cannot be reached at {where}: {error}") from error
+
+
+def reach_patiently(backend: Backend, folder: RunFolder, address: str | None) -> RunHandle:
+    """As `reach`; of a run that has not ended a head that is away is waited for, for as long as one is as a rule."""
+    deadline, told = time.monotonic() + _HEAD_AWAY_S, False
+    while True:
+        try:
+            return reach(backend, folder, address)
+        except OutOfReach as error:
+            refused = isinstance(error.__cause__, UsageError) and not isinstance(error.__cause__, NobodyAnswers)
+            if refused or time.monotonic() > deadline or (not told and _ended(folder)):
+                raise
+            if not told:
+                say(f"{error}; its head may be being restarted, so this asks again")
+            told = True
+            time.sleep(_PAUSE_S)
+
+
+def _ended(folder: RunFolder) -> bool:
+    try:
+        return summarize(JournalReader(folder.url, folder.run_id).records()).get("status") in STATUSES
+    except ElasticError:
+        return False
+
+
+def _answers(cluster_socket: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(_PROBE_LIMIT_S)
+        return probe.connect_ex(cluster_socket) == 0

@@ -1,0 +1,1 @@
+"""Runs through the Ray Jobs API: packages, attempts, drivers, supervision."""

@@ -1,0 +1,295 @@
+"""The driver of a run inside a Ray job: `python -m elastic_jobs.submit.driver JOB.yaml --run-id ID ...`, started by
+`elastic submit`.
+
+It attaches to the run's controller where one lives, and otherwise starts it, from the newest checkpoint where there is
+one. Then it tells how the run goes until it ends. SIGTERM, which is what stopping the job comes to, ends the run as
+planned. A driver that is killed changes nothing for the run: the controller is detached, and the next attempt attaches.
+Who sends that is the run's attendant, which the first driver starts (`elastic_jobs.submit.supervisor`), or whoever
+follows the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from elastic.core.errors import ElasticError, NobodyAnswers, RunNotFound, StorageError, UsageError
+from elastic.core.run.state import FINISHED, NOT_FINISHED, STOPPED, USAGE
+from elastic.core.secrets import redact, secret_values
+from elastic.core.settings import RunSettings
+from elastic.entrypoint import parse_entry_point
+from elastic.observe.journal import JournalReader
+from elastic.observe.summary import summarize
+from elastic.observe.text import clean
+from elastic_jobs.backend import AttendantLike, Backend
+from elastic_jobs.display import LineDisplay
+from elastic_jobs.exit_codes import DRIVER_BLIND, DRIVER_LOST, STATUSES, exit_code
+from elastic_jobs.follow import conclude
+from elastic_jobs.handle import STOP_AGAIN_S, RunHandle
+from elastic_jobs.job_file.checks import check_checkpoint_storage
+from elastic_jobs.job_file.spec import JobSpec, load_job
+from elastic_jobs.launch import forget_live
+from elastic_jobs.live import Live, write_live
+from elastic_jobs.run_folder import RunFolder
+from elastic_jobs.submit import driver_protocol
+from elastic_jobs.submit.driver_command import DriverCommand
+from elastic_jobs.terminal import put, say
+
+# How soon a stop is passed on.
+_REFRESH_S = 0.5
+# A month of these lines is a few megabytes, which whoever attends the run reads again after a break.
+_STEP_LINE_S = 60.0
+
+Result = Mapping[str, Any]
+
+
+class StopRequest:
+    """Set by SIGTERM. Ray replaces handlers while it connects, so the signal is held back until ours is there."""
+
+    def __init__(self) -> None:
+        self.wanted = False
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        # A thread that was there before has nothing blocked and may be the one that gets it.
+        signal.signal(signal.SIGTERM, self._take)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, self._take)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+    def _take(self, number: int, frame: object) -> None:
+        self.wanted = True
+
+
+class Driver:
+    """One attempt. `drive` returns the exit code of the run, or DRIVER_LOST or DRIVER_BLIND."""
+
+    def __init__(
+        self, command: DriverCommand, backend: Backend, stop: StopRequest, address: str, submitted: bool = False
+    ) -> None:
+        """`submitted`: this is an attempt of `elastic submit`, and another may be submitted when it is lost."""
+        self._command = command
+        self._submitted = submitted
+        self._attendant: AttendantLike | None = None
+        self._backend = backend
+        self._stop = stop
+        self._address = address
+        self._folder = RunFolder(command.storage, command.run_id)
+        self._secrets = secret_values(os.environ)
+
+    def drive(self) -> int:
+        """Raises ElasticError only before the run was reached: nothing has been started then."""
+        try:
+            handle = self._attach()
+            # The controller of a run that is over stays for some minutes, to be asked.
+            mine = handle is not None and (self._command.mode in ("continue", "stop") or handle.result(0.0) is None)
+        except NobodyAnswers as error:
+            # This process is on a node of the cluster: it is the head that is away.
+            return self._lost("does not reach its run", error)
+        except UsageError:
+            raise
+        except ElasticError as error:
+            return self._lost("does not reach its run", error)
+        if handle is not None and mine:
+            return self._follow(handle, "attached")
+        try:
+            return self._without_controller()
+        except StorageError as error:
+            if self._command.attempt == 1 or self._command.mode not in ("continue", "stop"):
+                raise
+            return self._lost("found no controller, and cannot read how its run goes", error, DRIVER_BLIND)
+
+    def _without_controller(self) -> int:
+        if self._command.mode == "stop":
+            return self._tell(self._ended() or {"status": STOPPED, "reason": "no controller of the run was left"})
+        ended = self._ended()
+        if self._command.mode == "continue" and ended is not None and ended.get("status") in (FINISHED, STOPPED):
+            return self._tell(ended)
+        return self._start()
+
+    def _attach(self) -> RunHandle | None:
+        with self._stop.held():
+            try:
+                return self._backend.attach_run(self._command.run_id, self._address)
+            except RunNotFound:
+                return None
+
+    def _start(self) -> int:
+        if self._stop.wanted:
+            return self._tell({"status": STOPPED, "reason": "stopped before the run was started"})
+        spec = load_job(self._command.job)
+        settings = check_job(spec, self._command, self._folder)
+        how = "started" if self._folder.read("job.json") is None else "resumed"
+        # First who would replace this driver, then the run: whatever is lost in between, the run is begun.
+        self._see_to_attendant()
+        self._folder.write("job.json", self._record(spec, settings))
+        # Before there is a run: whatever fails here has started nothing.
+        write_live(self._folder, Live(self._address))
+        here = str(Path(self._command.job).absolute().parent)
+        try:
+            handle = self._backend.start_run(settings, spec.entry_point, spec.config, self._address, here)
+        except UsageError:
+            # Another driver was quicker: the controller's name is taken once. Then it is that run that is followed.
+            try:
+                found = self._attach()
+            except ElasticError as error:
+                return self._lost("does not reach its run", error)
+            if found is None:
+                forget_live(self._folder)
+                raise
+            return self._follow(found, "attached")
+        return self._follow(handle, how)
+
+    def _see_to_attendant(self) -> None:
+        if self._submitted and self._attendant is None:
+            self._attendant = self._backend.attendant(self._command.run_id, self._command.attempt)
+        if self._attendant is not None:
+            self._attendant.look()
+
+    def _lost(self, what: str, error: ElasticError, code: int = DRIVER_LOST) -> int:
+        """The run may well go on, and only another look can tell what became of it."""
+        say(f"this driver {what}: {clean(str(error))}")
+        return code
+
+    def _record(self, spec: JobSpec, settings: RunSettings) -> dict[str, object]:
+        """What `elastic resume` and the readers of the journal need; nothing of the job's environment."""
+        folder, now = str(Path(self._command.job).absolute().parent), round(time.time(), 3)
+        record = {"settings": settings.to_json(), "entry_point": spec.entry_point, "config": spec.config}
+        return {**record, "folder": folder, "created_at": now}
+
+    def _follow(self, handle: RunHandle, how: str) -> int:
+        put(driver_protocol.began(self._command.run_id, self._command.attempt, how))
+        say(f"run {self._command.run_id}, attempt {self._command.attempt}: {how}")
+        try:
+            result = self._until_end(handle)
+        except ElasticError as error:
+            return self._lost("has lost its run", error)
+        forget_live(self._folder)
+        return self._tell(result)
+
+    def _until_end(self, handle: RunHandle) -> Result:
+        display, told_at = LineDisplay(sys.stderr, step_line_s=_STEP_LINE_S), 0.0
+        if self._command.mode == "stop":
+            self._stop.wanted = True
+        while True:
+            self._see_to_attendant()
+            display.update(self._for_the_log(handle.progress()))
+            if self._stop.wanted and (not told_at or time.monotonic() - told_at >= STOP_AGAIN_S):
+                if not told_at:
+                    display.note("the job is being stopped: a last checkpoint, then the end")
+                told_at = time.monotonic()
+                handle.stop("the job was stopped")
+            result = handle.result(_REFRESH_S)
+            if result is not None:
+                return result
+
+    def _ended(self) -> Result | None:
+        """How the run ended by its journal; None where it has not, or never began."""
+        try:
+            summary = summarize(JournalReader(self._folder.url, self._folder.run_id).records())
+        except RunNotFound:
+            return None
+        status = summary.get("status")
+        return {**summary, "step": summary.get("steps")} if status in STATUSES else None
+
+    def _tell(self, result: Result) -> int:
+        """The report for people, then the last words for programs."""
+        result = self._for_the_log(result)
+        code = conclude(self._command.run_id, self._folder.url, result, None, as_json=False)
+        status, reason = str(result.get("status")), clean(result.get("reason") or "")
+        put(driver_protocol.ended(self._command.run_id, status, code, result.get("step"), reason))
+        return code
+
+    def _for_the_log(self, told: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Without secrets: the sentences hold messages of user code's errors, and a job's log is for many to read."""
+        return {**told, **{key: redact(str(told[key]), self._secrets) for key in ("doing", "reason") if told.get(key)}}
+
+
+def check_job(spec: JobSpec, command: DriverCommand, folder: RunFolder) -> RunSettings:
+    """The run's settings, once everything that can be wrong with them on this side has been looked at.
+
+    Raises UsageError or StorageError.
+    """
+    if command.mode == "new" and folder.read("job.json") is not None:
+        raise UsageError(
+            f"there is a run {command.run_id!r} in {folder.url} already; go on with it by `elastic resume`, or submit "
+            "under another --run-id"
+        )
+    if command.mode == "resume":
+        # A slip in the storage's address must not start the run anew under its old name.
+        folder.job()
+    spec = spec.model_copy(update={"storage_url": command.storage})
+    if command.max_steps is not None:
+        spec = spec.model_copy(update={"max_steps": command.max_steps, "epochs": None})
+    settings = spec.settings(command.run_id, command.storage)
+    check_entry_is_ours(spec.entry_point, Path(command.job).absolute().parent, Path.cwd())
+    before = (folder.read("job.json") or {}).get("settings")
+    if before is not None and before.get("seed") != settings.seed:
+        raise UsageError(
+            f"run {command.run_id!r} was started with seed {before.get('seed')}, not {settings.seed}: with another "
+            "seed samples would be seen twice; set it back, or submit under another --run-id"
+        )
+    check_checkpoint_storage(settings)
+    return settings
+
+
+def check_entry_is_ours(entry_point: str, folder: Path, package: Path) -> None:
+    """Raises UsageError for an entry point outside the package, whatever is installed on this node."""
+    entry = parse_entry_point(entry_point, folder)
+    base = Path(entry.target) if entry.is_file else folder / entry.target.replace(".", "/")
+    found = [base] if entry.is_file else [base.with_name(f"{base.name}.py"), base / "__init__.py"]
+    if not any(path.is_file() and path.resolve().is_relative_to(package.resolve()) for path in found):
+        raise UsageError(f"entry point {entry_point!r} is not in the submitted package")
+
+
+def check_version(command: DriverCommand) -> None:
+    """Raises UsageError where submitter and cluster have different releases of ray-elastic."""
+    here = metadata.version("ray-elastic")
+    if command.version != here:
+        raise UsageError(
+            f"the job was submitted by ray-elastic {command.version}, and the cluster has {here}: install the same "
+            "release on both sides"
+        )
+
+
+def main(words: list[str] | None = None, backend: Backend | None = None) -> int:
+    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    try:
+        command = DriverCommand.of_words(words)
+        check_version(command)
+        address = os.environ.get("RAY_ADDRESS", "auto")
+        return Driver(command, backend or _real(), StopRequest(), address, command.was_submitted(os.environ)).drive()
+    except ElasticError as error:
+        say(f"elastic driver: {clean(str(error))}")
+        put(driver_protocol.ended(_run_id(words), _status(error), error.exit_code, None, clean(str(error))))
+        return error.exit_code
+
+
+def _status(error: ElasticError) -> str:
+    return USAGE if error.exit_code == exit_code(USAGE) else NOT_FINISHED
+
+
+def _run_id(words: list[str] | None) -> str:
+    given = sys.argv[1:] if words is None else words
+    return given[given.index("--run-id") + 1] if "--run-id" in given[:-1] else ""
+
+
+def _real() -> Backend:
+    from elastic_jobs.ray_backend import RealBackend
+
+    return RealBackend()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

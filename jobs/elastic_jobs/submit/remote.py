@@ -1,0 +1,108 @@
+"""What the commands share that reach a run through the Jobs API: where it is, and how a followed run is shown."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+from elastic.core.errors import UsageError
+from elastic_jobs.backend import Backend
+from elastic_jobs.exit_codes import NOT_FINISHED, exit_code, status_of
+from elastic_jobs.follow import printable
+from elastic_jobs.submit import attempts
+from elastic_jobs.submit.attempts import JobState, Outcome, Run, Verdict
+from elastic_jobs.submit.driver_protocol import LogReader
+from elastic_jobs.submit.jobs_api import JobsApi, Unreachable
+from elastic_jobs.submit.supervision import Attendant
+from elastic_jobs.terminal import put, put_json, say
+
+# Ray's own name for it.
+ENVIRONMENT = "RAY_API_SERVER_ADDRESS"
+
+
+def is_jobs_address(address: str | None) -> bool:
+    """http(s) is the Jobs API; anything else is the address of a Ray cluster for drivers."""
+    return address is not None and address.startswith(("http://", "https://"))
+
+
+def jobs_address_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--address", metavar="URL", default=os.environ.get(ENVIRONMENT),
+        help=f"the Jobs server, as http://HOST:8265 (default ${ENVIRONMENT})",
+    )  # fmt: skip
+
+
+def open_api(backend: Backend, address: str | None) -> JobsApi:
+    """Raises UsageError for what is no address of a Jobs server, else what the server's answer comes to."""
+    if address is None:
+        raise UsageError(f"name the cluster's Jobs server: --address http://HOST:8265, or ${ENVIRONMENT}")
+    if not is_jobs_address(address):
+        raise UsageError(f"--address {address}: the Jobs server's address looks like http://HOST:8265")
+    if "@" in address:
+        raise UsageError("--address must not hold a password: set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH instead")
+    try:
+        return backend.jobs_api(address)
+    except Unreachable as error:
+        # Of an address that has never answered it is the address that is doubted.
+        raise UsageError(error.message) from error
+
+
+def follow(api: JobsApi, name: str, address: str, as_json: bool) -> int:
+    """The run's log until it is over; returns its own exit code. Ctrl-C leaves the run alone. Raises RunNotFound."""
+    show = say if as_json else put
+    attendant = Attendant(api, lambda line: show(printable(line)), say)
+    try:
+        run = attendant.find(name)
+        outcome = attendant.attend(run)
+    except KeyboardInterrupt:
+        say(f"detached; run {name} goes on. {how_to_come_back(name, address)}")
+        return NOT_FINISHED
+    except Unreachable as error:
+        say(f"{error}; run {name} may well go on. {how_to_come_back(name, address)}")
+        return NOT_FINISHED
+    return conclude(run.run_id, outcome, address, as_json)
+
+
+def conclude(run_id: str, outcome: Outcome, address: str, as_json: bool) -> int:
+    if as_json:
+        put_json(outcome_json(run_id, outcome))
+    reason = f": {printable(outcome.reason)}" if outcome.reason else ""
+    say(f"run {run_id} is {describe(outcome)}{reason}")
+    if outcome.exit_code != exit_code("finished"):
+        say(f"go on with it:  elastic resume {run_id} --address {address}")
+    return outcome.exit_code
+
+
+def outcome_json(run_id: str, outcome: Outcome) -> dict[str, Any]:
+    return {"run_id": run_id, "status": describe(outcome), "exit_code": outcome.exit_code, "reason": outcome.reason}
+
+
+def describe(outcome: Outcome) -> str:
+    if outcome.verdict is Verdict.GOES_ON:
+        return "going on"
+    return "without a driver" if outcome.verdict is Verdict.LOST else status_of(outcome.exit_code)
+
+
+def how_to_come_back(run_id: str, address: str) -> str:
+    return (
+        f"Come back with:  elastic logs {run_id} -f --address {address}  "
+        f"or end it with:  elastic stop {run_id} --address {address}"
+    )
+
+
+def find_run(api: JobsApi, name: str) -> Run:
+    """By run id or submission id. Raises RunNotFound."""
+    return attempts.find(api.records(), name)
+
+
+def looked_at(api: JobsApi, run: Run) -> Outcome:
+    """What the newest attempt came to; its log is read only where that decides."""
+    log, record = LogReader(), run.newest
+    outcome = attempts.judge(record, began=False, told=None)
+    if record.state.ended and record.state is not JobState.SUCCEEDED:
+        for piece in api.tail(record.submission_id, 0, ended=True):
+            log.feed(piece)
+        log.close()
+        outcome = attempts.judge(record, log.began, log.told)
+    return outcome

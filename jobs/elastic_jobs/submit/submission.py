@@ -1,0 +1,142 @@
+"""A submission from the job file to the Jobs API: everything that can be wrong is found before anything is sent."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+from elastic.core.errors import NoCapacity, UsageError
+from elastic.core.policy.capacity import Cluster, Need, Outlook, judge
+from elastic.core.secrets import check_url
+from elastic.observe.text import plural, size
+from elastic_jobs.job_file.checks import check_deepspeed, check_secrets
+from elastic_jobs.job_file.spec import JobSpec, load_job
+from elastic_jobs.job_file.submit_section import environment, runtime_env
+from elastic_jobs.run_folder import ENVIRONMENT, absolute_url
+from elastic_jobs.submit import attempts
+from elastic_jobs.submit.driver_command import DriverCommand, Mode
+from elastic_jobs.submit.jobs_api import AlreadySubmitted, ClusterFacts, DriverNeeds, JobsApi, Submission, Unreachable
+from elastic_jobs.submit.package import Package, check_entry_point, check_package, list_package, write_archive
+from elastic_jobs.submit.supervision import NEEDS_KEY
+from elastic_jobs.terminal import say
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A job, checked as far as this machine can. `job` is the job file's path in the package."""
+
+    spec: JobSpec
+    job: str
+    storage: str
+    package: Package
+    env_vars: dict[str, str] = field(repr=False)
+
+    @property
+    def needs(self) -> DriverNeeds:
+        wanted = self.spec.submit
+        return DriverNeeds(wanted.cpus, wanted.memory_mb * 10**6, wanted.resources, wanted.labels)
+
+
+def prepare(job: str, storage: str | None, env: list[str]) -> Draft:
+    """Everything that can be wrong on this side is found here. Raises UsageError."""
+    path = Path(job).absolute()
+    spec = load_job(path)
+    check_deepspeed(spec)
+    check_secrets(spec)
+    root = Path(os.path.normpath(path.parent / Path(spec.submit.working_dir or ".").expanduser()))
+    package = list_package(root, spec.submit.exclude)
+    check_package(package, spec.submit.package_limit_mb * 10**6)
+    inside = os.path.relpath(path, root)
+    if inside not in package:
+        raise UsageError(f"the job file {path} is not in what {root} sends; look at working_dir and .gitignore")
+    check_entry_point(package, os.path.dirname(inside) or ".", spec.entry_point)
+    where = storage_of(spec, storage)
+    for url in filter(None, (where, spec.checkpoint.url)):
+        check_storage_url(url, root)
+    return Draft(spec, inside, where, package, environment(spec.submit.env_vars, env))
+
+
+def storage_of(spec: JobSpec, argument: str | None) -> str:
+    """As for `elastic run`, but there is no default: ./runs would be another folder on every node."""
+    found = argument or spec.storage_url or spec.checkpoint.url or os.environ.get(ENVIRONMENT)
+    if found is None:
+        raise UsageError(
+            "say where the run is kept, on storage that every node of the cluster sees: storage_url in the job file, "
+            f"--storage, or ${ENVIRONMENT}"
+        )
+    return absolute_url(found, ".")
+
+
+def check_storage_url(url: str, root: Path) -> None:
+    """Raises UsageError for storage that would go with the package, and for credentials that would be on record."""
+    if "://" not in url and "::" not in url and Path(url).is_relative_to(root):
+        raise UsageError(
+            f"storage {url} lies in what is sent, and the cluster unpacks that into a temporary folder; name a "
+            "URL, or a folder that every node sees"
+        )
+    check_url(url)
+
+
+def check_cluster(facts: ClusterFacts, draft: Draft, run_id: str) -> None:
+    """Raises UsageError for another Ray, and NoCapacity for what no node has and nobody could bring.
+
+    Ray would let such a driver wait for 15 minutes. What autoscalers offer is judged by the run itself, later.
+    """
+    here = metadata.version("ray")
+    if _minor(facts.ray_version) != _minor(here):
+        raise UsageError(
+            f"the cluster runs Ray {facts.ray_version}, and this is Ray {here}: install ray=={facts.ray_version} here, "
+            "or the other way round"
+        )
+    if facts.autoscaling:
+        return
+    nodes = Cluster({str(number): node for number, node in enumerate(facts.nodes)})
+    needs, settings = draft.needs, draft.spec.settings(run_id, draft.storage)
+    scaling = settings.scaling
+    driver = Need({"CPU": needs.cpus, "memory": needs.memory_bytes, **needs.resources})
+    workers = Need(settings.resources_per_worker, scaling.workers_per_slot, scaling.min_slots)
+    for need, who in ((driver, "the driver"), (workers, workers.who)):
+        judgement = judge(need, nodes)
+        if judgement.outlook is Outlook.NEVER:
+            raise NoCapacity(judgement.sentence.replace(need.who, who, 1))
+
+
+def send(
+    api: JobsApi, draft: Draft, run_id: str, attempt: int, mode: Mode, address: str, max_steps: int | None = None
+) -> None:
+    """Packs and submits. Raises UsageError when somebody else has submitted this attempt meanwhile."""
+    spec, version = draft.spec, metadata.version("ray-elastic")
+    command = DriverCommand(draft.job, run_id, attempt, mode, draft.storage, version, max_steps)
+    about = attempts.metadata(run_id, attempt, draft.storage, version)
+    grace_s = spec.submit.grace_s(spec.failures)
+    say(f"sending {plural(len(draft.package.files), 'file')}, {size(draft.package.bytes)}, of {draft.package.root}")
+    if draft.package.left_out:
+        say(f"not sent, since they are links to folders or special files: {', '.join(draft.package.left_out[:5])}")
+    with tempfile.TemporaryDirectory(prefix="elastic-submit-") as folder:
+        archive = Path(folder) / "package.zip"
+        write_archive(draft.package, archive)
+        submission = Submission(
+            attempts.submission_id(run_id, attempt), command.line(), {**about, NEEDS_KEY: draft.needs.to_text()},
+            draft.needs, runtime_env(spec.submit, draft.env_vars, grace_s), archive,
+        )  # fmt: skip
+        try:
+            api.submit(submission)
+        except AlreadySubmitted as error:
+            raise UsageError(
+                f"run {run_id!r} was submitted by somebody else just now; follow it with "
+                f"`elastic logs {run_id} -f --address {address}`"
+            ) from error
+        except Unreachable as error:
+            # Its answer may have been lost, and with it who the run is.
+            raise Unreachable(
+                f"{error.message}; whether it has taken run {run_id!r} all the same says "
+                f"`elastic status {run_id} --address {address}`"
+            ) from error
+    say(f"run {run_id} is submitted as {submission.submission_id}, and kept in {draft.storage}")
+
+
+def _minor(version: str) -> list[str]:
+    return version.split(".")[:2]

@@ -1,0 +1,172 @@
+"""job.yaml: what is wrong with it is said in one sentence with the place, before anything starts."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import json
+from pathlib import Path
+
+import pytest
+from elastic_jobs.job_file.checks import check_deepspeed
+from elastic_jobs.job_file.spec import JobSpec, load_job
+
+from elastic.core.errors import UsageError
+from elastic.core.settings import AnomalySettings, FailureSettings, RunSettings, StragglerSettings
+
+GOOD = "entry_point: train.py:main\nmax_workers: 4\n"
+
+
+def load(tmp_path: Path, text: str) -> JobSpec:
+    (tmp_path / "job.yaml").write_text(text)
+    return load_job(tmp_path / "job.yaml")
+
+
+def test_a_small_job_has_defaults(tmp_path: Path) -> None:
+    spec = load(tmp_path, GOOD)
+    assert (spec.min_workers, spec.max_workers, spec.workers_per_slot) == (1, 4, 1)
+    assert spec.failures == FailureSettings()
+    assert spec.resources_per_worker == {"CPU": 1.0}
+
+
+def test_everything_arrives_in_the_settings(tmp_path: Path) -> None:
+    spec = load(
+        tmp_path,
+        """
+entry_point: train.py:main
+name: gpt
+config: {lr: 1e-3, layers: [1, 2]}
+min_workers: 2
+max_workers: 4
+workers_per_slot: 2
+resources_per_worker: {CPU: 0.5, GPU: 1}
+deepspeed: {zero_optimization: {stage: 2}}
+global_batch: 24
+micro_batch: 2
+max_steps: 100
+seed: 7
+checkpoint: {url: ckpt, every_steps: 10, keep_last: 3, keep_every_steps: 50}
+failures: {suspect_after_s: 2, crash_streak: 9, capacity_timeout_s: 60}
+stragglers: {policy: evict, factor: 1.2, window_steps: 10, windows: 2, calibration_windows: 1}
+anomalies: {policy: skip, max_anomalies: 2, window_steps: 50, max_overflows: 3}
+storage_url: s3://bucket/runs
+""",
+    )
+    settings = spec.settings("run-1", "/default")
+    assert spec.config == {"lr": 0.001, "layers": [1, 2]}
+    assert settings.scaling.min_slots == 1
+    assert settings.scaling.max_slots == 2
+    assert settings.checkpoint.url == str(tmp_path / "ckpt")
+    assert settings.storage_url == "s3://bucket/runs"
+    assert settings.deepspeed_config == {"zero_optimization": {"stage": 2}}
+    assert settings.failures == FailureSettings(suspect_after_s=2, crash_streak=9, capacity_timeout_s=60)
+    assert settings.stragglers == StragglerSettings("evict", 1.2, 10, 2, 1)
+    assert settings.anomalies == AnomalySettings("skip", 2, 50, 3)
+    assert RunSettings.from_json(json.loads(json.dumps(settings.to_json()))) == settings
+
+
+def test_storage_follows_the_checkpoints_and_both_the_default(tmp_path: Path) -> None:
+    alone = load(tmp_path, GOOD).settings("r", "/default")
+    assert (alone.checkpoint.url, alone.storage_url) == ("/default", "/default")
+    beside = load(tmp_path, GOOD + "checkpoint: {url: s3://b/x}\n").settings("r", "/default")
+    assert (beside.checkpoint.url, beside.storage_url) == ("s3://b/x", "s3://b/x")
+
+
+def test_deepspeed_config_may_be_a_file_beside_the_job(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"bf16": {"enabled": true}, "optimizer": {"params": {"lr": 1e-4}}}')
+    spec = load(tmp_path, GOOD + "deepspeed: ds.json\n")
+    assert spec.deepspeed == {"bf16": {"enabled": True}, "optimizer": {"params": {"lr": 1e-4}}}
+    with pytest.raises(UsageError, match=r"job.yaml line 3: the DeepSpeed config .*nope.json cannot be read"):
+        load(tmp_path, GOOD + "deepspeed: nope.json\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("max_worker: 3\n", "line 3: unknown key 'max_worker'; did you mean 'max_workers'?"),
+        ("num_workers: 3\n", "line 3: unknown key 'num_workers'; did you mean 'm"),
+        ("keep_last: 3\n", "line 3: unknown key 'keep_last'; 'keep_last' belongs under 'checkpoint'"),
+        (
+            "checkpoint:\n  every_step: 3\n",
+            "line 4: unknown key 'checkpoint.every_step'; did you mean 'every_steps'?",
+        ),
+        (
+            "failures: {suspect_after: 3}\n",
+            "line 3: unknown key 'failures.suspect_after'; did you mean 'suspect_after_s'?",
+        ),
+        ("failures: {seed: 3}\n", "unknown key 'failures.seed'; 'seed' belongs at the top level"),
+        ("min_workers: 5\n", "min_workers (5) is above max_workers (4)"),
+        ("min_workers: 0\n", "line 3: 'min_workers' should be greater than or equal to 1, but is 0"),
+        ("global_batch: 0\n", "'global_batch' should be greater than or equal to 1, but is 0"),
+        ("global_batch: 2\nmicro_batch: 4\n", "micro_batch (4) is above global_batch (2)"),
+        ("max_steps: 1\nepochs: 1\n", "max_steps and epochs are both given; a run has one end"),
+        ("workers_per_slot: 3\n", "must be multiples of workers_per_slot (3)"),
+        ("seed: yes\n", "line 3: 'seed' should be a valid integer, but is True"),
+        ("max_steps: many\n", "line 3: 'max_steps' should be a valid integer, but is 'many'"),
+        ("failures: {heartbeat_s: 0}\n", "'failures.heartbeat_s' should be greater than 0, but is 0"),
+        ("failures: {heartbeat_s: 9}\n", "heartbeat_s (9.0) must be below suspect_after_s (1.0)"),
+        ("failures: {capacity_timeout_s: -1}\n", "'failures.capacity_timeout_s' should be greater than 0, but is -1"),
+        ("seed: 1\nseed: 2\n", "line 4: the key 'seed' was given before, in line 3"),
+        ("deepspeed: 3\n", "line 3: 'deepspeed' should be"),
+        ("anomalies: {policy: ignore}\n", "'anomalies.policy' should be 'stop', 'skip' or 'rollback', but is 'ignore'"),
+        ("config: [\n", "not valid YAML"),
+    ],
+)
+def test_one_sentence_names_the_place(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        load(tmp_path, GOOD + text)
+    assert said in caught.value.message
+    assert "\n" not in caught.value.message
+    assert "job.yaml" in caught.value.message
+
+
+def test_a_missing_key_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="the key 'max_workers' is missing"):
+        load(tmp_path, "entry_point: a:b\n")
+
+
+def test_a_mistyped_required_key_is_told_as_mistyped(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="did you mean 'max_workers'"):
+        load(tmp_path, "entry_point: a:b\nmaxworkers: 3\n")
+
+
+@pytest.mark.parametrize("text", ["", "- 1\n", "hello\n"])
+def test_a_job_is_a_mapping(tmp_path: Path, text: str) -> None:
+    with pytest.raises(UsageError, match="mapping of keys"):
+        load(tmp_path, text)
+
+
+def test_a_missing_file_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"nope.yaml cannot be read: No such file"):
+        load_job(tmp_path / "nope.yaml")
+
+
+def test_every_timeout_has_its_unit_in_its_name() -> None:
+    for field in dataclasses.fields(FailureSettings):
+        if "float" in str(field.type):
+            assert field.name.endswith(("_s", "_factor")), field.name
+
+
+def test_settings_of_a_newer_version_are_refused_by_name() -> None:
+    data = {**RunSettings("r").to_json(), "teleport": True}
+    with pytest.raises(UsageError, match="teleport"):
+        RunSettings.from_json(data)
+
+
+def test_the_example_is_a_good_job_and_agrees_with_its_script() -> None:
+    examples = Path(__file__).parents[4] / "examples"
+    spec = load_job(examples / "gpt.yaml")
+    check_deepspeed(spec)
+    tree = ast.parse((examples / "gpt.py").read_text())
+    assigned = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
+    assert ast.literal_eval(assigned["CONFIG"]) == spec.config
+
+
+def test_the_elastic_example_differs_from_plain_deepspeed_by_five_lines_or_fewer() -> None:
+    examples = Path(__file__).parents[4] / "examples"
+    plain, ours = ((examples / name).read_text().splitlines() for name in ("plain_deepspeed.py", "gpt.py"))
+    code = [line for line in difflib.ndiff(plain, ours) if line[0] in "+-" and line[2:].strip()]
+    # The docstring says what each file is.
+    added = [line for line in code if line[0] == "+" and "elastic run" not in line and "Compare with" not in line]
+    assert len(added) == 2, added
