@@ -17,11 +17,11 @@ _DTYPE_NAMES = {key: name for name, key in KEY_NAMES.items()}
 
 
 def partial_digests(layout: RankLayout, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """What this rank's pieces add to the digest of each "<kind>/<parameter>", each in [0, 2**64).
+    """What this rank's chunks add to the digest of each "<kind>/<parameter>", each in [0, 2**64).
 
     `tensors` maps "<kind>/<buffer>" to 1-D contiguous CPU tensors. Padding is not looked at.
     """
-    return piece_digests(layout.pieces, {key: (_dtype_name(tensor), _raw(tensor)) for key, tensor in tensors.items()})
+    return piece_digests(layout.chunks, {key: (_dtype_name(tensor), _raw(tensor)) for key, tensor in tensors.items()})
 
 
 def digest(values: torch.Tensor, name: str, start: int = 0) -> int:

@@ -6,7 +6,7 @@ A tensor is read as 32-bit (or narrower) words; word i of a tensor with the key 
 
 with a fixed pseudo-random odd table and pseudo-random odd factors (multilinear hashing, after Carter and Wegman 1979
 and Dietzfelbinger 1996). The sum over all words is the digest, so the sum of partial digests is the digest of the
-whole, in whatever pieces the words were summed. The key is made of dtype, kind and name. Words are at most 32 bits wide
+whole, in whatever chunks the words were summed. The key is made of dtype, kind and name. Words are at most 32 bits wide
 because a sign flip in a 64-bit word would only change the highest bit of a product, and two of them would cancel.
 
 This finds mistakes and decay, not forgery: whoever can choose the data can make two tensors of one digest.
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from elastic.core.checkpoint.manifest_json import ITEM_BYTES
-from elastic.core.sharding.layout import Piece
+from elastic.core.sharding.layout import Chunk
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -79,26 +79,26 @@ def digest_bytes(data: memoryview, dtype: str, name: str, start: int = 0) -> int
 
 
 def piece_digests(
-    pieces: Iterable[Piece],
+    chunks: Iterable[Chunk],
     buffers: Mapping[str, tuple[str, memoryview]],
     told: Callable[[int], None] = lambda nbytes: None,
 ) -> dict[str, int]:
-    """What the pieces add to the digest of each "<kind>/<parameter>", each in [0, 2**64).
+    """What the chunks add to the digest of each "<kind>/<parameter>", each in [0, 2**64).
 
     `buffers` maps "<kind>/<buffer>" to its dtype's safetensors name and its bytes. Padding is not looked at.
-    `told` hears of the bytes of every piece that is done.
+    `told` hears of the bytes of every chunk that is done.
     """
-    by_buffer: dict[str, list[Piece]] = {}
-    for piece in pieces:
-        by_buffer.setdefault(piece.buffer, []).append(piece)
+    by_buffer: dict[str, list[Chunk]] = {}
+    for chunk in chunks:
+        by_buffer.setdefault(chunk.buffer, []).append(chunk)
     digests: dict[str, int] = {}
     for key, (dtype, raw) in buffers.items():
         kind, buffer = key.split("/", 1)
         item = ITEM_BYTES[dtype]
-        for piece in by_buffer.get(buffer, ()):
-            name = f"{kind}/{piece.name}"
-            with raw[piece.offset * item : (piece.offset + piece.numel) * item] as part:
-                value = digest_bytes(part, dtype, name, piece.start)
+        for chunk in by_buffer.get(buffer, ()):
+            name = f"{kind}/{chunk.name}"
+            with raw[chunk.offset * item : (chunk.offset + chunk.numel) * item] as part:
+                value = digest_bytes(part, dtype, name, chunk.start)
                 told(len(part))
             digests[name] = (digests.get(name, 0) + value) & _MASK64
     return digests

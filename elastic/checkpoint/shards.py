@@ -109,7 +109,7 @@ class ShardStream:
             bytes=self._file.bytes,
             xxh3=self._hash.hexdigest(),
             tensors=self._file.tensors,
-            pieces=snapshot.layout.pieces,
+            chunks=snapshot.layout.chunks,
             digests=partial_digests(snapshot.layout, snapshot.tensors),
             client=snapshot.client,
             zero_stage=snapshot.zero_stage,

@@ -149,24 +149,24 @@ class TimeLedger:
 
 def owner_of(state: RunState) -> str:
     """Whose time it is while the run is in this state."""
-    stage = state.stage
-    if isinstance(stage, Training):
+    phase = state.phase
+    if isinstance(phase, Training):
         return PRODUCTIVE
-    if isinstance(stage, Joining):
-        return _joining(state, stage)
-    if isinstance(stage, Pausing):
+    if isinstance(phase, Joining):
+        return _joining(state, phase)
+    if isinstance(phase, Pausing):
         return PAUSED
-    if isinstance(stage, Ending):
+    if isinstance(phase, Ending):
         return DECIDE
-    if isinstance(stage, Closing):
+    if isinstance(phase, Closing):
         return CHECKPOINT_STALL
-    if isinstance(stage, Waiting):
+    if isinstance(phase, Waiting):
         return _waiting(state)
     return UNKNOWN
 
 
-def _joining(state: RunState, stage: Joining) -> str:
-    if state.base is None or len(stage.joined) < state.world_size:
+def _joining(state: RunState, phase: Joining) -> str:
+    if state.base is None or len(phase.joined) < state.world_size:
         return INIT
     incident = state.incident
     return RESHARD if incident is not None and incident.world_size != state.world_size else RESTORE

@@ -12,7 +12,7 @@ from elastic.checkpoint.memory.server.server import MemoryServer
 from elastic.core.checkpoint.manifest import ShardRecord, StoredTensor
 from elastic.core.checkpoint.snapshots import Held
 from elastic.core.names import shard_file
-from elastic.core.sharding.layout import Piece
+from elastic.core.sharding.layout import Chunk
 
 TOKEN = bytes(range(32))
 KINDS = ("fp32", "exp_avg")
@@ -31,7 +31,7 @@ def template(rank: int = 0, world_size: int = 2, generation: int = 1, numel: int
         bytes=len(KINDS) * length * 4,
         xxh3="",
         tensors=tensors,
-        pieces=(Piece("w", rank * numel, numel, "flat", 0),),
+        chunks=(Chunk("w", rank * numel, numel, "flat", 0),),
         digests={},
         zero_stage=1,
         parameters={"w": (world_size * numel,)} if rank == 0 else None,

@@ -53,7 +53,7 @@ def shards(generation: int = 1, numels: tuple[int, ...] = (1000, 1000, 1000)) ->
     """Of 0 elements: a rank that holds nothing."""
     records = [template(rank, len(numels), generation, max(1, numel)) for rank, numel in enumerate(numels)]
     return [
-        record if numel else replace(record, bytes=0, tensors=(), pieces=())
+        record if numel else replace(record, bytes=0, tensors=(), chunks=())
         for record, numel in zip(records, numels, strict=True)
     ]
 

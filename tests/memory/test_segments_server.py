@@ -300,8 +300,8 @@ def test_a_holder_may_take_its_time_as_long_as_it_moves_and_the_read_is_wanted(s
     take(memory, record, 1)
     manifest = assemble([samples.full_record(record, 1)], run_id="run")
     numel = record.tensors[0].numel
-    # Every piece comes within the limit, all of them together do not.
-    slow = stack.enter_context(closing(SlowProxy(node.address, pieces=16, pause_s=0.2)))
+    # Every chunk comes within the limit, all of them together do not.
+    slow = stack.enter_context(closing(SlowProxy(node.address, chunks=16, pause_s=0.2)))
     wanted, found = torch.zeros(numel), torch.zeros(numel)
     ranges = [ReadRange(0, record.tensors[0].key, 0, numel, wanted)]
     MemorySource(lambda _: manifest, {0: Holder(node.address)}, TOKEN, timeout_s=30).read(manifest, ranges)

@@ -86,7 +86,7 @@ def make_engine(zero: dict[str, Any]) -> Any:
 
 
 def check_rank(zero: dict[str, Any], rank: int, world_size: int) -> None:
-    """The pure layout's pieces, looked up in DeepSpeed's own flat tensors, hold these very elements."""
+    """The pure layout's chunks, looked up in DeepSpeed's own flat tensors, hold these very elements."""
     import torch
 
     from elastic.core.sharding.zero import zero3_layout, zero12_layout
@@ -108,13 +108,13 @@ def check_rank(zero: dict[str, Any], rank: int, world_size: int) -> None:
         flats = engine.optimizer.single_partition_of_fp32_groups
     numels = {name.replace(".", "_"): (name, numel) for group in GROUPS for name, numel in group}
     assert [flat.numel() for flat in flats] == list(layout.buffers.values())
-    for piece in layout.pieces:
-        flat = flats[list(layout.buffers).index(piece.buffer)].detach()
-        found = flat[piece.offset : piece.offset + piece.numel]
-        assert torch.equal(found, content(*numels[piece.name])[piece.start : piece.stop]), piece
+    for chunk in layout.chunks:
+        flat = flats[list(layout.buffers).index(chunk.buffer)].detach()
+        found = flat[chunk.offset : chunk.offset + chunk.numel]
+        assert torch.equal(found, content(*numels[chunk.name])[chunk.start : chunk.stop]), chunk
     # And what we derive from the live engine agrees with the pure layout (open_state compares them).
     state = open_state(engine)
-    assert set(layout.pieces) <= set(state.layout.pieces)
+    assert set(layout.chunks) <= set(state.layout.chunks)
     snapshot = state.snapshot(run_id="run", generation=1, step=0, client={})
     assert (snapshot.client is not None) == (rank == 0)
     _leave(engine)

@@ -32,7 +32,7 @@ def _kept(select: Callable[[Any], dict[str, torch.Tensor]], method: str = "_inst
 
 
 def _extras(state: Any, kind: str) -> dict[str, torch.Tensor]:
-    return {extra.piece.name: extra.tensor for extra in state._inventory().extras if extra.kind == kind}
+    return {extra.chunk.name: extra.tensor for extra in state._inventory().extras if extra.kind == kind}
 
 
 def masters_stale() -> Change:
@@ -107,9 +107,9 @@ def turned() -> Change:
 
     def master(original: Any, self: Any, wanted: Any) -> Any:
         found = original(self, wanted).clone()
-        for piece in wanted.pieces:
-            if piece.name == "layers.2.weight":
-                span = slice(piece.offset, piece.offset + piece.numel)
+        for chunk in wanted.chunks:
+            if chunk.name == "layers.2.weight":
+                span = slice(chunk.offset, chunk.offset + chunk.numel)
                 found[span] = found[span].reshape(7, 7).t().reshape(-1)
         return found
 
@@ -121,9 +121,9 @@ def tied_twice() -> Change:
 
     def master(original: Any, self: Any, wanted: Any) -> Any:
         found = original(self, wanted).clone()
-        for piece in wanted.pieces:
-            if piece.name == "embedding.weight":
-                found[piece.offset : piece.offset + piece.numel] *= 2
+        for chunk in wanted.chunks:
+            if chunk.name == "embedding.weight":
+                found[chunk.offset : chunk.offset + chunk.numel] *= 2
         return found
 
     return changed(modules().reading.Staged, "master", master)
@@ -131,7 +131,7 @@ def tied_twice() -> Change:
 
 def padding_raises() -> Change:
     def install(original: Any, stage: Any, master: Any, tensors: Any, scalars: Any) -> None:
-        if not master.pieces:
+        if not master.chunks:
             raise IndexError("list index out of range")
         original(stage, master, tensors, scalars)
 

@@ -35,9 +35,9 @@ def offsets_go_on() -> Change:
     def masters(original: Any, self: Any) -> Any:
         found, offset = [], 0
         for master in original(self):
-            pieces = tuple(replace(piece, offset=piece.offset + offset) for piece in master.pieces)
-            found.append(replace(master, pieces=pieces))
-            offset += sum(piece.numel for piece in master.pieces)
+            chunks = tuple(replace(chunk, offset=chunk.offset + offset) for chunk in master.chunks)
+            found.append(replace(master, chunks=chunks))
+            offset += sum(chunk.numel for chunk in master.chunks)
         return found
 
     return changed(modules().stage3.Stage3, "masters", masters)
@@ -63,10 +63,10 @@ def floor(original: Any, self: Any, parameter: Any) -> tuple[int, int]:
 
 
 def tail_alignment() -> Change:
-    def piece(original: Any, self: Any, name: str, numel: int, begin: int, part: int, buffer: str) -> Any:
+    def chunk(original: Any, self: Any, name: str, numel: int, begin: int, part: int, buffer: str) -> Any:
         return original(self, name, numel, begin, part - 1, buffer)
 
-    return changed(modules().partitioned.PartitionedStage, "_piece", piece)
+    return changed(modules().partitioned.PartitionedStage, "_chunk", chunk)
 
 
 def _as_registered(original: Any, self: Any) -> Any:
@@ -97,7 +97,7 @@ def dealt_shards() -> Change:
     """Every rank's own slice is taken for one more replica, and one rank writes each."""
 
     def written(original: Any, self: Any, rank: int, world_size: int) -> Any:
-        masters = tuple(replace(master, replicated=bool(master.pieces)) for master in self.masters)
+        masters = tuple(replace(master, replicated=bool(master.chunks)) for master in self.masters)
         return original(replace(self, masters=masters), rank, world_size)
 
     return changed(modules().inventory.Inventory, "written", written)
@@ -115,7 +115,7 @@ def written_without(name: str, from_rank: int) -> Change:
         layout = original(self, rank, world_size)
         if rank < from_rank:
             return layout
-        return replace(layout, pieces=tuple(piece for piece in layout.pieces if piece.name != name))
+        return replace(layout, chunks=tuple(chunk for chunk in layout.chunks if chunk.name != name))
 
     return changed(modules().inventory.Inventory, "written", written)
 
@@ -146,4 +146,4 @@ def _writes(engine: Any, rank: int, world: Any, name: str) -> bool:
     from proof.scene import stage_of
 
     inventory = modules().inventory.Inventory.of(stage_of(engine), engine.module)
-    return any(piece.name == name for piece in inventory.written(rank, world.crowd.world_size).pieces)
+    return any(chunk.name == name for chunk in inventory.written(rank, world.crowd.world_size).chunks)

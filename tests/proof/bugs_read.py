@@ -15,7 +15,7 @@ def _after(change: Callable[[Any, Any], None]) -> Callable[[Reading], Any]:
 
 def _tail(manifest: Any, wanted: Any) -> None:
     shard = manifest.shards[wanted.rank]
-    ends = {piece.offset + piece.numel for piece in shard.pieces if piece.buffer == wanted.key.split("/", 1)[1]}
+    ends = {chunk.offset + chunk.numel for chunk in shard.chunks if chunk.buffer == wanted.key.split("/", 1)[1]}
     if wanted.rank == manifest.world_size - 1 and wanted.offset + wanted.numel in ends:
         wanted.target[-1:] = 777
 

@@ -41,16 +41,16 @@ def _differs(engine: Any, setup: Setup, version: str, wanted: dict[str, Any]) ->
         state = stage.base.state.get(master.tensor) or {}
         tensors = {"master": master.tensor, **{kind: state.get(kind) for kind in kinds}}
         absent = stage.zero_stage == 0 and any(p.idle and p.name in master.names for p in setup.trained)
-        for piece in master.pieces:
+        for chunk in master.chunks:
             for kind, tensor in tensors.items():
-                whole = value(version, kind, piece.name, numels[piece.name], torch.float32)
+                whole = value(version, kind, chunk.name, numels[chunk.name], torch.float32)
                 if kind != "master" and (absent or tensor is None):
                     if absent != (tensor is None):
-                        found.append(f"{kind}/{piece.name} {'should not be' if absent else 'is not'} there")
+                        found.append(f"{kind}/{chunk.name} {'should not be' if absent else 'is not'} there")
                     continue
-                part = tensor.detach().reshape(-1)[piece.offset : piece.offset + piece.numel]
-                if not torch.equal(part, whole[piece.start : piece.stop]):
-                    found.append(f"{kind}/{piece.name}")
+                part = tensor.detach().reshape(-1)[chunk.offset : chunk.offset + chunk.numel]
+                if not torch.equal(part, whole[chunk.start : chunk.stop]):
+                    found.append(f"{kind}/{chunk.name}")
     found += _wrong_weights(engine, setup, version)
     plain = _plain(engine)
     found += [f"{key} is {plain.get(key)}, was {wanted[key]}" for key in wanted if plain.get(key) != wanted[key]]

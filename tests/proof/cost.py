@@ -15,15 +15,15 @@ _ROUNDS = 5
 def seconds_per_gb() -> dict[str, tuple[float, float]]:
     """Part of the proof -> (median, spread) in processor seconds per GB that it reads, on one thread."""
     from elastic.checkpoint.digest import digest
-    from elastic.core.sharding.layout import Piece
+    from elastic.core.sharding.layout import Chunk
     from elastic.training.state.live import Master, Weight
     from elastic.training.state.weights import fingerprint, unfaithful
 
     masters = torch.randn(_BYTES // 4)
     halves = masters.bfloat16()
     copy = halves.clone()
-    piece = Piece("layer", 0, masters.numel(), "group0", 0)
-    master = Master("group0", 0, masters, (piece,), ("layer",), replicated=False)
+    chunk = Chunk("layer", 0, masters.numel(), "group0", 0)
+    master = Master("group0", 0, masters, (chunk,), ("layer",), replicated=False)
     weight = Weight("layer", 0, halves, whole=True)
     parts: dict[str, tuple[Callable[[], object], int]] = {
         "content of fp32 tensors": (lambda: digest(masters, "exp_avg/layer"), _BYTES),

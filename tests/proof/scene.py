@@ -70,13 +70,13 @@ def fill(engine: Any, setup: Setup, version: str) -> None:
     for master in stage.masters():
         flat = master.tensor.detach().reshape(-1)
         content = {"master": flat} | {kind: torch.full_like(flat, _JUNK) for kind in kinds}
-        for piece in master.pieces:
-            span, numel = slice(piece.offset, piece.offset + piece.numel), numels[piece.name]
-            weights = value(version, "master", piece.name, numel, torch.float32)[piece.start : piece.stop]
+        for chunk in master.chunks:
+            span, numel = slice(chunk.offset, chunk.offset + chunk.numel), numels[chunk.name]
+            weights = value(version, "master", chunk.name, numel, torch.float32)[chunk.start : chunk.stop]
             # DeepSpeed put it there from the model: our idea of who lies where is checked before it is used.
-            assert torch.equal(flat[span], weights.to(DTYPES[setup.dtype]).float()), f"{piece} is not where we say"
+            assert torch.equal(flat[span], weights.to(DTYPES[setup.dtype]).float()), f"{chunk} is not where we say"
             for kind, target in content.items():
-                target[span] = value(version, kind, piece.name, numel, torch.float32)[piece.start : piece.stop]
+                target[span] = value(version, kind, chunk.name, numel, torch.float32)[chunk.start : chunk.stop]
         stage.base.state.pop(master.tensor, None)
         if not (len(master.names) == 1 and idle.intersection(master.names) and stage.zero_stage == 0):
             state = {kind: content[kind].view(master.tensor.shape) for kind in kinds}

@@ -107,10 +107,10 @@ def whole_state(store: CheckpointStore) -> dict[str, torch.Tensor]:
             kind, buffer = stored.key.split("/", 1)
             flat = torch.empty(stored.numel, dtype=_DTYPES[stored.dtype])
             store.read(manifest, [ReadRange(shard.rank, stored.key, 0, stored.numel, flat)])
-            for piece in (piece for piece in shard.pieces if piece.buffer == buffer):
-                numel = math.prod(manifest.parameters[piece.name])
-                target = whole.setdefault(f"{kind}/{piece.name}", torch.full((numel,), math.nan, dtype=torch.float64))
-                target[piece.start : piece.stop] = flat[piece.offset : piece.offset + piece.numel].double()
+            for chunk in (chunk for chunk in shard.chunks if chunk.buffer == buffer):
+                numel = math.prod(manifest.parameters[chunk.name])
+                target = whole.setdefault(f"{kind}/{chunk.name}", torch.full((numel,), math.nan, dtype=torch.float64))
+                target[chunk.start : chunk.stop] = flat[chunk.offset : chunk.offset + chunk.numel].double()
     return whole
 
 

@@ -69,8 +69,8 @@ class Controller:
             self.perform(action)
         if self.up:
             self._plan_tick()
-            if type(before.stage) is not type(self.state.stage):
-                self.world.stage_entered(type(self.state.stage).__name__)
+            if type(before.phase) is not type(self.state.phase):
+                self.world.stage_entered(type(self.state.phase).__name__)
 
     def _plan_tick(self) -> None:
         deadline = machine.next_deadline(self.state, machine.DEFAULT_POLICY)
@@ -98,7 +98,7 @@ class Controller:
     def _crash(self) -> None:
         self.up, self.tick_at = False, None
         self.lost, self.unwritten = [event for event, _ in self.unwritten], []
-        self.world.seen(f"controller restart in {type(self.state.stage).__name__}")
+        self.world.seen(f"controller restart in {type(self.state.phase).__name__}")
         self.world.clock.after(self.down_s, self._restart)
 
     def journal_back(self) -> None:
@@ -191,4 +191,4 @@ class Controller:
 
     @property
     def over(self) -> bool:
-        return self.finished and isinstance(self.state.stage, Finished)
+        return self.finished and isinstance(self.state.phase, Finished)

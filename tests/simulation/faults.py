@@ -38,18 +38,18 @@ _KINDS: dict[str, tuple[float, tuple[float, float] | None]] = {
     "drain_forever": (1, None),
     "other_run": (2, (1.0, 40.0)),
 }
-_STAGES = ("Waiting", "Joining", "Training", "Pausing", "Ending", "Closing")
+_PHASES = ("Waiting", "Joining", "Training", "Pausing", "Ending", "Closing")
 
 
 @dataclass(frozen=True)
 class Fault:
-    """At `time` seconds after the start, or after the first entry into `stage`. `arg` in [0, 1) picks the victim."""
+    """At `time` seconds after the start, or after the first entry into `phase`. `arg` in [0, 1) picks the victim."""
 
     kind: str
     time: float
     arg: float
     lasts_s: float = 0.0
-    stage: str = ""
+    phase: str = ""
 
 
 @dataclass
@@ -122,12 +122,12 @@ def draw(seed: int) -> Plan:
         first = rng.randint(0, plan.max_steps)
         plan.bad_batches = frozenset({first, first + rng.randint(0, 2), rng.randint(0, plan.max_steps)})
     if rng.random() < 0.3:
-        # One failure that is aimed at a stage, so that short stages are hit in many runs, too.
+        # One failure that is aimed at a phase, so that short phases are hit in many runs, too.
         kind = rng.choice(("kill_node", "kill_worker", "freeze_node", "crash_controller"))
-        plan.faults += (Fault(kind, rng.choice((0.0, 0.1, 0.6)), rng.random(), 3.0, rng.choice(_STAGES)),)
+        plan.faults += (Fault(kind, rng.choice((0.0, 0.1, 0.6)), rng.random(), 3.0, rng.choice(_PHASES)),)
     if rng.random() < 0.1:
         # The same trouble again and again, with nobody lost.
-        plan.faults += tuple(Fault("break_group", 0.1, rng.random(), stage="Training") for _ in range(3))
+        plan.faults += tuple(Fault("break_group", 0.1, rng.random(), phase="Training") for _ in range(3))
     if rng.random() < 0.2:
         steps = sorted({rng.randint(0, plan.max_steps) for _ in range(3)}, reverse=True)
         plan.earlier_generation = rng.randint(1, 9)
@@ -169,8 +169,8 @@ def _unwritten(rng: Random, horizon: float) -> tuple[Fault, ...]:
         return ()
     begin, down_s = rng.uniform(0, horizon), rng.uniform(0.2, 12.0)
     if rng.random() < 0.4:
-        stage = rng.choice(("", *_STAGES))
-        return (Fault("lose_message", rng.random() if stage else begin, 0.0, down_s, stage),)
+        phase = rng.choice(("", *_PHASES))
+        return (Fault("lose_message", rng.random() if phase else begin, 0.0, down_s, phase),)
     lasts = rng.uniform(2.0, 40.0)
     kinds = [rng.choice(("kill_node", "kill_worker", "break_group", "add_node", "glitch")) for _ in range(2)]
     within = [Fault(kind, begin + rng.uniform(0.0, 0.5) * lasts, rng.random(), 10.0) for kind in kinds]
@@ -184,7 +184,7 @@ def _unwritten(rng: Random, horizon: float) -> tuple[Fault, ...]:
 def _ends(rng: Random, plan: Plan) -> None:
     """Reasons for a run to end before its end."""
     if rng.random() < 0.3:
-        plan.faults += (Fault("stop", rng.uniform(0, plan.horizon_s), 0.0, stage=rng.choice(("", *_STAGES))),)
+        plan.faults += (Fault("stop", rng.uniform(0, plan.horizon_s), 0.0, phase=rng.choice(("", *_PHASES))),)
     if rng.random() < 0.3:
         plan.bugs, plan.bugs_stay = [rng.randint(1, plan.max_steps)], rng.random() < 0.6
         plan.usage = rng.random() < 0.2
@@ -229,5 +229,5 @@ def _fault(rng: Random, horizon: float) -> Fault:
     span = _KINDS[kind][1]
     lasts = rng.uniform(*span) if span and rng.random() < 0.8 else (span[1] if span else 0.0)
     if rng.random() < 0.35:
-        return Fault(kind, rng.choice((0.0, 0.1, 1.0)) * rng.random(), rng.random(), lasts, rng.choice(_STAGES))
+        return Fault(kind, rng.choice((0.0, 0.1, 1.0)) * rng.random(), rng.random(), lasts, rng.choice(_PHASES))
     return Fault(kind, rng.uniform(0, horizon), rng.random(), lasts)

@@ -18,14 +18,14 @@ class Injector:
         self.world, self.clock, self.rng = world, world.clock, world.rng
         self.cluster, self.storage, self.controller = world.cluster, world.storage, world.controller
         self.healed = False
-        self.at_stages = [fault for fault in world.plan.faults if fault.stage]
+        self.at_stages = [fault for fault in world.plan.faults if fault.phase]
         for fault in world.plan.faults:
-            if not fault.stage:
+            if not fault.phase:
                 self.clock.at(world.begin_s + fault.time, self.apply, fault)
         self.clock.at(world.begin_s + world.plan.horizon_s, self.heal)
 
-    def stage_entered(self, stage: str) -> None:
-        for fault in [fault for fault in self.at_stages if fault.stage == stage][:1]:
+    def stage_entered(self, phase: str) -> None:
+        for fault in [fault for fault in self.at_stages if fault.phase == phase][:1]:
             self.at_stages.remove(fault)
             self.clock.after(fault.time, self.apply, fault)
 
@@ -139,7 +139,7 @@ class Injector:
     def _break_group(self, fault: Fault) -> None:
         """The network between two members fails: everybody is alive, the collective is not."""
         group = self.controller.groups.get(self.controller.state.generation)
-        if group is not None and not group.broken and isinstance(self.controller.state.stage, Training | Joining):
+        if group is not None and not group.broken and isinstance(self.controller.state.phase, Training | Joining):
             group.broken = True
             member = self._pick(fault, group.members)
             member.act(0.01, member.notice_broken, group)

@@ -65,7 +65,7 @@ class Invariants:
         again = isinstance(event, ev.ControllerRestarted)
         for action in actions:
             self._action(before, after, action, again, event)
-        if isinstance(after.stage, Ending) and not isinstance(before.stage, Ending):
+        if isinstance(after.phase, Ending) and not isinstance(before.phase, Ending):
             told = {w for action in actions if isinstance(action, act.EndGeneration) for w in action.workers}
             assert told >= set(after.members_inside), "a member was not told that its generation ends"
         if after is not before:
@@ -87,7 +87,7 @@ class Invariants:
         generation, worker = getattr(event, "generation", None), getattr(event, "worker", None)
         if generation is None:
             return
-        over = not isinstance(before.stage, Joining | Training | Pausing | Ending)
+        over = not isinstance(before.phase, Joining | Training | Pausing | Ending)
         stranger = worker is not None and worker not in before.members
         if generation != before.generation or over:
             assert after is before, "a fenced message changed the state"
@@ -115,7 +115,7 @@ class Invariants:
         """While Ray's control store is away nobody can come or start, so nobody is late."""
         if before.control_store_away and isinstance(event, ev.Tick):
             assert after.streaks.start_failures <= before.streaks.start_failures, "a start was late"
-            refused = isinstance(after.stage, Finished) and after.stage.status == NO_CAPACITY
+            refused = isinstance(after.phase, Finished) and after.phase.status == NO_CAPACITY
             assert not refused, "the run was ended for want of nodes that could not come"
 
     def _action(self, before: RunState, after: RunState, action: act.Action, again: bool, event: ev.Event) -> None:
@@ -175,7 +175,7 @@ class Invariants:
             answered = isinstance(event, ev.MemorySurveyed) or before.survey is None
             assert late or answered or before.members, "a generation begins before the nodes said what they hold"
             if action.checkpoint is not None and is_snapshot(action.checkpoint):
-                self.world.seen("resize through memory" if before.stage and after.incident and after.incident.planned
+                self.world.seen("resize through memory" if before.phase and after.incident and after.incident.planned
                                 else "recovery from memory")  # fmt: skip
             elif after.settings.memory.enabled and action.checkpoint and before.generation > before.first_generation:
                 self.world.seen("recovery from storage although there is memory")
@@ -184,7 +184,7 @@ class Invariants:
             refused = [name for name in after.rejected if not is_snapshot(name)]
             assert newest is not None or not refused, "a run began anew although its checkpoints were refused"
             remaining = set(before.members_inside) & after.workers.keys()
-            assert not remaining or isinstance(before.stage, Ending | Pausing), "two generations at a time"
+            assert not remaining or isinstance(before.phase, Ending | Pausing), "two generations at a time"
             for process in self.world.cluster.processes.values():
                 old = process.inside and process.generation < action.generation
                 assert not (old and process.worker in after.workers), "a worker is still inside an older generation"
@@ -200,23 +200,23 @@ class Invariants:
         return max(stored + usable, key=lambda known: (known[1], is_snapshot(known[0])), default=None)
 
     def _members(self, state: RunState) -> None:
-        stage, inside = state.stage, set(state.members_inside)
+        phase, inside = state.phase, set(state.members_inside)
         phases = {w.id for w in state.workers.values() if w.phase is WorkerPhase.MEMBER}
         assert phases == inside, "a worker believes to be a member of nothing"
         assert len(set(state.members)) == len(state.members)
-        if isinstance(stage, Joining | Training):
+        if isinstance(phase, Joining | Training):
             assert inside == set(state.members), "a generation goes on without one of its members"
             assert inside
-        elif isinstance(stage, Pausing | Closing):
+        elif isinstance(phase, Pausing | Closing):
             assert set(state.members) <= state.workers.keys(), "a member is gone and nothing is done about it"
-        elif isinstance(stage, Waiting | Finished):
+        elif isinstance(phase, Waiting | Finished):
             assert not state.members, "members without a generation"
         for worker in state.workers.values():
             assert worker.slot in state.slots, "a worker in a slot that is gone"
 
     def _slots(self, before: RunState, state: RunState) -> None:
         assert set(state.evicted) <= state.slots.keys(), "a slot that is gone is to be given back"
-        if isinstance(state.stage, Training) and state.stage.first_step_done:
+        if isinstance(state.phase, Training) and state.phase.first_step_done:
             assert not state.evicted, "a slow slot is kept although the others train"
         self._slots_enough(state)
         books = (len(self.requested), len(self.released))
@@ -236,7 +236,7 @@ class Invariants:
         """Never more than allowed, but for those on nodes that are going; a node that stays after all may leave too
         many until the generation trains."""
         staying = [slot for slot in state.slots.values() if slot.node not in state.draining]
-        steady = isinstance(state.stage, Training) and state.stage.first_step_done
+        steady = isinstance(state.phase, Training) and state.phase.first_step_done
         used = {state.workers[worker].slot for worker in state.members if worker in state.workers}
         if steady:
             # Where each of them has lost a worker, the members may be in more slots than they would fill.
@@ -250,7 +250,7 @@ class Invariants:
 
     def _budgets(self, state: RunState) -> None:
         streaks, limits = state.streaks, state.settings.failures
-        if not isinstance(state.stage, Finished):
+        if not isinstance(state.phase, Finished):
             assert streaks.crashes <= limits.crash_streak, "a budget was overdrawn"
             assert streaks.user_errors <= limits.user_error_retries, "a budget was overdrawn"
             assert streaks.in_place < 2, "fresh processes are overdue"
@@ -258,7 +258,7 @@ class Invariants:
     def _anomalies(self, before: RunState, after: RunState) -> None:
         """Bounded, and what is left out stays left out; a state behind an anomaly is not known any more."""
         settings = after.settings.anomalies
-        for end in after.anomalies if not isinstance(after.stage, Ending | Finished) else ():
+        for end in after.anomalies if not isinstance(after.phase, Ending | Finished) else ():
             recent = [a for a in after.anomalies if end.step - settings.window_steps < a.step <= end.step]
             if after.gives_up_for is not None:
                 continue
@@ -272,29 +272,29 @@ class Invariants:
     def _incidents(self, before: RunState, after: RunState) -> None:
         if before.incident is not None and (after.incident is None or after.incident.id != before.incident.id):
             assert before.incident.id in self.closed, "an incident vanished without a record"
-        if isinstance(after.stage, Ending):
+        if isinstance(after.phase, Ending):
             assert after.incident is not None, "a generation fails without an incident"
-        if isinstance(after.stage, Training) and after.stage.first_step_done:
+        if isinstance(after.phase, Training) and after.phase.first_step_done:
             assert after.incident is None, "an incident stays open while training goes on"
 
     def _waits_for_something(self, state: RunState) -> None:
         """Nothing is waited for without a time limit or the name of who has to act."""
-        stage = state.stage
-        if isinstance(stage, Joining | Pausing | Ending | Closing):
-            assert machine.next_deadline(state, machine.DEFAULT_POLICY) is not None, f"{stage} may last for ever"
-        if isinstance(stage, Waiting):
+        phase = state.phase
+        if isinstance(phase, Joining | Pausing | Ending | Closing):
+            assert machine.next_deadline(state, machine.DEFAULT_POLICY) is not None, f"{phase} may last for ever"
+        if isinstance(phase, Waiting):
             pending = any(slot.phase is SlotPhase.PENDING for slot in state.slots.values())
             # What other runs need is looked at every second.
             awaited = pending or state.slot_limit is not None or state.control_store_away
             assert awaited or machine.next_deadline(state, machine.DEFAULT_POLICY) is not None, f"{state} waits"
-            assert stage.reason, "a wait without a reason"
+            assert phase.reason, "a wait without a reason"
         if state.suspicion is not None:
             assert state.suspicion.suspects, "a suspicion of nobody"
 
     # --- what was reached ---
 
     def _remember(self, before: RunState, after: RunState, event: ev.Event, actions: tuple[act.Action, ...]) -> None:
-        old, new, seen = before.stage, after.stage, self.world.seen
+        old, new, seen = before.phase, after.phase, self.world.seen
         if isinstance(new, Ending) and not isinstance(old, Ending):
             seen(f"failure in {type(old).__name__}")
         elif isinstance(new, Ending) and isinstance(old, Ending) and new.lost > old.lost:
@@ -343,8 +343,8 @@ class Invariants:
     def at_end(self, controller: Controller) -> None:
         """Everything was given back, and a run without an excuse has reached its end."""
         state, plan = controller.state, self.world.plan
-        assert controller.over, f"the run did not end: {state.stage}"
-        assert isinstance(state.stage, Finished)
+        assert controller.over, f"the run did not end: {state.phase}"
+        assert isinstance(state.phase, Finished)
         assert self.requested == self.released, "slots were not given back"
         assert not self.world.cluster.placed, "the cluster still holds slots"
         assert not self.world.cluster.pending, "the cluster still looks for slots"
@@ -352,9 +352,9 @@ class Invariants:
         assert not state.slots
         assert not state.workers
         if plan.liveness:
-            assert state.stage.status == "finished", f"{state.stage.status}: {state.stage.reason}"
+            assert state.phase.status == "finished", f"{state.phase.status}: {state.phase.reason}"
         for known in state.checkpoints:
             self.world.saved[known.id].each_once(state.skips, plan.bad_batches)
-        if state.stage.status == "finished":
+        if state.phase.status == "finished":
             newest = max(step for _, step in self.world.storage.committed)
             assert newest == plan.max_steps, f"finished, but the newest checkpoint is of step {newest}"

@@ -14,9 +14,9 @@ from simulation.world import World
 
 # Every branch of interest must be reached by some run, or the thousand prove less than they seem to.
 SOMETIMES = {
-    *(f"stage {stage}" for stage in ("Waiting", "Joining", "Training", "Pausing", "Ending", "Closing", "Finished")),
-    *(f"controller restart in {stage}" for stage in ("Waiting", "Joining", "Training", "Pausing", "Ending", "Closing")),
-    *(f"failure in {stage}" for stage in ("Joining", "Training", "Pausing", "Closing")),
+    *(f"phase {phase}" for phase in ("Waiting", "Joining", "Training", "Pausing", "Ending", "Closing", "Finished")),
+    *(f"controller restart in {phase}" for phase in ("Waiting", "Joining", "Training", "Pausing", "Ending", "Closing")),
+    *(f"failure in {phase}" for phase in ("Joining", "Training", "Pausing", "Closing")),
     "controller restart in Finished", "loss in Ending",
     *(f"incident {kind}" for kind in ("resize", "stop", "collective-failed", "hang", "worker-frozen", "worker-lost",
       "node-frozen", "node-lost", "restore-failed", "user-error", "usage-error", "anomaly")),
@@ -24,7 +24,7 @@ SOMETIMES = {
     "anomaly beside a lost node", "eviction", "slow slot given back", "is kept all the same", "it is kept",
     *(f"finished: {status}" for status in ("finished", "not-finished", "user-code-failed", "usage", "stopped",
       "gave-up", "no-capacity", "integrity")),
-    *(f"stopped in {stage}" for stage in ("Waiting", "Pausing", "Ending")),
+    *(f"stopped in {phase}" for phase in ("Waiting", "Pausing", "Ending")),
     "growth", "planned end without growth", "false alarm", "late waker", "falling back to", "could not be started",
     "recovery from memory", "recovery from storage although there is memory", "resize through memory",
     "a refused snapshot", "begun at the end", "survey without an answer", "every worker process is replaced",
@@ -116,7 +116,7 @@ def test_two_nodes_that_cannot_reach_each_other_cost_one_of_them_and_a_pause_and
 
 def test_a_stop_in_the_middle_of_a_recovery_keeps_what_is_in_memory_only() -> None:
     for seed in range(20):
-        faults = (Fault("kill_worker", 12.0, seed / 20), Fault("stop", 0.0, 0.0, stage="Ending"))
+        faults = (Fault("kill_worker", 12.0, seed / 20), Fault("stop", 0.0, 0.0, phase="Ending"))
         world = World(seed, calm(faults, memory=True, save_every=1000, liveness=False))
         world.run()
         state = world.controller.state
@@ -137,12 +137,12 @@ def test_a_run_that_is_given_up_for_an_anomaly_keeps_what_is_in_memory_only() ->
         assert max(step for _, step in world.storage.committed) == found.step == state.furthest_step > 3
 
 
-@pytest.mark.parametrize(("stage", "after_s"), [("Joining", 0.0), ("Training", 0.0), ("", 21.0), ("Closing", 0.0)])
-def test_a_message_that_was_taken_and_not_written_down_is_not_waited_for(stage: str, after_s: float) -> None:
+@pytest.mark.parametrize(("phase", "after_s"), [("Joining", 0.0), ("Training", 0.0), ("", 21.0), ("Closing", 0.0)])
+def test_a_message_that_was_taken_and_not_written_down_is_not_waited_for(phase: str, after_s: float) -> None:
     """The controller is killed at that moment; what costs time is that it has to come back."""
     lost = 0
     for seed in range(40):
-        world = World(seed, calm((Fault("lose_message", after_s + seed / 100, 0.0, 2.0, stage),)))
+        world = World(seed, calm((Fault("lose_message", after_s + seed / 100, 0.0, 2.0, phase),)))
         world.run()
         lost += "a message that was taken and not written down" in world.sometimes
         assert (world.controller.state.generation, world.controller.state.incidents) == (1, 0)
@@ -188,7 +188,7 @@ def test_a_run_whose_last_checkpoint_one_node_cannot_write_is_finished_by_the_ot
     for seed in range(20):
         world = World(seed, calm((Fault("storage_cut", 8.0, seed / 20, 900.0),), memory=True, horizon_s=900.0))
         world.run()
-        assert world.controller.state.stage.status == "finished"
+        assert world.controller.state.phase.status == "finished"
         assert "one without them begins" in world.sometimes
         (incident,) = [a.incident for a in world.controller.history if isinstance(a, act.CloseIncident)]
         assert (incident.planned, incident.next_world_size, incident.source) == (True, 3, "memory")

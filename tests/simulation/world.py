@@ -50,9 +50,9 @@ class World:
     def seen(self, what: str) -> None:
         self.sometimes.add(what)
 
-    def stage_entered(self, stage: str) -> None:
-        self.seen(f"stage {stage}")
-        self.injector.stage_entered(stage)
+    def stage_entered(self, phase: str) -> None:
+        self.seen(f"phase {phase}")
+        self.injector.stage_entered(phase)
 
     # --- the network ---
 
@@ -90,7 +90,7 @@ class World:
         if state.generation != group.number or self.controller.over:
             return
         stalled = self.clock.now - group.progress_at
-        if self.controller.up and isinstance(state.stage, Training) and stalled >= limit:
+        if self.controller.up and isinstance(state.phase, Training) and stalled >= limit:
             self.controller.deliver(ev.ProgressStalled(group.number, group.step, stalled, limit))
         self.clock.after(limit, self.watch, group)
 

@@ -61,13 +61,13 @@ def _with(one: Layout, two: Layout) -> Layout:
 def cut(layout: RankLayout, full: State) -> dict[str, torch.Tensor]:
     """One rank's tensors; padding is not a number, and must never be looked at."""
     tensors: dict[str, torch.Tensor] = {}
-    for piece in layout.pieces:
+    for chunk in layout.chunks:
         for kind, whole in full.items():
-            if piece.name in whole:
-                values = whole[piece.name]
-                empty = torch.full((layout.buffers[piece.buffer],), float("nan")).to(values.dtype)
-                buffer = tensors.setdefault(f"{kind}/{piece.buffer}", empty)
-                buffer[piece.offset : piece.offset + piece.numel] = values[piece.start : piece.stop]
+            if chunk.name in whole:
+                values = whole[chunk.name]
+                empty = torch.full((layout.buffers[chunk.buffer],), float("nan")).to(values.dtype)
+                buffer = tensors.setdefault(f"{kind}/{chunk.buffer}", empty)
+                buffer[chunk.offset : chunk.offset + chunk.numel] = values[chunk.start : chunk.stop]
     for buffer, length in layout.buffers.items():  # a rank that is all padding has its tensors all the same
         if length and not any(key.endswith(f"/{buffer}") for key in tensors):
             tensors.update({f"{kind}/{buffer}": torch.full((length,), float("nan")) for kind in ("fp32", "exp_avg")})

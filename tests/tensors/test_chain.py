@@ -60,11 +60,11 @@ def test_state_survives_another_world_size(source_stage: str, target_stage: str,
     for rank, target in enumerate(wanted(target_stage, after).ranks):
         tensors, fetched = restore(store, manifest, target, rank)
         needed = 0
-        for piece in target.pieces:
+        for chunk in target.chunks:
             for kind, whole in full.items():
-                if piece.name in whole:
-                    here = tensors[f"{kind}/{piece.buffer}"][piece.offset : piece.offset + piece.numel]
-                    there = whole[piece.name][piece.start : piece.stop]
+                if chunk.name in whole:
+                    here = tensors[f"{kind}/{chunk.buffer}"][chunk.offset : chunk.offset + chunk.numel]
+                    there = whole[chunk.name][chunk.start : chunk.stop]
                     assert torch.equal(here.view(torch.uint8), there.view(torch.uint8))
                     needed += there.numel() * there.element_size()
         assert fetched == needed, "bytes read differ from bytes needed"
@@ -93,7 +93,7 @@ def test_there_and_back_writes_the_same_checkpoint() -> None:
     there = save(second, "zero12", 4, moved)
     assert there.digests == here.digests
     assert there.parameters == here.parameters
-    assert [shard.pieces for shard in there.shards] == [shard.pieces for shard in here.shards]
+    assert [shard.chunks for shard in there.shards] == [shard.chunks for shard in here.shards]
 
 
 @pytest.mark.parametrize("kind", ["fp32", "exp_avg", "exp_avg_sq", "param", "buffer"])

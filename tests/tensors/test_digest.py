@@ -13,7 +13,7 @@ from elastic.checkpoint import digest as digest_module
 from elastic.checkpoint import hashing as module
 from elastic.checkpoint.digest import digest, partial_digests
 from elastic.checkpoint.shards import DTYPE_NAMES
-from elastic.core.sharding.layout import Piece, RankLayout
+from elastic.core.sharding.layout import Chunk, RankLayout
 from elastic.core.sharding.zero import zero3_layout, zero12_layout
 
 DTYPES = [
@@ -126,16 +126,16 @@ def test_layouts_of_all_kinds_agree(world: int) -> None:
         total = dict.fromkeys(expected, 0)
         for rank in layout.ranks:
             tensors = {f"fp32/{buffer}": torch.full((length,), float("nan")) for buffer, length in rank.buffers.items()}
-            for piece in rank.pieces:
-                part = whole[piece.name][piece.start : piece.stop]
-                tensors[f"fp32/{piece.buffer}"][piece.offset : piece.offset + piece.numel] = part
+            for chunk in rank.chunks:
+                part = whole[chunk.name][chunk.start : chunk.stop]
+                tensors[f"fp32/{chunk.buffer}"][chunk.offset : chunk.offset + chunk.numel] = part
             for key, partial in partial_digests(rank, tensors).items():
                 total[key] = (total[key] + partial) % 2**64
         assert total == expected
 
 
 def test_padding_is_not_looked_at() -> None:
-    layout = RankLayout((Piece("w", 0, 3, "g", 1),), {"g": 6})
+    layout = RankLayout((Chunk("w", 0, 3, "g", 1),), {"g": 6})
     one, two = torch.tensor([9.0, 1, 2, 3, 9, 9]), torch.tensor([float("nan"), 1, 2, 3, 0, -1])
     assert partial_digests(layout, {"fp32/g": one}) == partial_digests(layout, {"fp32/g": two})
 
@@ -190,7 +190,7 @@ def test_sees(mutation: str, dtype: torch.dtype) -> None:
 
 def test_sees_exchanged_tensors() -> None:
     one, two = values(100, seed=1), values(100, seed=2)
-    layout = RankLayout((Piece("w", 0, 100, "g", 0), Piece("v", 0, 100, "h", 0)), {"g": 100, "h": 100})
+    layout = RankLayout((Chunk("w", 0, 100, "g", 0), Chunk("v", 0, 100, "h", 0)), {"g": 100, "h": 100})
     here = partial_digests(layout, {"exp_avg/g": one, "exp_avg_sq/g": two, "fp32/g": one, "fp32/h": two})
     kinds = partial_digests(layout, {"exp_avg/g": two, "exp_avg_sq/g": one, "fp32/g": one, "fp32/h": two})
     names = partial_digests(layout, {"exp_avg/g": one, "exp_avg_sq/g": two, "fp32/g": two, "fp32/h": one})

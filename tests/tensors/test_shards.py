@@ -14,7 +14,7 @@ from elastic.checkpoint.shards import DTYPE_NAMES, ShardStream, bytes_of, plan_f
 from elastic.checkpoint.snapshot import ShardSnapshot
 from elastic.core.checkpoint.manifest_json import ITEM_BYTES
 from elastic.core.errors import IntegrityError
-from elastic.core.sharding.layout import Piece, RankLayout
+from elastic.core.sharding.layout import Chunk, RankLayout
 
 ALL_DTYPES = sorted(DTYPE_NAMES, key=str)
 
@@ -120,6 +120,6 @@ def test_bad_snapshots_are_named(case: str) -> None:
 
 
 def test_a_layout_that_overlaps_itself_is_refused() -> None:
-    pieces = (Piece("a", 0, 3, "x", 0), Piece("b", 0, 3, "x", 1))
+    chunks = (Chunk("a", 0, 3, "x", 0), Chunk("b", 0, 3, "x", 1))
     with pytest.raises(IntegrityError, match="overlaps"):
-        plan_file(bare({"fp32/x": torch.zeros(4)}, RankLayout(pieces, {"x": 4})))
+        plan_file(bare({"fp32/x": torch.zeros(4)}, RankLayout(chunks, {"x": 4})))

@@ -16,7 +16,7 @@ import torch
 
 from elastic.core.checkpoint.manifest import Manifest
 from elastic.core.errors import ModelMismatch, UsageError
-from elastic.core.sharding.layout import Piece, RankLayout
+from elastic.core.sharding.layout import Chunk, RankLayout
 from elastic.training.state import optimizer as optimizer_state
 from elastic.training.state.engine_state import LiveState
 from elastic.training.state.host import HostCopy, HostPool
@@ -137,8 +137,8 @@ def _stage(optimizer: torch.optim.Optimizer) -> Any:
 
 
 def _master(name: str, tensor: torch.Tensor, names: tuple[str, ...] = ()) -> Master:
-    piece = Piece(name, 0, tensor.numel(), name, 0)
-    return Master(name, 0, tensor, (piece,), names or (name,), replicated=True)
+    chunk = Chunk(name, 0, tensor.numel(), name, 0)
+    return Master(name, 0, tensor, (chunk,), names or (name,), replicated=True)
 
 
 class TestOptimizerState:
@@ -280,9 +280,9 @@ class TestScaler:
 def test_what_the_users_code_may_change_is_copied_before_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     """Frozen parameters that follow the weights, say: a copy made beside the next forward pass would be torn."""
     flat, frozen, buffer = torch.ones(4), torch.ones(3), torch.ones(2)
-    whole = [Extra(kind, tensor, Piece(kind, 0, len(tensor), kind, 0), True)
+    whole = [Extra(kind, tensor, Chunk(kind, 0, len(tensor), kind, 0), True)
              for kind, tensor in ((PARAM, frozen), (BUFFER, buffer))]  # fmt: skip
-    master = Master("group0", 0, flat, (Piece("w", 0, 4, "group0", 0),), ("w",), replicated=False)
+    master = Master("group0", 0, flat, (Chunk("w", 0, 4, "group0", 0),), ("w",), replicated=False)
     state: Any = LiveState.__new__(LiveState)
     state._stage, state._engine, state._proof = SimpleNamespace(rank=0, world_size=1), SimpleNamespace(), None
     state._engine.optimizer, state.zero_stage = None, 2
@@ -330,5 +330,5 @@ def test_a_proof_that_nobody_waits_for_keeps_no_tensors() -> None:
 
 
 def test_gaps_are_what_no_piece_covers() -> None:
-    layout = RankLayout((Piece("a", 0, 2, "x", 1), Piece("b", 0, 1, "x", 5)), {"x": 8, "y": 3, "z": 0})
+    layout = RankLayout((Chunk("a", 0, 2, "x", 1), Chunk("b", 0, 1, "x", 5)), {"x": 8, "y": 3, "z": 0})
     assert gaps(layout) == {"x": [(0, 1), (3, 2), (6, 2)], "y": [(0, 3)], "z": []}

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from elastic.core import actions as act
 from elastic.core import events as ev
 from elastic.core.run import machine
-from elastic.core.run.state import Finished, SlotPhase, Stage, WorkerPhase
+from elastic.core.run.state import Finished, RunPhase, SlotPhase, WorkerPhase
 from elastic.core.settings import FailureSettings, MemorySettings, RunSettings, ScalingSettings
 
 A = TypeVar("A")
@@ -111,13 +111,13 @@ class Scenario:
     # --- asking ---
 
     @property
-    def stage(self) -> Stage:
-        return self.state.stage
+    def phase(self) -> RunPhase:
+        return self.state.phase
 
     @property
     def end(self) -> tuple[str, str]:
-        assert isinstance(self.stage, Finished), self.stage
-        return self.stage.status, self.stage.reason
+        assert isinstance(self.phase, Finished), self.phase
+        return self.phase.status, self.phase.reason
 
     def acts(self, kind: type[A]) -> list[A]:
         return [action for action in self.last if isinstance(action, kind)]

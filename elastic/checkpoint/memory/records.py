@@ -8,7 +8,7 @@ from elastic.core.checkpoint.manifest import Json, ShardRecord, StoredTensor
 from elastic.core.checkpoint.manifest_json import ITEM_BYTES, check_json
 from elastic.core.errors import IntegrityError
 from elastic.core.names import check_file
-from elastic.core.sharding.layout import Piece, check_rank
+from elastic.core.sharding.layout import Chunk, check_rank
 
 
 def template_to_json(record: ShardRecord) -> dict[str, Json]:
@@ -22,7 +22,7 @@ def template_to_json(record: ShardRecord) -> dict[str, Json]:
         "file": record.file,
         "bytes": record.bytes,
         "tensors": [[t.key, t.dtype, t.numel, t.begin] for t in record.tensors],
-        "pieces": [[p.name, p.start, p.numel, p.buffer, p.offset] for p in record.pieces],
+        "pieces": [[p.name, p.start, p.numel, p.buffer, p.offset] for p in record.chunks],
         "parameters": None if parameters is None else [[name, list(shape)] for name, shape in parameters.items()],
     }
 
@@ -39,8 +39,8 @@ def template_from_json(data: Json) -> ShardRecord:
             bytes=_count(data["bytes"]),
             xxh3="",
             tensors=tuple(StoredTensor(_text(k), _text(d), _count(n), _count(b)) for k, d, n, b in data["tensors"]),
-            pieces=tuple(
-                Piece(_text(name), _count(start), _count(numel), _text(buffer), _count(offset))
+            chunks=tuple(
+                Chunk(_text(name), _count(start), _count(numel), _text(buffer), _count(offset))
                 for name, start, numel, buffer, offset in data["pieces"]
             ),
             digests={},
@@ -56,7 +56,7 @@ def template_from_json(data: Json) -> ShardRecord:
 
 
 def check_template(record: ShardRecord) -> None:
-    """Raises IntegrityError unless every tensor lies inside the shard and every piece inside its tensors."""
+    """Raises IntegrityError unless every tensor lies inside the shard and every chunk inside its tensors."""
     for tensor in record.tensors:
         if "/" not in tensor.key or tensor.dtype not in ITEM_BYTES:
             raise IntegrityError(f"a shard's record has the tensor {tensor.key!r} of dtype {tensor.dtype!r}")

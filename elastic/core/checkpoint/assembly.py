@@ -80,10 +80,10 @@ def _check_cover(parameters: Mapping[str, tuple[int, ...]], shards: Sequence[Sha
     for shard in shards:
         check_rank(shard.layout)
         kinds = _kinds_by_buffer(shard)
-        for piece in shard.pieces:
-            if piece.name not in spans:
-                raise IntegrityError(f"{piece.name!r} is in a shard but not in the model", Where(rank=shard.rank))
-            spans[piece.name].append((piece.start, piece.stop, shard.rank, kinds[piece.buffer]))
+        for chunk in shard.chunks:
+            if chunk.name not in spans:
+                raise IntegrityError(f"{chunk.name!r} is in a shard but not in the model", Where(rank=shard.rank))
+            spans[chunk.name].append((chunk.start, chunk.stop, shard.rank, kinds[chunk.buffer]))
     for name, shape in parameters.items():
         numel = math.prod(shape)
         if numel and not spans[name]:
@@ -121,7 +121,7 @@ def _summed(shards: Sequence[ShardRecord]) -> dict[str, int]:
     total: dict[str, int] = {}
     for shard in shards:
         kinds = _kinds_by_buffer(shard)
-        expected = {f"{kind}/{piece.name}" for piece in shard.pieces for kind, _ in kinds[piece.buffer]}
+        expected = {f"{kind}/{chunk.name}" for chunk in shard.chunks for kind, _ in kinds[chunk.buffer]}
         if expected != shard.digests.keys():
             odd = min(expected ^ shard.digests.keys())
             raise IntegrityError(f"content checks and stored state differ for {odd!r}", Where(rank=shard.rank))

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from elastic.core.sharding.layout import Piece, RankLayout
+from elastic.core.sharding.layout import Chunk, RankLayout
 
 FORMAT = 1
 
@@ -37,7 +37,7 @@ class ShardRecord:
     """What one rank wrote, and the rank's report to the controller that it did.
 
     `digests` holds the rank's *partial* content check of each "<kind>/<parameter>"; the sum over all ranks modulo 2**64
-    does not depend on how the parameter was cut. `pieces` map parameters to buffers (see `core.layout`).
+    does not depend on how the parameter was cut. `chunks` map parameters to buffers (see `core.layout`).
     `client` is what is equal on all ranks (counters, hyper-parameters, scheduler...); only rank 0 sends it, and
     `parameters` (name to shape) with it. `file` is a plain name inside the checkpoint's folder.
     """
@@ -50,7 +50,7 @@ class ShardRecord:
     bytes: int
     xxh3: str
     tensors: tuple[StoredTensor, ...]
-    pieces: tuple[Piece, ...]
+    chunks: tuple[Chunk, ...]
     digests: Mapping[str, int]
     client: Mapping[str, Json] | None = None
     zero_stage: int = 0
@@ -59,7 +59,7 @@ class ShardRecord:
     @property
     def layout(self) -> RankLayout:
         """What this shard holds, as a source for a plan."""
-        return RankLayout(self.pieces, {tensor.key.split("/", 1)[1]: tensor.numel for tensor in self.tensors})
+        return RankLayout(self.chunks, {tensor.key.split("/", 1)[1]: tensor.numel for tensor in self.tensors})
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
     {"format": 1, "check": <blake2b of the compact form of "manifest">, "manifest": {...}}
 
 Pieces are kept as columns of numbers: names and buffers are indices into one table, and equal columns are written
-once. A stage-3 checkpoint of 1,000 ranks and 500 parameters has half a million pieces and takes about 3 MB.
+once. A stage-3 checkpoint of 1,000 ranks and 500 parameters has half a million chunks and takes about 3 MB.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from elastic.core.checkpoint.manifest import FORMAT, Json, Manifest, ShardRecord, StoredTensor
 from elastic.core.errors import IntegrityError, UsageError
 from elastic.core.names import check_file, check_run_id, parse_checkpoint_id
-from elastic.core.sharding.layout import Piece, check_rank
+from elastic.core.sharding.layout import Chunk, check_rank
 
 ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
@@ -127,7 +127,7 @@ class _Columns:
 
 
 def _shard_to_json(shard: ShardRecord, columns: _Columns) -> dict[str, Json]:
-    pieces = shard.pieces
+    chunks = shard.chunks
     data: dict[str, Json] = {
         "rank": shard.rank,
         "world_size": shard.world_size,
@@ -139,11 +139,11 @@ def _shard_to_json(shard: ShardRecord, columns: _Columns) -> dict[str, Json]:
         "xxh3": shard.xxh3,
         "tensors": [[tensor.key, tensor.dtype, tensor.numel, tensor.begin] for tensor in shard.tensors],
         "pieces": [
-            columns.column([columns.word(piece.name) for piece in pieces]),
-            columns.column([piece.start for piece in pieces]),
-            columns.column([piece.numel for piece in pieces]),
-            columns.column([columns.word(piece.buffer) for piece in pieces]),
-            columns.column([piece.offset for piece in pieces]),
+            columns.column([columns.word(chunk.name) for chunk in chunks]),
+            columns.column([chunk.start for chunk in chunks]),
+            columns.column([chunk.numel for chunk in chunks]),
+            columns.column([columns.word(chunk.buffer) for chunk in chunks]),
+            columns.column([chunk.offset for chunk in chunks]),
         ],
     }
     if shard.digests:
@@ -160,7 +160,7 @@ def _shard(data: Json, words: list[str], columns: list[list[int]]) -> ShardRecor
     data = _typed(data, dict, "shards")
     numbers = [_at(columns, index, "columns") for index in _numbers(_get(data, "pieces", list), "pieces")]
     if len(numbers) != 5 or len({len(column) for column in numbers}) != 1:
-        raise IntegrityError("the manifest's pieces are not five columns of one length")
+        raise IntegrityError("the manifest's chunks are not five columns of one length")
     shard = ShardRecord(
         rank=_count(data, "rank"),
         world_size=_count(data, "world_size"),
@@ -171,8 +171,8 @@ def _shard(data: Json, words: list[str], columns: list[list[int]]) -> ShardRecor
         bytes=_count(data, "bytes"),
         xxh3=_get(data, "xxh3", str),
         tensors=tuple(_tensor(item, _count(data, "bytes")) for item in _get(data, "tensors", list)),
-        pieces=tuple(
-            Piece(_at(words, name, "words"), start, numel, _at(words, buffer, "words"), offset)
+        chunks=tuple(
+            Chunk(_at(words, name, "words"), start, numel, _at(words, buffer, "words"), offset)
             for name, start, numel, buffer, offset in zip(*numbers, strict=True)
         ),
         digests=_digests(_get(data, "digests", dict) if "digests" in data else {}),

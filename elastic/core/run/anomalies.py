@@ -6,58 +6,60 @@ from elastic.core.data.steps import Range, union
 from elastic.core.events import AnomalyFound, StepSkipped
 from elastic.core.run.anomaly import Anomaly, reason_to_end
 from elastic.core.run.recovery import fail_generation
-from elastic.core.run.transition import Turn
+from elastic.core.run.transition import Transition
 
 _KEPT = 100
 
 
-def anomaly_found(turn: Turn, event: AnomalyFound) -> None:
+def anomaly_found(transition: Transition, event: AnomalyFound) -> None:
     """Told by every member, all of the same step; the first one decides, the others add who saw what."""
-    state = turn.state
+    state = transition.state
     if event.worker not in state.members:
         return
-    evidence = f"{turn.name_of(event.worker)}: the {event.kind} of step {event.step + 1} is {event.value}"
+    evidence = f"{transition.name_of(event.worker)}: the {event.kind} of step {event.step + 1} is {event.value}"
     if not any(known.undone and known.generation == event.generation for known in state.anomalies):
-        _remember(turn, Anomaly(event.generation, event.step, evidence, undone=True))
-        _forget_what_lies_behind(turn, event.step)
+        _remember(transition, Anomaly(event.generation, event.step, evidence, undone=True))
+        _forget_what_lies_behind(transition, event.step)
         if state.settings.anomalies.policy == "rollback":
-            _leave_out(turn, event, evidence)
-    fail_generation(turn, "anomaly", evidence, event.step)
+            _leave_out(transition, event, evidence)
+    fail_generation(transition, "anomaly", evidence, event.step)
 
 
-def step_skipped(turn: Turn, event: StepSkipped) -> None:
+def step_skipped(transition: Transition, event: StepSkipped) -> None:
     """The members have left the weights as they were and gone on. Bounded: a model that is lost would skip for ever."""
-    known = ((a.generation, a.step, a.undone) for a in turn.state.anomalies)
+    known = ((a.generation, a.step, a.undone) for a in transition.state.anomalies)
     if (event.generation, event.step - 1, False) in known:
         # Told once more after a restart of the controller.
         return
-    _remember(turn, Anomaly(event.generation, event.step - 1, f"step {event.step}: {event.what}", undone=False))
-    turn.say(f"step {event.step} was not applied: {event.what}; {_samples(event.positions)} are skipped", "anomaly")
-    turn.set(furthest_step=max(turn.state.furthest_step, event.step))
-    reason = reason_to_end(turn.state)
+    _remember(transition, Anomaly(event.generation, event.step - 1, f"step {event.step}: {event.what}", undone=False))
+    transition.say(
+        f"step {event.step} was not applied: {event.what}; {_samples(event.positions)} are skipped", "anomaly"
+    )
+    transition.set(furthest_step=max(transition.state.furthest_step, event.step))
+    reason = reason_to_end(transition.state)
     if reason is not None:
-        fail_generation(turn, "anomaly", reason, event.step)
+        fail_generation(transition, "anomaly", reason, event.step)
 
 
-def _remember(turn: Turn, anomaly: Anomaly) -> None:
-    turn.set(anomalies=(*turn.state.anomalies[-_KEPT + 1 :], anomaly))
+def _remember(transition: Transition, anomaly: Anomaly) -> None:
+    transition.set(anomalies=(*transition.state.anomalies[-_KEPT + 1 :], anomaly))
 
 
-def _leave_out(turn: Turn, event: AnomalyFound, evidence: str) -> None:
-    skips = union((*turn.state.skips, *event.positions))
-    turn.set(skips=skips)
-    turn.say(
+def _leave_out(transition: Transition, event: AnomalyFound, evidence: str) -> None:
+    skips = union((*transition.state.skips, *event.positions))
+    transition.set(skips=skips)
+    transition.say(
         f"{evidence}; {_samples(event.positions)} are skipped, step {event.step + 1} is done with the next ones",
         kind="anomaly",
         skipped=[list(range_) for range_ in event.positions],
     )
 
 
-def _forget_what_lies_behind(turn: Turn, step: int) -> None:
+def _forget_what_lies_behind(transition: Transition, step: int) -> None:
     """Usually nothing: the members do not save a step that they have found to be no good."""
-    kept = tuple(known for known in turn.state.checkpoints if known.step <= step)
-    if len(kept) < len(turn.state.checkpoints):
-        turn.set(checkpoints=kept)
+    kept = tuple(known for known in transition.state.checkpoints if known.step <= step)
+    if len(kept) < len(transition.state.checkpoints):
+        transition.set(checkpoints=kept)
 
 
 def _samples(ranges: tuple[Range, ...]) -> str:

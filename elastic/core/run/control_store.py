@@ -10,32 +10,32 @@ from dataclasses import replace
 
 from elastic.core.events import ControlStoreAway, ControlStoreBack
 from elastic.core.run.state import Waiting, WorkerPhase
-from elastic.core.run.transition import Turn
+from elastic.core.run.transition import Transition
 
 
-def away(turn: Turn, event: ControlStoreAway) -> None:
-    if turn.state.control_store_away:
+def away(transition: Transition, event: ControlStoreAway) -> None:
+    if transition.state.control_store_away:
         return
-    turn.set(control_store_away=True)
-    turn.say(
+    transition.set(control_store_away=True)
+    transition.say(
         f"Ray's control store has not answered for {event.silent_s:.1f} s: training goes on, "
         "nodes and workers can come again when it is back",
         kind="control-store",
     )
 
 
-def back(turn: Turn, event: ControlStoreBack) -> None:
-    if not turn.state.control_store_away:
+def back(transition: Transition, event: ControlStoreBack) -> None:
+    if not transition.state.control_store_away:
         return
-    turn.set(control_store_away=False)
-    restart_starts(turn)
-    if isinstance(turn.state.stage, Waiting):
-        turn.enter(replace(turn.state.stage, since=turn.now))
-    turn.say(f"Ray's control store answers again, after {event.away_s:.1f} s", kind="control-store")
+    transition.set(control_store_away=False)
+    restart_starts(transition)
+    if isinstance(transition.state.phase, Waiting):
+        transition.enter(replace(transition.state.phase, since=transition.now))
+    transition.say(f"Ray's control store answers again, after {event.away_s:.1f} s", kind="control-store")
 
 
-def restart_starts(turn: Turn) -> None:
+def restart_starts(transition: Transition) -> None:
     """Nobody could start meanwhile, so nobody is late."""
-    for worker in turn.state.workers.values():
+    for worker in transition.state.workers.values():
         if worker.phase is WorkerPhase.STARTING:
-            turn.put_worker(replace(worker, since=turn.now))
+            transition.put_worker(replace(worker, since=transition.now))

@@ -16,19 +16,19 @@ from elastic.core.events import NodesDraining
 from elastic.core.run.generations import start_pause
 from elastic.core.run.recovery import survey_memory
 from elastic.core.run.state import Notice, RunState, Training, Waiting, WorkerPhase
-from elastic.core.run.transition import Turn
+from elastic.core.run.transition import Transition
 
 
-def nodes_draining(turn: Turn, event: NodesDraining) -> None:
+def nodes_draining(transition: Transition, event: NodesDraining) -> None:
     """The whole list, as it is now."""
-    old = turn.state.draining
-    new = {node: _notice(old.get(node), deadline, turn.now) for node, deadline in event.nodes}
-    turn.set(draining=new)
-    used = set(turn.state.nodes)
+    old = transition.state.draining
+    new = {node: _notice(old.get(node), deadline, transition.now) for node, deadline in event.nodes}
+    transition.set(draining=new)
+    used = set(transition.state.nodes)
     for node in sorted((new.keys() - old.keys()) & used):
-        turn.say(f"node {node[:8]} is going away{_when(new[node], turn.now)}", kind="drain", node=node)
+        transition.say(f"node {node[:8]} is going away{_when(new[node], transition.now)}", kind="drain", node=node)
     for node in sorted((old.keys() - new.keys()) & used):
-        turn.say(f"node {node[:8]} is no longer about to go away", kind="drain", node=node)
+        transition.say(f"node {node[:8]} is no longer about to go away", kind="drain", node=node)
 
 
 def _notice(old: Notice | None, deadline: float, now: float) -> Notice:
@@ -42,14 +42,14 @@ def _when(notice: Notice, now: float) -> str:
     return f" in {max(0.0, notice.deadline - now):.0f} s" if notice.deadline else ", without saying when"
 
 
-def notices_ripen(turn: Turn) -> None:
+def notices_ripen(transition: Transition) -> None:
     """Time passes: a replacement has been waited for, a deadline is near."""
-    for node, notice in turn.state.draining.items():
-        gathering = notice.gathering and not turn.passed(_gathers_until(turn.state, notice))
-        urgent = notice.urgent or (notice.deadline > 0 and turn.passed(_leave_by(turn.state, notice)))
+    for node, notice in transition.state.draining.items():
+        gathering = notice.gathering and not transition.passed(_gathers_until(transition.state, notice))
+        urgent = notice.urgent or (notice.deadline > 0 and transition.passed(_leave_by(transition.state, notice)))
         if (gathering, urgent) != (notice.gathering, notice.urgent):
             changed = replace(notice, gathering=gathering, urgent=urgent)
-            turn.set(draining={**turn.state.draining, node: changed})
+            transition.set(draining={**transition.state.draining, node: changed})
 
 
 def next_ripening(state: RunState) -> list[float]:
@@ -68,9 +68,9 @@ def _leave_by(state: RunState, notice: Notice) -> float:
     return max(notice.since, notice.deadline - state.settings.failures.drain_margin_s)
 
 
-def leave_draining(turn: Turn, stage: Training) -> bool:
+def leave_draining(transition: Transition, phase: Training) -> bool:
     """Ask the generation to end without the members on nodes that are going; True when it has been asked."""
-    state = turn.state
+    state = transition.state
     going = {w for w in state.members if state.node_of(w) in state.draining}
     if not going:
         return False
@@ -88,9 +88,9 @@ def leave_draining(turn: Turn, stage: Training) -> bool:
     nodes = sorted({node for w in going if (node := state.node_of(w)) is not None})
     names = ", ".join(node[:8] for node in nodes)
     what = f"{len(state.members)} -> {size}" if staying >= low else f"{staying} would be left of at least {low}"
-    turn.set(evicted=tuple(dict.fromkeys((*state.evicted, *(state.workers[w].slot for w in going)))))
+    transition.set(evicted=tuple(dict.fromkeys((*state.evicted, *(state.workers[w].slot for w in going)))))
     # With too few left nothing trains for a while, and their memory may go as well.
-    start_pause(turn, "drain", f"node {names} is going away: {what}", durable=True if staying < low else None)
+    start_pause(transition, "drain", f"node {names} is going away: {what}", durable=True if staying < low else None)
     return True
 
 
@@ -100,29 +100,29 @@ def _arriving(state: RunState) -> bool:
     return any(state.node_of(worker.id) not in state.draining for worker in starting)
 
 
-def drop_left(turn: Turn) -> None:
+def drop_left(transition: Transition) -> None:
     """Once the others train, what is left on a node that is going is given back."""
-    stage = turn.state.stage
-    if isinstance(stage, Waiting):
-        _drop_saved(turn)
-    if not isinstance(stage, Training) or not stage.first_step_done:
+    phase = transition.state.phase
+    if isinstance(phase, Waiting):
+        _drop_saved(transition)
+    if not isinstance(phase, Training) or not phase.first_step_done:
         return
-    carrying = turn.state.carrying
-    for slot in tuple(turn.state.slots.values()):
-        if slot.node in turn.state.draining and slot.id not in carrying:
-            turn.drop_slot(slot.id, "its node is going away")
+    carrying = transition.state.carrying
+    for slot in tuple(transition.state.slots.values()):
+        if slot.node in transition.state.draining and slot.id not in carrying:
+            transition.drop_slot(slot.id, "its node is going away")
 
 
-def _drop_saved(turn: Turn) -> None:
+def _drop_saved(transition: Transition) -> None:
     """Where too few are left to train: what is all but gone is given back at once if storage has everything, so that
     Ray can end the node, which it does as soon as nothing is there."""
-    newest = turn.state.newest_checkpoint
-    if newest is None or newest.step < turn.state.furthest_step:
+    newest = transition.state.newest_checkpoint
+    if newest is None or newest.step < transition.state.furthest_step:
         return
-    urgent = {node for node, notice in turn.state.draining.items() if notice.urgent}
-    going = [slot.id for slot in turn.state.slots.values() if slot.node in urgent]
+    urgent = {node for node, notice in transition.state.draining.items() if notice.urgent}
+    going = [slot.id for slot in transition.state.slots.values() if slot.node in urgent]
     for slot_id in going:
-        turn.drop_slot(slot_id, "its node is going away, and everything is saved")
-    if going and turn.state.surveys:
+        transition.drop_slot(slot_id, "its node is going away, and everything is saved")
+    if going and transition.state.surveys:
         # What it held went with it, and the last survey may have counted on that.
-        survey_memory(turn)
+        survey_memory(transition)

@@ -1,8 +1,9 @@
 """The rules of a run: `step(state, event, now) -> (state, actions)`, a pure function.
 
-A turn has two halves. The event changes what is known (`_apply`); then `settle` does whatever now follows: deadlines
-that have passed, slots to ask for, a generation to begin, to grow, or to end. `settle` depends on the state and
-the time only, so nothing is forgotten when two events come in an unusual order; only a Tick lets a deadline pass.
+A transition has two halves. The event changes what is known (`_apply`); then `reconcile` does whatever now follows:
+deadlines that have passed, slots to ask for, a generation to begin, to grow, or to end. `reconcile` depends on the
+state and the time only, so nothing is forgotten when two events come in an unusual order; only a Tick lets a deadline
+pass.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from elastic.core.run import (
     storage_trouble,
 )
 from elastic.core.run.reconcile import next_deadline as next_deadline
-from elastic.core.run.reconcile import settle
+from elastic.core.run.reconcile import reconcile
 from elastic.core.run.recovery import end_unknown_generation, in_generation
 from elastic.core.run.state import (
     Closing,
@@ -50,7 +51,7 @@ from elastic.core.run.state import (
     Waiting,
     WorkerPhase,
 )
-from elastic.core.run.transition import Turn
+from elastic.core.run.transition import Transition
 from elastic.core.settings import RunSettings
 
 DEFAULT_POLICY = EagerScaling()
@@ -58,21 +59,21 @@ DEFAULT_POLICY = EagerScaling()
 
 def initial(settings: RunSettings, now: float) -> RunState:
     """The state before the first event, which must be RunStarted."""
-    return RunState(settings=settings, stage=Waiting(now, "the run has not started"))
+    return RunState(settings=settings, phase=Waiting(now, "the run has not started"))
 
 
 def step(
     state: RunState, event: ev.Event, now: float, policy: ScalingPolicy = DEFAULT_POLICY
 ) -> tuple[RunState, tuple[Action, ...]]:
-    """One turn. `now` is wall clock seconds and never decreases. Never raises for any event in any state."""
-    if isinstance(state.stage, Finished):
+    """One transition. `now` is wall clock seconds and never decreases. Never raises for any event in any state."""
+    if isinstance(state.phase, Finished):
         return state, reissue(state) if isinstance(event, ev.ControllerRestarted) else ()
     if is_fenced(state, event):
         return state, ()
-    turn = Turn(state, now, tick=isinstance(event, ev.Tick))
-    _apply(turn, event)
-    settle(turn, policy)
-    return turn.state, tuple(turn.actions)
+    transition = Transition(state, now, tick=isinstance(event, ev.Tick))
+    _apply(transition, event)
+    reconcile(transition, policy)
+    return transition.state, tuple(transition.actions)
 
 
 def is_fenced(state: RunState, event: ev.Event) -> bool:
@@ -87,148 +88,150 @@ def reissue(state: RunState) -> tuple[Action, ...]:
     ReleaseSlot and KillWorker leave no trace in the state: the executor ends, by itself, every slot and every worker
     that it finds alive and that the state does not know.
     """
-    stage = state.stage
+    phase = state.phase
     actions: list[Action] = []
     per_slot = state.settings.scaling.workers_per_slot
     pending = (slot for slot in state.slots.values() if slot.phase is SlotPhase.PENDING)
     actions += [RequestSlot(slot.id, per_slot, slot.avoid) for slot in pending]
     starting = (worker for worker in state.workers.values() if worker.phase is WorkerPhase.STARTING)
     actions += [StartWorker(worker.id, worker.slot) for worker in starting]
-    if isinstance(stage, Joining):
+    if isinstance(phase, Joining):
         base = state.base.id if state.base else None
         holds = state.gives_up_for is not None
         actions.append(BeginGeneration(state.generation, state.members, base, state.start_step, state.skips, holds))
-    elif isinstance(stage, Ending):
+    elif isinstance(phase, Ending):
         actions.append(EndGeneration(state.generation, state.members_inside, "the controller was restarted meanwhile"))
-    elif isinstance(stage, Pausing) and stage.stop_at is None:
+    elif isinstance(phase, Pausing) and phase.stop_at is None:
         actions.append(AskHold(state.generation, state.members_inside))
-    elif isinstance(stage, Pausing) and stage.stop_at is not None:
-        actions.append(ConfirmHold(state.generation, state.members_inside, stage.stop_at, stage.durable))
+    elif isinstance(phase, Pausing) and phase.stop_at is not None:
+        actions.append(ConfirmHold(state.generation, state.members_inside, phase.stop_at, phase.durable))
     if state.survey is not None:
         actions.append(SurveyMemory(state.survey.number, state.nodes, state.survey.reach))
-    if isinstance(stage, Finished):
-        actions.append(FinishRun(stage.status, stage.reason))
+    if isinstance(phase, Finished):
+        actions.append(FinishRun(phase.status, phase.reason))
     return tuple(actions)
 
 
-def _apply(turn: Turn, event: ev.Event) -> None:
+def _apply(transition: Transition, event: ev.Event) -> None:
     match event:
         case ev.RunStarted():
-            _run_started(turn, event)
+            _run_started(transition, event)
         case ev.ControllerRestarted():
-            _restart_clocks(turn)
-            turn.say(f"controller {event.incarnation} has taken over after a restart", kind="controller")
-            _catch_up(turn, event)
-            turn.actions.extend([action for action in reissue(turn.state) if action not in turn.actions])
+            _restart_clocks(transition)
+            transition.say(f"controller {event.incarnation} has taken over after a restart", kind="controller")
+            _catch_up(transition, event)
+            transition.actions.extend(
+                [action for action in reissue(transition.state) if action not in transition.actions]
+            )
         case ev.StopRequested():
-            turn.set(stop_reason=turn.state.stop_reason or event.reason)
+            transition.set(stop_reason=transition.state.stop_reason or event.reason)
         case ev.Tick():
             pass
         case ev.NodesDraining():
-            draining.nodes_draining(turn, event)
+            draining.nodes_draining(transition, event)
         case ev.CapacityJudged():
-            slot_demand.capacity_judged(turn, event)
+            slot_demand.capacity_judged(transition, event)
         case ev.SlotsShared():
-            slot_demand.slots_shared(turn, event)
+            slot_demand.slots_shared(transition, event)
         case ev.SlotPlaced():
-            membership.slot_placed(turn, event)
+            membership.slot_placed(transition, event)
         case ev.SlotLost():
-            membership.slot_lost(turn, event)
+            membership.slot_lost(transition, event)
         case ev.WorkerReady():
-            membership.worker_ready(turn, event)
+            membership.worker_ready(transition, event)
         case ev.WorkerStartFailed():
-            membership.worker_start_failed(turn, event)
+            membership.worker_start_failed(transition, event)
         case ev.WorkerDied():
-            membership.worker_died(turn, event)
+            membership.worker_died(transition, event)
         case ev.WorkersSilent():
-            membership.workers_silent(turn, event)
+            membership.workers_silent(transition, event)
         case ev.ProbeAnswered():
-            membership.probe_answered(turn, event)
+            membership.probe_answered(transition, event)
         case ev.MemorySurveyed():
-            reachability.memory_surveyed(turn, event)
+            reachability.memory_surveyed(transition, event)
         case ev.CheckpointCommitted():
-            generations.checkpoint_committed(turn, event)
+            generations.checkpoint_committed(transition, event)
         case ev.SaveFailing():
-            storage_trouble.save_failing(turn, event)
+            storage_trouble.save_failing(transition, event)
         case ev.ControlStoreAway():
-            control_store.away(turn, event)
+            control_store.away(transition, event)
         case ev.ControlStoreBack():
-            control_store.back(turn, event)
+            control_store.back(transition, event)
         case _:
-            _apply_to_generation(turn, event)
+            _apply_to_generation(transition, event)
 
 
-def _apply_to_generation(turn: Turn, event: ev.GenerationEvent) -> None:
+def _apply_to_generation(transition: Transition, event: ev.GenerationEvent) -> None:
     match event:
         case ev.GroupJoined():
-            generations.group_joined(turn, event)
+            generations.group_joined(transition, event)
         case ev.TrainingReached():
-            generations.training_reached(turn, event)
+            generations.training_reached(transition, event)
         case ev.FirstStepDone():
-            generations.first_step_done(turn, event)
+            generations.first_step_done(transition, event)
         case ev.ProgressStalled():
-            generations.progress_stalled(turn, event)
+            generations.progress_stalled(transition, event)
         case ev.CollectiveFailed():
-            generations.collective_failed(turn, event)
+            generations.collective_failed(transition, event)
         case ev.UserCodeFailed():
-            generations.user_code_failed(turn, event)
+            generations.user_code_failed(transition, event)
         case ev.AnomalyFound():
-            anomalies.anomaly_found(turn, event)
+            anomalies.anomaly_found(transition, event)
         case ev.StepSkipped():
-            anomalies.step_skipped(turn, event)
+            anomalies.step_skipped(transition, event)
         case ev.StragglerFound():
-            evictions.straggler_found(turn, event)
+            evictions.straggler_found(transition, event)
         case ev.RestoreFailed():
-            generations.restore_failed(turn, event)
+            generations.restore_failed(transition, event)
         case ev.HoldAnswered():
-            generations.hold_answered(turn, event)
+            generations.hold_answered(transition, event)
         case ev.MemoryLost():
-            generations.memory_lost(turn, event)
+            generations.memory_lost(transition, event)
         case ev.WorkerLeft():
-            generations.worker_left(turn, event)
+            generations.worker_left(transition, event)
         case ev.WorkerCompleted():
-            generations.worker_completed(turn, event)
+            generations.worker_completed(transition, event)
         case _:
             assert_never(event)
 
 
-def _restart_clocks(turn: Turn) -> None:
+def _restart_clocks(transition: Transition) -> None:
     """Nobody listened while the controller was away, so nobody is late: every time limit starts anew."""
     # Ray has just placed this controller, so its control store is there.
-    turn.set(suspicion=None, control_store_away=False)
-    failures, stage, now = turn.state.settings.failures, turn.state.stage, turn.now
-    if turn.state.survey is not None:
-        turn.set(survey=replace(turn.state.survey, deadline=now + failures.survey_timeout_s))
-    control_store.restart_starts(turn)
-    if isinstance(stage, Waiting | Joining):
-        turn.enter(replace(stage, since=now))
-    elif isinstance(stage, Pausing):
-        turn.enter(replace(stage, deadline=now + failures.drain_timeout_s))
-    elif isinstance(stage, Ending):
-        turn.enter(replace(stage, deadline=now + failures.abort_timeout_s))
-    elif isinstance(stage, Closing):
-        turn.enter(replace(stage, deadline=now + failures.storage_timeout_s))
+    transition.set(suspicion=None, control_store_away=False)
+    failures, phase, now = transition.state.settings.failures, transition.state.phase, transition.now
+    if transition.state.survey is not None:
+        transition.set(survey=replace(transition.state.survey, deadline=now + failures.survey_timeout_s))
+    control_store.restart_starts(transition)
+    if isinstance(phase, Waiting | Joining):
+        transition.enter(replace(phase, since=now))
+    elif isinstance(phase, Pausing):
+        transition.enter(replace(phase, deadline=now + failures.drain_timeout_s))
+    elif isinstance(phase, Ending):
+        transition.enter(replace(phase, deadline=now + failures.abort_timeout_s))
+    elif isinstance(phase, Closing):
+        transition.enter(replace(phase, deadline=now + failures.storage_timeout_s))
 
 
-def _catch_up(turn: Turn, event: ev.ControllerRestarted) -> None:
+def _catch_up(transition: Transition, event: ev.ControllerRestarted) -> None:
     """Numbers that the controller before gave out without living to write it down are not given out again."""
-    state = turn.state
-    turn.set(next_slot=max(state.next_slot, event.next_slot))
-    turn.set(next_worker=max(state.next_worker, event.next_worker))
+    state = transition.state
+    transition.set(next_slot=max(state.next_slot, event.next_slot))
+    transition.set(next_worker=max(state.next_worker, event.next_worker))
     if event.newest_generation > state.generation:
-        end_unknown_generation(turn, event.newest_generation)
+        end_unknown_generation(transition, event.newest_generation)
 
 
-def _run_started(turn: Turn, event: ev.RunStarted) -> None:
-    if turn.state.next_slot:
+def _run_started(transition: Transition, event: ev.RunStarted) -> None:
+    if transition.state.next_slot:
         return
     known = tuple(KnownCheckpoint(name, step) for name, step in event.checkpoints)
     furthest = max((checkpoint.step for checkpoint in known), default=0)
-    turn.set(
-        checkpoints=known, furthest_step=furthest, stage=Waiting(turn.now, "starting"),
+    transition.set(
+        checkpoints=known, furthest_step=furthest, phase=Waiting(transition.now, "starting"),
         generation=event.last_generation, first_generation=event.last_generation, skips=event.skips,
-        started_at=turn.now,
+        started_at=transition.now,
     )  # fmt: skip
-    scaling = turn.state.settings.scaling
+    scaling = transition.state.settings.scaling
     origin = f"from step {furthest} of an earlier run" if known else "from the beginning"
-    turn.say(f"the run starts {origin} with {scaling.min_workers} to {scaling.max_workers} workers", kind="start")
+    transition.say(f"the run starts {origin} with {scaling.min_workers} to {scaling.max_workers} workers", kind="start")

@@ -32,20 +32,20 @@ from elastic.core.run.state import (
     WorkerPhase,
 )
 from elastic.core.run.storage_trouble import kept_in_memory, save_without, who_cannot_save
-from elastic.core.run.transition import Turn
+from elastic.core.run.transition import Transition
 
 
-def settle(turn: Turn, policy: ScalingPolicy) -> None:
+def reconcile(transition: Transition, policy: ScalingPolicy) -> None:
     """Run every rule until none changes anything. Each rule moves the run forward, so this ends."""
     rules = (_suspicion, _survey, _starts, _draining, _limited, _evicted, _slots, _stage)
     for _ in range(100):
-        before = turn.state
+        before = transition.state
         for rule in rules:
-            if not isinstance(turn.state.stage, Finished):
-                rule(turn, policy)
-        if turn.state is before:
+            if not isinstance(transition.state.phase, Finished):
+                rule(transition, policy)
+        if transition.state is before:
             return
-    raise AssertionError(f"the rules do not come to rest in {turn.state.stage}")
+    raise AssertionError(f"the rules do not come to rest in {transition.state.phase}")
 
 
 def next_deadline(state: RunState, policy: ScalingPolicy | None = None) -> float | None:
@@ -53,7 +53,7 @@ def next_deadline(state: RunState, policy: ScalingPolicy | None = None) -> float
 
     Always later than the Tick that was last given, so that a caller who waits for it does not spin.
     """
-    failures, stage = state.settings.failures, state.stage
+    failures, phase = state.settings.failures, state.phase
     times = [
         worker.since + failures.worker_start_timeout_s
         for worker in state.workers.values()
@@ -63,19 +63,19 @@ def next_deadline(state: RunState, policy: ScalingPolicy | None = None) -> float
         times.append(state.suspicion.deadline)
     if state.survey is not None:
         times.append(state.survey.deadline)
-    if isinstance(stage, Pausing | Ending | Closing):
-        times.append(stage.deadline)
-    elif isinstance(stage, Joining):
-        times.append(stage.since + failures.join_timeout_s)
-    elif isinstance(stage, Waiting):
-        if stage.not_before:
-            times.append(stage.not_before)
+    if isinstance(phase, Pausing | Ending | Closing):
+        times.append(phase.deadline)
+    elif isinstance(phase, Joining):
+        times.append(phase.since + failures.join_timeout_s)
+    elif isinstance(phase, Waiting):
+        if phase.not_before:
+            times.append(phase.not_before)
         elif failures.capacity_timeout_s is not None and not _enough(state) and not state.control_store_away:
-            times.append(stage.since + failures.capacity_timeout_s)
-        times += [stage.again_at] if stage.again_at is not None else []
-    if state.slots_not_before and not isinstance(stage, Finished):
+            times.append(phase.since + failures.capacity_timeout_s)
+        times += [phase.again_at] if phase.again_at is not None else []
+    if state.slots_not_before and not isinstance(phase, Finished):
         times.append(state.slots_not_before)
-    times += next_ripening(state) if not isinstance(stage, Finished) else []
+    times += next_ripening(state) if not isinstance(phase, Finished) else []
     pending = _pending(state)
     if pending and not state.slots_not_before:
         shut = frozenset.intersection(*(frozenset(slot.avoid) for slot in pending))
@@ -83,80 +83,80 @@ def next_deadline(state: RunState, policy: ScalingPolicy | None = None) -> float
     return min(times, default=None)
 
 
-def _suspicion(turn: Turn, policy: ScalingPolicy) -> None:
-    suspicion = turn.state.suspicion
+def _suspicion(transition: Transition, policy: ScalingPolicy) -> None:
+    suspicion = transition.state.suspicion
     if suspicion is None:
         return
-    known = {worker: until for worker, until in suspicion.suspects.items() if worker in turn.state.workers}
-    overdue = frozenset(worker for worker, until in known.items() if turn.passed(until))
+    known = {worker: until for worker, until in suspicion.suspects.items() if worker in transition.state.workers}
+    overdue = frozenset(worker for worker, until in known.items() if transition.passed(until))
     if not known:
-        turn.set(suspicion=None)
+        transition.set(suspicion=None)
     elif overdue:
-        condemn(turn, overdue)
+        condemn(transition, overdue)
     elif len(known) < len(suspicion.suspects):
-        turn.set(suspicion=replace(suspicion, suspects=known))
+        transition.set(suspicion=replace(suspicion, suspects=known))
 
 
-def _survey(turn: Turn, policy: ScalingPolicy) -> None:
-    survey = turn.state.survey
-    if survey is not None and turn.passed(survey.deadline):
-        if isinstance(turn.state.stage, Training):
-            unanswered(turn)
+def _survey(transition: Transition, policy: ScalingPolicy) -> None:
+    survey = transition.state.survey
+    if survey is not None and transition.passed(survey.deadline):
+        if isinstance(transition.state.phase, Training):
+            unanswered(transition)
         else:
-            turn.say("no node has said in time what its memory holds: the newest checkpoint in storage is used")
-        turn.set(survey=None)
+            transition.say("no node has said in time what its memory holds: the newest checkpoint in storage is used")
+        transition.set(survey=None)
 
 
-def _starts(turn: Turn, policy: ScalingPolicy) -> None:
-    limit = turn.state.settings.failures.worker_start_timeout_s
-    for worker in tuple(turn.state.workers.values()):
-        starting = worker.phase is WorkerPhase.STARTING and not turn.state.control_store_away
-        if starting and turn.passed(worker.since + limit):
-            if worker.id in turn.state.workers:
-                start_failed(turn, worker.id, f"not ready after {limit:.0f} s")
-            if isinstance(turn.state.stage, Finished):
+def _starts(transition: Transition, policy: ScalingPolicy) -> None:
+    limit = transition.state.settings.failures.worker_start_timeout_s
+    for worker in tuple(transition.state.workers.values()):
+        starting = worker.phase is WorkerPhase.STARTING and not transition.state.control_store_away
+        if starting and transition.passed(worker.since + limit):
+            if worker.id in transition.state.workers:
+                start_failed(transition, worker.id, f"not ready after {limit:.0f} s")
+            if isinstance(transition.state.phase, Finished):
                 return
-    drop_worn_slots(turn)
+    drop_worn_slots(transition)
 
 
-def _draining(turn: Turn, policy: ScalingPolicy) -> None:
-    if turn.state.draining:
-        notices_ripen(turn)
-    drop_left(turn)
+def _draining(transition: Transition, policy: ScalingPolicy) -> None:
+    if transition.state.draining:
+        notices_ripen(transition)
+    drop_left(transition)
 
 
-def _limited(turn: Turn, policy: ScalingPolicy) -> None:
-    keep_to_limit(turn)
+def _limited(transition: Transition, policy: ScalingPolicy) -> None:
+    keep_to_limit(transition)
 
 
-def _evicted(turn: Turn, policy: ScalingPolicy) -> None:
-    if turn.state.evicted:
-        give_back_evicted(turn)
+def _evicted(transition: Transition, policy: ScalingPolicy) -> None:
+    if transition.state.evicted:
+        give_back_evicted(transition)
 
 
-def _slots(turn: Turn, policy: ScalingPolicy) -> None:
+def _slots(transition: Transition, policy: ScalingPolicy) -> None:
     """Keep asking for as many slots as the run may use; a pending slot is the demand that an autoscaler sees."""
-    if turn.state.slots_not_before and turn.passed(turn.state.slots_not_before):
-        turn.set(slots_not_before=0.0)
-    if _needs_no_more(turn.state):
-        for slot in _pending(turn.state):
-            turn.drop_slot(slot.id, "the run is coming to its end")
-    elif not turn.state.slots_not_before:
-        _ask_for_released(turn)
-        for _ in range(_missing_slots(turn.state)):
-            turn.request_slot()
+    if transition.state.slots_not_before and transition.passed(transition.state.slots_not_before):
+        transition.set(slots_not_before=0.0)
+    if _needs_no_more(transition.state):
+        for slot in _pending(transition.state):
+            transition.drop_slot(slot.id, "the run is coming to its end")
+    elif not transition.state.slots_not_before:
+        _ask_for_released(transition)
+        for _ in range(_missing_slots(transition.state)):
+            transition.request_slot()
 
 
-def _ask_for_released(turn: Turn) -> None:
+def _ask_for_released(transition: Transition) -> None:
     """A node that has done its time is open again to one request at least: that one is made anew.
 
     Not all of them, and none when a node is to be left alone (a slot that gets it is given back): where a hundred slots
     wait and nodes fail in a burst, each failure would have them all asked for again.
     """
-    pending = _pending(turn.state)
+    pending = _pending(transition.state)
     shut = frozenset.intersection(*(frozenset(slot.avoid) for slot in pending)) if pending else frozenset()
-    if shut - frozenset(avoided(turn.state.quarantine, turn.now)):
-        turn.drop_slot(pending[-1].id, "it is asked for anew: a node is not to be left alone any more")
+    if shut - frozenset(avoided(transition.state.quarantine, transition.now)):
+        transition.drop_slot(pending[-1].id, "it is asked for anew: a node is not to be left alone any more")
 
 
 def _pending(state: RunState) -> list[Slot]:
@@ -165,7 +165,7 @@ def _pending(state: RunState) -> list[Slot]:
 
 def _needs_no_more(state: RunState) -> bool:
     over = state.stop_reason is not None or state.gives_up_for is not None
-    return over or isinstance(state.stage, Closing | Finished)
+    return over or isinstance(state.phase, Closing | Finished)
 
 
 def _missing_slots(state: RunState) -> int:
@@ -176,48 +176,48 @@ def _missing_slots(state: RunState) -> int:
     return max(0, state.max_slots - staying)
 
 
-def _stage(turn: Turn, policy: ScalingPolicy) -> None:
-    stage = turn.state.stage
-    if isinstance(stage, Waiting):
-        _waiting(turn, stage, policy)
-    elif isinstance(stage, Joining):
-        limit = turn.state.settings.failures.join_timeout_s
-        if turn.passed(stage.since + limit):
-            late = [m for m in turn.state.members_inside if m not in stage.training]
-            names = ", ".join(turn.name_of(m) for m in late)
-            fail_generation(turn, "hang", f"not training after {limit:.0f} s: {names}")
-    elif isinstance(stage, Training):
-        _training(turn, stage, policy)
-    elif isinstance(stage, Pausing):
-        _pausing(turn, stage)
-    elif isinstance(stage, Ending):
-        _ending(turn, stage)
-    elif isinstance(stage, Closing):
-        _closing(turn, stage)
+def _stage(transition: Transition, policy: ScalingPolicy) -> None:
+    phase = transition.state.phase
+    if isinstance(phase, Waiting):
+        _waiting(transition, phase, policy)
+    elif isinstance(phase, Joining):
+        limit = transition.state.settings.failures.join_timeout_s
+        if transition.passed(phase.since + limit):
+            late = [m for m in transition.state.members_inside if m not in phase.training]
+            names = ", ".join(transition.name_of(m) for m in late)
+            fail_generation(transition, "hang", f"not training after {limit:.0f} s: {names}")
+    elif isinstance(phase, Training):
+        _training(transition, phase, policy)
+    elif isinstance(phase, Pausing):
+        _pausing(transition, phase)
+    elif isinstance(phase, Ending):
+        _ending(transition, phase)
+    elif isinstance(phase, Closing):
+        _closing(transition, phase)
 
 
-def _waiting(turn: Turn, stage: Waiting, policy: ScalingPolicy) -> None:
-    state = turn.state
+def _waiting(transition: Transition, phase: Waiting, policy: ScalingPolicy) -> None:
+    state = transition.state
     newest = state.newest_checkpoint
     if state.done_step is not None and newest is not None and newest.step >= state.done_step:
-        finish(turn, FINISHED, f"all {state.done_step} steps are done and saved")
+        finish(transition, FINISHED, f"all {state.done_step} steps are done and saved")
     elif state.gives_up_for is not None and not _only_in_memory(state):
-        finish(turn, GAVE_UP, state.gives_up_for)
-    elif state.stop_reason is not None and (stage.not_before or not _only_in_memory(state)):
-        finish(turn, STOPPED, state.stop_reason)
-    elif not stage.not_before:
-        _start(turn, stage, policy)
-    elif turn.passed(stage.not_before):
-        turn.enter(replace(stage, not_before=0.0))
+        finish(transition, GAVE_UP, state.gives_up_for)
+    elif state.stop_reason is not None and (phase.not_before or not _only_in_memory(state)):
+        finish(transition, STOPPED, state.stop_reason)
+    elif not phase.not_before:
+        _start(transition, phase, policy)
+    elif transition.passed(phase.not_before):
+        transition.enter(replace(phase, not_before=0.0))
 
 
-def _start(turn: Turn, stage: Waiting, policy: ScalingPolicy) -> None:
-    state = turn.state
-    verdict = policy.start(_facts(state, stage.since, turn.now))
+def _start(transition: Transition, phase: Waiting, policy: ScalingPolicy) -> None:
+    state = transition.state
+    verdict = policy.start(_facts(state, phase.since, transition.now))
     if verdict.go and state.survey is not None:
         return  # A few milliseconds, or its deadline.
     if verdict.go and state.suspicion is None:
-        begin(turn, verdict.size, verdict.reason)
+        begin(transition, verdict.size, verdict.reason)
         return
     if verdict.go and state.suspicion is not None:
         # A worker that may be dead is not begun with; its probe has a deadline.
@@ -226,88 +226,90 @@ def _start(turn: Turn, stage: Waiting, policy: ScalingPolicy) -> None:
     # Nobody can come while Ray's control store is away, so nobody is late.
     limit = None if state.control_store_away else state.settings.failures.capacity_timeout_s
     again = verdict.again_at
-    again = again if again is not None and again > turn.now else None
-    if limit is not None and turn.passed(stage.since + limit) and not _enough(state):
-        finish(turn, NO_CAPACITY, f"after {limit:.0f} s still {verdict.reason}")
-    elif (verdict.reason, again) != (stage.reason, stage.again_at):
-        if verdict.reason != stage.reason:
-            turn.say(verdict.reason, kind="waiting")
-        turn.enter(replace(stage, reason=verdict.reason, again_at=again))
+    again = again if again is not None and again > transition.now else None
+    if limit is not None and transition.passed(phase.since + limit) and not _enough(state):
+        finish(transition, NO_CAPACITY, f"after {limit:.0f} s still {verdict.reason}")
+    elif (verdict.reason, again) != (phase.reason, phase.again_at):
+        if verdict.reason != phase.reason:
+            transition.say(verdict.reason, kind="waiting")
+        transition.enter(replace(phase, reason=verdict.reason, again_at=again))
 
 
-def _training(turn: Turn, stage: Training, policy: ScalingPolicy) -> None:
-    state = turn.state
-    if stage.completed or not stage.first_step_done:
+def _training(transition: Transition, phase: Training, policy: ScalingPolicy) -> None:
+    state = transition.state
+    if phase.completed or not phase.first_step_done:
         return
     if state.stop_reason is not None:
-        start_pause(turn, "stop", state.stop_reason)
+        start_pause(transition, "stop", state.stop_reason)
         return
-    if leave_draining(turn, stage) or make_room(turn, stage):
+    if leave_draining(transition, phase) or make_room(transition, phase):
         return
-    verdict: Verdict = policy.grow(_facts(state, stage.since, turn.now))
-    if verdict.go and newcomers_reached(turn):
-        start_pause(turn, "grow", verdict.reason)
+    verdict: Verdict = policy.grow(_facts(state, phase.since, transition.now))
+    if verdict.go and newcomers_reached(transition):
+        start_pause(transition, "grow", verdict.reason)
 
 
-def _pausing(turn: Turn, stage: Pausing) -> None:
-    state = turn.state
-    late = turn.passed(stage.deadline)
+def _pausing(transition: Transition, phase: Pausing) -> None:
+    state = transition.state
+    late = transition.passed(phase.deadline)
     if state.members_inside:
         if late:
-            names = ", ".join(turn.name_of(m) for m in state.members_inside)
+            names = ", ".join(transition.name_of(m) for m in state.members_inside)
             limit = state.settings.failures.drain_timeout_s
-            fail_generation(turn, "hang", f"did not stop at a step boundary within {limit:.0f} s: {names}")
+            fail_generation(transition, "hang", f"did not stop at a step boundary within {limit:.0f} s: {names}")
         return
-    if stage.was.completed and stage.stop_at is not None:
+    if phase.was.completed and phase.stop_at is not None:
         # The run's end came before the planned one.
-        close(turn, stage.stop_at, stage.was.all_reached_end)
+        close(transition, phase.stop_at, phase.was.all_reached_end)
         return
     newest = state.newest_checkpoint
-    saved = newest is not None and stage.stop_at is not None and newest.step >= stage.stop_at
+    saved = newest is not None and phase.stop_at is not None and newest.step >= phase.stop_at
     # Without `durable` the last step is in the nodes' memory, where the survey that follows finds it.
-    if stage.durable and not saved and not late:
+    if phase.durable and not saved and not late:
         return
-    if stage.durable and not saved:
-        turn.say(
-            f"storage has not taken the checkpoint of step {stage.stop_at}{who_cannot_save(turn)}; "
+    if phase.durable and not saved:
+        transition.say(
+            f"storage has not taken the checkpoint of step {phase.stop_at}{who_cannot_save(transition)}; "
             "steps since the one before are repeated"
         )
-    turn.mark("decided", "fenced")
-    turn.amend(step=state.furthest_step)
+    transition.mark("decided", "fenced")
+    transition.amend(step=state.furthest_step)
     if state.gives_up_for is not None:
-        finish(turn, GAVE_UP, state.gives_up_for)
-    elif stage.purpose == "stop":
-        finish(turn, STOPPED, state.stop_reason or "stopped")
+        finish(transition, GAVE_UP, state.gives_up_for)
+    elif phase.purpose == "stop":
+        finish(transition, STOPPED, state.stop_reason or "stopped")
     else:
-        wait(turn, "every member has left as planned")
+        wait(transition, "every member has left as planned")
 
 
-def _ending(turn: Turn, stage: Ending) -> None:
-    inside = turn.state.members_inside
+def _ending(transition: Transition, phase: Ending) -> None:
+    inside = transition.state.members_inside
     if not inside:
-        resolve_ending(turn, stage)
-    elif turn.passed(stage.deadline):
-        limit = turn.state.settings.failures.abort_timeout_s
+        resolve_ending(transition, phase)
+    elif transition.passed(phase.deadline):
+        limit = transition.state.settings.failures.abort_timeout_s
         for worker in inside:
             # Being slow is always safe: a process that does not leave is replaced, never waited for.
-            evidence = f"{turn.name_of(worker)} did not leave within {limit:.1f} s"
-            turn.replace_worker(worker, evidence)
-            fail_generation(turn, "hang", evidence, lost=(worker,))
+            evidence = f"{transition.name_of(worker)} did not leave within {limit:.1f} s"
+            transition.replace_worker(worker, evidence)
+            fail_generation(transition, "hang", evidence, lost=(worker,))
 
 
-def _closing(turn: Turn, stage: Closing) -> None:
-    newest = turn.state.newest_checkpoint
+def _closing(transition: Transition, phase: Closing) -> None:
+    newest = transition.state.newest_checkpoint
     # A function that returned before the first step has left nothing to wait for.
-    saved = (newest.step if newest is not None else 0) >= stage.step
-    if saved and stage.reached_end:
-        finish(turn, FINISHED, f"all {stage.step} steps are done and saved")
+    saved = (newest.step if newest is not None else 0) >= phase.step
+    if saved and phase.reached_end:
+        finish(transition, FINISHED, f"all {phase.step} steps are done and saved")
     elif saved:
         finish(
-            turn, NOT_FINISHED, f"the training function returned after {stage.step} steps, before the end of the run"
+            transition,
+            NOT_FINISHED,
+            f"the training function returned after {phase.step} steps, before the end of the run",
         )
-    elif turn.passed(stage.deadline) and not (stage.reached_end and save_without(turn, stage)):
-        what = f"training is done, but storage has not taken the checkpoint of step {stage.step}"
-        finish(turn, NOT_FINISHED, what + who_cannot_save(turn))
+    elif transition.passed(phase.deadline) and not (phase.reached_end and save_without(transition, phase)):
+        what = f"training is done, but storage has not taken the checkpoint of step {phase.step}"
+        finish(transition, NOT_FINISHED, what + who_cannot_save(transition))
 
 
 def _only_in_memory(state: RunState) -> bool:

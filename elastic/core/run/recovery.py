@@ -28,7 +28,7 @@ from elastic.core.run.state import (
     Waiting,
     WorkerPhase,
 )
-from elastic.core.run.transition import Turn
+from elastic.core.run.transition import Transition
 
 # The strongest evidence that was seen names the incident; weaker evidence is kept beside it. A lost process is stronger
 # than an exception: user code that loses a peer in a collective may well raise something of its own.
@@ -42,17 +42,17 @@ _ALSO = 20
 
 
 def in_generation(state: RunState) -> bool:
-    return isinstance(state.stage, Joining | Training | Pausing | Ending)
+    return isinstance(state.phase, Joining | Training | Pausing | Ending)
 
 
-def open_incident(turn: Turn, kind: str, evidence: str, step: int, *, planned: bool = False) -> None:
+def open_incident(transition: Transition, kind: str, evidence: str, step: int, *, planned: bool = False) -> None:
     """Begin an incident, or add to the one that is being recovered from."""
-    state, old = turn.state, turn.state.incident
+    state, old = transition.state, transition.state.incident
     if old is not None:
         stronger = _STRENGTH[kind] > _STRENGTH[old.kind]
         weaker = old.evidence if stronger else evidence
         known = weaker == evidence == old.evidence or weaker in old.also or len(old.also) >= _ALSO
-        turn.amend(
+        transition.amend(
             kind=kind if stronger else old.kind,
             evidence=evidence if stronger else old.evidence,
             also=old.also if known else (*old.also, weaker),
@@ -67,64 +67,69 @@ def open_incident(turn: Turn, kind: str, evidence: str, step: int, *, planned: b
         step=step,
         evidence=evidence,
         planned=planned,
-        times={"symptom": turn.now, "detected": turn.now},
+        times={"symptom": transition.now, "detected": transition.now},
     )
-    turn.set(incident=incident, incidents=incident.id)
+    transition.set(incident=incident, incidents=incident.id)
 
 
-def backdate(turn: Turn, seconds: float) -> None:
-    """The incident that this turn has opened began `seconds` ago: silence is noticed only afterwards."""
-    incident = turn.state.incident
-    if incident is not None and incident.times.get("symptom") == turn.now:
-        turn.amend(times={**incident.times, "symptom": turn.now - seconds})
+def backdate(transition: Transition, seconds: float) -> None:
+    """The incident that this transition has opened began `seconds` ago: silence is noticed only afterwards."""
+    incident = transition.state.incident
+    if incident is not None and incident.times.get("symptom") == transition.now:
+        transition.amend(times={**incident.times, "symptom": transition.now - seconds})
 
 
-def record_loss(turn: Turn, workers: tuple[int, ...], node: str | None = None) -> None:
+def record_loss(transition: Transition, workers: tuple[int, ...], node: str | None = None) -> None:
     """Write off members of the generation that is ending, in the incident and for the decision that follows."""
-    incident, stage = turn.state.incident, turn.state.stage
-    if isinstance(stage, Ending):
-        turn.enter(replace(stage, lost=stage.lost.union(workers)))
+    incident, phase = transition.state.incident, transition.state.phase
+    if isinstance(phase, Ending):
+        transition.enter(replace(phase, lost=phase.lost.union(workers)))
     if incident is None:
         return
     nodes = incident.lost_nodes + ((node,) if node and node not in incident.lost_nodes else ())
     known = set(incident.lost_workers)
-    turn.amend(
+    transition.amend(
         lost_workers=incident.lost_workers + tuple(w for w in workers if w not in known),
         lost_nodes=nodes,
     )
 
 
 def fail_generation(
-    turn: Turn, kind: str, evidence: str, step: int | None = None, lost: tuple[int, ...] = (), node: str | None = None
+    transition: Transition,
+    kind: str,
+    evidence: str,
+    step: int | None = None,
+    lost: tuple[int, ...] = (),
+    node: str | None = None,
 ) -> None:
     """The generation cannot go on: tell every member that is still inside to leave.
 
     `lost` members are known to be gone; `node` is where they were, if it is gone too. Further reasons are added.
     """
-    state, stage = turn.state, turn.state.stage
+    state, phase = transition.state, transition.state.phase
     reached = max(step or 0, state.furthest_step)
-    turn.set(furthest_step=reached)
-    open_incident(turn, kind, evidence, reached)
-    if isinstance(stage, Ending):
-        if _STRENGTH[kind] > _STRENGTH[stage.kind]:
-            turn.enter(replace(stage, kind=kind, evidence=evidence))
-        record_loss(turn, lost, node)
+    transition.set(furthest_step=reached)
+    open_incident(transition, kind, evidence, reached)
+    if isinstance(phase, Ending):
+        if _STRENGTH[kind] > _STRENGTH[phase.kind]:
+            transition.enter(replace(phase, kind=kind, evidence=evidence))
+        record_loss(transition, lost, node)
         return
-    turn.enter(Ending(turn.now, turn.now + state.settings.failures.abort_timeout_s, kind, evidence))
-    record_loss(turn, lost, node)
-    turn.do(EndGeneration(state.generation, state.members_inside, evidence))
+    transition.enter(Ending(transition.now, transition.now + state.settings.failures.abort_timeout_s, kind, evidence))
+    record_loss(transition, lost, node)
+    transition.do(EndGeneration(state.generation, state.members_inside, evidence))
     # Without a report that names it, the step it ends at is known to the telemetry only, which the record carries.
     at = f" at step {step}" if step is not None else ""
-    turn.say(f"generation {state.generation} ends{at}: {evidence}", evidence_kind=kind)
+    transition.say(f"generation {state.generation} ends{at}: {evidence}", evidence_kind=kind)
 
 
-def end_unknown_generation(turn: Turn, number: int) -> None:
+def end_unknown_generation(transition: Transition, number: int) -> None:
     """There was a generation of which this journal tells nothing: nobody here knows who its members are, how far they
     came, or whether it goes on. All who are left are told to leave it, and the next one has a number above it."""
-    for worker in [worker for worker in turn.state.workers.values() if worker.phase is WorkerPhase.STARTING]:
+    for worker in [worker for worker in transition.state.workers.values() if worker.phase is WorkerPhase.STARTING]:
         # It may have been ready since, and a member.
-        turn.replace_worker(worker.id, "it is not known what has become of it")
-    state = turn.state
+        transition.replace_worker(worker.id, "it is not known what has become of it")
+    state = transition.state
     evidence = (
         f"the journal could not be written before the controller was restarted: it ends with generation "
         f"{state.generation}, and workers know of generation {number}"
@@ -134,95 +139,97 @@ def end_unknown_generation(turn: Turn, number: int) -> None:
         key=lambda worker: (worker.slot, worker.id),
     )
     names = tuple(worker.id for worker in members)
-    turn.set(generation=number, members=names, done_step=None, snapshots=(), survey=None)
-    turn.set_phase(names, WorkerPhase.MEMBER)
-    open_incident(turn, "collective-failed", evidence, state.furthest_step)
-    limit = turn.now + state.settings.failures.abort_timeout_s
-    turn.enter(Ending(turn.now, limit, "collective-failed", evidence))
-    turn.say(f"generation {number} ends: {evidence}", evidence_kind="collective-failed")
+    transition.set(generation=number, members=names, done_step=None, snapshots=(), survey=None)
+    transition.set_phase(names, WorkerPhase.MEMBER)
+    open_incident(transition, "collective-failed", evidence, state.furthest_step)
+    limit = transition.now + state.settings.failures.abort_timeout_s
+    transition.enter(Ending(transition.now, limit, "collective-failed", evidence))
+    transition.say(f"generation {number} ends: {evidence}", evidence_kind="collective-failed")
 
 
-def resolve_ending(turn: Turn, stage: Ending) -> None:
+def resolve_ending(transition: Transition, phase: Ending) -> None:
     """Every member has left or was written off: decide what comes next."""
-    turn.mark("decided", "fenced")
-    turn.amend(step=turn.state.furthest_step)
-    _count_failure(turn, stage)
-    streaks, limits = turn.state.streaks, turn.state.settings.failures
-    if stage.kind == "usage-error":
-        finish(turn, USAGE, stage.evidence)
-    elif (reason := turn.state.gives_up_for) is not None:
+    transition.mark("decided", "fenced")
+    transition.amend(step=transition.state.furthest_step)
+    _count_failure(transition, phase)
+    streaks, limits = transition.state.streaks, transition.state.settings.failures
+    if phase.kind == "usage-error":
+        finish(transition, USAGE, phase.evidence)
+    elif (reason := transition.state.gives_up_for) is not None:
         # What was to be saved could not be.
-        finish(turn, GAVE_UP, reason)
-    elif (reason := reason_to_end(turn.state)) is not None:
-        _give_up(turn, reason)
-    elif stage.kind == "user-error" and streaks.user_errors > limits.user_error_retries:
+        finish(transition, GAVE_UP, reason)
+    elif (reason := reason_to_end(transition.state)) is not None:
+        _give_up(transition, reason)
+    elif phase.kind == "user-error" and streaks.user_errors > limits.user_error_retries:
         tried = f" {streaks.user_errors} times in a row" if streaks.user_errors > 1 else ""
-        finish(turn, USER_CODE_FAILED, f"the training function failed{tried}: {stage.evidence}")
-    elif turn.state.newest_checkpoint is None and any(not is_snapshot(name) for name in turn.state.rejected):
+        finish(transition, USER_CODE_FAILED, f"the training function failed{tried}: {phase.evidence}")
+    elif transition.state.newest_checkpoint is None and any(
+        not is_snapshot(name) for name in transition.state.rejected
+    ):
         # From the beginning would be a silent loss of everything: that is for a person to decide.
-        evidence = stage.evidence if stage.kind == "restore-failed" else turn.state.rejected[-1]
-        finish(turn, INTEGRITY, f"no checkpoint is left that can be restored; the last one: {evidence}")
-    elif streaks.crashes > limits.crash_streak or streaks.node_losses > _node_losses(turn.state):
+        evidence = phase.evidence if phase.kind == "restore-failed" else transition.state.rejected[-1]
+        finish(transition, INTEGRITY, f"no checkpoint is left that can be restored; the last one: {evidence}")
+    elif streaks.crashes > limits.crash_streak or streaks.node_losses > _node_losses(transition.state):
         failed = f"{streaks.crashes + streaks.node_losses} generations in a row failed without a new step or checkpoint"
-        finish(turn, GAVE_UP, f"{failed}; the last one: {stage.evidence}")
+        finish(transition, GAVE_UP, f"{failed}; the last one: {phase.evidence}")
     else:
-        _go_on(turn, stage)
+        _go_on(transition, phase)
 
 
-def _give_up(turn: Turn, reason: str) -> None:
+def _give_up(transition: Transition, reason: str) -> None:
     """The weights are good, and what the nodes' memory has of them would go with the run: it is saved first."""
-    if not turn.state.settings.memory.enabled:
-        finish(turn, GAVE_UP, reason)
+    if not transition.state.settings.memory.enabled:
+        finish(transition, GAVE_UP, reason)
         return
-    turn.set(gives_up_for=reason)
-    wait(turn, reason)
+    transition.set(gives_up_for=reason)
+    wait(transition, reason)
 
 
-def _go_on(turn: Turn, stage: Ending) -> None:
-    survivors, low = len(turn.idle_workers()), turn.state.settings.scaling.min_workers
+def _go_on(transition: Transition, phase: Ending) -> None:
+    survivors, low = len(transition.idle_workers()), transition.state.settings.scaling.min_workers
     what = f"go on with {survivors}" if survivors >= low else f"wait for {low - survivors} more workers"
-    lost = f"{len(stage.lost)} workers lost" if stage.lost else "no worker lost"
-    pause = _backoff(turn.state)
+    lost = f"{len(phase.lost)} workers lost" if phase.lost else "no worker lost"
+    pause = _backoff(transition.state)
     after = f" after {pause:.1f} s" if pause else ""
-    turn.say(f"{lost}, {survivors} in good order (at least {low} needed): {what}{after}")
-    turn.amend(action=what, alternatives=f"wait for {turn.state.settings.scaling.max_workers} workers")
-    _escalate(turn)
+    transition.say(f"{lost}, {survivors} in good order (at least {low} needed): {what}{after}")
+    transition.amend(action=what, alternatives=f"wait for {transition.state.settings.scaling.max_workers} workers")
+    _escalate(transition)
     # Where nobody was seen to be lost, it may be the way between two that is.
-    wait(turn, what, pause, reach=stage.kind in ("hang", "collective-failed", "restore-failed"))
+    wait(transition, what, pause, reach=phase.kind in ("hang", "collective-failed", "restore-failed"))
 
 
-def wait(turn: Turn, reason: str, pause_s: float = 0.0, reach: bool = False) -> None:
+def wait(transition: Transition, reason: str, pause_s: float = 0.0, reach: bool = False) -> None:
     """No generation runs; the next one begins after `pause_s`, when there are enough workers."""
-    not_before = turn.now + pause_s if pause_s else 0.0
+    not_before = transition.now + pause_s if pause_s else 0.0
     # Failed starts beside a healthy generation do not count against this wait.
-    turn.set(members=(), streaks=replace(turn.state.streaks, start_failures=0))
-    turn.enter(Waiting(turn.now, reason, not_before))
+    transition.set(members=(), streaks=replace(transition.state.streaks, start_failures=0))
+    transition.enter(Waiting(transition.now, reason, not_before))
     # One with a history may be among those who wait to be let in.
-    survey_memory(turn, reach or any(node in turn.state.quarantine for node in turn.state.nodes))
+    survey_memory(transition, reach or any(node in transition.state.quarantine for node in transition.state.nodes))
 
 
-def survey_memory(turn: Turn, reach: bool = False) -> None:
+def survey_memory(transition: Transition, reach: bool = False) -> None:
     """Ask the nodes what they hold, and with `reach` whom of each other they cannot reach.
 
     Any earlier answer is void: what it counted on may be gone.
     """
-    state, settings = turn.state, turn.state.settings
+    state, settings = transition.state, transition.state.settings
     reach = reach or (state.survey is not None and state.survey.reach)
     if not settings.memory.enabled and not reach:
         return
     number = state.surveys + 1
-    deadline = turn.now + settings.failures.survey_timeout_s
-    turn.set(surveys=number, survey=Survey(number, deadline, reach), snapshots=())
-    turn.do(SurveyMemory(number, state.nodes, reach))
+    deadline = transition.now + settings.failures.survey_timeout_s
+    transition.set(surveys=number, survey=Survey(number, deadline, reach), snapshots=())
+    transition.do(SurveyMemory(number, state.nodes, reach))
 
 
-def finish(turn: Turn, status: str, reason: str) -> None:
+def finish(transition: Transition, status: str, reason: str) -> None:
     """The last transition of a run: everything is given back."""
-    if turn.state.incident is not None:
-        close_incident(turn)
-    for slot in tuple(turn.state.slots):
-        turn.do(ReleaseSlot(slot, f"the run is over: {status}"))
-    turn.set(
+    if transition.state.incident is not None:
+        close_incident(transition)
+    for slot in tuple(transition.state.slots):
+        transition.do(ReleaseSlot(slot, f"the run is over: {status}"))
+    transition.set(
         slots={},
         evicted=(),
         workers={},
@@ -230,34 +237,34 @@ def finish(turn: Turn, status: str, reason: str) -> None:
         suspicion=None,
         survey=None,
         snapshots=(),
-        stage=Finished(turn.now, status, reason),
+        phase=Finished(transition.now, status, reason),
     )
-    turn.say(f"the run is over ({status}): {reason}", status=status)
-    turn.do(FinishRun(status, reason))
+    transition.say(f"the run is over ({status}): {reason}", status=status)
+    transition.do(FinishRun(status, reason))
 
 
-def close_incident(turn: Turn) -> None:
-    if turn.state.incident is not None:
-        turn.do(CloseIncident(turn.state.incident))
-        turn.set(incident=None)
+def close_incident(transition: Transition) -> None:
+    if transition.state.incident is not None:
+        transition.do(CloseIncident(transition.state.incident))
+        transition.set(incident=None)
 
 
-def reject_checkpoint(turn: Turn, checkpoint: str, error: str) -> None:
-    if checkpoint in turn.state.rejected:
+def reject_checkpoint(transition: Transition, checkpoint: str, error: str) -> None:
+    if checkpoint in transition.state.rejected:
         return
-    turn.set(rejected=(*turn.state.rejected, checkpoint))
+    transition.set(rejected=(*transition.state.rejected, checkpoint))
     if is_snapshot(checkpoint):
         # What the nodes hold besides is asked when this generation has ended.
-        turn.say(f"snapshot {checkpoint} is passed over: {error}; falling back to the next one", kind="integrity")
+        transition.say(f"snapshot {checkpoint} is passed over: {error}; falling back to the next one", kind="integrity")
         return
-    fallback = turn.state.newest_state
+    fallback = transition.state.newest_state
     instead = f"falling back to {fallback.id} (step {fallback.step})" if fallback else "there is none before it"
-    turn.say(f"checkpoint {checkpoint} is passed over: {error}; {instead}", kind="integrity")
+    transition.say(f"checkpoint {checkpoint} is passed over: {error}; {instead}", kind="integrity")
 
 
-def _count_failure(turn: Turn, stage: Ending) -> None:
+def _count_failure(transition: Transition, phase: Ending) -> None:
     """Spend the budgets: a streak grows unless the run got further than at the failure before."""
-    state, kind = turn.state, stage.kind
+    state, kind = transition.state, phase.kind
     newest = state.newest_checkpoint
     reached = (state.furthest_step, newest.step if newest else -1)
     streaks = state.streaks
@@ -267,13 +274,13 @@ def _count_failure(turn: Turn, stage: Ending) -> None:
     # Passing over a bad checkpoint is bounded by the number of checkpoints and is not a crash.
     passed_over = state.base is not None and state.base.id in state.rejected
     node_lost = kind in ("node-lost", "node-frozen")
-    turn.set(
+    transition.set(
         streaks=replace(
             streaks,
             crashes=streaks.crashes + (not passed_over and not node_lost and kind != "anomaly"),
             node_losses=streaks.node_losses + node_lost,
             user_errors=streaks.user_errors + (kind == "user-error"),
-            in_place=streaks.in_place + 1 if not stage.lost and kind in ("collective-failed", "hang") else 0,
+            in_place=streaks.in_place + 1 if not phase.lost and kind in ("collective-failed", "hang") else 0,
             # Never lowered: a checkpoint that is written again because the one before was bad is no progress.
             mark=(max(reached[0], streaks.mark[0]), max(reached[1], streaks.mark[1])),
         )
@@ -286,23 +293,23 @@ def _node_losses(state: RunState) -> int:
     return state.settings.failures.crash_streak + state.settings.scaling.max_slots
 
 
-def _escalate(turn: Turn) -> None:
+def _escalate(transition: Transition) -> None:
     """A generation that failed twice with nobody lost may be the fault of the processes: start fresh ones."""
-    if turn.state.streaks.in_place < 2:
+    if transition.state.streaks.in_place < 2:
         return
-    failed = turn.state.streaks.in_place
-    turn.say(f"{failed} generations failed in a row and nobody was lost: every worker process is replaced")
-    for worker in turn.idle_workers():
-        turn.replace_worker(worker.id, "two generations failed in this process")
-    turn.set(streaks=replace(turn.state.streaks, in_place=0))
+    failed = transition.state.streaks.in_place
+    transition.say(f"{failed} generations failed in a row and nobody was lost: every worker process is replaced")
+    for worker in transition.idle_workers():
+        transition.replace_worker(worker.id, "two generations failed in this process")
+    transition.set(streaks=replace(transition.state.streaks, in_place=0))
 
 
-def hold_back_slots(turn: Turn) -> None:
+def hold_back_slots(transition: Transition) -> None:
     """A slot was no good: pause before the next request, so that one bad node cannot keep the run busy."""
-    failed = turn.state.streaks.slot_failures + 1
-    turn.set(
-        streaks=replace(turn.state.streaks, slot_failures=failed),
-        slots_not_before=turn.now + _pause(turn.state, failed),
+    failed = transition.state.streaks.slot_failures + 1
+    transition.set(
+        streaks=replace(transition.state.streaks, slot_failures=failed),
+        slots_not_before=transition.now + _pause(transition.state, failed),
     )
 
 

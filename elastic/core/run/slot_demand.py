@@ -10,27 +10,27 @@ from elastic.core.events import CapacityJudged, SlotsShared
 from elastic.core.run.generations import start_pause
 from elastic.core.run.recovery import finish
 from elastic.core.run.state import NO_CAPACITY, RunState, SlotPhase, Training, Waiting
-from elastic.core.run.transition import Turn
+from elastic.core.run.transition import Transition
 
 
-def capacity_judged(turn: Turn, event: CapacityJudged) -> None:
+def capacity_judged(transition: Transition, event: CapacityJudged) -> None:
     """A run that has not begun is refused what cannot be had; one that has begun waits for what it had to come back."""
-    state = turn.state
-    turn.set(shortage=event.sentence)
+    state = transition.state
+    transition.set(shortage=event.sentence)
     begun = state.generation != state.first_generation
-    if event.never and not begun and isinstance(state.stage, Waiting):
-        finish(turn, NO_CAPACITY, event.sentence)
+    if event.never and not begun and isinstance(state.phase, Waiting):
+        finish(transition, NO_CAPACITY, event.sentence)
 
 
-def slots_shared(turn: Turn, event: SlotsShared) -> None:
-    before = turn.state
-    turn.set(slot_limit=event.limit, slot_limit_reason=event.reason)
+def slots_shared(transition: Transition, event: SlotsShared) -> None:
+    before = transition.state
+    transition.set(slot_limit=event.limit, slot_limit_reason=event.reason)
     if event.limit is None:
         # What was not given back yet is kept.
-        turn.set(evicted=tuple(slot for slot in before.evicted if slot not in before.ceded), ceded=())
-        turn.say("no other run needs this run's slots any more: it asks for as many as it may have", kind="share")
+        transition.set(evicted=tuple(slot for slot in before.evicted if slot not in before.ceded), ceded=())
+        transition.say("no other run needs this run's slots any more: it asks for as many as it may have", kind="share")
     elif event.limit < len(before.slots):
-        turn.say(f"{_slots(len(before.slots))} -> {event.limit}: {event.reason}", kind="share")
+        transition.say(f"{_slots(len(before.slots))} -> {event.limit}: {event.reason}", kind="share")
 
 
 def why_waiting(state: RunState, reason: str) -> str:
@@ -41,13 +41,13 @@ def why_waiting(state: RunState, reason: str) -> str:
     return "; ".join(filter(None, (reason, state.shortage, held)))
 
 
-def keep_to_limit(turn: Turn) -> None:
+def keep_to_limit(transition: Transition) -> None:
     """Give back what is not in use beyond the limit: what has no place yet first, then the newest.
 
     While no generation runs, places are given back only by a run that cannot begin with those it has: in another one
     they may hold what the next generation begins from.
     """
-    state, limit = turn.state, turn.state.max_slots
+    state, limit = transition.state, transition.state.max_slots
     if len(state.slots) <= limit:
         return  # As a rule, and with every event.
     # Those on nodes that are going away are replaced, and given back, for that reason.
@@ -57,23 +57,23 @@ def keep_to_limit(turn: Turn) -> None:
         return
     carrying = state.carrying
     unused = [slot for slot in staying if slot.id not in carrying]
-    training = isinstance(state.stage, Training) and state.stage.first_step_done
+    training = isinstance(state.phase, Training) and state.phase.first_step_done
     least = state.settings.scaling.min_slots
     placed = sum(slot.phase is SlotPhase.PLACED for slot in state.slots.values())
-    stuck = isinstance(state.stage, Waiting) and limit < least and placed < least
+    stuck = isinstance(state.phase, Waiting) and limit < least and placed < least
     if not training and not stuck:
         unused = [slot for slot in unused if slot.phase is SlotPhase.PENDING]
     unused.sort(key=lambda slot: (slot.phase is SlotPhase.PENDING, slot.id in state.ceded, slot.id))
     for slot in unused[max(0, len(unused) - surplus) :]:
         # Without another run there are too many when a node that was about to go stays after all.
         shared = limit < state.settings.scaling.max_slots
-        turn.drop_slot(slot.id, "another run needs it" if shared else "there are enough without it")
+        transition.drop_slot(slot.id, "another run needs it" if shared else "there are enough without it")
 
 
-def make_room(turn: Turn, stage: Training) -> bool:
+def make_room(transition: Transition, phase: Training) -> bool:
     """Ask the generation to end without the members whose slots are too many; True when it has been asked."""
-    state = turn.state
-    if state.slot_limit is None or stage.completed or (state.storage_failing and not state.settings.memory.enabled):
+    state = transition.state
+    if state.slot_limit is None or phase.completed or (state.storage_failing and not state.settings.memory.enabled):
         return False
     # Whatever others need: nothing that trains is stopped.
     keep = max(state.max_slots, state.settings.scaling.min_slots)
@@ -82,8 +82,8 @@ def make_room(turn: Turn, stage: Training) -> bool:
         return False
     ceded = tuple(going)
     size = sum(state.workers[member].slot not in ceded for member in state.members)
-    turn.set(evicted=tuple(dict.fromkeys((*state.evicted, *ceded))), ceded=(*state.ceded, *ceded))
-    start_pause(turn, "share", f"{state.slot_limit_reason}: {len(state.members)} -> {size}")
+    transition.set(evicted=tuple(dict.fromkeys((*state.evicted, *ceded))), ceded=(*state.ceded, *ceded))
+    start_pause(transition, "share", f"{state.slot_limit_reason}: {len(state.members)} -> {size}")
     return True
 
 

@@ -7,7 +7,7 @@
     Closing --some cannot write it--> Waiting, for those who can
     Ending --every member left or written off--> Waiting, or Finished when a budget is spent
 
-A suspicion (silent workers being probed) stands beside the stage: training goes on while it is checked.
+A suspicion (silent workers being probed) stands beside the phase: training goes on while it is checked.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class Finished:
     reason: str
 
 
-Stage = Waiting | Joining | Training | Pausing | Ending | Closing | Finished
+RunPhase = Waiting | Joining | Training | Pausing | Ending | Closing | Finished
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class Streaks:
 @dataclass(frozen=True)
 class RunState:
     settings: RunSettings
-    stage: Stage
+    phase: RunPhase
     generation: int = 0
     first_generation: int = 0
     members: tuple[int, ...] = ()
@@ -305,7 +305,7 @@ class RunState:
             return tuple(ready)
         notices = [(worker, self.draining.get(self.slots[worker.slot].node or "")) for worker in ready]
         staying = tuple(worker for worker, notice in notices if notice is None)
-        if not isinstance(self.stage, Waiting) or len(staying) >= self.settings.scaling.min_workers:
+        if not isinstance(self.phase, Waiting) or len(staying) >= self.settings.scaling.min_workers:
             return staying
         return tuple(worker for worker, notice in notices if notice is None or not notice.urgent)
 

@@ -9,33 +9,35 @@ from __future__ import annotations
 from elastic.core.events import SaveFailing
 from elastic.core.run.recovery import open_incident, wait
 from elastic.core.run.state import Closing, RunState, WorkerPhase
-from elastic.core.run.transition import Turn
+from elastic.core.run.transition import Transition
 
 # Of so many workers each is named: of a thousand no more, it is storage that is away.
 _NAMED = 8
 
 
-def save_failing(turn: Turn, event: SaveFailing) -> None:
+def save_failing(transition: Transition, event: SaveFailing) -> None:
     """Said of every worker once, until a checkpoint is complete again."""
-    state, worker = turn.state, event.worker
+    state, worker = transition.state, event.worker
     news = not state.storage_failing if worker is None else worker not in state.cannot_save
-    turn.set(storage_failing=True)
+    transition.set(storage_failing=True)
     if worker is not None and news:
-        turn.set(cannot_save=(*state.cannot_save, worker))
-    if not news or len(turn.state.cannot_save) > _NAMED + 1:
+        transition.set(cannot_save=(*state.cannot_save, worker))
+    if not news or len(transition.state.cannot_save) > _NAMED + 1:
         return
     what = f"the checkpoint of step {event.step} could not be written: {event.error}"
     if worker is not None:
-        what = f"{turn.name_of(worker)} cannot write its part of the checkpoint of step {event.step}: {event.error}"
-    if len(turn.state.cannot_save) > _NAMED:
+        what = (
+            f"{transition.name_of(worker)} cannot write its part of the checkpoint of step {event.step}: {event.error}"
+        )
+    if len(transition.state.cannot_save) > _NAMED:
         what = f"more than {_NAMED} workers cannot write to storage; the rest are not named"
     again = f"next try in {event.retry_s:.1f} s" if event.retry_s else "the next checkpoint is tried"
-    turn.say(f"{what}; training goes on, {again}", kind="storage")
+    transition.say(f"{what}; training goes on, {again}", kind="storage")
 
 
-def who_cannot_save(turn: Turn) -> str:
+def who_cannot_save(transition: Transition) -> str:
     """As the end of a sentence about storage; "" where no worker has said so."""
-    names = [turn.name_of(worker) for worker in turn.state.cannot_save]
+    names = [transition.name_of(worker) for worker in transition.state.cannot_save]
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return f": {', '.join(names[:_NAMED])}{more} cannot write to it" if names else ""
 
@@ -45,20 +47,20 @@ def kept_in_memory(state: RunState) -> bool:
     return state.settings.memory.enabled and state.memory_lost_in < state.generation
 
 
-def save_without(turn: Turn, stage: Closing) -> bool:
+def save_without(transition: Transition, phase: Closing) -> bool:
     """All steps are done: let those who can write save the end, which they have from the nodes' memory. True where they
     are enough. Nobody else's slot is given back before: its node's memory may hold what they need."""
-    state = turn.state
+    state = transition.state
     cut = tuple(dict.fromkeys(state.workers[w].slot for w in state.cannot_save if w in state.workers))
     rest = [w for w in state.workers.values() if w.phase is not WorkerPhase.STARTING and w.slot not in cut]
     if not cut or not kept_in_memory(state) or len(rest) < state.settings.scaling.min_workers:
         return False
-    why = f"storage has not taken the checkpoint of step {stage.step}{who_cannot_save(turn)}; the others save it"
-    open_incident(turn, "resize", why, stage.step, planned=True)
-    turn.say(f"generation {state.generation} is over, and one without them begins: {why}", kind="storage")
-    turn.set_phase(state.members_inside, WorkerPhase.IDLE)
-    turn.set(evicted=tuple(dict.fromkeys((*state.evicted, *cut))))
-    turn.mark("decided", "fenced")
-    turn.amend(step=turn.state.furthest_step)
-    wait(turn, "every member has done the last step")
+    why = f"storage has not taken the checkpoint of step {phase.step}{who_cannot_save(transition)}; the others save it"
+    open_incident(transition, "resize", why, phase.step, planned=True)
+    transition.say(f"generation {state.generation} is over, and one without them begins: {why}", kind="storage")
+    transition.set_phase(state.members_inside, WorkerPhase.IDLE)
+    transition.set(evicted=tuple(dict.fromkeys((*state.evicted, *cut))))
+    transition.mark("decided", "fenced")
+    transition.amend(step=transition.state.furthest_step)
+    wait(transition, "every member has done the last step")
     return True

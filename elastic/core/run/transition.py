@@ -1,7 +1,7 @@
-"""One turn of the state machine while it is being worked out: the next state and the actions so far.
+"""One transition of the state machine while it is being worked out: the next state and the actions so far.
 
-Mutable on purpose and never seen outside `elastic.core`: the functions that make up a turn read well as statements,
-while `machine.step` stays a pure function from one frozen state to the next.
+Mutable on purpose and never seen outside `elastic.core`: the functions that make up a transition read well as
+statements, while `machine.step` stays a pure function from one frozen state to the next.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 from elastic.core.actions import Action, KillWorker, Note, ReleaseSlot, RequestSlot, StartWorker
 from elastic.core.policy.quarantine import avoided, struck
 from elastic.core.run.incident import Incident
-from elastic.core.run.state import RunState, Slot, SlotPhase, Stage, Worker, WorkerPhase
+from elastic.core.run.state import RunPhase, RunState, Slot, SlotPhase, Worker, WorkerPhase
 
 _FIELDS = frozenset(field.name for field in fields(RunState))
 
 
-class Turn:
+class Transition:
     def __init__(self, state: RunState, now: float, tick: bool = False) -> None:
         self.state = state
         self.now = now
@@ -29,14 +29,14 @@ class Turn:
 
     def set(self, **changes: Any) -> None:
         """The next state. Does what `dataclasses.replace` does without passing two dozen fields through __init__, which
-        took most of a turn's time."""
+        took most of a transition's time."""
         assert changes.keys() <= _FIELDS, f"RunState has no field {changes.keys() - _FIELDS}"
         state = object.__new__(RunState)
         vars(state).update(vars(self.state), **changes)
         self.state = state
 
-    def enter(self, stage: Stage) -> None:
-        self.set(stage=stage)
+    def enter(self, phase: RunPhase) -> None:
+        self.set(phase=phase)
 
     def do(self, action: Action) -> None:
         self.actions.append(action)

@@ -1,8 +1,8 @@
 """Which rank holds which slice of which parameter: the one schema that all ZeRO stages reduce to.
 
-A rank holds *buffers* (flat 1-D arrays). A *piece* says that `numel` elements of parameter `name`, beginning at element
-`start` of the flattened parameter, lie at `offset` in a buffer. Whatever no piece covers is padding and has no meaning.
-The same pieces hold for every kind of tensor that has the buffer's shape: `master`, `exp_avg`, `exp_avg_sq`, ...
+A rank holds *buffers* (flat 1-D arrays). A *chunk* says that `numel` elements of parameter `name`, beginning at element
+`start` of the flattened parameter, lie at `offset` in a buffer. Whatever no chunk covers is padding and has no meaning.
+The same chunks hold for every kind of tensor that has the buffer's shape: `master`, `exp_avg`, `exp_avg_sq`, ...
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from elastic.core.errors import IntegrityError
 
 
 @dataclass(frozen=True, order=True)
-class Piece:
+class Chunk:
     """One contiguous run of elements of one parameter inside one buffer. All figures are counts of elements."""
 
     name: str
@@ -32,7 +32,7 @@ class Piece:
 class RankLayout:
     """What one rank holds. `buffers` gives each buffer's length in elements, padding included."""
 
-    pieces: tuple[Piece, ...] = ()
+    chunks: tuple[Chunk, ...] = ()
     buffers: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -59,21 +59,21 @@ def merged(*layouts: RankLayout) -> RankLayout:
             if name in buffers:
                 raise IntegrityError(f"two layouts of one rank both have a buffer {name!r}: a tensor must be renamed")
             buffers[name] = length
-    return RankLayout(tuple(piece for layout in layouts for piece in layout.pieces), buffers)
+    return RankLayout(tuple(chunk for layout in layouts for chunk in layout.chunks), buffers)
 
 
 def check_rank(layout: RankLayout) -> None:
-    """Raises IntegrityError unless every piece lies inside its buffer and no two pieces share an element of one."""
+    """Raises IntegrityError unless every chunk lies inside its buffer and no two chunks share an element of one."""
     filled: dict[str, int] = {}
-    for piece in sorted(layout.pieces, key=lambda piece: (piece.buffer, piece.offset)):
-        length = layout.buffers.get(piece.buffer)
+    for chunk in sorted(layout.chunks, key=lambda chunk: (chunk.buffer, chunk.offset)):
+        length = layout.buffers.get(chunk.buffer)
         if length is None:
-            raise IntegrityError(f"a piece of {piece.name!r} names buffer {piece.buffer!r}, which does not exist")
-        if piece.start < 0 or piece.numel < 1 or piece.offset < 0 or piece.offset + piece.numel > length:
-            raise IntegrityError(f"a piece of {piece.name!r} does not fit into {piece.buffer!r} of {length} elements")
-        if piece.offset < filled.get(piece.buffer, 0):
-            raise IntegrityError(f"a piece of {piece.name!r} overlaps the piece before it in buffer {piece.buffer!r}")
-        filled[piece.buffer] = piece.offset + piece.numel
+            raise IntegrityError(f"a chunk of {chunk.name!r} names buffer {chunk.buffer!r}, which does not exist")
+        if chunk.start < 0 or chunk.numel < 1 or chunk.offset < 0 or chunk.offset + chunk.numel > length:
+            raise IntegrityError(f"a chunk of {chunk.name!r} does not fit into {chunk.buffer!r} of {length} elements")
+        if chunk.offset < filled.get(chunk.buffer, 0):
+            raise IntegrityError(f"a chunk of {chunk.name!r} overlaps the chunk before it in buffer {chunk.buffer!r}")
+        filled[chunk.buffer] = chunk.offset + chunk.numel
 
 
 def check_cover(name: str, numel: int, spans: Iterable[tuple[int, int, int]]) -> None:

@@ -1,7 +1,7 @@
 """The copies that turn one layout into another: plain data, made before a byte moves.
 
 Per parameter this is an intersection of two lists of intervals. Sources are indexed once by name, and each copy finds
-its source by bisection, so the cost is linear (but for that logarithm) in the pieces read plus the copies made.
+its source by bisection, so the cost is linear (but for that logarithm) in the chunks read plus the copies made.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from zlib import crc32
 
 from elastic.core.errors import IntegrityError
-from elastic.core.sharding.layout import Piece, RankLayout
+from elastic.core.sharding.layout import Chunk, RankLayout
 
 
 @dataclass(frozen=True)
@@ -32,58 +32,58 @@ class Copy:
     name: str
 
 
-# Everyone who holds exactly the same interval of a parameter, as (rank, piece).
-_Holders = list[tuple[int, Piece]]
+# Everyone who holds exactly the same interval of a parameter, as (rank, chunk).
+_Holders = list[tuple[int, Chunk]]
 
 
 class SourceIndex:
-    """The pieces of all source ranks by parameter. Build it once to plan for several target ranks."""
+    """The chunks of all source ranks by parameter. Build it once to plan for several target ranks."""
 
     def __init__(self, sources: Sequence[RankLayout]) -> None:
-        self._pieces: dict[str, list[tuple[int, Piece]]] = {}
+        self._pieces: dict[str, list[tuple[int, Chunk]]] = {}
         # Put in order when a target first asks: under stages 1 and 2 one rank holds few of all the parameters.
         self._ordered: dict[str, tuple[list[int], list[_Holders]]] = {}
         for rank, layout in enumerate(sources):
-            for piece in layout.pieces:
-                self._pieces.setdefault(piece.name, []).append((rank, piece))
+            for chunk in layout.chunks:
+                self._pieces.setdefault(chunk.name, []).append((rank, chunk))
 
     def plan(self, target: RankLayout, spread: int = 0) -> tuple[Copy, ...]:
-        """Copies that fill every element of the target's pieces exactly once, in order of the target's buffers.
+        """Copies that fill every element of the target's chunks exactly once, in order of the target's buffers.
 
         Where several sources hold the same elements, parameters are spread over them; `spread` (for example the
         target's rank) turns the choice, so that different targets ask different sources. Raises IntegrityError naming
         the parameter and the range where no source holds an element.
         """
         copies: list[Copy] = []
-        for piece in sorted(target.pieces, key=lambda piece: (piece.buffer, piece.offset)):
-            at = piece.start
-            while at < piece.stop:
-                copy = self._copy(piece, at, spread)
+        for chunk in sorted(target.chunks, key=lambda chunk: (chunk.buffer, chunk.offset)):
+            at = chunk.start
+            while at < chunk.stop:
+                copy = self._copy(chunk, at, spread)
                 at += copy.numel
                 if copies and _continues(copies[-1], copy):
                     copy = _joined(copies.pop(), copy)
                 copies.append(copy)
         return tuple(copies)
 
-    def _copy(self, piece: Piece, at: int, spread: int) -> Copy:
-        """The longest copy that fills `piece` from element `at` of its parameter on."""
-        starts, held = self._intervals(piece.name)
+    def _copy(self, chunk: Chunk, at: int, spread: int) -> Copy:
+        """The longest copy that fills `chunk` from element `at` of its parameter on."""
+        starts, held = self._intervals(chunk.name)
         found = bisect_right(starts, at) - 1
         if found < 0 or held[found][0][1].stop <= at:
-            end = min(starts[found + 1] if found + 1 < len(starts) else piece.stop, piece.stop)
-            raise IntegrityError(f"no source holds elements [{at}, {end}) of parameter {piece.name!r}")
+            end = min(starts[found + 1] if found + 1 < len(starts) else chunk.stop, chunk.stop)
+            raise IntegrityError(f"no source holds elements [{at}, {end}) of parameter {chunk.name!r}")
         holders = held[found]
         # crc32 and not hash(): every process must choose the same source in every run.
-        chosen = (crc32(piece.name.encode()) + spread) % len(holders) if len(holders) > 1 else 0
+        chosen = (crc32(chunk.name.encode()) + spread) % len(holders) if len(holders) > 1 else 0
         rank, source = holders[chosen]
         return Copy(
             source_rank=rank,
             source_buffer=source.buffer,
             source_offset=source.offset + at - source.start,
-            target_buffer=piece.buffer,
-            target_offset=piece.offset + at - piece.start,
-            numel=min(source.stop, piece.stop) - at,
-            name=piece.name,
+            target_buffer=chunk.buffer,
+            target_offset=chunk.offset + at - chunk.start,
+            numel=min(source.stop, chunk.stop) - at,
+            name=chunk.name,
         )
 
     def _intervals(self, name: str) -> tuple[list[int], list[_Holders]]:
@@ -97,7 +97,7 @@ def plan_rank(sources: Sequence[RankLayout], target: RankLayout, *, spread: int 
     return SourceIndex(sources).plan(target, spread)
 
 
-def _disjointed(pieces: list[tuple[int, Piece]]) -> tuple[list[int], list[_Holders]]:
+def _disjointed(chunks: list[tuple[int, Chunk]]) -> tuple[list[int], list[_Holders]]:
     """Starts and intervals in order, such that both starts and stops strictly grow.
 
     Equal intervals are put together as holders of one. An interval inside another is dropped: the larger one serves.
@@ -105,13 +105,13 @@ def _disjointed(pieces: list[tuple[int, Piece]]) -> tuple[list[int], list[_Holde
     """
     starts: list[int] = []
     held: list[_Holders] = []
-    for rank, piece in sorted(pieces, key=lambda holder: (holder[1].start, -holder[1].stop, holder[0])):
+    for rank, chunk in sorted(chunks, key=lambda holder: (holder[1].start, -holder[1].stop, holder[0])):
         reached = held[-1][0][1].stop if held else 0
-        if held and starts[-1] == piece.start and reached == piece.stop:
-            held[-1].append((rank, piece))
-        elif piece.stop > reached:
-            starts.append(piece.start)
-            held.append([(rank, piece)])
+        if held and starts[-1] == chunk.start and reached == chunk.stop:
+            held[-1].append((rank, chunk))
+        elif chunk.stop > reached:
+            starts.append(chunk.start)
+            held.append([(rank, chunk)])
     return starts, held
 
 

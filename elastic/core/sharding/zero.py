@@ -12,7 +12,7 @@ import heapq
 from collections.abc import Sequence
 
 from elastic.core.errors import UsageError
-from elastic.core.sharding.layout import Layout, Piece, RankLayout
+from elastic.core.sharding.layout import Chunk, Layout, RankLayout
 
 Group = Sequence[tuple[str, int]]
 
@@ -29,7 +29,7 @@ def zero12_layout(
     model's dtype (4 for fp32, 8 for bf16) when `parameter_alignment` is on, else 1.
     """
     kept = _without_empty(groups, world_size)
-    pieces: list[list[Piece]] = [[] for _ in range(world_size)]
+    chunks: list[list[Chunk]] = [[] for _ in range(world_size)]
     buffers: dict[str, int] = {}
     for number, group in enumerate(kept):
         buffer = f"group{number}"
@@ -44,8 +44,8 @@ def zero12_layout(
         part = (length + -length % alignment) // world_size
         buffers[buffer] = part
         for name, numel, begin in placed:
-            _cut(name, numel, begin, part, buffer, pieces)
-    return _layout(kept, pieces, [buffers] * world_size)
+            _cut(name, numel, begin, part, buffer, chunks)
+    return _layout(kept, chunks, [buffers] * world_size)
 
 
 def zero3_layout(
@@ -54,10 +54,10 @@ def zero3_layout(
     """Stage 3: each parameter is cut into world_size equal parts, and parts are laid end to end in sub-groups "sub<i>".
 
     A sub-group is closed at `sub_group_size` *partitioned* elements, so how many there are depends on the world size.
-    With `only` a rank, the others' pieces are left out: a thousand parameters on a thousand ranks are a million.
+    With `only` a rank, the others' chunks are left out: a thousand parameters on a thousand ranks are a million.
     """
     kept = _without_empty(groups, world_size)
-    pieces: list[list[Piece]] = [[] for _ in range(world_size)]
+    chunks: list[list[Chunk]] = [[] for _ in range(world_size)]
     buffers: dict[str, int] = {}
     sub_groups = [sub for group in kept for sub in _sub_groups(group, world_size, sub_group_size)]
     for number, sub_group in enumerate(sub_groups):
@@ -68,18 +68,18 @@ def zero3_layout(
             holders = -(-numel // part)
             for rank in range(holders) if only is None else range(only, min(only + 1, holders)):
                 start = rank * part
-                pieces[rank].append(Piece(name, start, min(part, numel - start), buffer, offset))
+                chunks[rank].append(Chunk(name, start, min(part, numel - start), buffer, offset))
             offset += part
         buffers[buffer] = offset
-    return _layout(kept, pieces, [buffers] * world_size)
+    return _layout(kept, chunks, [buffers] * world_size)
 
 
 def replicated_layout(tensors: Group, world_size: int) -> Layout:
     """Stage 0, frozen parameters, module buffers: every rank holds every tensor whole, in a buffer of its own name."""
     kept = _without_empty([tensors], world_size)
     whole = [tensor for group in kept for tensor in group]
-    pieces = [Piece(name, 0, numel, name, 0) for name, numel in whole]
-    return _layout(kept, [pieces] * world_size, [dict(whole)] * world_size)
+    chunks = [Chunk(name, 0, numel, name, 0) for name, numel in whole]
+    return _layout(kept, [chunks] * world_size, [dict(whole)] * world_size)
 
 
 def dealt_layout(tensors: Group, world_size: int) -> Layout:
@@ -96,19 +96,19 @@ def dealt_layout(tensors: Group, world_size: int) -> Layout:
         load, rank = heapq.heappop(loads)
         owner[name] = rank
         heapq.heappush(loads, (load + numel, rank))
-    pieces: list[list[Piece]] = [[] for _ in range(world_size)]
+    chunks: list[list[Chunk]] = [[] for _ in range(world_size)]
     buffers: list[dict[str, int]] = [{} for _ in range(world_size)]
     for name, numel in whole:
-        pieces[owner[name]].append(Piece(name, 0, numel, name, 0))
+        chunks[owner[name]].append(Chunk(name, 0, numel, name, 0))
         buffers[owner[name]][name] = numel
-    return _layout(kept, pieces, buffers)
+    return _layout(kept, chunks, buffers)
 
 
-def _cut(name: str, numel: int, begin: int, part: int, buffer: str, pieces: list[list[Piece]]) -> None:
+def _cut(name: str, numel: int, begin: int, part: int, buffer: str, chunks: list[list[Chunk]]) -> None:
     """Cut a parameter that lies at [begin, begin + numel) of a flat group at every multiple of `part`."""
     for rank in range(begin // part, (begin + numel - 1) // part + 1):
         low, high = max(begin, rank * part), min(begin + numel, (rank + 1) * part)
-        pieces[rank].append(Piece(name, low - begin, high - low, buffer, low - rank * part))
+        chunks[rank].append(Chunk(name, low - begin, high - low, buffer, low - rank * part))
 
 
 def _round_robin(group: Group, world_size: int) -> list[tuple[str, int]]:
@@ -139,7 +139,7 @@ def _without_empty(groups: Sequence[Group], world_size: int) -> list[list[tuple[
     return [group for group in kept if group]
 
 
-def _layout(groups: Sequence[Group], pieces: Sequence[Sequence[Piece]], buffers: Sequence[dict[str, int]]) -> Layout:
+def _layout(groups: Sequence[Group], chunks: Sequence[Sequence[Chunk]], buffers: Sequence[dict[str, int]]) -> Layout:
     numels = {name: numel for group in groups for name, numel in group}
-    ranks = (RankLayout(tuple(own), dict(sizes)) for own, sizes in zip(pieces, buffers, strict=True))
+    ranks = (RankLayout(tuple(own), dict(sizes)) for own, sizes in zip(chunks, buffers, strict=True))
     return Layout(numels, tuple(ranks))

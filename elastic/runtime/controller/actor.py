@@ -1,7 +1,7 @@
 """The controller actor: hears clients, agents and workers, and takes turn after turn until the run is over.
 
-It decides nothing itself and holds no tensor; what it knows of the run is in `turns.py`. A restarted controller replays
-the journal and goes on, while the workers keep training.
+It decides nothing itself and holds no tensor; what it knows of the run is in `control_loop.py`. A restarted controller
+replays the journal and goes on, while the workers keep training.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from elastic.core.secrets import secret_values
 from elastic.core.settings import RunSettings
 from elastic.observe.journal import JournalWriter
 from elastic.runtime.controller.committer import Committer
-from elastic.runtime.controller.event_loop import Turns
+from elastic.runtime.controller.control_loop import ControlLoop
 from elastic.runtime.controller.hands.executor import Executor
 from elastic.runtime.controller.hands.snapshot_directory import Assembled
 from elastic.runtime.controller.records import Records
@@ -85,11 +85,11 @@ class ControllerActor:
         """The live figures; see `elastic_jobs.handle.RunHandle.progress`."""
         await self._ready.wait()
         status = self._result["status"] if self._result else "running"
-        return {**self._turns.progress(), "status": status, "controller_pid": os.getpid()}
+        return {**self._loop.progress(), "status": status, "controller_pid": os.getpid()}
 
     async def wait_step(self, step: int, timeout_s: float) -> bool:
         await self._ready.wait()
-        telemetry = self._turns.telemetry
+        telemetry = self._loop.telemetry
         try:
             async with self._stepped:
                 await asyncio.wait_for(
@@ -128,7 +128,7 @@ class ControllerActor:
     async def beat(self, beat: Beat) -> bool:
         """One node's heartbeat. False when the node is not part of the run: the agent then ends its workers."""
         await self._ready.wait()
-        return self._result is None and self._turns.beat(beat, time.time())
+        return self._result is None and self._loop.beat(beat, time.time())
 
     async def deliver(self, worker: int, items: Sequence[Item], heard: int | None) -> Reply:
         """A worker's messages, in order. A worker that was written off is told so, and nothing it says counts.
@@ -137,11 +137,11 @@ class ControllerActor:
         yet: it may have messages for this controller that come before these.
         """
         await self._ready.wait()
-        incarnation, turns = self._journal.incarnation, self._turns
-        if heard not in (None, incarnation) and worker in turns.state.workers:
+        incarnation, loop = self._journal.incarnation, self._loop
+        if heard not in (None, incarnation) and worker in loop.state.workers:
             return Reply(incarnation, taken=False)
-        taken = turns.deliver(worker, items, time.time())
-        return Reply(incarnation, fenced=not taken, durable=turns.durable(worker))
+        taken = loop.deliver(worker, items, time.time())
+        return Reply(incarnation, fenced=not taken, durable=loop.durable(worker))
 
     async def snapshot(self, identifier: str) -> Assembled:
         """What a worker needs to restore a snapshot from memory. Raises IntegrityError or StorageError."""
@@ -160,14 +160,14 @@ class ControllerActor:
     async def _run(self, reconstructed: bool) -> None:
         try:
             await self._start(reconstructed)
-            turns, emit = self._turns, self._events.put_nowait
-            known = {node: notice.deadline for node, notice in turns.state.draining.items()}
-            drains = DrainWatch(known, lambda: turns.state.nodes, emit)
-            self._outlook = OutlookWatch(lambda: turns.state, emit)
+            loop, emit = self._loop, self._events.put_nowait
+            known = {node: notice.deadline for node, notice in loop.state.draining.items()}
+            drains = DrainWatch(known, lambda: loop.state.nodes, emit)
+            self._outlook = OutlookWatch(lambda: loop.state, emit)
             loops = (self._watch(), drains.run(), self._outlook.run())
             watches = [asyncio.get_running_loop().create_task(watch) for watch in loops]
-            while not isinstance(turns.state.stage, Finished):
-                await turns.turn(await self._next_events())
+            while not isinstance(loop.state.phase, Finished):
+                await loop.turn(await self._next_events())
             for watch in watches:
                 watch.cancel()
             await self._finish()
@@ -197,12 +197,12 @@ class ControllerActor:
         # Not kept: of a month they are many.
         self._journal.replayed = ()
         emit = self._events.put_nowait
-        turns = self._turns = Turns(settings, old, self._records, emit, self._step_done)
-        self._executor = Executor(settings, old.attempt, self._entry, here, self._token, emit, turns.steps_recovered)
+        loop = self._loop = ControlLoop(settings, old, self._records, emit, self._step_done)
+        self._executor = Executor(settings, old.attempt, self._entry, here, self._token, emit, loop.steps_recovered)
         self._given_back.clear()
-        self._committer = Committer(settings, store, versions(), emit, turns.note_checkpoint)
-        turns.connect(self._executor, self._committer)
-        if isinstance(old.state.stage, Finished):
+        self._committer = Committer(settings, store, versions(), emit, loop.note_checkpoint)
+        loop.connect(self._executor, self._committer)
+        if isinstance(old.state.phase, Finished):
             # Killed after the end, while it could still be asked: the end is told again, nothing is done again.
             self._ready.set()
             return
@@ -212,14 +212,14 @@ class ControllerActor:
                 node = old.state.node_of(worker.id)
                 if node is not None and worker.phase is not WorkerPhase.STARTING:
                     # An agent may be waiting for the answer of the controller before.
-                    turns.seen.expect(worker.id, node, time.time() + BEAT_LIMIT_S)
+                    loop.seen.expect(worker.id, node, time.time() + BEAT_LIMIT_S)
         else:
             await self._executor.sweep()
             self._records.note({"type": "run", "status": "running", "run_id": settings.run_id, "attempt": old.attempt})
             found = await self._from_storage(store.list)
             known = tuple((ref.id, ref.step) for ref in found)
             first = ev.RunStarted(known, max([old.generation, *(ref.generation for ref in found)]), old.skips)
-        await turns.turn([first])
+        await loop.turn([first])
         self._ready.set()
 
     async def _reattach(self, state: RunState, store: CheckpointStore) -> ev.ControllerRestarted:
@@ -242,7 +242,7 @@ class ControllerActor:
         events: list[ev.Event] = []
         # What waits is heard before a deadline passes: a wait without time would not even look at the queue.
         if self._events.empty():
-            deadline = machine.next_deadline(self._turns.state, machine.DEFAULT_POLICY)
+            deadline = machine.next_deadline(self._loop.state, machine.DEFAULT_POLICY)
             left_s = math.inf if deadline is None else max(0.0, deadline - time.time())
             try:
                 events.append(await asyncio.wait_for(self._events.get(), min(left_s, _WRITE_S)))
@@ -257,18 +257,18 @@ class ControllerActor:
         while True:
             await asyncio.sleep(self._settings.failures.heartbeat_s / 2)
             try:
-                self._turns.look(time.time())
+                self._loop.look(time.time())
             except Exception:
                 # A run that nobody watches any more would be worse than a look that was missed.
                 logger.exception("looking for silence and standstill failed")
 
     async def _finish(self) -> None:
-        turns, limit_s = self._turns, self._settings.failures.storage_timeout_s
+        loop, limit_s = self._loop, self._settings.failures.storage_timeout_s
         await self._committer.close(limit_s)
-        turns.telemetry.flush(time.time(), force=True)
-        for record in turns.telemetry.summary_records(time.time()):
+        loop.telemetry.flush(time.time(), force=True)
+        for record in loop.telemetry.summary_records(time.time()):
             self._records.note(record)
-        self._result = turns.result()
+        self._result = loop.result()
         self._records.note({"type": "run", "run_id": self._settings.run_id, **self._result})
         await self._records.write(limit_s=limit_s)
         if self._records.failing:

@@ -51,10 +51,10 @@ def figures(state: RunState, telemetry: Telemetry, news: News, slow: Mapping[int
 
 def _doing(state: RunState, news: News) -> str | None:
     """What the run does besides training, in a sentence."""
-    if isinstance(state.stage, Training):
+    if isinstance(state.phase, Training):
         return news.storage if state.storage_failing else None
-    if isinstance(state.stage, Closing):
-        return f"waiting for the checkpoint of step {state.stage.step}, the last one"
+    if isinstance(state.phase, Closing):
+        return f"waiting for the checkpoint of step {state.phase.step}, the last one"
     return news.doing
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from elastic.core.errors import UsageError
-from elastic.core.sharding.layout import Piece
+from elastic.core.sharding.layout import Chunk
 from elastic.training.state.live import Master, Stage
 
 
 def check_layout(stage: Stage) -> None:
-    """Compare every piece and buffer of this rank with the pure layout.
+    """Compare every chunk and buffer of this rank with the pure layout.
 
-    Every rank does; that all their pieces together are the whole state, each snapshot's manifest is held to. Raises
+    Every rank does; that all their chunks together are the whole state, each snapshot's manifest is held to. Raises
     UsageError naming the first difference: resharding by a wrong layout would mix up weights without a word.
     """
     masters = stage.masters()
@@ -20,13 +20,13 @@ def check_layout(stage: Stage) -> None:
     if expected is None:
         return
     mine = expected.ranks[stage.rank]
-    live = sorted(piece for master in masters for piece in master.pieces)
-    pure = sorted(mine.pieces)
+    live = sorted(chunk for master in masters for chunk in master.chunks)
+    pure = sorted(mine.chunks)
     for here, there in zip(live, pure, strict=False):
         if here != there:
             raise _differs(_describe(here), _describe(there))
     if len(live) != len(pure):
-        raise _differs(f"{len(live)} pieces on rank {stage.rank}", f"{len(pure)}")
+        raise _differs(f"{len(live)} chunks on rank {stage.rank}", f"{len(pure)}")
     sizes = {master.buffer: master.tensor.numel() for master in masters}
     if sizes != dict(mine.buffers):
         raise _differs(f"flat tensors of {sizes} elements", f"{dict(mine.buffers)}")
@@ -43,8 +43,8 @@ def _check_states(masters: Sequence[Master], stage: Stage) -> None:
             )
 
 
-def _describe(piece: Piece) -> str:
-    return f"elements [{piece.start}, {piece.stop}) of parameter {piece.name!r} at {piece.offset} of {piece.buffer}"
+def _describe(chunk: Chunk) -> str:
+    return f"elements [{chunk.start}, {chunk.stop}) of parameter {chunk.name!r} at {chunk.offset} of {chunk.buffer}"
 
 
 def _differs(live: str, pure: str) -> UsageError:

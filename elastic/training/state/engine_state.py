@@ -98,7 +98,7 @@ class LiveState:
             bytes=size,
             xxh3="",
             tensors=tensors,
-            pieces=layout.pieces,
+            chunks=layout.chunks,
             digests={},
             zero_stage=self.zero_stage,
             parameters=self.parameters if rank == 0 else None,
@@ -248,7 +248,7 @@ class LiveState:
 
     def _without(self, skipped: frozenset[str]) -> Inventory:
         inventory = self._inventory()
-        kept = tuple(extra for extra in inventory.extras if extra.piece.name not in skipped)
+        kept = tuple(extra for extra in inventory.extras if extra.chunk.name not in skipped)
         return Inventory(inventory.masters, inventory.states, kept)
 
     def _members(self) -> list[Member]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from elastic.core.sharding.layout import Piece, RankLayout
+from elastic.core.sharding.layout import Chunk, RankLayout
 from elastic.core.sharding.zero import dealt_layout
 from elastic.training.state.live import BUFFER, MASTER, Extra, Master, Stage, buffers
 from elastic.training.state.optimizer import MasterState, read_states
@@ -32,7 +32,7 @@ class Inventory:
         found = {f"{MASTER}/{master.buffer}": master.tensor for master in self.masters}
         for master, state in zip(self.masters, self.states, strict=True):
             found |= {f"{kind}/{master.buffer}": tensor for kind, tensor in state.tensors.items()}
-        return found | {f"{extra.kind}/{extra.piece.buffer}": extra.tensor for extra in self.extras}
+        return found | {f"{extra.kind}/{extra.chunk.buffer}": extra.tensor for extra in self.extras}
 
     def held(self) -> RankLayout:
         """All that this rank holds, replicas included."""
@@ -61,13 +61,13 @@ class Inventory:
 
 
 def gaps(layout: RankLayout) -> Mapping[str, list[tuple[int, int]]]:
-    """The padding of each buffer: (offset, numel) of what no piece covers. Its content is undefined in stage 3."""
+    """The padding of each buffer: (offset, numel) of what no chunk covers. Its content is undefined in stage 3."""
     found: dict[str, list[tuple[int, int]]] = {buffer: [] for buffer in layout.buffers}
     reached = dict.fromkeys(layout.buffers, 0)
-    for piece in sorted(layout.pieces, key=lambda piece: (piece.buffer, piece.offset)):
-        if piece.offset > reached[piece.buffer]:
-            found[piece.buffer].append((reached[piece.buffer], piece.offset - reached[piece.buffer]))
-        reached[piece.buffer] = piece.offset + piece.numel
+    for chunk in sorted(layout.chunks, key=lambda chunk: (chunk.buffer, chunk.offset)):
+        if chunk.offset > reached[chunk.buffer]:
+            found[chunk.buffer].append((reached[chunk.buffer], chunk.offset - reached[chunk.buffer]))
+        reached[chunk.buffer] = chunk.offset + chunk.numel
     for buffer, numel in layout.buffers.items():
         if numel > reached[buffer]:
             found[buffer].append((reached[buffer], numel - reached[buffer]))
@@ -75,20 +75,20 @@ def gaps(layout: RankLayout) -> Mapping[str, list[tuple[int, int]]]:
 
 
 def _layout(masters: Iterable[Master], extras: Iterable[Extra]) -> RankLayout:
-    pieces: list[Piece] = []
+    chunks: list[Chunk] = []
     sizes: dict[str, int] = {}
     for master in masters:
-        pieces += master.pieces
+        chunks += master.chunks
         sizes[master.buffer] = master.tensor.numel()
     for extra in extras:
-        pieces.append(extra.piece)
-        sizes[extra.piece.buffer] = extra.piece.numel
-    return RankLayout(tuple(pieces), sizes)
+        chunks.append(extra.chunk)
+        sizes[extra.chunk.buffer] = extra.chunk.numel
+    return RankLayout(tuple(chunks), sizes)
 
 
 def _buffer(item: Master | Extra) -> str:
-    return item.buffer if isinstance(item, Master) else item.piece.buffer
+    return item.buffer if isinstance(item, Master) else item.chunk.buffer
 
 
-def _pieces(item: Master | Extra) -> tuple[Piece, ...]:
-    return item.pieces if isinstance(item, Master) else (item.piece,)
+def _pieces(item: Master | Extra) -> tuple[Chunk, ...]:
+    return item.chunks if isinstance(item, Master) else (item.chunk,)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from elastic.core.sharding.layout import Layout, Piece
+from elastic.core.sharding.layout import Chunk, Layout
 
 MASTER = "master"
 PARAM = "param"
@@ -23,7 +23,7 @@ BUFFER = "buffer"
 
 @dataclass(frozen=True)
 class Master:
-    """One live tensor of the base optimizer. `pieces` are in elements of the flattened `tensor`, none in padding.
+    """One live tensor of the base optimizer. `chunks` are in elements of the flattened `tensor`, none in padding.
 
     `names` are the parameters that it holds on all ranks together: they share its optimizer scalars.
     """
@@ -31,7 +31,7 @@ class Master:
     buffer: str
     group: int
     tensor: torch.Tensor
-    pieces: tuple[Piece, ...]
+    chunks: tuple[Chunk, ...]
     names: tuple[str, ...]
     replicated: bool
 
@@ -52,7 +52,7 @@ class Extra:
 
     kind: str
     tensor: torch.Tensor
-    piece: Piece
+    chunk: Chunk
     replicated: bool
 
 
@@ -96,7 +96,7 @@ class Stage(Protocol):
         ...
 
     def expected(self) -> Layout | None:
-        """The pure layout that this rank's pieces of `masters` must equal, if there is one; others' may be missing."""
+        """The pure layout that this rank's chunks of `masters` must equal, if there is one; others' may be missing."""
         ...
 
     def begin_install(self) -> None: ...
@@ -133,7 +133,7 @@ def members(module: torch.nn.Module, optimized: Sequence[str]) -> list[Member]:
 def buffers(module: torch.nn.Module) -> list[Extra]:
     """The module's buffers, whole. Buffers without elements hold nothing and are left out."""
     return [
-        Extra(BUFFER, tensor, Piece(name, 0, tensor.numel(), whole_buffer(name), 0), replicated=True)
+        Extra(BUFFER, tensor, Chunk(name, 0, tensor.numel(), whole_buffer(name), 0), replicated=True)
         for name, tensor, _ in _buffers(module)
         if tensor.numel()
     ]
@@ -143,7 +143,7 @@ def frozen_whole(module: torch.nn.Module, optimized: Sequence[str]) -> list[Extr
     """Stages 0 to 2: parameters that no optimizer updates are whole on every rank."""
     trained = set(optimized)
     return [
-        Extra(PARAM, parameter.data, Piece(name, 0, parameter.numel(), whole_buffer(name), 0), replicated=True)
+        Extra(PARAM, parameter.data, Chunk(name, 0, parameter.numel(), whole_buffer(name), 0), replicated=True)
         for name, parameter in module.named_parameters()
         if name not in trained and parameter.numel()
     ]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from elastic.core.sharding.layout import Layout, Piece
+from elastic.core.sharding.layout import Chunk, Layout
 from elastic.core.sharding.zero import zero12_layout
 from elastic.training.state.live import Extra, Master, Weight, frozen_whole, parameter_names, rank_in, weights_whole
 
@@ -36,8 +36,8 @@ class PartitionedStage:
         found = []
         for number, (flat, placed) in enumerate(zip(flats, self._placed(), strict=True)):
             buffer = f"group{number}"
-            pieces = [self._piece(name, numel, begin, flat.numel(), buffer) for name, numel, begin in placed]
-            kept = tuple(piece for piece in pieces if piece.numel > 0)
+            chunks = [self._chunk(name, numel, begin, flat.numel(), buffer) for name, numel, begin in placed]
+            kept = tuple(chunk for chunk in chunks if chunk.numel > 0)
             names = tuple(name for name, _, _ in placed)
             found.append(Master(buffer, number, flat, kept, names, replicated=False))
         return found
@@ -87,10 +87,10 @@ class PartitionedStage:
             )
         ]
 
-    def _piece(self, name: str, numel: int, begin: int, part: int, buffer: str) -> Piece:
+    def _chunk(self, name: str, numel: int, begin: int, part: int, buffer: str) -> Chunk:
         """What lies of [begin, begin + numel) in this rank's part; numel 0 or less where nothing does."""
         low, high = max(begin, self.rank * part), min(begin + numel, (self.rank + 1) * part)
-        return Piece(name, low - begin, high - low, buffer, low - self.rank * part)
+        return Chunk(name, low - begin, high - low, buffer, low - self.rank * part)
 
 
 def _end_to_end(tensors: list[tuple[str, int]]) -> list[tuple[str, int, int]]:

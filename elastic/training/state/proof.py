@@ -55,10 +55,10 @@ class Proof:
         self._partial: dict[str, int] = {}
         self._reader: Reader | None = None
         try:
-            pieces, tensors = inventory.held().pieces, _sorted(inventory)
-            self._reader = Reader(pieces, tensors.steady, engine.device)
-            self._partial = digests(pieces, tensors.sliced.items())
-            self._whole = digests(pieces, tensors.whole.items())
+            chunks, tensors = inventory.held().chunks, _sorted(inventory)
+            self._reader = Reader(chunks, tensors.steady, engine.device)
+            self._partial = digests(chunks, tensors.sliced.items())
+            self._whole = digests(chunks, tensors.whole.items())
             self._flags, self._hashes = _flags_and_hashes(engine, stage, inventory, manifest, groups)
         except Exception as error:  # noqa: BLE001 - the other ranks wait for the verdict: it is raised there
             self._error = error
@@ -180,7 +180,7 @@ class _Sorted:
 def _sorted(inventory: Inventory) -> _Sorted:
     found = _Sorted({}, {}, {})
     places = {master.buffer: found.whole if master.replicated else found.steady for master in inventory.masters}
-    places |= {extra.piece.buffer: found.whole if extra.replicated else found.sliced for extra in inventory.extras}
+    places |= {extra.chunk.buffer: found.whole if extra.replicated else found.sliced for extra in inventory.extras}
     for key, tensor in inventory.tensors().items():
         places[key.split("/", 1)[1]][key] = tensor
     return found

@@ -9,7 +9,7 @@ import torch
 
 from elastic.checkpoint.digest import partial_digests
 from elastic.core.errors import IntegrityError
-from elastic.core.sharding.layout import Piece, RankLayout
+from elastic.core.sharding.layout import Chunk, RankLayout
 
 # 0.2 s per GB on one core; even what 80 GB of device memory hold is read long before that.
 _LIMIT_S = 600.0
@@ -17,11 +17,11 @@ _LIMIT_S = 600.0
 _STOP_LIMIT_S = 10.0
 
 
-def digests(pieces: Iterable[Piece], tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
+def digests(chunks: Iterable[Chunk], tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
     """What these tensors, "<kind>/<buffer>", add to the digest of each "<kind>/<parameter>"."""
-    by_buffer: dict[str, list[Piece]] = {}
-    for piece in pieces:
-        by_buffer.setdefault(piece.buffer, []).append(piece)
+    by_buffer: dict[str, list[Chunk]] = {}
+    for chunk in chunks:
+        by_buffer.setdefault(chunk.buffer, []).append(chunk)
     found: dict[str, int] = {}
     for key, tensor in tensors:
         buffer = key.split("/", 1)[1]
@@ -35,8 +35,8 @@ def digests(pieces: Iterable[Piece], tensors: Iterable[tuple[str, torch.Tensor]]
 class Reader:
     """Begins to read when it is made. The tensors must not change before `result` has returned."""
 
-    def __init__(self, pieces: Iterable[Piece], tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
-        self._pieces = tuple(pieces)
+    def __init__(self, chunks: Iterable[Chunk], tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
+        self._pieces = tuple(chunks)
         self._tensors = dict(tensors)
         self._stream: torch.cuda.Stream | None = None
         self._found: dict[str, int] = {}

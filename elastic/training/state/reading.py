@@ -18,7 +18,7 @@ from elastic.training.state.live import MASTER, Extra, Master
 
 @dataclass(frozen=True)
 class Staged:
-    """`tensors` by buffer of the live layout and kind, in the stored dtype; what no piece covers is zero."""
+    """`tensors` by buffer of the live layout and kind, in the stored dtype; what no chunk covers is zero."""
 
     manifest: Manifest
     tensors: Mapping[str, Mapping[str, torch.Tensor]]
@@ -33,7 +33,7 @@ class Staged:
         return {kind: tensor for kind, tensor in self.tensors[master.buffer].items() if kind != MASTER}
 
     def extra(self, extra: Extra) -> torch.Tensor:
-        return self.tensors[extra.piece.buffer][extra.kind]
+        return self.tensors[extra.chunk.buffer][extra.kind]
 
 
 def read_checkpoint(
@@ -65,7 +65,7 @@ def read_checkpoint(
 def check_dtypes(masters: Iterable[Master], extras: Iterable[Extra], staged: Staged) -> None:
     """Weights are never cast: a cast master is another training run. Optimizer state takes the stored dtype."""
     pairs = [(master.names[0], master.tensor, staged.master(master)) for master in masters]
-    pairs += [(extra.piece.name, extra.tensor, staged.extra(extra)) for extra in extras]
+    pairs += [(extra.chunk.name, extra.tensor, staged.extra(extra)) for extra in extras]
     for name, live, stored in pairs:
         if live.dtype != stored.dtype:
             raise ModelMismatch(f"{name!r} is held as {live.dtype} here, as {stored.dtype} in the checkpoint")

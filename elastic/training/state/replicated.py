@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from elastic.core.sharding.layout import Layout, Piece
+from elastic.core.sharding.layout import Chunk, Layout
 from elastic.core.sharding.zero import replicated_layout
 from elastic.training.state.live import (
     Extra,
@@ -49,8 +49,8 @@ class ReplicatedStage:
             held = self._wrapper.fp32_groups[number] if self._unfused else group
             for parameter, master in zip(group, held, strict=True):
                 name = self._names[id(parameter)]
-                pieces = (Piece(name, 0, parameter.numel(), whole_buffer(name), 0),)
-                found.append(Master(whole_buffer(name), number, master, pieces, (name,), replicated=True))
+                chunks = (Chunk(name, 0, parameter.numel(), whole_buffer(name), 0),)
+                found.append(Master(whole_buffer(name), number, master, chunks, (name,), replicated=True))
         return found
 
     def frozen(self) -> list[Extra]:
@@ -95,10 +95,10 @@ class ReplicatedStage:
     def _flat_masters(self) -> list[Master]:
         found = []
         for number, (flat, group) in enumerate(zip(self._wrapper.fp32_groups_flat, self._listed(), strict=True)):
-            pieces, offset = [], 0
+            chunks, offset = [], 0
             for parameter in group:
-                pieces.append(Piece(self._names[id(parameter)], 0, parameter.numel(), f"group{number}", offset))
+                chunks.append(Chunk(self._names[id(parameter)], 0, parameter.numel(), f"group{number}", offset))
                 offset += parameter.numel()
-            names = tuple(piece.name for piece in pieces)
-            found.append(Master(f"group{number}", number, flat, tuple(pieces), names, replicated=True))
+            names = tuple(chunk.name for chunk in chunks)
+            found.append(Master(f"group{number}", number, flat, tuple(chunks), names, replicated=True))
         return found

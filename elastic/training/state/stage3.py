@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from elastic.core.sharding.layout import Layout, Piece
+from elastic.core.sharding.layout import Chunk, Layout
 from elastic.core.sharding.zero import zero3_layout
 from elastic.training.state.live import PARAM, Extra, Master, Weight, full_numel, parameter_names, rank_in, whole_buffer
 
@@ -37,15 +37,15 @@ class Stage3:
         found = []
         for number, sub_group in enumerate(self._wrapper.fp16_groups):
             flat = self._wrapper.fp32_partitioned_groups_flat[number]
-            pieces, offset = [], 0
+            chunks, offset = [], 0
             for parameter in sub_group:
                 start, numel = self._slice(parameter)
                 if numel > 0:
-                    pieces.append(Piece(self._names[id(parameter)], start, numel, f"sub{number}", offset))
+                    chunks.append(Chunk(self._names[id(parameter)], start, numel, f"sub{number}", offset))
                 offset += int(parameter.partition_numel())
             group = self._wrapper.sub_group_to_group_id[number]
             names = tuple(self._names[id(parameter)] for parameter in sub_group)
-            found.append(Master(f"sub{number}", group, flat, tuple(pieces), names, replicated=False))
+            found.append(Master(f"sub{number}", group, flat, tuple(chunks), names, replicated=False))
         return found
 
     def frozen(self) -> list[Extra]:
@@ -57,7 +57,7 @@ class Stage3:
             if id(parameter) not in trained and numel > 0:
                 name = self._names[id(parameter)]
                 part = parameter.ds_tensor.data.narrow(0, 0, numel)
-                found.append(Extra(PARAM, part, Piece(name, start, numel, whole_buffer(name), 0), replicated=False))
+                found.append(Extra(PARAM, part, Chunk(name, start, numel, whole_buffer(name), 0), replicated=False))
         return found
 
     def weights(self) -> list[Weight]:

@@ -29,11 +29,11 @@ def unfaithful(masters: Iterable[Master], weights: Iterable[Weight]) -> set[str]
     wrong = set()
     for master in masters:
         flat = master.tensor.detach().reshape(-1)
-        for piece in master.pieces:
-            part = flat[piece.offset : piece.offset + piece.numel]
-            own = held.get(piece.name, [])
-            if not own or not all(_follows(weight, piece.start, part) for weight in own):
-                wrong.add(piece.name)
+        for chunk in master.chunks:
+            part = flat[chunk.offset : chunk.offset + chunk.numel]
+            own = held.get(chunk.name, [])
+            if not own or not all(_follows(weight, chunk.start, part) for weight in own):
+                wrong.add(chunk.name)
     return wrong
 
 
@@ -53,7 +53,7 @@ def replicas(
             found[f"{MASTER}/{master.buffer}"] = master.tensor
             found |= {f"{kind}/{master.buffer}": tensor for kind, tensor in state.items()}
     kept = (extra for extra in extras if extra.replicated and extra.kind != BUFFER)
-    return found | {f"{extra.kind}/{extra.piece.name}": extra.tensor for extra in kept}
+    return found | {f"{extra.kind}/{extra.chunk.name}": extra.tensor for extra in kept}
 
 
 def fingerprint(tensor: torch.Tensor) -> int:

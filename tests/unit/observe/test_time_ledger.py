@@ -16,10 +16,10 @@ from elastic.core.run.state import (
     Joining,
     KnownCheckpoint,
     Pausing,
+    RunPhase,
     RunState,
     Slot,
     SlotPhase,
-    Stage,
     Training,
     Waiting,
     Worker,
@@ -159,17 +159,17 @@ def test_every_stage_has_an_owner() -> None:
     assert owner_of(replace(blank, workers=workers(WorkerPhase.IDLE, WorkerPhase.IDLE))) == own.DECIDE
     assert owner_of(replace(blank, generation=1)) == own.WAIT_FOR_CAPACITY
     joined = Joining(0, joined=frozenset({0, 1}))
-    fresh = replace(blank, members=(0, 1), stage=joined)
+    fresh = replace(blank, members=(0, 1), phase=joined)
     assert owner_of(fresh) == own.INIT
-    assert owner_of(replace(fresh, base=BASE, stage=Joining(0, joined=frozenset({0})))) == own.INIT
+    assert owner_of(replace(fresh, base=BASE, phase=Joining(0, joined=frozenset({0})))) == own.INIT
     assert owner_of(replace(fresh, base=BASE)) == own.RESTORE
     shrunk = Incident(1, "node-lost", 1, 3, 10, "")
     assert owner_of(replace(fresh, base=BASE, incident=shrunk)) == own.RESHARD
-    stages: list[tuple[Stage, str]] = [
+    phases: list[tuple[RunPhase, str]] = [
         (was, own.PRODUCTIVE), (Pausing(0, 1, "grow", was), own.PAUSED), (Ending(0, 1), own.DECIDE),
         (Closing(0, 1, 5, True), own.CHECKPOINT_STALL), (Finished(0, "finished", ""), own.UNKNOWN),
     ]  # fmt: skip
-    assert all(owner_of(replace(blank, stage=stage)) == owner for stage, owner in stages)
+    assert all(owner_of(replace(blank, phase=phase)) == owner for phase, owner in phases)
 
 
 # --- samples ---------------------------------------------------------------------------------------------------------

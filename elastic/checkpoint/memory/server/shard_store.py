@@ -146,7 +146,7 @@ def _checked(record: ShardRecord, reading: Reading, pace: Pace) -> ShardRecord:
             where = Where(rank=record.rank, step=record.step, generation=record.generation)
             raise IntegrityError("a shard in this node's memory is not what was put there", where)
         buffers = {t.key: (t.dtype, data[t.begin : t.begin + t.numel * ITEM_BYTES[t.dtype]]) for t in record.tensors}
-        digests = piece_digests(record.pieces, buffers, pace.add)
+        digests = piece_digests(record.chunks, buffers, pace.add)
         for _, view in buffers.values():
             view.release()
     return replace(record, xxh3=found, digests=digests)

@@ -37,7 +37,7 @@ OnSteps = Callable[[int, int, Mapping[int, Sequence[Mapping[str, Any]]]], None]
 class Assembled:
     """A snapshot ready to be restored: `holders[rank]` is the address to read that rank's shard from.
 
-    Every worker is sent one: `text` is the manifest's JSON, made once. Half a million pieces (1,000 ranks, stage 3)
+    Every worker is sent one: `text` is the manifest's JSON, made once. Half a million pieces (1,000 ranks, phase 3)
     would take a second to pickle for each of them.
     """
 

@@ -15,7 +15,7 @@ from elastic.core.checkpoint.manifest import Manifest, ShardRecord, StoredTensor
 from elastic.core.checkpoint.manifest_json import check_json, from_json, to_json
 from elastic.core.errors import IntegrityError
 from elastic.core.names import checkpoint_id, shard_file
-from elastic.core.sharding.layout import Layout, Piece
+from elastic.core.sharding.layout import Chunk, Layout
 from elastic.core.sharding.zero import zero3_layout, zero12_layout
 
 GROUPS = [[("a", 7), ("b", 12)], [("c", 1)]]
@@ -35,10 +35,10 @@ def records(
                 tensors.append(StoredTensor(f"{kind}/{buffer}", "F32", length, begin))
                 begin += 4 * length
         digests: dict[str, int] = {}
-        for piece in rank.pieces:
+        for chunk in rank.chunks:
             for kind in KINDS:
-                own = sum(2**63 + index for index in range(piece.start, piece.stop)) % 2**64
-                digests[f"{kind}/{piece.name}"] = (digests.get(f"{kind}/{piece.name}", 0) + own) % 2**64
+                own = sum(2**63 + index for index in range(chunk.start, chunk.stop)) % 2**64
+                digests[f"{kind}/{chunk.name}"] = (digests.get(f"{kind}/{chunk.name}", 0) + own) % 2**64
         found.append(
             ShardRecord(
                 rank=number,
@@ -49,7 +49,7 @@ def records(
                 bytes=begin,
                 xxh3=f"{number:016x}",
                 tensors=tuple(tensors),
-                pieces=rank.pieces,
+                chunks=rank.chunks,
                 digests=digests,
                 client={"cursor": step} if number == 0 else None,
                 zero_stage=2,
@@ -116,10 +116,10 @@ BROKEN = {
     "other step": (change(example(), 1, step=39), "differ in step"),
     "other world size": (change(example(), 1, world_size=5), "differ in world_size"),
     "no parameters": (change(example(), 0, parameters=None), "does not name the parameters"),
-    "lost piece": (change(example(), 1, pieces=()), "no rank holds elements"),
-    "piece held twice": (change(example(), 1, pieces=example()[0].pieces), "both hold|no rank holds"),
-    "unknown parameter": (change(example(), 1, pieces=(Piece("z", 0, 1, "group0", 0),)), "'z' is in a shard but not"),
-    "piece outside": (change(example(), 1, pieces=(Piece("a", 0, 1, "group0", 99),)), "does not fit"),
+    "lost chunk": (change(example(), 1, chunks=()), "no rank holds elements"),
+    "chunk held twice": (change(example(), 1, chunks=example()[0].chunks), "both hold|no rank holds"),
+    "unknown parameter": (change(example(), 1, chunks=(Chunk("z", 0, 1, "group0", 0),)), "'z' is in a shard but not"),
+    "chunk outside": (change(example(), 1, chunks=(Chunk("a", 0, 1, "group0", 99),)), "does not fit"),
     "a kind missing on one rank": (fewer_kinds(1), "no rank holds elements"),
     "parameter missing": (change(example(), 0, parameters={**SHAPES, "d": (2,)}), "no shard holds 'd'"),
     "parameter larger": (change(example(), 0, parameters={**SHAPES, "c": (2,)}), r"no rank holds elements \[1, 2\)"),
@@ -170,10 +170,10 @@ def test_json_gives_back_what_was_written(sizes, world, stage3, client, written_
 def test_a_thousand_ranks_fit() -> None:
     group = [(f"layers.{number}.weight", 4096 + number) for number in range(60)]
     layout = zero3_layout([group], 1000)
-    pieces = sum(len(rank.pieces) for rank in layout.ranks)
+    chunks = sum(len(rank.chunks) for rank in layout.ranks)
     found = assemble(records(layout, {name: (numel,) for name, numel in group}), run_id="run-1")
-    # A few bytes for each of 60,000 pieces, and a few hundred for each rank.
-    assert len(to_json(found)) < 12 * pieces + 700 * 1000
+    # A few bytes for each of 60,000 chunks, and a few hundred for each rank.
+    assert len(to_json(found)) < 12 * chunks + 700 * 1000
 
 
 def rewritten(change_body: Any) -> str:
@@ -217,7 +217,7 @@ BAD = {
     "tensor twice": (put("shards", 0, "tensors", 0, 0, value="exp_avg/group0"), "two tensors of one name"),
     "column missing": (put("shards", 0, "pieces", value=[0, 1, 2, 3]), "five columns"),
     "column unknown": (put("shards", 0, "pieces", 0, value=999), "entry 999"),
-    "piece outside": (lambda body: body.update(columns=[[n + 1000 for n in c] for c in body["columns"]]), "."),
+    "chunk outside": (lambda body: body.update(columns=[[n + 1000 for n in c] for c in body["columns"]]), "."),
     "digest": (put("digests", "fp32/a", value="xyz"), "no number"),
     "shape": (put("parameters", "a", value=[-7]), "at least 0"),
     "shape is a number": (put("parameters", "a", value=7), "is a int, not a list"),

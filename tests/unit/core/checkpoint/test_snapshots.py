@@ -143,7 +143,7 @@ def lost(snapshots: tuple[tuple[str, int], ...], committed: int | None = None) -
     if committed is not None:
         run.commit(committed)
     run.do(ev.WorkerDied(1, "exit code -9")).left(17, 0, 2)
-    assert isinstance(run.state.stage, Waiting)
+    assert isinstance(run.state.phase, Waiting)
     survey = run.state.survey
     assert survey is not None
     return run.do(ev.MemorySurveyed(survey.number, snapshots))
@@ -170,7 +170,7 @@ def test_storage_is_used_where_it_is_further_or_memory_holds_nothing() -> None:
 def test_nobody_waits_for_ever_for_an_answer() -> None:
     run = Scenario(2, 3, memory=True).started(3).commit(10)
     run.do(ev.WorkerDied(1, "exit code -9")).left(17, 0, 2)
-    assert isinstance(run.state.stage, Waiting)
+    assert isinstance(run.state.phase, Waiting)
     run.wait(run.state.settings.failures.survey_timeout_s)
     assert begun(run).checkpoint == "c10"
     assert any(isinstance(a, act.Note) and "no node has said in time" in a.sentence for a in run.last)
@@ -195,7 +195,7 @@ def test_a_refused_snapshot_is_passed_over_for_the_next_and_then_for_storage() -
         run.wait(1.0)
         if run.state.survey is not None:
             run.do(ev.MemorySurveyed(run.state.survey.number, found))
-        assert isinstance(run.state.stage, Joining)
+        assert isinstance(run.state.phase, Joining)
         assert run.state.base is not None
         assert run.state.base.id == then
 
@@ -224,7 +224,7 @@ def test_a_stop_keeps_what_is_in_memory_only() -> None:
     assert [type(action) for action in run.last if isinstance(action, act.AskHold)] == [act.AskHold]
     run.do(*(ev.HoldAnswered(run.state.generation, worker, 17, True) for worker in run.state.members))
     run.left(17)
-    assert isinstance(run.stage, Pausing), "storage has not taken it yet"
+    assert isinstance(run.phase, Pausing), "storage has not taken it yet"
     assert run.commit(17).end == ("stopped", "enough")
 
 
@@ -244,7 +244,7 @@ def test_a_stop_does_not_try_again_and_again() -> None:
     run = Scenario(2, 3, memory=True).started(3).commit(10).do(ev.StopRequested("enough"))
     for _ in range(2):
         run.do(ev.CollectiveFailed(run.state.generation, run.state.members[0], 17, "peer closed")).left(17)
-        assert isinstance(run.stage, Waiting | Finished)
+        assert isinstance(run.phase, Waiting | Finished)
         if run.state.survey is not None:
             run.do(ev.MemorySurveyed(run.state.survey.number, ((snapshot_id(16, 1), 16),)))
     assert run.end == ("stopped", "enough")
@@ -264,7 +264,7 @@ def test_growth_goes_through_memory_without_waiting_for_storage() -> None:
     assert run.state.survey is not None
     run.do(ev.MemorySurveyed(run.state.survey.number, ((snapshot_id(5, 1), 5),)))
     assert (begun(run).step, len(begun(run).members)) == (5, 3)
-    assert run.train().state.stage == Training(run.state.stage.since, first_step_done=True)
+    assert run.train().state.phase == Training(run.state.phase.since, first_step_done=True)
 
 
 def test_growth_waits_for_storage_where_one_memory_fails() -> None:

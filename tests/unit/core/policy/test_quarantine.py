@@ -136,15 +136,15 @@ def asked(run: Scenario) -> int:
 
 def test_a_node_with_a_history_is_let_in_once_all_have_reached_each_other() -> None:
     run = back(cut(Scenario(2, 3, memory=True).started(3), 0, 2))
-    assert isinstance(run.stage, Training), "the others train while it is found out"
+    assert isinstance(run.phase, Training), "the others train while it is found out"
     run.do(ev.MemorySurveyed(asked(run)))
-    assert isinstance(run.stage, Pausing)
+    assert isinstance(run.phase, Pausing)
 
 
 def test_a_node_that_is_still_cut_off_does_not_stop_those_that_train() -> None:
     run = back(cut(Scenario(2, 3, memory=True).started(3), 0, 2))
     run.do(ev.MemorySurveyed(asked(run), (), (("node-2", "node-0"),)))
-    assert isinstance(run.stage, Training)
+    assert isinstance(run.phase, Training)
     assert run.state.quarantine["node-2"].count == 2, "it is left alone for longer"
     assert "node-2" not in run.state.nodes
     assert run.state.world_size == 2
@@ -165,14 +165,14 @@ def test_members_of_a_generation_that_trains_are_not_the_ones_to_go() -> None:
     run.do(*(ev.WorkerReady(worker, 7, "host") for worker in starting))
     (survey,) = run.acts(act.SurveyMemory)
     run.do(ev.MemorySurveyed(survey.survey, (), (("node-0", "node-2"), ("node-0", "node-3"))))
-    assert isinstance(run.stage, Training)
+    assert isinstance(run.phase, Training)
     assert run.state.nodes == ("node-0", "node-1")
 
 
 def test_where_nobody_answers_the_node_is_given_the_benefit_of_the_doubt() -> None:
     run = back(cut(Scenario(2, 3, memory=True).started(3), 0, 2))
     run.wait(run.state.settings.failures.survey_timeout_s)
-    assert isinstance(run.stage, Pausing)
+    assert isinstance(run.phase, Pausing)
 
 
 def test_a_burst_of_bad_nodes_does_not_have_every_waiting_slot_asked_for_again() -> None:

@@ -139,7 +139,7 @@ def found(run: Scenario, worker: int, confirmed: bool = True) -> Scenario:
 
 def test_it_is_said_with_figures_and_nothing_else_is_done() -> None:
     run = found(scenario("report"), 1)
-    assert isinstance(run.stage, Training)
+    assert isinstance(run.phase, Training)
     (note,) = run.acts(act.Note)
     assert note.kind == "straggler"
     assert note.sentence == (
@@ -151,9 +151,9 @@ def test_it_is_said_with_figures_and_nothing_else_is_done() -> None:
 
 def test_the_others_go_on_from_the_same_step_and_the_node_is_left_alone() -> None:
     run = found(scenario("evict"), 1, confirmed=False)
-    assert isinstance(run.stage, Training), "one window more has to confirm it"
+    assert isinstance(run.phase, Training), "one window more has to confirm it"
     found(run, 1)
-    assert isinstance(run.stage, Pausing)
+    assert isinstance(run.phase, Pausing)
     run.do(*(ev.HoldAnswered(1, w, 41, memory=True) for w in (0, 1, 2)))
     run.left(41)
     assert run.state.survey is not None
@@ -168,13 +168,13 @@ def test_the_others_go_on_from_the_same_step_and_the_node_is_left_alone() -> Non
     assert (incident.incident.kind, incident.incident.planned, incident.incident.steps_repeated) == ("resize", True, 0)
     (request,) = run.acts(act.RequestSlot)
     assert request.avoid == ("node-1",), "the node is not asked for again at once"
-    assert isinstance(run.stage, Training)
+    assert isinstance(run.phase, Training)
     assert run.state.evicted == ()
 
 
 def test_a_run_that_needs_it_keeps_it() -> None:
     run = found(scenario("evict", low=3), 1)
-    assert isinstance(run.stage, Training)
+    assert isinstance(run.phase, Training)
     assert "is kept all the same: 2 would be left of at least 3" in run.said()
 
 
@@ -198,7 +198,7 @@ def test_a_loss_at_the_planned_end(lose: Callable[[Scenario], None], members: tu
 def test_nobody_is_evicted_while_the_run_ends() -> None:
     run = scenario("evict")
     run.do(ev.StopRequested("enough"))
-    before = run.stage
+    before = run.phase
     assert isinstance(before, Pausing)
     found(run, 1)
-    assert run.stage == before
+    assert run.phase == before

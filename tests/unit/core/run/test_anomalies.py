@@ -39,13 +39,13 @@ def begun(run: Scenario) -> act.BeginGeneration:
 def test_the_run_goes_back_and_leaves_the_samples_out() -> None:
     run = scenario().commit(10)
     found(run, 13)
-    assert isinstance(run.stage, Ending)
+    assert isinstance(run.phase, Ending)
     assert "rank 0 on node node-0: the gradient of step 14 is nan" in run.said()
     assert "samples 130 to 139 are skipped, step 14 is done with the next ones" in run.said()
     run.left(13)
     assert begun(run) == act.BeginGeneration(2, (0, 1, 2), "c10", 10, ((130, 140),))
     run.train()
-    assert isinstance(run.stage, Training)
+    assert isinstance(run.phase, Training)
     (incident,) = run.acts(act.CloseIncident)
     assert (incident.incident.kind, incident.incident.step, incident.incident.steps_repeated) == ("anomaly", 13, 3)
     assert len(incident.incident.also) == 2, "who else saw it is kept"
@@ -103,7 +103,7 @@ def test_a_checkpoint_that_lies_behind_it_never_counts() -> None:
 def test_a_snapshot_that_lies_behind_it_never_counts() -> None:
     run = scenario(memory=True)
     found(run, 13).left(13)
-    assert isinstance(run.stage, Waiting)
+    assert isinstance(run.phase, Waiting)
     assert run.state.survey is not None
     held = ((snapshot_id(14, 1), 14), (snapshot_id(13, 1), 13), (snapshot_id(12, 1), 12))
     run.do(ev.MemorySurveyed(run.state.survey.number, held))
@@ -156,11 +156,11 @@ def test_steps_that_were_skipped_are_bounded() -> None:
     run = scenario(policy="skip", max_anomalies=2, window_steps=10)
     for step in (3, 4):
         run.do(ev.StepSkipped(1, step, "the gradient is nan", ((step * 10 - 10, step * 10),)))
-        assert isinstance(run.stage, Training)
+        assert isinstance(run.phase, Training)
     assert "step 4 was not applied: the gradient is nan; samples 30 to 39 are skipped" in run.said()
     assert run.state.skips == (), "the step is over: nothing is done with the next samples instead"
     run.do(ev.StepSkipped(1, 5, "the gradient is nan", ((40, 50),)))
-    assert isinstance(run.stage, Ending)
+    assert isinstance(run.phase, Ending)
     run.left(5)
     assert run.end[0] == GAVE_UP
     assert "3 anomalies within 10 steps" in run.end[1]
@@ -206,7 +206,7 @@ def test_what_only_memory_has_is_saved_before_the_run_is_given_up() -> None:
     assert run.acts(act.ConfirmHold) == [act.ConfirmHold(2, (0, 1, 2), 13, durable=True)]
     assert not run.acts(act.AskHold), "no step is promised, and none is done"
     run.left(13)
-    assert not isinstance(run.stage, Finished), "it waits for storage"
+    assert not isinstance(run.phase, Finished), "it waits for storage"
     run.commit(13)
     assert run.end[0] == GAVE_UP
     assert "the gradient of step 14 is nan; the policy is to stop" in run.end[1]

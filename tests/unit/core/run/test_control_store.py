@@ -16,14 +16,14 @@ def _sentences(scenario: Scenario) -> list[str]:
 
 def test_training_goes_on_and_it_is_said_once() -> None:
     s = Scenario(2, 2).started(2)
-    before = s.state.stage
+    before = s.state.phase
     s.do(ev.ControlStoreAway(4.0))
     assert _sentences(s) == [
         "Ray's control store has not answered for 4.0 s: training goes on, "
         "nodes and workers can come again when it is back"
     ]
-    assert s.state.stage == before
-    assert isinstance(s.stage, Training)
+    assert s.state.phase == before
+    assert isinstance(s.phase, Training)
     s.do(ev.ControlStoreAway(9.0))
     assert _sentences(s) == []
     s.do(ev.ControlStoreBack(12.5))
@@ -68,7 +68,7 @@ def test_a_controller_that_was_placed_again_knows_that_it_is_back() -> None:
 def test_the_wait_for_capacity_has_no_end_while_nobody_can_come() -> None:
     s = Scenario(2, 2, capacity_timeout_s=30.0).do(ev.RunStarted(), ev.ControlStoreAway(4.0))
     s.wait(100.0).do(ev.Tick())
-    assert isinstance(s.stage, Waiting)
+    assert isinstance(s.phase, Waiting)
     s.do(ev.ControlStoreBack(104.0)).wait(29.0)
-    assert isinstance(s.stage, Waiting), "from its return on the limit counts again"
+    assert isinstance(s.phase, Waiting), "from its return on the limit counts again"
     assert s.wait(2.0).end[0] == "no-capacity"

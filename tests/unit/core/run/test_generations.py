@@ -12,14 +12,14 @@ from elastic.core.run.state import Closing, Ending, Joining, Pausing, Training, 
 
 def test_growth_holds_everybody_at_one_step_and_goes_on_from_its_checkpoint() -> None:
     s = Scenario(2, 3).started(2).nodes(1)
-    assert isinstance(s.stage, Pausing)
+    assert isinstance(s.phase, Pausing)
     assert s.acts(act.AskHold) == [act.AskHold(1, (0, 1))]
     s.do(ev.HoldAnswered(1, 0, 7))
     assert not s.acts(act.ConfirmHold)
     s.do(ev.HoldAnswered(1, 1, 8))
     assert s.acts(act.ConfirmHold) == [act.ConfirmHold(1, (0, 1), 8)]
     s.left(8)
-    assert isinstance(s.stage, Pausing), "the checkpoint is waited for"
+    assert isinstance(s.phase, Pausing), "the checkpoint is waited for"
     s.commit(8)
     assert s.acts(act.BeginGeneration) == [act.BeginGeneration(2, (0, 1, 2), "c8", 8)]
     s.train()
@@ -30,36 +30,36 @@ def test_growth_holds_everybody_at_one_step_and_goes_on_from_its_checkpoint() ->
 
 def test_growth_waits_for_the_first_step_and_for_workers_that_are_still_starting() -> None:
     s = Scenario(2, 4).do(ev.RunStarted()).nodes(2).wait(5).nodes(1)
-    assert isinstance(s.stage, Joining)
+    assert isinstance(s.phase, Joining)
     s.join().do(ev.SlotPlaced(3, "node-3"))
     s.do(ev.FirstStepDone(1, 1))
-    assert isinstance(s.stage, Training), "worker 3 is about to come"
+    assert isinstance(s.phase, Training), "worker 3 is about to come"
     s.do(ev.WorkerReady(3, 1, "host"))
-    assert isinstance(s.stage, Pausing)
+    assert isinstance(s.phase, Pausing)
 
 
 def test_growth_waits_while_storage_fails() -> None:
     s = Scenario(2, 3).started(2).do(ev.SaveFailing(5, "503", 1.0)).nodes(1)
-    assert isinstance(s.stage, Training)
-    assert isinstance(s.commit(5).stage, Pausing)
+    assert isinstance(s.phase, Training)
+    assert isinstance(s.commit(5).phase, Pausing)
 
 
 def test_growth_does_not_wait_for_storage_where_memory_takes_the_last_step() -> None:
     s = Scenario(2, 3, memory=True).started(2).do(ev.SaveFailing(5, "503", 1.0, 1)).nodes(1)
-    assert isinstance(s.stage, Pausing)
+    assert isinstance(s.phase, Pausing)
     s = Scenario(2, 3, memory=True).started(2).do(ev.SaveFailing(5, "503", 1.0, 1), ev.MemoryLost(1, 0, "full"))
-    assert isinstance(s.nodes(1).stage, Training)
+    assert isinstance(s.nodes(1).phase, Training)
 
 
 def test_failing_storage_of_an_earlier_generation_does_not_forbid_growth_for_ever() -> None:
     s = Scenario(2, 3).started(2).do(ev.SaveFailing(5, "503", 1.0)).broken(0)
     s.train().nodes(1)
-    assert isinstance(s.stage, Pausing)
+    assert isinstance(s.phase, Pausing)
 
 
 def test_a_member_that_dies_while_everybody_holds_makes_it_a_failure() -> None:
     s = Scenario(1, 3).started(2).nodes(1).do(ev.HoldAnswered(1, 0, 7), ev.WorkerDied(1, "exit code -9"))
-    assert isinstance(s.stage, Ending)
+    assert isinstance(s.phase, Ending)
     assert s.acts(act.EndGeneration)[0].workers == (0,)
     s.left(6)
     assert s.acts(act.BeginGeneration)[0].members == (0, 2)
@@ -81,7 +81,7 @@ def test_storage_that_does_not_take_the_checkpoint_costs_the_steps_not_the_growt
 
 def test_who_does_not_stop_in_time_is_ended() -> None:
     s = Scenario(2, 3, drain_timeout_s=20, abort_timeout_s=3).started(2).nodes(1).do(ev.HoldAnswered(1, 0, 7)).wait(20)
-    assert isinstance(s.stage, Ending)
+    assert isinstance(s.phase, Ending)
     s.left(7, 0).wait(3)
     assert [kill.worker for kill in s.acts(act.KillWorker)] == [1]
 
@@ -91,7 +91,7 @@ def test_the_end_of_the_run_may_overtake_the_planned_one() -> None:
     s.completed(9, 1)
     assert s.acts(act.ConfirmHold) == [act.ConfirmHold(1, (0,), 9)], "the end of rank 1 is its answer"
     s.left(9, 0)
-    assert isinstance(s.stage, Closing)
+    assert isinstance(s.phase, Closing)
     assert s.commit(9).end[0] == "finished"
 
 
@@ -101,7 +101,7 @@ def test_the_end_of_the_run_may_overtake_the_planned_one() -> None:
 def test_a_stop_while_training_saves_first() -> None:
     s = Scenario(2, 2).started(2).do(ev.StopRequested("a person asked"))
     s.do(ev.HoldAnswered(1, 0, 7), ev.HoldAnswered(1, 1, 7)).left(7)
-    assert isinstance(s.stage, Pausing)
+    assert isinstance(s.phase, Pausing)
     assert s.commit(7).end == ("stopped", "a person asked")
     assert s.acts(act.CloseIncident)[0].incident.kind == "stop"
     assert {release.slot for release in s.acts(act.ReleaseSlot)} == {0, 1}
@@ -114,13 +114,13 @@ def test_a_stop_while_waiting_is_immediate_and_nothing_is_asked_for_any_more() -
 
 def test_a_stop_while_joining_waits_for_the_first_step() -> None:
     s = Scenario(2, 2).do(ev.RunStarted()).nodes(2).do(ev.StopRequested("enough"))
-    assert isinstance(s.stage, Joining)
-    assert isinstance(s.train().stage, Pausing)
+    assert isinstance(s.phase, Joining)
+    assert isinstance(s.train().phase, Pausing)
 
 
 def test_a_stop_while_ending_stops_when_everybody_has_left() -> None:
     s = Scenario(2, 2).started(2).do(ev.CollectiveFailed(1, 0, 3, "peer closed"), ev.StopRequested("enough"))
-    assert isinstance(s.stage, Ending)
+    assert isinstance(s.phase, Ending)
     assert s.left(3).end == ("stopped", "enough")
 
 
@@ -134,11 +134,11 @@ def test_the_first_reason_for_a_stop_counts() -> None:
 
 def test_completion_waits_for_the_last_checkpoint() -> None:
     s = Scenario(2, 2).started(2).commit(5).completed(9, 0)
-    assert isinstance(s.stage, Training)
+    assert isinstance(s.phase, Training)
     s.completed(9, 1)
-    assert isinstance(s.stage, Closing)
+    assert isinstance(s.phase, Closing)
     s.do(ev.CheckpointCommitted("late", 8, 1))
-    assert isinstance(s.stage, Closing)
+    assert isinstance(s.phase, Closing)
     assert s.commit(9).end == ("finished", "all 9 steps are done and saved")
 
 
@@ -188,14 +188,14 @@ def test_whoever_cannot_reach_storage_is_named_once_and_in_the_end() -> None:
 def test_the_last_checkpoint_is_made_by_those_who_reach_storage() -> None:
     s = Scenario(2, 3, memory=True, storage_timeout_s=30).started(3).commit(5).do(ev.SaveFailing(10, "no", 1.0, 1))
     s.completed(20).wait(30)
-    assert isinstance(s.stage, Waiting)
+    assert isinstance(s.phase, Waiting)
     s.do(ev.MemorySurveyed(s.state.surveys, (("memory:step-00000020-g0001", 20),)))
     assert s.acts(act.BeginGeneration) == [act.BeginGeneration(2, (0, 2), "memory:step-00000020-g0001", 20)]
     incident = s.state.incident
     assert incident is not None
     assert (incident.kind, incident.planned, incident.steps_repeated) == ("resize", True, 0)
     s.join().completed(20)
-    assert isinstance(s.stage, Closing)
+    assert isinstance(s.phase, Closing)
     assert s.commit(20).end == ("finished", "all 20 steps are done and saved")
 
 
@@ -229,14 +229,14 @@ def test_a_loss_before_the_last_checkpoint_is_complete_repeats_the_end(loss: str
         s.do(ev.WorkerDied(2, "exit code -9"))
     else:
         s.do(ev.WorkersSilent((2,), 1.0, ("node-2",))).wait(0.5)
-    assert isinstance(s.stage, Ending)
+    assert isinstance(s.phase, Ending)
     s.left(9)
     assert s.acts(act.BeginGeneration) == [act.BeginGeneration(2, (0, 1), "c5", 5)]
 
 
 def test_a_last_checkpoint_that_comes_after_all_ends_the_run_without_another_generation() -> None:
     s = Scenario(2, 2).started(2).completed(9).lose_node(1).left(9)
-    assert isinstance(s.stage, Waiting)
+    assert isinstance(s.phase, Waiting)
     assert s.do(ev.CheckpointCommitted("c9", 9, 1)).end[0] == "finished"
 
 

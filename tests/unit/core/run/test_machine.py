@@ -26,10 +26,10 @@ STORIES = {
 }
 
 
-@pytest.mark.parametrize("stage", STORIES)
-def test_the_journal_leads_to_the_same_state(stage: str) -> None:
-    s = STORIES[stage]()
-    assert type(s.stage).__name__ == stage
+@pytest.mark.parametrize("phase", STORIES)
+def test_the_journal_leads_to_the_same_state(phase: str) -> None:
+    s = STORIES[phase]()
+    assert type(s.phase).__name__ == phase
     state = machine.initial(s.state.settings, 1000.0)
     for event, now in s.journal:
         record = json.loads(json.dumps(ev.to_json(event)))
@@ -38,15 +38,15 @@ def test_the_journal_leads_to_the_same_state(stage: str) -> None:
     assert state == s.state
 
 
-@pytest.mark.parametrize("stage", STORIES)
-def test_messages_of_other_generations_change_nothing(stage: str) -> None:
-    s = STORIES[stage]()
+@pytest.mark.parametrize("phase", STORIES)
+def test_messages_of_other_generations_change_nothing(phase: str) -> None:
+    s = STORIES[phase]()
     before = s.state
     for generation in (0, s.state.generation - 1, s.state.generation + 1):
         s.do(*generation_events(generation, 0))
         assert s.state is before
         assert not s.last
-    if stage in ("Waiting", "Closing", "Finished"):
+    if phase in ("Waiting", "Closing", "Finished"):
         s.do(*generation_events(s.state.generation, 0))
         assert s.state is before
 
@@ -70,15 +70,15 @@ def test_a_checkpoint_is_never_fenced() -> None:
 # --- restarts --------------------------------------------------------------------------------------------------------
 
 
-def restarted(stage: str) -> Scenario:
-    return STORIES[stage]().do(ev.ControllerRestarted(2), after=1000.0)
+def restarted(phase: str) -> Scenario:
+    return STORIES[phase]().do(ev.ControllerRestarted(2), after=1000.0)
 
 
-@pytest.mark.parametrize("stage", STORIES)
-def test_nobody_is_late_because_the_controller_was_away(stage: str) -> None:
-    s, restarted_ = STORIES[stage](), restarted(stage)
-    assert type(restarted_.stage) is type(s.stage)
-    assert not restarted_.acts(act.EndGeneration) or stage == "Ending"
+@pytest.mark.parametrize("phase", STORIES)
+def test_nobody_is_late_because_the_controller_was_away(phase: str) -> None:
+    s, restarted_ = STORIES[phase](), restarted(phase)
+    assert type(restarted_.phase) is type(s.phase)
+    assert not restarted_.acts(act.EndGeneration) or phase == "Ending"
     assert not restarted_.acts(act.KillWorker)
     deadline = machine.next_deadline(restarted_.state, machine.DEFAULT_POLICY)
     assert deadline is None or deadline > restarted_.now
@@ -101,21 +101,21 @@ def test_what_was_under_way_is_asked_for_again() -> None:
 def test_training_goes_on_over_a_restart() -> None:
     s = restarted("Training")
     assert [type(action) for action in s.last] == [act.Note]
-    assert isinstance(s.stage, Training)
+    assert isinstance(s.phase, Training)
 
 
 def test_a_suspicion_does_not_outlive_the_controller_that_had_it() -> None:
     s = STORIES["Training"]().do(ev.WorkersSilent((1,), 1.0)).do(ev.ControllerRestarted(2), after=60.0).wait(60)
-    assert isinstance(s.stage, Training)
+    assert isinstance(s.phase, Training)
 
 
-@pytest.mark.parametrize("stage", [stage for stage in STORIES if stage != "Finished"])
-def test_a_generation_that_no_journal_tells_of_is_ended_and_its_number_is_not_used_again(stage: str) -> None:
+@pytest.mark.parametrize("phase", [phase for phase in STORIES if phase != "Finished"])
+def test_a_generation_that_no_journal_tells_of_is_ended_and_its_number_is_not_used_again(phase: str) -> None:
     """Begun while the journal could not be written, by a controller that was killed before it could."""
-    s = STORIES[stage]()
+    s = STORIES[phase]()
     there = [worker.id for worker in s.state.workers.values() if worker.phase is not WorkerPhase.STARTING]
     s.do(ev.ControllerRestarted(2, newest_generation=7, next_slot=20, next_worker=30))
-    assert isinstance(s.stage, Ending)
+    assert isinstance(s.phase, Ending)
     assert s.acts(act.EndGeneration) == [act.EndGeneration(7, tuple(there), "the controller was restarted meanwhile")]
     assert "workers know of generation 7" in s.said()
     # Whoever says something about the last one that is known here is late, or resends what nobody wrote down.
@@ -149,22 +149,22 @@ def test_a_number_that_only_snapshots_bear_is_not_used_again() -> None:
 
 def test_messages_that_waited_are_heard_before_deadlines_are_enforced() -> None:
     s = STORIES["Ending"]().do(ev.WorkerLeft(1, 0, 3), after=100.0)
-    assert isinstance(s.stage, Ending), "worker 1 may have left, too: its message is next"
+    assert isinstance(s.phase, Ending), "worker 1 may have left, too: its message is next"
     s.do(ev.WorkerLeft(1, 1, 3))
-    assert isinstance(s.stage, Joining)
+    assert isinstance(s.phase, Joining)
     silent = STORIES["Training"]().do(ev.WorkersSilent((0, 1), 1.0)).do(ev.ProbeAnswered(0), after=100.0)
     silent.do(ev.ProbeAnswered(1))
     assert silent.state.false_alarms == 1
 
 
-@pytest.mark.parametrize("stage", ["Joining", "Pausing", "Ending", "Closing"])
-def test_every_stage_that_waits_for_somebody_has_a_deadline_and_passes_it(stage: str) -> None:
-    s = STORIES[stage]()
-    before = s.stage
+@pytest.mark.parametrize("phase", ["Joining", "Pausing", "Ending", "Closing"])
+def test_every_stage_that_waits_for_somebody_has_a_deadline_and_passes_it(phase: str) -> None:
+    s = STORIES[phase]()
+    before = s.phase
     deadline = machine.next_deadline(s.state, machine.DEFAULT_POLICY)
     assert deadline is not None
     s.wait(deadline - s.now)
-    assert type(s.stage) is not type(before)
+    assert type(s.phase) is not type(before)
 
 
 # --- anything at all -------------------------------------------------------------------------------------------------
@@ -196,9 +196,9 @@ later_by = st.sampled_from((0.0, 0.1, 3.0, 500.0))
 
 
 @given(st.sampled_from(sorted(STORIES)), st.lists(st.tuples(anything, later_by), max_size=30))
-def test_any_event_in_any_state_is_taken(stage: str, events: list[tuple[Any, float]]) -> None:
+def test_any_event_in_any_state_is_taken(phase: str, events: list[tuple[Any, float]]) -> None:
     """Nothing raises, nothing spins, numbers only grow, and what does not count changes nothing."""
-    s = STORIES[stage]()
+    s = STORIES[phase]()
     for event, later in events:
         before = s.state
         fenced = machine.is_fenced(before, event)
@@ -208,14 +208,14 @@ def test_any_event_in_any_state_is_taken(stage: str, events: list[tuple[Any, flo
         assert after.furthest_step >= before.furthest_step
         assert len(after.slots) <= after.settings.scaling.max_slots
         assert not (fenced and (s.last or after is not before))
-        if isinstance(after.stage, Joining | Training):
+        if isinstance(after.phase, Joining | Training):
             assert set(after.members_inside) == set(after.members)
-        if isinstance(after.stage, Joining | Pausing | Ending | Closing):
+        if isinstance(after.phase, Joining | Pausing | Ending | Closing):
             assert machine.next_deadline(after, machine.DEFAULT_POLICY) is not None
-        if isinstance(after.stage, Finished):
+        if isinstance(after.phase, Finished):
             assert not after.slots
         if isinstance(event, ev.Tick):
             deadline = machine.next_deadline(after, machine.DEFAULT_POLICY)
             assert deadline is None or deadline > s.now
-        if isinstance(after.stage, Waiting):
-            assert after.stage.reason
+        if isinstance(after.phase, Waiting):
+            assert after.phase.reason

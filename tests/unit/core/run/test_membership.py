@@ -12,14 +12,14 @@ from elastic.core.run.state import Ending, Joining, SlotPhase, Training, Waiting
 
 def test_a_first_start_waits_for_nodes_that_arrive_together() -> None:
     s = Scenario(2, 3, gather_s=5).do(ev.RunStarted()).nodes(2)
-    assert isinstance(s.stage, Waiting)
+    assert isinstance(s.phase, Waiting)
     s.wait(4.9)
-    assert isinstance(s.stage, Waiting)
+    assert isinstance(s.phase, Waiting)
     assert s.wait(0.1).acts(act.BeginGeneration)[0].members == (0, 1)
 
 
 def test_all_that_are_wanted_need_no_wait() -> None:
-    assert isinstance(Scenario(2, 3).do(ev.RunStarted()).nodes(3).stage, Joining)
+    assert isinstance(Scenario(2, 3).do(ev.RunStarted()).nodes(3).phase, Joining)
 
 
 def test_too_little_capacity_for_too_long_ends_the_run() -> None:
@@ -30,8 +30,8 @@ def test_too_little_capacity_for_too_long_ends_the_run() -> None:
 
 def test_without_a_limit_the_run_waits_and_says_for_what() -> None:
     s = Scenario(2, 3).do(ev.RunStarted()).nodes(1).wait(10**6)
-    assert isinstance(s.stage, Waiting)
-    assert s.stage.reason == "waiting for 1 more worker: 1 of at least 2 ready, 0 starting, 2 slots pending"
+    assert isinstance(s.phase, Waiting)
+    assert s.phase.reason == "waiting for 1 more worker: 1 of at least 2 ready, 0 starting, 2 slots pending"
     assert machine.next_deadline(s.state, machine.DEFAULT_POLICY) is None
 
 
@@ -56,9 +56,9 @@ def test_a_node_of_two_is_lost_with_both() -> None:
 
 def test_a_minimum_that_does_not_fill_its_nodes() -> None:
     s = Scenario(3, 4, per_slot=2).do(ev.RunStarted()).nodes(1).wait(5)
-    assert isinstance(s.stage, Waiting)
+    assert isinstance(s.phase, Waiting)
     s.do(ev.SlotPlaced(1, "b"), ev.WorkerReady(2, 1, "host"))
-    assert isinstance(s.stage, Waiting), "the fourth is about to come"
+    assert isinstance(s.phase, Waiting), "the fourth is about to come"
     s.do(ev.WorkerReady(3, 1, "host"))
     assert len(s.acts(act.BeginGeneration)[0].members) == 4
 
@@ -117,13 +117,13 @@ def test_a_worker_that_is_not_ready_in_time_counts_as_a_failed_start() -> None:
     s = Scenario(1, 1, worker_start_timeout_s=20).do(ev.RunStarted(), ev.SlotPlaced(0, "a")).wait(20)
     assert s.acts(act.StartWorker) == [act.StartWorker(1, 0)]
     s.do(ev.WorkerReady(0, 1, "host"))
-    assert isinstance(s.stage, Waiting), "worker 0 was written off"
+    assert isinstance(s.phase, Waiting), "worker 0 was written off"
 
 
 def test_a_bad_node_beside_a_healthy_run_costs_the_run_nothing() -> None:
     s = Scenario(2, 3, startup_retries=1).started(2)
     fail_starts(s, 60)
-    assert isinstance(s.stage, Training)
+    assert isinstance(s.phase, Training)
     assert s.state.world_size == 2
 
 
@@ -138,9 +138,9 @@ def test_failed_starts_from_better_days_do_not_count_against_a_later_wait() -> N
     s = Scenario(2, 3, startup_retries=1).started(2)
     fail_starts(s, 40)
     s.lose_node(0).left(1)
-    assert isinstance(s.stage, Waiting)
+    assert isinstance(s.phase, Waiting)
     fail_starts(s, 1)
-    assert isinstance(s.stage, Waiting)
+    assert isinstance(s.phase, Waiting)
 
 
 def test_a_slot_whose_second_worker_cannot_start_is_not_taken_from_the_first() -> None:
@@ -148,10 +148,10 @@ def test_a_slot_whose_second_worker_cannot_start_is_not_taken_from_the_first() -
     s.do(ev.WorkerDied(1, "exit code -9")).left(1, 0).train()
     s.do(ev.WorkerStartFailed(2, "no memory"), ev.WorkerStartFailed(3, "no memory"))
     assert not s.acts(act.ReleaseSlot)
-    assert isinstance(s.stage, Training)
+    assert isinstance(s.phase, Training)
     s.do(ev.CollectiveFailed(2, 0, 5, "broken")).left(5)
     assert [r.slot for r in s.acts(act.ReleaseSlot)] == [0], "now nobody needs it any more"
-    assert isinstance(s.stage, Waiting)
+    assert isinstance(s.phase, Waiting)
 
 
 def test_a_worker_that_was_given_up_is_tried_again_when_its_neighbour_starts() -> None:
@@ -199,10 +199,10 @@ def test_the_unknown_and_the_repeated_change_nothing() -> None:
 
 def test_losses_in_every_stage_of_an_end() -> None:
     s = Scenario(1, 3).started(3).lose_node(0)
-    assert isinstance(s.stage, Ending)
+    assert isinstance(s.phase, Ending)
     s.lose_node(1)
-    assert isinstance(s.stage, Ending)
+    assert isinstance(s.phase, Ending)
     s.do(ev.WorkerDied(2, "exit code -9"))
-    assert isinstance(s.stage, Waiting)
+    assert isinstance(s.phase, Waiting)
     assert s.state.incident is not None
     assert s.state.incident.lost_workers == (0, 1, 2)

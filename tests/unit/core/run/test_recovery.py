@@ -26,7 +26,7 @@ def test_survivors_go_on_at_once_when_there_are_enough() -> None:
 
 def test_too_few_survivors_wait_for_a_node() -> None:
     s = Scenario(3, 3).started(3).lose_node(1).left(7)
-    assert isinstance(s.stage, Waiting)
+    assert isinstance(s.phase, Waiting)
     assert "wait for 1 more workers" in s.said()
     s.nodes(1)
     assert s.acts(act.BeginGeneration)[0].members == (0, 2, 3)
@@ -34,7 +34,7 @@ def test_too_few_survivors_wait_for_a_node() -> None:
 
 def test_all_nodes_lost_at_once_starts_anew_when_nodes_come() -> None:
     s = Scenario(2, 2).started(2).commit(5).lose_node(0).lose_node(1)
-    assert isinstance(s.stage, Waiting)
+    assert isinstance(s.phase, Waiting)
     s.nodes(2)
     assert s.acts(act.BeginGeneration) == [act.BeginGeneration(2, (2, 3), "c5", 5)]
 
@@ -65,9 +65,9 @@ def test_one_evidence_is_written_down_once() -> None:
 def test_a_frozen_node_is_probed_and_then_written_off_while_training_goes_on() -> None:
     s = Scenario(2, 3).started(3).do(ev.WorkersSilent((1,), 1.0, ("node-1",)))
     assert s.acts(act.Probe) == [act.Probe((1,))]
-    assert isinstance(s.stage, Training)
+    assert isinstance(s.phase, Training)
     s.wait(0.5)
-    assert isinstance(s.stage, Ending)
+    assert isinstance(s.phase, Ending)
     assert s.left(3).train().acts(act.CloseIncident)[0].incident.kind == "node-frozen"
     s.do(ev.ProbeAnswered(1), ev.WorkerLeft(1, 1, 9), ev.TrainingReached(1, 1, 0), ev.WorkerReady(1, 1, "host"))
     assert not s.last, "the late waker is a stranger"
@@ -82,7 +82,7 @@ def test_an_answer_is_an_acquittal_of_the_worker_and_of_its_node() -> None:
 
 def test_a_false_alarm_changes_nothing() -> None:
     s = Scenario(2, 3).started(3).do(ev.WorkersSilent((1,), 1.0, ("node-1",)), ev.ProbeAnswered(1)).wait(60)
-    assert isinstance(s.stage, Training)
+    assert isinstance(s.phase, Training)
     assert (s.state.false_alarms, s.state.incidents) == (1, 0)
 
 
@@ -102,8 +102,8 @@ def test_silence_while_a_generation_ends_needs_no_second_proof() -> None:
 
 def test_no_generation_begins_with_a_silent_worker() -> None:
     s = Scenario(2, 2, gather_s=0).do(ev.RunStarted()).nodes(1).do(ev.WorkersSilent((0,), 1.0, ("node-0",))).nodes(1)
-    assert isinstance(s.stage, Waiting)
-    assert isinstance(s.do(ev.ProbeAnswered(0)).stage, Joining)
+    assert isinstance(s.phase, Waiting)
+    assert isinstance(s.do(ev.ProbeAnswered(0)).phase, Joining)
 
 
 # --- hangs -----------------------------------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ def test_no_generation_begins_with_a_silent_worker() -> None:
 
 def test_who_does_not_leave_a_hanging_generation_is_left_out() -> None:
     s = Scenario(2, 3).started(3).do(ev.ProgressStalled(1, 7, 31.0, 30.0)).left(7, 0, 2)
-    assert isinstance(s.stage, Ending)
+    assert isinstance(s.phase, Ending)
     s.wait(3)
     assert [kill.worker for kill in s.acts(act.KillWorker)] == [1]
     assert s.acts(act.BeginGeneration)[0].members == (0, 2)
@@ -121,7 +121,7 @@ def test_who_does_not_leave_a_hanging_generation_is_left_out() -> None:
 
 def test_a_generation_that_does_not_get_to_training_in_time_fails() -> None:
     s = Scenario(2, 2, join_timeout_s=60).do(ev.RunStarted()).nodes(2).do(ev.TrainingReached(1, 0, 0)).wait(60)
-    assert isinstance(s.stage, Ending)
+    assert isinstance(s.phase, Ending)
     assert "not training after 60 s: rank 1 on node node-1" in s.said()
 
 
@@ -153,7 +153,7 @@ def test_a_user_error_that_a_lost_node_explains_does_not_end_the_run() -> None:
         s = Scenario(2, 3).started(3)
         events = [ev.SlotLost(2, "the raylet is gone"), ev.UserCodeFailed(1, 0, 7, "MyError: peer lost")]
         s.do(events[first], events[second]).left(7)
-        assert isinstance(s.stage, Joining)
+        assert isinstance(s.phase, Joining)
 
 
 def test_a_process_that_ends_after_its_function_raised_is_still_a_user_error() -> None:
@@ -165,7 +165,7 @@ def test_user_errors_have_their_own_budget_which_progress_renews() -> None:
     s = Scenario(1, 1, user_error_retries=1).started(1)
     for step in (5, 6, 7):
         s.do(ev.UserCodeFailed(s.state.generation, 0, step, "flaky")).left(step)
-        assert isinstance(s.stage, Joining), "each time it got further than before"
+        assert isinstance(s.phase, Joining), "each time it got further than before"
         s.train()
     s.do(ev.UserCodeFailed(s.state.generation, 0, 7, "flaky")).left(7)
     assert s.end[0] == "user-code-failed"
@@ -175,7 +175,7 @@ def test_user_errors_have_their_own_budget_which_progress_renews() -> None:
 def test_a_user_error_does_not_make_the_next_lost_node_one() -> None:
     s = Scenario(1, 3, user_error_retries=1).started(3).do(ev.UserCodeFailed(1, 1, 7, "flaky")).left(7)
     s.lose_node(2).left(0).wait(1)
-    assert isinstance(s.stage, Joining)
+    assert isinstance(s.phase, Joining)
     assert s.state.streaks.user_errors == 1
 
 
@@ -209,7 +209,7 @@ def test_a_crash_loop_that_began_with_a_bad_checkpoint_is_still_counted() -> Non
     s = Scenario(1, 1, crash_streak=2).do(ev.RunStarted((("c9", 9), ("c5", 5)))).nodes(1)
     s.do(ev.RestoreFailed(1, 0, "c9", "bad")).left(9)
     for _ in range(3):
-        assert isinstance(s.stage, Joining)
+        assert isinstance(s.phase, Joining)
         s.broken(0, step=5).wait(30)
         s.do(*(ev.WorkerReady(w, 1, "host") for w in s.state.workers))
     assert s.end[0] == "gave-up"
@@ -228,7 +228,7 @@ def crash_until_end(s: Scenario, limit: int = 50) -> int:
     for count in range(1, limit):
         s.do(ev.WorkerDied(s.state.members[0], "exit code -9"))
         s.do(*(ev.WorkerReady(w, 1, "host") for w in s.state.workers))
-        if s.state.stage.__class__.__name__ == "Finished":
+        if s.state.phase.__class__.__name__ == "Finished":
             return count
         s.wait(60)
     return limit
@@ -251,20 +251,20 @@ def test_progress_renews_the_budget(progress: str) -> None:
             s.commit(step).do(ev.CollectiveFailed(s.state.generation, s.state.members[0], 0, "broken")).left(step)
         s.do(*(ev.WorkerReady(w, 1, "host") for w in s.state.workers))
         s.join()
-    assert isinstance(s.stage, Training)
+    assert isinstance(s.phase, Training)
     assert s.state.streaks.crashes == 1
 
 
 def test_a_bad_checkpoint_that_is_written_again_and_again_is_no_progress() -> None:
     s = Scenario(1, 1, crash_streak=3).do(ev.RunStarted((("c1", 1),))).nodes(1)
     for _ in range(20):
-        if not isinstance(s.stage, Joining):
+        if not isinstance(s.phase, Joining):
             break
         number = s.state.generation
         s.join().do(ev.CheckpointCommitted(f"c10-{number}", 10, number))
         s.do(ev.CollectiveFailed(number, s.state.members[0], 13, "broken")).left(13).wait(60)
         s.do(*(ev.WorkerReady(worker, 1, "host") for worker in s.state.workers))
-        if isinstance(s.stage, Joining):
+        if isinstance(s.phase, Joining):
             s.do(ev.RestoreFailed(s.state.generation, s.state.members[0], f"c10-{number}", "bad")).left(13).wait(60)
     assert s.end[0] == "gave-up"
 
@@ -276,7 +276,7 @@ def test_failed_attempts_pause_longer_and_longer() -> None:
         s.broken(s.state.members[0], step=1)
         s.do(*(ev.WorkerReady(w, 1, "host") for w in s.state.workers))
         began = s.now
-        while not isinstance(s.stage, Joining):
+        while not isinstance(s.phase, Joining):
             s.wait(0.25)
         pauses.append(round(s.now - began))
     assert pauses == [0, 1, 2, 4, 8, 8, 8]
@@ -286,7 +286,7 @@ def test_a_burst_of_lost_nodes_is_no_crash_loop() -> None:
     s = Scenario(1, 8, crash_streak=2).started(8)
     for worker in range(7):
         s.lose_node(worker).left(1).wait(30)
-    assert isinstance(s.stage, Joining)
+    assert isinstance(s.phase, Joining)
     assert s.state.members == (7,)
 
 

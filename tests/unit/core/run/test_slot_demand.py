@@ -30,17 +30,17 @@ def test_what_can_never_be_had_ends_a_run_that_has_not_begun() -> None:
 
 def test_what_is_short_is_said_while_it_is_waited_for() -> None:
     s = Scenario(2, 3).do(ev.RunStarted(), ev.CapacityJudged("1 short"))
-    assert isinstance(s.stage, Waiting)
-    assert s.stage.reason.endswith("; 1 short")
+    assert isinstance(s.phase, Waiting)
+    assert s.phase.reason.endswith("; 1 short")
     s.do(ev.CapacityJudged(""))
-    assert isinstance(s.stage, Waiting)
-    assert "1 short" not in s.stage.reason
+    assert isinstance(s.phase, Waiting)
+    assert "1 short" not in s.phase.reason
 
 
 def test_a_run_that_has_begun_waits_for_its_nodes_to_come_back() -> None:
     s = Scenario(2, 2).started(2).lose_node(0).left(1)
     s.do(ev.CapacityJudged("a worker wants CPU: 1, and there is no node", never=True))
-    assert isinstance(s.stage, Waiting), "its nodes may come back"
+    assert isinstance(s.phase, Waiting), "its nodes may come back"
 
 
 def test_the_time_limit_says_what_was_short() -> None:
@@ -54,7 +54,7 @@ def test_the_time_limit_says_what_was_short() -> None:
 
 def test_slots_are_given_back_once_the_others_train_and_no_step_is_lost() -> None:
     s = shared(Scenario(1, 3).started(3), 1)
-    assert isinstance(s.stage, Pausing)
+    assert isinstance(s.phase, Pausing)
     assert f"{WHY}: 3 -> 1" in s.said()
     s.do(*(ev.HoldAnswered(1, worker, 7) for worker in (0, 1, 2))).left(7).commit(7)
     assert s.acts(act.BeginGeneration)[0].members == (0,)
@@ -76,7 +76,7 @@ def test_when_nobody_needs_them_any_more_it_asks_again() -> None:
 
 def test_what_has_no_place_yet_is_withdrawn_first() -> None:
     s = shared(Scenario(1, 4).started(2), 2)
-    assert (released(s), type(s.stage)) == ([2, 3], Training)
+    assert (released(s), type(s.phase)) == ([2, 3], Training)
 
 
 def test_nothing_that_trains_is_stopped_whatever_is_asked() -> None:
@@ -89,8 +89,8 @@ def test_a_run_that_cannot_begin_lets_go_of_what_it_holds_and_says_why() -> None
     s = Scenario(3, 3).do(ev.RunStarted()).nodes(2)
     shared(s, 0)
     assert (sorted(released(s)), s.state.slots) == ([0, 1, 2], {})
-    assert isinstance(s.stage, Waiting)
-    assert f"no more than 0 slots are asked for: {WHY}" in s.stage.reason
+    assert isinstance(s.phase, Waiting)
+    assert f"no more than 0 slots are asked for: {WHY}" in s.phase.reason
     assert len(shared(s, None).acts(act.RequestSlot)) == 3
 
 
@@ -99,7 +99,7 @@ def test_a_limit_that_is_lifted_before_the_slots_were_given_back_leaves_them_whe
     s.do(*(ev.HoldAnswered(1, worker, 7) for worker in (0, 1, 2)))
     shared(s, None)
     s.left(7).commit(7)
-    assert isinstance(s.stage, Joining)
+    assert isinstance(s.phase, Joining)
     assert s.acts(act.BeginGeneration)[0].members == (0, 1, 2)
 
 
@@ -108,12 +108,12 @@ def test_between_generations_places_are_kept_as_their_memory_is_what_comes_next(
     shared(s, 1)
     assert not released(s)
     s.train()
-    assert isinstance(s.stage, Pausing)
+    assert isinstance(s.phase, Pausing)
 
 
 def test_a_run_that_is_stopped_asks_for_nothing_from_that_moment() -> None:
     s = Scenario(1, 3).started(1).do(ev.StopRequested("enough"))
-    assert isinstance(s.stage, Pausing)
+    assert isinstance(s.phase, Pausing)
     assert released(s) == [1, 2]
 
 
@@ -122,4 +122,4 @@ def test_the_end_of_a_run_leaves_no_slot_asked_for() -> None:
     assert sum(slot.phase is SlotPhase.PENDING for slot in s.state.slots.values()) == 2
     assert released(s.completed(9)) == [1, 2], "while the last checkpoint is awaited"
     assert released(s.commit(9)) == [0]
-    assert isinstance(s.stage, Finished)
+    assert isinstance(s.phase, Finished)

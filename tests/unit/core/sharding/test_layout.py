@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.core.errors import IntegrityError, UsageError
-from elastic.core.sharding.layout import Layout, Piece, RankLayout, check_cover, check_rank, merged
+from elastic.core.sharding.layout import Chunk, Layout, RankLayout, check_cover, check_rank, merged
 from elastic.core.sharding.zero import dealt_layout, replicated_layout, zero3_layout, zero12_layout
 
 GROUPS = st.lists(st.lists(st.integers(0, 60), max_size=8), max_size=4).map(
@@ -20,9 +20,9 @@ def check(layout: Layout) -> None:
     for rank in layout.ranks:
         check_rank(rank)
     for name, numel in layout.numels.items():
-        spans = [(p.start, p.stop, r) for r, rank in enumerate(layout.ranks) for p in rank.pieces if p.name == name]
+        spans = [(p.start, p.stop, r) for r, rank in enumerate(layout.ranks) for p in rank.chunks if p.name == name]
         check_cover(name, numel, spans)
-    assert {p.name for rank in layout.ranks for p in rank.pieces} == set(layout.numels)
+    assert {p.name for rank in layout.ranks for p in rank.chunks} == set(layout.numels)
 
 
 @given(groups=GROUPS, world=st.integers(1, 13), round_robin=st.booleans(), alignment=st.sampled_from([1, 4, 8]))
@@ -48,13 +48,13 @@ def test_zero3_holds_everything_once(groups, world: int, size: int) -> None:
     for number in range(world):
         alone = zero3_layout(groups, world, size, only=number)
         assert alone.ranks[number] == layout.ranks[number]
-        assert not any(rank.pieces for other, rank in enumerate(alone.ranks) if other != number)
-    by_name = {p.name: p for p in layout.ranks[0].pieces}
+        assert not any(rank.chunks for other, rank in enumerate(alone.ranks) if other != number)
+    by_name = {p.name: p for p in layout.ranks[0].chunks}
     for number, rank in enumerate(layout.ranks):
-        for piece in rank.pieces:
+        for chunk in rank.chunks:
             # On every rank a parameter's part lies at the same place, as long as it has one.
-            assert (piece.buffer, piece.offset) == (by_name[piece.name].buffer, by_name[piece.name].offset)
-            assert piece.start == number * by_name[piece.name].numel
+            assert (chunk.buffer, chunk.offset) == (by_name[chunk.name].buffer, by_name[chunk.name].offset)
+            assert chunk.start == number * by_name[chunk.name].numel
 
 
 @given(tensors=st.lists(st.integers(0, 50), max_size=12), world=st.integers(1, 7))
@@ -74,10 +74,10 @@ def test_zero12_by_hand() -> None:
     # 7 + 5 = 12 elements at world size 5: padded to 20, so 4 each; the last two ranks hold padding only.
     layout = zero12_layout([[("a", 7), ("b", 5)]], 5)
     assert [rank.buffers for rank in layout.ranks] == [{"group0": 4}] * 5
-    assert [rank.pieces for rank in layout.ranks] == [
-        (Piece("a", 0, 4, "group0", 0),),
-        (Piece("a", 4, 3, "group0", 0), Piece("b", 0, 1, "group0", 3)),
-        (Piece("b", 1, 4, "group0", 0),),
+    assert [rank.chunks for rank in layout.ranks] == [
+        (Chunk("a", 0, 4, "group0", 0),),
+        (Chunk("a", 4, 3, "group0", 0), Chunk("b", 0, 1, "group0", 3)),
+        (Chunk("b", 1, 4, "group0", 0),),
         (),
         (),
     ]
@@ -85,15 +85,15 @@ def test_zero12_by_hand() -> None:
 
 def test_zero12_round_robin_order_depends_on_the_world_size() -> None:
     group = [[(name, 2) for name in "abcde"]]
-    order = [p.name for rank in zero12_layout(group, 2, round_robin=True).ranks for p in rank.pieces]
+    order = [p.name for rank in zero12_layout(group, 2, round_robin=True).ranks for p in rank.chunks]
     assert order == ["a", "c", "e", "b", "d"]
-    order = [p.name for rank in zero12_layout(group, 3, round_robin=True).ranks for p in rank.pieces]
+    order = [p.name for rank in zero12_layout(group, 3, round_robin=True).ranks for p in rank.chunks]
     assert order == ["a", "d", "b", "e", "c"]
 
 
 def test_zero12_alignment_pads_between_parameters_but_not_after_the_last() -> None:
     layout = zero12_layout([[("a", 3), ("b", 5), ("c", 1)]], 1, parameter_alignment_elements=4)
-    assert [(p.name, p.offset) for p in layout.ranks[0].pieces] == [("a", 0), ("b", 4), ("c", 12)]
+    assert [(p.name, p.offset) for p in layout.ranks[0].chunks] == [("a", 0), ("b", 4), ("c", 12)]
     assert layout.ranks[0].buffers == {"group0": 14}
 
 
@@ -101,12 +101,12 @@ def test_zero3_by_hand() -> None:
     # Partitioned sizes at world size 4: a 2, b 1, c 3. A sub-group closes as soon as it has 3.
     layout = zero3_layout([[("a", 7), ("b", 1), ("c", 9)]], 4, sub_group_size=3)
     assert layout.ranks[0].buffers == {"sub0": 3, "sub1": 3}
-    assert layout.ranks[0].pieces == (
-        Piece("a", 0, 2, "sub0", 0),
-        Piece("b", 0, 1, "sub0", 2),
-        Piece("c", 0, 3, "sub1", 0),
+    assert layout.ranks[0].chunks == (
+        Chunk("a", 0, 2, "sub0", 0),
+        Chunk("b", 0, 1, "sub0", 2),
+        Chunk("c", 0, 3, "sub1", 0),
     )
-    assert layout.ranks[3].pieces == (Piece("a", 6, 1, "sub0", 0),)
+    assert layout.ranks[3].chunks == (Chunk("a", 6, 1, "sub0", 0),)
 
 
 def test_empty_groups_are_not_numbered() -> None:
@@ -133,24 +133,24 @@ def test_merged_refuses_one_name_for_two_buffers() -> None:
     one, two = zero12_layout([[("a", 4)]], 1).ranks[0], replicated_layout([("frozen", 3)], 1).ranks[0]
     both = merged(one, two)
     assert both.buffers == {"group0": 4, "frozen": 3}
-    assert both.pieces == one.pieces + two.pieces
+    assert both.chunks == one.chunks + two.chunks
     with pytest.raises(IntegrityError, match="'group0'"):
         merged(one, replicated_layout([("group0", 3)], 1).ranks[0])
 
 
 @pytest.mark.parametrize(
-    ("pieces", "message"),
+    ("chunks", "message"),
     [
-        ([Piece("a", 0, 4, "x", 0)], "does not exist"),
-        ([Piece("a", 0, 9, "b", 0)], "does not fit"),
-        ([Piece("a", 0, 0, "b", 0)], "does not fit"),
-        ([Piece("a", -1, 2, "b", 0)], "does not fit"),
-        ([Piece("a", 0, 4, "b", 0), Piece("c", 0, 4, "b", 3)], "overlaps"),
+        ([Chunk("a", 0, 4, "x", 0)], "does not exist"),
+        ([Chunk("a", 0, 9, "b", 0)], "does not fit"),
+        ([Chunk("a", 0, 0, "b", 0)], "does not fit"),
+        ([Chunk("a", -1, 2, "b", 0)], "does not fit"),
+        ([Chunk("a", 0, 4, "b", 0), Chunk("c", 0, 4, "b", 3)], "overlaps"),
     ],
 )
-def test_check_rank_finds(pieces: list[Piece], message: str) -> None:
+def test_check_rank_finds(chunks: list[Chunk], message: str) -> None:
     with pytest.raises(IntegrityError, match=message):
-        check_rank(RankLayout(tuple(pieces), {"b": 8}))
+        check_rank(RankLayout(tuple(chunks), {"b": 8}))
 
 
 @pytest.mark.parametrize(

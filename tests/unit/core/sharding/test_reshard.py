@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.core.errors import IntegrityError
-from elastic.core.sharding.layout import Layout, Piece, RankLayout
+from elastic.core.sharding.layout import Chunk, Layout, RankLayout
 from elastic.core.sharding.reshard import Copy, SourceIndex, plan_rank
 from elastic.core.sharding.zero import dealt_layout, replicated_layout, zero3_layout, zero12_layout
 
@@ -24,9 +24,9 @@ def fill(layout: Layout) -> Values:
     ranks = []
     for rank in layout.ranks:
         buffers: dict[str, list[Any]] = {name: [PADDING] * length for name, length in rank.buffers.items()}
-        for piece in rank.pieces:
-            for index in range(piece.numel):
-                buffers[piece.buffer][piece.offset + index] = (piece.name, piece.start + index)
+        for chunk in rank.chunks:
+            for index in range(chunk.numel):
+                buffers[chunk.buffer][chunk.offset + index] = (chunk.name, chunk.start + index)
         ranks.append(buffers)
     return ranks
 
@@ -44,7 +44,7 @@ def move(values: Values, source: Layout, target: Layout) -> Values:
                     copy.source_offset + step
                 ]
             written += copy.numel
-        assert written == sum(piece.numel for piece in rank.pieces), "elements read differ from elements needed"
+        assert written == sum(chunk.numel for chunk in rank.chunks), "elements read differ from elements needed"
         moved.append(buffers)
     return moved
 
@@ -55,7 +55,7 @@ def cut_layouts(draw: st.DrawFn, numels: dict[str, int], replicas: bool = False)
     world = draw(st.integers(1, 6))
     held: list[list[tuple[str, int, int]]] = [[] for _ in range(world)]
     for name, numel in numels.items():
-        # Replicas are cut by themselves, so that pieces also overlap in part.
+        # Replicas are cut by themselves, so that chunks also overlap in part.
         for _ in range(draw(st.integers(1, 3)) if replicas else 1):
             cuts = sorted({0, numel, *draw(st.lists(st.integers(0, numel), max_size=4))})
             for start, stop in pairwise(cuts):
@@ -64,13 +64,13 @@ def cut_layouts(draw: st.DrawFn, numels: dict[str, int], replicas: bool = False)
     for own in held:
         order = draw(st.permutations(own))
         ends = {"x": 0, "y": 0}
-        pieces = []
+        chunks = []
         for name, start, stop in order:
             buffer = draw(st.sampled_from("xy"))
             offset = ends[buffer] + draw(st.integers(0, 2))
-            pieces.append(Piece(name, start, stop - start, buffer, offset))
+            chunks.append(Chunk(name, start, stop - start, buffer, offset))
             ends[buffer] = offset + stop - start
-        layouts.append(RankLayout(tuple(pieces), ends))
+        layouts.append(RankLayout(tuple(chunks), ends))
     return Layout(numels, tuple(layouts))
 
 
@@ -124,8 +124,8 @@ def test_nothing_to_do_is_one_copy_per_buffer() -> None:
 
 
 def test_copies_are_merged_only_where_both_sides_touch() -> None:
-    source = [RankLayout((Piece("a", 0, 4, "x", 0), Piece("b", 0, 4, "x", 4), Piece("c", 0, 4, "x", 9)), {"x": 13})]
-    target = RankLayout((Piece("a", 0, 4, "y", 0), Piece("b", 0, 4, "y", 4), Piece("c", 0, 4, "y", 8)), {"y": 12})
+    source = [RankLayout((Chunk("a", 0, 4, "x", 0), Chunk("b", 0, 4, "x", 4), Chunk("c", 0, 4, "x", 9)), {"x": 13})]
+    target = RankLayout((Chunk("a", 0, 4, "y", 0), Chunk("b", 0, 4, "y", 4), Chunk("c", 0, 4, "y", 8)), {"y": 12})
     assert plan_rank(source, target) == (Copy(0, "x", 0, "y", 0, 8, "a"), Copy(0, "x", 9, "y", 8, 4, "c"))
 
 
@@ -148,7 +148,7 @@ def test_a_hole_is_named() -> None:
     with pytest.raises(IntegrityError, match=r"elements \[8, 10\) of parameter 'a'"):
         plan_rank(source[:2], target)
     with pytest.raises(IntegrityError, match=r"elements \[0, 3\) of parameter 'new'"):
-        plan_rank(source, RankLayout((Piece("new", 0, 3, "x", 0),), {"x": 3}))
+        plan_rank(source, RankLayout((Chunk("new", 0, 3, "x", 0),), {"x": 3}))
 
 
 def lines_run(source: Layout, target: Layout) -> int:
@@ -181,6 +181,6 @@ def test_cost_is_linear_in_slices() -> None:
         for parameters, world in ((10, 8), (20, 16), (40, 32)):
             groups = [[(f"p{number}", chance.randint(500, 1500)) for number in range(parameters)]]
             source, target = layout(groups, world), layout(groups, world - 3)
-            slices = sum(len(rank.pieces) for side in (source, target) for rank in side.ranks)
+            slices = sum(len(rank.chunks) for side in (source, target) for rank in side.ranks)
             costs.append(lines_run(source, target) / slices)
         assert max(costs) < 1.3 * min(costs), costs

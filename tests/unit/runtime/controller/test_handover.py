@@ -19,7 +19,7 @@ from elastic.observe.journal import JournalWriter
 from elastic.runtime import names
 from elastic.runtime.controller.acks import Receipts
 from elastic.runtime.controller.actor import ControllerActor
-from elastic.runtime.controller.event_loop import Turns
+from elastic.runtime.controller.control_loop import ControlLoop
 from elastic.runtime.controller.records import Records
 from elastic.runtime.controller.replay import replay
 from elastic.runtime.worker.outbox import Item, Outbox, Reply
@@ -34,17 +34,17 @@ BEGUN = (
 
 
 class Controller:
-    """One life of a controller: its journal, its turns, and the `deliver` of the actor. Nothing is carried out."""
+    """One life of a controller: its journal, its loop, and the `deliver` of the actor. Nothing is carried out."""
 
     def __init__(self, url: Path) -> None:
         self.journal = JournalWriter(str(url), "run")
         self.records = Records(patience_s=0.01)
         self.queue: list[ev.Event] = []
         old = replay(self.journal.replayed, SETTINGS)
-        self.turns = Turns(SETTINGS, old, self.records, self.queue.append, lambda: None)
+        self.loop = ControlLoop(SETTINGS, old, self.records, self.queue.append, lambda: None)
         nobody: Any = SimpleNamespace(perform=lambda action: None, placed=lambda slot, node: None)
-        self.turns.connect(nobody, nobody)
-        self.actor: Any = SimpleNamespace(_ready=asyncio.Event(), _journal=self.journal, _turns=self.turns)
+        self.loop.connect(nobody, nobody)
+        self.actor: Any = SimpleNamespace(_ready=asyncio.Event(), _journal=self.journal, _loop=self.loop)
         self.actor._ready.set()
 
     def begin(self) -> None:
@@ -56,7 +56,7 @@ class Controller:
 
     async def turn(self) -> None:
         events, self.queue[:] = list(self.queue), []
-        await self.turns.turn(events)
+        await self.loop.turn(events)
 
 
 def begun(url: Path) -> None:

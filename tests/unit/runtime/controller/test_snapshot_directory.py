@@ -12,7 +12,7 @@ import pytest
 from elastic.core.checkpoint.manifest import ShardRecord, StoredTensor
 from elastic.core.checkpoint.snapshots import STEPS, Held, snapshot_id
 from elastic.core.errors import IntegrityError, StorageError
-from elastic.core.sharding.layout import Piece
+from elastic.core.sharding.layout import Chunk
 from elastic.runtime.controller.hands.snapshot_directory import Assembled, Holdings
 from elastic.runtime.node.agent import NodeFacts
 
@@ -24,7 +24,7 @@ def record(rank: int) -> ShardRecord:
     """Rank's half of one parameter of four elements."""
     return ShardRecord(
         rank=rank, world_size=2, generation=1, step=8, file=f"rank-{rank}", bytes=8, xxh3="0",
-        tensors=(StoredTensor("fp32/group0", "F32", 2, 0),), pieces=(Piece("w", 2 * rank, 2, "group0", 0),),
+        tensors=(StoredTensor("fp32/group0", "F32", 2, 0),), chunks=(Chunk("w", 2 * rank, 2, "group0", 0),),
         digests={"fp32/w": 5}, client={STEPS: [{"step": 8}], "lr": 0.5} if rank == 0 else {STEPS: []},
         parameters={"w": (4,)} if rank == 0 else None,
     )  # fmt: skip
@@ -101,7 +101,7 @@ def test_a_snapshot_is_put_together_once_for_all_workers() -> None:
     assert (manifest.id, manifest.client, manifest.parameters) == (IDENTIFIER, {"lr": 0.5}, {"w": (4,)})
     assert first.holders == (("10.0.0.1", 1), ("10.0.0.1", 2))
     assert told == [(1, 2, {0: [{"step": 8}], 1: []})], "what a lost worker had not told any more"
-    assert b"Piece" not in pickle.dumps(first), "a worker is sent text, not half a million objects"
+    assert b"Chunk" not in pickle.dumps(first), "a worker is sent text, not half a million objects"
 
 
 def test_a_node_that_does_not_answer_holds_nothing_and_that_is_said() -> None:

@@ -32,7 +32,7 @@ from elastic.runtime.worker.outbox import Item
 logger = logging.getLogger(__name__)
 
 
-class Turns:
+class ControlLoop:
     """One per controller. All of it runs in the controller's event loop; only `turn` waits for anything.
 
     `emit` puts an event into the controller's queue; `stepped` is called when every rank has finished a step.
@@ -77,23 +77,23 @@ class Turns:
 
     def result(self) -> dict[str, Any]:
         """What the run has come to; only once it is over."""
-        stage = self.state.stage
-        assert isinstance(stage, Finished)
+        phase = self.state.phase
+        assert isinstance(phase, Finished)
         return {
-            "status": stage.status,
-            "reason": stage.reason,
+            "status": phase.status,
+            "reason": phase.reason,
             "step": self.telemetry.step,
             "loss": self.telemetry.loss,
             "fenced_messages": self.fenced,
             "false_alarms": self.state.false_alarms,
-            "error": self._user_traceback if stage.status == USER_CODE_FAILED else None,
+            "error": self._user_traceback if phase.status == USER_CODE_FAILED else None,
         }
 
     # --- what agents and workers say ---
 
     def beat(self, beat: Beat, now: float) -> bool:
         """A node's heartbeat. False when the node is not part of the run, or the run is over."""
-        if isinstance(self.state.stage, Finished) or not self._is_part(beat.node):
+        if isinstance(self.state.phase, Finished) or not self._is_part(beat.node):
             return False
         self.seen.heard_node(beat.node, now, beat.ages)
         for worker, evidence in beat.gone.items():
@@ -237,13 +237,13 @@ class Turns:
     def look(self, now: float) -> None:
         """What has been silent or has stood still for too long becomes an event like any other."""
         failures, state = self._settings.failures, self.state
-        ending = isinstance(state.stage, Ending)
+        ending = isinstance(state.phase, Ending)
         limit_s = failures.probe_timeout_s + failures.heartbeat_s if ending else failures.suspect_after_s
         silence = self.seen.silent(now, limit_s)
         if silence is not None:
             self._emit(silence)
         # Who hears nobody does not know whether steps end.
-        training = isinstance(state.stage, Training) and not self.seen.alone(now, failures.suspect_after_s)
+        training = isinstance(state.phase, Training) and not self.seen.alone(now, failures.suspect_after_s)
         stalled = self.telemetry.watch.check(state.generation, self.telemetry.step, now, training)
         if stalled is not None:
             self._emit(stalled)
