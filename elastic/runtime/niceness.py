@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 _USUAL = 0
 
 
-def take_priority() -> bool:
+def raise_priority() -> bool:
     """Give all threads of this process, and those that they will start, the usual niceness; False where it is refused.
 
     Ray starts every actor with niceness 15 (`RAY_worker_niceness`), those that train and those that watch alike. On a

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
-def patiently(
+def retried(
     ask: Callable[[], _T], backoff_s: float, limit_s: float, wait: Callable[[float], object] = time.sleep
 ) -> _T:
     """What `ask` returns; called again after a growing pause when it raises StorageError, which is passed on only after
@@ -33,7 +33,7 @@ def patiently(
             pause *= 2
 
 
-class PatientSource:
+class RetryingSource:
     """Implements `CheckpointSource`. StorageError is passed on only after `limit_s`; anything else at once.
 
     `wait(seconds)` pauses between two tries and raises what ends the generation meanwhile.
@@ -52,10 +52,10 @@ class PatientSource:
         return self._source.name
 
     def manifest(self, checkpoint_id: str) -> Manifest:
-        return self._patiently(lambda: self._source.manifest(checkpoint_id))
+        return self._retried(lambda: self._source.manifest(checkpoint_id))
 
     def read(self, manifest: Manifest, ranges: Sequence[ReadRange]) -> int:
-        return self._patiently(lambda: self._source.read(manifest, ranges))
+        return self._retried(lambda: self._source.read(manifest, ranges))
 
-    def _patiently(self, ask: Callable[[], _T]) -> _T:
-        return patiently(ask, self._backoff_s, self._limit_s, self._wait)
+    def _retried(self, ask: Callable[[], _T]) -> _T:
+        return retried(ask, self._backoff_s, self._limit_s, self._wait)

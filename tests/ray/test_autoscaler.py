@@ -16,7 +16,7 @@ from harness import Run, wait_until
 from traces import Trace, listening_addresses
 
 from elastic.core.settings import ScalingSettings
-from elastic.runtime.controller.senses.cluster_view import ClusterLook
+from elastic.runtime.controller.senses.cluster_view import ClusterProbe
 from elastic.runtime.driver import client
 
 pytestmark = pytest.mark.ray
@@ -49,7 +49,7 @@ def cloud(grown: AutoscaledCluster) -> Iterator[AutoscaledCluster]:
 
 def assert_idle(cluster: AutoscaledCluster) -> None:
     """The autoscaler is asked for nothing, and has given back what it had."""
-    look = ClusterLook()
+    look = ClusterProbe()
     wait_until(lambda: not look().demand, "no slot to be asked for")
     wait_until(lambda: not there(cluster), "the idle nodes to be given back")
 

@@ -19,8 +19,8 @@ from elastic.core.settings import ScalingSettings
 from elastic.observe.journal import JournalReader, JournalWriter
 from elastic.runtime import names
 from elastic.runtime.driver import client
-from elastic.runtime.node.agent import Beat
-from elastic.runtime.worker.outbox import Item, Outbox
+from elastic.runtime.messages import Beat, Item
+from elastic.runtime.worker.outbox import Outbox
 
 pytestmark = pytest.mark.ray
 
@@ -100,7 +100,7 @@ def _worker_that_was_written_off(worker: int, generation: int) -> None:
 
 def _node_that_is_none_of_the_run() -> None:
     controller = ray.get_actor(names.controller("run"), names.NAMESPACE)
-    assert ray.get(controller.beat.remote(Beat("0" * 56, {}, {})), timeout=30) is False
+    assert ray.get(controller.beat.remote(Beat("0" * 56, {})), timeout=30) is False
 
 
 def _controller_before_this_one(run: Run, writer: JournalWriter) -> None:

@@ -17,11 +17,12 @@ import ray
 from elastic.core import events as ev
 from elastic.core.errors import GenerationEnded, IntegrityError, StorageError
 from elastic.core.settings import FailureSettings
+from elastic.runtime.messages import Item, Reply
 from elastic.runtime.node.agent import _is_stopped
-from elastic.runtime.node.heartbeats import Heart, Vitals, open_mailbox, receive
-from elastic.runtime.storage_retry import PatientSource
+from elastic.runtime.node.heartbeats import HeartbeatSender, open_mailbox, receive
+from elastic.runtime.storage_retry import RetryingSource
 from elastic.runtime.worker.logs import log_file
-from elastic.runtime.worker.outbox import Item, Outbox, Reply
+from elastic.runtime.worker.outbox import Outbox
 from elastic.runtime.worker.ray_coordinator import RayCoordinator
 from elastic.training.session import GenerationSpec, Phase, StepReport, Stop
 
@@ -84,7 +85,7 @@ def test_a_worker_that_was_written_off_learns_it_from_any_reply() -> None:
 def test_the_kernel_attests_who_sends_a_heartbeat() -> None:
     box, name = open_mailbox()
     box.setblocking(True)
-    heart = Heart(Vitals(worker=7, generation=3, step=11), name, 0.001, 60.0, lambda: None)
+    heart = HeartbeatSender(7, name, 0.001, 60.0, lambda: None)
     try:
         # Blocking here until one is there: what `receive` then finds is at least the next one.
         box.recv(4096)
@@ -94,7 +95,7 @@ def test_the_kernel_attests_who_sends_a_heartbeat() -> None:
             messages = receive(box)
         pid, message = messages[0]
         assert pid == os.getpid()
-        assert message == {"worker": 7, "generation": 3, "step": 11, "phase": "idle"}
+        assert message == {"worker": 7}
     finally:
         heart.stop()
         box.close()
@@ -117,7 +118,7 @@ def test_a_worker_whose_agent_is_gone_is_orphaned_once() -> None:
     box, name = open_mailbox()
     box.close()
     orphaned = threading.Event()
-    heart = Heart(Vitals(0), name, 0.001, 0.005, orphaned.set)
+    heart = HeartbeatSender(0, name, 0.001, 0.005, orphaned.set)
     assert orphaned.wait(LIMIT_S)
     heart.stop()
 
@@ -165,9 +166,7 @@ def member(told: Told, timeout_s: float = LIMIT_S, holds: bool = False) -> RayCo
     spec = GenerationSpec("run", generation=4, rank=1, world_size=2, holds=holds)
     box: Any = told
     source: Any = None
-    return RayCoordinator(
-        spec, 9, Vitals(9), box, source, lambda snapshot: True, FailureSettings(drain_timeout_s=timeout_s)
-    )
+    return RayCoordinator(spec, 9, box, source, lambda snapshot: True, FailureSettings(drain_timeout_s=timeout_s))
 
 
 def report(step: int) -> StepReport:
@@ -277,8 +276,8 @@ class Flaky:
         return checkpoint_id
 
 
-def patient(source: Any, waits: list[float], limit_s: float = 60.0) -> PatientSource:
-    return PatientSource(source, 1.0, limit_s, waits.append)
+def patient(source: Any, waits: list[float], limit_s: float = 60.0) -> RetryingSource:
+    return RetryingSource(source, 1.0, limit_s, waits.append)
 
 
 def test_storage_that_comes_back_is_waited_for() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from elastic.core import events as ev
 
 
-class Receipts:
+class Acks:
     """`heard` as events come; `taken` as a turn begins with them, whose lines then wait; `written` when none waits.
 
     A worker numbers its messages, and they are taken in the order in which they came: a number stands for all before.

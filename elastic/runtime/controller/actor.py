@@ -30,17 +30,16 @@ from elastic.observe.journal import JournalWriter
 from elastic.runtime.controller.committer import Committer
 from elastic.runtime.controller.control_loop import ControlLoop
 from elastic.runtime.controller.hands.executor import Executor
-from elastic.runtime.controller.hands.snapshot_directory import Assembled
 from elastic.runtime.controller.records import Records
 from elastic.runtime.controller.replay import Replayed, replay
-from elastic.runtime.controller.senses.capacity_monitor import OutlookWatch
-from elastic.runtime.controller.senses.drain_monitor import DrainWatch
-from elastic.runtime.niceness import take_priority
-from elastic.runtime.node.agent import BEAT_LIMIT_S, Beat
-from elastic.runtime.storage_retry import patiently
+from elastic.runtime.controller.senses.agent_links import AgentLinks
+from elastic.runtime.controller.senses.capacity_monitor import CapacityMonitor
+from elastic.runtime.controller.senses.drain_monitor import DrainMonitor
+from elastic.runtime.messages import Assembled, Beat, Item, Reply
+from elastic.runtime.niceness import raise_priority
+from elastic.runtime.storage_retry import retried
 from elastic.runtime.train_function import Entry
 from elastic.runtime.versions import versions
-from elastic.runtime.worker.outbox import Item, Reply
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +61,7 @@ class ControllerActor:
     """
 
     def __init__(self, settings: Mapping[str, Any], entry: Entry, token: bytes) -> None:
-        take_priority()
+        raise_priority()
         self._settings = RunSettings.from_json(settings)
         self._entry = entry
         # What the parts of this run know each other by; an argument, so that a restarted controller has it again.
@@ -76,7 +75,7 @@ class ControllerActor:
         self._events: asyncio.Queue[ev.Event] = asyncio.Queue()
         self._records = Records()
         self._result: dict[str, Any] | None = None
-        self._outlook: OutlookWatch | None = None
+        self._capacity: CapacityMonitor | None = None
         self._main = asyncio.get_running_loop().create_task(self._run(_was_restarted()))
 
     # --- for clients ---
@@ -121,14 +120,14 @@ class ControllerActor:
 
     async def claim(self) -> Claim | None:
         """What this run has and needs; None of a run that is over, or has not looked yet."""
-        return self._outlook.claim if self._outlook is not None and self._result is None else None
+        return self._capacity.claim if self._capacity is not None and self._result is None else None
 
     # --- for agents and workers ---
 
     async def beat(self, beat: Beat) -> bool:
         """One node's heartbeat. False when the node is not part of the run: the agent then ends its workers."""
         await self._ready.wait()
-        return self._result is None and self._loop.beat(beat, time.time())
+        return self._result is None and self._loop.heartbeats.beat(beat, time.time())
 
     async def deliver(self, worker: int, items: Sequence[Item], heard: int | None) -> Reply:
         """A worker's messages, in order. A worker that was written off is told so, and nothing it says counts.
@@ -146,7 +145,7 @@ class ControllerActor:
     async def snapshot(self, identifier: str) -> Assembled:
         """What a worker needs to restore a snapshot from memory. Raises IntegrityError or StorageError."""
         await self._ready.wait()
-        return await self._executor.holdings.wait_for(identifier)
+        return await self._executor.snapshots.wait_for(identifier)
 
     def _step_done(self) -> None:
         asyncio.get_running_loop().create_task(self._tell_step())
@@ -162,10 +161,10 @@ class ControllerActor:
             await self._start(reconstructed)
             loop, emit = self._loop, self._events.put_nowait
             known = {node: notice.deadline for node, notice in loop.state.draining.items()}
-            drains = DrainWatch(known, lambda: loop.state.nodes, emit)
-            self._outlook = OutlookWatch(lambda: loop.state, emit)
-            loops = (self._watch(), drains.run(), self._outlook.run())
-            watches = [asyncio.get_running_loop().create_task(watch) for watch in loops]
+            drains = DrainMonitor(known, lambda: loop.state.nodes, emit)
+            self._capacity = CapacityMonitor(lambda: loop.state, emit)
+            senses = (loop.heartbeats, drains, self._capacity)
+            watches = [asyncio.get_running_loop().create_task(sense.run()) for sense in senses]
             while not isinstance(loop.state.phase, Finished):
                 await loop.turn(await self._next_events())
             for watch in watches:
@@ -198,7 +197,10 @@ class ControllerActor:
         self._journal.replayed = ()
         emit = self._events.put_nowait
         loop = self._loop = ControlLoop(settings, old, self._records, emit, self._step_done)
-        self._executor = Executor(settings, old.attempt, self._entry, here, self._token, emit, loop.steps_recovered)
+        self._links = AgentLinks(self._token, lambda: loop.state.slots, emit)
+        self._executor = Executor(
+            settings, old.attempt, self._entry, here, self._token, emit, loop.steps_recovered, self._links.watch
+        )
         self._given_back.clear()
         self._committer = Committer(settings, store, versions(), emit, loop.note_checkpoint)
         loop.connect(self._executor, self._committer)
@@ -211,8 +213,7 @@ class ControllerActor:
             for worker in old.state.workers.values():
                 node = old.state.node_of(worker.id)
                 if node is not None and worker.phase is not WorkerPhase.STARTING:
-                    # An agent may be waiting for the answer of the controller before.
-                    loop.seen.expect(worker.id, node, time.time() + BEAT_LIMIT_S)
+                    loop.heartbeats.expect(worker.id, node, time.time())
         else:
             await self._executor.sweep()
             self._records.note({"type": "run", "status": "running", "run_id": settings.run_id, "attempt": old.attempt})
@@ -235,7 +236,7 @@ class ControllerActor:
     async def _from_storage(self, ask: Callable[[], _T]) -> _T:
         """Storage that is away just now must not end a run: its workers train on for as long as this asks."""
         failures = self._settings.failures
-        return await asyncio.to_thread(patiently, ask, failures.storage_backoff_s, failures.controller_lease_s)
+        return await asyncio.to_thread(retried, ask, failures.storage_backoff_s, failures.controller_lease_s)
 
     async def _next_events(self) -> list[ev.Event]:
         """Whatever waits; or a Tick when a deadline passes first; or nothing, where there may be something to write."""
@@ -251,16 +252,6 @@ class ControllerActor:
         while not self._events.empty():
             events.append(self._events.get_nowait())
         return events
-
-    async def _watch(self) -> None:
-        """Look for silence and standstill; what is found is an event like any other."""
-        while True:
-            await asyncio.sleep(self._settings.failures.heartbeat_s / 2)
-            try:
-                self._loop.look(time.time())
-            except Exception:
-                # A run that nobody watches any more would be worse than a look that was missed.
-                logger.exception("looking for silence and standstill failed")
 
     async def _finish(self) -> None:
         loop, limit_s = self._loop, self._settings.failures.storage_timeout_s
@@ -281,6 +272,7 @@ class ControllerActor:
         """Give everything back; what Ray does not take in time is given back when it does, before this actor ends."""
         if self._given_back.is_set():
             return
+        self._links.close()
         closing = asyncio.ensure_future(self._executor.close())
         closing.add_done_callback(lambda _: self._given_back.set())
         if (await asyncio.wait((closing,), timeout=_CLOSE_LIMIT_S))[0]:

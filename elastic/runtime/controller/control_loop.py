@@ -14,20 +14,19 @@ from typing import Any
 from elastic.core import actions as act
 from elastic.core import events as ev
 from elastic.core.data.steps import CompletedStep
-from elastic.core.policy.liveness import LastSeen
 from elastic.core.policy.stragglers import StragglerWatch
 from elastic.core.run import machine
-from elastic.core.run.state import USER_CODE_FAILED, Ending, Finished, RunState, Slot, Training
+from elastic.core.run.state import USER_CODE_FAILED, Finished, RunState
 from elastic.core.settings import RunSettings
-from elastic.runtime.controller.acks import Receipts
+from elastic.runtime.controller.acks import Acks
 from elastic.runtime.controller.committer import Committer
 from elastic.runtime.controller.hands.executor import Executor
 from elastic.runtime.controller.incidents import IncidentBook
 from elastic.runtime.controller.progress import News, cadence_record, figures
 from elastic.runtime.controller.records import Records
 from elastic.runtime.controller.replay import Replayed
-from elastic.runtime.node.agent import Beat
-from elastic.runtime.worker.outbox import Item
+from elastic.runtime.controller.senses.heartbeat_table import HeartbeatTable
+from elastic.runtime.messages import Item
 
 logger = logging.getLogger(__name__)
 
@@ -53,17 +52,15 @@ class ControlLoop:
         self._stepped = stepped
         self.state: RunState = old.state
         self.telemetry = old.telemetry(settings, time.time(), records.note)
-        self.seen = LastSeen(settings.failures.heartbeat_s, settings.failures.controller_lease_s)
+        self.heartbeats = HeartbeatTable(settings.failures, lambda: self.state, self.telemetry, emit)
         self.fenced = 0
         self._incidents = IncidentBook(records.note, settings.run_id)
         self._stragglers = StragglerWatch(settings.stragglers)
         self._stragglers.begin(old.state.generation, old.state.members)
         self._news = News()
-        self._receipts = Receipts()
+        self._acks = Acks()
         self._user_traceback: str | None = None
         self._last_turn = 0.0
-        self._slots_of_nodes: Mapping[int, Slot] | None = None
-        self._nodes: frozenset[str] = frozenset()
         self._executor: Executor
         self._committer: Committer
 
@@ -89,22 +86,7 @@ class ControlLoop:
             "error": self._user_traceback if phase.status == USER_CODE_FAILED else None,
         }
 
-    # --- what agents and workers say ---
-
-    def beat(self, beat: Beat, now: float) -> bool:
-        """A node's heartbeat. False when the node is not part of the run, or the run is over."""
-        if isinstance(self.state.phase, Finished) or not self._is_part(beat.node):
-            return False
-        self.seen.heard_node(beat.node, now, beat.ages)
-        for worker, evidence in beat.gone.items():
-            self._emit(ev.WorkerDied(worker, evidence))
-        return True
-
-    def _is_part(self, node: str) -> bool:
-        if self._slots_of_nodes is not self.state.slots:
-            # Not with every beat: of a thousand nodes five thousand come in a second.
-            self._slots_of_nodes, self._nodes = self.state.slots, frozenset(self.state.nodes)
-        return node in self._nodes
+    # --- messages of workers ---
 
     def deliver(self, worker: int, items: Sequence[Item], now: float) -> bool:
         """A worker's messages, in order. False, and none of them counts, when the worker was written off."""
@@ -112,21 +94,19 @@ class ControlLoop:
             self.fenced += len(items)
             logger.warning("worker %d was written off and is told to end; %d messages refused", worker, len(items))
             return False
-        node = self.state.node_of(worker)
-        if node is not None:
-            self.seen.heard_worker(worker, node, now)
+        self.heartbeats.worker_spoke(worker, now)
         for item in items:
             self._take(worker, item, now)
         return True
 
     def durable(self, worker: int) -> int:
         """Up to which number this worker's events are in the journal."""
-        return self._receipts.durable(worker)
+        return self._acks.durable(worker)
 
     def _take(self, worker: int, item: Item, now: float) -> None:
         if item.kind == "event":
             event = ev.from_json(item.data)
-            self._receipts.heard(event, worker, item.number)
+            self._acks.heard(event, worker, item.number)
             self._emit(event)
         elif item.kind == "shard":
             self._take_shard(item.data)
@@ -182,7 +162,7 @@ class ControlLoop:
         if any(isinstance(event, ev.CheckpointCommitted) for event in fresh):
             # A step that a checkpoint covers is never done again, so what is known of it must not be lost either.
             self.telemetry.flush(now, force=True)
-        self._receipts.taken(events)
+        self._acks.taken(events)
         await self._write([{"type": "event", "now": now, **ev.to_json(event)} for event in fresh])
         for event in fresh:
             before = self.state
@@ -195,7 +175,7 @@ class ControlLoop:
     async def _write(self, lines: Sequence[dict[str, Any]] = ()) -> None:
         await self._records.write(lines)
         if not self._records.pending:
-            self._receipts.written()
+            self._acks.written()
 
     def _act(self, action: act.Action, now: float) -> None:
         if isinstance(action, act.Note):
@@ -226,25 +206,8 @@ class ControlLoop:
         if isinstance(event, ev.CheckpointCommitted):
             self.telemetry.time.commit(event.step)
         if before.workers.keys() != state.workers.keys():
-            self.seen.retain(state.workers.keys())
-            self._receipts.retain(state.workers.keys())
+            self.heartbeats.retain(state.workers.keys())
+            self._acks.retain(state.workers.keys())
         # The same members may begin the next generation in the very turn in which this one ended.
         if before.members and (before.members, before.generation) != (state.members, state.generation):
             self.telemetry.generation_ended(before.generation)
-
-    # --- silence ---
-
-    def look(self, now: float) -> None:
-        """What has been silent or has stood still for too long becomes an event like any other."""
-        failures, state = self._settings.failures, self.state
-        ending = isinstance(state.phase, Ending)
-        limit_s = failures.probe_timeout_s + failures.heartbeat_s if ending else failures.suspect_after_s
-        silence = self.seen.silent(now, limit_s)
-        if silence is not None:
-            self._emit(silence)
-        # Who hears nobody does not know whether steps end.
-        training = isinstance(state.phase, Training) and not self.seen.alone(now, failures.suspect_after_s)
-        stalled = self.telemetry.watch.check(state.generation, self.telemetry.step, now, training)
-        if stalled is not None:
-            self._emit(stalled)
-        self.telemetry.flush(now)

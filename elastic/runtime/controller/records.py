@@ -17,9 +17,9 @@ logger = logging.getLogger(__name__)
 Record = dict[str, Any]
 
 # A store that takes longer does not keep the run waiting: nothing is decided meanwhile, and a request may take minutes.
-PATIENCE_S = 5.0
+WRITE_LIMIT_S = 5.0
 # While it is known to fail: enough to see that it does not any more.
-_FAILING_PATIENCE_S = 0.5
+_FAILING_LIMIT_S = 0.5
 
 
 @dataclass
@@ -34,8 +34,8 @@ class _Writing:
 class Records:
     """`note` from the event loop, `write` from the controller's loop only."""
 
-    def __init__(self, patience_s: float = PATIENCE_S) -> None:
-        self._patience_s = patience_s
+    def __init__(self, limit_s: float = WRITE_LIMIT_S) -> None:
+        self._limit_s = limit_s
         self._journal: JournalWriter | None = None
         self._waiting: list[Record] = []
         self._writing: _Writing | None = None
@@ -87,7 +87,7 @@ class Records:
     def _limit(self, writing: _Writing, limit_s: float | None) -> float:
         if limit_s is not None:
             return limit_s
-        return 0.0 if writing.late else _FAILING_PATIENCE_S if self.failing else self._patience_s
+        return 0.0 if writing.late else _FAILING_LIMIT_S if self.failing else self._limit_s
 
     def _fails(self, why: str) -> None:
         if not self.failing:

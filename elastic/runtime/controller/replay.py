@@ -47,7 +47,7 @@ class Replayed:
     def telemetry(self, settings: RunSettings, now: float, record: Callable[[dict[str, Any]], None]) -> Telemetry:
         """Losses, samples, times and the running generation, as the journal knows them."""
         silent = Telemetry(settings, self.records[0]["now"] if self.records else now, lambda _: None)
-        silent.recall_samples(self.before)
+        silent.replay_samples(self.before)
         state = machine.initial(settings, now)
         for when, item in _timeline(self.records):
             if item["type"] == "event":
@@ -63,7 +63,7 @@ class Replayed:
                     item["number"], item["world_size"], item["first_step"] - 1, when, skips_of(item)
                 )
             elif item["type"] == "step":
-                silent.recall(item, when)
+                silent.replay_step(item, when)
         silent.write_to(record)
         return silent
 

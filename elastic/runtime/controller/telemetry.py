@@ -146,7 +146,7 @@ class Telemetry:
 
     # --- after a restart of the controller ---
 
-    def recall(self, step: Mapping[str, Any], when: float) -> None:
+    def replay_step(self, step: Mapping[str, Any], when: float) -> None:
         """One finished step as the journal has it."""
         self._reached(step["step"], step["loss"])
         self._recall_samples(step)
@@ -154,7 +154,7 @@ class Telemetry:
                             step.get("straggler_s", 0.0))  # fmt: skip
         self.table.known(step["step"])
 
-    def recall_samples(self, records: Iterable[Mapping[str, Any]]) -> None:
+    def replay_samples(self, records: Iterable[Mapping[str, Any]]) -> None:
         """What earlier attempts at the run consumed; what of it was rolled back shows when a generation begins."""
         for record in records:
             if record["type"] == "generation" and "first_step" in record:

@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -25,7 +24,8 @@ from elastic.checkpoint.memory.server.server import MemoryServer
 from elastic.core.checkpoint.manifest import ShardRecord
 from elastic.core.checkpoint.snapshots import Held
 from elastic.core.settings import RunSettings
-from elastic.runtime.niceness import take_priority
+from elastic.runtime.messages import BEAT_LIMIT_S, Beat, NodeFacts
+from elastic.runtime.niceness import raise_priority
 from elastic.runtime.node.heartbeats import open_mailbox, receive
 from elastic.transport.handshake import Address, connect
 
@@ -38,33 +38,8 @@ _MIN_FREE_BYTES = 64 << 20
 # A worker's heart is a Python thread: an import or a long call into a library may hold it up for this long while the
 # process is well. What it holds up for longer, or what is stopped by a signal, counts as silent.
 _BUSY_S = 10.0
-# How long an agent waits for the answer to a beat: for that long it may not know of a restarted controller.
-BEAT_LIMIT_S = 2.0
 # Twice this is less than what a survey waits for by default.
 _REACH_LIMIT_S = 0.7
-
-
-@dataclass(frozen=True)
-class Beat:
-    """One node's heartbeat. `ages` are the seconds for which each worker has been silent; `gone` are ended processes.
-
-    The agent vouches for a process that is there and not stopped: its age is 0 until it has missed its beats for long.
-    """
-
-    node: str
-    ages: dict[int, float]
-    vitals: dict[int, dict[str, Any]]
-    gone: dict[int, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class NodeFacts:
-    """What a node's agent says of itself. `memory` is where other nodes reach its memory, `memory_name` its workers."""
-
-    mailbox: str
-    memory: tuple[str, int]
-    memory_name: str
-    domain: str = ""
 
 
 class AgentActor:
@@ -74,7 +49,7 @@ class AgentActor:
     """
 
     def __init__(self, node: str, settings: RunSettings, controller: Any, token: bytes) -> None:
-        take_priority()
+        raise_priority()
         failures = settings.failures
         self._domain_label = settings.memory.domain_label
         self._token = token
@@ -85,7 +60,6 @@ class AgentActor:
         self._pids: dict[int, int] = {}
         self._watched: dict[int, int] = {}
         self._heard: dict[int, float] = {}
-        self._vitals: dict[int, dict[str, Any]] = {}
         self._gone: dict[int, str] = {}
         self._wake = asyncio.Event()
         self._box, self._name = open_mailbox()
@@ -117,7 +91,7 @@ class AgentActor:
             held = await asyncio.to_thread(self._memory.rebuild, held, others or {})
         return await asyncio.to_thread(self._memory.record, held)
 
-    async def memory_pace(self) -> int:
+    async def memory_progress(self) -> int:
         """Grows while `memory_record` is at work for anybody."""
         return self._memory.pace()
 
@@ -169,7 +143,6 @@ class AgentActor:
             worker = message.get("worker")
             if isinstance(worker, int) and self._pids.get(worker) == pid:
                 self._heard[worker] = now
-                self._vitals[worker] = message
 
     def _age(self, worker: int, silent_s: float) -> float:
         return silent_s if silent_s > _BUSY_S or _is_stopped(self._pids[worker]) else 0.0
@@ -184,7 +157,7 @@ class AgentActor:
         if handle is not None:
             asyncio.get_event_loop().remove_reader(handle)
             os.close(handle)
-        for table in (self._pids, self._heard, self._vitals):
+        for table in (self._pids, self._heard):
             table.pop(worker, None)
 
     async def _beat(self) -> None:
@@ -194,7 +167,7 @@ class AgentActor:
             gone = dict(self._gone)
             ages = {worker: self._age(worker, now - heard) for worker, heard in self._heard.items()}
             try:
-                call = self._controller.beat.remote(Beat(self._node, ages, dict(self._vitals), gone))
+                call = self._controller.beat.remote(Beat(self._node, ages, gone))
                 wanted = await asyncio.wait_for(call, BEAT_LIMIT_S)
             except (ray.exceptions.RayError, asyncio.TimeoutError) as error:
                 logger.debug("the controller did not hear node %s: %s", self._node[:8], error)

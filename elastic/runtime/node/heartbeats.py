@@ -14,24 +14,10 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 _CREDENTIALS = struct.Struct("3i")
 _MAX_BYTES = 4096
-
-
-@dataclass
-class Vitals:
-    """What a worker says of itself in every heartbeat. Written by the training thread, read by the heartbeat thread."""
-
-    worker: int
-    generation: int = 0
-    step: int = 0
-    phase: str = "idle"
-
-    def encode(self) -> bytes:
-        return json.dumps(vars(self)).encode()
 
 
 def open_mailbox() -> tuple[socket.socket, str]:
@@ -60,17 +46,17 @@ def receive(box: socket.socket) -> list[tuple[int, dict[str, Any]]]:
                         messages.append((pid, json.loads(data)))
 
 
-class Heart:
-    """Sends `vitals` to the mailbox every `interval_s`, from its own thread.
+class HeartbeatSender:
+    """Sends a heartbeat of `worker` to the mailbox every `interval_s`, from its own thread.
 
     `on_orphaned` is called once when the mailbox has been gone for `lease_s`: the node's agent is dead, and with it the
     only way to be told that this worker was written off.
     """
 
     def __init__(
-        self, vitals: Vitals, mailbox: str, interval_s: float, lease_s: float, on_orphaned: Callable[[], None]
+        self, worker: int, mailbox: str, interval_s: float, lease_s: float, on_orphaned: Callable[[], None]
     ) -> None:
-        self._vitals = vitals
+        self._message = json.dumps({"worker": worker}).encode()
         self._address = f"\0{mailbox}"
         self._interval_s = interval_s
         self._tries = max(1, int(lease_s / interval_s))
@@ -78,13 +64,13 @@ class Heart:
         self._stop = threading.Event()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
-        self._thread = threading.Thread(target=self._beat, name="elastic-heart", daemon=True)
+        self._thread = threading.Thread(target=self._beat, name="elastic-heartbeats", daemon=True)
         self._thread.start()
 
-    def now(self) -> bool:
-        """Send at once (a phase has changed). False when nobody listens."""
+    def _send(self) -> bool:
+        """False when no process listens."""
         try:
-            self._socket.sendto(self._vitals.encode(), self._address)
+            self._socket.sendto(self._message, self._address)
         except BlockingIOError:
             return True
         except OSError:
@@ -94,7 +80,7 @@ class Heart:
     def _beat(self) -> None:
         missed = 0
         while not self._stop.wait(self._interval_s):
-            missed = 0 if self.now() else missed + 1
+            missed = 0 if self._send() else missed + 1
             if missed >= self._tries:
                 self._on_orphaned()
                 return

@@ -22,19 +22,19 @@ import ray
 from elastic.core import events as ev
 from elastic.core.errors import ElasticError, StorageError
 from elastic.core.settings import RunSettings
-from elastic.runtime.node.agent import NodeFacts
-from elastic.runtime.node.heartbeats import Heart, Vitals
+from elastic.runtime.messages import Item, NodeFacts, Reply
+from elastic.runtime.node.heartbeats import HeartbeatSender
 from elastic.runtime.train_function import Entry
 from elastic.runtime.worker import codec
 from elastic.runtime.worker.logs import log_file, redirect
-from elastic.runtime.worker.outbox import Item, Outbox, Reply
+from elastic.runtime.worker.outbox import Outbox
 
 if TYPE_CHECKING:
     from elastic.checkpoint.memory.client import NodeMemory
     from elastic.checkpoint.source import CheckpointSource
     from elastic.checkpoint.storage import CheckpointStore
     from elastic.checkpoint.writer import BackgroundWriter
-    from elastic.runtime.controller.hands.snapshot_directory import Assembled
+    from elastic.runtime.messages import Assembled
     from elastic.runtime.worker.ray_coordinator import RayCoordinator
     from elastic.training.loop import GenerationRunner
     from elastic.training.result import GenerationResult
@@ -67,7 +67,6 @@ class WorkerActor:
         self._settings = RunSettings.from_json(settings)
         self._entry = entry
         self._controller = controller
-        self._vitals = Vitals(worker)
         self._preparing = threading.Lock()
         self._prepared: dict[str, Any] | None = None
         self._lock = threading.Lock()
@@ -76,7 +75,7 @@ class WorkerActor:
         self._last_step = 0
         self._stores: dict[int, Rendezvous] = {}
         self._work: queue.SimpleQueue[_Current] = queue.SimpleQueue()
-        self._heart: Heart | None = None
+        self._heartbeats: HeartbeatSender | None = None
         self._outbox = Outbox(self._deliver, on_fenced=lambda: self._quit("this worker was written off"))
         self._store: CheckpointStore | None = None
         self._writer: BackgroundWriter | None = None
@@ -108,8 +107,8 @@ class WorkerActor:
             # A cluster on one machine: the host name may resolve to an address that only the outside can reach.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         failures = self._settings.failures
-        self._heart = Heart(
-            self._vitals,
+        self._heartbeats = HeartbeatSender(
+            self._worker,
             node.mailbox,
             failures.heartbeat_s,
             failures.suspect_after_s * 5,
@@ -142,7 +141,7 @@ class WorkerActor:
             assert self._writer is not None
             assert self._store is not None
             coordinator = RayCoordinator(
-                spec, self._worker, self._vitals, self._outbox, self._store, self._writer.submit,
+                spec, self._worker, self._outbox, self._store, self._writer.submit,
                 self._settings.failures, self._memory, self._snapshot,
             )  # fmt: skip
             runner = GenerationRunner(spec, coordinator, rendezvous, on_result=self._announce)
@@ -191,7 +190,6 @@ class WorkerActor:
         while True:
             current = self._work.get()
             assert self._function is not None
-            self._vitals.phase = "joining"
             result = current.runner.run(self._function, self._entry.config)
             self._left(current, result)
 
@@ -210,9 +208,8 @@ class WorkerActor:
             self._last_step = result.step
             for generation in [g for g in self._stores if g <= current.generation]:
                 release_store(self._stores.pop(generation))
-        self._vitals.phase = "idle"
         if not current.runner.clean:
-            self._post(ev.WorkerDied(self._worker, "its engine or its device is past use; a fresh process is needed"))
+            self._post(ev.WorkerDied(self._worker, "engine or device unusable; restarting the process"))
         elif result.kind != "finished" or over > current.generation:
             # Of the one that was to be ended, where that is newer than what was run here.
             self._post(ev.WorkerLeft(over, self._worker, result.step))

@@ -13,9 +13,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import merge
-from typing import Any
 
 import ray
+
+from elastic.runtime.messages import Item, Reply
 
 logger = logging.getLogger(__name__)
 
@@ -23,28 +24,6 @@ logger = logging.getLogger(__name__)
 _LINGER_S = 0.1
 # Enough for the steps between two checkpoints at any sensible cadence.
 _KEEP = 1024
-
-
-@dataclass(frozen=True)
-class Item:
-    """One message. `kind` is "event", "step", "restored", "shard" or "cadence"; `number` counts what a worker sends."""
-
-    kind: str
-    data: Any
-    urgent: bool = True
-    replay: bool = False
-    number: int = 0
-
-
-@dataclass(frozen=True)
-class Reply:
-    """The controller's answer. `fenced`: this worker is no longer part of the run and must end. This worker's events up
-    to the number `durable` are in the journal. Not `taken`: by a controller that the worker did not know yet."""
-
-    incarnation: int
-    fenced: bool = False
-    durable: int = 0
-    taken: bool = True
 
 
 @dataclass

@@ -15,9 +15,9 @@ from elastic.core import events as ev
 from elastic.core.checkpoint.snapshots import is_snapshot
 from elastic.core.errors import GenerationEnded
 from elastic.core.settings import FailureSettings
-from elastic.runtime.node.heartbeats import Vitals
-from elastic.runtime.storage_retry import PatientSource
-from elastic.runtime.worker.outbox import Item, Outbox
+from elastic.runtime.messages import Item
+from elastic.runtime.storage_retry import RetryingSource
+from elastic.runtime.worker.outbox import Outbox
 from elastic.training.session import GenerationSpec, Phase, RestoreReport, SnapshotMemory, StepReport, Stop
 
 # Enough for what may still be on its way to the controller, many times over.
@@ -35,7 +35,6 @@ class RayCoordinator:
         self,
         spec: GenerationSpec,
         worker: int,
-        vitals: Vitals,
         outbox: Outbox,
         source: CheckpointSource,
         submit: Callable[[ShardSnapshot], bool],
@@ -46,7 +45,6 @@ class RayCoordinator:
         """`snapshot(id, limit_s, check)` gives the source of a snapshot in the nodes' memory; `check` is `_pause`."""
         self._spec = spec
         self._worker = worker
-        self._vitals = vitals
         self._outbox = outbox
         self._source = source
         self._submit = submit
@@ -67,7 +65,6 @@ class RayCoordinator:
         self._reached = False
         self._first_report = True
         self._recent: deque[dict[str, Any]] = deque(maxlen=_RECENT_STEPS)
-        vitals.generation, vitals.step = spec.generation, 0
 
     # --- Coordinator, on the training thread ---
 
@@ -76,10 +73,9 @@ class RayCoordinator:
         if wanted is not None and is_snapshot(wanted) and self._snapshot is not None:
             # Not asked again: a node that does not answer may be gone, and then another one has what it held.
             return self._snapshot(wanted, self._restore_limit_s, self._pause)
-        return PatientSource(self._source, self._retry_s, self._restore_limit_s, self._pause)
+        return RetryingSource(self._source, self._retry_s, self._restore_limit_s, self._pause)
 
     def phase(self, phase: Phase) -> None:
-        self._vitals.phase = phase.value
         if phase is Phase.BUILDING:
             self._post(ev.GroupJoined(self._spec.generation, self._worker))
 
@@ -105,7 +101,6 @@ class RayCoordinator:
     def boundary(self, step: int) -> Stop | None:
         with self._change:
             self._step = step
-            self._vitals.step = step
             if not self._reached:
                 self._reached = True
                 self._post(ev.TrainingReached(self._spec.generation, self._worker, step, self._origin))
@@ -148,13 +143,11 @@ class RayCoordinator:
     # --- inside ---
 
     def _hold(self) -> None:
-        before, self._vitals.phase = self._vitals.phase, Phase.HOLDING.value
         limit = time.monotonic() + self._hold_timeout_s
         while self._stop_at is None:
             self._check()
             if not self._change.wait(max(0.0, limit - time.monotonic())) and time.monotonic() >= limit:
                 raise GenerationEnded(self._spec.generation, "the controller did not say where to stop")
-        self._vitals.phase = before
 
     def _pause(self, seconds: float) -> None:
         with self._change:

@@ -10,7 +10,7 @@ import pytest
 
 CODE = """
 import os, threading
-from elastic.runtime.niceness import take_priority
+from elastic.runtime.niceness import raise_priority
 os.nice(15)
 ended, begun = threading.Event(), threading.Event()
 found = []
@@ -23,7 +23,7 @@ thread.start()
 begun.wait(20)
 if {refused}:
     os.setpriority = lambda *_: (_ for _ in ()).throw(PermissionError("no"))
-print(take_priority(), os.getpriority(os.PRIO_PROCESS, 0), end=" ")
+print(raise_priority(), os.getpriority(os.PRIO_PROCESS, 0), end=" ")
 ended.set()
 thread.join()
 print(*found)

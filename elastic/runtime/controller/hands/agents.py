@@ -14,20 +14,23 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from elastic.core.settings import RunSettings
 from elastic.runtime import names
 from elastic.runtime.control_store import StoreThreads
-from elastic.runtime.controller.senses.agent_links import Wires
-from elastic.runtime.node.agent import AgentActor, NodeFacts
+from elastic.runtime.messages import NodeFacts
+from elastic.runtime.node.agent import AgentActor
+from elastic.transport.handshake import Address
 
 logger = logging.getLogger(__name__)
 
 # So many others are tried by each node when the way between two is in doubt: all of them, on up to twice as many nodes.
 _TRIED = 32
 
-# An agent's handle, and what it has said of its node.
+# An agent's handle, and the facts of its node.
 Known = tuple[Any, NodeFacts]
+# Gets a node and the address at which its agent listens.
+OnAgent = Callable[[str, Address], None]
 
 
 class Agents:
-    """One agent per node of one attempt. `on_gone(node)` is called once when the process of an agent is gone."""
+    """One agent per node of one attempt. `on_agent(node, address)` is called for each agent that has started."""
 
     def __init__(
         self,
@@ -36,14 +39,14 @@ class Agents:
         controller: Any,
         token: bytes,
         store: StoreThreads,
-        on_gone: Callable[[str], None],
+        on_agent: OnAgent,
     ) -> None:
         self._settings = settings
         self._attempt = attempt
         self._controller = controller
         self._token = token
         self._store = store
-        self._wires = Wires(token, on_gone)
+        self._on_agent = on_agent
         self._tasks: dict[str, asyncio.Task[Known]] = {}
 
     @property
@@ -82,7 +85,6 @@ class Agents:
 
     def drop(self, node: str) -> None:
         """The node is given back: its agent is ended."""
-        self._wires.forget(node)
         agent, task = self.at_hand(node), self._tasks.pop(node, None)
         if agent is not None:
             with contextlib.suppress(ray.exceptions.RayError, ValueError):
@@ -93,7 +95,6 @@ class Agents:
     def close(self) -> None:
         for node in self.nodes:
             self.drop(node)
-        self._wires.close()
 
     async def unreachable(self, nodes: Sequence[str]) -> tuple[tuple[str, str], ...]:
         """Pairs (who, whom). Every node tries those that follow it, in a ring; who does not answer is silent, which is
@@ -129,5 +130,5 @@ class Agents:
         arguments = (node, self._settings, self._controller, self._token)
         agent = await self._store.call(lambda: actor_class.options(**options).remote(*arguments))
         facts = await agent.join.remote()
-        self._wires.watch(node, facts.memory)
+        self._on_agent(node, facts.memory)
         return agent, facts

@@ -21,10 +21,10 @@ from elastic.core.run.state import RunState, SlotPhase, WorkerPhase
 from elastic.core.settings import RunSettings
 from elastic.runtime import names
 from elastic.runtime.control_store import StoreThreads
-from elastic.runtime.controller.hands.agents import Agents
+from elastic.runtime.controller.hands.agents import Agents, OnAgent
 from elastic.runtime.controller.hands.generation_specs import generation_specs, memory_plans
 from elastic.runtime.controller.hands.placement_groups import SlotKeeper
-from elastic.runtime.controller.hands.snapshot_directory import Holdings, OnSteps
+from elastic.runtime.controller.hands.snapshot_directory import OnSteps, SnapshotDirectory
 from elastic.runtime.orphans import sweep
 from elastic.runtime.train_function import Entry
 from elastic.runtime.worker.actor import WorkerActor
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 _CALL_TIMEOUT_S = 10.0
 # Connections that were cut come back within so long, or the generation is begun anew: one member that has not heard of
 # it would keep the others for `join_timeout_s`. Less than `abort_timeout_s`, within which all of them leave.
-_BEGIN_PATIENCE_S = 2.0
+_BEGIN_RETRY_S = 2.0
 _ASK_AGAIN_S = 0.2
 # A controller that comes back waits for its workers' answers: nothing is decided meanwhile.
 _MEET_LIMIT_S = 3.0
@@ -58,8 +58,9 @@ class Executor:
         token: bytes,
         emit: Callable[[ev.Event], None],
         on_steps: OnSteps,
+        on_agent: OnAgent,
     ) -> None:
-        """`on_steps` gets the step reports that come with a snapshot from memory."""
+        """`on_steps` gets the step reports that come with a snapshot from memory; `on_agent` see `Agents`."""
         self._settings = settings
         self._attempt = attempt
         self._entry = entry
@@ -71,8 +72,10 @@ class Executor:
         self._worker_slot: dict[int, int] = {}
         self._workers: dict[int, Any] = {}
         self._store = StoreThreads(_STORE_THREADS, "elastic-starts")
-        self._agents = Agents(settings, attempt, controller, token, self._store, self._agent_gone)
-        self.holdings = Holdings(settings.run_id, self._agents.of, settings.failures.survey_timeout_s * 0.8, on_steps)
+        self._agents = Agents(settings, attempt, controller, token, self._store, on_agent)
+        self.snapshots = SnapshotDirectory(
+            settings.run_id, self._agents.of, settings.failures.survey_timeout_s * 0.8, on_steps
+        )
         self._tasks: set[asyncio.Task[None]] = set()
 
     # --- called by the controller ---
@@ -231,11 +234,6 @@ class Executor:
             worker, self._settings.to_json(), self._entry, self._controller, self._token
         )
 
-    def _agent_gone(self, node: str) -> None:
-        """Without its agent a node cannot take part: its workers end by themselves, if they are not gone too."""
-        for slot in [slot for slot, where in self._nodes.items() if where == node]:
-            self._emit(ev.SlotLost(slot, f"node {node[:8]} is gone: the process of its agent has ended"))
-
     async def _kill_worker(self, worker: int, node: str | None = None) -> None:
         slot = self._worker_slot.pop(worker, None)
         handle = self._workers.pop(worker, None)
@@ -254,24 +252,22 @@ class Executor:
         nodes = [self._nodes.get(self._worker_slot.get(worker, -1), "") for worker in action.members]
         if action.checkpoint is not None and is_snapshot(action.checkpoint):
             # Beside everything that the members do before they need it.
-            self.holdings.collect(action.generation, action.checkpoint, self._agents.nodes)
+            self.snapshots.collect(action.generation, action.checkpoint, self._agents.nodes)
         plans: Sequence[MemoryPlan | None] = (None,) * len(nodes)
         if self._settings.memory.enabled:
             known = {node: (await self._agents.of(node))[1] for node in dict.fromkeys(nodes)}
             plans = memory_plans(self._settings, nodes, known)
-        rendezvous = await self._reach(first, "host_store", action.generation, patience_s=_BEGIN_PATIENCE_S)
+        rendezvous = await self._reach(first, "host_store", action.generation, retry_s=_BEGIN_RETRY_S)
         if rendezvous is None:
             return
         specs = generation_specs(self._settings, action, plans)
         members = zip(action.members, specs, strict=True)
-        begun = (
-            self._reach(worker, "begin", spec, rendezvous, patience_s=_BEGIN_PATIENCE_S) for worker, spec in members
-        )
+        begun = (self._reach(worker, "begin", spec, rendezvous, retry_s=_BEGIN_RETRY_S) for worker, spec in members)
         await asyncio.gather(*begun)
 
     async def _survey(self, action: act.SurveyMemory) -> None:
         reach = self._agents.unreachable(action.nodes) if action.reach else _nothing()
-        holds = self.holdings.survey(action.nodes if self._settings.memory.enabled else ())
+        holds = self.snapshots.survey(action.nodes if self._settings.memory.enabled else ())
         (found, missing), unreachable = await asyncio.gather(holds, reach)
         snapshots = tuple((snapshot.id, snapshot.step) for snapshot in found)
         self._emit(ev.MemorySurveyed(action.survey, snapshots, unreachable, missing))
@@ -304,13 +300,13 @@ class Executor:
             return await self._reach(worker, method, *args)
         return None
 
-    async def _reach(self, worker: int, method: str, *args: Any, patience_s: float = 0.0) -> Any:
-        """Call a worker's method, twice and for `patience_s` if the connection breaks; None when it is dead or does not
+    async def _reach(self, worker: int, method: str, *args: Any, retry_s: float = 0.0) -> Any:
+        """Call a worker's method, twice and for `retry_s` if the connection breaks; None when it is dead or does not
         answer. Raises ConnectionError when it could not be asked.
 
         Only Ray's word that the actor is dead becomes an event here: mere unavailability is the detector's to judge.
         """
-        limit, tries = time.monotonic() + patience_s, 0
+        limit, tries = time.monotonic() + retry_s, 0
         while (handle := self._workers.get(worker)) is not None:
             try:
                 return await asyncio.wait_for(getattr(handle, method).remote(*args), _CALL_TIMEOUT_S)

@@ -9,7 +9,7 @@ from elastic.core.checkpoint.parity import place_parity
 from elastic.core.checkpoint.snapshots import place_replicas
 from elastic.core.settings import RunSettings
 from elastic.runtime.controller.hands.snapshot_directory import targets_of
-from elastic.runtime.node.agent import NodeFacts
+from elastic.runtime.messages import NodeFacts
 from elastic.training.session import BatchSettings, GenerationSpec, MemoryPlan
 
 

@@ -6,18 +6,18 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import ray
 
 from elastic.checkpoint.memory.pace import STILL_LIMIT_S
 from elastic.core.checkpoint.assembly import assemble
-from elastic.core.checkpoint.manifest import Manifest, ShardRecord
-from elastic.core.checkpoint.manifest_json import from_json, to_json
+from elastic.core.checkpoint.manifest import ShardRecord
+from elastic.core.checkpoint.manifest_json import to_json
 from elastic.core.checkpoint.snapshots import STEPS, Held, Snapshot, not_whole, recoverable
 from elastic.core.errors import IntegrityError, StorageError
-from elastic.runtime.node.agent import NodeFacts
+from elastic.runtime.messages import Assembled, NodeFacts
 from elastic.transport.handshake import Address
 
 logger = logging.getLogger(__name__)
@@ -33,24 +33,7 @@ AgentOf = Callable[[str], Coroutine[Any, Any, "tuple[Any, NodeFacts]"]]
 OnSteps = Callable[[int, int, Mapping[int, Sequence[Mapping[str, Any]]]], None]
 
 
-@dataclass(frozen=True)
-class Assembled:
-    """A snapshot ready to be restored: `holders[rank]` is the address to read that rank's shard from.
-
-    Every worker is sent one: `text` is the manifest's JSON, made once. Half a million pieces (1,000 ranks, phase 3)
-    would take a second to pickle for each of them.
-    """
-
-    id: str
-    text: str
-    holders: tuple[tuple[str, int], ...]
-
-    def manifest(self) -> Manifest:
-        """Takes as long as reading one from storage."""
-        return replace(from_json(self.text), id=self.id)
-
-
-class Holdings:
+class SnapshotDirectory:
     """One per controller. `survey` first; then `collect` what is to be restored, and any number of `wait_for`."""
 
     def __init__(
@@ -166,7 +149,7 @@ class Holdings:
     async def _pace(self, node: str) -> int:
         """How far its work has come; -1 when it does not say."""
         try:
-            return int(await asyncio.wait_for(self._call(node, "memory_pace"), self._limit_s))
+            return int(await asyncio.wait_for(self._call(node, "memory_progress"), self._limit_s))
         except (ray.exceptions.RayError, asyncio.TimeoutError, OSError):
             return -1
 

@@ -1,8 +1,8 @@
-"""One connection from the controller to every node's agent: the kernel closes it the moment the agent's process ends.
+"""Sense: one connection from the controller to each node's agent. The kernel closes it when the agent's process ends.
 
-That is the quickest sign of a lost node, and it needs no collective to be under way. A connection that broke is not yet
-a process that is gone, so the agent's port is tried again at once: only a refusal by a kernel that lives proves it.
-Whatever else goes wrong (no answer, no route) is silence, which the heartbeats judge.
+This is the fastest failure detector, and it works without a collective in progress. A broken connection alone does not
+prove that the process ended, so the agent's port is tried again at once: only a refusal by a living kernel is proof.
+Every other failure (no answer, no route) is silence, which the heartbeat table judges.
 """
 
 from __future__ import annotations
@@ -10,56 +10,61 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+from elastic.core.events import SlotLost
+from elastic.core.run.state import Slot
 from elastic.transport.channel import Channel
 from elastic.transport.handshake import Address, connect
 
 logger = logging.getLogger(__name__)
 
-_AGAIN_LIMIT_S = 0.5
-# Of a process that is killed the kernel closes one socket after the other: for an instant the connection is broken and
-# the port still takes new ones, which are reset. So the first pause is short; each one is twice as long as the one
-# before, as the heartbeats are there meanwhile.
+_RETRY_LIMIT_S = 0.5
+# The kernel closes the sockets of a killed process one after the other: for an instant the connection is broken while
+# the port still accepts connections, which are then reset. So the first pause is short, and each pause is twice as long
+# as the one before; meanwhile the heartbeats watch the node too.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 1.0
 
 
-class Wires:
-    """`on_dead(node)` is called on the event loop, once per node, when the node's agent is known to be gone."""
+class AgentLinks:
+    """`emit` gets SlotLost for each slot of a node whose agent has ended. `slots` gives the run's slots at present.
 
-    def __init__(self, token: bytes, on_dead: Callable[[str], None]) -> None:
+    All methods are called on the event loop.
+    """
+
+    def __init__(self, token: bytes, slots: Callable[[], Mapping[int, Slot]], emit: Callable[[SlotLost], None]) -> None:
         self._token = token
-        self._on_dead = on_dead
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._slots = slots
+        self._emit = emit
+        self._links: dict[str, tuple[Address, asyncio.Task[None]]] = {}
 
     def watch(self, node: str, address: Address) -> None:
-        if node not in self._tasks:
-            self._tasks[node] = asyncio.get_running_loop().create_task(self._watch(node, address))
-
-    def forget(self, node: str) -> None:
-        """The node is no part of the run any more: what becomes of its agent is no news."""
-        task = self._tasks.pop(node, None)
-        if task is not None:
-            task.cancel()
+        """The node's agent listens at `address`. The link ends when the node has no slot of the run any more."""
+        known = self._links.get(node)
+        if known is not None:
+            if known[0] == address and not known[1].done():
+                return
+            known[1].cancel()
+        self._links[node] = address, asyncio.get_running_loop().create_task(self._watch(node, address))
 
     def close(self) -> None:
-        for node in tuple(self._tasks):
-            self.forget(node)
+        for _, task in self._links.values():
+            task.cancel()
+        self._links.clear()
 
     async def _watch(self, node: str, address: Address) -> None:
-        first, pause_s = True, _FIRST_PAUSE_S
-        while True:
+        connected, pause_s = False, _FIRST_PAUSE_S
+        while self._slots_on(node):
             try:
-                channel = await asyncio.to_thread(connect, address, self._token, limit_s=_AGAIN_LIMIT_S)
+                channel = await asyncio.to_thread(connect, address, self._token, limit_s=_RETRY_LIMIT_S)
             except ConnectionRefusedError:
-                if not first:
-                    self._tasks.pop(node, None)
-                    self._on_dead(node)
+                if connected:
+                    self._gone(node)
                     return
             except OSError as error:
-                logger.debug("no wire to node %s: %s", node[:8], error)
+                logger.debug("no link to the agent of node %s: %s", node[:8], error)
             else:
-                first, pause_s = False, _FIRST_PAUSE_S
+                connected, pause_s = True, _FIRST_PAUSE_S
                 try:
                     await _until_closed(channel)
                 finally:
@@ -68,9 +73,17 @@ class Wires:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
+    def _gone(self, node: str) -> None:
+        """A node without its agent cannot take part in the run; its workers end themselves."""
+        for slot in self._slots_on(node):
+            self._emit(SlotLost(slot, f"node {node[:8]} is gone: the process of its agent has ended"))
+
+    def _slots_on(self, node: str) -> list[int]:
+        return [slot.id for slot in self._slots().values() if slot.node == node]
+
 
 async def _until_closed(channel: Channel) -> None:
-    """Nothing is ever sent over a wire: when there is something to read, it is its end."""
+    """No data is ever sent over a link: when there is something to read, it is the end of the stream."""
     loop, closed = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(channel.fileno(), closed.set)
     try:

@@ -22,7 +22,7 @@ from elastic.core.policy.priority_sharing import Claim
 from elastic.core.run.state import RunState, SlotPhase
 from elastic.runtime import names
 from elastic.runtime.control_store import StoreThreads
-from elastic.runtime.controller.senses.cluster_view import ClusterLook, ClusterView
+from elastic.runtime.controller.senses.cluster_view import ClusterProbe, ClusterView
 
 logger = logging.getLogger(__name__)
 
@@ -34,13 +34,13 @@ _CALM_LOOK_S = 5.0
 _SURE_S = 5.0
 _SURE_BY_HAND_S = 15.0
 # While nodes are on their way to the cluster other runs are asked to make room only after so many times the usual time.
-_PATIENCE = 10
+_ARRIVING_FACTOR = 10
 _PEER_LIMIT_S = 2.0
 # What another run said of itself counts for so long when it does not answer: its controller may be being restarted.
 _REMEMBER_S = 30.0
 
 
-class OutlookWatch:
+class CapacityMonitor:
     """`state` gives the run's state as it is now; `emit` gets CapacityJudged and SlotsShared when they have changed."""
 
     def __init__(
@@ -120,7 +120,7 @@ class OutlookWatch:
 
     def _view(self) -> ClusterView:
         if self._look is None:
-            self._look = ClusterLook()
+            self._look = ClusterProbe()
         return self._look()
 
     # --- other runs ---
@@ -172,7 +172,7 @@ def need_of(state: RunState) -> Need:
 def claim_of(state: RunState, view: ClusterView, now: float) -> Claim:
     """A slot that has been waited for long enough cannot otherwise be had; nodes on their way are waited for longer."""
     scaling = state.settings.scaling
-    patience_s = scaling.share_after_s * (_PATIENCE if view.arriving else 1)
+    long_s = scaling.share_after_s * (_ARRIVING_FACTOR if view.arriving else 1)
     phases = [slot.phase for slot in state.slots.values()]
     pending = [slot for slot in state.slots.values() if slot.phase is SlotPhase.PENDING]
     return Claim(
@@ -182,5 +182,5 @@ def claim_of(state: RunState, view: ClusterView, now: float) -> Claim:
         slot=need_of(state).slot,
         least=scaling.min_slots,
         held=phases.count(SlotPhase.PLACED),
-        wanted=sum(now - slot.since >= patience_s for slot in pending),
+        wanted=sum(now - slot.since >= long_s for slot in pending),
     )

@@ -34,7 +34,7 @@ class ClusterView:
     demand: tuple[Resources, ...] = ()
 
 
-class ClusterLook:
+class ClusterProbe:
     """Looks at the cluster that this process has joined. Blocks: not for the event loop."""
 
     def __init__(self) -> None:

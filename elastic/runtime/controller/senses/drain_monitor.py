@@ -29,7 +29,7 @@ def dead_nodes() -> set[str]:
     return {node["NodeID"] for node in ray.nodes() if not node["Alive"]}  # type: ignore[no-untyped-call]
 
 
-class DrainWatch:
+class DrainMonitor:
     """`emit` gets NodesDraining whenever the list has changed. `used` names the nodes that the run has slots on."""
 
     def __init__(

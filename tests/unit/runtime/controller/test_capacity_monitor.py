@@ -14,7 +14,7 @@ from elastic.core import events as ev
 from elastic.core.policy.capacity import Cluster, NodeType
 from elastic.core.policy.priority_sharing import HOLD_S, Claim
 from elastic.runtime import names
-from elastic.runtime.controller.senses.capacity_monitor import OutlookWatch, claim_of
+from elastic.runtime.controller.senses.capacity_monitor import CapacityMonitor, claim_of
 from elastic.runtime.controller.senses.cluster_view import ClusterView, view_of
 
 messages: Any = autoscaler_pb2
@@ -76,7 +76,7 @@ class Watched:
         if placed:
             self.s.nodes(placed)
         self.heard: list[ev.Event] = []
-        self.watch = OutlookWatch(lambda: self.s.state, self.heard.append, clock=lambda: self.s.now)
+        self.watch = CapacityMonitor(lambda: self.s.state, self.heard.append, clock=lambda: self.s.now)
 
     def look(self, view: ClusterView, *others: Claim, after: float = 1.0) -> list[ev.Event]:
         """What is heard of it."""

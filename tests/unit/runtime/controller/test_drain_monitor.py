@@ -10,7 +10,7 @@ from elastic_cluster.source import ClusterError
 
 from elastic.core.events import NodesDraining
 from elastic.runtime.controller.senses import drain_monitor
-from elastic.runtime.controller.senses.drain_monitor import DrainWatch
+from elastic.runtime.controller.senses.drain_monitor import DrainMonitor
 
 
 class Ray:
@@ -20,10 +20,10 @@ class Ray:
         self.used: set[str] = {"a", "b"}
         self.told: list[NodesDraining] = []
 
-    def watch(self, **known: float) -> DrainWatch:
-        return DrainWatch(known, lambda: self.used, self.told.append, lambda: dict(self.listed), lambda: self.dead)
+    def watch(self, **known: float) -> DrainMonitor:
+        return DrainMonitor(known, lambda: self.used, self.told.append, lambda: dict(self.listed), lambda: self.dead)
 
-    def look(self, watch: DrainWatch) -> list[NodesDraining]:
+    def look(self, watch: DrainMonitor) -> list[NodesDraining]:
         self.told.clear()
         asyncio.run(watch.look())
         return self.told
@@ -72,7 +72,7 @@ def test_whatever_goes_wrong_the_next_look_follows(monkeypatch: pytest.MonkeyPat
         raise asyncio.CancelledError
 
     with pytest.raises(asyncio.CancelledError):
-        asyncio.run(DrainWatch({}, set, told, listed, set).run())
+        asyncio.run(DrainMonitor({}, set, told, listed, set).run())
     assert [event.nodes for event in heard] == [(("a", 17.0),)]
 
 

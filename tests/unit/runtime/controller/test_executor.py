@@ -16,7 +16,8 @@ from elastic.core.settings import MemorySettings, RunSettings
 from elastic.entrypoint import parse_entry_point
 from elastic.runtime.controller.hands import executor as executor_module
 from elastic.runtime.controller.hands.executor import Executor
-from elastic.runtime.node.agent import NodeFacts, unreachable
+from elastic.runtime.messages import NodeFacts
+from elastic.runtime.node.agent import unreachable
 from elastic.runtime.train_function import Entry
 from elastic.runtime.worker import actor as worker_module
 from elastic.runtime.worker.actor import WorkerActor
@@ -50,7 +51,7 @@ def unavailable(*_: Any) -> Any:
 
 
 def made(events: list[ev.Event], settings: RunSettings = SETTINGS) -> Executor:
-    return Executor(settings, 1, Entry(), None, b"t" * 32, events.append, lambda *_: None)
+    return Executor(settings, 1, Entry(), None, b"t" * 32, events.append, lambda *_: None, lambda *_: None)
 
 
 async def known(answer: Callable[..., Any]) -> tuple[Any, NodeFacts]:
@@ -85,7 +86,7 @@ def test_a_worker_that_dies_while_it_starts_takes_no_agent_along(
 
 @pytest.mark.parametrize("deaf", [0, 1])
 def test_a_generation_that_a_member_has_not_heard_of_ends_at_once(monkeypatch: pytest.MonkeyPatch, deaf: int) -> None:
-    monkeypatch.setattr(executor_module, "_BEGIN_PATIENCE_S", 0.0)
+    monkeypatch.setattr(executor_module, "_BEGIN_RETRY_S", 0.0)
     events: list[ev.Event] = []
 
     async def scenario() -> None:
@@ -104,7 +105,7 @@ def test_a_generation_that_a_member_has_not_heard_of_ends_at_once(monkeypatch: p
 
 def test_a_member_that_can_be_reached_again_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executor_module, "_ASK_AGAIN_S", 0.0)
-    monkeypatch.setattr(executor_module, "_BEGIN_PATIENCE_S", LIMIT_S)
+    monkeypatch.setattr(executor_module, "_BEGIN_RETRY_S", LIMIT_S)
     events: list[ev.Event] = []
     told: list[str] = []
 
@@ -141,7 +142,7 @@ def test_a_worker_is_prepared_once_however_often_it_is_asked(monkeypatch: pytest
     """A restarted controller asks again for every worker that was starting; two training threads would be too many."""
     imported: list[int] = []
     monkeypatch.setattr(worker_module, "_address", lambda: "127.0.0.1")
-    monkeypatch.setattr(worker_module, "Heart", lambda *args: None)
+    monkeypatch.setattr(worker_module, "HeartbeatSender", lambda *args: None)
     monkeypatch.setattr(ray, "get_gpu_ids", lambda: [])
     monkeypatch.setattr(WorkerActor, "_import", lambda self: imported.append(1))
     monkeypatch.setattr(WorkerActor, "_train", lambda self: None)

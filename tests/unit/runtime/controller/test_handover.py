@@ -17,12 +17,13 @@ from elastic.core.run import machine
 from elastic.core.settings import RunSettings, ScalingSettings
 from elastic.observe.journal import JournalWriter
 from elastic.runtime import names
-from elastic.runtime.controller.acks import Receipts
+from elastic.runtime.controller.acks import Acks
 from elastic.runtime.controller.actor import ControllerActor
 from elastic.runtime.controller.control_loop import ControlLoop
 from elastic.runtime.controller.records import Records
 from elastic.runtime.controller.replay import replay
-from elastic.runtime.worker.outbox import Item, Outbox, Reply
+from elastic.runtime.messages import Item, Reply
+from elastic.runtime.worker.outbox import Outbox
 
 LIMIT_S = 20.0
 SETTINGS = RunSettings("run", scaling=ScalingSettings(2, 2), max_steps=10)
@@ -38,7 +39,7 @@ class Controller:
 
     def __init__(self, url: Path) -> None:
         self.journal = JournalWriter(str(url), "run")
-        self.records = Records(patience_s=0.01)
+        self.records = Records(retry_s=0.01)
         self.queue: list[ev.Event] = []
         old = replay(self.journal.replayed, SETTINGS)
         self.loop = ControlLoop(SETTINGS, old, self.records, self.queue.append, lambda: None)
@@ -134,7 +135,7 @@ def test_a_controller_takes_nothing_from_who_has_something_older_for_it(tmp_path
 
 
 def test_receipts_are_told_by_event_and_not_by_what_it_says() -> None:
-    receipts, same = Receipts(), ev.GroupJoined(1, 0)
+    receipts, same = Acks(), ev.GroupJoined(1, 0)
     first, second = ev.GroupJoined(1, 0), same
     receipts.heard(first, 3, 1)
     receipts.heard(second, 3, 2)

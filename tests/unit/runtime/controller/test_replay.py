@@ -224,7 +224,7 @@ class Slow(Away):
 def test_storage_that_does_not_answer_keeps_nobody_waiting() -> None:
     async def scenario() -> list[Any]:
         slow: Any = Slow()
-        records = Records(patience_s=0.01)
+        records = Records(limit_s=0.01)
         records.open(slow)
         await records.write([{"n": 1}])
         assert records.failing

@@ -13,8 +13,8 @@ from elastic.core.checkpoint.manifest import ShardRecord, StoredTensor
 from elastic.core.checkpoint.snapshots import STEPS, Held, snapshot_id
 from elastic.core.errors import IntegrityError, StorageError
 from elastic.core.sharding.layout import Chunk
-from elastic.runtime.controller.hands.snapshot_directory import Assembled, Holdings
-from elastic.runtime.node.agent import NodeFacts
+from elastic.runtime.controller.hands.snapshot_directory import SnapshotDirectory
+from elastic.runtime.messages import Assembled, NodeFacts
 
 LIMIT_S = 20.0
 IDENTIFIER = snapshot_id(8, 1)
@@ -55,7 +55,7 @@ class Agent:
                     await asyncio.Event().wait()
                 if method == "memory_held":
                     return tuple(Held(1, 8, rank, 2, replica=False) for rank in self._ranks)
-                if method == "memory_pace":
+                if method == "memory_progress":
                     pace = self.go_on()
                     if pace == 50:
                         self.done.set()
@@ -77,20 +77,20 @@ class Clock:
         return self.now
 
 
-def holdings(told: list[Any], limit_s: float = LIMIT_S, **agents: Agent) -> Holdings:
+def snapshots(told: list[Any], limit_s: float = LIMIT_S, **agents: Agent) -> SnapshotDirectory:
     async def agent_of(node: str) -> tuple[Any, NodeFacts]:
         if node not in agents:
             raise ConnectionError(f"node {node} is not part of the run any more")
         return agents[node], agents[node].facts
 
-    return Holdings("run", agent_of, limit_s, lambda *steps: told.append(steps), look_s=0.001, clock=Clock())
+    return SnapshotDirectory("run", agent_of, limit_s, lambda *steps: told.append(steps), look_s=0.001, clock=Clock())
 
 
 def test_a_snapshot_is_put_together_once_for_all_workers() -> None:
     told: list[Any] = []
 
     async def scenario() -> list[Assembled]:
-        held = holdings(told, a=Agent(1, [0]), b=Agent(2, [1]))
+        held = snapshots(told, a=Agent(1, [0]), b=Agent(2, [1]))
         assert await held.survey(["a", "b"]) != ((), ())
         held.collect(2, IDENTIFIER, ["a", "b"])
         return [await held.wait_for(IDENTIFIER) for _ in range(2)]
@@ -106,7 +106,7 @@ def test_a_snapshot_is_put_together_once_for_all_workers() -> None:
 
 def test_a_node_that_does_not_answer_holds_nothing_and_that_is_said() -> None:
     async def scenario() -> Any:
-        held = holdings([], 0.01, a=Agent(1, [0]), b=Agent(2, [1], silent=True))
+        held = snapshots([], 0.01, a=Agent(1, [0]), b=Agent(2, [1], silent=True))
         found = await held.survey(["a", "b", "gone"])
         held.collect(2, IDENTIFIER, ["a"])
         with pytest.raises(IntegrityError, match="cannot be put together any more"):
@@ -123,7 +123,7 @@ def test_a_node_that_does_not_answer_holds_nothing_and_that_is_said() -> None:
 
 def test_who_waits_for_a_generation_that_is_over_is_told_so() -> None:
     async def scenario() -> None:
-        held = holdings([], a=Agent(1, [0, 1]))
+        held = snapshots([], a=Agent(1, [0, 1]))
         await held.survey(["a"])
         held.collect(2, IDENTIFIER, ["a"])
         waiting = asyncio.ensure_future(held.wait_for(IDENTIFIER))
@@ -138,7 +138,7 @@ def test_who_waits_for_a_generation_that_is_over_is_told_so() -> None:
 
 def test_a_node_may_take_as_long_as_it_likes_while_it_goes_on() -> None:
     async def scenario() -> Assembled:
-        held = holdings([], a=Agent(1, [0]), b=Agent(2, [1], parts=50))
+        held = snapshots([], a=Agent(1, [0]), b=Agent(2, [1], parts=50))
         await held.survey(["a", "b"])
         held.collect(2, IDENTIFIER, ["a", "b"])
         return await held.wait_for(IDENTIFIER)
@@ -148,7 +148,7 @@ def test_a_node_may_take_as_long_as_it_likes_while_it_goes_on() -> None:
 
 def test_a_node_that_stands_still_is_not_waited_for() -> None:
     async def scenario() -> None:
-        held = holdings([], a=Agent(1, [0]), b=Agent(2, [1], parts=49))
+        held = snapshots([], a=Agent(1, [0]), b=Agent(2, [1], parts=49))
         await held.survey(["a", "b"])
         held.collect(2, IDENTIFIER, ["a", "b"])
         with pytest.raises(StorageError, match="does not answer: node b has stood still for 30 s"):

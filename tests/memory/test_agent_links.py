@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from elastic.checkpoint.memory.server.server import MemoryServer
+from elastic.core.run.state import Slot, SlotPhase
 from elastic.runtime.controller.senses import agent_links as module
-from elastic.runtime.controller.senses.agent_links import Wires
+from elastic.runtime.controller.senses.agent_links import AgentLinks
 
 TOKEN = b"t" * 32
 LIMIT_S = 20.0
+SLOTS = {4: Slot(4, SlotPhase.PLACED, 0.0, "n"), 5: Slot(5, SlotPhase.PLACED, 0.0, "other")}
 
 
 class Connections:
@@ -41,31 +43,31 @@ def connections() -> Iterator[Connections]:
 
 
 def test_an_agent_that_ends_is_told_once(connections: Connections) -> None:
-    async def story() -> list[str]:
+    async def story() -> list[int]:
         server, dead = MemoryServer(TOKEN, "127.0.0.1"), []
         gone = asyncio.Event()
-        wires = Wires(TOKEN, lambda node: (dead.append(node), gone.set()))
-        wires.watch("n", server.address)
+        links = AgentLinks(TOKEN, lambda: SLOTS, lambda lost: (dead.append(lost.slot), gone.set()))
+        links.watch("n", server.address)
         await asyncio.wait_for(connections.first(), LIMIT_S)
         assert dead == []
         await asyncio.to_thread(server.close)
         await asyncio.wait_for(gone.wait(), LIMIT_S)
-        wires.close()
+        links.close()
         return dead
 
-    assert asyncio.run(story()) == ["n"]
+    assert asyncio.run(story()) == [4]
 
 
 def test_what_becomes_of_a_node_that_was_given_back_is_no_news(connections: Connections) -> None:
-    async def story() -> list[str]:
+    async def story() -> list[int]:
         server, dead = MemoryServer(TOKEN, "127.0.0.1"), []
-        wires = Wires(TOKEN, lambda node: dead.append(node))
-        wires.watch("n", server.address)
+        slots = dict(SLOTS)
+        links = AgentLinks(TOKEN, lambda: slots, lambda lost: dead.append(lost.slot))
+        links.watch("n", server.address)
         await asyncio.wait_for(connections.first(), LIMIT_S)
-        task = wires._tasks["n"]
-        wires.forget("n")
-        await asyncio.gather(task, return_exceptions=True)
+        slots.clear()
         await asyncio.to_thread(server.close)
+        await asyncio.wait_for(links._links["n"][1], LIMIT_S)
         return dead
 
     assert asyncio.run(story()) == []
@@ -95,16 +97,16 @@ def test_a_port_that_takes_one_more_connection_while_its_process_dies_is_asked_a
             raise answer
         return answer
 
-    async def story() -> list[str]:
-        dead: list[str] = []
+    async def story() -> list[int]:
+        dead: list[int] = []
         gone = asyncio.Event()
-        wires = Wires(TOKEN, lambda node: (dead.append(node), gone.set()))
+        links = AgentLinks(TOKEN, lambda: SLOTS, lambda lost: (dead.append(lost.slot), gone.set()))
         monkeypatch.setattr(module, "connect", connect)
         monkeypatch.setattr(module, "_until_closed", closed)
         monkeypatch.setattr(module.asyncio, "sleep", pause)
-        wires.watch("n", ("127.0.0.1", 1))
+        links.watch("n", ("127.0.0.1", 1))
         await asyncio.wait_for(gone.wait(), LIMIT_S)
         return dead
 
-    assert asyncio.run(story()) == ["n"]
+    assert asyncio.run(story()) == [4]
     assert pauses == [0.01, 0.02]

@@ -1,0 +1,91 @@
+"""Sense: when each node and each worker was last heard of, and when a step last ended. Silence and standstill become
+events."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping
+
+from elastic.core.events import Event, WorkerDied
+from elastic.core.policy.liveness import LastSeen
+from elastic.core.run.state import Ending, Finished, RunState, Slot, Training
+from elastic.core.settings import FailureSettings
+from elastic.runtime.controller.telemetry import Telemetry
+from elastic.runtime.messages import BEAT_LIMIT_S, Beat
+
+logger = logging.getLogger(__name__)
+
+
+class HeartbeatTable:
+    """`state` gives the run's state at present; `emit` gets WorkerDied, WorkersSilent and ProgressStalled."""
+
+    def __init__(
+        self,
+        failures: FailureSettings,
+        state: Callable[[], RunState],
+        telemetry: Telemetry,
+        emit: Callable[[Event], None],
+    ) -> None:
+        self._failures = failures
+        self._state = state
+        self._telemetry = telemetry
+        self._emit = emit
+        self._seen = LastSeen(failures.heartbeat_s, failures.controller_lease_s)
+        self._slots_of_nodes: Mapping[int, Slot] | None = None
+        self._nodes: frozenset[str] = frozenset()
+
+    def beat(self, beat: Beat, now: float) -> bool:
+        """A node's heartbeat. False when the node is not part of the run, or the run is over."""
+        if isinstance(self._state().phase, Finished) or not self._is_part(beat.node):
+            return False
+        self._seen.heard_node(beat.node, now, beat.ages)
+        for worker, evidence in beat.gone.items():
+            self._emit(WorkerDied(worker, evidence))
+        return True
+
+    def worker_spoke(self, worker: int, now: float) -> None:
+        """A message of the worker itself has arrived."""
+        node = self._state().node_of(worker)
+        if node is not None:
+            self._seen.heard_worker(worker, node, now)
+
+    def expect(self, worker: int, node: str, now: float) -> None:
+        """A restarted controller: the node's agent may still be waiting for the answer of the previous one."""
+        self._seen.expect(worker, node, now + BEAT_LIMIT_S)
+
+    def retain(self, workers: Collection[int]) -> None:
+        """Forget all other workers."""
+        self._seen.retain(workers)
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(self._failures.heartbeat_s / 2)
+            try:
+                self.look(time.time())
+            except Exception:
+                # An exception must not end the watch: the run would go on unwatched.
+                logger.exception("the check for silence and standstill failed")
+
+    def look(self, now: float) -> None:
+        """Emit what has been silent or has not moved for too long."""
+        failures, state, telemetry = self._failures, self._state(), self._telemetry
+        ending = isinstance(state.phase, Ending)
+        limit_s = failures.probe_timeout_s + failures.heartbeat_s if ending else failures.suspect_after_s
+        silence = self._seen.silent(now, limit_s)
+        if silence is not None:
+            self._emit(silence)
+        # With no heartbeats at all, missing step reports prove nothing.
+        training = isinstance(state.phase, Training) and not self._seen.alone(now, failures.suspect_after_s)
+        stalled = telemetry.watch.check(state.generation, telemetry.step, now, training)
+        if stalled is not None:
+            self._emit(stalled)
+        telemetry.flush(now)
+
+    def _is_part(self, node: str) -> bool:
+        state = self._state()
+        if self._slots_of_nodes is not state.slots:
+            # Cached: a thousand nodes send five thousand beats per second.
+            self._slots_of_nodes, self._nodes = state.slots, frozenset(state.nodes)
+        return node in self._nodes

@@ -1,0 +1,78 @@
+"""What the actors of a run send each other: plain data that no actor's module has to be imported for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from elastic.core.checkpoint.manifest import Manifest
+from elastic.core.checkpoint.manifest_json import from_json
+
+# How long an agent waits for the answer to a beat. A restarted controller may be unknown to it for that long.
+BEAT_LIMIT_S = 2.0
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """A node, described by its agent. Other nodes reach its snapshot server at `memory`, its own workers at
+    `memory_name`. Workers send heartbeats to `mailbox`."""
+
+    mailbox: str
+    memory: tuple[str, int]
+    memory_name: str
+    domain: str = ""
+
+
+@dataclass(frozen=True)
+class Beat:
+    """One node's heartbeat. `ages` are the seconds for which each worker has been silent; `gone` are ended processes.
+
+    The agent vouches for a process that exists and is not stopped: its age is 0 until it has been silent for long.
+    """
+
+    node: str
+    ages: dict[int, float]
+    gone: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Item:
+    """One message of a worker. `kind` is "event", "step", "restored", "shard" or "cadence"; `number` counts the
+    worker's messages from 1."""
+
+    kind: str
+    data: Any
+    urgent: bool = True
+    replay: bool = False
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The controller's answer to a batch of items.
+
+    `fenced`: the worker is no longer part of the run and must end. `durable`: the worker's events up to this number are
+    in the journal. `taken` is False when the worker did not know this controller yet; it then sends everything again.
+    """
+
+    incarnation: int
+    fenced: bool = False
+    durable: int = 0
+    taken: bool = True
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """A snapshot ready to be restored: `holders[rank]` is the address to read that rank's shard from.
+
+    Each worker receives one. `text` is the manifest's JSON, serialised once: half a million chunks (1,000 ranks,
+    stage 3) would take a second to pickle for each worker.
+    """
+
+    id: str
+    text: str
+    holders: tuple[tuple[str, int], ...]
+
+    def manifest(self) -> Manifest:
+        """Parses `text`; takes as long as reading a manifest from storage."""
+        return replace(from_json(self.text), id=self.id)
