@@ -11,7 +11,7 @@ import pytest
 CODE = """
 import os, threading
 from elastic.runtime.niceness import raise_priority
-os.nice(15)
+os.setpriority(os.PRIO_PROCESS, 0, 15)
 ended, begun = threading.Event(), threading.Event()
 found = []
 def other():

@@ -39,7 +39,7 @@ class Controller:
 
     def __init__(self, url: Path) -> None:
         self.journal = JournalWriter(str(url), "run")
-        self.records = Records(retry_s=0.01)
+        self.records = Records(limit_s=0.01)
         self.queue: list[ev.Event] = []
         old = replay(self.journal.replayed, SETTINGS)
         self.loop = ControlLoop(SETTINGS, old, self.records, self.queue.append, lambda: None)
