@@ -17,11 +17,11 @@ from elastic.checkpoint.memory.client import NodeMemory
 from elastic.checkpoint.memory.source import Holder, MemorySource
 from elastic.checkpoint.snapshot import ShardSnapshot
 from elastic.checkpoint.source import CheckpointSource
+from elastic.comm.rendezvous import host_store
 from elastic.core.checkpoint import manifest_json
 from elastic.core.checkpoint.manifest import Manifest
 from elastic.training.local import LocalCoordinator
 from elastic.training.loop import GenerationRunner
-from elastic.training.rendezvous import host_store
 from elastic.training.session import BatchSettings, GenerationSpec, MemoryPlan, Rendezvous, Stop
 from elastic.transport.handshake import TOKEN_BYTES
 

@@ -111,8 +111,8 @@ def _train(engine: Any, batches: Any, steps: int) -> None:
 
 
 def _generation(job: Job, port: int, number: int, checkpoint: str | None, end_at: int | None) -> tuple[Any, Any]:
+    from elastic.comm.rendezvous import host_store
     from elastic.training.local import run_local
-    from elastic.training.rendezvous import host_store
     from elastic.training.session import BatchSettings, GenerationSpec, Rendezvous
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -8,14 +8,14 @@ from typing import Any
 
 from elastic.core.data.samples import SampleOrder
 from elastic.core.errors import UsageError
+from elastic.engines.deepspeed.config import ResolvedConfig, read_config, resolve
+from elastic.engines.deepspeed.refused import refuse_model
 from elastic.training import context
-from elastic.training.config import ResolvedConfig, read_config, resolve
 from elastic.training.context import Context, Generation, StateOfTheRun
-from elastic.training.data import BatchReader, require_map_style
+from elastic.training.data.loader import ElasticLoader
+from elastic.training.data.reader import BatchReader, require_map_style
 from elastic.training.engine import ElasticEngine
-from elastic.training.loader import ElasticLoader
 from elastic.training.progress import StepPlan, total_samples
-from elastic.training.refused import refuse_model
 from elastic.training.session import Phase
 
 state = StateOfTheRun()

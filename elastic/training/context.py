@@ -14,10 +14,10 @@ from elastic.training.session import Coordinator, GenerationSpec, Phase
 from elastic.training.user_state import State
 
 if TYPE_CHECKING:
+    from elastic.comm.process_group import ProcessGroup
     from elastic.training.anomalies import BadStep
+    from elastic.training.data.loader import ElasticLoader
     from elastic.training.engine import ElasticEngine
-    from elastic.training.loader import ElasticLoader
-    from elastic.training.process_group import ProcessGroup
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from elastic.comm.failures import as_collective_failure
 from elastic.core.checkpoint.snapshots import is_snapshot
 from elastic.core.data.micro_batches import loss_scale
 from elastic.core.data.samples import SampleOrder
 from elastic.core.errors import UsageError
-from elastic.training import place, rng
+from elastic.engines.deepspeed.collective_clock import CollectiveClock
+from elastic.training import rng
 from elastic.training.anomalies import AnomalyWatch, BadStep
 from elastic.training.context import Generation
-from elastic.training.failures import as_collective_failure
-from elastic.training.own_time import CollectiveClock
+from elastic.training.data import cursor
 from elastic.training.progress import StepPlan, StepProgress
 from elastic.training.session import Phase, StepReport
 
@@ -65,8 +66,8 @@ class ElasticEngine:
             return
         generation.enter(Phase.RESTORING)
         report, client = self._state.restore(generation.coordinator.source(), checkpoint, later=True)
-        place.check(client, self.plan, generation.spec.seed)
-        self.plan = place.resumed(client, self.plan, generation.spec.batch)
+        cursor.check(client, self.plan, generation.spec.seed)
+        self.plan = cursor.resumed(client, self.plan, generation.spec.batch)
         generation.step = int(client["step"])
         # What came from memory is not in storage yet: a run that ends here still has to save it.
         self._snapshots.saved_step = None if is_snapshot(checkpoint) else generation.step
@@ -271,7 +272,7 @@ class ElasticEngine:
 
     def _client(self) -> dict[str, Any]:
         generation = self._generation
-        return {**place.told(self.plan, generation.spec.seed, generation.step), "user": generation.state.dump()}
+        return {**cursor.told(self.plan, generation.spec.seed, generation.step), "user": generation.state.dump()}
 
     @contextmanager
     def _translated(self) -> Iterator[None]:

@@ -24,13 +24,13 @@ from elastic.checkpoint.snapshot import ShardSnapshot
 from elastic.checkpoint.source import CheckpointSource
 from elastic.checkpoint.storage import CheckpointStore
 from elastic.checkpoint.writer import BackgroundWriter
+from elastic.comm.process_group import ProcessGroup, backend_and_device, host_store
 from elastic.core.checkpoint.assembly import assemble
 from elastic.core.checkpoint.manifest import Manifest, ShardRecord
 from elastic.core.errors import ElasticError, UsageError
 from elastic.training import cleanup, context, rng
 from elastic.training.context import Generation
 from elastic.training.loop import GenerationRunner
-from elastic.training.process_group import ProcessGroup, backend_and_device, host_store
 from elastic.training.result import GenerationResult
 from elastic.training.session import GenerationSpec, Phase, Rendezvous, RestoreReport, SnapshotMemory, StepReport, Stop
 

@@ -9,11 +9,11 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from elastic.comm.failures import as_collective_failure, is_of_device, is_of_hardware, peer_of
+from elastic.comm.process_group import ProcessGroup, backend_and_device
 from elastic.core.errors import CollectiveFailed, GenerationEnded, IntegrityError, StorageError, UsageError
 from elastic.training import cleanup, context, rng
 from elastic.training.context import Generation
-from elastic.training.failures import as_collective_failure, is_of_device, is_of_hardware, peer_of
-from elastic.training.process_group import ProcessGroup, backend_and_device
 from elastic.training.result import GenerationResult, Kind
 from elastic.training.session import Coordinator, GenerationSpec, Phase, Rendezvous
 

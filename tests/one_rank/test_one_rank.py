@@ -63,8 +63,8 @@ def train(config: dict[str, Any]) -> None:
 
 
 def generation(number: int, url: Path, config: dict[str, Any], checkpoint: str | None, end_at: int | None) -> Any:
+    from elastic.comm.rendezvous import host_store
     from elastic.training.local import run_local
-    from elastic.training.rendezvous import host_store
     from elastic.training.session import BatchSettings, GenerationSpec
 
     spec = GenerationSpec(

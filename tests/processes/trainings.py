@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import elastic
-from elastic.training.sockets import tcp_sockets
+from elastic.comm.sockets import tcp_sockets
 
 
 class Small(nn.Module):

@@ -48,14 +48,14 @@ def slices(wrong: Callable[..., Any]) -> Change:
 
 
 def absolute(original: Any, self: Any, parameter: Any) -> tuple[int, int]:
-    from elastic.training.state.live import full_numel
+    from elastic.engines.live_state import full_numel
 
     part, numel = int(parameter.partition_numel()), full_numel(parameter)
     return self.rank * part, min(part, abs(numel - self.rank * part))
 
 
 def floor(original: Any, self: Any, parameter: Any) -> tuple[int, int]:
-    from elastic.training.state.live import full_numel
+    from elastic.engines.live_state import full_numel
 
     numel = full_numel(parameter)
     part = numel // self.world_size

@@ -91,8 +91,8 @@ def _rank(live: Any) -> int:
 
 def _plain(engine: Any) -> dict[str, Any]:
     """All that is no tensor, by name."""
-    from elastic.training.state.client import read_client
-    from elastic.training.state.inventory import Inventory
+    from elastic.engines.inventory import Inventory
+    from elastic.training.state.extra_state import read_client
 
     stage = stage_of(engine)
     client = read_client(engine, stage, Inventory.of(stage, engine.module), {})

@@ -16,8 +16,8 @@ def seconds_per_gb() -> dict[str, tuple[float, float]]:
     """Part of the proof -> (median, spread) in processor seconds per GB that it reads, on one thread."""
     from elastic.checkpoint.digest import digest
     from elastic.core.sharding.layout import Chunk
-    from elastic.training.state.live import Master, Weight
-    from elastic.training.state.weights import fingerprint, unfaithful
+    from elastic.engines.live_state import Master, Weight
+    from elastic.training.state.verify_weights import fingerprint, unfaithful
 
     masters = torch.randn(_BYTES // 4)
     halves = masters.bfloat16()

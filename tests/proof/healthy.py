@@ -90,7 +90,7 @@ def _reshard(source: scene.World, target: scene.World, wanted: dict[str, Any]) -
 @torch.no_grad()
 def _spoil(engine: Any) -> None:
     """Nothing of what the engine held may help the restore."""
-    from elastic.training.state.inventory import Inventory
+    from elastic.engines.inventory import Inventory
 
     stage = scene.stage_of(engine)
     for tensor in Inventory.of(stage, engine.module).tensors().values():

@@ -95,7 +95,7 @@ def _fill_counters(engine: Any, setup: Setup, version: str, stage: Any) -> None:
     engine.global_steps, engine.global_samples, engine.skipped_steps = done, 10 * done, 2
     engine.micro_steps = done * engine.gradient_accumulation_steps()
     if setup.dtype == "fp16":
-        from elastic.training.state.client import _scaler
+        from elastic.training.state.extra_state import _scaler
 
         scaler = _scaler(engine)
         scaler.cur_scale, scaler.cur_iter, scaler.last_overflow_iter = 2.0**12, 41, 17

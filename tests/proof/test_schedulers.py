@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.optim import lr_scheduler as schedulers
 
-from elastic.training.state.client import read_scheduler
-from elastic.training.state.plain import wrong_rest
-from elastic.training.state.values import decode
+from elastic.engines.json_values import decode
+from elastic.training.state.extra_state import read_scheduler
+from elastic.training.state.verify_scalars import wrong_rest
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -95,7 +95,9 @@ def modules() -> Any:
     """Our modules that are changed, by their own names; imported when asked for."""
     from elastic.core.checkpoint import assembly
     from elastic.core.sharding import reshard
-    from elastic.training.state import client, engine_state, inventory, partitioned, reading, stage3
+    from elastic.engines import inventory
+    from elastic.engines.deepspeed.state import partitioned, stage3
+    from elastic.training.state import engine_state, extra_state, reading
 
-    found = (assembly, reshard, client, engine_state, inventory, partitioned, reading, stage3)
+    found = (assembly, reshard, extra_state, engine_state, inventory, partitioned, reading, stage3)
     return SimpleNamespace(**{module.__name__.rsplit(".", 1)[1]: module for module in found})

@@ -128,9 +128,9 @@ def _live(pipe: Connection) -> None:
     torch.set_num_threads(1)
     import loops
 
+    from elastic.comm.process_group import host_store
     from elastic.training.cleanup import warm_up
     from elastic.training.local import run_local
-    from elastic.training.process_group import host_store
     from elastic.training.session import BatchSettings, GenerationSpec
 
     warm_up()

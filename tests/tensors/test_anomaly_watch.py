@@ -11,8 +11,8 @@ import torch
 
 from elastic.core.errors import IntegrityError, UsageError
 from elastic.core.settings import AnomalySettings
-from elastic.training import place
 from elastic.training.anomalies import AnomalyWatch
+from elastic.training.data import cursor
 from elastic.training.progress import StepPlan
 from elastic.training.session import BatchSettings
 
@@ -112,37 +112,37 @@ BATCH = BatchSettings(epochs=1)
 
 def plan(skips: tuple[tuple[int, int], ...] = (), size: int = 57) -> StepPlan:
     made = StepPlan(10, 2, 1, 0, dataset_size=size, total_samples=size, passes=5)
-    return place.skipping(made, skips, BATCH)
+    return cursor.skipping(made, skips, BATCH)
 
 
 def test_an_epoch_has_fewer_samples_a_number_of_steps_has_not() -> None:
     assert (plan(((20, 30),)).total_samples, plan(((20, 30),)).last_step) == (47, 5)
     assert plan(((50, 57),)).last_step == 5
-    steps = place.skipping(plan(), ((20, 30),), BatchSettings(max_steps=6))
+    steps = cursor.skipping(plan(), ((20, 30),), BatchSettings(max_steps=6))
     assert (steps.total_samples, steps.positions(5)) == (60, (60, 70))
     assert [plan(((20, 30),), size=30).epoch(step) for step in (0, 1)] == [0, 0]
-    assert place.skipping(plan(size=30), ((20, 30),), BatchSettings(epochs=2)).epoch(2) == 1
+    assert cursor.skipping(plan(size=30), ((20, 30),), BatchSettings(epochs=2)).epoch(2) == 1
 
 
 def test_a_state_tells_what_it_has_left_out_and_the_next_run_does_too() -> None:
     before = plan(((20, 30),))
-    told = place.told(before, seed=3, step=4)
+    told = cursor.told(before, seed=3, step=4)
     assert (told["position"], told["skips"]) == (50, [[20, 30]])
-    assert place.resumed(told, plan(), BATCH) == before
+    assert cursor.resumed(told, plan(), BATCH) == before
     # What was left out after the state was saved is added to it.
-    assert place.resumed(told, plan(((20, 30), (50, 57))), BATCH) == plan(((20, 30), (50, 57)))
+    assert cursor.resumed(told, plan(((20, 30), (50, 57))), BATCH) == plan(((20, 30), (50, 57)))
     # Two that touch are one range by now, of which the state knew the first.
-    between = place.told(plan(((20, 30),)), seed=3, step=2)
-    assert place.resumed(between, plan(((20, 40),)), BATCH) == plan(((20, 40),))
+    between = cursor.told(plan(((20, 30),)), seed=3, step=2)
+    assert cursor.resumed(between, plan(((20, 40),)), BATCH) == plan(((20, 40),))
 
 
 def test_a_state_behind_what_is_left_out_is_refused() -> None:
-    told = place.told(plan(), seed=3, step=3)
+    told = cursor.told(plan(), seed=3, step=3)
     with pytest.raises(IntegrityError, match=r"after step 3 was trained on samples 20 to 29"):
-        place.resumed(told, plan(((20, 30),)), BATCH)
-    assert place.resumed(place.told(plan(), 3, 2), plan(((20, 30),)), BATCH) == plan(((20, 30),))
+        cursor.resumed(told, plan(((20, 30),)), BATCH)
+    assert cursor.resumed(cursor.told(plan(), 3, 2), plan(((20, 30),)), BATCH) == plan(((20, 30),))
 
 
 def test_another_order_of_samples_is_refused() -> None:
     with pytest.raises(UsageError, match="seed 3, this run has 4"):
-        place.check(place.told(plan(), seed=3, step=3), plan(), seed=4)
+        cursor.check(cursor.told(plan(), seed=3, step=3), plan(), seed=4)

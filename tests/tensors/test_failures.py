@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from elastic.comm.failures import as_collective_failure, peer_of
 from elastic.core import events as ev
 from elastic.core.errors import CollectiveFailed, Where
 from elastic.runtime.worker import codec
 from elastic.training import loop
-from elastic.training.failures import as_collective_failure, peer_of
 from elastic.training.local import SilentCoordinator
 from elastic.training.session import GenerationSpec, Rendezvous
 

@@ -12,15 +12,16 @@ import pytest
 import torch
 from torch._C._distributed_c10d import ErrorType
 
+from elastic.comm import process_group
+from elastic.comm.peer_addresses import exchange
+from elastic.comm.process_group import ProcessGroup, outlive_peers
+from elastic.comm.sockets import Address, TcpSocket
 from elastic.core import events as ev
 from elastic.runtime.worker import codec
-from elastic.training import loop, process_group
-from elastic.training.addresses import exchange
+from elastic.training import loop
 from elastic.training.local import SilentCoordinator
 from elastic.training.loop import GenerationResult, GenerationRunner
-from elastic.training.process_group import ProcessGroup, outlive_peers
 from elastic.training.session import GenerationSpec, Rendezvous
-from elastic.training.sockets import Address, TcpSocket
 
 LIMIT_S = 20.0
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic.training import rendezvous
+from elastic.comm import rendezvous
 
 
 def _listens_at(port: int) -> list[str]:

@@ -17,13 +17,11 @@ import torch
 from elastic.core.checkpoint.manifest import Manifest
 from elastic.core.errors import ModelMismatch, UsageError
 from elastic.core.sharding.layout import Chunk, RankLayout
-from elastic.training.state import optimizer as optimizer_state
-from elastic.training.state.engine_state import LiveState
-from elastic.training.state.host import HostCopy, HostPool
-from elastic.training.state.inventory import Inventory, gaps
-from elastic.training.state.live import BUFFER, PARAM, Extra, Master, Member
-from elastic.training.state.match import check_model
-from elastic.training.state.optimizer import (
+from elastic.engines import optimizer_state
+from elastic.engines.inventory import Inventory, gaps
+from elastic.engines.json_values import decode, encode
+from elastic.engines.live_state import BUFFER, PARAM, Extra, Master, Member
+from elastic.engines.optimizer_state import (
     MasterState,
     decode_scalars,
     encode_scalars,
@@ -31,8 +29,10 @@ from elastic.training.state.optimizer import (
     read_states,
     scalars_of,
 )
-from elastic.training.state.reader import Reader
-from elastic.training.state.values import decode, encode
+from elastic.training.state.digest_reader import Reader
+from elastic.training.state.engine_state import LiveState
+from elastic.training.state.host import HostCopy, HostPool
+from elastic.training.state.model_check import check_model
 
 
 class TestHostPool:
@@ -254,7 +254,7 @@ class TestScaler:
     def test_a_dynamic_scaler_goes_on_where_it_was(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from deepspeed.runtime.fp16 import loss_scaler
 
-        from elastic.training.state.client import _install_scaler, read_scaler
+        from elastic.training.state.extra_state import _install_scaler, read_scaler
 
         # It asks for the rank before it logs.
         monkeypatch.setattr(loss_scaler, "dist", SimpleNamespace(get_rank=lambda: 1))

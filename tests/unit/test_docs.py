@@ -25,8 +25,8 @@ from pydantic_core import PydanticUndefined
 
 from elastic.core.run import incident
 from elastic.core.settings import FailureSettings
+from elastic.engines.deepspeed.refused import REFUSED
 from elastic.observe import time_ledger
-from elastic.training.refused import REFUSED
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -123,7 +123,7 @@ class WorkerActor:
 
     def host_store(self, generation: int) -> Rendezvous:
         """Open the rendezvous store of a generation in this process (that of rank 0)."""
-        from elastic.training.process_group import host_store
+        from elastic.comm.process_group import host_store
 
         with self._lock:
             if generation not in self._stores:
@@ -200,7 +200,7 @@ class WorkerActor:
             self._post(event)
 
     def _left(self, current: _Current, result: GenerationResult) -> None:
-        from elastic.training.process_group import release_store
+        from elastic.comm.process_group import release_store
 
         with self._lock:
             self._current = None
@@ -221,9 +221,9 @@ class WorkerActor:
         import elastic
         from elastic.checkpoint.storage import CheckpointStore
         from elastic.checkpoint.writer import BackgroundWriter
+        from elastic.comm.process_group import outlive_peers
         from elastic.runtime.worker import ray_coordinator
         from elastic.training import api, cleanup, loop
-        from elastic.training.process_group import outlive_peers
 
         logger.debug("imported %s", (elastic, api, loop, ray_coordinator))
         outlive_peers()

@@ -13,25 +13,25 @@ import torch
 from elastic.checkpoint.shards import DTYPE_NAMES
 from elastic.checkpoint.snapshot import ShardSnapshot
 from elastic.checkpoint.source import CheckpointSource
+from elastic.comm.agreement import Agreement
 from elastic.core.checkpoint.manifest import Json, Manifest, ShardRecord, StoredTensor
 from elastic.core.data.samples import SampleOrder
 from elastic.core.errors import IntegrityError
 from elastic.core.names import shard_file
 from elastic.core.sharding.layout import RankLayout
+from elastic.engines.deepspeed.state.unsupported import refuse_moved_away
+from elastic.engines.inventory import Inventory, gaps
+from elastic.engines.live_state import BUFFER, PARAM, Member, Stage, members
+from elastic.engines.optimizer_state import decode_scalars, install_state, scalars_of
 from elastic.training.progress import StepPlan
 from elastic.training.session import RestoreReport
-from elastic.training.state.agree import Agreement
-from elastic.training.state.client import check_client, install_client, read_client
 from elastic.training.state.dtypes import check_dtype
+from elastic.training.state.extra_state import check_client, install_client, read_client
 from elastic.training.state.host import HostCopy, HostPool, Transfer, packed, placed, transfer
-from elastic.training.state.inventory import Inventory, gaps
-from elastic.training.state.live import BUFFER, PARAM, Member, Stage, members
-from elastic.training.state.match import check_model
-from elastic.training.state.optimizer import decode_scalars, install_state, scalars_of
-from elastic.training.state.plain import LiveGroups
-from elastic.training.state.proof import Proof, prove_place, prove_replicas
+from elastic.training.state.model_check import check_model
 from elastic.training.state.reading import Staged, check_dtypes, read_checkpoint
-from elastic.training.state.refuse import refuse_moved_away
+from elastic.training.state.verification import Proof, prove_place, prove_replicas
+from elastic.training.state.verify_scalars import LiveGroups
 
 _log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from elastic.core.checkpoint.manifest import Manifest, StoredTensor
 from elastic.core.errors import IntegrityError, ModelMismatch
 from elastic.core.sharding.layout import RankLayout
 from elastic.core.sharding.reshard import Copy, plan_rank
+from elastic.engines.live_state import MASTER, Extra, Master
 from elastic.training.state.dtypes import torch_dtype
-from elastic.training.state.live import MASTER, Extra, Master
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ def check_deepspeed(spec: JobSpec) -> None:
     """Raises UsageError for options that an elastic run cannot honour and for contradicting batch sizes."""
     if not isinstance(spec.deepspeed, dict):
         return
-    from elastic.training.config import resolve
+    from elastic.engines.deepspeed.config import resolve
     from elastic.training.session import BatchSettings
 
     batch = BatchSettings(spec.global_batch, spec.micro_batch, spec.max_steps, spec.epochs)

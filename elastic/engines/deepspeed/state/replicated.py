@@ -12,7 +12,7 @@ import torch
 
 from elastic.core.sharding.layout import Chunk, Layout
 from elastic.core.sharding.zero import replicated_layout
-from elastic.training.state.live import (
+from elastic.engines.live_state import (
     Extra,
     Master,
     Weight,

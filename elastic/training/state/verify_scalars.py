@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from elastic.core.checkpoint.manifest import Json
-from elastic.training.state.client import COUNTERS, counters_of, read_scaler, read_scheduler
-from elastic.training.state.inventory import Inventory
-from elastic.training.state.live import Stage
-from elastic.training.state.optimizer import decode_scalars, scalars_of
-from elastic.training.state.values import decode, encode
+from elastic.engines.inventory import Inventory
+from elastic.engines.json_values import decode, encode
+from elastic.engines.live_state import Stage
+from elastic.engines.optimizer_state import decode_scalars, scalars_of
+from elastic.training.state.extra_state import COUNTERS, counters_of, read_scaler, read_scheduler
 
 
 @dataclass(frozen=True)

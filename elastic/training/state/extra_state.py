@@ -7,10 +7,10 @@ from typing import Any
 
 from elastic.core.checkpoint.manifest import Json
 from elastic.core.errors import ModelMismatch
-from elastic.training.state.inventory import Inventory
-from elastic.training.state.live import Stage, members
-from elastic.training.state.optimizer import check_groups, encode_scalars, install_groups, read_groups
-from elastic.training.state.values import decode, encode
+from elastic.engines.inventory import Inventory
+from elastic.engines.json_values import decode, encode
+from elastic.engines.live_state import Stage, members
+from elastic.engines.optimizer_state import check_groups, encode_scalars, install_groups, read_groups
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 # What a scaler has learned. Its settings (window, factor, minimum) come from the configuration.

@@ -9,8 +9,8 @@ import torch
 
 from elastic.core.sharding.layout import Chunk, RankLayout
 from elastic.core.sharding.zero import dealt_layout
-from elastic.training.state.live import BUFFER, MASTER, Extra, Master, Stage, buffers
-from elastic.training.state.optimizer import MasterState, read_states
+from elastic.engines.live_state import BUFFER, MASTER, Extra, Master, Stage, buffers
+from elastic.engines.optimizer_state import MasterState, read_states
 
 
 @dataclass(frozen=True)

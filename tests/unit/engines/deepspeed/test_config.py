@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.core.errors import UsageError
-from elastic.training.config import read_config, resolve
-from elastic.training.refused import REFUSED, refuse_model
+from elastic.engines.deepspeed.config import read_config, resolve
+from elastic.engines.deepspeed.refused import REFUSED, refuse_model
 from elastic.training.session import BatchSettings
 
 NONE = BatchSettings()

@@ -12,7 +12,7 @@ import torch
 
 from elastic.core.sharding.layout import Chunk, Layout
 from elastic.core.sharding.zero import zero12_layout
-from elastic.training.state.live import Extra, Master, Weight, frozen_whole, parameter_names, rank_in, weights_whole
+from elastic.engines.live_state import Extra, Master, Weight, frozen_whole, parameter_names, rank_in, weights_whole
 
 
 class PartitionedStage:

@@ -11,17 +11,17 @@ from typing import Any
 
 import torch
 
+from elastic.comm.agreement import Agreement
 from elastic.core.checkpoint.manifest import Json, Manifest
 from elastic.core.data.samples import SampleOrder
 from elastic.core.errors import IntegrityError
+from elastic.engines.inventory import Inventory
+from elastic.engines.live_state import Stage
 from elastic.training.progress import StepPlan
-from elastic.training.state.agree import Agreement
 from elastic.training.state.cursor import next_step, whole_step
-from elastic.training.state.inventory import Inventory
-from elastic.training.state.live import Stage
-from elastic.training.state.plain import REST, LiveGroups, wrong_groups, wrong_rest, wrong_scalars
-from elastic.training.state.reader import Reader, digests
-from elastic.training.state.weights import fingerprint, replicas, unfaithful, whole_hashes
+from elastic.training.state.digest_reader import Reader, digests
+from elastic.training.state.verify_scalars import REST, LiveGroups, wrong_groups, wrong_rest, wrong_scalars
+from elastic.training.state.verify_weights import fingerprint, replicas, unfaithful, whole_hashes
 
 _SHOWN = 3
 _EXTRA = "optimizer state that was not saved"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from elastic.core.errors import UsageError
 from elastic.core.sharding.layout import Chunk
-from elastic.training.state.live import Master, Stage
+from elastic.engines.live_state import Master, Stage
 
 
 def check_layout(stage: Stage) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from elastic.core.sharding.layout import Chunk, Layout
 from elastic.core.sharding.zero import zero3_layout
-from elastic.training.state.live import PARAM, Extra, Master, Weight, full_numel, parameter_names, rank_in, whole_buffer
+from elastic.engines.live_state import PARAM, Extra, Master, Weight, full_numel, parameter_names, rank_in, whole_buffer
 
 
 class Stage3:

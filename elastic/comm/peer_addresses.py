@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch._C._distributed_c10d import Store
 
-from elastic.training.sockets import Address, TcpSocket
+from elastic.comm.sockets import Address, TcpSocket
 
 # Rank -> where it listens; rank -> (its own end, the other end) of each connection.
 Listening = dict[int, list[Address]]

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 
 from elastic.core.checkpoint.manifest import Manifest
 from elastic.core.errors import ModelMismatch
-from elastic.training.state.live import BUFFER, MASTER, PARAM, Member
+from elastic.engines.live_state import BUFFER, MASTER, PARAM, Member
 
 _ROLES = {MASTER: "trained", PARAM: "frozen", BUFFER: "a buffer"}
 _log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import torch
 from elastic.core.errors import UsageError
 from elastic.training import rng
 from elastic.training.context import Generation
-from elastic.training.data import BatchReader
+from elastic.training.data.reader import BatchReader
 from elastic.training.progress import StepPlan, StepProgress
 from elastic.training.session import Phase, Stop
 

@@ -13,7 +13,7 @@ import torch
 import xxhash
 
 from elastic.checkpoint.digest import digest_on_device
-from elastic.training.state.live import BUFFER, MASTER, Extra, Master, Weight
+from elastic.engines.live_state import BUFFER, MASTER, Extra, Master, Weight
 
 # One bit less than the hash: the agreement compares numbers that can be negated.
 _MASK63 = (1 << 63) - 1

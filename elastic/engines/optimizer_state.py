@@ -11,8 +11,8 @@ import torch
 
 from elastic.core.checkpoint.manifest import Json
 from elastic.core.errors import ModelMismatch, UsageError
-from elastic.training.state.live import MASTER, Master, Stage
-from elastic.training.state.values import decode, encode
+from elastic.engines.json_values import decode, encode
+from elastic.engines.live_state import MASTER, Master, Stage
 
 # Parameter-group keys that choose an implementation. They belong to the machine, not to the training state.
 _IMPLEMENTATION = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})

@@ -19,11 +19,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from elastic.training import cleanup, lost_peers, sockets
-from elastic.training.addresses import exchange
-from elastic.training.rendezvous import connect, host_store, release_store
+from elastic.comm import lost_peers, sockets
+from elastic.comm.peer_addresses import exchange
+from elastic.comm.rendezvous import connect, host_store, release_store
+from elastic.comm.sockets import Address, TcpSocket
+from elastic.training import cleanup
 from elastic.training.session import GenerationSpec, Rendezvous
-from elastic.training.sockets import Address, TcpSocket
 
 logger = logging.getLogger(__name__)
 

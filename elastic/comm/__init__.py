@@ -1,0 +1,1 @@
+"""Communication between the members of a generation: torch.distributed only, no engine."""

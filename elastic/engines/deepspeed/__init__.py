@@ -1,0 +1,1 @@
+"""DeepSpeed ZeRO. The only package that imports deepspeed."""

@@ -1,0 +1,1 @@
+"""The sharded state of a DeepSpeed engine, by ZeRO stage."""
