@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from benchmarks.children import ROOT
-from elastic.checkpoint.memory.client import NodeMemory
+from elastic.checkpoint.memory.snapshot_client import NodeMemory
 from elastic.checkpoint.memory.source import Holder, MemorySource
 from elastic.checkpoint.snapshot import ShardSnapshot
 from elastic.checkpoint.source import CheckpointSource

@@ -10,7 +10,7 @@ import json
 import sys
 import time
 
-from elastic.checkpoint.memory.server.server import MemoryServer
+from elastic.checkpoint.memory.server.snapshot_server import MemoryServer
 from elastic.core.checkpoint import manifest_json
 from elastic.core.checkpoint.assembly import assemble
 from elastic.core.checkpoint.snapshots import snapshot_id

@@ -22,7 +22,8 @@ from elastic.core.checkpoint.manifest_json import from_json, to_json
 from elastic.core.errors import Fenced, IntegrityError, StorageError, UsageError, Where
 from elastic.core.names import CheckpointRef, check_run_id, checkpoint_id, parse_checkpoint_id, shard_file
 from elastic.store.local import LocalObjects
-from elastic.store.objects import TIMEOUT_S, Objects, open_objects
+from elastic.store.objects import TIMEOUT_S, Objects
+from elastic.store.open import open_objects
 
 if TYPE_CHECKING:
     from elastic.checkpoint.snapshot import ShardSnapshot

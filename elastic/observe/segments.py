@@ -15,7 +15,8 @@ from typing import Protocol
 from elastic.core.errors import Fenced, StorageError
 from elastic.core.names import check_run_id
 from elastic.store.address import local_root
-from elastic.store.objects import TIMEOUT_S, open_objects
+from elastic.store.objects import TIMEOUT_S
+from elastic.store.open import open_objects
 
 # Not \d, which takes the digits of every script.
 _FILE = re.compile(r"([0-9]{6,18})\.jsonl")

@@ -5,10 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from fsspec.implementations.local import LocalFileSystem
-
-from elastic.store.address import file_system, is_s3
-
 Chunk = bytes | bytearray | memoryview
 TIMEOUT_S = 300.0
 
@@ -51,18 +47,3 @@ class Objects(Protocol):
     def remove(self, paths: Sequence[str]) -> None:
         """Remove objects, and folders left empty. What does not exist is not an error."""
         ...
-
-
-def open_objects(url: str, timeout_s: float = TIMEOUT_S) -> Objects:
-    """The objects below any fsspec URL or a plain local path; nothing is asked of the storage yet.
-
-    No request to a store elsewhere takes longer than `timeout_s`, further tries included.
-    """
-    from elastic.store.local import LocalObjects
-    from elastic.store.remote import RemoteObjects
-    from elastic.store.s3 import S3Objects
-
-    fs, root = file_system(url)
-    if isinstance(fs, LocalFileSystem):
-        return LocalObjects(root)
-    return S3Objects(fs, root, timeout_s) if is_s3(fs) else RemoteObjects(fs, root, timeout_s)

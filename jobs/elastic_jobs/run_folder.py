@@ -16,7 +16,7 @@ from elastic.core.errors import ElasticError, IntegrityError, RunNotFound, Stora
 from elastic.core.names import check_run_id
 from elastic.core.secrets import check_url
 from elastic.store.address import local_root
-from elastic.store.objects import open_objects
+from elastic.store.open import open_objects
 
 DEFAULT = "./runs"
 ENVIRONMENT = "ELASTIC_STORAGE"

@@ -10,9 +10,9 @@ from typing import Any
 from elastic_cluster.kube.client.api import Limits
 from elastic_cluster.kube.client.connect import connect
 from elastic_cluster.kube.client.official import OfficialClient
-from elastic_cluster.kube.fake import FakeKubernetes
-from elastic_cluster.kube.fake.server import kubeconfig
 from elastic_cluster.kube.manifests.labels import labels
+from kube_fake import FakeKubernetes
+from kube_fake.server import kubeconfig
 
 QUICK = Limits(connect_s=5.0, request_s=5.0, idle_s=5.0, retry_s=0.3)
 

@@ -16,9 +16,9 @@ from elastic_cluster.kube.client.apply import apply_run
 from elastic_cluster.kube.client.errors import KubeDenied, KubeError, KubeNotFound, KubeQuota, KubeRefused
 from elastic_cluster.kube.client.official import OfficialClient
 from elastic_cluster.kube.client.runs import delete_run, find_runs, look
-from elastic_cluster.kube.fake import FakeKubeRay, FakeKubernetes, Refusal
-from elastic_cluster.kube.fake.server import Fault
 from elastic_cluster.kube.manifests.labels import labels, selector
+from kube_fake import FakeKubeRay, FakeKubernetes, Refusal
+from kube_fake.request import Fault
 from kube_samples import connected, network_policy, ray_cluster, ray_job
 
 
@@ -110,7 +110,7 @@ def test_what_the_schema_refuses_leaves_nothing_behind(world: World, change: Any
 
 def test_what_a_webhook_refuses(world: World) -> None:
     message = 'admission webhook "queues.example.org" denied the request: no queue for team'
-    world.kubernetes.store.admission.append(
+    world.kubernetes.table.admission.append(
         lambda operation, found: Refusal(403, "Forbidden", message) if found["kind"] == "RayJob" else None
     )
     with pytest.raises(KubeRefused, match=r"webhook queues.example.org refuses RayJob gpt .*: no queue for team$"):
@@ -119,7 +119,7 @@ def test_what_a_webhook_refuses(world: World) -> None:
 
 
 def test_no_quota(world: World) -> None:
-    world.kubernetes.store.quota["team", "rayjobs.ray.io"] = 0
+    world.kubernetes.table.quota["team", "rayjobs.ray.io"] = 0
     with pytest.raises(KubeQuota, match="namespace team has no room for RayJob gpt: exceeded quota: team-quota"):
         world.apply(ray_job(), network_policy())
     assert world.everything() == set()
@@ -152,10 +152,10 @@ def test_what_somebody_else_made_meanwhile_is_not_taken_away_after_a_failure(wor
 
     def quicker(operation: str, found: dict[str, Any]) -> None:
         if found["kind"] == "NetworkPolicy" and not world.kubernetes.objects("NetworkPolicy"):
-            world.kubernetes.store.admission.clear()
+            world.kubernetes.table.admission.clear()
             world.kubernetes.add(network_policy(), "ray-elastic")
 
-    world.kubernetes.store.admission.append(quicker)
+    world.kubernetes.table.admission.append(quicker)
     world.kubernetes.faults.append(Fault("patch", "rayjobs", 500, times=10))
     with pytest.raises(KubeError):
         world.apply(ray_job(), network_policy())
@@ -181,7 +181,7 @@ def test_a_passing_fault_is_not_seen(world: World, tmp_path: Path, monkeypatch: 
 
 def test_a_field_of_another_manager_is_taken_only_by_force(world: World) -> None:
     world.apply(ray_job())
-    world.kubernetes.store.update(
+    world.kubernetes.table.update(
         world.kubernetes.resource("RayJob"),
         "team",
         "gpt",
@@ -253,7 +253,7 @@ def test_replicas_that_the_autoscaler_has_set_are_kept(world: World) -> None:
         group |= {"replicas": 4, "scaleStrategy": {"workersToDelete": ["gpt-spot-0"]}}
         return live
 
-    world.kubernetes.store.update(world.kubernetes.resource("RayCluster"), "team", "gpt", scaled, "kuberay-autoscaler")
+    world.kubernetes.table.update(world.kubernetes.resource("RayCluster"), "team", "gpt", scaled, "kuberay-autoscaler")
     wanted = ray_cluster()
     wanted["spec"]["rayVersion"] = "2.60.1"
     with pytest.raises(KubeRefused, match=r"\.spec\.workerGroupSpecs of RayCluster gpt .* set by kuberay-autoscaler"):
@@ -303,7 +303,7 @@ def test_pods_are_waited_for_before_what_they_need_goes(world: World) -> None:
         live["metadata"]["finalizers"] = ["example.org/grace"]
         return live
 
-    world.kubernetes.store.update(pods, "team", "gpt-abcde-head", held, "kubelet")
+    world.kubernetes.table.update(pods, "team", "gpt-abcde-head", held, "kubelet")
     _, left = world.delete(limit_s=0.2)
     assert left == ("Pod gpt-abcde-head in namespace team",)
     assert {"NetworkPolicy/gpt", "Secret/gpt-token"} <= world.everything()
@@ -316,7 +316,7 @@ def test_what_holds_an_object_is_named(world: World) -> None:
         live["metadata"]["finalizers"] = ["ray.io/gcs-ft-redis-cleanup-finalizer"]
         return live
 
-    world.kubernetes.store.update(world.kubernetes.resource("RayCluster"), "team", "gpt", held, "kuberay-operator")
+    world.kubernetes.table.update(world.kubernetes.resource("RayCluster"), "team", "gpt", held, "kuberay-operator")
     gone, left = world.delete(limit_s=0.2)
     assert gone == []
     assert left[0].startswith("RayCluster gpt in namespace team (held by ray.io/gcs-ft-redis-cleanup-finalizer")

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import requests
 from elastic_cluster.kube.client.apply import apply_run
-from elastic_cluster.kube.fake import FakeKubeRay, FakeKubernetes
 from elastic_cluster.kube.manifests import names, quantity
 from elastic_cluster.kube.manifests.job import Group, KubeJob, Size
 from elastic_cluster.kube.manifests.render import render
+from kube_fake import FakeKubeRay, FakeKubernetes
 from kube_samples import connected
 from ray.autoscaler._private.kuberay import autoscaling_config
 from ray.autoscaler._private.kuberay.node_provider import IKubernetesHttpApiClient, url_from_resource

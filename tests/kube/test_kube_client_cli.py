@@ -12,9 +12,9 @@ import yaml
 from elastic_cluster.kube.client import status as words
 from elastic_cluster.kube.client.errors import KubeError, KubeNotFound, KubeQuota, KubeRefused
 from elastic_cluster.kube.client.status import RunStatus
-from elastic_cluster.kube.fake import FakeKubeRay, FakeKubernetes
 from elastic_jobs import cli
 from elastic_jobs.kube.session import result, translated
+from kube_fake import FakeKubeRay, FakeKubernetes
 from kube_samples import network_policy, ray_job
 
 JOB = """
@@ -74,7 +74,7 @@ def test_from_apply_to_delete(world: World) -> None:
         "Next: elastic kube delete gpt",
     ]
     assert world.elastic("status", "gpt")[0] == 104
-    world.kubernetes.store.update(
+    world.kubernetes.table.update(
         world.kubernetes.resource("RayJob"), "team", "gpt", lambda live: without_finalizers(live), "kuberay-operator"
     )
     code, out, err = world.elastic("delete", "gpt")

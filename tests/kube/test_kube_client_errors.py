@@ -26,8 +26,8 @@ from elastic_cluster.kube.client.errors import (
     explain,
 )
 from elastic_cluster.kube.client.runs import find_runs
-from elastic_cluster.kube.fake import FakeKubernetes
-from elastic_cluster.kube.fake.server import kubeconfig as config_of
+from kube_fake import FakeKubernetes
+from kube_fake.server import kubeconfig as config_of
 from kube_samples import connected, ray_job
 
 NOWHERE = "http://127.0.0.1:9"

@@ -15,10 +15,10 @@ from elastic_cluster.kube.client.log_cursor import LogCursor
 from elastic_cluster.kube.client.logs import Follower
 from elastic_cluster.kube.client.official import OfficialClient
 from elastic_cluster.kube.client.status import RunStatus
-from elastic_cluster.kube.fake import FakeKubeRay, FakeKubernetes
-from elastic_cluster.kube.fake.logs import PodLog
 from hypothesis import given
 from hypothesis import strategies as st
+from kube_fake import FakeKubeRay, FakeKubernetes
+from kube_fake.logs import PodLog
 from kube_samples import connected, ray_cluster, ray_job
 
 # As Go writes fractions: without trailing zeros. Equal times do occur.
@@ -233,7 +233,7 @@ def test_a_run_that_is_deleted_meanwhile_has_no_verdict(world: World) -> None:
     world.log(pod).write(*stamped(["one"]))
 
     def deleted() -> None:
-        world.kubernetes.store.delete(world.kubernetes.resource("RayJob"), "team", "gpt", {})
+        world.kubernetes.table.delete(world.kubernetes.resource("RayJob"), "team", "gpt", {})
         world.operator.reconcile()
         world.log(pod).end()
 
@@ -252,7 +252,7 @@ def test_a_log_that_is_not_followed_ends_where_it_is(world: World) -> None:
 
 
 def test_a_cluster_without_a_job_has_no_log(world: World) -> None:
-    world.kubernetes.store.delete(world.kubernetes.resource("RayJob"), "team", "gpt", {})
+    world.kubernetes.table.delete(world.kubernetes.resource("RayJob"), "team", "gpt", {})
     apply_run(world.client, "gpt", [ray_cluster()])
     with pytest.raises(KubeRefused, match=r"is a RayCluster without a job.*port-forward service/gpt-head-svc 8265"):
         world.follower().follow()

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 from elastic_cluster.kube.checks.schema import crd_schema
-from elastic_cluster.kube.fake import FakeKubernetes, Refusal, fields, schema
-from elastic_cluster.kube.fake.fields import ItemKey
 from hypothesis import given
 from hypothesis import strategies as st
+from kube_fake import FakeKubernetes, Refusal, fields, schema
+from kube_fake.fields import ItemKey
 from kube_samples import ray_cluster, ray_job
 
 # A list of items with names, as containers' environment is, and a list without.
@@ -155,8 +155,8 @@ def test_an_unknown_field_is_dropped_unless_the_request_is_strict() -> None:
     job["spec"]["entrypiont"] = "x"
     resource = kubernetes.resource("RayJob")
     with pytest.raises(Refusal, match=r'unknown field "spec.entrypiont"'):
-        kubernetes.store.create(resource, "team", job, "x", dry_run=False, strict=True)
-    made = kubernetes.store.create(resource, "team", job, "x", dry_run=False, strict=False)
+        kubernetes.table.create(resource, "team", job, "x", dry_run=False, strict=True)
+    made = kubernetes.table.create(resource, "team", job, "x", dry_run=False, strict=False)
     assert "entrypiont" not in made["spec"]
 
 

@@ -11,7 +11,7 @@ import sys
 import memory_samples as samples
 from memory_samples import TOKEN
 
-from elastic.checkpoint.memory.client import NodeMemory
+from elastic.checkpoint.memory.snapshot_client import NodeMemory
 
 
 def worker(local_name: str, host: str, port: str, numel: str) -> None:

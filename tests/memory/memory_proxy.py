@@ -85,10 +85,10 @@ class Proxy:
 
 
 class SlowProxy(Proxy):
-    """A slow network: what comes from upstream is passed on in pieces of 1 / `pieces` MiB, each after a pause."""
+    """A slow network: what comes from upstream is passed on in chunks of 1 / `chunks` MiB, each after a pause."""
 
-    def __init__(self, upstream: Address, *, pieces: int, pause_s: float) -> None:
-        self._piece_bytes, self._pause_s = (1 << 20) // pieces, pause_s
+    def __init__(self, upstream: Address, *, chunks: int, pause_s: float) -> None:
+        self._piece_bytes, self._pause_s = (1 << 20) // chunks, pause_s
         super().__init__(upstream)
 
     def _forward(self, source: socket.socket, target: socket.socket, limit: int | None, hold: bool) -> None:

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from elastic.checkpoint.memory.client import NodeMemory
-from elastic.checkpoint.memory.server.server import MemoryServer
+from elastic.checkpoint.memory.server.snapshot_server import MemoryServer
+from elastic.checkpoint.memory.snapshot_client import NodeMemory
 from elastic.core.checkpoint.manifest import ShardRecord, StoredTensor
 from elastic.core.checkpoint.snapshots import Held
 from elastic.core.names import shard_file

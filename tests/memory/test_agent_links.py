@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elastic.checkpoint.memory.server.server import MemoryServer
+from elastic.checkpoint.memory.server.snapshot_server import MemoryServer
 from elastic.core.run.state import Slot, SlotPhase
 from elastic.runtime.controller.senses import agent_links as module
 from elastic.runtime.controller.senses.agent_links import AgentLinks

@@ -14,8 +14,8 @@ import pytest
 from memory_proxy import Proxy
 from memory_samples import TOKEN, held, snap, take, template
 
-from elastic.checkpoint.memory.client import NodeMemory
-from elastic.checkpoint.memory.server.server import MemoryServer
+from elastic.checkpoint.memory.server.snapshot_server import MemoryServer
+from elastic.checkpoint.memory.snapshot_client import NodeMemory
 from elastic.core.errors import StorageError
 
 NUMEL = 200_000  # 1.6 MB of two kinds: more than what lies in socket buffers of the proxy

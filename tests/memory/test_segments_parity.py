@@ -18,11 +18,11 @@ from memory_samples import TOKEN, held, snap, template
 from test_segments_kills import hear, kill, process
 from test_segments_server import used
 
-from elastic.checkpoint.memory.client import NodeMemory
 from elastic.checkpoint.memory.records import template_to_json
 from elastic.checkpoint.memory.server import parity
 from elastic.checkpoint.memory.server.parity_blocks import CHUNK_BYTES, chunk_hash
-from elastic.checkpoint.memory.server.server import MemoryServer
+from elastic.checkpoint.memory.server.snapshot_server import MemoryServer
+from elastic.checkpoint.memory.snapshot_client import NodeMemory
 from elastic.checkpoint.memory.source import Holder, MemorySource
 from elastic.checkpoint.source import ReadRange
 from elastic.core.checkpoint.assembly import assemble

@@ -13,11 +13,11 @@ import pytest
 import xxhash
 
 from elastic.checkpoint.memory.server import parity as parity_module
+from elastic.checkpoint.memory.server.node_shards import Store
 from elastic.checkpoint.memory.server.parity import Contribution, Parity
 from elastic.checkpoint.memory.server.parity_blocks import chunk_hash
 from elastic.checkpoint.memory.server.segment_pool import Shelf
-from elastic.checkpoint.memory.server.shard_store import Store
-from elastic.checkpoint.memory.shard_lines import Line, Mark
+from elastic.checkpoint.memory.shard_buffers import Line, Mark
 from elastic.core.checkpoint.manifest import ShardRecord
 from elastic.core.checkpoint.parity import Stripe, place_parity
 from elastic.core.checkpoint.snapshots import Held, recoverable

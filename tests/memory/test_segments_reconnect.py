@@ -11,9 +11,9 @@ from memory_proxy import Proxy
 from memory_samples import TOKEN, held, snap, take, template
 from test_segments_kills import hear, kill, process
 
-from elastic.checkpoint.memory.client import NodeMemory
-from elastic.checkpoint.memory.server.server import MemoryServer
 from elastic.checkpoint.memory.server.sessions import LocalSession
+from elastic.checkpoint.memory.server.snapshot_server import MemoryServer
+from elastic.checkpoint.memory.snapshot_client import NodeMemory
 from elastic.core.errors import StorageError
 from elastic.transport.channel import Message
 

@@ -16,9 +16,9 @@ import torch
 from memory_proxy import SlowProxy
 from memory_samples import TOKEN, held, snap, take, template
 
-from elastic.checkpoint.memory.client import NodeMemory
 from elastic.checkpoint.memory.server import segment_pool
-from elastic.checkpoint.memory.server.server import MemoryServer
+from elastic.checkpoint.memory.server.snapshot_server import MemoryServer
+from elastic.checkpoint.memory.snapshot_client import NodeMemory
 from elastic.checkpoint.memory.source import Holder, MemorySource
 from elastic.checkpoint.source import ReadRange
 from elastic.core.checkpoint.assembly import assemble

@@ -19,10 +19,10 @@ import memory_samples as samples
 import pytest
 from memory_samples import TOKEN, held, snap, take, template
 
-from elastic.checkpoint.memory.client import NodeMemory
 from elastic.checkpoint.memory.records import template_from_json, template_to_json
-from elastic.checkpoint.memory.server import server as server_module
-from elastic.checkpoint.memory.server.server import MemoryServer
+from elastic.checkpoint.memory.server import snapshot_server as server_module
+from elastic.checkpoint.memory.server.snapshot_server import MemoryServer
+from elastic.checkpoint.memory.snapshot_client import NodeMemory
 from elastic.core.errors import IntegrityError, StorageError, UsageError
 from elastic.transport.channel import Channel
 from elastic.transport.handshake import Refused, admit, connect
@@ -279,7 +279,7 @@ def test_client_state_must_be_what_json_gives_back(node: MemoryServer) -> None:
 
 def test_the_nodes_side_is_light() -> None:
     code = (
-        "import sys, elastic.checkpoint.memory.server.server, elastic.checkpoint.memory.client;"
+        "import sys, elastic.checkpoint.memory.server.snapshot_server, elastic.checkpoint.memory.snapshot_client;"
         "assert not {'torch', 'ray', 'deepspeed'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

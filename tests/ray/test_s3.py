@@ -21,7 +21,7 @@ from s3_proxy import Proxy, Request, Trouble
 from elastic.checkpoint.storage import CheckpointStore
 from elastic.core.errors import RunNotFound
 from elastic.observe.journal import JournalReader
-from elastic.store.objects import open_objects
+from elastic.store.open import open_objects
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

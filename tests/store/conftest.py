@@ -9,7 +9,8 @@ import pytest
 import s3_proxy
 import s3_server
 
-from elastic.store.objects import Objects, open_objects
+from elastic.store.objects import Objects
+from elastic.store.open import open_objects
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,7 @@ from elastic.core.names import CheckpointRef
 from elastic.observe.journal import JournalReader, JournalWriter
 from elastic.observe.object_segments import ObjectSegments
 from elastic.store.address import file_system
-from elastic.store.objects import open_objects
+from elastic.store.open import open_objects
 from elastic.store.s3 import S3Objects
 
 # The least that S3 takes.

@@ -15,7 +15,7 @@ from elastic_jobs import cli
 from s3_proxy import Proxy, Trouble
 from s3_server import CREDENTIALS
 
-from elastic.store.objects import open_objects
+from elastic.store.open import open_objects
 
 JOB = """
 entry_point: refused_train.py:main

@@ -20,7 +20,8 @@ from elastic.core.errors import IntegrityError, UsageError
 from elastic.core.names import check_file, check_path, check_run_id, parse_checkpoint_id
 from elastic.observe.journal import JournalReader, JournalWriter
 from elastic.observe.segments import open_segments
-from elastic.store.objects import Objects, open_objects
+from elastic.store.objects import Objects
+from elastic.store.open import open_objects
 
 ROOT = Path(__file__).resolve().parents[2]
 # Texts that are likelier to do harm than random ones.

@@ -14,15 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from storage_contract import *  # noqa: F403 - the tests of the contract, with this module's fixtures
 from storage_contract import everything, save
+from storage_faults import Fault, FaultyObjects, at
 
-from elastic.checkpoint.faults import Fault, FaultyObjects, at
 from elastic.checkpoint.reading import requests
 from elastic.checkpoint.source import ReadRange
 from elastic.checkpoint.storage import CheckpointStore
 from elastic.core.errors import ElasticError, Fenced, IntegrityError, StorageError, UsageError
 from elastic.store.errors import translated
 from elastic.store.local import LocalObjects
-from elastic.store.objects import Objects, open_objects
+from elastic.store.objects import Objects
+from elastic.store.open import open_objects
 from elastic.store.remote import RemoteObjects
 
 KINDS = ["path", "file url", "memory", "faulty path", "faulty memory"]

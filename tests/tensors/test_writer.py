@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from checkpoint_samples import one_snapshot
+from storage_faults import Fault, FaultyObjects
 
-from elastic.checkpoint.faults import Fault, FaultyObjects
 from elastic.checkpoint.snapshot import ShardSnapshot
 from elastic.checkpoint.storage import CheckpointStore
 from elastic.checkpoint.writer import BackgroundWriter, retry_delay_s

@@ -20,7 +20,7 @@ from typing import Any
 
 import ray
 
-from elastic.checkpoint.memory.server.server import MemoryServer
+from elastic.checkpoint.memory.server.snapshot_server import MemoryServer
 from elastic.core.checkpoint.manifest import ShardRecord
 from elastic.core.checkpoint.snapshots import Held
 from elastic.core.settings import RunSettings

@@ -30,7 +30,7 @@ from elastic.runtime.worker.logs import log_file, redirect
 from elastic.runtime.worker.outbox import Outbox
 
 if TYPE_CHECKING:
-    from elastic.checkpoint.memory.client import NodeMemory
+    from elastic.checkpoint.memory.snapshot_client import NodeMemory
     from elastic.checkpoint.source import CheckpointSource
     from elastic.checkpoint.storage import CheckpointStore
     from elastic.checkpoint.writer import BackgroundWriter
@@ -231,7 +231,7 @@ class WorkerActor:
         failures = self._settings.failures
         if self._settings.memory.enabled:
             from elastic.checkpoint.memory import source
-            from elastic.checkpoint.memory.client import NodeMemory
+            from elastic.checkpoint.memory.snapshot_client import NodeMemory
 
             assert self._node is not None
             logger.debug("imported %s", source)

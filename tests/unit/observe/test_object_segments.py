@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from elastic.core.errors import Fenced, IntegrityError, StorageError
 from elastic.observe.object_segments import ObjectSegments
-from elastic.store.objects import Chunk, Objects, open_objects
+from elastic.store.objects import Chunk, Objects
+from elastic.store.open import open_objects
 
 
 class Doubtful:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from elastic.checkpoint.memory.shard_lines import Copy, Line, Mark, Shape
+from elastic.checkpoint.memory.shard_buffers import Copy, Line, Mark, Shape
 from elastic.core.checkpoint.snapshots import Held
 from elastic.core.errors import Fenced, IntegrityError
 

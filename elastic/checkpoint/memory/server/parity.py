@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from elastic.checkpoint.memory.pace import STILL_LIMIT_S, hash_of
+from elastic.checkpoint.memory.server.node_shards import Content
 from elastic.checkpoint.memory.server.parity_blocks import Block, chunk_hash, xor_into
 from elastic.checkpoint.memory.server.segment_pool import Shelf
-from elastic.checkpoint.memory.server.shard_store import Content
-from elastic.checkpoint.memory.shard_lines import Copy, Line, Mark, Shape
+from elastic.checkpoint.memory.shard_buffers import Copy, Line, Mark, Shape
+from elastic.checkpoint.memory.work_counter import STILL_LIMIT_S, hash_of
 from elastic.core.checkpoint.manifest import Json, ShardRecord
 from elastic.core.checkpoint.snapshots import Held
 from elastic.core.errors import IntegrityError, StorageError, Where

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from elastic.checkpoint.memory.server.node_shards import Store
 from elastic.checkpoint.memory.server.sender import Job, Sender
-from elastic.checkpoint.memory.server.shard_store import Store
-from elastic.checkpoint.memory.shard_lines import Mark
+from elastic.checkpoint.memory.shard_buffers import Mark
 from elastic.core.checkpoint.manifest import ShardRecord
 from elastic.transport.handshake import Address
 

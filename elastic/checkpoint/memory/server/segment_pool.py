@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from elastic.checkpoint.memory.limits import available_bytes, gib
-from elastic.checkpoint.memory.pace import Pace
 from elastic.checkpoint.memory.segments import Segment
 from elastic.checkpoint.memory.server.buffer_table import Books
-from elastic.checkpoint.memory.shard_lines import Copy, Line, Mark, Shape
+from elastic.checkpoint.memory.shard_buffers import Copy, Line, Mark, Shape
+from elastic.checkpoint.memory.work_counter import Pace
 from elastic.core.checkpoint.snapshots import Held
 from elastic.core.errors import IntegrityError, StorageError, UsageError, Where
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic.checkpoint.memory.records import template_to_json
-from elastic.checkpoint.memory.server.shard_store import Store
+from elastic.checkpoint.memory.server.node_shards import Store
 from elastic.checkpoint.memory.server.transfer import send_replica, send_share
-from elastic.checkpoint.memory.shard_lines import Line, Mark
+from elastic.checkpoint.memory.shard_buffers import Line, Mark
 from elastic.core.checkpoint.manifest import Json, ShardRecord
 from elastic.core.errors import ElasticError, Fenced, IntegrityError
 from elastic.transport.channel import Channel

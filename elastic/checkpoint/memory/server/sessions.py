@@ -10,13 +10,13 @@ from dataclasses import asdict
 from typing import Any
 
 from elastic.checkpoint.memory.records import client_state, template_from_json
+from elastic.checkpoint.memory.server.node_shards import Store
 from elastic.checkpoint.memory.server.parity import Parity
 from elastic.checkpoint.memory.server.replication import Progress, Replication
 from elastic.checkpoint.memory.server.segment_pool import READER_LIMIT_S, Shelf
 from elastic.checkpoint.memory.server.sender import Job
-from elastic.checkpoint.memory.server.shard_store import Store
 from elastic.checkpoint.memory.server.transfer import receive_share
-from elastic.checkpoint.memory.shard_lines import Line, Mark
+from elastic.checkpoint.memory.shard_buffers import Line, Mark
 from elastic.core.checkpoint.manifest import ShardRecord
 from elastic.core.errors import ElasticError, IntegrityError
 from elastic.transport.channel import Channel, Message, checked, error_message

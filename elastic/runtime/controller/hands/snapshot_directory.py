@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 
-from elastic.checkpoint.memory.pace import STILL_LIMIT_S
+from elastic.checkpoint.memory.work_counter import STILL_LIMIT_S
 from elastic.core.checkpoint.assembly import assemble
 from elastic.core.checkpoint.manifest import ShardRecord
 from elastic.core.checkpoint.manifest_json import to_json

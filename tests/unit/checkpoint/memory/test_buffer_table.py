@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from elastic.checkpoint.memory.server.buffer_table import Books
-from elastic.checkpoint.memory.shard_lines import Copy, Line, Mark, Shape
+from elastic.checkpoint.memory.shard_buffers import Copy, Line, Mark, Shape
 from elastic.core.checkpoint.snapshots import Held, place_replicas, recoverable
 from elastic.core.errors import Fenced, IntegrityError
 

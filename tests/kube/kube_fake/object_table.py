@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from elastic_cluster.kube.fake import fields
-from elastic_cluster.kube.fake.resources import Resource
-from elastic_cluster.kube.fake.validation import Manifest, Refusal, apply_conflict, check_known, validated
+from kube_fake import fields
+from kube_fake.resources import Resource
+from kube_fake.validation import Manifest, Refusal, apply_conflict, check_known, validated
 
 Key = tuple[str, str, str]
 # Of an operation ("CREATE", "UPDATE") and an object: why it is refused, or None.
@@ -26,7 +26,7 @@ class _Entry:
     managers: dict[str, frozenset[fields.Path]] = field(default_factory=dict)
 
 
-class Store:
+class ObjectTable:
     """Safe for use from several threads; `changed` is notified after each change."""
 
     def __init__(self) -> None:

@@ -1,11 +1,11 @@
-"""Who may do what, from the Roles and RoleBindings in the store, as the API server's RBAC authorizer decides."""
+"""Who may do what, from the Roles and RoleBindings in the table, as the API server's RBAC authorizer decides."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from elastic_cluster.kube.fake.resources import Place
+from kube_fake.resources import Place
 
 ADMIN = "admin"
 

@@ -14,13 +14,13 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from elastic.checkpoint.memory.server.node_shards import Store
 from elastic.checkpoint.memory.server.parity import Parity
 from elastic.checkpoint.memory.server.replication import Progress, Replication
 from elastic.checkpoint.memory.server.segment_pool import Shelf
 from elastic.checkpoint.memory.server.sessions import LocalSession, PeerSession
-from elastic.checkpoint.memory.server.shard_store import Store
 from elastic.checkpoint.memory.server.transfer import read_shard
-from elastic.checkpoint.memory.shard_lines import Mark
+from elastic.checkpoint.memory.shard_buffers import Mark
 from elastic.core.checkpoint.manifest import ShardRecord
 from elastic.core.checkpoint.snapshots import Held
 from elastic.core.errors import UsageError

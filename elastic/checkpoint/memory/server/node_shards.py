@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from elastic.checkpoint.hashing import piece_digests
-from elastic.checkpoint.memory.pace import Pace, hash_of
 from elastic.checkpoint.memory.segments import Segment
 from elastic.checkpoint.memory.server.segment_pool import Shelf
-from elastic.checkpoint.memory.shard_lines import Copy, Line, Mark, Shape
+from elastic.checkpoint.memory.shard_buffers import Copy, Line, Mark, Shape
+from elastic.checkpoint.memory.work_counter import Pace, hash_of
 from elastic.core.checkpoint.manifest import Json, ShardRecord
 from elastic.core.checkpoint.manifest_json import ITEM_BYTES
 from elastic.core.checkpoint.snapshots import Held

@@ -1,4 +1,4 @@
-"""HTTP: from a request line to a call of the store, and its answer back as JSON, a watch or a log."""
+"""HTTP: from a request line to a call of the table, and its answer back as JSON, a watch or a log."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from urllib.parse import parse_qs, urlsplit
 
 import yaml
 
-from elastic_cluster.kube.fake import rbac
-from elastic_cluster.kube.fake.patches import patched
-from elastic_cluster.kube.fake.resources import Place, groups_document, locate, resources_document
-from elastic_cluster.kube.fake.store import Key, selected
-from elastic_cluster.kube.fake.validation import Manifest, Refusal
+from kube_fake import rbac
+from kube_fake.object_table import Key, selected
+from kube_fake.patches import patched
+from kube_fake.request import Fault, Request
+from kube_fake.resources import Place, groups_document, locate, resources_document
+from kube_fake.validation import Manifest, Refusal
 
 if TYPE_CHECKING:
-    from elastic_cluster.kube.fake.server import FakeKubernetes, Fault
+    from kube_fake.server import FakeKubernetes
 
 _VERSION = {"major": "1", "minor": "34", "gitVersion": "v1.34.0-fake"}
 _LOG_IDLE_S = 30.0
@@ -110,7 +111,7 @@ class Handler(BaseHTTPRequestHandler):
         raise Refusal(fault.code, "InternalError", "a fault that the test asked for")
 
     def _authorize(self, place: Place, verb: str) -> None:
-        find = self._fake.store.find
+        find = self._fake.table.find
         roles = find(self._fake.resource("Role"), place.namespace, "")
         bindings = find(self._fake.resource("RoleBinding"), place.namespace, "")
         if not rbac.allowed(self._user, verb, place, roles, bindings):
@@ -118,40 +119,40 @@ class Handler(BaseHTTPRequestHandler):
 
     def _serve(self, place: Place) -> None:
         resource, namespace, name = place.resource, place.namespace or "", place.name or ""
-        store = self._fake.store
+        table = self._fake.table
         match self._verb:
             case "get" if place.subresource == "log":
                 self._log(namespace, name)
             case "get":
-                found = store.get(resource, namespace, name)
+                found = table.get(resource, namespace, name)
                 if "as=PartialObjectMetadata" in (self.headers.get("Accept") or ""):
                     found = {"apiVersion": "meta.k8s.io/v1", "kind": "PartialObjectMetadata", **_metadata(found)}
                 self._send(200, found)
             case "list":
-                items = store.find(resource, place.namespace, self._query.get("labelSelector", ""))
+                items = table.find(resource, place.namespace, self._query.get("labelSelector", ""))
                 if "as=PartialObjectMetadataList" in (self.headers.get("Accept") or ""):
                     items = [_metadata(each) for each in items]
                 bare = [
                     {key: value for key, value in each.items() if key not in ("apiVersion", "kind")} for each in items
                 ]
-                metadata = {"resourceVersion": store.version}
+                metadata = {"resourceVersion": table.version}
                 self._send(
                     200, {"kind": f"{resource.kind}List", "apiVersion": "v1", "metadata": metadata, "items": bare}
                 )
             case "watch":
                 self._watch(place)
             case "delete":
-                self._send(200, store.delete(resource, namespace, name, self._json() or {}))
+                self._send(200, table.delete(resource, namespace, name, self._json() or {}))
             case _:
                 self._send(*self._write(place))
 
     def _write(self, place: Place) -> tuple[int, Manifest]:
         resource, namespace = place.resource, place.namespace or ""
-        store, strict = self._fake.store, self._query.get("fieldValidation") == "Strict"
+        table, strict = self._fake.table, self._query.get("fieldValidation") == "Strict"
         self._check_namespace(place)
         kind = (self.headers.get("Content-Type") or "").partition(";")[0]
         if self._verb == "create":
-            made = store.create(resource, namespace, self._json(), self._manager, dry_run=self._dry_run, strict=strict)
+            made = table.create(resource, namespace, self._json(), self._manager, dry_run=self._dry_run, strict=strict)
             return 201, made
         if kind == "application/apply-patch+yaml":
             if "fieldManager" not in self._query:
@@ -159,12 +160,12 @@ class Handler(BaseHTTPRequestHandler):
             force = self._query.get("force") == "true"
             if new := place.name not in self._fake.objects(resource.kind, namespace):
                 self._authorize(place, "create")
-            made = store.apply(
+            made = table.apply(
                 resource, namespace, self._json(), self._manager, force=force, dry_run=self._dry_run, strict=strict
             )
             return 201 if new else 200, made
         body = self._json()
-        changed = store.update(
+        changed = table.update(
             resource, namespace, place.name or "", lambda live: patched(kind, live, body), self._manager,
             dry_run=self._dry_run,
         )  # fmt: skip
@@ -184,7 +185,7 @@ class Handler(BaseHTTPRequestHandler):
         return yaml.safe_load(self._body) if self._body else None
 
     def _log(self, namespace: str, pod: str) -> None:
-        self._fake.store.get(self._fake.resource("Pod"), namespace, pod)
+        self._fake.table.get(self._fake.resource("Pod"), namespace, pod)
         log = self._fake.logs.get((namespace, pod, self._query.get("container", "")))
         if log is None:
             message = (
@@ -198,7 +199,7 @@ class Handler(BaseHTTPRequestHandler):
         self._stream("application/json", self._events(place))
 
     def _events(self, place: Place) -> Iterator[bytes]:
-        store = self._fake.store
+        table = self._fake.table
         seen, limit_s = int(self._query.get("resourceVersion") or 0), float(self._query.get("timeoutSeconds") or 30)
         name = self._query.get("fieldSelector", "").removeprefix("metadata.name=")
 
@@ -207,12 +208,12 @@ class Handler(BaseHTTPRequestHandler):
             return here and selected(changed, self._query.get("labelSelector", ""))
 
         while not self._fake.stopping.is_set():
-            changes = list(store.since(seen, matches))
+            changes = list(table.since(seen, matches))
             for _, kind, changed in changes:
                 yield json.dumps({"type": kind, "object": changed}).encode() + b"\n"
             seen = changes[-1][0] if changes else seen
-            with store.changed:
-                if not any(store.since(seen, matches)) and not store.changed.wait(limit_s):
+            with table.changed:
+                if not any(table.since(seen, matches)) and not table.changed.wait(limit_s):
                     return
 
     def _stream(self, kind: str, chunks: Iterator[bytes]) -> None:
@@ -236,8 +237,6 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def _note(self, code: int) -> None:
-        from elastic_cluster.kube.fake.server import Request
-
         if (place := self._place) is not None:
             resource = place.resource.plural + (f"/{place.subresource}" if place.subresource else "")
             manager = self._query.get("fieldManager", "")

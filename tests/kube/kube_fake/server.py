@@ -7,48 +7,20 @@ import sys
 import threading
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass
 from http.server import ThreadingHTTPServer
 from types import TracebackType
 from typing import Any
 
-from elastic_cluster.kube.fake.handler import Handler
-from elastic_cluster.kube.fake.logs import PodLog
-from elastic_cluster.kube.fake.rbac import ADMIN
-from elastic_cluster.kube.fake.resources import Resource, served
-from elastic_cluster.kube.fake.schema import RULES, rules
-from elastic_cluster.kube.fake.store import Store
-from elastic_cluster.kube.fake.validation import Manifest
+from kube_fake.handler import Handler
+from kube_fake.logs import PodLog
+from kube_fake.object_table import ObjectTable
+from kube_fake.rbac import ADMIN
+from kube_fake.request import Fault, Request
+from kube_fake.resources import Resource, served
+from kube_fake.schema import RULES, rules
+from kube_fake.validation import Manifest
 
 ADMIN_TOKEN = "fake-admin-token"
-
-
-@dataclass(frozen=True)
-class Request:
-    """One that was answered, for a test to ask about afterwards. `verb` is the API's."""
-
-    verb: str
-    resource: str
-    namespace: str | None
-    name: str | None
-    dry_run: bool
-    manager: str
-    user: str
-    code: int
-
-
-@dataclass
-class Fault:
-    """What goes wrong: `times` requests of a verb and a resource ("*" for any) get HTTP `code`; 0 drops the connection.
-
-    A dry run is left alone unless `dry_runs`.
-    """
-
-    verb: str
-    resource: str
-    code: int
-    times: int = 1
-    dry_runs: bool = False
 
 
 class _Server(ThreadingHTTPServer):
@@ -70,7 +42,7 @@ class FakeKubernetes:
         self.resources = served(kuberay)
         if unknown := {rule for each in self.resources for rule in rules(each.schema)} - RULES.keys():
             raise ValueError(f"the CRDs have validation rules that the fake does not know: {sorted(unknown)}")
-        self.store = Store()
+        self.table = ObjectTable()
         self.requests: list[Request] = []
         self.faults: list[Fault] = []
         self.logs: dict[tuple[str, str, str], PodLog] = {}
@@ -98,8 +70,8 @@ class FakeKubernetes:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stopping.set()
-        with self.store.changed:
-            self.store.changed.notify_all()
+        with self.table.changed:
+            self.table.changed.notify_all()
         for log in self.logs.values():
             log.end()
         self._server.shutdown()
@@ -113,16 +85,16 @@ class FakeKubernetes:
 
     def add_namespace(self, name: str) -> None:
         body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}
-        self.store.create(self.resource("Namespace"), "", body, "test", dry_run=False, strict=False)
+        self.table.create(self.resource("Namespace"), "", body, "test", dry_run=False, strict=False)
 
     def add(self, manifest: Manifest, manager: str = "test") -> Manifest:
         """As if somebody else had created it."""
         resource, namespace = self.resource(manifest["kind"]), manifest["metadata"].get("namespace", "")
-        return self.store.create(resource, namespace, manifest, manager, dry_run=False, strict=False)
+        return self.table.create(resource, namespace, manifest, manager, dry_run=False, strict=False)
 
     def objects(self, kind: str, namespace: str = "team") -> dict[str, Manifest]:
         """By name."""
-        found = self.store.find(self.resource(kind), namespace, "")
+        found = self.table.find(self.resource(kind), namespace, "")
         return {each["metadata"]["name"]: each for each in found}
 
     def set_status(self, kind: str, namespace: str, name: str, status: Mapping[str, Any]) -> None:
@@ -131,7 +103,7 @@ class FakeKubernetes:
         def change(live: Manifest) -> Manifest:
             return {**live, "status": {**live.get("status", {}), **status}}
 
-        self.store.update(self.resource(kind), namespace, name, change, "kuberay-operator")
+        self.table.update(self.resource(kind), namespace, name, change, "kuberay-operator")
 
     def log(self, namespace: str, pod: str, container: str) -> PodLog:
         """Made when it is first asked for."""

@@ -7,8 +7,8 @@
 - no controllers: `FakeKubeRay` does what KubeRay's operator would, when it is told to
 """
 
-from elastic_cluster.kube.fake.kuberay import FakeKubeRay
-from elastic_cluster.kube.fake.server import FakeKubernetes
-from elastic_cluster.kube.fake.validation import Refusal
+from kube_fake.kuberay import FakeKubeRay
+from kube_fake.server import FakeKubernetes
+from kube_fake.validation import Refusal
 
 __all__ = ["FakeKubeRay", "FakeKubernetes", "Refusal"]

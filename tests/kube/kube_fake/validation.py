@@ -6,8 +6,8 @@ import base64
 import re
 from typing import Any
 
-from elastic_cluster.kube.fake import fields, schema
-from elastic_cluster.kube.fake.resources import Resource
+from kube_fake import fields, schema
+from kube_fake.resources import Resource
 
 Manifest = dict[str, Any]
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from elastic_cluster.kube.fake.validation import Manifest
+from kube_fake.validation import Manifest
 
 if TYPE_CHECKING:
-    from elastic_cluster.kube.fake.server import FakeKubernetes
+    from kube_fake.server import FakeKubernetes
 
 _MANAGER = "kuberay-operator"
 _FINALIZER = "ray.io/rayjob-finalizer"
@@ -101,7 +101,7 @@ class FakeKubeRay:
         for group in cluster["spec"].get("workerGroupSpecs", []):
             for doomed in group.get("scaleStrategy", {}).get("workersToDelete", []):
                 if doomed in pods:
-                    self._kubernetes.store.delete(self._kubernetes.resource("Pod"), namespace, doomed, {})
+                    self._kubernetes.table.delete(self._kubernetes.resource("Pod"), namespace, doomed, {})
                     del pods[doomed]
             wanted = max(group["replicas"], group["minReplicas"]) * group.get("numOfHosts", 1)
             here = {each for each, pod in pods.items() if _group(pod) == group["groupName"]}
@@ -138,7 +138,7 @@ class FakeKubeRay:
             return live
 
         kubernetes, metadata = self._kubernetes, job["metadata"]
-        kubernetes.store.update(
+        kubernetes.table.update(
             kubernetes.resource("RayJob"), metadata["namespace"], metadata["name"], change, _MANAGER
         )
 
@@ -147,7 +147,7 @@ class FakeKubeRay:
         return [pod for pod in found if pod["metadata"]["labels"].get("ray.io/cluster") == cluster]
 
     def _all(self, kind: str) -> list[Manifest]:
-        return self._kubernetes.store.find(self._kubernetes.resource(kind), None, "")
+        return self._kubernetes.table.find(self._kubernetes.resource(kind), None, "")
 
 
 def _with_labels(template: Manifest, labels: Mapping[str, str]) -> dict[str, str]:

@@ -12,7 +12,7 @@ from typing import Any
 from elastic.checkpoint.memory.link import Answer, Link
 from elastic.checkpoint.memory.records import check_template, client_state, template_to_json
 from elastic.checkpoint.memory.segments import map_segment
-from elastic.checkpoint.memory.shard_lines import Mark
+from elastic.checkpoint.memory.shard_buffers import Mark
 from elastic.core.checkpoint.manifest import Json, ShardRecord
 from elastic.core.errors import ElasticError, StorageError, UsageError
 from elastic.transport.channel import Message, checked

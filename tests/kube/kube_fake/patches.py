@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from elastic_cluster.kube.fake.validation import Manifest, Refusal
+from kube_fake.validation import Manifest, Refusal
 
 
 def patched(content_type: str, live: Manifest, body: Any) -> Manifest:
