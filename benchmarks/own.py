@@ -17,7 +17,7 @@ from elastic_jobs.ray_backend import RealBackend
 from benchmarks.children import ROOT, NotMeasured, until
 from benchmarks.marks import Change, completed, read_marks, recovered
 from elastic.core.errors import RunNotFound
-from elastic.core.settings import CheckpointSettings, FailureSettings, MemorySettings, RunSettings, ScalingSettings
+from elastic.core.settings import CheckpointSettings, FailureSettings, RunSettings, ScalingSettings, SnapshotSettings
 from elastic.observe.journal import JournalReader
 
 _START_LIMIT_S, _STEP_LIMIT_S, _END_LIMIT_S = 180.0, 120.0, 60.0
@@ -66,7 +66,7 @@ def settings(
     folder: Path,
     *,
     workers: tuple[int, int],
-    memory: MemorySettings,
+    snapshots: SnapshotSettings,
     save_every: int | None,
     spares: int = 0,
     max_steps: int = 1_000_000,
@@ -77,7 +77,7 @@ def settings(
         scaling=replace(ScalingSettings(*workers), spare_slots=spares),
         max_steps=max_steps,
         checkpoint=CheckpointSettings(str(folder), save_every),
-        memory=memory,
+        snapshots=snapshots,
         failures=FailureSettings(),
         storage_url=str(folder),
     )

@@ -14,7 +14,7 @@ from benchmarks.marks import StepDone, completed, read_marks
 from benchmarks.options import Options
 from benchmarks.own import Cluster, OwnRun, settings
 from benchmarks.workload import SMALL
-from elastic.core.settings import MemorySettings
+from elastic.core.settings import SnapshotSettings
 
 CASE, SUBJECT = "goodput", "ray-elastic"
 NODES, STAGE = 4, 2
@@ -58,7 +58,7 @@ def measure(options: Options) -> list[Figure]:
 def _run(options: Options, plan: Plan) -> dict[str, Any]:
     made = settings(
         f"every-{plan.every_s:g}", options.folder, workers=(1, NODES), save_every=100,
-        memory=MemorySettings(enabled=True, every_steps=1),
+        snapshots=SnapshotSettings(enabled=True, every_steps=1),
     )  # fmt: skip
     with Cluster(NODES) as cluster, OwnRun(cluster, made, SMALL.name, STAGE, pace_s=PACE_S) as run:
         run.wait_steps(_WARM_STEPS, NODES)

@@ -12,7 +12,7 @@ from benchmarks.marks import changes, read_marks
 from benchmarks.options import Options
 from benchmarks.own import Cluster, OwnRun, settings, timeline
 from benchmarks.workload import SMALL
-from elastic.core.settings import MemorySettings
+from elastic.core.settings import SnapshotSettings
 
 CASE = "recovery"
 NODES = 4
@@ -86,7 +86,7 @@ def _measure(options: Options, cluster: Cluster, plan: Plan) -> Found:
         f"{plan.fault}-{plan.stage}-{plan.source}-{plan.spares}".replace("_", "-"),
         options.folder,
         workers=(2, NODES),
-        memory=MemorySettings(enabled=memory, every_steps=1 if memory else None),
+        snapshots=SnapshotSettings(enabled=memory, every_steps=1 if memory else None),
         # With memory on, storage is the tier below: seldom written, as in a real run.
         save_every=100 if memory else SAVE_EVERY,
         spares=plan.spares,

@@ -10,7 +10,7 @@ from benchmarks.figures import Figure, Target, not_measured, ratio, statistic
 from benchmarks.options import Options
 from benchmarks.own import Cluster, OwnRun, settings
 from benchmarks.workload import LARGE, SMALL, Size
-from elastic.core.settings import MemorySettings
+from elastic.core.settings import SnapshotSettings
 
 CASE, NAME = "save", "stall per durable save"
 WORKERS, STAGE, SAVE_EVERY = 2, 2, 3
@@ -37,7 +37,7 @@ def measure(options: Options) -> list[Figure]:
 
 def _own(options: Options, size: Size, saves: int) -> list[Figure]:
     made = settings("save", options.folder, workers=(WORKERS, WORKERS), save_every=SAVE_EVERY,
-                    memory=MemorySettings(enabled=True))  # fmt: skip
+                    snapshots=SnapshotSettings(enabled=True))  # fmt: skip
     try:
         with Cluster(WORKERS) as cluster, OwnRun(cluster, made, size.name, STAGE) as run:
 

@@ -24,7 +24,7 @@ from benchmarks.marks import completed, open_gate, read_marks
 from benchmarks.options import Options
 from benchmarks.own import Cluster, OwnRun, settings
 from benchmarks.workload import LARGE, TINY, Size, build
-from elastic.core.settings import MemorySettings
+from elastic.core.settings import SnapshotSettings
 
 PLAIN, DEFAULT, FORCED = "torchrun + DeepSpeed", "snapshots at the default cadence", "a snapshot at every step"
 WORKERS, STAGE = 2, 2
@@ -113,13 +113,13 @@ def _start(stack: ExitStack, options: Options, mode: Mode) -> dict[str, tuple[Su
     # Room for all runs of this project at once.
     cluster = stack.enter_context(Cluster((len(mode.subjects) - 1) * WORKERS))
     found: dict[str, tuple[Subject, OwnRun | None]] = {PLAIN: (plain, None)}
-    for name, run_id, memory in (
-        (DEFAULT, "default", MemorySettings(enabled=True)),
-        (FORCED, "forced", MemorySettings(enabled=True, every_steps=1)),
+    for name, run_id, snapshots in (
+        (DEFAULT, "default", SnapshotSettings(enabled=True)),
+        (FORCED, "forced", SnapshotSettings(enabled=True, every_steps=1)),
     ):
         if name not in mode.subjects:
             continue
-        made = settings(run_id, options.folder, workers=(WORKERS, WORKERS), memory=memory, save_every=None)
+        made = settings(run_id, options.folder, workers=(WORKERS, WORKERS), snapshots=snapshots, save_every=None)
         # A subject whose turn it is not stands still for longer than any step.
         made = replace(made, failures=replace(made.failures, hang_floor_s=10 * _LIMIT_S))
         subject = _subject(name, options.make_folder(f"gate-{run_id}"))

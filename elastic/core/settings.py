@@ -107,7 +107,7 @@ class CheckpointSettings:
 
 
 @dataclass(frozen=True)
-class MemorySettings:
+class SnapshotSettings:
     """Snapshots in the memory of the run's nodes: what a lost node is recovered from without touching storage.
 
     Every rank's shard is copied into its node's memory every `every_steps` steps (None: as often as stays under
@@ -177,7 +177,7 @@ class RunSettings:
     max_steps: int | None = None
     epochs: int | None = None
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
-    memory: MemorySettings = field(default_factory=MemorySettings)
+    snapshots: SnapshotSettings = field(default_factory=SnapshotSettings)
     failures: FailureSettings = field(default_factory=FailureSettings)
     anomalies: AnomalySettings = field(default_factory=AnomalySettings)
     stragglers: StragglerSettings = field(default_factory=StragglerSettings)
@@ -191,15 +191,22 @@ class RunSettings:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Json]) -> RunSettings:
-        """Inverse of `to_json`. Raises UsageError on unknown fields (written by a newer version)."""
+        """Inverse of `to_json`. Raises UsageError on unknown fields (written by a newer version).
+
+        Accepts `memory`, which is what 0.1 called `snapshots`.
+        """
+        data = {_RENAMED.get(key, key): value for key, value in data.items()}
         parts = {
-            "scaling": ScalingSettings, "checkpoint": CheckpointSettings, "memory": MemorySettings,
+            "scaling": ScalingSettings, "checkpoint": CheckpointSettings, "snapshots": SnapshotSettings,
             "failures": FailureSettings, "anomalies": AnomalySettings,
             "stragglers": StragglerSettings,
         }  # fmt: skip
         values = {key: _build(parts[key], value) if key in parts else value for key, value in data.items()}
         return _build(cls, values)
 
+
+# Old field -> present one: the `job.json` of a run outlives the release that wrote it.
+_RENAMED = {"memory": "snapshots"}
 
 _T = TypeVar("_T")
 

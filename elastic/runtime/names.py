@@ -15,9 +15,9 @@ def controller(run_id: str) -> str:
     return f"elastic:{run_id}:controller"
 
 
-def attendant(run_id: str) -> str:
-    """Not one of the run's parts: it outlives the controller, and ends by itself once the last driver has."""
-    return f"elastic:{run_id}:attendant"
+def supervisor(run_id: str) -> str:
+    """Not one of the run's parts: it outlives the controller and ends by itself after the last driver."""
+    return f"elastic:{run_id}:supervisor"
 
 
 def is_controller(name: str) -> bool:

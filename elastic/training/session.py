@@ -32,7 +32,7 @@ class BatchSettings:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Snapshots of one rank in its node's memory; see `core.settings.MemorySettings`.
+    """Snapshots of one rank in its node's memory; see `core.settings.SnapshotSettings`.
 
     `targets` hold the replicas. With `stripe` they keep the parity of these ranks' shards instead, this one among them.
     """

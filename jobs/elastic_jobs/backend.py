@@ -34,12 +34,12 @@ class ClusterLike(Breakable, Protocol):
     def shutdown(self) -> None: ...
 
 
-class AttendantLike(Protocol):
-    """Who attends a submitted run from inside its cluster."""
+class SupervisorLike(Protocol):
+    """The supervisor of a submitted run, inside its cluster: it replaces lost drivers."""
 
-    def look(self) -> None:
-        """Sees to it that there is one and that it knows of this attempt; to be called again, since one of an attempt
-        before may just be ending. Does not wait for it."""
+    def ensure(self) -> None:
+        """Start the supervisor if there is none, and tell it about this attempt. Does not wait; call it repeatedly,
+        because the supervisor of an earlier attempt may be ending."""
         ...
 
 
@@ -86,8 +86,8 @@ class Backend(Protocol):
         """The Ray Jobs server at an http(s) address. Raises Unreachable and Denied."""
         ...
 
-    def attendant(self, run_id: str, attempt: int) -> AttendantLike:
-        """For a driver that is an attempt of the Jobs API, once it has joined its cluster."""
+    def supervisor(self, run_id: str, attempt: int) -> SupervisorLike:
+        """For the driver of a Jobs API attempt, after it has joined its cluster."""
         ...
 
     def disconnect(self) -> None:

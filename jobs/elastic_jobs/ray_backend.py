@@ -12,7 +12,7 @@ from elastic_cluster.source import ClusterError
 
 from elastic.core.errors import ElasticError
 from elastic.core.settings import RunSettings
-from elastic_jobs.backend import AttendantLike, ClusterLike, Growth, NodeShape, NotStarted
+from elastic_jobs.backend import ClusterLike, Growth, NodeShape, NotStarted, SupervisorLike
 from elastic_jobs.handle import RunHandle
 from elastic_jobs.submit.jobs_api import JobsApi
 
@@ -82,10 +82,10 @@ class RealBackend:
 
         return RayJobsApi(address)
 
-    def attendant(self, run_id: str, attempt: int) -> AttendantLike:
-        from elastic_jobs.submit.supervisor_actor import RayAttendant
+    def supervisor(self, run_id: str, attempt: int) -> SupervisorLike:
+        from elastic_jobs.submit.supervisor_actor import RaySupervisor
 
-        return RayAttendant(run_id, attempt)
+        return RaySupervisor(run_id, attempt)
 
     def disconnect(self) -> None:
         self.leave()

@@ -27,9 +27,9 @@ from elastic.core.settings import (
     AnomalySettings,
     CheckpointSettings,
     FailureSettings,
-    MemorySettings,
     RunSettings,
     ScalingSettings,
+    SnapshotSettings,
     StragglerSettings,
 )
 from elastic.observe.journal import JournalReader
@@ -42,7 +42,7 @@ LIMIT_S = 180.0
 # More than a new worker takes to come where nothing else is going on.
 _BRISK_STEPS = 40
 # Actors whose process is still being set up are titled by Ray as idle: their names are in the list of actors.
-_ACTORS = ("ray::ControllerActor", "ray::WorkerActor", "ray::AgentActor", "ray::AttendantActor")
+_ACTORS = ("ray::ControllerActor", "ray::WorkerActor", "ray::AgentActor", "ray::SupervisorActor")
 HERE = Path(__file__).resolve().parent
 
 Record = Mapping[str, Any]
@@ -121,7 +121,7 @@ class Run:
             epochs=epochs,
             global_batch=global_batch,
             checkpoint=CheckpointSettings(checkpoints or self.url, every_steps, keep_last),
-            memory=MemorySettings(enabled=memory is not None, **(memory or {})),
+            snapshots=SnapshotSettings(enabled=memory is not None, **(memory or {})),
             anomalies=AnomalySettings(**(anomalies or {})),
             # Where many processes share few cores, any of them may be slow for a while.
             stragglers=StragglerSettings(**(stragglers or {"policy": "off"})),
@@ -219,7 +219,7 @@ class Run:
             copies = [held for node in self.memory() for held in node if held.step == step]
             ranks = {held.rank for held in copies}
             size = next((held.world_size for held in copies), -1)
-            wanted = size * (1 + min(self.settings.memory.replicas, size - 1))
+            wanted = size * (1 + min(self.settings.snapshots.replicas, size - 1))
             return len(ranks) == size and len(copies) == wanted
 
         wait_until(whole, f"the snapshot of step {step} to be complete")

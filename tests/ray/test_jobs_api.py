@@ -197,9 +197,9 @@ def test_drivers_are_killed_and_nobody_follows_then_the_run_is_stopped_then_resu
     os.kill(run.driver(1), signal.SIGKILL)
     run.driver(2)
     assert "attempt 2: attached" in run.log(2)
-    attendants = _attendants(place)
-    assert len(attendants) == 1
-    assert [pid for pid in attendants if "libtorch" in Path(f"/proc/{pid}/maps").read_text()] == []
+    supervisors = _supervisors(place)
+    assert len(supervisors) == 1
+    assert [pid for pid in supervisors if "libtorch" in Path(f"/proc/{pid}/maps").read_text()] == []
     # The name is taken: there is never a second trainer.
     capfd.readouterr()
     assert run.submit("--no-follow") == 2
@@ -218,20 +218,20 @@ def test_drivers_are_killed_and_nobody_follows_then_the_run_is_stopped_then_resu
     assert run.summary()["status"] == "stopped"
     assert [r["attempt"] for r in run.records("run") if r["status"] == "running"] == [1]
 
-    # A run that is resumed is attended as one that is new.
+    # A run that is resumed is supervised as one that is new.
     run.allow(last)
     assert place.elastic("resume", "eventful", "--no-follow") == 0
     run.driver(3)
-    wait_until(lambda: _attendants(place), "the run to be attended again")
+    wait_until(lambda: _supervisors(place), "the run to be supervised again")
     run.allow(1 << 30)
     wait_until(lambda: run.states()[2] is JobState.SUCCEEDED, "the last attempt to tell the run's end")
     run.assert_samples_once()
     assert run.states() == [JobState.FAILED, JobState.STOPPED, JobState.SUCCEEDED]
-    wait_until(lambda: not _attendants(place), "nobody to be left who attends a run")
+    wait_until(lambda: not _supervisors(place), "no supervisor to be left")
 
 
-def _attendants(place: Place) -> list[int]:
-    return [pid for pid, title in actor_processes(place.cluster).items() if "AttendantActor" in title]
+def _supervisors(place: Place) -> list[int]:
+    return [pid for pid, title in actor_processes(place.cluster).items() if "SupervisorActor" in title]
 
 
 @pytest.mark.slow
@@ -260,7 +260,7 @@ def test_a_driver_that_is_lost_with_its_node_is_replaced_on_another(tmp_path: Pa
         run.assert_samples_once()
         assert [generation["world_size"] for generation in run.summary()["generations"]] == [3, 2]
         assert run.states()[0] is JobState.FAILED
-        wait_until(lambda: not _attendants(place), "nobody to be left who attends the run")
+        wait_until(lambda: not _supervisors(place), "no supervisor to be left")
 
 
 @pytest.mark.slow
@@ -271,17 +271,17 @@ def test_a_driver_that_is_lost_while_the_control_store_is_away_is_replaced_when_
         assert run.submit("--no-follow") == 0
         driver = run.driver(1)
         run.wait_checkpoint(5)
-        attendants = wait_until(lambda: _attendants(place), "the run to be attended")
+        supervisors = wait_until(lambda: _supervisors(place), "the run to be supervised")
         place.cluster.kill_control_store()
         os.kill(driver, signal.SIGKILL)
         run.wait_for("the outage to be told", lambda _: run.decisions("control-store"))
         place.cluster.restart_control_store()
         run.driver(2)
-        assert _attendants(place) == attendants
+        assert _supervisors(place) == supervisors
         run.allow(1 << 30)
         wait_until(lambda: run.states() == [JobState.FAILED, JobState.SUCCEEDED], "the run's end to be told")
         run.assert_samples_once()
-        wait_until(lambda: not _attendants(place), "nobody to be left who attends the run")
+        wait_until(lambda: not _supervisors(place), "no supervisor to be left")
 
 
 @pytest.mark.slow

@@ -83,7 +83,7 @@ def _four_three_two_four(run: Run) -> list[str]:
     run.allow(7)
     run.start()
     run.reach(7)
-    if run.settings.memory.enabled:
+    if run.settings.snapshots.enabled:
         run.wait_snapshot(7)
     else:
         run.wait_checkpoint(5)

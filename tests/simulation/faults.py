@@ -9,9 +9,9 @@ from elastic.core.settings import (
     AnomalySettings,
     CheckpointSettings,
     FailureSettings,
-    MemorySettings,
     RunSettings,
     ScalingSettings,
+    SnapshotSettings,
     StragglerSettings,
 )
 
@@ -98,7 +98,7 @@ def draw(seed: int) -> Plan:
             scaling=scaling,
             checkpoint=CheckpointSettings(),
             failures=_failures(rng, liveness),
-            memory=MemorySettings(enabled=rng.random() < 0.7, replicas=rng.choice((0, 1, 1, 2))),
+            snapshots=SnapshotSettings(enabled=rng.random() < 0.7, replicas=rng.choice((0, 1, 1, 2))),
             anomalies=_anomalies(rng, liveness),
             stragglers=StragglerSettings(rng.choice(("report", "evict"))),
         ),
@@ -141,7 +141,7 @@ def draw(seed: int) -> Plan:
     plan.faults += _unwritten(Random(f"unwritten {seed}"), horizon)
     # Drawn apart, like those, so that the plans of older seeds stay what they were.
     parity = Random(f"parity {seed}").choice((0, 0, 0, 1, 2, 3))
-    plan.settings = replace(plan.settings, memory=replace(plan.settings.memory, parity=parity))
+    plan.settings = replace(plan.settings, snapshots=replace(plan.settings.snapshots, parity=parity))
     return plan
 
 

@@ -177,7 +177,7 @@ class Invariants:
             if action.checkpoint is not None and is_snapshot(action.checkpoint):
                 self.world.seen("resize through memory" if before.phase and after.incident and after.incident.planned
                                 else "recovery from memory")  # fmt: skip
-            elif after.settings.memory.enabled and action.checkpoint and before.generation > before.first_generation:
+            elif after.settings.snapshots.enabled and action.checkpoint and before.generation > before.first_generation:
                 self.world.seen("recovery from storage although there is memory")
             if any(is_snapshot(name) for name in after.rejected):
                 self.world.seen("a refused snapshot")
@@ -323,7 +323,7 @@ class Invariants:
             assert len(left) >= after.settings.scaling.min_slots, "a run that trains is stopped for another one"
         if before.slots and not after.slots and isinstance(new, Waiting) and after.slot_limit is not None:
             seen("let go of everything for another run")
-        if isinstance(new, Pausing) and new.purpose == "drain" and new.durable and after.settings.memory.enabled:
+        if isinstance(new, Pausing) and new.purpose == "drain" and new.durable and after.settings.snapshots.enabled:
             seen("too few without the node that is going")
         if after.control_store_away:
             seen("the control store is away")

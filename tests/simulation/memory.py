@@ -31,7 +31,7 @@ class Memory:
         world, plan = self.world, self.world.plan
         nodes = [member.node.name for member in group.members]
         if self.placed[0] != nodes:
-            count = 0 if plan.settings.memory.parity else plan.settings.memory.replicas
+            count = 0 if plan.settings.snapshots.parity else plan.settings.snapshots.replicas
             self.placed = (nodes, place_replicas(nodes, count))
         replicas = self.placed[1]
         world.saved[snapshot_id(group.step, group.number)] = group.samples
@@ -77,7 +77,7 @@ class Memory:
         if len(found) > len(recoverable(as_they_are)):
             self.world.seen("a shard made of parity")
         self.world.tell(
-            ev.MemorySurveyed(number, found if self.world.plan.settings.memory.enabled else (), tuple(sorted(cut))),
+            ev.MemorySurveyed(number, found if self.world.plan.settings.snapshots.enabled else (), tuple(sorted(cut))),
             0.01,
         )
 
@@ -86,7 +86,7 @@ class Memory:
         return {name: self.held.get(name, []) for name in nodes}
 
     def _stripes(self, nodes: list[str]) -> list[Stripe]:
-        width = self.world.plan.settings.memory.parity
+        width = self.world.plan.settings.snapshots.parity
         placed = place_parity(nodes, width) if width else ()
         return list(dict.fromkeys(stripe for stripe in placed if stripe is not None))
 

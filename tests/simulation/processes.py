@@ -116,7 +116,9 @@ class Process:
             return
         if self.hold_at is None:
             self.hold_at = self.group.step + (self.world.rng.random() < 0.7 and self.group.step < self.group.last)
-        memory = self.world.plan.settings.memory.enabled and self.world.rng.random() > self.world.plan.memory_failures
+        memory = (
+            self.world.plan.settings.snapshots.enabled and self.world.rng.random() > self.world.plan.memory_failures
+        )
         self.say(ev.HoldAnswered(generation, self.worker, self.hold_at, memory))
 
     def confirm_hold(self, generation: int, step: int, durable: bool) -> None:

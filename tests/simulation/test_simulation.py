@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elastic.core import actions as act
-from elastic.core.settings import AnomalySettings, FailureSettings, MemorySettings, RunSettings, ScalingSettings
+from elastic.core.settings import AnomalySettings, FailureSettings, RunSettings, ScalingSettings, SnapshotSettings
 from simulation import trace
 from simulation.faults import Fault, Plan, draw
 from simulation.world import World
@@ -72,7 +72,7 @@ def calm(faults: tuple[Fault, ...] = (), memory: bool = False, **more: object) -
     settings = RunSettings(
         "calm",
         scaling=ScalingSettings(2, 4),
-        memory=MemorySettings(memory),
+        snapshots=SnapshotSettings(memory),
         failures=FailureSettings(hang_floor_s=10.0),
     )
     values = {"nodes": 4, "max_steps": 20, "step_s": 1.0, "save_every": 5, "liveness": True, "horizon_s": 60.0, **more}

@@ -161,7 +161,7 @@ class World:
             group.kept.add(group.step)
         if last or durable or group.step % self.plan.save_every == 0:
             self.storage.save(group)
-        if self.plan.settings.memory.enabled and (ends or group.step % self.plan.snapshot_every == 0):
+        if self.plan.settings.snapshots.enabled and (ends or group.step % self.plan.snapshot_every == 0):
             self.memory.take(group)
 
     def stops_where_it_is(self, group: Group, durable: bool) -> None:
@@ -170,7 +170,7 @@ class World:
             group.kept.add(group.step)
             if durable:
                 self.storage.save(group)
-            if self.plan.settings.memory.enabled:
+            if self.plan.settings.snapshots.enabled:
                 self.memory.take(group)
 
     def begun_at_the_end(self, group: Group) -> None:

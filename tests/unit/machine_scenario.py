@@ -8,7 +8,7 @@ from elastic.core import actions as act
 from elastic.core import events as ev
 from elastic.core.run import machine
 from elastic.core.run.state import Finished, RunPhase, SlotPhase, WorkerPhase
-from elastic.core.settings import FailureSettings, MemorySettings, RunSettings, ScalingSettings
+from elastic.core.settings import FailureSettings, RunSettings, ScalingSettings, SnapshotSettings
 
 A = TypeVar("A")
 
@@ -28,7 +28,7 @@ class Scenario:
         scaling = ScalingSettings(low, high, per_slot, gather_s)
         self.now = 1000.0
         self.state = machine.initial(
-            RunSettings("r", scaling=scaling, memory=MemorySettings(memory), failures=FailureSettings(**failures)),
+            RunSettings("r", scaling=scaling, snapshots=SnapshotSettings(memory), failures=FailureSettings(**failures)),
             self.now,
         )
         self.last: list[act.Action] = []
@@ -58,7 +58,7 @@ class Scenario:
         self.state, actions = machine.step(self.state, event, self.now)
         self.last.extend(actions)
         for action in actions:
-            if isinstance(action, act.SurveyMemory) and not self.state.settings.memory.enabled:
+            if isinstance(action, act.SurveyMemory) and not self.state.settings.snapshots.enabled:
                 # Where nothing is held in memory, only reachability was asked for, and everybody reaches everybody.
                 self._step(ev.MemorySurveyed(action.survey))
 

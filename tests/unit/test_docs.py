@@ -18,7 +18,7 @@ import pytest
 from elastic_cluster.chaos import Action, Chaos
 from elastic_jobs import exit_codes
 from elastic_jobs.cli import parser
-from elastic_jobs.job_file.spec import AnomalySpec, CheckpointSpec, JobSpec, MemorySpec, StragglerSpec, parse_job
+from elastic_jobs.job_file.spec import AnomalySpec, CheckpointSpec, JobSpec, SnapshotSpec, StragglerSpec, parse_job
 from elastic_jobs.job_file.submit_section import SubmitSpec
 from elastic_jobs.job_file.yaml_lines import parse
 from pydantic_core import PydanticUndefined
@@ -105,7 +105,7 @@ def test_exit_codes() -> None:
             {name: field.get_default(call_default_factory=True) for name, field in JobSpec.model_fields.items()},
         ),
         ("## checkpoint", {name: field.default for name, field in CheckpointSpec.model_fields.items()}),
-        ("## memory", {name: field.default for name, field in MemorySpec.model_fields.items()}),
+        ("## snapshots", {name: field.default for name, field in SnapshotSpec.model_fields.items()}),
         ("## anomalies", {name: field.default for name, field in AnomalySpec.model_fields.items()}),
         ("## stragglers", {name: field.default for name, field in StragglerSpec.model_fields.items()}),
         (
@@ -114,7 +114,7 @@ def test_exit_codes() -> None:
         ),
         ("## failures", {field.name: field.default for field in dataclasses.fields(FailureSettings)}),
     ],
-    ids=["top", "checkpoint", "memory", "anomalies", "stragglers", "submit", "failures"],
+    ids=["top", "checkpoint", "snapshots", "anomalies", "stragglers", "submit", "failures"],
 )
 def test_job_keys_and_their_defaults(section: str, defaults: dict[str, Any]) -> None:
     text = (ROOT / "docs" / "job.md").read_text().partition(f"\n{section}\n")[2].partition("\n## ")[0]
@@ -238,7 +238,7 @@ def actions(command: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 def default(value: object) -> str:
     if value is PydanticUndefined:
         return "required"
-    if isinstance(value, (AnomalySpec, CheckpointSpec, MemorySpec, StragglerSpec, SubmitSpec, FailureSettings)):
+    if isinstance(value, (AnomalySpec, CheckpointSpec, SnapshotSpec, StragglerSpec, SubmitSpec, FailureSettings)):
         return "see below"
     if value is None:
         return "none"

@@ -128,7 +128,7 @@ def start_pause(transition: Transition, purpose: str, reason: str, durable: bool
     kind = "stop" if purpose == "stop" else "resize"
     open_incident(transition, kind, reason, transition.state.furthest_step, planned=True)
     limit = transition.now + transition.state.settings.failures.drain_timeout_s
-    durable = not transition.state.settings.memory.enabled if durable is None else durable
+    durable = not transition.state.settings.snapshots.enabled if durable is None else durable
     transition.enter(Pausing(transition.now, limit, purpose, was=phase, durable=durable))
     transition.say(f"generation {transition.state.generation} will end at a step boundary: {reason}")
     transition.do(AskHold(transition.state.generation, transition.state.members))

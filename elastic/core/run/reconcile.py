@@ -321,7 +321,7 @@ def _only_in_memory(state: RunState) -> bool:
         return False
     snapshot, checkpoint = state.newest_snapshot, state.newest_checkpoint
     further = snapshot is not None and snapshot.step > (checkpoint.step if checkpoint is not None else 0)
-    return further or (state.survey is not None and state.settings.memory.enabled)
+    return further or (state.survey is not None and state.settings.snapshots.enabled)
 
 
 def _enough(state: RunState) -> bool:

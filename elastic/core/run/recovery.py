@@ -178,7 +178,7 @@ def resolve_ending(transition: Transition, phase: Ending) -> None:
 
 def _give_up(transition: Transition, reason: str) -> None:
     """The weights are good, and what the nodes' memory has of them would go with the run: it is saved first."""
-    if not transition.state.settings.memory.enabled:
+    if not transition.state.settings.snapshots.enabled:
         finish(transition, GAVE_UP, reason)
         return
     transition.set(gives_up_for=reason)
@@ -215,7 +215,7 @@ def survey_memory(transition: Transition, reach: bool = False) -> None:
     """
     state, settings = transition.state, transition.state.settings
     reach = reach or (state.survey is not None and state.survey.reach)
-    if not settings.memory.enabled and not reach:
+    if not settings.snapshots.enabled and not reach:
         return
     number = state.surveys + 1
     deadline = transition.now + settings.failures.survey_timeout_s

@@ -73,7 +73,7 @@ def keep_to_limit(transition: Transition) -> None:
 def make_room(transition: Transition, phase: Training) -> bool:
     """Ask the generation to end without the members whose slots are too many; True when it has been asked."""
     state = transition.state
-    if state.slot_limit is None or phase.completed or (state.storage_failing and not state.settings.memory.enabled):
+    if state.slot_limit is None or phase.completed or (state.storage_failing and not state.settings.snapshots.enabled):
         return False
     # Whatever others need: nothing that trains is stopped.
     keep = max(state.max_slots, state.settings.scaling.min_slots)

@@ -44,7 +44,7 @@ def who_cannot_save(transition: Transition) -> str:
 
 def kept_in_memory(state: RunState) -> bool:
     """Whether a generation may end as planned without storage: the nodes' memory takes its last step."""
-    return state.settings.memory.enabled and state.memory_lost_in < state.generation
+    return state.settings.snapshots.enabled and state.memory_lost_in < state.generation
 
 
 def save_without(transition: Transition, phase: Closing) -> bool:

@@ -23,9 +23,9 @@ from elastic.core.settings import (
     AnomalySettings,
     CheckpointSettings,
     FailureSettings,
-    MemorySettings,
     RunSettings,
     ScalingSettings,
+    SnapshotSettings,
     StragglerSettings,
 )
 from elastic.runtime.driver import client
@@ -70,7 +70,7 @@ class ElasticTrainer:
         max_steps: int | None = None,
         epochs: int | None = None,
         checkpoint_every_steps: int | None = None,
-        memory: MemorySettings | None = None,
+        snapshots: SnapshotSettings | None = None,
         failures: FailureSettings | None = None,
         anomalies: AnomalySettings | None = None,
         stragglers: StragglerSettings | None = None,
@@ -91,7 +91,7 @@ class ElasticTrainer:
             max_steps=max_steps,
             epochs=epochs,
             checkpoint=CheckpointSettings(storage, checkpoint_every_steps, keep or 2),
-            memory=memory or MemorySettings(),
+            snapshots=snapshots or SnapshotSettings(),
             failures=failures or _failures(run),
             anomalies=anomalies or AnomalySettings(),
             stragglers=stragglers or StragglerSettings(),

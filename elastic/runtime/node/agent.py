@@ -51,7 +51,7 @@ class AgentActor:
     def __init__(self, node: str, settings: RunSettings, controller: Any, token: bytes) -> None:
         raise_priority()
         failures = settings.failures
-        self._domain_label = settings.memory.domain_label
+        self._domain_label = settings.snapshots.domain_label
         self._token = token
         self._memory = MemoryServer(token, str(ray.util.get_node_ip_address()))  # type: ignore[no-untyped-call]
         self._node = node

@@ -229,7 +229,7 @@ class WorkerActor:
         outlive_peers()
         cleanup.warm_up()
         failures = self._settings.failures
-        if self._settings.memory.enabled:
+        if self._settings.snapshots.enabled:
             from elastic.checkpoint.memory import source
             from elastic.checkpoint.memory.snapshot_client import NodeMemory
 

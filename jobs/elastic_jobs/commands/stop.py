@@ -19,7 +19,7 @@ from elastic_jobs.submit.remote import (
     open_api,
     outcome_json,
 )
-from elastic_jobs.submit.supervision import Attendant, replace_driver, tell_to_stop
+from elastic_jobs.submit.supervision import Supervision, replace_driver, tell_to_stop
 from elastic_jobs.terminal import put_json, say
 
 HELP = "end a run as planned, with a last checkpoint"
@@ -69,7 +69,7 @@ def _stop_job(options: argparse.Namespace, backend: Backend) -> int:
     if options.no_wait:
         say(how_to_come_back(found.run_id, options.address))
         return 0
-    outcome = Attendant(api, lambda line: None, say, stopping=True).attend(found)
+    outcome = Supervision(api, lambda line: None, say, stopping=True).supervise(found)
     if options.json:
         put_json(outcome_json(found.run_id, outcome))
     say(f"run {found.run_id} is {describe(outcome)}{f': {outcome.reason}' if outcome.reason else ''}")

@@ -13,9 +13,9 @@ from elastic.core.settings import (
     AnomalySettings,
     CheckpointSettings,
     FailureSettings,
-    MemorySettings,
     RunSettings,
     ScalingSettings,
+    SnapshotSettings,
     StragglerSettings,
 )
 from elastic_jobs.job_file import kubernetes_section
@@ -24,10 +24,14 @@ from elastic_jobs.job_file.submit_section import SubmitSpec
 from elastic_jobs.job_file.validation_messages import sentence
 from elastic_jobs.job_file.yaml_lines import Document, parse
 from elastic_jobs.run_folder import absolute_url
+from elastic_jobs.terminal import say
 
 Count = Annotated[int, Field(ge=1)]
 
 # Strict: a "4" or a `yes` where a number belongs is a slip worth hearing about, not worth guessing at.
+# Old section -> present one. Both are read for one release.
+_RENAMED = {"memory": "snapshots"}
+
 _CONFIG = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
@@ -67,27 +71,27 @@ class CheckpointSpec(BaseModel):
     keep_every_steps: Count | None = None
 
 
-class MemorySpec(BaseModel):
-    """See `MemorySettings`."""
+class SnapshotSpec(BaseModel):
+    """See `SnapshotSettings`."""
 
     model_config = _CONFIG
 
-    enabled: bool = MemorySettings.enabled
+    enabled: bool = SnapshotSettings.enabled
     required: bool = False
-    replicas: Annotated[int, Field(ge=0, le=8)] = MemorySettings.replicas
-    parity: Annotated[int, Field(ge=0, le=16)] = MemorySettings.parity
+    replicas: Annotated[int, Field(ge=0, le=8)] = SnapshotSettings.replicas
+    parity: Annotated[int, Field(ge=0, le=16)] = SnapshotSettings.parity
     every_steps: Count | None = None
-    cost_limit: Annotated[float, Field(gt=0, le=1)] = MemorySettings.cost_limit
-    domain_label: Annotated[str, Field(min_length=1)] = MemorySettings.domain_label
+    cost_limit: Annotated[float, Field(gt=0, le=1)] = SnapshotSettings.cost_limit
+    domain_label: Annotated[str, Field(min_length=1)] = SnapshotSettings.domain_label
 
     @model_validator(mode="before")
     @classmethod
     def _parity_alone(cls, data: Any) -> Any:
-        """Who asks for parity has not asked for the replicas that are the default."""
+        """Setting `parity` turns the default replicas off."""
         return {"replicas": 0, **data} if isinstance(data, dict) and data.get("parity") else data
 
     @model_validator(mode="after")
-    def _one_kind(self) -> MemorySpec:
+    def _one_kind(self) -> SnapshotSpec:
         if self.parity and self.replicas:
             both = f"parity ({self.parity}) takes the place of replicas ({self.replicas})"
             raise ValueError(f"{both}: leave one of them out, or set it to 0")
@@ -140,7 +144,7 @@ class JobSpec(BaseModel):
     epochs: Count | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     checkpoint: CheckpointSpec = Field(default_factory=CheckpointSpec)
-    memory: MemorySpec = Field(default_factory=MemorySpec)
+    snapshots: SnapshotSpec = Field(default_factory=SnapshotSpec)
     failures: Annotated[FailureSettings, PlainValidator(_failures)] = Field(default_factory=FailureSettings)
     anomalies: AnomalySpec = Field(default_factory=AnomalySpec)
     stragglers: StragglerSpec = Field(default_factory=StragglerSpec)
@@ -190,7 +194,7 @@ class JobSpec(BaseModel):
             checkpoint=CheckpointSettings(
                 checkpoint_url, self.checkpoint.every_steps, self.checkpoint.keep_last, self.checkpoint.keep_every_steps
             ),
-            memory=MemorySettings(**dict(self.memory)),
+            snapshots=SnapshotSettings(**dict(self.snapshots)),
             failures=self.failures,
             anomalies=AnomalySettings(**dict(self.anomalies)),
             stragglers=StragglerSettings(**dict(self.stragglers)),
@@ -216,6 +220,7 @@ def parse_job(document: Document, folder: Path) -> JobSpec:
     """Raises UsageError naming the place, the key, and the nearest valid key where one is unknown."""
     if not isinstance(document.data, dict):
         raise UsageError(f"{document.name}: a job is a mapping of keys to values; see examples/gpt.yaml")
+    document = _with_present_names(document)
     try:
         spec = JobSpec.model_validate(document.data)
     except ValidationError as error:
@@ -223,12 +228,27 @@ def parse_job(document: Document, folder: Path) -> JobSpec:
     return _resolve(spec, document, folder)
 
 
+def _with_present_names(document: Document) -> Document:
+    """The document with old names of sections replaced, and one warning for each. Raises UsageError."""
+    data, lines = dict(document.data), dict(document.lines)
+    for old, new in _RENAMED.items():
+        if old not in data:
+            continue
+        place = document.place([old])
+        if new in data:
+            raise UsageError(f"{place}: {old!r} is the old name of {new!r}, and both are given; keep {new!r}")
+        say(f"{place}: {old!r} is now called {new!r}; the old name will be refused in the next release")
+        data[new] = data.pop(old)
+        lines.update({(new, *path[1:]): line for path, line in document.lines.items() if path[0] == old})
+    return Document(document.name, data, lines)
+
+
 def _keys() -> dict[tuple[str, ...], list[str]]:
     """The valid keys of each section."""
     return {
         (): list(JobSpec.model_fields),
         ("checkpoint",): list(CheckpointSpec.model_fields),
-        ("memory",): list(MemorySpec.model_fields),
+        ("snapshots",): list(SnapshotSpec.model_fields),
         ("anomalies",): list(AnomalySpec.model_fields),
         ("stragglers",): list(StragglerSpec.model_fields),
         ("submit",): list(SubmitSpec.model_fields),

@@ -1,11 +1,11 @@
 """The driver of a run inside a Ray job: `python -m elastic_jobs.submit.driver JOB.yaml --run-id ID ...`, started by
 `elastic submit`.
 
-It attaches to the run's controller where one lives, and otherwise starts it, from the newest checkpoint where there is
-one. Then it tells how the run goes until it ends. SIGTERM, which is what stopping the job comes to, ends the run as
-planned. A driver that is killed changes nothing for the run: the controller is detached, and the next attempt attaches.
-Who sends that is the run's attendant, which the first driver starts (`elastic_jobs.submit.supervisor`), or whoever
-follows the run.
+It attaches to the run's controller if that is alive; otherwise it starts one, from the newest checkpoint if there is
+one. Then it reports progress until the run ends. SIGTERM (how Ray stops a job) ends the run as planned. A killed
+driver does not affect the run: the controller is detached, and the next attempt attaches to it. The next attempt is
+submitted by the run's supervisor (`elastic_jobs.submit.supervisor`), which the first driver starts, or by any follower
+of the run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from elastic.entrypoint import parse_entry_point
 from elastic.observe.journal import JournalReader
 from elastic.observe.summary import summarize
 from elastic.observe.text import clean
-from elastic_jobs.backend import AttendantLike, Backend
+from elastic_jobs.backend import Backend, SupervisorLike
 from elastic_jobs.display import LineDisplay
 from elastic_jobs.exit_codes import DRIVER_BLIND, DRIVER_LOST, STATUSES, exit_code
 from elastic_jobs.follow import conclude
@@ -45,7 +45,7 @@ from elastic_jobs.terminal import put, say
 
 # How soon a stop is passed on.
 _REFRESH_S = 0.5
-# A month of these lines is a few megabytes, which whoever attends the run reads again after a break.
+# A month of these lines is a few megabytes; a supervisor or follower reads them again after a lost connection.
 _STEP_LINE_S = 60.0
 
 Result = Mapping[str, Any]
@@ -81,7 +81,7 @@ class Driver:
         """`submitted`: this is an attempt of `elastic submit`, and another may be submitted when it is lost."""
         self._command = command
         self._submitted = submitted
-        self._attendant: AttendantLike | None = None
+        self._supervisor: SupervisorLike | None = None
         self._backend = backend
         self._stop = stop
         self._address = address
@@ -132,7 +132,7 @@ class Driver:
         settings = check_job(spec, self._command, self._folder)
         how = "started" if self._folder.read("job.json") is None else "resumed"
         # First who would replace this driver, then the run: whatever is lost in between, the run is begun.
-        self._see_to_attendant()
+        self._ensure_supervisor()
         self._folder.write("job.json", self._record(spec, settings))
         # Before there is a run: whatever fails here has started nothing.
         write_live(self._folder, Live(self._address))
@@ -151,11 +151,11 @@ class Driver:
             return self._follow(found, "attached")
         return self._follow(handle, how)
 
-    def _see_to_attendant(self) -> None:
-        if self._submitted and self._attendant is None:
-            self._attendant = self._backend.attendant(self._command.run_id, self._command.attempt)
-        if self._attendant is not None:
-            self._attendant.look()
+    def _ensure_supervisor(self) -> None:
+        if self._submitted and self._supervisor is None:
+            self._supervisor = self._backend.supervisor(self._command.run_id, self._command.attempt)
+        if self._supervisor is not None:
+            self._supervisor.ensure()
 
     def _lost(self, what: str, error: ElasticError, code: int = DRIVER_LOST) -> int:
         """The run may well go on, and only another look can tell what became of it."""
@@ -183,7 +183,7 @@ class Driver:
         if self._command.mode == "stop":
             self._stop.wanted = True
         while True:
-            self._see_to_attendant()
+            self._ensure_supervisor()
             display.update(self._for_the_log(handle.progress()))
             if self._stop.wanted and (not told_at or time.monotonic() - told_at >= STOP_AGAIN_S):
                 if not told_at:

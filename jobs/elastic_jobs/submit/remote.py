@@ -14,7 +14,7 @@ from elastic_jobs.submit import attempts
 from elastic_jobs.submit.attempts import JobState, Outcome, Run, Verdict
 from elastic_jobs.submit.driver_protocol import LogReader
 from elastic_jobs.submit.jobs_api import JobsApi, Unreachable
-from elastic_jobs.submit.supervision import Attendant
+from elastic_jobs.submit.supervision import Supervision
 from elastic_jobs.terminal import put, put_json, say
 
 # Ray's own name for it.
@@ -51,10 +51,10 @@ def open_api(backend: Backend, address: str | None) -> JobsApi:
 def follow(api: JobsApi, name: str, address: str, as_json: bool) -> int:
     """The run's log until it is over; returns its own exit code. Ctrl-C leaves the run alone. Raises RunNotFound."""
     show = say if as_json else put
-    attendant = Attendant(api, lambda line: show(printable(line)), say)
+    supervision = Supervision(api, lambda line: show(printable(line)), say)
     try:
-        run = attendant.find(name)
-        outcome = attendant.attend(run)
+        run = supervision.find(name)
+        outcome = supervision.supervise(run)
     except KeyboardInterrupt:
         say(f"detached; run {name} goes on. {how_to_come_back(name, address)}")
         return NOT_FINISHED

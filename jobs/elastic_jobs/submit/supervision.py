@@ -1,10 +1,10 @@
-"""Attending a run over the Jobs API: its attempts' logs as one stream, its lost drivers replaced, its own exit code.
+"""Supervision of a run over the Jobs API: one log stream for all attempts, lost drivers replaced, the run's exit code.
 
-Ray neither retries a job nor gives it another driver. So whoever attends a run is also who notices that its driver is
-lost, and submits the next attempt: the same command in the same package, with the next number. Several may attend: the
-submission id is taken once, so one of them submits and the others follow what it has submitted. One attends always, in
-the cluster itself (`elastic_jobs.submit.supervisor`). While nobody does, the controller trains on without a driver; an
-attempt only carries `stop` to it and the run's end to the Jobs API.
+Ray neither retries a job nor replaces its driver. A supervisor detects that a driver is lost and submits the next
+attempt: the same command in the same package, with the next number. Several processes may supervise one run: Ray
+accepts a submission id once, so one of them submits and the others follow its attempt. One supervisor always runs in
+the cluster itself (`elastic_jobs.submit.supervisor`). Without any, the controller keeps training without a driver; an
+attempt only carries `stop` to the controller, and the end of the run to the Jobs API.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from elastic_jobs.submit.jobs_api import AlreadySubmitted, DriverNeeds, JobsApi,
 logger = logging.getLogger(__name__)
 
 NEEDS_KEY = "elastic-driver"
-# A head node that is being replaced is back within a few minutes.
+# A head node that is being replaced returns within a few minutes.
 _UNREACHABLE_S = 300.0
 _PAUSE_S = 1.0
-# How often a silent tail is doubted: it may stay open although the job has ended, or its node is frozen.
+# How often to check the job behind a silent tail: it may stay open although the job has ended or its node is frozen.
 _ASK_S = 2.0
-# How often the state is asked for where nobody reads the log.
+# How often to poll the job state when nobody reads the log.
 _GLANCE_S = 3.0
 
 T = TypeVar("T")
@@ -39,16 +39,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Clock:
-    """Time, for tests to hold."""
+    """Time; tests pass a fake."""
 
     now: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
 
 
-class Attendant:
-    """`show` gets every line of the log; `note` gets what is said about it. Without `show` a log is read only where an
-    attempt's end cannot be judged without. With `stopping` every attempt that takes a lost driver's place stops the
-    run, whoever sends it. `attempt` is the number of the one that was looked at last."""
+class Supervision:
+    """`show` receives every log line, `note` every remark about the run. Without `show`, logs are read only where the
+    result of an attempt depends on them. With `stopping`, every replacement of a lost driver stops the run, whoever
+    submits it. `attempt` is the number of the attempt examined last."""
 
     def __init__(
         self,
@@ -66,11 +66,11 @@ class Attendant:
         self.attempt = 0
 
     def find(self, name: str) -> Run:
-        """By run id or submission id. Raises RunNotFound, and Unreachable when the server stays away."""
+        """By run id or submission id. Raises RunNotFound, and Unreachable when the server stays unreachable."""
         return attempts.find(self._patiently(self._api.records), name)
 
-    def attend(self, run: Run) -> Outcome:
-        """From the run's newest attempt until the run is over. Raises Unreachable when the server stays away."""
+    def supervise(self, run: Run) -> Outcome:
+        """From the newest attempt until the run is over. Raises Unreachable when the server stays unreachable."""
         record = run.newest
         while True:
             outcome = self._one(record)
@@ -85,11 +85,11 @@ class Attendant:
                 run = self._again(run.run_id)
             record = run.newest
             if self._stopping:
-                # Somebody else who attends was quicker, and knows nothing of the stop.
+                # Another supervisor may have submitted this attempt without knowing about the stop.
                 self._patiently(partial(tell_to_stop, self._api, record))
 
     def _again(self, run_id: str) -> Run:
-        """The run as the cluster knows it now. Raises RunNotFound where a head that was replaced has forgotten it."""
+        """The run as the cluster knows it now. Raises RunNotFound if a replaced head has lost the job records."""
         try:
             return self.find(run_id)
         except RunNotFound as error:
@@ -99,10 +99,10 @@ class Attendant:
             ) from error
 
     def _one(self, record: JobRecord) -> Outcome:
-        """One attempt to its end."""
+        """Follow one attempt to its end."""
         log, self.attempt = LogReader(), record.attempt
         while True:
-            # Asked before the log is read: of a job that had ended by then, what is read is the whole log.
+            # Query the state before the log: if the job has ended by then, the log that is read is complete.
             now = self._patiently(lambda: self._api.find(record.submission_id))
             if now is None:
                 return Outcome(Verdict.LOST, reason="the cluster no longer knows the job")
@@ -114,7 +114,7 @@ class Attendant:
             self._clock.sleep(_GLANCE_S if self._show is None else _PAUSE_S)
 
     def _read(self, log: LogReader, submission_id: str, ended: bool) -> None:
-        """What is new in the log, until its tail ends; a tail that stays open after the job's end is left."""
+        """Show new log text until the tail ends. A tail that stays open after the end of the job is dropped."""
         asked = self._clock.now()
         for piece in self._api.tail(submission_id, log.chars, ended):
             self._tell(log.feed(piece))
@@ -131,7 +131,7 @@ class Attendant:
                 self._show(line)
 
     def _patiently(self, ask: Callable[[], T]) -> T:
-        """The answer, also over an absence of the server, within its limit."""
+        """The answer; retries for a limited time while the server is unreachable."""
         limit, told = self._clock.now() + _UNREACHABLE_S, False
         while True:
             try:
@@ -140,17 +140,17 @@ class Attendant:
                 if self._clock.now() > limit:
                     raise
                 if not told:
-                    self._note(f"{error}; the run may well go on, so this asks again")
+                    self._note(f"{error}; the run may still be going on; retrying")
                 told = True
                 self._clock.sleep(_PAUSE_S)
 
 
 def replace_driver(api: JobsApi, run: Run, mode: Mode | None = None, max_steps: int | None = None) -> None:
-    """Submits the run's next attempt, in the package and with the environment of the last one.
+    """Submit the run's next attempt with the package and the environment of the last one.
 
-    Without a `mode` a run that was to be stopped is to be stopped still, also where that was said to the job before its
-    driver could hear it, and any other goes on. Returns also when somebody else has submitted it. Raises PackageGone
-    when the cluster no longer has the package.
+    Without `mode`, a pending stop stays pending (also one that reached the job before its driver could handle it); any
+    other run continues. Returns also when another process has submitted the attempt. Raises PackageGone when the
+    cluster no longer has the package.
     """
     last, number = run.newest, run.next_attempt
     before = DriverCommand.of_line(last.entrypoint)
@@ -167,17 +167,18 @@ def replace_driver(api: JobsApi, run: Run, mode: Mode | None = None, max_steps: 
     try:
         api.submit(submission)
     except AlreadySubmitted:
-        logger.info("%s was submitted by somebody else", submission.submission_id)
+        logger.info("%s was submitted by another process", submission.submission_id)
 
 
 def tell_to_stop(api: JobsApi, record: JobRecord) -> None:
-    """Has the attempt end its run as planned, unless that is what it was sent for."""
+    """Make the attempt end its run as planned, unless it was submitted to do so."""
     if DriverCommand.of_line(record.entrypoint).mode != "stop":
         api.stop(record.submission_id)
 
 
 def _loop(outcome: Outcome) -> str:
     return (
-        f"{attempts.SHORT_LIVES} drivers in a row were lost before they could do anything, each within "
-        f"{attempts.SHORT_LIFE_S:.0f} s or for want of storage ({outcome.reason}); the run itself may go on without one"
+        f"{attempts.SHORT_LIVES} drivers in a row were lost before they did anything, each within "
+        f"{attempts.SHORT_LIFE_S:.0f} s or because storage was unavailable ({outcome.reason}); the run may continue "
+        "without a driver"
     )

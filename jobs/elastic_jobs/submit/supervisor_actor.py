@@ -1,8 +1,8 @@
-"""The attendant of a run as an actor: one per run, detached, started by the run's first driver.
+"""The supervisor of a run as an actor: one per run, detached, started by the run's first driver.
 
-It is on the head node, where the Jobs server is: there it reaches the server wherever that listens (by default on
-loopback alone), nothing but what takes the server along takes it along, and no other node is kept from being idle by
-it. It asks for nothing but to be there, and is restarted with the head.
+It runs on the head node, beside the Jobs server. There it reaches the server at whatever address that listens on (by
+default only loopback), is lost only together with the server, and keeps no other node from being idle. It reserves next
+to nothing and is restarted with the head.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ from elastic.runtime import names
 from elastic.runtime.driver.controller_placement import HEAD
 from elastic_jobs.submit.jobs_api import JobsApi
 from elastic_jobs.submit.ray_jobs_api import RayJobsApi, own_server
-from elastic_jobs.submit.supervisor import Attendance
+from elastic_jobs.submit.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
 
-# Every node has a sliver of its own; a thousand runs share that of the head.
+# Of the resource that Ray gives to the head node (1.0); a thousand runs fit.
 _SLIVER = 0.001
 _AGAIN_S = 2.0
 _TRIES = 5
 
 
-class AttendantActor:
-    """Ends itself when the run is over. A restarted one begins anew with the run's newest attempt."""
+class SupervisorActor:
+    """Ends itself when the run is over. After a restart it begins with the newest attempt of the run."""
 
     def __init__(self, run_id: str) -> None:
-        # It talks to the head alone, which a proxy of the job's environment would not reach.
+        # It talks only to the head, and a proxy from the job's environment may not reach that.
         os.environ["no_proxy"] = os.environ["NO_PROXY"] = "*"
         self._run_id = run_id
         self._here = ray.get_runtime_context().current_actor
-        self._attendance = Attendance(run_id, _open_api, self._goes_on)
-        threading.Thread(target=self._keep, name="elastic-attendance", daemon=True).start()
+        self._supervisor = Supervisor(run_id, _open_api, self._goes_on)
+        threading.Thread(target=self._keep, name="elastic-supervisor", daemon=True).start()
 
     def ask(self, attempt: int) -> bool:
-        return self._attendance.ask(attempt)
+        return self._supervisor.ask(attempt)
 
     def _keep(self) -> None:
         try:
-            self._attendance.keep()
+            self._supervisor.keep()
         except ElasticError as error:
-            logger.error("run %s is not attended any more: %s", self._run_id, clean(str(error)))
+            logger.error("run %s is no longer supervised: %s", self._run_id, clean(str(error)))
         except Exception:
-            logger.exception("run %s is not attended any more", self._run_id)
+            logger.exception("run %s is no longer supervised", self._run_id)
         finally:
             ray.kill(self._here, no_restart=True)
 
@@ -61,8 +61,8 @@ class AttendantActor:
         except ValueError:
             return False
         except ray.exceptions.RayError as error:
-            # The control store is away as well: nobody can say.
-            logger.info("the controller of run %s cannot be looked for: %s", self._run_id, error)
+            # The control store is unreachable as well, so the answer is unknown.
+            logger.info("cannot look up the controller of run %s: %s", self._run_id, error)
         return True
 
 
@@ -70,11 +70,11 @@ def _open_api() -> JobsApi:
     return RayJobsApi(own_server())
 
 
-class RayAttendant:
-    """Implements `elastic_jobs.backend.AttendantLike`: the attendant as a driver sees it."""
+class RaySupervisor:
+    """Implements `elastic_jobs.backend.SupervisorLike`: the driver's side of the supervisor."""
 
     def __init__(self, run_id: str, attempt: int) -> None:
-        """This process has joined the cluster."""
+        """The process must have joined the cluster."""
         self._run_id = run_id
         self._attempt = attempt
         self._tries = 0
@@ -82,7 +82,7 @@ class RayAttendant:
         self._answer: Any = None
         self._settled = False
 
-    def look(self) -> None:
+    def ensure(self) -> None:
         if self._settled or time.monotonic() < self._next:
             return
         try:
@@ -91,9 +91,9 @@ class RayAttendant:
             if not ray.wait([self._answer], timeout=0)[0]:
                 return
             self._settled = ray.get(self._answer)
-            why = "it is just ending"
+            why = "the previous supervisor is ending"
         except (ray.exceptions.ActorUnavailableError, ray.exceptions.GetTimeoutError) as error:
-            # Its head is being replaced, which takes as long as it takes.
+            # The head is being replaced; that does not count as a try.
             why, self._tries = clean(str(error)), 0
         except (ray.exceptions.RayError, ValueError) as error:
             why = clean(str(error))
@@ -102,17 +102,16 @@ class RayAttendant:
             self._again(why)
 
     def _again(self, why: str) -> None:
-        """One of the attempt before, on its way out, does not stand in the way for long; one that cannot be started
-        must not be tried for ever."""
+        """Try again later: a supervisor that is ending is gone soon. Limited, for one that cannot be started."""
         self._tries += 1
         self._next = time.monotonic() + _AGAIN_S
         if self._tries == _TRIES:
             self._settled = True
-            logger.warning("nobody will replace a driver of run %s that is lost: %s", self._run_id, why)
+            logger.warning("no supervisor for run %s, so a lost driver will not be replaced: %s", self._run_id, why)
 
     def _actor(self) -> Any:
-        actor_class: Any = ray.remote(AttendantActor)
+        actor_class: Any = ray.remote(SupervisorActor)
         return actor_class.options(
-            name=names.attendant(self._run_id), namespace=names.NAMESPACE, lifetime="detached", max_restarts=-1,
+            name=names.supervisor(self._run_id), namespace=names.NAMESPACE, lifetime="detached", max_restarts=-1,
             get_if_exists=True, num_cpus=0, resources={HEAD: _SLIVER},
         ).remote(self._run_id)  # fmt: skip

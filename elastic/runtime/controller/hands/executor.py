@@ -254,7 +254,7 @@ class Executor:
             # Beside everything that the members do before they need it.
             self.snapshots.collect(action.generation, action.checkpoint, self._agents.nodes)
         plans: Sequence[MemoryPlan | None] = (None,) * len(nodes)
-        if self._settings.memory.enabled:
+        if self._settings.snapshots.enabled:
             known = {node: (await self._agents.of(node))[1] for node in dict.fromkeys(nodes)}
             plans = memory_plans(self._settings, nodes, known)
         rendezvous = await self._reach(first, "host_store", action.generation, retry_s=_BEGIN_RETRY_S)
@@ -267,7 +267,7 @@ class Executor:
 
     async def _survey(self, action: act.SurveyMemory) -> None:
         reach = self._agents.unreachable(action.nodes) if action.reach else _nothing()
-        holds = self.snapshots.survey(action.nodes if self._settings.memory.enabled else ())
+        holds = self.snapshots.survey(action.nodes if self._settings.snapshots.enabled else ())
         (found, missing), unreachable = await asyncio.gather(holds, reach)
         snapshots = tuple((snapshot.id, snapshot.step) for snapshot in found)
         self._emit(ev.MemorySurveyed(action.survey, snapshots, unreachable, missing))

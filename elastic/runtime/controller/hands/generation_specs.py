@@ -44,7 +44,7 @@ def memory_plans(
     settings: RunSettings, nodes: Sequence[str], known: Mapping[str, NodeFacts]
 ) -> tuple[MemoryPlan | None, ...]:
     """By rank, whose node is `nodes[rank]`. `known` has what every one of them has said of itself."""
-    memory = settings.memory
+    memory = settings.snapshots
     domains = {node: facts.domain for node, facts in known.items() if facts.domain}
     placed: Sequence[tuple[str, ...]]
     stripes: Sequence[tuple[int, ...]] = [()] * len(nodes)

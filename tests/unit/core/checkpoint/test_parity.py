@@ -6,7 +6,7 @@ from collections import Counter
 from itertools import pairwise
 
 import pytest
-from elastic_jobs.job_file.spec import MemorySpec
+from elastic_jobs.job_file.spec import SnapshotSpec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -192,8 +192,8 @@ def test_what_is_missing_is_said() -> None:
 
 
 def test_parity_takes_the_place_of_replicas() -> None:
-    assert (MemorySpec().replicas, MemorySpec().parity) == (1, 0)
-    assert MemorySpec(parity=3).replicas == 0
-    assert MemorySpec(parity=0, replicas=2).replicas == 2
+    assert (SnapshotSpec().replicas, SnapshotSpec().parity) == (1, 0)
+    assert SnapshotSpec(parity=3).replicas == 0
+    assert SnapshotSpec(parity=0, replicas=2).replicas == 2
     with pytest.raises(ValueError, match=r"parity \(3\) takes the place of replicas \(1\): leave one of them out"):
-        MemorySpec(parity=3, replicas=1)
+        SnapshotSpec(parity=3, replicas=1)

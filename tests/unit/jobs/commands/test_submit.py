@@ -16,7 +16,7 @@ from elastic_jobs.submit.attempts import JobState, Outcome, Verdict
 from elastic_jobs.submit.driver_command import DriverCommand
 from elastic_jobs.submit.fake_jobs_api import GCS_PACKAGE, FakeJobsApi
 from elastic_jobs.submit.jobs_api import ClusterFacts, JobsApi, Submission, Unreachable
-from elastic_jobs.submit.supervision import Attendant, Clock, replace_driver
+from elastic_jobs.submit.supervision import Clock, Supervision, replace_driver
 
 from elastic.core.errors import RunNotFound
 
@@ -293,8 +293,8 @@ class Time:
         self.s += max(seconds, 1.0)
 
 
-def attend(server: JobsApi, time: Time, shown: list[str], said: list[str]) -> Outcome:
-    return Attendant(server, shown.append, said.append, time.clock()).attend(attempts.find(server.records(), "r"))
+def supervise(server: JobsApi, time: Time, shown: list[str], said: list[str]) -> Outcome:
+    return Supervision(server, shown.append, said.append, time.clock()).supervise(attempts.find(server.records(), "r"))
 
 
 def started(job: Path, server: Server) -> Server:
@@ -316,7 +316,7 @@ def test_a_tail_that_ends_while_the_job_runs_is_taken_up_again(job: Path) -> Non
             server.say(name, word)
 
     server.on_idle = on_idle
-    assert attend(server, Time(), shown, []) == Outcome(Verdict.OVER, 0)
+    assert supervise(server, Time(), shown, []) == Outcome(Verdict.OVER, 0)
     assert shown == ["one", "two", "three", "last"]
 
 
@@ -336,7 +336,7 @@ def test_a_tail_that_stays_open_after_the_end_is_left(job: Path) -> None:
 
     silent = Silent()
     silent._records, silent._logs = server._records, server._logs
-    assert attend(silent, time, shown, []).exit_code == 106
+    assert supervise(silent, time, shown, []).exit_code == 106
     assert (shown, time.s < 60) == (["one"], True)
 
 
@@ -351,11 +351,11 @@ def test_a_server_that_is_away_is_waited_for_within_a_limit(job: Path) -> None:
         return real(name)
 
     server.find = find  # type: ignore[method-assign]
-    assert attend(server, time, [], said).exit_code == 104
+    assert supervise(server, time, [], said).exit_code == 104
     assert len(said) == 1
     back_at = time.s + 1e9
     with pytest.raises(Unreachable):
-        attend(server, time, [], said)
+        supervise(server, time, [], said)
 
 
 def test_a_server_that_is_away_when_somebody_begins_to_follow_is_waited_for(job: Path) -> None:
@@ -404,7 +404,7 @@ def test_a_cluster_that_has_forgotten_the_run(job: Path) -> None:
     run = attempts.find(server.records(), "r")
     server._records.clear()
     with pytest.raises(RunNotFound, match=r"go on with the run from storage by `elastic resume r --job JOB.yaml`"):
-        Attendant(server, print, print, Time().clock()).attend(run)
+        Supervision(server, print, print, Time().clock()).supervise(run)
 
 
 def test_the_last_words_are_waited_for_while_the_server_is_away(job: Path) -> None:
@@ -418,7 +418,7 @@ def test_the_last_words_are_waited_for_while_the_server_is_away(job: Path) -> No
 
     server.tail = tail  # type: ignore[method-assign]
     server.on_idle = server._stop
-    assert attend(server, time, [], said) == Outcome(Verdict.OVER, 103, "the job was stopped")
+    assert supervise(server, time, [], said) == Outcome(Verdict.OVER, 103, "the job was stopped")
     assert len(said) == 1
 
 

@@ -13,7 +13,7 @@ from elastic_jobs.job_file.checks import check_deepspeed
 from elastic_jobs.job_file.spec import JobSpec, load_job
 
 from elastic.core.errors import UsageError
-from elastic.core.settings import AnomalySettings, FailureSettings, RunSettings, StragglerSettings
+from elastic.core.settings import AnomalySettings, FailureSettings, RunSettings, SnapshotSettings, StragglerSettings
 
 GOOD = "entry_point: train.py:main\nmax_workers: 4\n"
 
@@ -170,3 +170,25 @@ def test_the_elastic_example_differs_from_plain_deepspeed_by_five_lines_or_fewer
     # The docstring says what each file is.
     added = [line for line in code if line[0] == "+" and "elastic run" not in line and "Compare with" not in line]
     assert len(added) == 2, added
+
+
+def test_the_old_name_of_a_section_is_read_with_a_warning(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    spec = load(tmp_path, f"{GOOD}memory: {{every_steps: 3}}\n")
+    assert spec.settings("run-1", "/default").snapshots.every_steps == 3
+    assert capfd.readouterr().err == (
+        f"{tmp_path}/job.yaml line 3: 'memory' is now called 'snapshots'; the old name will be refused in the next "
+        "release\n"
+    )
+    assert load(tmp_path, f"{GOOD}snapshots: {{every_steps: 3}}\n") == spec
+    assert capfd.readouterr().err == ""
+    with pytest.raises(UsageError, match=r"line 5: unknown key 'snapshots.replica'; did you mean 'replicas'\?"):
+        load(tmp_path, f"{GOOD}memory:\n  required: true\n  replica: 1\n")
+    with pytest.raises(UsageError, match="line 3: 'memory' is the old name of 'snapshots', and both are given"):
+        load(tmp_path, f"{GOOD}memory: {{}}\nsnapshots: {{}}\n")
+
+
+def test_the_settings_of_an_old_run_are_read() -> None:
+    settings = RunSettings("run-1", snapshots=SnapshotSettings(required=True))
+    old = settings.to_json()
+    old["memory"] = old.pop("snapshots")
+    assert RunSettings.from_json(old) == settings

@@ -32,15 +32,15 @@ class Backend:
         self.alive = alive
         self.started: list[RunSettings] = []
         self.name_is_taken = False
-        self.attended: list[tuple[str, int, int]] = []
+        self.supervised: list[tuple[str, int, int]] = []
         self.looks = 0
 
-    def attendant(self, run_id: str, attempt: int) -> Backend:
+    def supervisor(self, run_id: str, attempt: int) -> Backend:
         """Remembers how many runs had been started by then."""
-        self.attended.append((run_id, attempt, len(self.started)))
+        self.supervised.append((run_id, attempt, len(self.started)))
         return self
 
-    def look(self) -> None:
+    def ensure(self) -> None:
         self.looks += 1
 
     def attach_run(self, run_id: str, address: str) -> FakeHandle:
@@ -121,30 +121,30 @@ def submitted(monkeypatch: pytest.MonkeyPatch, run_id: str = "r", attempt: int =
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": {}, "metadata": about}))
 
 
-def test_a_submitted_run_is_attended_before_it_is_started(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_submitted_run_is_supervised_before_it_is_started(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     submitted(monkeypatch)
     backend = Backend()
     assert drive(package, backend, "new") == 0
-    assert backend.attended == [("r", 1, 0)]
+    assert backend.supervised == [("r", 1, 0)]
     assert backend.looks > 1
     # A run that its job file does not allow is not, nor one that has ended.
     backend = Backend()
     assert drive(package, backend, "new") == 2
     assert drive(package, backend, "continue") == 0
-    assert (backend.attended, backend.started) == ([], [])
+    assert (backend.supervised, backend.started) == ([], [])
 
 
-def test_a_driver_that_attaches_sees_to_it_that_its_run_is_attended(
+def test_a_driver_that_attaches_sees_to_it_that_its_run_is_supervised(
     package: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submitted(monkeypatch, attempt=4)
     backend = Backend(Backend.ended("finished"))
     assert drive(package, backend, attempt=4) == 0
-    assert backend.attended == [("r", 4, 0)]
+    assert backend.supervised == [("r", 4, 0)]
 
 
 @pytest.mark.parametrize("job", [None, "no json", "{}", {"run_id": "other"}, {"attempt": 2}])
-def test_who_is_no_job_of_this_run_is_not_attended(
+def test_who_is_no_job_of_this_run_is_not_supervised(
     package: Path, monkeypatch: pytest.MonkeyPatch, job: str | dict[str, Any] | None
 ) -> None:
     monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR", raising=False)
@@ -154,7 +154,7 @@ def test_who_is_no_job_of_this_run_is_not_attended(
         submitted(monkeypatch, **job)
     backend = Backend()
     assert drive(package, backend, "new") == 0
-    assert backend.attended == []
+    assert backend.supervised == []
 
 
 @pytest.mark.parametrize("mode", ["new", "continue", "resume"])

@@ -1,4 +1,4 @@
-"""A run that nobody follows is attended from inside its cluster: lost drivers replaced, little asked, a sure end."""
+"""The supervisor inside the cluster: lost drivers are replaced, few requests are made, and it ends for certain."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from elastic_jobs.submit.driver_command import DriverCommand
 from elastic_jobs.submit.fake_jobs_api import FakeJobsApi
 from elastic_jobs.submit.jobs_api import DriverNeeds, JobsApi, Submission, Unreachable
 from elastic_jobs.submit.supervision import Clock
-from elastic_jobs.submit.supervisor import Attendance
+from elastic_jobs.submit.supervisor import Supervisor
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from elastic.core.errors import RunNotFound, UsageError
@@ -64,8 +64,8 @@ class World:
         while self._plan and self._plan[0][0] <= self.s:
             self._plan.pop(0)[1]()
 
-    def attendance(self, server: JobsApi, goes_on: Callable[[], bool] = lambda: True) -> Attendance:
-        return Attendance("r", lambda: server, goes_on, Clock(lambda: self.s, self.sleep))
+    def supervisor(self, server: JobsApi, goes_on: Callable[[], bool] = lambda: True) -> Supervisor:
+        return Supervisor("r", lambda: server, goes_on, Clock(lambda: self.s, self.sleep))
 
 
 def test_a_lost_driver_is_replaced_and_little_is_asked_meanwhile() -> None:
@@ -75,7 +75,7 @@ def test_a_lost_driver_is_replaced_and_little_is_asked_meanwhile() -> None:
         s3700=lambda: server.began(2),
         s7200=lambda: server.end("r-a2", JobState.SUCCEEDED, 0),
     )
-    world.attendance(server).keep()
+    world.supervisor(server).keep()
     assert server.modes() == [(1, "new"), (2, "continue")]
     assert server.submissions[1].runtime_env["pip"] == ["x"]
     assert 7200 <= world.s < 7210
@@ -99,17 +99,17 @@ def test_it_ends_with_its_run(state: JobState, code: int | None, words: str | No
     if words is not None:
         server.say("r-a1", words)
     world = World(s100=lambda: server.end("r-a1", state, code))
-    attendance = world.attendance(server)
-    attendance.keep()
+    supervisor = world.supervisor(server)
+    supervisor.keep()
     assert server.modes() == [(1, "new")]
-    assert not attendance.ask(2), "who asks now must ask for another"
+    assert not supervisor.ask(2), "who asks now must ask for another"
 
 
 def test_a_crash_loop_of_drivers_is_left() -> None:
     server = Server()
     server.play = lambda sent: server.lose(attempts.identity(sent.metadata)[1], after_s=3.0)
     server.lose(1, after_s=3.0)
-    World().attendance(server).keep()
+    World().supervisor(server).keep()
     assert [attempt for attempt, _ in server.modes()] == [1, 2, 3]
 
 
@@ -120,7 +120,7 @@ def test_a_stop_that_came_before_a_driver_could_hear_it_reaches_the_run_all_the_
         s30=lambda: server.end("r-a2", JobState.STOPPED),
         s60=lambda: server.end("r-a3", JobState.FAILED, 103),
     )
-    world.attendance(server).keep()
+    world.supervisor(server).keep()
     assert server.modes() == [(1, "new"), (2, "continue"), (3, "stop")]
 
 
@@ -133,12 +133,12 @@ def test_a_server_that_stays_away_is_waited_for_as_long_as_the_run_has_a_control
 
     server, world, back_s = Away(), World(), 2000.0
     server.end("r-a1", JobState.SUCCEEDED, 0)
-    world.attendance(server).keep()
+    world.supervisor(server).keep()
     assert world.s >= back_s
 
     world, lives = World(s1000=lambda: lives.clear()), [True]
     with pytest.raises(Unreachable):
-        world.attendance(server, lambda: bool(lives)).keep()
+        world.supervisor(server, lambda: bool(lives)).keep()
     assert world.s < 2000
 
 
@@ -152,11 +152,11 @@ def test_a_server_that_is_not_there_yet_is_asked_for_again() -> None:
             raise Unreachable("the cluster's Jobs server has not said yet where it listens")
         return server
 
-    Attendance("r", open_api, lambda: True, Clock(lambda: world.s, world.sleep)).keep()
+    Supervisor("r", open_api, lambda: True, Clock(lambda: world.s, world.sleep)).keep()
     assert len(tries) == 3
 
 
-def test_who_has_said_yes_to_a_newer_attempt_attends_it() -> None:
+def test_a_supervisor_that_accepts_a_newer_attempt_supervises_it() -> None:
     class Late(Server):
         newest = 1
 
@@ -170,15 +170,15 @@ def test_who_has_said_yes_to_a_newer_attempt_attends_it() -> None:
         about = attempts.metadata("r", 2, "/runs", "0.1.0")
         server.submit(Submission("r-a2", FIRST.line(), about, DriverNeeds(), {}))
         # Its driver asks, and the list in which the end is looked for does not have it yet.
-        answers.append(attendance.ask(2))
+        answers.append(supervisor.ask(2))
 
     world = World(
         s10=resumed,
         s30=lambda: setattr(server, "newest", 2),
         s100=lambda: server.end("r-a2", JobState.SUCCEEDED, 0),
     )
-    attendance = world.attendance(server)
-    attendance.keep()
+    supervisor = world.supervisor(server)
+    supervisor.keep()
     assert answers == [True]
     assert world.s >= 100
 
@@ -187,20 +187,20 @@ def test_what_cannot_be_mended_here_ends_it() -> None:
     server = Server()
     server._records.clear()
     with pytest.raises(RunNotFound):
-        World().attendance(server).keep()
+        World().supervisor(server).keep()
     server = Server()
     server.lose(1)
     server.packages.clear()
-    attendance = World().attendance(server)
+    supervisor = World().supervisor(server)
     with pytest.raises(UsageError, match="package"):
-        attendance.keep()
-    assert not attendance.ask(1)
+        supervisor.keep()
+    assert not supervisor.ask(1)
 
 
 # -- a driver's side of it ---------------------------------------------------------------------------------------------
 
 
-class Asked(supervisor_actor.RayAttendant):
+class Asked(supervisor_actor.RaySupervisor):
     """`answers` are what the actor says, one after the other; every ask is one that was made or found for it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *answers: bool | RayError | None) -> None:
@@ -229,17 +229,17 @@ class Asked(supervisor_actor.RayAttendant):
     def look_for(self, seconds: float) -> None:
         until = self.s + seconds
         while self.s < until:
-            self.look()
+            self.ensure()
             self.s += 0.5
 
 
-def test_a_driver_asks_until_an_attendant_has_said_yes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_asks_until_a_supervisor_accepts(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = Asked(monkeypatch, None, None, False, RayActorError(), None, True)
     asked.look_for(60.0)
     assert (asked.asks, asked.answers) == (3, [])
 
 
-def test_an_attendant_that_cannot_be_started_is_not_tried_for_ever(
+def test_a_supervisor_that_cannot_be_started_is_not_retried_for_ever(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     asked = Asked(monkeypatch, *[RayActorError(error_msg="no module named 'jobs'")] * 100)
@@ -247,7 +247,7 @@ def test_an_attendant_that_cannot_be_started_is_not_tried_for_ever(
         asked.look_for(600.0)
     assert asked.asks == 5
     (told,) = [record.getMessage() for record in caplog.records]
-    assert "nobody will replace a driver of run r that is lost: " in told
+    assert "no supervisor for run r, so a lost driver will not be replaced: " in told
     # A head that is being replaced is none of those.
     away = ActorUnavailableError("the actor is restarting", None)
     asked = Asked(monkeypatch, *[away] * 30, True)

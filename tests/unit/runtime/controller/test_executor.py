@@ -12,7 +12,7 @@ import ray
 
 from elastic.core import actions as act
 from elastic.core import events as ev
-from elastic.core.settings import MemorySettings, RunSettings
+from elastic.core.settings import RunSettings, SnapshotSettings
 from elastic.entrypoint import parse_entry_point
 from elastic.runtime.controller.hands import executor as executor_module
 from elastic.runtime.controller.hands.executor import Executor
@@ -23,7 +23,7 @@ from elastic.runtime.worker import actor as worker_module
 from elastic.runtime.worker.actor import WorkerActor
 
 FACTS = NodeFacts("box", ("127.0.0.1", 1), "name")
-SETTINGS = RunSettings("run", memory=MemorySettings(False))
+SETTINGS = RunSettings("run", snapshots=SnapshotSettings(False))
 LIMIT_S = 20.0
 
 
