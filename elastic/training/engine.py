@@ -230,8 +230,8 @@ class ElasticEngine:
             stall_s = progress.fenced_s + self._snapshots.prepare(ended - progress.begun)
         metrics, generation.metrics = generation.metrics, {}
         report = self._report(progress, loss, bad)
-        report = replace(report, duration_s=ended - progress.begun, own_s=own_s, save_stall_s=stall_s)
-        generation.coordinator.step_done(report, metrics)
+        report = replace(report, duration_s=ended - progress.begun, own_s=own_s, save_stall_s=stall_s, metrics=metrics)
+        generation.coordinator.step_done(report)
         self._snapshots.start()
 
     def _look(self, progress: StepProgress, loss: float) -> BadStep | None:

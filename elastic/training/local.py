@@ -64,8 +64,8 @@ class SilentCoordinator:
     def boundary(self, step: int) -> Stop | None:
         return None
 
-    def step_done(self, report: StepReport, metrics: Mapping[str, Any]) -> None:
-        logger.debug("step %d: loss %.6f %s", report.step, report.loss, dict(metrics))
+    def step_done(self, report: StepReport) -> None:
+        logger.debug("step %d: loss %.6f %s", report.step, report.loss, dict(report.metrics))
 
     def save(self, snapshot: ShardSnapshot) -> None:
         """Nothing is kept: a plain script has no checkpoint storage."""
@@ -98,8 +98,8 @@ class LocalCoordinator(SilentCoordinator):
     def boundary(self, step: int) -> Stop | None:
         return Stop.DURABLE if step == self._end_at else None
 
-    def step_done(self, report: StepReport, metrics: Mapping[str, Any]) -> None:
-        super().step_done(report, metrics)
+    def step_done(self, report: StepReport) -> None:
+        super().step_done(report)
         self.reports.append(report)
 
     def save(self, snapshot: ShardSnapshot) -> None:

@@ -12,6 +12,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
 from elastic.core.data.steps import Range
+from elastic.core.data.steps import StepReport as StepReport
 from elastic.core.settings import AnomalySettings
 
 if TYPE_CHECKING:
@@ -96,34 +97,6 @@ class Phase(str, Enum):
     SAVING = "saving"
     HOLDING = "holding"
     LEAVING = "leaving"
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """One rank's view of one finished optimizer step.
-
-    `positions` are the half-open ranges of the global sample order that this rank consumed with non-zero weight.
-    `loss` is this rank's part of the global mean: the sum over its micro-batches of loss * samples / step samples, so
-    that the sum over ranks is the loss of the global batch. `grad_norm` is DeepSpeed's (None where it has none).
-    `duration_s` ends with the optimizer step; `save_stall_s` is how long snapshots kept the
-    training thread: that of this step beyond it, and that of the one before within it.
-    `own_s` is the part of `duration_s` that this rank did not spend in collectives (0.0: not measured).
-    `anomaly` says why the step was not applied, where it was not: `skipped` is then what it would have consumed.
-    """
-
-    step: int
-    loss: float
-    positions: tuple[tuple[int, int], ...]
-    samples: int
-    duration_s: float
-    data_wait_s: float = 0.0
-    grad_norm: float | None = None
-    learning_rates: tuple[float, ...] = ()
-    tokens: int = 0
-    save_stall_s: float = 0.0
-    anomaly: str = ""
-    skipped: tuple[Range, ...] = ()
-    own_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -223,6 +196,6 @@ class Coordinator(Protocol):
 
     def boundary(self, step: int) -> Stop | None: ...
 
-    def step_done(self, report: StepReport, metrics: Mapping[str, Any]) -> None: ...
+    def step_done(self, report: StepReport) -> None: ...
 
     def save(self, snapshot: ShardSnapshot) -> None: ...

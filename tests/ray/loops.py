@@ -91,6 +91,8 @@ def train(config: dict[str, Any]) -> None:
     for x, y in loader:
         loss = nn.functional.mse_loss(engine(x).float(), y.float())
         engine.backward(loss)
+        if config.get("metrics"):
+            elastic.report(rank=before % 2 + elastic.get_context().rank)
         engine.step()
         now = elastic.get_context()
         if now.step > before:
@@ -194,7 +196,7 @@ def _haunt(folder: Path, generation: Any, engine: Any, snapshot: Any) -> None:
     tries = {
         "write into a complete checkpoint": lambda: member._source.write_shard(committed),
         "save a shard": lambda: member.save(snapshot),
-        "report a step": lambda: member.step_done(ahead, {}),
+        "report a step": lambda: member.step_done(ahead),
         "go on": lambda: member.boundary(snapshot.step),
         "use the engine": lambda: engine(torch.zeros(2, 16)),
         "say last words": lambda: [member._post(event) for event in last_words],

@@ -54,12 +54,16 @@ def test_the_trainer_takes_and_gives_what_ray_trains_does(cluster: LocalCluster,
             checkpoint_every_steps=5,
         )
 
-    result = trainer("good", {}).fit()
+    result = trainer("good", {"metrics": True}).fit()
     assert isinstance(result, ray.train.Result)
     assert result.error is None
     assert result.metrics is not None
     assert (result.metrics["step"], result.metrics["status"]) == (26, "finished")
     assert result.metrics["loss"] < 5.0
+    assert result.metrics["rank"] == 1.5, "the mean of both ranks, in step 26"
+    assert result.metrics_dataframe is not None
+    assert list(result.metrics_dataframe["step"]) == list(range(1, 27))
+    assert list(result.metrics_dataframe["rank"]) == [0.5, 1.5] * 13
     store = CheckpointStore(str(tmp_path / "runs"), "good")
     (newest,) = store.list()
     assert newest.step == 26

@@ -187,9 +187,9 @@ def test_only_the_first_step_of_a_generation_is_urgent() -> None:
     told = Told()
     one = member(told)
     for step in (1, 2, 3):
-        one.step_done(report(step), {})
+        one.step_done(report(step))
     assert [item.urgent for item in told.items] == [True, False, False]
-    assert all(item.data["generation"] == 4 and item.data["rank"] == 1 for item in told.items)
+    assert all((item.data.generation, item.data.rank) == (4, 1) for item in told.items)
 
 
 def test_a_member_holds_at_the_promised_step_until_it_is_told_where_to_stop() -> None:

@@ -1,14 +1,65 @@
-"""The ranks' reports of finished steps, put together: one complete step is what the run knows and shows."""
+"""Step reports of the ranks, and the table that joins them: a step that all ranks have reported is complete."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import median
+from typing import Any
 
 from elastic.core.events import FirstStepDone
 
 Range = tuple[int, int]
+
+# A record of a step keeps the values of at most this many ranks for each metric that differs between ranks.
+RANKS_PER_METRIC = 32
+_ALWAYS = ("step", "loss", "positions", "samples", "duration_s")
+_WHERE_SET = ("tokens", "anomaly", "skipped", "metrics")
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One rank's report of one finished optimizer step, the same object from the training thread to the controller.
+
+    `positions` are the half-open ranges of the global sample order that this rank consumed with non-zero weight.
+    `loss` is this rank's part of the global mean: the sum over its micro-batches of loss * samples / step samples, so
+    that the sum over ranks is the loss of the global batch. `grad_norm` is the engine's (None if it has none).
+    `duration_s` ends with the optimizer step; `save_stall_s` is how long snapshots delayed the training thread: for
+    this step after it, and for the previous one during it.
+    `own_s` is the part of `duration_s` that this rank did not spend in collectives (0.0: not measured).
+    `anomaly` says why the step was not applied; `skipped` is then what it would have consumed.
+    `metrics` is what the user attached with `elastic.report`.
+    """
+
+    step: int
+    loss: float
+    positions: tuple[Range, ...]
+    samples: int
+    duration_s: float
+    data_wait_s: float = 0.0
+    grad_norm: float | None = None
+    learning_rates: tuple[float, ...] = ()
+    tokens: int = 0
+    save_stall_s: float = 0.0
+    anomaly: str = ""
+    skipped: tuple[Range, ...] = ()
+    own_s: float = 0.0
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    generation: int = 0
+    rank: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """What travels with a snapshot: without place and most times, and without empty fields."""
+        whole = {name: getattr(self, name) for name in (*_ALWAYS, *_WHERE_SET)}
+        return {name: value for name, value in whole.items() if value or name in _ALWAYS}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], generation: int, rank: int) -> StepReport:
+        """The inverse of `to_json`. Unknown keys are ignored. Raises KeyError or TypeError for anything else."""
+        known: dict[str, Any] = {name: data[name] for name in (*_ALWAYS, *_WHERE_SET) if name in data}
+        known |= {name: _ranges(known[name]) for name in ("positions", "skipped") if name in known}
+        return cls(**known, generation=generation, rank=rank)
 
 
 @dataclass(frozen=True)
@@ -16,9 +67,12 @@ class CompletedStep:
     """A step that every rank has finished: sums over ranks, and the slowest rank's times.
 
     `positions` are joined half-open ranges of the global sample order; `loss` is the mean over the global batch.
-    `anomaly` says why the step was not applied, where it was not; `skipped` is then what it would have consumed.
+    `anomaly` says why the step was not applied; `skipped` is then what it would have consumed.
     `own_s[rank]` is what the rank did not spend in collectives (0.0: not measured), `straggler_s` how much longer the
     slowest rank worked than the median, apart from waiting for data.
+    `metrics` has one value per name: the mean over the ranks that reported a number; otherwise the value of the lowest
+    rank that reported the name. `metrics_by_rank` has the single values of names whose values differ between ranks, of
+    the lowest `RANKS_PER_METRIC` ranks.
     """
 
     generation: int
@@ -37,6 +91,8 @@ class CompletedStep:
     skipped: tuple[Range, ...] = ()
     own_s: tuple[float, ...] = ()
     straggler_s: float = 0.0
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    metrics_by_rank: Mapping[str, Mapping[int, Any]] = field(default_factory=dict)
 
     @property
     def first_step_done(self) -> FirstStepDone | None:
@@ -44,73 +100,43 @@ class CompletedStep:
         return FirstStepDone(self.generation, self.step) if self.first else None
 
 
-@dataclass(frozen=True)
-class _Part:
-    loss: float
-    positions: tuple[Range, ...]
-    samples: int
-    duration_s: float
-    data_wait_s: float
-    save_stall_s: float
-    tokens: int
-    grad_norm: float | None
-    learning_rates: tuple[float, ...]
-    anomaly: str
-    skipped: tuple[Range, ...]
-    own_s: float
-
-
 class StepTable:
-    """The ranks' reports of one generation, put together step by step. Reports of other generations are dropped."""
+    """The reports of one generation, joined step by step. Reports of other generations are dropped."""
 
     def __init__(self) -> None:
         # The generation that is being counted; -1 before the first.
         self.generation = -1
         self._world_size = 0
-        self._parts: dict[int, dict[int, _Part]] = {}
+        self._reports: dict[int, dict[int, StepReport]] = {}
         self._done: set[int] = set()
         self._done_below = 0
-        self._last: dict[int, int] = {}
         self._first = True
 
     def begin(self, generation: int, world_size: int, start_step: int = 0) -> None:
         """A generation of `world_size` ranks begins after `start_step` finished steps."""
         self.generation, self._world_size, self._done_below = generation, world_size, start_step + 1
-        self._parts, self._done, self._last, self._first = {}, set(), {}, True
+        self._reports, self._done, self._first = {}, set(), True
 
-    def add(
-        self, generation: int, rank: int, step: int, loss: float, positions: Iterable[Range], samples: int,
-        duration_s: float, data_wait_s: float = 0.0, grad_norm: float | None = None,
-        learning_rates: Iterable[float] = (), tokens: int = 0, save_stall_s: float = 0.0, anomaly: str = "",
-        skipped: Iterable[Range] = (), own_s: float = 0.0,
-    ) -> CompletedStep | None:  # fmt: skip
-        """One rank's report of finished step `step`; the completed step when it was the last one missing.
+    def add(self, report: StepReport) -> CompletedStep | None:
+        """One rank's report of a finished step; the completed step when it was the last one missing.
 
-        A report that came before, in whatever form, changes nothing: the first one counts.
+        A second report of the same rank and step changes nothing: the first one counts.
         """
-        if generation != self.generation or not 0 <= rank < self._world_size or self._is_done(step):
+        if report.generation != self.generation or not 0 <= report.rank < self._world_size:
             return None
-        self._last[rank] = max(step, self._last.get(rank, step))
-        parts = self._parts.setdefault(step, {})
-        part = _Part(
-            loss, _ranges(positions), samples, duration_s, data_wait_s, save_stall_s, tokens, grad_norm,
-            tuple(learning_rates), anomaly, _ranges(skipped), own_s,
-        )  # fmt: skip
-        parts.setdefault(rank, part)
-        return self._complete(step) if len(parts) == self._world_size else None
-
-    def behind(self) -> tuple[int, ...]:
-        """Ranks that have finished fewer steps than the furthest one."""
-        furthest = max(self._last.values(), default=0)
-        return tuple(rank for rank in range(self._world_size) if self._last.get(rank, 0) < furthest)
+        if self._is_done(report.step):
+            return None
+        reports = self._reports.setdefault(report.step, {})
+        reports.setdefault(report.rank, report)
+        return self._complete(report.step) if len(reports) == self._world_size else None
 
     def known(self, step: int) -> None:
-        """The step was completed, as the journal tells: reports of it that come again change nothing."""
+        """The journal has the completed step: further reports of it change nothing."""
         self._mark_done(step)
 
     def first_known(self, generation: int) -> None:
-        """The state machine has been told of the generation's first step. That the step is written down does not say
-        so: a controller may have ended between the two."""
+        """The state machine knows of the generation's first step. A step in the journal does not imply that: a
+        controller may have ended between the two."""
         if generation == self.generation:
             self._first = False
 
@@ -126,37 +152,63 @@ class StepTable:
 
     def _complete(self, step: int) -> CompletedStep:
         first, self._first = self._first, False
-        by_rank = self._parts.pop(step)
-        parts = [by_rank[rank] for rank in sorted(by_rank)]
+        by_rank = self._reports.pop(step)
+        reports = [by_rank[rank] for rank in sorted(by_rank)]
         self._mark_done(step)
-        norms = [part.grad_norm for part in parts if part.grad_norm is not None]
+        norms = [report.grad_norm for report in reports if report.grad_norm is not None]
+        metrics, metrics_by_rank = _reduced(reports)
         return CompletedStep(
             generation=self.generation,
             step=step,
             first=first,
-            loss=sum(part.loss for part in parts),
-            positions=join(position for part in parts for position in part.positions),
-            samples=sum(part.samples for part in parts),
-            duration_s=max(part.duration_s for part in parts),
-            data_wait_s=max(part.data_wait_s for part in parts),
-            save_stall_s=max(part.save_stall_s for part in parts),
-            tokens=sum(part.tokens for part in parts),
-            # DeepSpeed reports a norm that is not finite as -1: one rank that saw it is enough.
+            loss=sum(report.loss for report in reports),
+            positions=join(position for report in reports for position in report.positions),
+            samples=sum(report.samples for report in reports),
+            duration_s=max(report.duration_s for report in reports),
+            data_wait_s=max(report.data_wait_s for report in reports),
+            save_stall_s=max(report.save_stall_s for report in reports),
+            tokens=sum(report.tokens for report in reports),
+            # DeepSpeed reports a non-finite norm as -1: one rank that saw it is enough.
             grad_norm=-1.0 if any(norm < 0 for norm in norms) else max(norms, default=None),
-            learning_rates=parts[0].learning_rates,
-            # A rank whose loss was no number says so; the others know the gradient only.
-            anomaly=max((part.anomaly for part in parts), key=lambda text: (bool(text), "loss" in text)),
-            skipped=join(position for part in parts for position in part.skipped),
-            own_s=tuple(part.own_s for part in parts),
-            straggler_s=_excess(parts),
+            learning_rates=reports[0].learning_rates,
+            # A rank with a non-finite loss says so; the others know the gradient only.
+            anomaly=max((report.anomaly for report in reports), key=lambda text: (bool(text), "loss" in text)),
+            skipped=join(position for report in reports for position in report.skipped),
+            own_s=tuple(report.own_s for report in reports),
+            straggler_s=_excess(reports),
+            metrics=metrics,
+            metrics_by_rank=metrics_by_rank,
         )
 
 
-def _excess(parts: Sequence[_Part]) -> float:
-    if min(part.own_s for part in parts) <= 0.0:
+def _reduced(reports: Sequence[StepReport]) -> tuple[dict[str, Any], dict[str, dict[int, Any]]]:
+    """(`metrics`, `metrics_by_rank`) of `CompletedStep`; `reports` are in the order of their ranks."""
+    by_name: dict[str, dict[int, Any]] = {}
+    for report in reports:
+        for name, value in report.metrics.items():
+            by_name.setdefault(str(name), {})[report.rank] = value
+    reduced = {name: _mean(list(values.values())) for name, values in by_name.items()}
+    differing = {
+        name: dict(list(values.items())[:RANKS_PER_METRIC])
+        for name, values in by_name.items()
+        if any(repr(value) != repr(next(iter(values.values()))) for value in values.values())
+    }
+    return reduced, differing
+
+
+def _mean(values: Sequence[Any]) -> Any:
+    """The mean of the numbers among them; where there are none, the first value."""
+    numbers = [value for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
+    if not numbers:
+        return values[0]
+    return numbers[0] if all(number == numbers[0] for number in numbers) else math.fsum(numbers) / len(numbers)
+
+
+def _excess(reports: Sequence[StepReport]) -> float:
+    if min(report.own_s for report in reports) <= 0.0:
         return 0.0
     # Waiting for data has its own owner.
-    working = [part.own_s - part.data_wait_s for part in parts]
+    working = [report.own_s - report.data_wait_s for report in reports]
     return max(working) - median(working)
 
 
@@ -165,7 +217,7 @@ def _ranges(positions: Iterable[Range]) -> tuple[Range, ...]:
 
 
 def join(ranges: Iterable[Range]) -> tuple[Range, ...]:
-    """The same positions as sorted ranges, those that touch made one. Positions that come twice stay visible."""
+    """The same positions as sorted ranges, adjacent ones merged. Repeated positions stay visible."""
     joined: list[Range] = []
     for start, end in sorted(r for r in ranges if r[0] < r[1]):
         if joined and start == joined[-1][1]:
@@ -176,7 +228,7 @@ def join(ranges: Iterable[Range]) -> tuple[Range, ...]:
 
 
 def union(ranges: Iterable[Range]) -> tuple[Range, ...]:
-    """The positions that are in any of the ranges, each once, as sorted ranges that do not touch."""
+    """The positions that are in any of the ranges, each once, as sorted, non-adjacent ranges."""
     whole: list[Range] = []
     for start, end in sorted(r for r in ranges if r[0] < r[1]):
         if whole and start <= whole[-1][1]:

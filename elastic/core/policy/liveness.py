@@ -10,8 +10,6 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from statistics import median
 
-from elastic.core.data.steps import CompletedStep as CompletedStep
-from elastic.core.data.steps import StepTable as StepTable
 from elastic.core.events import ProgressStalled, WorkersSilent
 
 # What `LastSeen.silent` returns is the event itself.

@@ -13,7 +13,7 @@ from typing import Any
 
 from elastic.core import actions as act
 from elastic.core import events as ev
-from elastic.core.data.steps import CompletedStep
+from elastic.core.data.steps import CompletedStep, StepReport
 from elastic.core.policy.stragglers import StragglerWatch
 from elastic.core.run import machine
 from elastic.core.run.state import USER_CODE_FAILED, Finished, RunState
@@ -81,6 +81,7 @@ class ControlLoop:
             "reason": phase.reason,
             "step": self.telemetry.step,
             "loss": self.telemetry.loss,
+            "metrics": dict(self.telemetry.metrics),
             "fenced_messages": self.fenced,
             "false_alarms": self.state.false_alarms,
             "error": self._user_traceback if phase.status == USER_CODE_FAILED else None,
@@ -110,9 +111,9 @@ class ControlLoop:
             self._emit(event)
         elif item.kind == "shard":
             self._take_shard(item.data)
-        elif item.data["generation"] != self.state.generation:
+        elif _generation_of(item) != self.state.generation:
             # Reports of what was rolled back, or is in the journal already.
-            logger.debug("a %s report of generation %d came late", item.kind, item.data["generation"])
+            logger.debug("a %s report of generation %d came late", item.kind, _generation_of(item))
         elif item.kind == "step":
             done, first = self.telemetry.report(item.data, now)
             if first is not None:
@@ -211,3 +212,8 @@ class ControlLoop:
         # The same members may begin the next generation in the very turn in which this one ended.
         if before.members and (before.members, before.generation) != (state.members, state.generation):
             self.telemetry.generation_ended(before.generation)
+
+
+def _generation_of(item: Item) -> int:
+    data = item.data
+    return data.generation if isinstance(data, StepReport) else int(data["generation"])

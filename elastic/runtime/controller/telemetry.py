@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from elastic.core import events as ev
-from elastic.core.data.steps import CompletedStep, Range, StepTable
+from elastic.core.data.steps import CompletedStep, Range, StepReport, StepTable
 from elastic.core.policy.liveness import HangLimit, ProgressWatch
 from elastic.core.run.state import RunState
 from elastic.core.settings import RunSettings
@@ -18,6 +18,7 @@ from elastic.observe.time_ledger import PROVE, RESHARD, RESTORE, SampleLedger, T
 # A journal record of steps holds at most this many, and waits at most this long.
 _STEPS_PER_RECORD = 100
 _FLUSH_S = 2.0
+_SECONDS = ("duration_s", "data_wait_s", "save_stall_s", "straggler_s")
 
 
 class Telemetry:
@@ -40,6 +41,8 @@ class Telemetry:
         self._proof_s = 0.0
         self.step = 0
         self.loss: float | None = None
+        # The newest value of each metric that the training function has reported.
+        self.metrics: dict[str, Any] = {}
 
     # --- generations ---
 
@@ -66,27 +69,23 @@ class Telemetry:
 
     # --- reports ---
 
-    def report(self, data: Mapping[str, Any], now: float) -> tuple[CompletedStep | None, ev.FirstStepDone | None]:
+    def report(self, report: StepReport, now: float) -> tuple[CompletedStep | None, ev.FirstStepDone | None]:
         """One rank's step report. Returns the step when it is complete, and the event if it is a generation's first."""
-        self.watch.step_ended(data["generation"], data["step"], now)
-        done = self.table.add(
-            data["generation"], data["rank"], data["step"], data["loss"], data["positions"], data["samples"],
-            data["duration_s"], data["data_wait_s"], data["grad_norm"], data["learning_rates"], data["tokens"],
-            data["save_stall_s"], data.get("anomaly", ""), data.get("skipped", ()),
-            data.get("own_s", 0.0),
-        )  # fmt: skip
+        self.watch.step_ended(report.generation, report.step, now)
+        done = self.table.add(report)
         if done is None:
             return None, None
-        self._completed(done, now, data.get("metrics") or {})
+        self._completed(done, now)
         return done, done.first_step_done
 
-    def _completed(self, done: CompletedStep, now: float, metrics: Mapping[str, Any]) -> None:
+    def _completed(self, done: CompletedStep, now: float) -> None:
         if done.first:
             # How long the proof took is known only when the state is there; until then the time is the restore's.
             for owner in (RESHARD, RESTORE):
                 self._proof_s -= self.time.move(owner, PROVE, self._proof_s)
             self._proof_s = 0.0
         self._reached(done.step, finite(done.loss))
+        self.metrics.update(done.metrics)
         self.samples.add(done.step, done.positions, done.skipped)
         self.time.step_done(done.step, now, done.save_stall_s, done.data_wait_s, done.straggler_s)
         if not done.first:
@@ -94,7 +93,7 @@ class Telemetry:
         if done.save_stall_s:
             self._stalls[done.step] = done.save_stall_s
         self._recent.append((now, done.tokens or done.samples))
-        self._unwritten.append(_step_record(done, now, metrics))
+        self._unwritten.append(_step_record(done, now))
         self.flush(now)
 
     def _reached(self, step: int, loss: float | None) -> None:
@@ -132,13 +131,9 @@ class Telemetry:
         table.begin(generation, world_size)
         for rank, reports in steps.items():
             for part in reports:
-                done = table.add(
-                    generation, rank, part["step"], part["loss"], part["positions"], part["samples"],
-                    part["duration_s"], tokens=part["tokens"], anomaly=part.get("anomaly", ""),
-                    skipped=part.get("skipped", ()),
-                )  # fmt: skip
+                done = table.add(StepReport.from_json(part, generation, rank))
                 if done is not None and self.samples.add(done.step, done.positions, done.skipped):
-                    self._unwritten.append(_step_record(done, now, {}))
+                    self._unwritten.append(_step_record(done, now))
                     last = max(last, done.step)
         self.flush(now, force=True)
         if last:
@@ -149,6 +144,7 @@ class Telemetry:
     def replay_step(self, step: Mapping[str, Any], when: float) -> None:
         """One finished step as the journal has it."""
         self._reached(step["step"], step["loss"])
+        self.metrics.update(step.get("metrics") or {})
         self._recall_samples(step)
         self.time.step_done(step["step"], when, step.get("save_stall_s", 0.0), step.get("data_wait_s", 0.0),
                             step.get("straggler_s", 0.0))  # fmt: skip
@@ -207,15 +203,27 @@ class Telemetry:
         ]
 
 
-def _step_record(done: CompletedStep, now: float, metrics: Mapping[str, Any]) -> dict[str, Any]:
+def _step_record(done: CompletedStep, now: float) -> dict[str, Any]:
+    seconds = {name: round(getattr(done, name), 5) for name in _SECONDS}
+    by_rank = {name: _by_rank(values) for name, values in done.metrics_by_rank.items()}
     return {
-        "step": done.step, "generation": done.generation, "loss": finite(done.loss), "time": round(now, 3),
-        "duration_s": round(done.duration_s, 5), "data_wait_s": round(done.data_wait_s, 5),
-        "save_stall_s": round(done.save_stall_s, 5), "straggler_s": round(done.straggler_s, 5),
+        "step": done.step, "generation": done.generation, "loss": finite(done.loss), "time": round(now, 3), **seconds,
         "samples": done.samples, "positions": done.positions,
-        "grad_norm": done.grad_norm, "learning_rates": done.learning_rates, "metrics": dict(metrics),
+        "grad_norm": done.grad_norm, "learning_rates": done.learning_rates,
+        "metrics": {name: _writable(value) for name, value in done.metrics.items()},
+        **({"metrics_by_rank": by_rank} if by_rank else {}),
         **({"anomaly": done.anomaly, "skipped": done.skipped} if done.anomaly else {}),
     }  # fmt: skip
+
+
+def _by_rank(values: Mapping[int, Any]) -> dict[str, Any]:
+    """Keys of JSON objects are text."""
+    return {str(rank): _writable(value) for rank, value in values.items()}
+
+
+def _writable(value: Any) -> Any:
+    """JSON has no non-finite numbers: they are written as null."""
+    return finite(value) if isinstance(value, float) else value
 
 
 def skips_of(record: Mapping[str, Any]) -> tuple[Range, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import uuid
 from collections.abc import Callable, Mapping
@@ -28,8 +29,12 @@ from elastic.core.settings import (
     SnapshotSettings,
     StragglerSettings,
 )
+from elastic.observe.journal import JournalReader
+from elastic.observe.steps import step_rows
 from elastic.runtime.driver import client
 from elastic.runtime.train_function import Entry
+
+logger = logging.getLogger(__name__)
 
 _ERRORS: dict[str, type[ElasticError]] = {
     "user-code-failed": UserCodeError,
@@ -128,8 +133,23 @@ class ElasticTrainer:
         if error_type is not None:
             remote = result.get("error")
             raise error_type(str(result["reason"])) from (_OnWorker(remote) if remote else None)
-        metrics = {"loss": result.get("loss"), "step": result.get("step"), "status": result["status"]}
-        return Result(metrics=metrics, checkpoint=checkpoint, path=folder, error=None, metrics_dataframe=None)
+        own = {"loss": result.get("loss"), "step": result.get("step"), "status": result["status"]}
+        frame = _frame(self.settings)
+        # The run's own names win: a user's metric `step` is in the table under `metrics.step`.
+        metrics = {**(result.get("metrics") or {}), **own}
+        return Result(metrics=metrics, checkpoint=checkpoint, path=folder, error=None, metrics_dataframe=frame)
+
+
+def _frame(settings: RunSettings) -> Any:
+    """A pandas DataFrame with one row per step of the final timeline; None where the journal cannot be read."""
+    import pandas  # type: ignore[import-untyped]
+
+    try:
+        records = JournalReader(settings.storage_url, settings.run_id).records()
+    except ElasticError as error:
+        logger.warning("metrics_dataframe is None: %s", error)
+        return None
+    return pandas.DataFrame(step_rows(records))
 
 
 def _scaling(config: ScalingConfig) -> ScalingSettings:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from typing import Any
 
 from elastic.checkpoint.snapshot import ShardSnapshot
@@ -22,7 +22,6 @@ from elastic.training.session import GenerationSpec, Phase, RestoreReport, Snaps
 
 # Enough for what may still be on its way to the controller, many times over.
 _RECENT_STEPS = 64
-_OF_A_STEP = ("step", "loss", "positions", "samples", "duration_s", "tokens", "anomaly", "skipped")
 
 
 class RayCoordinator:
@@ -64,7 +63,7 @@ class RayCoordinator:
         self._origin = ""
         self._reached = False
         self._first_report = True
-        self._recent: deque[dict[str, Any]] = deque(maxlen=_RECENT_STEPS)
+        self._recent: deque[StepReport] = deque(maxlen=_RECENT_STEPS)
 
     # --- Coordinator, on the training thread ---
 
@@ -88,7 +87,7 @@ class RayCoordinator:
 
     def recent_steps(self) -> list[dict[str, Any]]:
         # A copy: the training thread may be adding to it.
-        return [{key: report[key] for key in _OF_A_STEP} for report in tuple(self._recent)]
+        return [report.to_json() for report in tuple(self._recent)]
 
     def cadence(self, step: int, every_steps: int, cost_s: float, step_s: float) -> None:
         told = {"step": step, "every_steps": every_steps, "cost_s": cost_s, "step_s": step_s}
@@ -109,11 +108,11 @@ class RayCoordinator:
                 self._hold()
             return self._stop if self._stop_at is not None and step >= self._stop_at else None
 
-    def step_done(self, report: StepReport, metrics: Mapping[str, Any]) -> None:
-        # The end of a recovery is told at once; later steps may wait for company.
-        data = {**asdict(report), "metrics": dict(metrics), **self._place()}
-        self._recent.append(data)
-        self._outbox.put(Item("step", data, urgent=self._first_report, replay=True))
+    def step_done(self, report: StepReport) -> None:
+        report = replace(report, generation=self._spec.generation, rank=self._spec.rank)
+        self._recent.append(report)
+        # The first step ends a recovery and is sent at once; later reports may wait to be sent together.
+        self._outbox.put(Item("step", report, urgent=self._first_report, replay=True))
         self._first_report = False
 
     def save(self, snapshot: ShardSnapshot) -> None:

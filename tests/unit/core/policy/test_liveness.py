@@ -5,12 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from elastic.core.data.steps import join, union
-from elastic.core.events import FirstStepDone
-from elastic.core.policy.liveness import CompletedStep, HangLimit, LastSeen, ProgressWatch, StepTable
+from elastic.core.policy.liveness import HangLimit, LastSeen, ProgressWatch
 
 BEAT_S, LIMIT_S = 0.2, 1.0
 
@@ -282,91 +278,3 @@ def test_a_watcher_that_slept_does_not_call_it_a_hang() -> None:
     assert watch.check(3, 40, 100.0, training=True) is None
     assert watch_until(watch, 100.5, 105) == []
     assert len(watch_until(watch, 105.5, 105.5)) == 1
-
-
-# --- steps -----------------------------------------------------------------------------------------------------------
-
-
-def report(step: int, rank: int, **more: Any) -> dict[str, Any]:
-    start = (step * 2 + rank) * 4
-    values = {"step": step, "loss": 0.5 * (rank + 1), "positions": ((start, start + 4),), "samples": 4}
-    return {**values, "duration_s": 1.0 + rank, **more}
-
-
-def test_a_step_is_complete_when_every_rank_has_reported_it() -> None:
-    table = StepTable()
-    table.begin(generation=2, world_size=2, start_step=10)
-    assert table.add(2, 1, **report(11, 1, tokens=5, grad_norm=2.0, save_stall_s=0.3)) is None
-    done = table.add(2, 0, **report(11, 0, tokens=6, grad_norm=2.0, learning_rates=(1e-3,)))
-    assert done == CompletedStep(
-        2, 11, True, 1.5, ((88, 96),), 8, 2.0, 0.0, 0.3, 11, 2.0, (1e-3,), own_s=(0.0, 0.0)
-    )  # fmt: skip
-    assert done.first_step_done == FirstStepDone(2, 11)
-    table.add(2, 0, **report(12, 0))
-    assert table.behind() == (1,)
-    second = table.add(2, 1, **report(12, 1))
-    assert second is not None
-    assert second.first_step_done is None
-
-
-def test_reports_of_other_generations_ranks_and_done_steps_are_dropped() -> None:
-    table = StepTable()
-    table.begin(2, 1, start_step=10)
-    assert table.add(1, 0, **report(11, 0)) is None
-    assert table.add(2, 1, **report(11, 1)) is None
-    assert table.add(2, 0, **report(10, 0)) is None
-    assert table.add(2, 0, **report(11, 0)) is not None
-    assert table.add(2, 0, **report(11, 0)) is None
-
-
-def test_a_norm_that_is_not_finite_on_one_rank_is_not_finite() -> None:
-    table = StepTable()
-    table.begin(1, 2)
-    table.add(1, 0, **report(1, 0, grad_norm=-1.0))
-    done = table.add(1, 1, **report(1, 1, grad_norm=3.0))
-    assert done is not None
-    assert done.grad_norm == -1.0
-
-
-def test_the_slowest_rank_is_compared_with_the_median_apart_from_its_data() -> None:
-    table = StepTable()
-    table.begin(1, 3)
-    for rank, (own_s, data_wait_s) in enumerate([(2.0, 0.5), (1.5, 0.0), (1.75, 0.0)]):
-        done = table.add(1, rank, **report(1, rank, own_s=own_s, data_wait_s=data_wait_s))
-    assert done is not None
-    assert (done.own_s, done.straggler_s) == ((2.0, 1.5, 1.75), 0.25)
-    for rank, own_s in enumerate([2.0, 0.0, 1.0]):
-        done = table.add(1, rank, **report(2, rank, own_s=own_s))
-    assert done is not None
-    assert done.straggler_s == 0.0, "one rank has not measured it"
-
-
-def test_a_step_that_was_not_applied_says_why_in_the_words_of_who_knows() -> None:
-    table = StepTable()
-    table.begin(1, 2)
-    table.add(1, 0, **report(1, 0, positions=(), anomaly="the gradient is not finite", skipped=((0, 4),)))
-    done = table.add(1, 1, **report(1, 1, positions=(), anomaly="the loss is nan", skipped=((4, 8),)))
-    assert done is not None
-    assert (done.anomaly, done.positions, done.skipped) == ("the loss is nan", (), ((0, 8),))
-
-
-def test_positions_that_come_twice_stay_visible() -> None:
-    assert join([(4, 8), (0, 4), (2, 6), (9, 9)]) == ((0, 4), (2, 6), (4, 8))
-    assert join([(4, 8), (0, 4), (8, 9)]) == ((0, 9),)
-
-
-def test_a_union_has_every_position_once() -> None:
-    assert union([(4, 8), (0, 4), (2, 6), (9, 9), (10, 12), (10, 11)]) == ((0, 8), (10, 12))
-
-
-@given(st.integers(1, 4), st.integers(1, 6), st.data())
-def test_any_order_and_any_repetition_gives_every_step_once(world: int, steps: int, data: st.DataObject) -> None:
-    sent = [(rank, step) for rank in range(world) for step in range(1, steps + 1)]
-    again = data.draw(st.lists(st.sampled_from(sent), max_size=10))
-    order = data.draw(st.permutations(sent + again))
-    table = StepTable()
-    table.begin(5, world)
-    done = [step for rank, number in order if (step := table.add(5, rank, **report(number, rank))) is not None]
-    assert sorted(step.step for step in done) == list(range(1, steps + 1))
-    assert [step.first for step in done] == [True] + [False] * (steps - 1)
-    assert all(step.samples == 4 * world for step in done)

@@ -15,12 +15,13 @@ import pytest
 from elastic.core import actions as act
 from elastic.core import events as ev
 from elastic.core.checkpoint.manifest import ShardRecord
+from elastic.core.data.steps import StepReport
 from elastic.core.errors import StorageError, UsageError
 from elastic.core.names import CheckpointRef, parse_checkpoint_id
 from elastic.core.run import machine
 from elastic.core.run.incident import Incident
 from elastic.core.settings import RunSettings, ScalingSettings
-from elastic.observe.journal import JournalWriter
+from elastic.observe.journal import JournalReader, JournalWriter
 from elastic.runtime import names
 from elastic.runtime.controller.committer import Committer
 from elastic.runtime.controller.incidents import IncidentBook
@@ -76,13 +77,26 @@ def journal(url: Path) -> JournalWriter:
     return writer
 
 
-def step_report(step: int, rank: int) -> dict[str, Any]:
+def step_report(step: int, rank: int, **more: Any) -> StepReport:
     start = 4 * (step - 1) + 2 * rank
-    return {
-        "generation": 1, "rank": rank, "step": step, "loss": 0.5 / step, "positions": ((start, start + 2),),
-        "samples": 2, "duration_s": 0.5, "data_wait_s": 0.0, "grad_norm": None, "learning_rates": (), "tokens": 0,
-        "save_stall_s": 0.0,
-    }  # fmt: skip
+    return StepReport(step, 0.5 / step, ((start, start + 2),), 2, 0.5, generation=1, rank=rank, **more)
+
+
+def test_metrics_of_every_rank_reach_the_journal_and_survive_the_controller(tmp_path: Path) -> None:
+    writer = JournalWriter(str(tmp_path), "run")
+    telemetry = Telemetry(SETTINGS, 0.0, lambda record: writer.append(record) and None)
+    telemetry.generation_begins(1, 2, 0, 1.0)
+    telemetry.report(step_report(1, 0, metrics={"val_loss": 1.0}), 2.0)
+    telemetry.report(step_report(1, 1, metrics={"val_loss": 2.0, "bad": float("nan")}), 2.0)
+    telemetry.flush(2.0, force=True)
+    (record,) = [r for r in JournalReader(str(tmp_path), "run").records() if r["type"] == "steps"]
+    (step,) = record["steps"]
+    assert step["metrics"] == {"val_loss": 1.5, "bad": None}
+    assert step["metrics_by_rank"] == {"val_loss": {"0": 1.0, "1": 2.0}}
+    assert telemetry.metrics["val_loss"] == 1.5
+    after = Telemetry(SETTINGS, 0.0, lambda record: None)
+    after.replay_step(step, 2.0)
+    assert after.metrics["val_loss"] == 1.5
 
 
 def test_a_replayed_controller_is_in_the_very_state_of_the_one_before(tmp_path: Path) -> None:

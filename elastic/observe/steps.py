@@ -1,0 +1,33 @@
+"""The steps of a run's final timeline as rows: what a table, a chart or an exporter shows of training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+Record = Mapping[str, Any]
+
+_COLUMNS = ("step", "time", "generation", "loss", "grad_norm", "duration_s", "samples")
+
+
+def step_rows(records: Iterable[Record]) -> list[dict[str, Any]]:
+    """One row per step, in order; of a step that was done again only the last time.
+
+    Columns: step, time (wall clock seconds), generation, loss, grad_norm, duration_s, samples, and each of the user's
+    metrics by its name (by `metrics.NAME` where a column has that name).
+    """
+    rows: dict[int, dict[str, Any]] = {}
+    for record in records:
+        if record.get("type") == "generation" and "first_step" in record:
+            first = int(record["first_step"])
+            rows = {step: row for step, row in rows.items() if step < first}
+        for step in record.get("steps") or () if record.get("type") == "steps" else ():
+            rows[int(step["step"])] = _row(step)
+    return [rows[step] for step in sorted(rows)]
+
+
+def _row(step: Record) -> dict[str, Any]:
+    metrics = {
+        f"metrics.{name}" if name in _COLUMNS else name: value for name, value in (step.get("metrics") or {}).items()
+    }
+    return {**{name: step.get(name) for name in _COLUMNS}, **metrics}
