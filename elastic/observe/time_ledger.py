@@ -4,17 +4,8 @@ from __future__ import annotations
 
 from elastic.core.data.sample_ledger import SampleCount as SampleCount
 from elastic.core.data.sample_ledger import SampleLedger as SampleLedger
-from elastic.core.run.state import (
-    Closing,
-    Ending,
-    Joining,
-    Pausing,
-    RunState,
-    SlotPhase,
-    Training,
-    Waiting,
-    WorkerPhase,
-)
+from elastic.core.run.phase import Closing, Ending, Joining, Pausing, Training, Waiting
+from elastic.core.run.state import RunState, SlotPhase, WorkerPhase
 
 QUEUE = "queue"
 PROVISION = "provision"
@@ -168,20 +159,20 @@ def owner_of(state: RunState) -> str:
 def _joining(state: RunState, phase: Joining) -> str:
     if state.base is None or len(phase.joined) < state.world_size:
         return INIT
-    incident = state.incident
+    incident = state.trouble.incident
     return RESHARD if incident is not None and incident.world_size != state.world_size else RESTORE
 
 
 def _waiting(state: RunState) -> str:
     """Workers that start are waited for only while there are not enough without them."""
-    phases = [worker.phase for worker in state.workers.values()]
+    phases = [worker.phase for worker in state.fleet.workers.values()]
     if phases.count(WorkerPhase.IDLE) >= state.settings.scaling.min_workers:
         return DECIDE
     if len(phases) >= state.settings.scaling.min_workers:
         return START
     if state.generation > state.first_generation:
         return WAIT_FOR_CAPACITY
-    placed = any(slot.phase is SlotPhase.PLACED for slot in state.slots.values())
+    placed = any(slot.phase is SlotPhase.PLACED for slot in state.fleet.slots.values())
     return PROVISION if placed else QUEUE
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic.core.run import state
+from elastic.core.run import phase
 
 NOT_FINISHED = 101
 NOT_FOUND = 102
@@ -10,14 +10,14 @@ STOPPED = 103
 NO_CAPACITY = 105
 
 _CODES = {
-    state.FINISHED: 0,
-    state.USAGE: 2,
-    state.USER_CODE_FAILED: 100,
-    state.NOT_FINISHED: NOT_FINISHED,
-    state.STOPPED: STOPPED,
-    state.GAVE_UP: 104,
-    state.NO_CAPACITY: NO_CAPACITY,
-    state.INTEGRITY: 106,
+    phase.FINISHED: 0,
+    phase.USAGE: 2,
+    phase.USER_CODE_FAILED: 100,
+    phase.NOT_FINISHED: NOT_FINISHED,
+    phase.STOPPED: STOPPED,
+    phase.GAVE_UP: 104,
+    phase.NO_CAPACITY: NO_CAPACITY,
+    phase.INTEGRITY: 106,
 }
 
 # What a run can have come to.
@@ -43,4 +43,4 @@ def exit_code(status: object) -> int:
 
 def status_of(code: int) -> str:
     """The inverse of `exit_code`."""
-    return next((status for status, known in _CODES.items() if known == code), state.NOT_FINISHED)
+    return next((status for status, known in _CODES.items() if known == code), phase.NOT_FINISHED)

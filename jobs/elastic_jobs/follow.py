@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic.core.errors import ElasticError, UsageError
-from elastic.core.run.state import USER_CODE_FAILED
+from elastic.core.run.phase import USER_CODE_FAILED
 from elastic.observe.journal import JournalReader
 from elastic.observe.report import report
 from elastic.observe.summary import summarize, with_faults

@@ -65,7 +65,7 @@ def test_too_many_end_the_run_and_leave_a_checkpoint_of_all_that_was_good(
     run = _run(cluster, tmp_path, [72, 83], every_steps=5, anomalies={"max_anomalies": 1}, memory=memory)
     run.start()
     result = run.ended("gave-up")
-    assert "2 anomalies within 1000 steps (at most 1 are dealt with)" in result["reason"]
+    assert "2 anomalies within 1000 steps (at most 1 are tolerated)" in result["reason"]
     assert "step 8 is" in result["reason"]
     # What was in the nodes' memory only is in storage by now.
     assert [record["step"] for record in run.records("checkpoint")] == [5, 7]

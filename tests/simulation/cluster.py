@@ -112,7 +112,7 @@ class Cluster:
 
     def _tell_draining(self) -> None:
         # One that is dead stays on the list for as long as the run has a slot on it.
-        used = self.world.controller.state.nodes
+        used = self.world.controller.state.fleet.nodes
         draining = [(n, n.draining) for n in self.nodes if n.draining is not None]
         going = tuple((n.name, deadline) for n, deadline in draining if n.alive or n.name in used)
         self.world.tell(ev.NodesDraining(going), 0.0)
@@ -144,7 +144,7 @@ class Cluster:
     def _start_late(self, worker: int, slot: int) -> None:
         """One that was given up meanwhile is ended as soon as it is there."""
         self.world.seen("a start that waited for the control store")
-        if worker in self.world.controller.state.workers:
+        if worker in self.world.controller.state.fleet.workers:
             self.when_back(self._start, worker, slot)
 
     def _start(self, worker: int, slot: int) -> None:

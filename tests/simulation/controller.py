@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from elastic.core import actions as act
 from elastic.core import events as ev
 from elastic.core.run import machine
-from elastic.core.run.state import Finished, RunState
+from elastic.core.run.phase import Finished
+from elastic.core.run.state import RunState
 from elastic.core.settings import RunSettings
 from simulation.invariants import Invariants
 from simulation.processes import Group

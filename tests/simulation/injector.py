@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from elastic.core import events as ev
-from elastic.core.run.state import Joining, Training
+from elastic.core.run.phase import Joining, Training
 from simulation.faults import Fault
 from simulation.processes import Node, Process
 

@@ -9,7 +9,7 @@ from elastic.core import actions as act
 from elastic.core import events as ev
 from elastic.core.checkpoint.snapshots import is_snapshot, parse_snapshot_id
 from elastic.core.run import machine
-from elastic.core.run.state import (
+from elastic.core.run.phase import (
     FINISHED,
     NO_CAPACITY,
     STOPPED,
@@ -18,12 +18,10 @@ from elastic.core.run.state import (
     Finished,
     Joining,
     Pausing,
-    RunState,
-    SlotPhase,
     Training,
     Waiting,
-    WorkerPhase,
 )
+from elastic.core.run.state import RunState, SlotPhase, WorkerPhase
 
 if TYPE_CHECKING:
     from simulation.controller import Controller
@@ -47,11 +45,13 @@ class Invariants:
     def forget(self, state: RunState, newest: int) -> None:
         """A controller has come back whose journal ends with `state`: of what the one before did after that nobody
         knows any more, but that there was a generation `newest`."""
-        self.requested = {slot for slot in self.requested if slot < state.next_slot}
-        self.released = self.requested - state.slots.keys()
-        self.started = {worker for worker in self.started if worker < state.next_worker}
+        self.requested = {slot for slot in self.requested if slot < state.fleet.next_slot}
+        self.released = self.requested - state.fleet.slots.keys()
+        self.started = {worker for worker in self.started if worker < state.fleet.next_worker}
         self.begun = {number for number in self.begun if number <= newest}
-        self.closed = set(range(1, state.incidents + 1)) - ({state.incident.id} if state.incident else set())
+        self.closed = set(range(1, state.trouble.incidents + 1)) - (
+            {state.trouble.incident.id} if state.trouble.incident else set()
+        )
         self.finishes = 0
 
     def check(
@@ -98,7 +98,7 @@ class Invariants:
 
     def _monotone(self, before: RunState, event: ev.Event, after: RunState) -> None:
         """Numbers of generations, slots and workers are used once; what was reached stays reached."""
-        if before.next_slot:
+        if before.fleet.next_slot:
             last = before.generation
             if isinstance(event, ev.ControllerRestarted):
                 last = max(last, event.newest_generation)
@@ -106,15 +106,15 @@ class Invariants:
                 last = max([last, *(parse_snapshot_id(name)[1] for name, _ in event.snapshots)])
             assert before.generation <= after.generation <= last + 1
         assert after.furthest_step >= before.furthest_step, "the furthest step went back"
-        assert after.next_slot >= before.next_slot
-        assert after.next_worker >= before.next_worker
-        assert after.incidents - before.incidents in (0, 1, 2)
-        assert set(before.rejected) <= set(after.rejected)
+        assert after.fleet.next_slot >= before.fleet.next_slot
+        assert after.fleet.next_worker >= before.fleet.next_worker
+        assert after.trouble.incidents - before.trouble.incidents in (0, 1, 2)
+        assert set(before.saved.rejected) <= set(after.saved.rejected)
 
     def _control_store(self, before: RunState, event: ev.Event, after: RunState) -> None:
         """While Ray's control store is away nobody can come or start, so nobody is late."""
-        if before.control_store_away and isinstance(event, ev.Tick):
-            assert after.streaks.start_failures <= before.streaks.start_failures, "a start was late"
+        if before.fleet.control_store_away and isinstance(event, ev.Tick):
+            assert after.trouble.streaks.start_failures <= before.trouble.streaks.start_failures, "a start was late"
             refused = isinstance(after.phase, Finished) and after.phase.status == NO_CAPACITY
             assert not refused, "the run was ended for want of nodes that could not come"
 
@@ -155,14 +155,14 @@ class Invariants:
         scaling, newest = after.settings.scaling, self._newest(before, after, event)
         assert scaling.min_workers <= len(action.members) <= scaling.max_workers
         assert len(set(action.members)) == len(action.members), "a worker has two ranks"
-        slots = {after.workers[worker].slot for worker in action.members if worker in after.workers}
-        assert slots.isdisjoint(after.evicted), "a slot that is to be given back is trained on"
-        going = {after.slots[slot].node for slot in slots} & after.draining.keys()
+        slots = {after.fleet.workers[worker].slot for worker in action.members if worker in after.fleet.workers}
+        assert slots.isdisjoint(after.fleet.evicted), "a slot that is to be given back is trained on"
+        going = {after.fleet.slots[slot].node for slot in slots} & after.fleet.draining.keys()
         # One that is begun once more by a restarted controller may have been begun before the notice.
         if going and not again:
             self.world.seen("begun on a node that is going, for want of another")
-            assert not any(after.draining[node].urgent for node in going if node), "begun on a node all but gone"
-            staying = [w for w in action.members if after.node_of(w) not in after.draining]
+            assert not any(after.fleet.draining[node].urgent for node in going if node), "begun on a node all but gone"
+            staying = [w for w in action.members if after.fleet.node_of(w) not in after.fleet.draining]
             assert len(staying) < scaling.min_workers, "a node that is going is trained on without need"
         assert action.holds == (after.gives_up_for is not None), "a run that is given up does another step"
         if after.stop_reason is not None:
@@ -172,60 +172,66 @@ class Invariants:
         if not again:
             assert (action.checkpoint, action.step) == (newest if newest else (None, 0))
             late = isinstance(event, ev.Tick)
-            answered = isinstance(event, ev.MemorySurveyed) or before.survey is None
+            answered = isinstance(event, ev.MemorySurveyed) or before.saved.survey is None
             assert late or answered or before.members, "a generation begins before the nodes said what they hold"
             if action.checkpoint is not None and is_snapshot(action.checkpoint):
-                self.world.seen("resize through memory" if before.phase and after.incident and after.incident.planned
-                                else "recovery from memory")  # fmt: skip
+                planned = after.trouble.incident is not None and after.trouble.incident.planned
+                self.world.seen("resize through memory" if planned else "recovery from memory")
             elif after.settings.snapshots.enabled and action.checkpoint and before.generation > before.first_generation:
                 self.world.seen("recovery from storage although there is memory")
-            if any(is_snapshot(name) for name in after.rejected):
+            if any(is_snapshot(name) for name in after.saved.rejected):
                 self.world.seen("a refused snapshot")
-            refused = [name for name in after.rejected if not is_snapshot(name)]
+            refused = [name for name in after.saved.rejected if not is_snapshot(name)]
             assert newest is not None or not refused, "a run began anew although its checkpoints were refused"
-            remaining = set(before.members_inside) & after.workers.keys()
+            remaining = set(before.members_inside) & after.fleet.workers.keys()
             assert not remaining or isinstance(before.phase, Ending | Pausing), "two generations at a time"
             for process in self.world.cluster.processes.values():
                 old = process.inside and process.generation < action.generation
-                assert not (old and process.worker in after.workers), "a worker is still inside an older generation"
+                assert not (old and process.worker in after.fleet.workers), (
+                    "a worker is still inside an older generation"
+                )
 
     def _newest(self, before: RunState, after: RunState, event: ev.Event) -> tuple[str, int] | None:
         """Worked out anew from what is known: the newest snapshot of the last survey, unless storage is further."""
-        snapshots = [(known.id, known.step) for known in before.snapshots]
-        if isinstance(event, ev.MemorySurveyed) and before.survey and before.survey.number == event.survey:
+        snapshots = [(known.id, known.step) for known in before.saved.snapshots]
+        if isinstance(event, ev.MemorySurveyed) and before.saved.survey and before.saved.survey.number == event.survey:
             snapshots = list(event.snapshots)
-        stored = [(known.id, known.step) for known in after.checkpoints if known.id not in after.rejected]
-        fits = [known for known in snapshots if not self.world.saved[known[0]].meets(after.skips)]
-        usable = [known for known in fits if known[0] not in after.rejected][:1]
+        stored = [(known.id, known.step) for known in after.saved.checkpoints if known.id not in after.saved.rejected]
+        fits = [known for known in snapshots if not self.world.saved[known[0]].meets(after.trouble.skips)]
+        usable = [known for known in fits if known[0] not in after.saved.rejected][:1]
         return max(stored + usable, key=lambda known: (known[1], is_snapshot(known[0])), default=None)
 
     def _members(self, state: RunState) -> None:
         phase, inside = state.phase, set(state.members_inside)
-        phases = {w.id for w in state.workers.values() if w.phase is WorkerPhase.MEMBER}
+        phases = {w.id for w in state.fleet.workers.values() if w.phase is WorkerPhase.MEMBER}
         assert phases == inside, "a worker believes to be a member of nothing"
         assert len(set(state.members)) == len(state.members)
         if isinstance(phase, Joining | Training):
             assert inside == set(state.members), "a generation goes on without one of its members"
             assert inside
         elif isinstance(phase, Pausing | Closing):
-            assert set(state.members) <= state.workers.keys(), "a member is gone and nothing is done about it"
+            assert set(state.members) <= state.fleet.workers.keys(), "a member is gone and nothing is done about it"
         elif isinstance(phase, Waiting | Finished):
             assert not state.members, "members without a generation"
-        for worker in state.workers.values():
-            assert worker.slot in state.slots, "a worker in a slot that is gone"
+        for worker in state.fleet.workers.values():
+            assert worker.slot in state.fleet.slots, "a worker in a slot that is gone"
 
     def _slots(self, before: RunState, state: RunState) -> None:
-        assert set(state.evicted) <= state.slots.keys(), "a slot that is gone is to be given back"
+        assert set(state.fleet.evicted) <= state.fleet.slots.keys(), "a slot that is gone is to be given back"
         if isinstance(state.phase, Training) and state.phase.first_step_done:
-            assert not state.evicted, "a slow slot is kept although the others train"
+            assert not state.fleet.evicted, "a slow slot is kept although the others train"
         self._slots_enough(state)
         books = (len(self.requested), len(self.released))
-        if before.slots is state.slots and before.workers is state.workers and books == self.books:
+        if (
+            before.fleet.slots is state.fleet.slots
+            and before.fleet.workers is state.fleet.workers
+            and books == self.books
+        ):
             return
         self.books = books
-        assert set(state.slots) == self.requested - self.released, "a slot was lost from the books"
-        counts = Counter(worker.slot for worker in state.workers.values())
-        for slot in state.slots.values():
+        assert set(state.fleet.slots) == self.requested - self.released, "a slot was lost from the books"
+        counts = Counter(worker.slot for worker in state.fleet.workers.values())
+        for slot in state.fleet.slots.values():
             count = counts[slot.id]
             assert count <= state.settings.scaling.workers_per_slot, "too many workers in a slot"
             full = count == state.settings.scaling.workers_per_slot
@@ -235,9 +241,9 @@ class Invariants:
     def _slots_enough(self, state: RunState) -> None:
         """Never more than allowed, but for those on nodes that are going; a node that stays after all may leave too
         many until the generation trains."""
-        staying = [slot for slot in state.slots.values() if slot.node not in state.draining]
+        staying = [slot for slot in state.fleet.slots.values() if slot.node not in state.fleet.draining]
         steady = isinstance(state.phase, Training) and state.phase.first_step_done
-        used = {state.workers[worker].slot for worker in state.members if worker in state.workers}
+        used = {state.fleet.workers[worker].slot for worker in state.members if worker in state.fleet.workers}
         if steady:
             # Where each of them has lost a worker, the members may be in more slots than they would fill.
             unused = [slot for slot in staying if slot.id not in used]
@@ -245,11 +251,11 @@ class Invariants:
         elif not self.stayed:
             assert len(staying) <= state.settings.scaling.max_slots, "more slots than allowed"
         if steady:
-            going = {slot.id for slot in state.slots.values() if slot.node in state.draining}
+            going = {slot.id for slot in state.fleet.slots.values() if slot.node in state.fleet.draining}
             assert going <= used, "a slot is kept on a node that is going, and nobody trains there"
 
     def _budgets(self, state: RunState) -> None:
-        streaks, limits = state.streaks, state.settings.failures
+        streaks, limits = state.trouble.streaks, state.settings.failures
         if not isinstance(state.phase, Finished):
             assert streaks.crashes <= limits.crash_streak, "a budget was overdrawn"
             assert streaks.user_errors <= limits.user_error_retries, "a budget was overdrawn"
@@ -258,24 +264,26 @@ class Invariants:
     def _anomalies(self, before: RunState, after: RunState) -> None:
         """Bounded, and what is left out stays left out; a state behind an anomaly is not known any more."""
         settings = after.settings.anomalies
-        for end in after.anomalies if not isinstance(after.phase, Ending | Finished) else ():
-            recent = [a for a in after.anomalies if end.step - settings.window_steps < a.step <= end.step]
+        for end in after.trouble.anomalies if not isinstance(after.phase, Ending | Finished) else ():
+            recent = [a for a in after.trouble.anomalies if end.step - settings.window_steps < a.step <= end.step]
             if after.gives_up_for is not None:
                 continue
             assert settings.policy != "stop", "the run goes on although it should have stopped"
-            assert len(recent) <= settings.max_anomalies or end is not after.anomalies[-1], "too many anomalies"
-        for start, stop in before.skips:
-            assert any(s <= start and stop <= e for s, e in after.skips), "what was left out came back"
-        for known in after.checkpoints:
-            self.world.saved[known.id].disjoint(after.skips)
+            assert len(recent) <= settings.max_anomalies or end is not after.trouble.anomalies[-1], "too many anomalies"
+        for start, stop in before.trouble.skips:
+            assert any(s <= start and stop <= e for s, e in after.trouble.skips), "what was left out came back"
+        for known in after.saved.checkpoints:
+            self.world.saved[known.id].disjoint(after.trouble.skips)
 
     def _incidents(self, before: RunState, after: RunState) -> None:
-        if before.incident is not None and (after.incident is None or after.incident.id != before.incident.id):
-            assert before.incident.id in self.closed, "an incident vanished without a record"
+        if before.trouble.incident is not None and (
+            after.trouble.incident is None or after.trouble.incident.id != before.trouble.incident.id
+        ):
+            assert before.trouble.incident.id in self.closed, "an incident vanished without a record"
         if isinstance(after.phase, Ending):
-            assert after.incident is not None, "a generation fails without an incident"
+            assert after.trouble.incident is not None, "a generation fails without an incident"
         if isinstance(after.phase, Training) and after.phase.first_step_done:
-            assert after.incident is None, "an incident stays open while training goes on"
+            assert after.trouble.incident is None, "an incident stays open while training goes on"
 
     def _waits_for_something(self, state: RunState) -> None:
         """Nothing is waited for without a time limit or the name of who has to act."""
@@ -283,13 +291,13 @@ class Invariants:
         if isinstance(phase, Joining | Pausing | Ending | Closing):
             assert machine.next_deadline(state, machine.DEFAULT_POLICY) is not None, f"{phase} may last for ever"
         if isinstance(phase, Waiting):
-            pending = any(slot.phase is SlotPhase.PENDING for slot in state.slots.values())
+            pending = any(slot.phase is SlotPhase.PENDING for slot in state.fleet.slots.values())
             # What other runs need is looked at every second.
-            awaited = pending or state.slot_limit is not None or state.control_store_away
+            awaited = pending or state.fleet.slot_limit is not None or state.fleet.control_store_away
             assert awaited or machine.next_deadline(state, machine.DEFAULT_POLICY) is not None, f"{state} waits"
             assert phase.reason, "a wait without a reason"
-        if state.suspicion is not None:
-            assert state.suspicion.suspects, "a suspicion of nobody"
+        if state.trouble.suspicion is not None:
+            assert state.trouble.suspicion.suspects, "a suspicion of nobody"
 
     # --- what was reached ---
 
@@ -299,37 +307,51 @@ class Invariants:
             seen(f"failure in {type(old).__name__}")
         elif isinstance(new, Ending) and isinstance(old, Ending) and new.lost > old.lost:
             seen("loss in Ending")
-        if isinstance(new, Joining) and not isinstance(old, Joining) and after.incident and after.incident.planned:
-            seen("growth" if after.world_size > after.incident.world_size else "planned end without growth")
+        if (
+            isinstance(new, Joining)
+            and not isinstance(old, Joining)
+            and after.trouble.incident
+            and after.trouble.incident.planned
+        ):
+            seen("growth" if after.world_size > after.trouble.incident.world_size else "planned end without growth")
         if isinstance(new, Finished) and not isinstance(old, Finished):
             seen(f"finished: {new.status}")
             if new.status == FINISHED and isinstance(old, Waiting | Ending):
                 seen("finished without its last generation")
             if new.status == STOPPED:
                 seen(f"stopped in {type(old).__name__}")
-        if len(after.anomalies) > len(before.anomalies) and after.incident and after.incident.lost_workers:
+        if (
+            len(after.trouble.anomalies) > len(before.trouble.anomalies)
+            and after.trouble.incident
+            and after.trouble.incident.lost_workers
+        ):
             seen("anomaly beside a lost node")
-        if len(after.evicted) > len(before.evicted):
+        if len(after.fleet.evicted) > len(before.fleet.evicted):
             seen("eviction")
-        if isinstance(new, Training) and len(after.evicted) < len(before.evicted):
+        if isinstance(new, Training) and len(after.fleet.evicted) < len(before.fleet.evicted):
             seen("slow slot given back")
         if isinstance(new, Joining) and not isinstance(old, Joining) and isinstance(old, Waiting | Pausing):
-            left = after.incident and after.incident.planned and after.evicted
-            if left and after.draining:
+            left = after.trouble.incident and after.trouble.incident.planned and after.fleet.evicted
+            if left and after.fleet.draining:
                 seen("left a node that is going")
         if isinstance(new, Pausing) and new.purpose == "share" and not isinstance(old, Pausing):
             seen("room made for another run")
-            left = {place for m in after.members if (place := after.workers[m].slot) not in after.evicted}
+            left = {place for m in after.members if (place := after.fleet.workers[m].slot) not in after.fleet.evicted}
             assert len(left) >= after.settings.scaling.min_slots, "a run that trains is stopped for another one"
-        if before.slots and not after.slots and isinstance(new, Waiting) and after.slot_limit is not None:
+        if (
+            before.fleet.slots
+            and not after.fleet.slots
+            and isinstance(new, Waiting)
+            and after.fleet.slot_limit is not None
+        ):
             seen("let go of everything for another run")
         if isinstance(new, Pausing) and new.purpose == "drain" and new.durable and after.settings.snapshots.enabled:
             seen("too few without the node that is going")
-        if after.control_store_away:
+        if after.fleet.control_store_away:
             seen("the control store is away")
             if isinstance(new, Joining) and not isinstance(old, Joining):
                 seen("begun without the control store")
-        if after.false_alarms > before.false_alarms:
+        if after.trouble.false_alarms > before.trouble.false_alarms:
             seen("false alarm")
         for action in actions:
             if isinstance(action, act.Note):
@@ -348,13 +370,13 @@ class Invariants:
         assert self.requested == self.released, "slots were not given back"
         assert not self.world.cluster.placed, "the cluster still holds slots"
         assert not self.world.cluster.pending, "the cluster still looks for slots"
-        assert self.closed == set(range(1, state.incidents + 1)), "an incident has no record"
-        assert not state.slots
-        assert not state.workers
+        assert self.closed == set(range(1, state.trouble.incidents + 1)), "an incident has no record"
+        assert not state.fleet.slots
+        assert not state.fleet.workers
         if plan.liveness:
             assert state.phase.status == "finished", f"{state.phase.status}: {state.phase.reason}"
-        for known in state.checkpoints:
-            self.world.saved[known.id].each_once(state.skips, plan.bad_batches)
+        for known in state.saved.checkpoints:
+            self.world.saved[known.id].each_once(state.trouble.skips, plan.bad_batches)
         if state.phase.status == "finished":
             newest = max(step for _, step in self.world.storage.committed)
             assert newest == plan.max_steps, f"finished, but the newest checkpoint is of step {newest}"

@@ -82,14 +82,14 @@ def calm(faults: tuple[Fault, ...] = (), memory: bool = False, **more: object) -
 def test_a_run_without_faults_is_one_generation_without_incidents() -> None:
     world = World(0, calm())
     world.run()
-    assert (world.controller.state.generation, world.controller.state.incidents) == (1, 0)
+    assert (world.controller.state.generation, world.controller.state.trouble.incidents) == (1, 0)
     assert world.clock.now - world.begin_s < 40
 
 
 def test_a_lost_node_costs_seconds_and_the_steps_since_the_checkpoint() -> None:
     world = World(0, calm((Fault("kill_node", 12.0, 0.0),)))
     world.run()
-    assert world.controller.state.incidents == 1
+    assert world.controller.state.trouble.incidents == 1
     assert world.controller.state.generation == 2
     assert world.clock.now - world.begin_s < 50
 
@@ -132,7 +132,7 @@ def test_a_run_that_is_given_up_for_an_anomaly_keeps_what_is_in_memory_only() ->
         world = World(seed, plan)
         world.run()
         state = world.controller.state
-        (found,) = state.anomalies
+        (found,) = state.trouble.anomalies
         assert "finished: gave-up" in world.sometimes
         assert max(step for _, step in world.storage.committed) == found.step == state.furthest_step > 3
 
@@ -145,7 +145,7 @@ def test_a_message_that_was_taken_and_not_written_down_is_not_waited_for(phase: 
         world = World(seed, calm((Fault("lose_message", after_s + seed / 100, 0.0, 2.0, phase),)))
         world.run()
         lost += "a message that was taken and not written down" in world.sometimes
-        assert (world.controller.state.generation, world.controller.state.incidents) == (1, 0)
+        assert (world.controller.state.generation, world.controller.state.trouble.incidents) == (1, 0)
         assert world.clock.now - world.begin_s < 45
     assert lost > 10
 
@@ -180,7 +180,7 @@ def test_a_checkpoint_of_an_abandoned_timeline_may_come_as_late_as_it_likes() ->
         world = World(seed, calm(faults))
         world.run()
         assert "came late and does not count" in world.sometimes
-        (left_out,) = world.controller.state.skips
+        (left_out,) = world.controller.state.trouble.skips
         assert left_out[0] < 50
 
 
@@ -198,7 +198,7 @@ def test_a_hundred_servers_live_through_the_worst_weeks_of_a_real_trace() -> Non
     """Eight days with many faults within minutes of each other; a day takes less than seven minutes here."""
     world = World(0, trace.plan(60, 68, slots=100, low=50, seconds_per_day=400))
     world.run()
-    assert world.controller.state.incidents > 25
+    assert world.controller.state.trouble.incidents > 25
     assert {"growth", "failure in Joining", "late waker", "incident node-frozen"} <= world.sometimes
 
 

@@ -8,7 +8,8 @@ from typing import Any
 from elastic.core import events as ev
 from elastic.core.checkpoint.snapshots import is_snapshot
 from elastic.core.data.steps import Range
-from elastic.core.run.state import RunState, SlotPhase, Training, WorkerPhase
+from elastic.core.run.phase import Training
+from elastic.core.run.state import RunState, SlotPhase, WorkerPhase
 from simulation.clock import Clock
 from simulation.cluster import Cluster, Storage
 from simulation.controller import Controller
@@ -97,7 +98,7 @@ class World:
     def silence(self, processes: list[Process], node: Node | None) -> None:
         """Silent workers are reported, and again after every second of silence."""
         silent = tuple(p.worker for p in processes if p.frozen or not p.alive)
-        silent = tuple(worker for worker in silent if worker in self.controller.state.workers)
+        silent = tuple(worker for worker in silent if worker in self.controller.state.fleet.workers)
         if not silent or self.controller.over:
             return
         whole = node is not None and (node.frozen or not node.alive)
@@ -114,24 +115,24 @@ class World:
     def reattach(self, state: RunState) -> ev.ControllerRestarted:
         """What a restarted controller finds: strangers are ended, and the dead are noticed."""
         there = [process for process in self.cluster.processes.values() if process.alive]
-        known = [process for process in there if process.worker in state.workers and process.status != "starting"]
+        known = [process for process in there if process.worker in state.fleet.workers and process.status != "starting"]
         heard = [max(process.generation, process.ended) for process in known if not process.frozen]
         slots = [*self.cluster.pending, *self.cluster.placed]
         found = ev.ControllerRestarted(
             0, max(heard, default=0), max(slots, default=-1) + 1, max([-1, *(p.worker for p in there)]) + 1
         )
-        for slot in [slot for slot in (*self.cluster.pending, *self.cluster.placed) if slot not in state.slots]:
+        for slot in [slot for slot in (*self.cluster.pending, *self.cluster.placed) if slot not in state.fleet.slots]:
             self.cluster.release(slot)
         for process in self.cluster.processes.values():
-            if process.alive and process.worker not in state.workers:
+            if process.alive and process.worker not in state.fleet.workers:
                 self.cluster.kill(process)
         self.cluster.tell_draining()
         self.cluster.tell_share()
-        for worker in state.workers.values():
+        for worker in state.fleet.workers.values():
             known = self.cluster.processes.get(worker.id)
             if worker.phase is not WorkerPhase.STARTING and known is not None and not known.alive:
                 self.tell(ev.WorkerDied(worker.id, "it was gone when the controller came back"), 0.05)
-        for slot in state.slots.values():
+        for slot in state.fleet.slots.values():
             node = self.cluster.placed.get(slot.id)
             if slot.phase is SlotPhase.PLACED and (node is None or not node.alive):
                 self.tell(ev.SlotLost(slot.id, "its node was gone when the controller came back"), 0.05)
@@ -141,7 +142,7 @@ class World:
         """What workers have said and no journal has, each in its order; and what follows again from their reports."""
         written = {id(event) for event, _ in self.controller.journal}
         for process in self.cluster.processes.values():
-            if process.alive and process.worker in state.workers:
+            if process.alive and process.worker in state.fleet.workers:
                 for event in [event for event in process.told if id(event) not in written]:
                     self.send(process, event)
         for event in lost:

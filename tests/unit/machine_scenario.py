@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 from elastic.core import actions as act
 from elastic.core import events as ev
 from elastic.core.run import machine
-from elastic.core.run.state import Finished, RunPhase, SlotPhase, WorkerPhase
+from elastic.core.run.phase import Finished, RunPhase
+from elastic.core.run.state import SlotPhase, WorkerPhase
 from elastic.core.settings import FailureSettings, RunSettings, ScalingSettings, SnapshotSettings
 
 A = TypeVar("A")
@@ -66,9 +67,11 @@ class Scenario:
 
     def nodes(self, count: int) -> Scenario:
         """This many pending slots get a node each, and their workers come up."""
-        pending = [slot.id for slot in self.state.slots.values() if slot.phase is SlotPhase.PENDING][:count]
+        pending = [slot.id for slot in self.state.fleet.slots.values() if slot.phase is SlotPhase.PENDING][:count]
         self.do(*(ev.SlotPlaced(slot, f"node-{slot}") for slot in pending))
-        starting = [w.id for w in self.state.workers.values() if w.phase is WorkerPhase.STARTING and w.slot in pending]
+        starting = [
+            w.id for w in self.state.fleet.workers.values() if w.phase is WorkerPhase.STARTING and w.slot in pending
+        ]
         done, events = list(self.last), [ev.WorkerReady(worker, 100 + worker, "host") for worker in starting]
         self.do(*events)
         self.last = done + self.last
@@ -100,7 +103,7 @@ class Scenario:
         return self.do(*(ev.WorkerCompleted(self.state.generation, worker, step, reached_end) for worker in who))
 
     def lose_node(self, worker: int, evidence: str = "the raylet is gone") -> Scenario:
-        return self.do(ev.SlotLost(self.state.workers[worker].slot, evidence))
+        return self.do(ev.SlotLost(self.state.fleet.workers[worker].slot, evidence))
 
     def broken(self, *workers: int, step: int = 1) -> Scenario:
         """The collective fails on these members; everybody leaves alive."""

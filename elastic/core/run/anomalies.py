@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from elastic.core.data.steps import Range, union
 from elastic.core.events import AnomalyFound, StepSkipped
-from elastic.core.run.anomaly import Anomaly, reason_to_end
+from elastic.core.run.budgets import anomaly_budget_spent
 from elastic.core.run.recovery import fail_generation
+from elastic.core.run.state import Anomaly
 from elastic.core.run.transition import Transition
 
 _KEPT = 100
@@ -17,7 +18,7 @@ def anomaly_found(transition: Transition, event: AnomalyFound) -> None:
     if event.worker not in state.members:
         return
     evidence = f"{transition.name_of(event.worker)}: the {event.kind} of step {event.step + 1} is {event.value}"
-    if not any(known.undone and known.generation == event.generation for known in state.anomalies):
+    if not any(known.undone and known.generation == event.generation for known in state.trouble.anomalies):
         _remember(transition, Anomaly(event.generation, event.step, evidence, undone=True))
         _forget_what_lies_behind(transition, event.step)
         if state.settings.anomalies.policy == "rollback":
@@ -27,7 +28,7 @@ def anomaly_found(transition: Transition, event: AnomalyFound) -> None:
 
 def step_skipped(transition: Transition, event: StepSkipped) -> None:
     """The members have left the weights as they were and gone on. Bounded: a model that is lost would skip for ever."""
-    known = ((a.generation, a.step, a.undone) for a in transition.state.anomalies)
+    known = ((a.generation, a.step, a.undone) for a in transition.trouble.anomalies)
     if (event.generation, event.step - 1, False) in known:
         # Told once more after a restart of the controller.
         return
@@ -36,18 +37,18 @@ def step_skipped(transition: Transition, event: StepSkipped) -> None:
         f"step {event.step} was not applied: {event.what}; {_samples(event.positions)} are skipped", "anomaly"
     )
     transition.set(furthest_step=max(transition.state.furthest_step, event.step))
-    reason = reason_to_end(transition.state)
+    reason = anomaly_budget_spent(transition.state)
     if reason is not None:
         fail_generation(transition, "anomaly", reason, event.step)
 
 
 def _remember(transition: Transition, anomaly: Anomaly) -> None:
-    transition.set(anomalies=(*transition.state.anomalies[-_KEPT + 1 :], anomaly))
+    transition.set_trouble(anomalies=(*transition.trouble.anomalies[-_KEPT + 1 :], anomaly))
 
 
 def _leave_out(transition: Transition, event: AnomalyFound, evidence: str) -> None:
-    skips = union((*transition.state.skips, *event.positions))
-    transition.set(skips=skips)
+    skips = union((*transition.trouble.skips, *event.positions))
+    transition.set_trouble(skips=skips)
     transition.say(
         f"{evidence}; {_samples(event.positions)} are skipped, step {event.step + 1} is done with the next ones",
         kind="anomaly",
@@ -57,9 +58,9 @@ def _leave_out(transition: Transition, event: AnomalyFound, evidence: str) -> No
 
 def _forget_what_lies_behind(transition: Transition, step: int) -> None:
     """Usually nothing: the members do not save a step that they have found to be no good."""
-    kept = tuple(known for known in transition.state.checkpoints if known.step <= step)
-    if len(kept) < len(transition.state.checkpoints):
-        transition.set(checkpoints=kept)
+    kept = tuple(known for known in transition.saved.checkpoints if known.step <= step)
+    if len(kept) < len(transition.saved.checkpoints):
+        transition.set_saved(checkpoints=kept)
 
 
 def _samples(ranges: tuple[Range, ...]) -> str:

@@ -9,14 +9,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elastic.core.events import ControlStoreAway, ControlStoreBack
-from elastic.core.run.state import Waiting, WorkerPhase
+from elastic.core.run.phase import Waiting
+from elastic.core.run.state import WorkerPhase
 from elastic.core.run.transition import Transition
 
 
 def away(transition: Transition, event: ControlStoreAway) -> None:
-    if transition.state.control_store_away:
+    if transition.fleet.control_store_away:
         return
-    transition.set(control_store_away=True)
+    transition.set_fleet(control_store_away=True)
     transition.say(
         f"Ray's control store has not answered for {event.silent_s:.1f} s: training goes on, "
         "nodes and workers can come again when it is back",
@@ -25,9 +26,9 @@ def away(transition: Transition, event: ControlStoreAway) -> None:
 
 
 def back(transition: Transition, event: ControlStoreBack) -> None:
-    if not transition.state.control_store_away:
+    if not transition.fleet.control_store_away:
         return
-    transition.set(control_store_away=False)
+    transition.set_fleet(control_store_away=False)
     restart_starts(transition)
     if isinstance(transition.state.phase, Waiting):
         transition.enter(replace(transition.state.phase, since=transition.now))
@@ -36,6 +37,6 @@ def back(transition: Transition, event: ControlStoreBack) -> None:
 
 def restart_starts(transition: Transition) -> None:
     """Nobody could start meanwhile, so nobody is late."""
-    for worker in transition.state.workers.values():
+    for worker in transition.fleet.workers.values():
         if worker.phase is WorkerPhase.STARTING:
             transition.put_worker(replace(worker, since=transition.now))

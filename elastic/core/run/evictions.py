@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from elastic.core.events import StragglerFound
 from elastic.core.run.generations import start_pause
-from elastic.core.run.state import RunState, Training, Waiting
+from elastic.core.run.phase import Training, Waiting
+from elastic.core.run.state import RunState
 from elastic.core.run.transition import Transition
 
 
 def straggler_found(transition: Transition, event: StragglerFound) -> None:
     state = transition.state
-    if event.worker not in state.members or event.worker not in state.workers:
+    if event.worker not in state.members or event.worker not in state.fleet.workers:
         return  # Of one that has been written off since there is nothing left to say.
     settings, name = state.settings.stragglers, transition.name_of(event.worker)
     windows = f"{event.windows} windows of {settings.window_steps} steps running"
@@ -22,17 +23,19 @@ def straggler_found(transition: Transition, event: StragglerFound) -> None:
         f"{name} needs {event.factor:.2f} times as long as its peers for its own part of a step "
         f"({event.own_s:.4g} s, they {event.peers_s:.4g} s), {windows}"
     )
-    transition.say(told, kind="straggler", worker=event.worker, node=state.node_of(event.worker), factor=event.factor)
+    transition.say(
+        told, kind="straggler", worker=event.worker, node=state.fleet.node_of(event.worker), factor=event.factor
+    )
     if settings.policy == "evict" and event.confirmed:
         _evict(transition, event.worker, told)
 
 
 def _evict(transition: Transition, worker: int, why: str) -> None:
     state = transition.state
-    phase, slot = state.phase, state.workers[worker].slot
+    phase, slot = state.phase, state.fleet.workers[worker].slot
     if not isinstance(phase, Training) or phase.completed or not phase.first_step_done or state.stop_reason is not None:
         return
-    left = sum(state.workers[member].slot != slot for member in state.members)
+    left = sum(state.fleet.workers[member].slot != slot for member in state.members)
     idle = len(transition.idle_workers())
     if left + idle < state.settings.scaling.min_workers:
         low = state.settings.scaling.min_workers
@@ -40,7 +43,7 @@ def _evict(transition: Transition, worker: int, why: str) -> None:
             f"{transition.name_of(worker)} is kept all the same: {left + idle} would be left of at least {low}"
         )
         return
-    transition.set(evicted=(*state.evicted, slot))
+    transition.set_fleet(evicted=(*state.fleet.evicted, slot))
     start_pause(transition, "evict", f"slot {slot} is given back: {why}")
 
 
@@ -48,11 +51,11 @@ def give_back_evicted(transition: Transition) -> None:
     """Once the others train their memory has what is needed; where they cannot go on alone, it is taken back in."""
     state, phase = transition.state, transition.state.phase
     if isinstance(phase, Training) and phase.first_step_done:
-        for slot_id in state.evicted:
-            slot = state.slots[slot_id]
+        for slot_id in state.fleet.evicted:
+            slot = state.fleet.slots[slot_id]
             if any(worker.id in state.members for worker in transition.workers_in(slot_id)):
                 continue
-            if slot_id in state.ceded:
+            if slot_id in state.fleet.ceded:
                 transition.drop_slot(slot_id, "another run needs it")
                 continue
             if slot.node is not None:
@@ -60,12 +63,12 @@ def give_back_evicted(transition: Transition) -> None:
             transition.drop_slot(slot_id, "the others go on without it")
     elif isinstance(phase, Waiting) and len(transition.idle_workers()) < state.settings.scaling.min_workers:
         # There is no way to keep one whose node is all but gone.
-        lost = tuple(slot for slot in state.evicted if _is_urgent(state, slot))
-        if lost != state.evicted:
+        lost = tuple(slot for slot in state.fleet.evicted if _is_urgent(state, slot))
+        if lost != state.fleet.evicted:
             transition.say("the run cannot go on without the slot that was to be given back: it is kept")
-            transition.set(evicted=lost)
+            transition.set_fleet(evicted=lost)
 
 
 def _is_urgent(state: RunState, slot: int) -> bool:
-    notice = state.draining.get(state.slots[slot].node or "")
+    notice = state.fleet.draining.get(state.fleet.slots[slot].node or "")
     return notice is not None and notice.urgent

@@ -20,9 +20,9 @@ from elastic.core.events import (
     WorkerCompleted,
     WorkerLeft,
 )
-from elastic.core.run.anomaly import counts
+from elastic.core.run.phase import Closing, Ending, Joining, Pausing, Training
 from elastic.core.run.recovery import backdate, close_incident, fail_generation, open_incident, reject_checkpoint
-from elastic.core.run.state import Closing, Ending, Joining, KnownCheckpoint, Pausing, Training, WorkerPhase
+from elastic.core.run.state import KnownCheckpoint, WorkerPhase
 from elastic.core.run.transition import Transition
 
 _KEPT = 100
@@ -31,7 +31,7 @@ _KEPT = 100
 def begin(transition: Transition, size: int, reason: str) -> None:
     """Start the next generation on the first `size` idle workers, from the newest good state."""
     members = tuple(worker.id for worker in transition.idle_workers()[:size])
-    base = transition.state.newest_state
+    base = transition.saved.newest_state
     step = base.step if base else 0
     number = transition.state.generation + 1
     repeated = max(0, transition.state.furthest_step - step)
@@ -40,11 +40,10 @@ def begin(transition: Transition, size: int, reason: str) -> None:
         next_generation=number, next_world_size=size, resumed_step=step, steps_repeated=repeated,
         source=source_of(base),
     )  # fmt: skip
-    transition.set(
-        generation=number, members=members, base=base, start_step=step, done_step=None,
-        # Writes of earlier generations that still failed are over; this one's own will tell.
-        storage_failing=False, cannot_save=(), snapshots=(), survey=None, reached=frozenset(),
-    )  # fmt: skip
+    transition.set(generation=number, members=members, base=base, start_step=step, done_step=None)
+    # Failing writes of earlier generations no longer matter; this generation's own writes will show.
+    transition.set_saved(storage_failing=False, cannot_save=(), snapshots=(), survey=None)
+    transition.set_fleet(reached=frozenset())
     transition.set_phase(members, WorkerPhase.MEMBER)
     transition.enter(Joining(transition.now))
     origin = f"{source_of(base)}, {base.id}, step {step}" if base else "the beginning"
@@ -54,7 +53,7 @@ def begin(transition: Transition, size: int, reason: str) -> None:
         number=number, world_size=size, step=step,
     )  # fmt: skip
     holds = transition.state.gives_up_for is not None
-    transition.do(BeginGeneration(number, members, base.id if base else None, step, transition.state.skips, holds))
+    transition.do(BeginGeneration(number, members, base.id if base else None, step, transition.trouble.skips, holds))
 
 
 def source_of(base: KnownCheckpoint | None) -> str:
@@ -107,7 +106,7 @@ def first_step_done(transition: Transition, event: FirstStepDone) -> None:
     transition.enter(replace(phase, first_step_done=True))
     transition.set(furthest_step=max(transition.state.furthest_step, event.step))
     transition.mark("first_step")
-    incident = transition.state.incident
+    incident = transition.trouble.incident
     if incident is not None:
         seconds = transition.now - incident.times["symptom"]
         transition.say(
@@ -154,8 +153,8 @@ def _promised(transition: Transition, phase: Pausing, worker: int, step: int) ->
 
 def memory_lost(transition: Transition, event: MemoryLost) -> None:
     """Told by every member; said once."""
-    if transition.state.memory_lost_in < event.generation:
-        transition.set(memory_lost_in=event.generation)
+    if transition.saved.memory_lost_in < event.generation:
+        transition.set_saved(memory_lost_in=event.generation)
         transition.say(
             f"no more snapshots are taken into memory: {event.reason}; a failure now goes back to storage",
             kind="memory",
@@ -260,16 +259,16 @@ def progress_stalled(transition: Transition, event: ProgressStalled) -> None:
 
 
 def checkpoint_committed(transition: Transition, event: CheckpointCommitted) -> None:
-    if not counts(transition.state, event.by_generation, event.step):
+    if not transition.trouble.counts(event.by_generation, event.step):
         transition.say(
             f"checkpoint {event.checkpoint} came late and does not count: it lies behind an anomaly", "anomaly"
         )
         return
     known = KnownCheckpoint(event.checkpoint, event.step)
-    if known not in transition.state.checkpoints:
+    if known not in transition.saved.checkpoints:
         # Retention keeps fewer than these; a list that grew for months would slow every transition.
-        transition.set(checkpoints=(known, *transition.state.checkpoints[: _KEPT - 1]))
+        transition.set_saved(checkpoints=(known, *transition.saved.checkpoints[: _KEPT - 1]))
     transition.set(furthest_step=max(transition.state.furthest_step, event.step))
-    if transition.state.storage_failing:
+    if transition.saved.storage_failing:
         transition.say(f"storage takes checkpoints again: {event.checkpoint}", kind="storage")
-    transition.set(storage_failing=False, cannot_save=())
+    transition.set_saved(storage_failing=False, cannot_save=())

@@ -36,21 +36,11 @@ from elastic.core.run import (
     slot_demand,
     storage_trouble,
 )
+from elastic.core.run.phase import Closing, Ending, Finished, Joining, Pausing, Waiting
 from elastic.core.run.reconcile import next_deadline as next_deadline
 from elastic.core.run.reconcile import reconcile
 from elastic.core.run.recovery import end_unknown_generation, in_generation
-from elastic.core.run.state import (
-    Closing,
-    Ending,
-    Finished,
-    Joining,
-    KnownCheckpoint,
-    Pausing,
-    RunState,
-    SlotPhase,
-    Waiting,
-    WorkerPhase,
-)
+from elastic.core.run.state import KnownCheckpoint, RunState, SlotPhase, WorkerPhase
 from elastic.core.run.transition import Transition
 from elastic.core.settings import RunSettings
 
@@ -91,22 +81,24 @@ def reissue(state: RunState) -> tuple[Action, ...]:
     phase = state.phase
     actions: list[Action] = []
     per_slot = state.settings.scaling.workers_per_slot
-    pending = (slot for slot in state.slots.values() if slot.phase is SlotPhase.PENDING)
+    pending = (slot for slot in state.fleet.slots.values() if slot.phase is SlotPhase.PENDING)
     actions += [RequestSlot(slot.id, per_slot, slot.avoid) for slot in pending]
-    starting = (worker for worker in state.workers.values() if worker.phase is WorkerPhase.STARTING)
+    starting = (worker for worker in state.fleet.workers.values() if worker.phase is WorkerPhase.STARTING)
     actions += [StartWorker(worker.id, worker.slot) for worker in starting]
     if isinstance(phase, Joining):
         base = state.base.id if state.base else None
         holds = state.gives_up_for is not None
-        actions.append(BeginGeneration(state.generation, state.members, base, state.start_step, state.skips, holds))
+        actions.append(
+            BeginGeneration(state.generation, state.members, base, state.start_step, state.trouble.skips, holds)
+        )
     elif isinstance(phase, Ending):
         actions.append(EndGeneration(state.generation, state.members_inside, "the controller was restarted meanwhile"))
     elif isinstance(phase, Pausing) and phase.stop_at is None:
         actions.append(AskHold(state.generation, state.members_inside))
     elif isinstance(phase, Pausing) and phase.stop_at is not None:
         actions.append(ConfirmHold(state.generation, state.members_inside, phase.stop_at, phase.durable))
-    if state.survey is not None:
-        actions.append(SurveyMemory(state.survey.number, state.nodes, state.survey.reach))
+    if state.saved.survey is not None:
+        actions.append(SurveyMemory(state.saved.survey.number, state.fleet.nodes, state.saved.survey.reach))
     if isinstance(phase, Finished):
         actions.append(FinishRun(phase.status, phase.reason))
     return tuple(actions)
@@ -198,10 +190,11 @@ def _apply_to_generation(transition: Transition, event: ev.GenerationEvent) -> N
 def _restart_clocks(transition: Transition) -> None:
     """Nobody listened while the controller was away, so nobody is late: every time limit starts anew."""
     # Ray has just placed this controller, so its control store is there.
-    transition.set(suspicion=None, control_store_away=False)
+    transition.set_trouble(suspicion=None)
+    transition.set_fleet(control_store_away=False)
     failures, phase, now = transition.state.settings.failures, transition.state.phase, transition.now
-    if transition.state.survey is not None:
-        transition.set(survey=replace(transition.state.survey, deadline=now + failures.survey_timeout_s))
+    if transition.saved.survey is not None:
+        transition.set_saved(survey=replace(transition.saved.survey, deadline=now + failures.survey_timeout_s))
     control_store.restart_starts(transition)
     if isinstance(phase, Waiting | Joining):
         transition.enter(replace(phase, since=now))
@@ -216,22 +209,26 @@ def _restart_clocks(transition: Transition) -> None:
 def _catch_up(transition: Transition, event: ev.ControllerRestarted) -> None:
     """Numbers that the controller before gave out without living to write it down are not given out again."""
     state = transition.state
-    transition.set(next_slot=max(state.next_slot, event.next_slot))
-    transition.set(next_worker=max(state.next_worker, event.next_worker))
+    transition.set_fleet(next_slot=max(state.fleet.next_slot, event.next_slot))
+    transition.set_fleet(next_worker=max(state.fleet.next_worker, event.next_worker))
     if event.newest_generation > state.generation:
         end_unknown_generation(transition, event.newest_generation)
 
 
 def _run_started(transition: Transition, event: ev.RunStarted) -> None:
-    if transition.state.next_slot:
+    if transition.fleet.next_slot:
         return
     known = tuple(KnownCheckpoint(name, step) for name, step in event.checkpoints)
     furthest = max((checkpoint.step for checkpoint in known), default=0)
+    transition.set_saved(checkpoints=known)
     transition.set(
-        checkpoints=known, furthest_step=furthest, phase=Waiting(transition.now, "starting"),
-        generation=event.last_generation, first_generation=event.last_generation, skips=event.skips,
+        furthest_step=furthest,
+        phase=Waiting(transition.now, "starting"),
+        generation=event.last_generation,
+        first_generation=event.last_generation,
         started_at=transition.now,
-    )  # fmt: skip
+    )
+    transition.set_trouble(skips=event.skips)  # fmt: skip
     scaling = transition.state.settings.scaling
     origin = f"from step {furthest} of an earlier run" if known else "from the beginning"
     transition.say(f"the run starts {origin} with {scaling.min_workers} to {scaling.max_workers} workers", kind="start")

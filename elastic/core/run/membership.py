@@ -15,33 +15,21 @@ from elastic.core.events import (
     WorkerStartFailed,
 )
 from elastic.core.policy.quarantine import avoided
-from elastic.core.run.recovery import backdate, fail_generation, finish, hold_back_slots, record_loss, survey_memory
-from elastic.core.run.state import (
-    GAVE_UP,
-    USAGE,
-    Closing,
-    Ending,
-    Joining,
-    Pausing,
-    RunState,
-    SlotPhase,
-    Suspicion,
-    Training,
-    Waiting,
-    Worker,
-    WorkerPhase,
-)
+from elastic.core.run.budgets import hold_back_slots
+from elastic.core.run.phase import GAVE_UP, USAGE, Closing, Ending, Joining, Pausing, Training, Waiting
+from elastic.core.run.recovery import backdate, fail_generation, finish, record_loss, survey_memory
+from elastic.core.run.state import RunState, SlotPhase, Suspicion, Worker, WorkerPhase
 from elastic.core.run.transition import Transition
 
 
 def slot_placed(transition: Transition, event: SlotPlaced) -> None:
-    slot = transition.state.slots.get(event.slot)
+    slot = transition.fleet.slots.get(event.slot)
     if slot is None or slot.phase is SlotPhase.PLACED:
         return
-    if event.node in avoided(transition.state.quarantine, transition.now):
+    if event.node in avoided(transition.fleet.quarantine, transition.now):
         transition.drop_slot(slot.id, f"node {event.node[:8]} is to be left alone")
         return
-    if event.node in transition.state.draining:
+    if event.node in transition.fleet.draining:
         transition.drop_slot(slot.id, f"node {event.node[:8]} is going away")
         hold_back_slots(transition)
         return
@@ -69,7 +57,7 @@ def needed(state: RunState, worker: Worker) -> bool:
 
 def lose_slot(transition: Transition, slot_id: int, evidence: str, kind: str) -> None:
     """Drop the slot; when the generation needs one of its workers, the generation ends."""
-    slot = transition.state.slots.get(slot_id)
+    slot = transition.fleet.slots.get(slot_id)
     if slot is None:
         return
     if slot.node is not None:
@@ -89,7 +77,7 @@ def lose_slot(transition: Transition, slot_id: int, evidence: str, kind: str) ->
     if (
         slot.phase is SlotPhase.PLACED
         and isinstance(transition.state.phase, Waiting | Pausing)
-        and transition.state.surveys
+        and transition.saved.surveys
     ):
         # Its node's memory went with it, which the last survey may have counted on.
         survey_memory(transition)
@@ -98,13 +86,13 @@ def lose_slot(transition: Transition, slot_id: int, evidence: str, kind: str) ->
 
 
 def worker_ready(transition: Transition, event: WorkerReady) -> None:
-    worker = transition.state.workers.get(event.worker)
+    worker = transition.fleet.workers.get(event.worker)
     if worker is None or worker.phase is not WorkerPhase.STARTING:
         return
     transition.put_worker(replace(worker, phase=WorkerPhase.IDLE, pid=event.pid, host=event.host, since=transition.now))
-    slot = transition.state.slots[worker.slot]
+    slot = transition.fleet.slots[worker.slot]
     transition.put_slot(replace(slot, start_failures=0))
-    transition.set(streaks=replace(transition.state.streaks, start_failures=0, slot_failures=0))
+    transition.set_trouble(streaks=replace(transition.trouble.streaks, start_failures=0, slot_failures=0))
     transition.say(
         f"{transition.name_of(worker.id)} is ready after {transition.now - worker.since:.1f} s", kind="worker"
     )
@@ -114,7 +102,7 @@ def worker_ready(transition: Transition, event: WorkerReady) -> None:
 
 
 def worker_start_failed(transition: Transition, event: WorkerStartFailed) -> None:
-    worker = transition.state.workers.get(event.worker)
+    worker = transition.fleet.workers.get(event.worker)
     if worker is None or worker.phase is not WorkerPhase.STARTING:
         return
     if event.usage:
@@ -125,11 +113,11 @@ def worker_start_failed(transition: Transition, event: WorkerStartFailed) -> Non
 
 def start_failed(transition: Transition, worker_id: int, evidence: str) -> None:
     """Try again in the slot, then in another slot, then give up; never while a generation is at work without it."""
-    worker = transition.state.workers[worker_id]
-    slot = transition.state.slots[worker.slot]
+    worker = transition.fleet.workers[worker_id]
+    slot = transition.fleet.slots[worker.slot]
     scaling, limits = transition.state.settings.scaling, transition.state.settings.failures
-    streak = transition.state.streaks.start_failures + 1
-    transition.set(streaks=replace(transition.state.streaks, start_failures=streak))
+    streak = transition.trouble.streaks.start_failures + 1
+    transition.set_trouble(streaks=replace(transition.trouble.streaks, start_failures=streak))
     transition.put_slot(replace(slot, start_failures=slot.start_failures + 1))
     transition.say(f"{transition.name_of(worker_id)} could not be started: {evidence}")
     stuck = isinstance(transition.state.phase, Waiting) and len(transition.idle_workers()) < scaling.min_workers
@@ -144,7 +132,7 @@ def start_failed(transition: Transition, worker_id: int, evidence: str) -> None:
 def drop_worn_slots(transition: Transition) -> None:
     """Give back slots in which workers cannot be started, once the generation does not need their other workers."""
     retries = transition.state.settings.failures.startup_retries
-    for slot in tuple(transition.state.slots.values()):
+    for slot in tuple(transition.fleet.slots.values()):
         if slot.start_failures > retries and not any(
             needed(transition.state, w) for w in transition.workers_in(slot.id)
         ):
@@ -160,7 +148,7 @@ def worker_died(transition: Transition, event: WorkerDied) -> None:
 
 def lose_worker(transition: Transition, worker_id: int, evidence: str, kind: str) -> None:
     """Replace the process; when the generation needs it, the generation ends."""
-    worker = transition.state.workers.get(worker_id)
+    worker = transition.fleet.workers.get(worker_id)
     if worker is None:
         return
     phase = transition.state.phase
@@ -180,11 +168,11 @@ def lose_worker(transition: Transition, worker_id: int, evidence: str, kind: str
 
 def workers_silent(transition: Transition, event: WorkersSilent) -> None:
     """Silence is suspicion, not proof: probe. A generation that has failed already needs no second proof."""
-    known = [transition.state.workers[w] for w in event.workers if w in transition.state.workers]
+    known = [transition.fleet.workers[w] for w in event.workers if w in transition.fleet.workers]
     silent = frozenset(w.id for w in known if w.phase is not WorkerPhase.STARTING)
     if not silent:
         return
-    state, old = transition.state, transition.state.suspicion
+    state, old = transition.state, transition.trouble.suspicion
     deadline = transition.now + state.settings.failures.probe_timeout_s
     before = old.suspects if old else {}
     fresh = sorted(silent - before.keys())
@@ -194,7 +182,7 @@ def workers_silent(transition: Transition, event: WorkersSilent) -> None:
         nodes=frozenset(event.nodes) | (old.nodes if old else frozenset()),
         silence_s=max(event.silence_s, old.silence_s if old else 0.0),
     )
-    transition.set(suspicion=suspicion)
+    transition.set_trouble(suspicion=suspicion)
     if isinstance(state.phase, Ending):
         condemn(transition, silent)
     elif fresh:
@@ -202,16 +190,16 @@ def workers_silent(transition: Transition, event: WorkersSilent) -> None:
 
 
 def probe_answered(transition: Transition, event: ProbeAnswered) -> None:
-    old = transition.state.suspicion
+    old = transition.trouble.suspicion
     if old is None or event.worker not in old.suspects:
         return
-    node = transition.state.node_of(event.worker)
+    node = transition.fleet.node_of(event.worker)
     suspects = {worker: deadline for worker, deadline in old.suspects.items() if worker != event.worker}
     # One process that answers acquits its whole node of being dead.
     rest = replace(old, suspects=suspects, nodes=old.nodes - {node} if node else old.nodes)
-    transition.set(suspicion=rest if suspects else None)
+    transition.set_trouble(suspicion=rest if suspects else None)
     if not suspects:
-        transition.set(false_alarms=transition.state.false_alarms + 1)
+        transition.set_trouble(false_alarms=transition.trouble.false_alarms + 1)
         transition.say(
             f"false alarm: every silent worker answered within {transition.now - old.since:.1f} s", kind="false-alarm"
         )
@@ -219,17 +207,17 @@ def probe_answered(transition: Transition, event: ProbeAnswered) -> None:
 
 def condemn(transition: Transition, guilty: frozenset[int]) -> None:
     """These suspects did not answer: write off their nodes, or the single processes."""
-    suspicion = transition.state.suspicion
+    suspicion = transition.trouble.suspicion
     if suspicion is None:
         return
     rest = {worker: deadline for worker, deadline in suspicion.suspects.items() if worker not in guilty}
-    transition.set(suspicion=replace(suspicion, suspects=rest) if rest else None)
+    transition.set_trouble(suspicion=replace(suspicion, suspects=rest) if rest else None)
     silence = suspicion.silence_s + (transition.now - suspicion.since)
     # Peers that lost their connections first tell a node that is gone from one that only stands still.
     kind = "node-lost" if isinstance(transition.state.phase, Ending) else "node-frozen"
-    for slot in tuple(transition.state.slots.values()):
+    for slot in tuple(transition.fleet.slots.values()):
         if slot.node in suspicion.nodes and any(w.id in guilty for w in transition.workers_in(slot.id)):
             lose_slot(transition, slot.id, f"node {slot.node[:8]} has been silent for {silence:.1f} s", kind)
-    for worker in sorted(guilty & transition.state.workers.keys()):
+    for worker in sorted(guilty & transition.fleet.workers.keys()):
         lose_worker(transition, worker, f"silent for {silence:.1f} s while its node is alive", "worker-frozen")
     backdate(transition, silence)

@@ -10,19 +10,19 @@ from __future__ import annotations
 from elastic.core.checkpoint.snapshots import parse_snapshot_id
 from elastic.core.events import MemorySurveyed
 from elastic.core.policy.quarantine import left_out
-from elastic.core.run.anomaly import counts
+from elastic.core.run.phase import Training, Waiting
 from elastic.core.run.recovery import record_loss, survey_memory
-from elastic.core.run.state import KnownCheckpoint, RunState, Training, Waiting
+from elastic.core.run.state import KnownCheckpoint, RunState
 from elastic.core.run.transition import Transition
 
 
 def memory_surveyed(transition: Transition, event: MemorySurveyed) -> None:
-    survey = transition.state.survey
+    survey = transition.saved.survey
     if survey is None or survey.number != event.survey:
         return
-    good = (known for known in event.snapshots if counts(transition.state, parse_snapshot_id(known[0])[1], known[1]))
-    transition.set(survey=None, snapshots=tuple(KnownCheckpoint(name, step) for name, step in good))
-    if event.missing and not transition.state.snapshots:
+    good = (known for known in event.snapshots if transition.trouble.counts(parse_snapshot_id(known[0])[1], known[1]))
+    transition.set_saved(survey=None, snapshots=tuple(KnownCheckpoint(name, step) for name, step in good))
+    if event.missing and not transition.saved.snapshots:
         # Beside one that is whole, the newest may merely not have been complete yet.
         transition.say(f"nothing can be put together of what the nodes hold: {'; '.join(event.missing)}", kind="memory")
     if isinstance(transition.state.phase, Training):
@@ -32,7 +32,7 @@ def memory_surveyed(transition: Transition, event: MemorySurveyed) -> None:
         # Of a generation that is in no journal, and in which nobody was who is left: its number is used as well.
         newest = max((parse_snapshot_id(name)[1] for name, _ in event.snapshots), default=0)
         transition.set(generation=max(transition.state.generation, newest))
-    for node in left_out(transition.state.nodes, event.unreachable):
+    for node in left_out(transition.fleet.nodes, event.unreachable):
         _leave_out(transition, node, event.unreachable)
         # What it held went with it.
         survey_memory(transition)
@@ -42,7 +42,7 @@ def newcomers_reached(transition: Transition) -> bool:
     """May the generation be ended for the workers that wait? Asks first where one of their nodes has a history."""
     if not _doubtful(transition.state):
         return True
-    if transition.state.survey is None:
+    if transition.saved.survey is None:
         names = ", ".join(sorted(node[:8] for node in _doubtful(transition.state)))
         transition.say(f"before node {names} is let in again, it is asked whether it and the others reach each other")
         survey_memory(transition, reach=True)
@@ -52,32 +52,32 @@ def newcomers_reached(transition: Transition) -> bool:
 def unanswered(transition: Transition) -> None:
     """Nobody has said anything in time; who is silent is for the heartbeats to judge."""
     if isinstance(transition.state.phase, Training):
-        transition.set(reached=transition.state.reached | _doubtful(transition.state))
+        transition.set_fleet(reached=transition.fleet.reached | _doubtful(transition.state))
 
 
 def _doubtful(state: RunState) -> frozenset[str]:
     """Nodes of waiting workers against which something is held, and of which nothing better is known yet."""
-    waiting = {node for worker in state.idle if (node := state.node_of(worker.id)) is not None}
-    trusted = {state.node_of(worker) for worker in state.members}
-    return frozenset(waiting & state.quarantine.keys()) - trusted - state.reached
+    waiting = {node for worker in state.idle if (node := state.fleet.node_of(worker.id)) is not None}
+    trusted = {state.fleet.node_of(worker) for worker in state.members}
+    return frozenset(waiting & state.fleet.quarantine.keys()) - trusted - state.fleet.reached
 
 
 def _let_in(transition: Transition, unreachable: tuple[tuple[str, str], ...]) -> None:
     """Members are fine with each other, as their steps show: only a newcomer is left out."""
     doubtful = _doubtful(transition.state)
-    members = {transition.state.node_of(worker) for worker in transition.state.members}
+    members = {transition.fleet.node_of(worker) for worker in transition.state.members}
     cut = {node for pair in unreachable if members & set(pair) for node in pair} - members
     among = [pair for pair in unreachable if not cut & set(pair) and not members & set(pair)]
-    newcomers = [node for node in transition.state.nodes if node not in members]
+    newcomers = [node for node in transition.fleet.nodes if node not in members]
     for node in sorted(cut & set(newcomers)) + list(left_out(newcomers, among)):
         _leave_out(transition, node, unreachable)
-    transition.set(reached=transition.state.reached | doubtful)
+    transition.set_fleet(reached=transition.fleet.reached | doubtful)
 
 
 def _leave_out(transition: Transition, node: str, unreachable: tuple[tuple[str, str], ...]) -> None:
     others = sorted({who for pair in unreachable if node in pair for who in pair} - {node})
     why = f"it and {', '.join(name[:8] for name in others)} cannot reach each other"
     transition.strike(node, why, certain=True)
-    for slot in [slot for slot in transition.state.slots.values() if slot.node == node]:
+    for slot in [slot for slot in transition.fleet.slots.values() if slot.node == node]:
         record_loss(transition, tuple(worker.id for worker in transition.workers_in(slot.id)), node)
         transition.drop_slot(slot.id, why)

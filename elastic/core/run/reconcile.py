@@ -10,10 +10,7 @@ from elastic.core.run.draining import drop_left, leave_draining, next_ripening, 
 from elastic.core.run.evictions import give_back_evicted
 from elastic.core.run.generations import begin, close, start_pause
 from elastic.core.run.membership import condemn, drop_worn_slots, start_failed
-from elastic.core.run.reachability import newcomers_reached, unanswered
-from elastic.core.run.recovery import fail_generation, finish, resolve_ending, wait
-from elastic.core.run.slot_demand import keep_to_limit, make_room, why_waiting
-from elastic.core.run.state import (
+from elastic.core.run.phase import (
     FINISHED,
     GAVE_UP,
     NO_CAPACITY,
@@ -24,13 +21,13 @@ from elastic.core.run.state import (
     Finished,
     Joining,
     Pausing,
-    RunState,
-    Slot,
-    SlotPhase,
     Training,
     Waiting,
-    WorkerPhase,
 )
+from elastic.core.run.reachability import newcomers_reached, unanswered
+from elastic.core.run.recovery import fail_generation, finish, resolve_ending, wait
+from elastic.core.run.slot_demand import keep_to_limit, make_room, why_waiting
+from elastic.core.run.state import RunState, Slot, SlotPhase, WorkerPhase
 from elastic.core.run.storage_trouble import kept_in_memory, save_without, who_cannot_save
 from elastic.core.run.transition import Transition
 
@@ -56,13 +53,13 @@ def next_deadline(state: RunState, policy: ScalingPolicy | None = None) -> float
     failures, phase = state.settings.failures, state.phase
     times = [
         worker.since + failures.worker_start_timeout_s
-        for worker in state.workers.values()
-        if worker.phase is WorkerPhase.STARTING and not state.control_store_away
+        for worker in state.fleet.workers.values()
+        if worker.phase is WorkerPhase.STARTING and not state.fleet.control_store_away
     ]
-    if state.suspicion is not None:
-        times.append(state.suspicion.deadline)
-    if state.survey is not None:
-        times.append(state.survey.deadline)
+    if state.trouble.suspicion is not None:
+        times.append(state.trouble.suspicion.deadline)
+    if state.saved.survey is not None:
+        times.append(state.saved.survey.deadline)
     if isinstance(phase, Pausing | Ending | Closing):
         times.append(phase.deadline)
     elif isinstance(phase, Joining):
@@ -70,49 +67,49 @@ def next_deadline(state: RunState, policy: ScalingPolicy | None = None) -> float
     elif isinstance(phase, Waiting):
         if phase.not_before:
             times.append(phase.not_before)
-        elif failures.capacity_timeout_s is not None and not _enough(state) and not state.control_store_away:
+        elif failures.capacity_timeout_s is not None and not _enough(state) and not state.fleet.control_store_away:
             times.append(phase.since + failures.capacity_timeout_s)
         times += [phase.again_at] if phase.again_at is not None else []
-    if state.slots_not_before and not isinstance(phase, Finished):
-        times.append(state.slots_not_before)
+    if state.fleet.slots_not_before and not isinstance(phase, Finished):
+        times.append(state.fleet.slots_not_before)
     times += next_ripening(state) if not isinstance(phase, Finished) else []
     pending = _pending(state)
-    if pending and not state.slots_not_before:
+    if pending and not state.fleet.slots_not_before:
         shut = frozenset.intersection(*(frozenset(slot.avoid) for slot in pending))
-        times += [state.quarantine[node].until for node in shut if node in state.quarantine]
+        times += [state.fleet.quarantine[node].until for node in shut if node in state.fleet.quarantine]
     return min(times, default=None)
 
 
 def _suspicion(transition: Transition, policy: ScalingPolicy) -> None:
-    suspicion = transition.state.suspicion
+    suspicion = transition.trouble.suspicion
     if suspicion is None:
         return
-    known = {worker: until for worker, until in suspicion.suspects.items() if worker in transition.state.workers}
+    known = {worker: until for worker, until in suspicion.suspects.items() if worker in transition.fleet.workers}
     overdue = frozenset(worker for worker, until in known.items() if transition.passed(until))
     if not known:
-        transition.set(suspicion=None)
+        transition.set_trouble(suspicion=None)
     elif overdue:
         condemn(transition, overdue)
     elif len(known) < len(suspicion.suspects):
-        transition.set(suspicion=replace(suspicion, suspects=known))
+        transition.set_trouble(suspicion=replace(suspicion, suspects=known))
 
 
 def _survey(transition: Transition, policy: ScalingPolicy) -> None:
-    survey = transition.state.survey
+    survey = transition.saved.survey
     if survey is not None and transition.passed(survey.deadline):
         if isinstance(transition.state.phase, Training):
             unanswered(transition)
         else:
             transition.say("no node has said in time what its memory holds: the newest checkpoint in storage is used")
-        transition.set(survey=None)
+        transition.set_saved(survey=None)
 
 
 def _starts(transition: Transition, policy: ScalingPolicy) -> None:
     limit = transition.state.settings.failures.worker_start_timeout_s
-    for worker in tuple(transition.state.workers.values()):
-        starting = worker.phase is WorkerPhase.STARTING and not transition.state.control_store_away
+    for worker in tuple(transition.fleet.workers.values()):
+        starting = worker.phase is WorkerPhase.STARTING and not transition.fleet.control_store_away
         if starting and transition.passed(worker.since + limit):
-            if worker.id in transition.state.workers:
+            if worker.id in transition.fleet.workers:
                 start_failed(transition, worker.id, f"not ready after {limit:.0f} s")
             if isinstance(transition.state.phase, Finished):
                 return
@@ -120,7 +117,7 @@ def _starts(transition: Transition, policy: ScalingPolicy) -> None:
 
 
 def _draining(transition: Transition, policy: ScalingPolicy) -> None:
-    if transition.state.draining:
+    if transition.fleet.draining:
         notices_ripen(transition)
     drop_left(transition)
 
@@ -130,18 +127,18 @@ def _limited(transition: Transition, policy: ScalingPolicy) -> None:
 
 
 def _evicted(transition: Transition, policy: ScalingPolicy) -> None:
-    if transition.state.evicted:
+    if transition.fleet.evicted:
         give_back_evicted(transition)
 
 
 def _slots(transition: Transition, policy: ScalingPolicy) -> None:
     """Keep asking for as many slots as the run may use; a pending slot is the demand that an autoscaler sees."""
-    if transition.state.slots_not_before and transition.passed(transition.state.slots_not_before):
-        transition.set(slots_not_before=0.0)
+    if transition.fleet.slots_not_before and transition.passed(transition.fleet.slots_not_before):
+        transition.set_fleet(slots_not_before=0.0)
     if _needs_no_more(transition.state):
         for slot in _pending(transition.state):
             transition.drop_slot(slot.id, "the run is coming to its end")
-    elif not transition.state.slots_not_before:
+    elif not transition.fleet.slots_not_before:
         _ask_for_released(transition)
         for _ in range(_missing_slots(transition.state)):
             transition.request_slot()
@@ -155,12 +152,12 @@ def _ask_for_released(transition: Transition) -> None:
     """
     pending = _pending(transition.state)
     shut = frozenset.intersection(*(frozenset(slot.avoid) for slot in pending)) if pending else frozenset()
-    if shut - frozenset(avoided(transition.state.quarantine, transition.now)):
+    if shut - frozenset(avoided(transition.fleet.quarantine, transition.now)):
         transition.drop_slot(pending[-1].id, "it is asked for anew: a node is not to be left alone any more")
 
 
 def _pending(state: RunState) -> list[Slot]:
-    return [slot for slot in state.slots.values() if slot.phase is SlotPhase.PENDING]
+    return [slot for slot in state.fleet.slots.values() if slot.phase is SlotPhase.PENDING]
 
 
 def _needs_no_more(state: RunState) -> bool:
@@ -170,9 +167,9 @@ def _needs_no_more(state: RunState) -> bool:
 
 def _missing_slots(state: RunState) -> int:
     # A slot on a node that is going away is replaced before it is gone.
-    staying = len(state.slots)
-    if state.draining:
-        staying = sum(slot.node not in state.draining for slot in state.slots.values())
+    staying = len(state.fleet.slots)
+    if state.fleet.draining:
+        staying = sum(slot.node not in state.fleet.draining for slot in state.fleet.slots.values())
     return max(0, state.max_slots - staying)
 
 
@@ -198,7 +195,7 @@ def _stage(transition: Transition, policy: ScalingPolicy) -> None:
 
 def _waiting(transition: Transition, phase: Waiting, policy: ScalingPolicy) -> None:
     state = transition.state
-    newest = state.newest_checkpoint
+    newest = state.saved.newest_checkpoint
     if state.done_step is not None and newest is not None and newest.step >= state.done_step:
         finish(transition, FINISHED, f"all {state.done_step} steps are done and saved")
     elif state.gives_up_for is not None and not _only_in_memory(state):
@@ -214,17 +211,17 @@ def _waiting(transition: Transition, phase: Waiting, policy: ScalingPolicy) -> N
 def _start(transition: Transition, phase: Waiting, policy: ScalingPolicy) -> None:
     state = transition.state
     verdict = policy.start(_facts(state, phase.since, transition.now))
-    if verdict.go and state.survey is not None:
+    if verdict.go and state.saved.survey is not None:
         return  # A few milliseconds, or its deadline.
-    if verdict.go and state.suspicion is None:
+    if verdict.go and state.trouble.suspicion is None:
         begin(transition, verdict.size, verdict.reason)
         return
-    if verdict.go and state.suspicion is not None:
+    if verdict.go and state.trouble.suspicion is not None:
         # A worker that may be dead is not begun with; its probe has a deadline.
-        verdict = Verdict(False, f"{len(state.suspicion.suspects)} silent workers are being probed")
+        verdict = Verdict(False, f"{len(state.trouble.suspicion.suspects)} silent workers are being probed")
     verdict = replace(verdict, reason=why_waiting(state, verdict.reason))
     # Nobody can come while Ray's control store is away, so nobody is late.
-    limit = None if state.control_store_away else state.settings.failures.capacity_timeout_s
+    limit = None if state.fleet.control_store_away else state.settings.failures.capacity_timeout_s
     again = verdict.again_at
     again = again if again is not None and again > transition.now else None
     if limit is not None and transition.passed(phase.since + limit) and not _enough(state):
@@ -262,7 +259,7 @@ def _pausing(transition: Transition, phase: Pausing) -> None:
         # The run's end came before the planned one.
         close(transition, phase.stop_at, phase.was.all_reached_end)
         return
-    newest = state.newest_checkpoint
+    newest = state.saved.newest_checkpoint
     saved = newest is not None and phase.stop_at is not None and newest.step >= phase.stop_at
     # Without `durable` the last step is in the nodes' memory, where the survey that follows finds it.
     if phase.durable and not saved and not late:
@@ -296,7 +293,7 @@ def _ending(transition: Transition, phase: Ending) -> None:
 
 
 def _closing(transition: Transition, phase: Closing) -> None:
-    newest = transition.state.newest_checkpoint
+    newest = transition.saved.newest_checkpoint
     # A function that returned before the first step has left nothing to wait for.
     saved = (newest.step if newest is not None else 0) >= phase.step
     if saved and phase.reached_end:
@@ -319,9 +316,9 @@ def _only_in_memory(state: RunState) -> bool:
     """
     if not _enough(state):
         return False
-    snapshot, checkpoint = state.newest_snapshot, state.newest_checkpoint
+    snapshot, checkpoint = state.saved.newest_snapshot, state.saved.newest_checkpoint
     further = snapshot is not None and snapshot.step > (checkpoint.step if checkpoint is not None else 0)
-    return further or (state.survey is not None and state.settings.snapshots.enabled)
+    return further or (state.saved.survey is not None and state.settings.snapshots.enabled)
 
 
 def _enough(state: RunState) -> bool:
@@ -329,16 +326,16 @@ def _enough(state: RunState) -> bool:
 
 
 def _facts(state: RunState, since: float, now: float) -> ScalingFacts:
-    phases = [worker.phase for worker in state.workers.values()]
+    phases = [worker.phase for worker in state.fleet.workers.values()]
     return ScalingFacts(
         settings=state.settings.scaling,
         now=now,
         idle=len(state.idle),
         arriving=phases.count(WorkerPhase.STARTING),
-        pending_slots=sum(slot.phase is SlotPhase.PENDING for slot in state.slots.values()),
+        pending_slots=sum(slot.phase is SlotPhase.PENDING for slot in state.fleet.slots.values()),
         members=state.world_size,
         waiting_since=since,
         first_start=state.generation == state.first_generation,
         # Growth waits for it only where the nodes' memory does not take the step that it begins with.
-        storage_failing=state.storage_failing and not kept_in_memory(state),
+        storage_failing=state.saved.storage_failing and not kept_in_memory(state),
     )

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 from elastic.core.actions import CloseIncident, EndGeneration, FinishRun, ReleaseSlot, SurveyMemory
 from elastic.core.checkpoint.snapshots import is_snapshot
-from elastic.core.run.anomaly import reason_to_end
+from elastic.core.run.budgets import anomaly_budget_spent, backoff_s, count_failure, most_node_losses
 from elastic.core.run.incident import Incident
-from elastic.core.run.state import (
+from elastic.core.run.phase import (
     GAVE_UP,
     INTEGRITY,
     USAGE,
@@ -21,13 +21,10 @@ from elastic.core.run.state import (
     Finished,
     Joining,
     Pausing,
-    RunState,
-    Streaks,
-    Survey,
     Training,
     Waiting,
-    WorkerPhase,
 )
+from elastic.core.run.state import RunState, Survey, WorkerPhase
 from elastic.core.run.transition import Transition
 
 # The strongest evidence that was seen names the incident; weaker evidence is kept beside it. A lost process is stronger
@@ -47,7 +44,7 @@ def in_generation(state: RunState) -> bool:
 
 def open_incident(transition: Transition, kind: str, evidence: str, step: int, *, planned: bool = False) -> None:
     """Begin an incident, or add to the one that is being recovered from."""
-    state, old = transition.state, transition.state.incident
+    state, old = transition.state, transition.trouble.incident
     if old is not None:
         stronger = _STRENGTH[kind] > _STRENGTH[old.kind]
         weaker = old.evidence if stronger else evidence
@@ -60,7 +57,7 @@ def open_incident(transition: Transition, kind: str, evidence: str, step: int, *
         )
         return
     incident = Incident(
-        id=state.incidents + 1,
+        id=state.trouble.incidents + 1,
         kind=kind,
         generation=state.generation,
         world_size=state.world_size,
@@ -69,19 +66,19 @@ def open_incident(transition: Transition, kind: str, evidence: str, step: int, *
         planned=planned,
         times={"symptom": transition.now, "detected": transition.now},
     )
-    transition.set(incident=incident, incidents=incident.id)
+    transition.set_trouble(incident=incident, incidents=incident.id)
 
 
 def backdate(transition: Transition, seconds: float) -> None:
     """The incident that this transition has opened began `seconds` ago: silence is noticed only afterwards."""
-    incident = transition.state.incident
+    incident = transition.trouble.incident
     if incident is not None and incident.times.get("symptom") == transition.now:
         transition.amend(times={**incident.times, "symptom": transition.now - seconds})
 
 
 def record_loss(transition: Transition, workers: tuple[int, ...], node: str | None = None) -> None:
     """Write off members of the generation that is ending, in the incident and for the decision that follows."""
-    incident, phase = transition.state.incident, transition.state.phase
+    incident, phase = transition.trouble.incident, transition.state.phase
     if isinstance(phase, Ending):
         transition.enter(replace(phase, lost=phase.lost.union(workers)))
     if incident is None:
@@ -126,7 +123,7 @@ def fail_generation(
 def end_unknown_generation(transition: Transition, number: int) -> None:
     """There was a generation of which this journal tells nothing: nobody here knows who its members are, how far they
     came, or whether it goes on. All who are left are told to leave it, and the next one has a number above it."""
-    for worker in [worker for worker in transition.state.workers.values() if worker.phase is WorkerPhase.STARTING]:
+    for worker in [worker for worker in transition.fleet.workers.values() if worker.phase is WorkerPhase.STARTING]:
         # It may have been ready since, and a member.
         transition.replace_worker(worker.id, "it is not known what has become of it")
     state = transition.state
@@ -135,11 +132,12 @@ def end_unknown_generation(transition: Transition, number: int) -> None:
         f"{state.generation}, and workers know of generation {number}"
     )
     members = sorted(
-        (worker for worker in state.workers.values() if worker.phase is not WorkerPhase.STARTING),
+        (worker for worker in state.fleet.workers.values() if worker.phase is not WorkerPhase.STARTING),
         key=lambda worker: (worker.slot, worker.id),
     )
     names = tuple(worker.id for worker in members)
-    transition.set(generation=number, members=names, done_step=None, snapshots=(), survey=None)
+    transition.set(generation=number, members=names, done_step=None)
+    transition.set_saved(snapshots=(), survey=None)
     transition.set_phase(names, WorkerPhase.MEMBER)
     open_incident(transition, "collective-failed", evidence, state.furthest_step)
     limit = transition.now + state.settings.failures.abort_timeout_s
@@ -151,25 +149,25 @@ def resolve_ending(transition: Transition, phase: Ending) -> None:
     """Every member has left or was written off: decide what comes next."""
     transition.mark("decided", "fenced")
     transition.amend(step=transition.state.furthest_step)
-    _count_failure(transition, phase)
-    streaks, limits = transition.state.streaks, transition.state.settings.failures
+    count_failure(transition, phase)
+    streaks, limits = transition.trouble.streaks, transition.state.settings.failures
     if phase.kind == "usage-error":
         finish(transition, USAGE, phase.evidence)
     elif (reason := transition.state.gives_up_for) is not None:
         # What was to be saved could not be.
         finish(transition, GAVE_UP, reason)
-    elif (reason := reason_to_end(transition.state)) is not None:
+    elif (reason := anomaly_budget_spent(transition.state)) is not None:
         _give_up(transition, reason)
     elif phase.kind == "user-error" and streaks.user_errors > limits.user_error_retries:
         tried = f" {streaks.user_errors} times in a row" if streaks.user_errors > 1 else ""
         finish(transition, USER_CODE_FAILED, f"the training function failed{tried}: {phase.evidence}")
-    elif transition.state.newest_checkpoint is None and any(
-        not is_snapshot(name) for name in transition.state.rejected
+    elif transition.saved.newest_checkpoint is None and any(
+        not is_snapshot(name) for name in transition.saved.rejected
     ):
         # From the beginning would be a silent loss of everything: that is for a person to decide.
-        evidence = phase.evidence if phase.kind == "restore-failed" else transition.state.rejected[-1]
+        evidence = phase.evidence if phase.kind == "restore-failed" else transition.saved.rejected[-1]
         finish(transition, INTEGRITY, f"no checkpoint is left that can be restored; the last one: {evidence}")
-    elif streaks.crashes > limits.crash_streak or streaks.node_losses > _node_losses(transition.state):
+    elif streaks.crashes > limits.crash_streak or streaks.node_losses > most_node_losses(transition.state):
         failed = f"{streaks.crashes + streaks.node_losses} generations in a row failed without a new step or checkpoint"
         finish(transition, GAVE_UP, f"{failed}; the last one: {phase.evidence}")
     else:
@@ -189,7 +187,7 @@ def _go_on(transition: Transition, phase: Ending) -> None:
     survivors, low = len(transition.idle_workers()), transition.state.settings.scaling.min_workers
     what = f"go on with {survivors}" if survivors >= low else f"wait for {low - survivors} more workers"
     lost = f"{len(phase.lost)} workers lost" if phase.lost else "no worker lost"
-    pause = _backoff(transition.state)
+    pause = backoff_s(transition.state)
     after = f" after {pause:.1f} s" if pause else ""
     transition.say(f"{lost}, {survivors} in good order (at least {low} needed): {what}{after}")
     transition.amend(action=what, alternatives=f"wait for {transition.state.settings.scaling.max_workers} workers")
@@ -202,10 +200,11 @@ def wait(transition: Transition, reason: str, pause_s: float = 0.0, reach: bool 
     """No generation runs; the next one begins after `pause_s`, when there are enough workers."""
     not_before = transition.now + pause_s if pause_s else 0.0
     # Failed starts beside a healthy generation do not count against this wait.
-    transition.set(members=(), streaks=replace(transition.state.streaks, start_failures=0))
+    transition.set(members=())
+    transition.set_trouble(streaks=replace(transition.trouble.streaks, start_failures=0))
     transition.enter(Waiting(transition.now, reason, not_before))
     # One with a history may be among those who wait to be let in.
-    survey_memory(transition, reach or any(node in transition.state.quarantine for node in transition.state.nodes))
+    survey_memory(transition, reach or any(node in transition.fleet.quarantine for node in transition.fleet.nodes))
 
 
 def survey_memory(transition: Transition, reach: bool = False) -> None:
@@ -214,113 +213,54 @@ def survey_memory(transition: Transition, reach: bool = False) -> None:
     Any earlier answer is void: what it counted on may be gone.
     """
     state, settings = transition.state, transition.state.settings
-    reach = reach or (state.survey is not None and state.survey.reach)
+    reach = reach or (state.saved.survey is not None and state.saved.survey.reach)
     if not settings.snapshots.enabled and not reach:
         return
-    number = state.surveys + 1
+    number = state.saved.surveys + 1
     deadline = transition.now + settings.failures.survey_timeout_s
-    transition.set(surveys=number, survey=Survey(number, deadline, reach), snapshots=())
-    transition.do(SurveyMemory(number, state.nodes, reach))
+    transition.set_saved(surveys=number, survey=Survey(number, deadline, reach), snapshots=())
+    transition.do(SurveyMemory(number, state.fleet.nodes, reach))
 
 
 def finish(transition: Transition, status: str, reason: str) -> None:
     """The last transition of a run: everything is given back."""
-    if transition.state.incident is not None:
+    if transition.trouble.incident is not None:
         close_incident(transition)
-    for slot in tuple(transition.state.slots):
+    for slot in tuple(transition.fleet.slots):
         transition.do(ReleaseSlot(slot, f"the run is over: {status}"))
-    transition.set(
-        slots={},
-        evicted=(),
-        workers={},
-        members=(),
-        suspicion=None,
-        survey=None,
-        snapshots=(),
-        phase=Finished(transition.now, status, reason),
-    )
+    transition.set_fleet(slots={}, evicted=(), workers={})
+    transition.set(members=(), phase=Finished(transition.now, status, reason))
+    transition.set_trouble(suspicion=None)
+    transition.set_saved(survey=None, snapshots=())
     transition.say(f"the run is over ({status}): {reason}", status=status)
     transition.do(FinishRun(status, reason))
 
 
 def close_incident(transition: Transition) -> None:
-    if transition.state.incident is not None:
-        transition.do(CloseIncident(transition.state.incident))
-        transition.set(incident=None)
+    if transition.trouble.incident is not None:
+        transition.do(CloseIncident(transition.trouble.incident))
+        transition.set_trouble(incident=None)
 
 
 def reject_checkpoint(transition: Transition, checkpoint: str, error: str) -> None:
-    if checkpoint in transition.state.rejected:
+    if checkpoint in transition.saved.rejected:
         return
-    transition.set(rejected=(*transition.state.rejected, checkpoint))
+    transition.set_saved(rejected=(*transition.saved.rejected, checkpoint))
     if is_snapshot(checkpoint):
         # What the nodes hold besides is asked when this generation has ended.
         transition.say(f"snapshot {checkpoint} is passed over: {error}; falling back to the next one", kind="integrity")
         return
-    fallback = transition.state.newest_state
+    fallback = transition.saved.newest_state
     instead = f"falling back to {fallback.id} (step {fallback.step})" if fallback else "there is none before it"
     transition.say(f"checkpoint {checkpoint} is passed over: {error}; {instead}", kind="integrity")
 
 
-def _count_failure(transition: Transition, phase: Ending) -> None:
-    """Spend the budgets: a streak grows unless the run got further than at the failure before."""
-    state, kind = transition.state, phase.kind
-    newest = state.newest_checkpoint
-    reached = (state.furthest_step, newest.step if newest else -1)
-    streaks = state.streaks
-    progressed = reached[0] > streaks.mark[0] or reached[1] > streaks.mark[1]
-    if progressed:
-        streaks = Streaks(slot_failures=streaks.slot_failures)
-    # Passing over a bad checkpoint is bounded by the number of checkpoints and is not a crash.
-    passed_over = state.base is not None and state.base.id in state.rejected
-    node_lost = kind in ("node-lost", "node-frozen")
-    transition.set(
-        streaks=replace(
-            streaks,
-            crashes=streaks.crashes + (not passed_over and not node_lost and kind != "anomaly"),
-            node_losses=streaks.node_losses + node_lost,
-            user_errors=streaks.user_errors + (kind == "user-error"),
-            in_place=streaks.in_place + 1 if not phase.lost and kind in ("collective-failed", "hang") else 0,
-            # Never lowered: a checkpoint that is written again because the one before was bad is no progress.
-            mark=(max(reached[0], streaks.mark[0]), max(reached[1], streaks.mark[1])),
-        )
-    )
-
-
-def _node_losses(state: RunState) -> int:
-    """Nodes fail in bursts (a rack, a switch) that say nothing about the job, so each of them may fail once more than
-    the budget for crashes; a job that kills every node it gets still ends."""
-    return state.settings.failures.crash_streak + state.settings.scaling.max_slots
-
-
 def _escalate(transition: Transition) -> None:
     """A generation that failed twice with nobody lost may be the fault of the processes: start fresh ones."""
-    if transition.state.streaks.in_place < 2:
+    if transition.trouble.streaks.in_place < 2:
         return
-    failed = transition.state.streaks.in_place
+    failed = transition.trouble.streaks.in_place
     transition.say(f"{failed} generations failed in a row and nobody was lost: every worker process is replaced")
     for worker in transition.idle_workers():
         transition.replace_worker(worker.id, "two generations failed in this process")
-    transition.set(streaks=replace(transition.state.streaks, in_place=0))
-
-
-def hold_back_slots(transition: Transition) -> None:
-    """A slot was no good: pause before the next request, so that one bad node cannot keep the run busy."""
-    failed = transition.state.streaks.slot_failures + 1
-    transition.set(
-        streaks=replace(transition.state.streaks, slot_failures=failed),
-        slots_not_before=transition.now + _pause(transition.state, failed),
-    )
-
-
-def _backoff(state: RunState) -> float:
-    """No pause after a first failure. The growing ones let a burst of losses pass in a few generations."""
-    return _pause(state, state.streaks.crashes + state.streaks.node_losses - 1)
-
-
-def _pause(state: RunState, failed: int) -> float:
-    """base * 2**(n - 1) up to the limit, for the n-th failure in a row."""
-    failures = state.settings.failures
-    if failed < 1:
-        return 0.0
-    return float(min(failures.retry_backoff_s * 2.0 ** min(failed - 1, 30), failures.retry_backoff_limit_s))
+    transition.set_trouble(streaks=replace(transition.trouble.streaks, in_place=0))

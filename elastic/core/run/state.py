@@ -1,13 +1,8 @@
 """The state of a run. Frozen: `machine.step` returns a new one.
 
-    Waiting --enough workers--> Joining --all members train--> Training --planned end--> Pausing --all left--> Waiting
-                                   |                              |                         |
-                                   +-------------- evidence of a failure: Ending <----------+
-    Training --all completed--> Closing --last checkpoint committed--> Finished
-    Closing --some cannot write it--> Waiting, for those who can
-    Ending --every member left or written off--> Waiting, or Finished when a budget is spent
-
-A suspicion (silent workers being probed) stands beside the phase: training goes on while it is checked.
+`RunState` says in which phase and generation the run is. Three records beside it hold the rest: `Fleet` (nodes, slots,
+workers), `Saved` (checkpoints and snapshots) and `Trouble` (failures, suspicions, incidents, anomalies). The phases are
+in `phase.py`.
 """
 
 from __future__ import annotations
@@ -17,8 +12,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from elastic.core.policy.quarantine import Quarantine
-from elastic.core.run.anomaly import Anomaly
 from elastic.core.run.incident import Incident
+from elastic.core.run.phase import RunPhase, Waiting
 from elastic.core.settings import RunSettings
 
 
@@ -62,82 +57,6 @@ class Worker:
 class KnownCheckpoint:
     id: str
     step: int
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """No generation. `not_before` holds a start back after failures (0: it does not); `again_at` is when the scaling
-    policy wants to be asked again."""
-
-    since: float
-    reason: str
-    not_before: float = 0.0
-    again_at: float | None = None
-
-
-@dataclass(frozen=True)
-class Joining:
-    since: float
-    joined: frozenset[int] = frozenset()
-    training: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True)
-class Training:
-    since: float
-    first_step_done: bool = False
-    completed: frozenset[int] = frozenset()
-    all_reached_end: bool = True
-
-
-@dataclass(frozen=True)
-class Pausing:
-    """A planned end. `stop_at` is None until every member has answered; then all leave after that many steps."""
-
-    since: float
-    deadline: float
-    purpose: str
-    was: Training
-    answers: Mapping[int, int] = field(default_factory=dict)
-    stop_at: int | None = None
-    # False where the memory of the nodes takes the last step, and storage need not be waited for.
-    durable: bool = True
-
-
-@dataclass(frozen=True)
-class Ending:
-    """The generation has failed; members that have not left by `deadline` are written off.
-
-    `kind` and `evidence` are the strongest reason known for this one failure (an incident may hold several), `lost` the
-    members that it cost, `raised` those whose training function raised.
-    """
-
-    since: float
-    deadline: float
-    kind: str = "collective-failed"
-    evidence: str = ""
-    lost: frozenset[int] = frozenset()
-    raised: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True)
-class Closing:
-    """Every member's function has returned; the run waits for the checkpoint of its last step."""
-
-    since: float
-    deadline: float
-    step: int
-    reached_end: bool
-
-
-@dataclass(frozen=True)
-class Finished:
-    since: float
-    status: str
-    reason: str
-
-
-RunPhase = Waiting | Joining | Training | Pausing | Ending | Closing | Finished
 
 
 @dataclass(frozen=True)
@@ -193,79 +112,74 @@ class Streaks:
 
 
 @dataclass(frozen=True)
-class RunState:
-    settings: RunSettings
-    phase: RunPhase
-    generation: int = 0
-    first_generation: int = 0
-    members: tuple[int, ...] = ()
-    start_step: int = 0
-    base: KnownCheckpoint | None = None
+class Anomaly:
+    """A step whose loss or gradient was non-finite, found in `generation` after `step` finished steps; `evidence` says
+    where and what.
+
+    `undone`: the run went back, so that nothing beyond `step` of that or an earlier generation counts any more.
+    """
+
+    generation: int
+    step: int
+    evidence: str
+    undone: bool
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """The nodes, slots and workers of the run, and the limits on how many it asks for."""
+
     slots: Mapping[int, Slot] = field(default_factory=dict)
-    quarantine: Quarantine = field(default_factory=dict)
-    # When this attempt at the run began, in wall clock seconds: of runs of one priority the earlier comes first.
-    started_at: float = 0.0
-    # What the cluster lacks for `min_workers`, as a sentence; "": nothing.
-    shortage: str = ""
-    # So many slots at most, for the sake of other runs (None: no limit), and why.
-    slot_limit: int | None = None
-    slot_limit_reason: str = ""
-    # Every node of the cluster that is about to go away.
-    draining: Mapping[str, Notice] = field(default_factory=dict)
     workers: Mapping[int, Worker] = field(default_factory=dict)
     next_slot: int = 0
     next_worker: int = 0
+    quarantine: Quarantine = field(default_factory=dict)
+    # Every node of the cluster that is about to go away.
+    draining: Mapping[str, Notice] = field(default_factory=dict)
+    # Nodes with a history that were asked, during this generation, whether they and the others reach each other.
+    reached: frozenset[str] = frozenset()
+    # Slots that are given back (slow, on a draining node, needed by another run) once the next generation trains
+    # without them.
+    evicted: tuple[int, ...] = ()
+    # The evicted slots that another run needs.
+    ceded: tuple[int, ...] = ()
+    # The most slots that the run may ask for while other runs need some (None: no limit), and why.
+    slot_limit: int | None = None
+    slot_limit_reason: str = ""
+    # What the cluster lacks for `min_workers`, as a sentence; "": nothing.
+    shortage: str = ""
+    # After slots that failed, no slot is requested before this time; 0: no pause.
+    slots_not_before: float = 0.0
+    # Ray's control store does not answer: no slot can be placed and no worker started, and neither counts as late.
+    control_store_away: bool = False
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The nodes of the run's placed slots."""
+        return tuple(dict.fromkeys(slot.node for slot in self.slots.values() if slot.node is not None))
+
+    def node_of(self, worker: int) -> str | None:
+        known = self.workers.get(worker)
+        slot = self.slots.get(known.slot) if known else None
+        return slot.node if slot else None
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What the next generation can begin from, and whether storage and memory take what is saved."""
+
     checkpoints: tuple[KnownCheckpoint, ...] = ()
     # What the last survey found in the memory of nodes, newest first; forgotten when a generation begins.
     snapshots: tuple[KnownCheckpoint, ...] = ()
     survey: Survey | None = None
     surveys: int = 0
-    # Nodes with a history that were asked, beside this generation, whether they and the others reach each other.
-    reached: frozenset[str] = frozenset()
+    # Checkpoints and snapshots that a restore has refused.
+    rejected: tuple[str, ...] = ()
     # The last generation that had to stop taking snapshots into memory.
     memory_lost_in: int = 0
-    rejected: tuple[str, ...] = ()
-    # Steps whose loss or gradient was no number, oldest first; and every range of positions that is left out for it.
-    anomalies: tuple[Anomaly, ...] = ()
-    skips: tuple[tuple[int, int], ...] = ()
-    # Slots that are given back (slow, on a node that goes, needed by another run), once the generation that goes on
-    # without them trains.
-    evicted: tuple[int, ...] = ()
-    # Those of them that another run needs.
-    ceded: tuple[int, ...] = ()
-    furthest_step: int = 0
-    streaks: Streaks = field(default_factory=Streaks)
-    suspicion: Suspicion | None = None
-    incident: Incident | None = None
-    incidents: int = 0
     storage_failing: bool = False
-    # Workers whose writes have failed since the newest checkpoint, or the begin of the generation.
+    # Workers whose writes have failed since the newest checkpoint, or since the generation began.
     cannot_save: tuple[int, ...] = ()
-    # Ray's control store does not answer: no slot can be placed and no worker started, and nobody is late with either.
-    control_store_away: bool = False
-    # Requests for slots are held back until then, after slots that failed; 0: they are not.
-    slots_not_before: float = 0.0
-    # The run's last step, once every member has done it: when a checkpoint covers it, there is nothing left to do.
-    done_step: int | None = None
-    stop_reason: str | None = None
-    # Why the run is given up, once storage has what so far only memory has: a generation begins that does nothing else.
-    gives_up_for: str | None = None
-    false_alarms: int = 0
-
-    @property
-    def max_slots(self) -> int:
-        """Slots that the run may ask for now."""
-        most = self.settings.scaling.max_slots
-        return most if self.slot_limit is None else min(most, self.slot_limit)
-
-    @property
-    def carrying(self) -> frozenset[int]:
-        """The slots that members of the generation are in."""
-        return frozenset(self.workers[member].slot for member in self.members if member in self.workers)
-
-    @property
-    def world_size(self) -> int:
-        return len(self.members)
 
     @property
     def newest_checkpoint(self) -> KnownCheckpoint | None:
@@ -286,24 +200,81 @@ class RunState:
             return snapshot or checkpoint
         return snapshot if snapshot.step >= checkpoint.step else checkpoint
 
+
+@dataclass(frozen=True)
+class Trouble:
+    """What has gone wrong so far, and what is being looked into."""
+
+    streaks: Streaks = field(default_factory=Streaks)
+    suspicion: Suspicion | None = None
+    incident: Incident | None = None
+    incidents: int = 0
+    # Steps with a non-finite loss or gradient, oldest first; and every range of sample positions that is left out.
+    anomalies: tuple[Anomaly, ...] = ()
+    skips: tuple[tuple[int, int], ...] = ()
+    false_alarms: int = 0
+
+    def counts(self, generation: int, step: int) -> bool:
+        """False for a checkpoint or snapshot that lies behind an anomaly: its step was done again with other samples,
+        and the next generation must never begin from a state of the abandoned timeline."""
+        return not any(a.undone and generation <= a.generation and step > a.step for a in self.anomalies)
+
+
+@dataclass(frozen=True)
+class RunState:
+    settings: RunSettings
+    phase: RunPhase
+    # When this attempt at the run began, in wall clock seconds: of runs of one priority the earlier comes first.
+    started_at: float = 0.0
+    generation: int = 0
+    first_generation: int = 0
+    members: tuple[int, ...] = ()
+    start_step: int = 0
+    base: KnownCheckpoint | None = None
+    furthest_step: int = 0
+    # The run's last step, once every member has done it: when a checkpoint covers it, the run is finished.
+    done_step: int | None = None
+    stop_reason: str | None = None
+    # Why the run is given up. A last generation begins that only saves to storage what memory alone has.
+    gives_up_for: str | None = None
+    fleet: Fleet = field(default_factory=Fleet)
+    saved: Saved = field(default_factory=Saved)
+    trouble: Trouble = field(default_factory=Trouble)
+
+    @property
+    def max_slots(self) -> int:
+        """Slots that the run may ask for now."""
+        most, limit = self.settings.scaling.max_slots, self.fleet.slot_limit
+        return most if limit is None else min(most, limit)
+
+    @property
+    def carrying(self) -> frozenset[int]:
+        """The slots that members of the generation are in."""
+        workers = self.fleet.workers
+        return frozenset(workers[member].slot for member in self.members if member in workers)
+
+    @property
+    def world_size(self) -> int:
+        return len(self.members)
+
     @property
     def members_inside(self) -> tuple[int, ...]:
         """Members whose training threads are, as far as is known, still inside the generation."""
-        return tuple(w for w in self.members if w in self.workers and self.workers[w].phase is WorkerPhase.MEMBER)
-
-    @property
-    def nodes(self) -> tuple[str, ...]:
-        """The nodes of the run's slots, as far as is known."""
-        return tuple(dict.fromkeys(slot.node for slot in self.slots.values() if slot.node is not None))
+        workers = self.fleet.workers
+        return tuple(w for w in self.members if w in workers and workers[w].phase is WorkerPhase.MEMBER)
 
     @property
     def idle(self) -> tuple[Worker, ...]:
-        """Workers that could be members now. Those of a slot that is to be given back could not; those on a node that
-        is going away only where it takes them to begin at all, and there is time."""
-        ready = [w for w in self.workers.values() if w.phase is WorkerPhase.IDLE and w.slot not in self.evicted]
-        if not self.draining:
+        """Workers that could be members now.
+
+        Workers of evicted slots could not. Workers on a draining node could only where the run cannot begin without
+        them and there is time left.
+        """
+        fleet = self.fleet
+        ready = [w for w in fleet.workers.values() if w.phase is WorkerPhase.IDLE and w.slot not in fleet.evicted]
+        if not fleet.draining:
             return tuple(ready)
-        notices = [(worker, self.draining.get(self.slots[worker.slot].node or "")) for worker in ready]
+        notices = [(worker, fleet.draining.get(fleet.slots[worker.slot].node or "")) for worker in ready]
         staying = tuple(worker for worker, notice in notices if notice is None)
         if not isinstance(self.phase, Waiting) or len(staying) >= self.settings.scaling.min_workers:
             return staying
@@ -311,19 +282,3 @@ class RunState:
 
     def rank_of(self, worker: int) -> int | None:
         return self.members.index(worker) if worker in self.members else None
-
-    def node_of(self, worker: int) -> str | None:
-        known = self.workers.get(worker)
-        slot = self.slots.get(known.slot) if known else None
-        return slot.node if slot else None
-
-
-# Exit statuses; `jobs` maps them to exit codes.
-FINISHED = "finished"
-NOT_FINISHED = "not-finished"
-USER_CODE_FAILED = "user-code-failed"
-USAGE = "usage"
-STOPPED = "stopped"
-GAVE_UP = "gave-up"
-NO_CAPACITY = "no-capacity"
-INTEGRITY = "integrity"

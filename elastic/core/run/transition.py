@@ -6,16 +6,22 @@ statements, while `machine.step` stays a pure function from one frozen state to 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import fields, replace
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from elastic.core.actions import Action, KillWorker, Note, ReleaseSlot, RequestSlot, StartWorker
 from elastic.core.policy.quarantine import avoided, struck
 from elastic.core.run.incident import Incident
-from elastic.core.run.state import RunPhase, RunState, Slot, SlotPhase, Worker, WorkerPhase
+from elastic.core.run.phase import RunPhase
+from elastic.core.run.state import Fleet, RunState, Saved, Slot, SlotPhase, Trouble, Worker, WorkerPhase
 
-_FIELDS = frozenset(field.name for field in fields(RunState))
+_Record = TypeVar("_Record", RunState, Fleet, Saved, Trouble)
+
+
+def _changed(record: _Record, changes: Mapping[str, Any]) -> _Record:
+    """As `dataclasses.replace`, which looks at every field's definition each time and takes four times as long."""
+    return type(record)(**{**vars(record), **changes})
 
 
 class Transition:
@@ -28,12 +34,17 @@ class Transition:
     # --- writing ---
 
     def set(self, **changes: Any) -> None:
-        """The next state. Does what `dataclasses.replace` does without passing two dozen fields through __init__, which
-        took most of a transition's time."""
-        assert changes.keys() <= _FIELDS, f"RunState has no field {changes.keys() - _FIELDS}"
-        state = object.__new__(RunState)
-        vars(state).update(vars(self.state), **changes)
-        self.state = state
+        """Change fields of the state that are in none of its records."""
+        self.state = _changed(self.state, changes)
+
+    def set_fleet(self, **changes: Any) -> None:
+        self.state = _changed(self.state, {"fleet": _changed(self.state.fleet, changes)})
+
+    def set_saved(self, **changes: Any) -> None:
+        self.state = _changed(self.state, {"saved": _changed(self.state.saved, changes)})
+
+    def set_trouble(self, **changes: Any) -> None:
+        self.state = _changed(self.state, {"trouble": _changed(self.state.trouble, changes)})
 
     def enter(self, phase: RunPhase) -> None:
         self.set(phase=phase)
@@ -46,89 +57,101 @@ class Transition:
 
     def mark(self, *names: str) -> None:
         """Set these times of the open incident, where they are not set yet."""
-        incident = self.state.incident
+        incident = self.trouble.incident
         for name in names:
             incident = incident.at(name, self.now) if incident else None
-        self.set(incident=incident)
+        self.set_trouble(incident=incident)
 
     def amend(self, **changes: Any) -> Incident | None:
         """Change fields of the open incident, if there is one."""
-        if self.state.incident is not None:
-            self.set(incident=replace(self.state.incident, **changes))
-        return self.state.incident
+        if self.trouble.incident is not None:
+            self.set_trouble(incident=replace(self.trouble.incident, **changes))
+        return self.trouble.incident
 
     # --- slots and workers ---
 
     def request_slot(self) -> None:
-        avoid = avoided(self.state.quarantine, self.now)
-        slot = Slot(self.state.next_slot, SlotPhase.PENDING, self.now, avoid=avoid)
-        self.set(next_slot=slot.id + 1, slots={**self.state.slots, slot.id: slot})
+        avoid = avoided(self.fleet.quarantine, self.now)
+        slot = Slot(self.fleet.next_slot, SlotPhase.PENDING, self.now, avoid=avoid)
+        self.set_fleet(next_slot=slot.id + 1, slots={**self.fleet.slots, slot.id: slot})
         self.do(RequestSlot(slot.id, self.state.settings.scaling.workers_per_slot, avoid))
 
     def strike(self, node: str, why: str, *, certain: bool) -> None:
         """Something is held against the node; it may be left alone for a while (core.quarantine)."""
         limits = self.state.settings.failures
         table = struck(
-            self.state.quarantine, node, self.now, limits.quarantine_s, limits.quarantine_limit_s, certain=certain
+            self.fleet.quarantine, node, self.now, limits.quarantine_s, limits.quarantine_limit_s, certain=certain
         )
-        self.set(quarantine=table)
+        self.set_fleet(quarantine=table)
         if table[node].until:
             pause_s = table[node].until - self.now
             self.say(f"node {node[:8]} is left alone for {pause_s:.0f} s: {why}", kind="quarantine")
 
     def drop_slot(self, slot: int, cause: str) -> None:
         """Forget the slot and its workers and have it released."""
-        if slot not in self.state.slots:
+        if slot not in self.fleet.slots:
             return
         for worker in self.workers_in(slot):
             self.forget_worker(worker.id)
-        self.set(
-            slots={key: value for key, value in self.state.slots.items() if key != slot},
-            evicted=tuple(other for other in self.state.evicted if other != slot),
-            ceded=tuple(other for other in self.state.ceded if other != slot),
+        self.set_fleet(
+            slots={key: value for key, value in self.fleet.slots.items() if key != slot},
+            evicted=tuple(other for other in self.fleet.evicted if other != slot),
+            ceded=tuple(other for other in self.fleet.ceded if other != slot),
         )
         self.do(ReleaseSlot(slot, cause))
 
     def start_worker(self, slot: int) -> None:
-        worker = Worker(self.state.next_worker, slot, WorkerPhase.STARTING, self.now)
-        self.set(next_worker=worker.id + 1)
+        worker = Worker(self.fleet.next_worker, slot, WorkerPhase.STARTING, self.now)
+        self.set_fleet(next_worker=worker.id + 1)
         self.put_worker(worker)
         self.do(StartWorker(worker.id, slot))
 
     def put_worker(self, worker: Worker) -> None:
-        self.set(workers={**self.state.workers, worker.id: worker})
+        self.set_fleet(workers={**self.fleet.workers, worker.id: worker})
 
     def put_slot(self, slot: Slot) -> None:
-        self.set(slots={**self.state.slots, slot.id: slot})
+        self.set_fleet(slots={**self.fleet.slots, slot.id: slot})
 
     def forget_worker(self, worker: int) -> None:
-        self.set(workers={key: value for key, value in self.state.workers.items() if key != worker})
+        self.set_fleet(workers={key: value for key, value in self.fleet.workers.items() if key != worker})
 
     def replace_worker(self, worker: int, cause: str) -> None:
         """End the worker's process and start a fresh one in its slot."""
-        known = self.state.workers.get(worker)
+        known = self.fleet.workers.get(worker)
         self.kill_worker(worker, cause)
-        if known is not None and known.slot in self.state.slots:
+        if known is not None and known.slot in self.fleet.slots:
             self.start_worker(known.slot)
 
     def kill_worker(self, worker: int, cause: str) -> None:
         """End the worker's process and forget it."""
-        if worker in self.state.workers:
+        if worker in self.fleet.workers:
             self.do(KillWorker(worker, cause))
             self.forget_worker(worker)
 
     def set_phase(self, workers: Iterable[int], phase: WorkerPhase) -> None:
-        changed = {w: replace(self.state.workers[w], phase=phase) for w in workers if w in self.state.workers}
-        self.set(workers={**self.state.workers, **changed})
+        changed = {w: replace(self.fleet.workers[w], phase=phase) for w in workers if w in self.fleet.workers}
+        self.set_fleet(workers={**self.fleet.workers, **changed})
 
     # --- reading ---
+
+    @property
+    def fleet(self) -> Fleet:
+        return self.state.fleet
+
+    @property
+    def saved(self) -> Saved:
+        return self.state.saved
+
+    @property
+    def trouble(self) -> Trouble:
+        return self.state.trouble
 
     def passed(self, deadline: float) -> bool:
         """Deadlines are enforced by ticks only: after a pause of the controller, messages that wait are heard first."""
         return self._tick and self.now >= deadline
 
     def workers_in(self, slot: int) -> list[Worker]:
-        return [worker for worker in self.state.workers.values() if worker.slot == slot]
+        return [worker for worker in self.fleet.workers.values() if worker.slot == slot]
 
     def idle_workers(self) -> list[Worker]:
         """Workers that could be members now, ordered so that one node's ranks are neighbours."""
@@ -136,6 +159,6 @@ class Transition:
         return sorted(idle, key=lambda worker: (worker.slot, worker.id))
 
     def name_of(self, worker: int) -> str:
-        rank, node = self.state.rank_of(worker), self.state.node_of(worker)
+        rank, node = self.state.rank_of(worker), self.fleet.node_of(worker)
         who = f"rank {rank}" if rank is not None else f"worker {worker}"
         return f"{who} on node {node[:8]}" if node else who

@@ -23,7 +23,8 @@ from elastic.core import events as ev
 from elastic.core.errors import Fenced
 from elastic.core.policy.priority_sharing import Claim
 from elastic.core.run import machine
-from elastic.core.run.state import Finished, RunState, WorkerPhase
+from elastic.core.run.phase import Finished
+from elastic.core.run.state import RunState, WorkerPhase
 from elastic.core.secrets import secret_values
 from elastic.core.settings import RunSettings
 from elastic.observe.journal import JournalWriter
@@ -137,7 +138,7 @@ class ControllerActor:
         """
         await self._ready.wait()
         incarnation, loop = self._journal.incarnation, self._loop
-        if heard not in (None, incarnation) and worker in loop.state.workers:
+        if heard not in (None, incarnation) and worker in loop.state.fleet.workers:
             return Reply(incarnation, taken=False)
         taken = loop.deliver(worker, items, time.time())
         return Reply(incarnation, fenced=not taken, durable=loop.durable(worker))
@@ -160,8 +161,8 @@ class ControllerActor:
         try:
             await self._start(reconstructed)
             loop, emit = self._loop, self._events.put_nowait
-            known = {node: notice.deadline for node, notice in loop.state.draining.items()}
-            drains = DrainMonitor(known, lambda: loop.state.nodes, emit)
+            known = {node: notice.deadline for node, notice in loop.state.fleet.draining.items()}
+            drains = DrainMonitor(known, lambda: loop.state.fleet.nodes, emit)
             self._capacity = CapacityMonitor(lambda: loop.state, emit)
             senses = (loop.heartbeats, drains, self._capacity)
             watches = [asyncio.get_running_loop().create_task(sense.run()) for sense in senses]
@@ -197,7 +198,7 @@ class ControllerActor:
         self._journal.replayed = ()
         emit = self._events.put_nowait
         loop = self._loop = ControlLoop(settings, old, self._records, emit, self._step_done)
-        self._links = AgentLinks(self._token, lambda: loop.state.slots, emit)
+        self._links = AgentLinks(self._token, lambda: loop.state.fleet.slots, emit)
         self._executor = Executor(
             settings, old.attempt, self._entry, here, self._token, emit, loop.steps_recovered, self._links.watch
         )
@@ -210,8 +211,8 @@ class ControllerActor:
             return
         if reconstructed and old.records:
             first: ev.Event = await self._reattach(old.state, store)
-            for worker in old.state.workers.values():
-                node = old.state.node_of(worker.id)
+            for worker in old.state.fleet.workers.values():
+                node = old.state.fleet.node_of(worker.id)
                 if node is not None and worker.phase is not WorkerPhase.STARTING:
                     loop.heartbeats.expect(worker.id, node, time.time())
         else:
@@ -227,7 +228,7 @@ class ControllerActor:
         found = await self._executor.reattach(state, self._journal.incarnation)
         if found.newest_generation > state.generation:
             # The journal could not be written, and checkpoints may have been made meanwhile.
-            known = {checkpoint.id for checkpoint in state.checkpoints}
+            known = {checkpoint.id for checkpoint in state.saved.checkpoints}
             for ref in reversed(await self._from_storage(store.list)):
                 if ref.id not in known and ref.generation >= state.generation:
                     self._events.put_nowait(ev.CheckpointCommitted(ref.id, ref.step, ref.generation))

@@ -16,7 +16,8 @@ from elastic.core import events as ev
 from elastic.core.data.steps import CompletedStep, StepReport
 from elastic.core.policy.stragglers import StragglerWatch
 from elastic.core.run import machine
-from elastic.core.run.state import USER_CODE_FAILED, Finished, RunState
+from elastic.core.run.phase import USER_CODE_FAILED, Finished
+from elastic.core.run.state import RunState
 from elastic.core.settings import RunSettings
 from elastic.runtime.controller.acks import Acks
 from elastic.runtime.controller.committer import Committer
@@ -83,7 +84,7 @@ class ControlLoop:
             "loss": self.telemetry.loss,
             "metrics": dict(self.telemetry.metrics),
             "fenced_messages": self.fenced,
-            "false_alarms": self.state.false_alarms,
+            "false_alarms": self.state.trouble.false_alarms,
             "error": self._user_traceback if phase.status == USER_CODE_FAILED else None,
         }
 
@@ -91,7 +92,7 @@ class ControlLoop:
 
     def deliver(self, worker: int, items: Sequence[Item], now: float) -> bool:
         """A worker's messages, in order. False, and none of them counts, when the worker was written off."""
-        if worker not in self.state.workers:
+        if worker not in self.state.fleet.workers:
             self.fenced += len(items)
             logger.warning("worker %d was written off and is told to end; %d messages refused", worker, len(items))
             return False
@@ -143,7 +144,9 @@ class ControlLoop:
             logger.warning("a shard of generation %d is refused: %d runs", shard.generation, self.state.generation)
             return
         state = self.state
-        newest = max((known.step for known in state.checkpoints if known.id not in state.rejected), default=-1)
+        newest = max(
+            (known.step for known in state.saved.checkpoints if known.id not in state.saved.rejected), default=-1
+        )
         self._committer.add(shard, state.base.id if state.base else None, newest)
 
     def steps_recovered(self, generation: int, world_size: int, steps: Mapping[int, Any]) -> None:
@@ -202,13 +205,13 @@ class ControlLoop:
         """Keep the tables beside the state in step with it."""
         state = self.state
         self.telemetry.owner(state, now)
-        if isinstance(event, ev.SlotPlaced) and event.slot in state.slots:
+        if isinstance(event, ev.SlotPlaced) and event.slot in state.fleet.slots:
             self._executor.placed(event.slot, event.node)
         if isinstance(event, ev.CheckpointCommitted):
             self.telemetry.time.commit(event.step)
-        if before.workers.keys() != state.workers.keys():
-            self.heartbeats.retain(state.workers.keys())
-            self._acks.retain(state.workers.keys())
+        if before.fleet.workers.keys() != state.fleet.workers.keys():
+            self.heartbeats.retain(state.fleet.workers.keys())
+            self._acks.retain(state.fleet.workers.keys())
         # The same members may begin the next generation in the very turn in which this one ended.
         if before.members and (before.members, before.generation) != (state.members, state.generation):
             self.telemetry.generation_ended(before.generation)

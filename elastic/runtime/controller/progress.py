@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic.core.actions import Note
-from elastic.core.run.state import Closing, RunState, SlotPhase, Training, WorkerPhase
+from elastic.core.run.phase import Closing, Training
+from elastic.core.run.state import RunState, SlotPhase, WorkerPhase
 from elastic.runtime.controller.telemetry import Telemetry
 
 
@@ -28,7 +29,7 @@ class News:
 def figures(state: RunState, telemetry: Telemetry, news: News, slow: Mapping[int, float]) -> dict[str, Any]:
     """The keys of `elastic_jobs.handle.RunHandle.progress`, without the status. `slow` are the stragglers among the
     members, with their factors."""
-    newest = state.newest_checkpoint
+    newest = state.saved.newest_checkpoint
     return {
         "step": telemetry.step,
         "max_steps": state.settings.max_steps,
@@ -39,11 +40,11 @@ def figures(state: RunState, telemetry: Telemetry, news: News, slow: Mapping[int
         "last_checkpoint": newest.id if newest else None,
         "last_checkpoint_step": newest.step if newest else None,
         "doing": _doing(state, news),
-        "incidents": state.incidents,
+        "incidents": state.trouble.incidents,
         "asking_for": _asking_for(state),
         "workers": _placement(state),
         "stragglers": [
-            {"worker": worker, "rank": state.rank_of(worker), "node": state.node_of(worker), "factor": factor}
+            {"worker": worker, "rank": state.rank_of(worker), "node": state.fleet.node_of(worker), "factor": factor}
             for worker, factor in slow.items()
         ],
     }
@@ -52,7 +53,7 @@ def figures(state: RunState, telemetry: Telemetry, news: News, slow: Mapping[int
 def _doing(state: RunState, news: News) -> str | None:
     """What the run does besides training, in a sentence."""
     if isinstance(state.phase, Training):
-        return news.storage if state.storage_failing else None
+        return news.storage if state.saved.storage_failing else None
     if isinstance(state.phase, Closing):
         return f"waiting for the checkpoint of step {state.phase.step}, the last one"
     return news.doing
@@ -60,7 +61,7 @@ def _doing(state: RunState, news: News) -> str | None:
 
 def _asking_for(state: RunState) -> str | None:
     """The slots that the cluster has not given yet, in words; None where there are none."""
-    pending = sum(slot.phase is SlotPhase.PENDING for slot in state.slots.values())
+    pending = sum(slot.phase is SlotPhase.PENDING for slot in state.fleet.slots.values())
     return f"{pending} more node{'s' * (pending != 1)}" if pending else None
 
 
@@ -71,11 +72,11 @@ def _placement(state: RunState) -> list[dict[str, Any]]:
         {
             "worker": worker.id,
             "rank": ranks.get(worker.id),
-            "node": state.node_of(worker.id),
+            "node": state.fleet.node_of(worker.id),
             "pid": worker.pid,
             "phase": worker.phase.value,
         }
-        for worker in state.workers.values()
+        for worker in state.fleet.workers.values()
         if worker.phase is not WorkerPhase.STARTING
     ]
 

@@ -13,7 +13,7 @@ from elastic_cluster.kube.client.errors import KubeError, KubeNotFound, KubeQuot
 from elastic_cluster.kube.client.status import RunStatus
 
 from elastic.core.errors import ElasticError, NoCapacity, RunNotFound, UsageError
-from elastic.core.run import state
+from elastic.core.run import phase
 from elastic_jobs.exit_codes import NOT_FINISHED, exit_code
 
 # What the driver of a run ends with; anything else is not its word.
@@ -60,15 +60,15 @@ def result(status: RunStatus) -> int:
     """The run's exit code, as far as Kubernetes tells: the driver's own where Ray has kept it; 0 only at a good end."""
     match status.state:
         case words.FINISHED:
-            return exit_code(state.FINISHED)
+            return exit_code(phase.FINISHED)
         case words.STOPPED:
-            return exit_code(state.STOPPED)
+            return exit_code(phase.STOPPED)
         case words.REFUSED:
-            return exit_code(state.USAGE)
+            return exit_code(phase.USAGE)
         case words.FAILED if status.exit_code in _OURS:
             return int(status.exit_code or NOT_FINISHED)
         case words.FAILED if status.reason.startswith(_NO_CAPACITY):
-            return exit_code(state.NO_CAPACITY)
+            return exit_code(phase.NO_CAPACITY)
         case _:
             return NOT_FINISHED
 

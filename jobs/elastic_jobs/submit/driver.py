@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic.core.errors import ElasticError, NobodyAnswers, RunNotFound, StorageError, UsageError
-from elastic.core.run.state import FINISHED, NOT_FINISHED, STOPPED, USAGE
+from elastic.core.run.phase import FINISHED, NOT_FINISHED, STOPPED, USAGE
 from elastic.core.secrets import redact, secret_values
 from elastic.core.settings import RunSettings
 from elastic.entrypoint import parse_entry_point

@@ -9,22 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.core.run.incident import Incident
-from elastic.core.run.state import (
-    Closing,
-    Ending,
-    Finished,
-    Joining,
-    KnownCheckpoint,
-    Pausing,
-    RunPhase,
-    RunState,
-    Slot,
-    SlotPhase,
-    Training,
-    Waiting,
-    Worker,
-    WorkerPhase,
-)
+from elastic.core.run.phase import Closing, Ending, Finished, Joining, Pausing, RunPhase, Training, Waiting
+from elastic.core.run.state import Fleet, KnownCheckpoint, RunState, Slot, SlotPhase, Trouble, Worker, WorkerPhase
 from elastic.core.settings import RunSettings, ScalingSettings
 from elastic.observe import time_ledger as own
 from elastic.observe.time_ledger import OWNERS, SampleCount, SampleLedger, TimeLedger, owner_of
@@ -154,9 +140,9 @@ def test_every_stage_has_an_owner() -> None:
     blank = RunState(SETTINGS, Waiting(0, ""))
     was = Training(0)
     assert owner_of(blank) == own.QUEUE
-    assert owner_of(replace(blank, slots={0: Slot(0, SlotPhase.PLACED, 0.0)})) == own.PROVISION
-    assert owner_of(replace(blank, workers=workers(WorkerPhase.STARTING, WorkerPhase.IDLE))) == own.START
-    assert owner_of(replace(blank, workers=workers(WorkerPhase.IDLE, WorkerPhase.IDLE))) == own.DECIDE
+    assert owner_of(replace(blank, fleet=Fleet({0: Slot(0, SlotPhase.PLACED, 0.0)}))) == own.PROVISION
+    assert owner_of(replace(blank, fleet=Fleet(workers=workers(WorkerPhase.STARTING, WorkerPhase.IDLE)))) == own.START
+    assert owner_of(replace(blank, fleet=Fleet(workers=workers(WorkerPhase.IDLE, WorkerPhase.IDLE)))) == own.DECIDE
     assert owner_of(replace(blank, generation=1)) == own.WAIT_FOR_CAPACITY
     joined = Joining(0, joined=frozenset({0, 1}))
     fresh = replace(blank, members=(0, 1), phase=joined)
@@ -164,7 +150,7 @@ def test_every_stage_has_an_owner() -> None:
     assert owner_of(replace(fresh, base=BASE, phase=Joining(0, joined=frozenset({0})))) == own.INIT
     assert owner_of(replace(fresh, base=BASE)) == own.RESTORE
     shrunk = Incident(1, "node-lost", 1, 3, 10, "")
-    assert owner_of(replace(fresh, base=BASE, incident=shrunk)) == own.RESHARD
+    assert owner_of(replace(fresh, base=BASE, trouble=Trouble(incident=shrunk))) == own.RESHARD
     phases: list[tuple[RunPhase, str]] = [
         (was, own.PRODUCTIVE), (Pausing(0, 1, "grow", was), own.PAUSED), (Ending(0, 1), own.DECIDE),
         (Closing(0, 1, 5, True), own.CHECKPOINT_STALL), (Finished(0, "finished", ""), own.UNKNOWN),

@@ -119,12 +119,12 @@ class Executor:
         it was begun by it, which did not live to write that down.
         """
         strangers = await asyncio.to_thread(sweep, self._settings.run_id, self._names(state))
-        for slot in state.slots.values():
+        for slot in state.fleet.slots.values():
             if slot.phase is SlotPhase.PLACED and slot.node is not None:
                 self._nodes[slot.id] = slot.node
                 await self._slots.attach(slot.id, slot.node)
                 self._agents.attach(slot.node)
-        for worker in state.workers.values():
+        for worker in state.fleet.workers.values():
             self._worker_slot[worker.id] = worker.slot
             name = names.worker(self._settings.run_id, self._attempt, worker.id)
             try:
@@ -132,7 +132,9 @@ class Executor:
             except ValueError:
                 if worker.phase is not WorkerPhase.STARTING:
                     self._emit(ev.WorkerDied(worker.id, "it was gone when the controller came back"))
-        there = [w.id for w in state.workers.values() if w.phase is not WorkerPhase.STARTING and w.id in self._workers]
+        there = [
+            w.id for w in state.fleet.workers.values() if w.phase is not WorkerPhase.STARTING and w.id in self._workers
+        ]
         known = await asyncio.gather(*(self._meet(worker, incarnation) for worker in there))
         place = self._settings.run_id, self._attempt, strangers
         return ev.ControllerRestarted(
@@ -150,10 +152,10 @@ class Executor:
 
     def _names(self, state: RunState) -> set[str]:
         run_id, attempt = self._settings.run_id, self._attempt
-        nodes = {slot.node for slot in state.slots.values() if slot.node is not None}
+        nodes = {slot.node for slot in state.fleet.slots.values() if slot.node is not None}
         return {
-            *(names.worker(run_id, attempt, worker) for worker in state.workers),
-            *(names.slot(run_id, attempt, slot) for slot in state.slots),
+            *(names.worker(run_id, attempt, worker) for worker in state.fleet.workers),
+            *(names.slot(run_id, attempt, slot) for slot in state.fleet.slots),
             *(names.agent(run_id, attempt, node) for node in nodes),
         }
 

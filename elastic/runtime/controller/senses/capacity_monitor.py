@@ -55,10 +55,10 @@ class CapacityMonitor:
         self._look = look
         self._thread = StoreThreads(1, "elastic-outlook")
         self._clock = clock
-        self._shortage = state().shortage
-        self._limit = state().slot_limit
+        self._shortage = state().fleet.shortage
+        self._limit = state().fleet.slot_limit
         self._held = priority_sharing.Held(
-            priority_sharing.Share(self._limit, state().slot_limit_reason), clock() + priority_sharing.HOLD_S
+            priority_sharing.Share(self._limit, state().fleet.slot_limit_reason), clock() + priority_sharing.HOLD_S
         )
         self._hopeless_since: float | None = None
         self._refused = False
@@ -95,7 +95,7 @@ class CapacityMonitor:
         return _CALM_LOOK_S if calm else _LOOK_S
 
     def _wants(self) -> bool:
-        return any(slot.phase is SlotPhase.PENDING for slot in self._state().slots.values())
+        return any(slot.phase is SlotPhase.PENDING for slot in self._state().fleet.slots.values())
 
     async def look(self, view: ClusterView, others: list[Claim]) -> None:
         """One look: judge, and tell what is new."""
@@ -173,8 +173,8 @@ def claim_of(state: RunState, view: ClusterView, now: float) -> Claim:
     """A slot that has been waited for long enough cannot otherwise be had; nodes on their way are waited for longer."""
     scaling = state.settings.scaling
     long_s = scaling.share_after_s * (_ARRIVING_FACTOR if view.arriving else 1)
-    phases = [slot.phase for slot in state.slots.values()]
-    pending = [slot for slot in state.slots.values() if slot.phase is SlotPhase.PENDING]
+    phases = [slot.phase for slot in state.fleet.slots.values()]
+    pending = [slot for slot in state.fleet.slots.values() if slot.phase is SlotPhase.PENDING]
     return Claim(
         run=state.settings.run_id,
         priority=scaling.priority,

@@ -10,7 +10,8 @@ from collections.abc import Callable, Collection, Mapping
 
 from elastic.core.events import Event, WorkerDied
 from elastic.core.policy.liveness import LastSeen
-from elastic.core.run.state import Ending, Finished, RunState, Slot, Training
+from elastic.core.run.phase import Ending, Finished, Training
+from elastic.core.run.state import RunState, Slot
 from elastic.core.settings import FailureSettings
 from elastic.runtime.controller.telemetry import Telemetry
 from elastic.runtime.messages import BEAT_LIMIT_S, Beat
@@ -47,7 +48,7 @@ class HeartbeatTable:
 
     def worker_spoke(self, worker: int, now: float) -> None:
         """A message of the worker itself has arrived."""
-        node = self._state().node_of(worker)
+        node = self._state().fleet.node_of(worker)
         if node is not None:
             self._seen.heard_worker(worker, node, now)
 
@@ -85,7 +86,7 @@ class HeartbeatTable:
 
     def _is_part(self, node: str) -> bool:
         state = self._state()
-        if self._slots_of_nodes is not state.slots:
+        if self._slots_of_nodes is not state.fleet.slots:
             # Cached: a thousand nodes send five thousand beats per second.
-            self._slots_of_nodes, self._nodes = state.slots, frozenset(state.nodes)
+            self._slots_of_nodes, self._nodes = state.fleet.slots, frozenset(state.fleet.nodes)
         return node in self._nodes

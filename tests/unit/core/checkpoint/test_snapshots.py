@@ -20,7 +20,7 @@ from elastic.core.checkpoint.snapshots import (
     snapshot_id,
 )
 from elastic.core.errors import IntegrityError
-from elastic.core.run.state import Finished, Joining, Pausing, Training, Waiting
+from elastic.core.run.phase import Finished, Joining, Pausing, Training, Waiting
 
 CLUSTERS = st.lists(st.tuples(st.integers(0, 7), st.integers(0, 3)), min_size=1, max_size=24).map(
     lambda ranks: [f"n{domain}-{node}" for domain, node in ranks]
@@ -144,7 +144,7 @@ def lost(snapshots: tuple[tuple[str, int], ...], committed: int | None = None) -
         run.commit(committed)
     run.do(ev.WorkerDied(1, "exit code -9")).left(17, 0, 2)
     assert isinstance(run.state.phase, Waiting)
-    survey = run.state.survey
+    survey = run.state.saved.survey
     assert survey is not None
     return run.do(ev.MemorySurveyed(survey.number, snapshots))
 
@@ -157,8 +157,8 @@ def begun(run: Scenario) -> act.BeginGeneration:
 def test_the_next_generation_begins_from_the_newest_snapshot() -> None:
     run = lost(((snapshot_id(16, 1), 16), (snapshot_id(15, 1), 15)), committed=10)
     assert (begun(run).checkpoint, begun(run).step) == (snapshot_id(16, 1), 16)
-    assert run.state.incident is not None
-    assert (run.state.incident.source, run.state.incident.steps_repeated) == ("memory", 1)
+    assert run.state.trouble.incident is not None
+    assert (run.state.trouble.incident.source, run.state.trouble.incident.steps_repeated) == ("memory", 1)
 
 
 def test_storage_is_used_where_it_is_further_or_memory_holds_nothing() -> None:
@@ -180,8 +180,8 @@ def test_an_answer_to_an_older_question_changes_nothing() -> None:
     run = Scenario(2, 3, memory=True).started(3)
     run.do(ev.WorkerDied(1, "exit code -9")).left(17, 0, 2)
     before = run.state
-    assert before.survey is not None
-    run.do(ev.MemorySurveyed(before.survey.number - 1, ((snapshot_id(17, 1), 17),)))
+    assert before.saved.survey is not None
+    run.do(ev.MemorySurveyed(before.saved.survey.number - 1, ((snapshot_id(17, 1), 17),)))
     assert run.state == before
 
 
@@ -193,8 +193,8 @@ def test_a_refused_snapshot_is_passed_over_for_the_next_and_then_for_storage() -
         run.do(ev.RestoreFailed(number, members[0], snapshot_id(refused, 1), "content check failed"))
         run.left(refused, *members)
         run.wait(1.0)
-        if run.state.survey is not None:
-            run.do(ev.MemorySurveyed(run.state.survey.number, found))
+        if run.state.saved.survey is not None:
+            run.do(ev.MemorySurveyed(run.state.saved.survey.number, found))
         assert isinstance(run.state.phase, Joining)
         assert run.state.base is not None
         assert run.state.base.id == then
@@ -203,12 +203,12 @@ def test_a_refused_snapshot_is_passed_over_for_the_next_and_then_for_storage() -
 def test_a_node_lost_while_waiting_makes_the_answer_void() -> None:
     run = Scenario(3, 3, memory=True).started(3)
     run.do(ev.WorkerDied(1, "exit code -9")).left(17, 0, 2)
-    assert run.state.survey is not None
-    run.do(ev.MemorySurveyed(run.state.survey.number, ((snapshot_id(16, 1), 16),)))
-    assert run.state.newest_snapshot is not None
-    slot = run.state.workers[2].slot
+    assert run.state.saved.survey is not None
+    run.do(ev.MemorySurveyed(run.state.saved.survey.number, ((snapshot_id(16, 1), 16),)))
+    assert run.state.saved.newest_snapshot is not None
+    slot = run.state.fleet.workers[2].slot
     run.do(ev.SlotLost(slot, "gone"))
-    assert run.state.newest_snapshot is None
+    assert run.state.saved.newest_snapshot is None
     assert [a for a in run.last if isinstance(a, act.SurveyMemory)]
 
 
@@ -216,7 +216,7 @@ def test_a_stop_keeps_what_is_in_memory_only() -> None:
     """It comes between two generations: one more is begun, which saves."""
     run = Scenario(2, 3, memory=True).started(3).commit(10)
     run.do(ev.WorkerDied(1, "exit code -9")).left(17, 0, 2).do(ev.StopRequested("enough"))
-    survey = run.state.survey
+    survey = run.state.saved.survey
     assert survey is not None
     run.do(ev.MemorySurveyed(survey.number, ((snapshot_id(16, 1), 16),)))
     assert begun(run).step == 16
@@ -231,7 +231,7 @@ def test_a_stop_keeps_what_is_in_memory_only() -> None:
 def test_a_stop_waits_for_nothing_else() -> None:
     run = Scenario(2, 3, memory=True).started(3).commit(10)
     run.do(ev.WorkerDied(1, "exit code -9")).left(17, 0, 2).do(ev.StopRequested("enough"))
-    survey = run.state.survey
+    survey = run.state.saved.survey
     assert survey is not None
     run.do(ev.MemorySurveyed(survey.number, ((snapshot_id(10, 1), 10),)))
     assert run.end == ("stopped", "enough"), "storage has it all"
@@ -245,8 +245,8 @@ def test_a_stop_does_not_try_again_and_again() -> None:
     for _ in range(2):
         run.do(ev.CollectiveFailed(run.state.generation, run.state.members[0], 17, "peer closed")).left(17)
         assert isinstance(run.phase, Waiting | Finished)
-        if run.state.survey is not None:
-            run.do(ev.MemorySurveyed(run.state.survey.number, ((snapshot_id(16, 1), 16),)))
+        if run.state.saved.survey is not None:
+            run.do(ev.MemorySurveyed(run.state.saved.survey.number, ((snapshot_id(16, 1), 16),)))
     assert run.end == ("stopped", "enough")
 
 
@@ -261,8 +261,8 @@ def test_growth_goes_through_memory_without_waiting_for_storage() -> None:
     (confirm,) = [a for a in run.last if isinstance(a, act.ConfirmHold)]
     assert not confirm.durable
     run.left(5)
-    assert run.state.survey is not None
-    run.do(ev.MemorySurveyed(run.state.survey.number, ((snapshot_id(5, 1), 5),)))
+    assert run.state.saved.survey is not None
+    run.do(ev.MemorySurveyed(run.state.saved.survey.number, ((snapshot_id(5, 1), 5),)))
     assert (begun(run).step, len(begun(run).members)) == (5, 3)
     assert run.train().state.phase == Training(run.state.phase.since, first_step_done=True)
 
@@ -272,6 +272,6 @@ def test_growth_waits_for_storage_where_one_memory_fails() -> None:
     (confirm,) = [a for a in run.last if isinstance(a, act.ConfirmHold)]
     assert confirm.durable
     run.left(5)
-    assert run.state.survey is None
+    assert run.state.saved.survey is None
     run.commit(5)
-    assert run.state.survey is not None
+    assert run.state.saved.survey is not None

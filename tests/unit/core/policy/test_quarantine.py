@@ -12,7 +12,8 @@ from machine_scenario import Scenario
 from elastic.core import actions as act
 from elastic.core import events as ev
 from elastic.core.policy.quarantine import Quarantine, avoided, left_out, next_release, struck
-from elastic.core.run.state import Pausing, SlotPhase, Training
+from elastic.core.run.phase import Pausing, Training
+from elastic.core.run.state import SlotPhase
 from elastic.core.settings import ScalingSettings
 
 NODES = [f"n{number}" for number in range(7)]
@@ -79,7 +80,7 @@ def cut(run: Scenario, one: int, other: int) -> Scenario:
     """Two members cannot reach each other: a hang in which everybody leaves as told, and what the nodes say then."""
     number, members = run.state.generation, run.state.members
     run.do(ev.ProgressStalled(number, 9, 40.0, 30.0)).left(9, *members)
-    survey = run.state.survey
+    survey = run.state.saved.survey
     assert survey is not None
     assert survey.reach
     return run.do(ev.MemorySurveyed(survey.number, (), ((f"node-{one}", f"node-{other}"),)))
@@ -87,19 +88,22 @@ def cut(run: Scenario, one: int, other: int) -> Scenario:
 
 def test_one_of_two_nodes_that_cannot_talk_is_left_out_and_not_asked_for_again() -> None:
     run = cut(Scenario(2, 3, memory=True).started(3), 0, 2)
-    assert [slot.node for slot in run.state.slots.values() if slot.phase is SlotPhase.PLACED] == ["node-0", "node-1"]
+    assert [slot.node for slot in run.state.fleet.slots.values() if slot.phase is SlotPhase.PLACED] == [
+        "node-0",
+        "node-1",
+    ]
     (request,) = [action for action in run.last if isinstance(action, act.RequestSlot)]
     assert request.avoid == ("node-2",)
-    assert run.state.incident is not None
-    assert run.state.incident.lost_nodes == ("node-2",)
-    assert run.state.survey is not None, "what that node held went with it"
-    run.do(ev.MemorySurveyed(run.state.survey.number))
+    assert run.state.trouble.incident is not None
+    assert run.state.trouble.incident.lost_nodes == ("node-2",)
+    assert run.state.saved.survey is not None, "what that node held went with it"
+    run.do(ev.MemorySurveyed(run.state.saved.survey.number))
     assert run.state.world_size == 2
 
 
 def test_a_slot_on_a_node_that_is_to_be_left_alone_is_given_back() -> None:
     run = cut(Scenario(2, 3, memory=True).started(3), 0, 2)
-    (pending,) = [slot.id for slot in run.state.slots.values() if slot.phase is SlotPhase.PENDING]
+    (pending,) = [slot.id for slot in run.state.fleet.slots.values() if slot.phase is SlotPhase.PENDING]
     run.do(ev.SlotPlaced(pending, "node-2"))
     assert [action.slot for action in run.last if isinstance(action, act.ReleaseSlot)] == [pending]
     assert [action.avoid for action in run.last if isinstance(action, act.RequestSlot)] == [("node-2",)]
@@ -107,23 +111,23 @@ def test_a_slot_on_a_node_that_is_to_be_left_alone_is_given_back() -> None:
 
 def test_after_its_time_the_node_may_come_back() -> None:
     run = cut(Scenario(2, 3, memory=True).started(3), 0, 2)
-    assert run.state.survey is not None
-    run.do(ev.MemorySurveyed(run.state.survey.number)).train()
+    assert run.state.saved.survey is not None
+    run.do(ev.MemorySurveyed(run.state.saved.survey.number)).train()
     run.wait(run.state.settings.failures.quarantine_s)
-    (pending,) = [slot for slot in run.state.slots.values() if slot.phase is SlotPhase.PENDING]
+    (pending,) = [slot for slot in run.state.fleet.slots.values() if slot.phase is SlotPhase.PENDING]
     assert pending.avoid == ()
     run.do(ev.SlotPlaced(pending.id, "node-2"))
-    assert run.state.slots[pending.id].node == "node-2"
+    assert run.state.fleet.slots[pending.id].node == "node-2"
 
 
 def back(run: Scenario) -> Scenario:
     """The node that was left out has done its time, and its worker waits to be let in."""
-    assert run.state.survey is not None
-    run.do(ev.MemorySurveyed(run.state.survey.number)).train()
+    assert run.state.saved.survey is not None
+    run.do(ev.MemorySurveyed(run.state.saved.survey.number)).train()
     run.wait(run.state.settings.failures.quarantine_s)
-    (pending,) = [slot for slot in run.state.slots.values() if slot.phase is SlotPhase.PENDING]
+    (pending,) = [slot for slot in run.state.fleet.slots.values() if slot.phase is SlotPhase.PENDING]
     run.do(ev.SlotPlaced(pending.id, "node-2"))
-    (starting,) = [worker for worker in run.state.workers.values() if worker.slot == pending.id]
+    (starting,) = [worker for worker in run.state.fleet.workers.values() if worker.slot == pending.id]
     return run.do(ev.WorkerReady(starting.id, 7, "host"))
 
 
@@ -145,28 +149,28 @@ def test_a_node_that_is_still_cut_off_does_not_stop_those_that_train() -> None:
     run = back(cut(Scenario(2, 3, memory=True).started(3), 0, 2))
     run.do(ev.MemorySurveyed(asked(run), (), (("node-2", "node-0"),)))
     assert isinstance(run.phase, Training)
-    assert run.state.quarantine["node-2"].count == 2, "it is left alone for longer"
-    assert "node-2" not in run.state.nodes
+    assert run.state.fleet.quarantine["node-2"].count == 2, "it is left alone for longer"
+    assert "node-2" not in run.state.fleet.nodes
     assert run.state.world_size == 2
 
 
 def test_members_of_a_generation_that_trains_are_not_the_ones_to_go() -> None:
     """Two newcomers that one member cannot reach: left out are the two, although without the one all would be well."""
     run = cut(Scenario(2, 4, memory=True).started(4), 0, 3)
-    assert run.state.survey is not None
-    run.do(ev.MemorySurveyed(run.state.survey.number, (), (("node-1", "node-2"),)))
-    assert run.state.survey is not None
-    run.do(ev.MemorySurveyed(run.state.survey.number)).train()
+    assert run.state.saved.survey is not None
+    run.do(ev.MemorySurveyed(run.state.saved.survey.number, (), (("node-1", "node-2"),)))
+    assert run.state.saved.survey is not None
+    run.do(ev.MemorySurveyed(run.state.saved.survey.number)).train()
     assert run.state.world_size == 2
     run.wait(run.state.settings.failures.quarantine_s)
-    pending = [slot.id for slot in run.state.slots.values() if slot.phase is SlotPhase.PENDING]
+    pending = [slot.id for slot in run.state.fleet.slots.values() if slot.phase is SlotPhase.PENDING]
     run.do(*(ev.SlotPlaced(slot, node) for slot, node in zip(pending, ("node-2", "node-3"), strict=True)))
-    starting = [worker.id for worker in run.state.workers.values() if worker.slot in pending]
+    starting = [worker.id for worker in run.state.fleet.workers.values() if worker.slot in pending]
     run.do(*(ev.WorkerReady(worker, 7, "host") for worker in starting))
     (survey,) = run.acts(act.SurveyMemory)
     run.do(ev.MemorySurveyed(survey.survey, (), (("node-0", "node-2"), ("node-0", "node-3"))))
     assert isinstance(run.phase, Training)
-    assert run.state.nodes == ("node-0", "node-1")
+    assert run.state.fleet.nodes == ("node-0", "node-1")
 
 
 def test_where_nobody_answers_the_node_is_given_the_benefit_of_the_doubt() -> None:
@@ -177,34 +181,34 @@ def test_where_nobody_answers_the_node_is_given_the_benefit_of_the_doubt() -> No
 
 def test_a_burst_of_bad_nodes_does_not_have_every_waiting_slot_asked_for_again() -> None:
     run = Scenario(2, 40, memory=True).started(3)
-    asked_for = len(run.state.slots)
+    asked_for = len(run.state.fleet.slots)
     for node in ("node-2", "node-1"):
-        table = struck(run.state.quarantine, node, run.now, 60.0, 3600.0, certain=True)
-        run.state = replace(run.state, quarantine=table)
+        table = struck(run.state.fleet.quarantine, node, run.now, 60.0, 3600.0, certain=True)
+        run.state = replace(run.state, fleet=replace(run.state.fleet, quarantine=table))
         run.do(ev.Tick())
         assert not run.acts(act.RequestSlot)
     run.wait(61.0)
-    assert len(run.state.slots) == asked_for
+    assert len(run.state.fleet.slots) == asked_for
 
 
 def test_nodes_that_have_done_their_time_are_open_to_the_slots_that_wait_one_after_the_other() -> None:
     run = cut(Scenario(2, 3, memory=True).started(3), 0, 2)
     run.state = replace(run.state, settings=replace(run.state.settings, scaling=ScalingSettings(2, 5)))
     run.do(ev.Tick())
-    waiting = [slot for slot in run.state.slots.values() if slot.phase is SlotPhase.PENDING]
+    waiting = [slot for slot in run.state.fleet.slots.values() if slot.phase is SlotPhase.PENDING]
     assert [slot.avoid for slot in waiting] == [("node-2",)] * 3
     run.wait(61.0)
-    waiting = [slot for slot in run.state.slots.values() if slot.phase is SlotPhase.PENDING]
+    waiting = [slot for slot in run.state.fleet.slots.values() if slot.phase is SlotPhase.PENDING]
     assert sorted(slot.avoid for slot in waiting) == [(), ("node-2",), ("node-2",)]
     (free,) = [slot.id for slot in waiting if not slot.avoid]
     run.do(ev.SlotPlaced(free, "node-2"))
-    waiting = [slot for slot in run.state.slots.values() if slot.phase is SlotPhase.PENDING]
+    waiting = [slot for slot in run.state.fleet.slots.values() if slot.phase is SlotPhase.PENDING]
     assert sorted(slot.avoid for slot in waiting) == [(), ("node-2",)]
 
 
 def test_why_nothing_in_memory_can_be_used_is_told() -> None:
     run = Scenario(2, 3, memory=True).started(3).commit(5).lose_node(1).left(6)
     missing = "snapshot memory:step-00000006-g0001 is not whole: no node that answers has the shard of rank 1"
-    run.do(ev.MemorySurveyed(run.state.surveys, (), (), (missing,)))
+    run.do(ev.MemorySurveyed(run.state.saved.surveys, (), (), (missing,)))
     assert missing in run.said()
     assert "from storage" in run.said()

@@ -16,7 +16,7 @@ from elastic.core import actions as act
 from elastic.core import events as ev
 from elastic.core.checkpoint.snapshots import snapshot_id
 from elastic.core.policy.stragglers import StragglerWatch, _medians_of_others
-from elastic.core.run.state import Pausing, Training
+from elastic.core.run.phase import Pausing, Training
 from elastic.core.settings import StragglerSettings
 
 RANKS, STEP_S, NOISE = 64, 2.0, 0.03
@@ -156,9 +156,9 @@ def test_the_others_go_on_from_the_same_step_and_the_node_is_left_alone() -> Non
     assert isinstance(run.phase, Pausing)
     run.do(*(ev.HoldAnswered(1, w, 41, memory=True) for w in (0, 1, 2)))
     run.left(41)
-    assert run.state.survey is not None
+    assert run.state.saved.survey is not None
     assert not run.acts(act.ReleaseSlot), "the step lies in its node's memory, too"
-    run.do(ev.MemorySurveyed(run.state.survey.number, ((snapshot_id(41, 1), 41),)))
+    run.do(ev.MemorySurveyed(run.state.saved.survey.number, ((snapshot_id(41, 1), 41),)))
     (begin,) = run.acts(act.BeginGeneration)
     assert (begin.members, begin.checkpoint, begin.step) == ((0, 2), snapshot_id(41, 1), 41)
     run.train()
@@ -169,7 +169,7 @@ def test_the_others_go_on_from_the_same_step_and_the_node_is_left_alone() -> Non
     (request,) = run.acts(act.RequestSlot)
     assert request.avoid == ("node-1",), "the node is not asked for again at once"
     assert isinstance(run.phase, Training)
-    assert run.state.evicted == ()
+    assert run.state.fleet.evicted == ()
 
 
 def test_a_run_that_needs_it_keeps_it() -> None:

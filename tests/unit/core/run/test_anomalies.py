@@ -13,7 +13,7 @@ from elastic.core import actions as act
 from elastic.core import events as ev
 from elastic.core.checkpoint.snapshots import snapshot_id
 from elastic.core.run import machine
-from elastic.core.run.state import GAVE_UP, Ending, Finished, Training, Waiting
+from elastic.core.run.phase import GAVE_UP, Ending, Finished, Training, Waiting
 from elastic.core.settings import AnomalySettings
 
 
@@ -55,10 +55,10 @@ def test_every_member_tells_and_it_counts_once() -> None:
     run = scenario()
     found(run, 4)
     found(run, 4, 1, kind="loss")
-    assert len(run.state.anomalies) == 1
-    assert run.state.skips == ((40, 50),)
-    assert run.state.incident is not None
-    assert "rank 1 on node node-1: the loss of step 5 is nan" in run.state.incident.also
+    assert len(run.state.trouble.anomalies) == 1
+    assert run.state.trouble.skips == ((40, 50),)
+    assert run.state.trouble.incident is not None
+    assert "rank 1 on node node-1: the loss of step 5 is nan" in run.state.trouble.incident.also
 
 
 def test_skipped_ranges_add_up_and_every_later_generation_gets_them() -> None:
@@ -79,7 +79,7 @@ def test_it_is_no_crash_and_fresh_processes_are_not_called_for() -> None:
         assert "pause" not in run.said()
         assert run.acts(act.StartWorker) == []
         run.train()
-    assert run.state.streaks.crashes == 0
+    assert run.state.trouble.streaks.crashes == 0
 
 
 def test_a_checkpoint_that_lies_behind_it_never_counts() -> None:
@@ -96,17 +96,17 @@ def test_a_checkpoint_that_lies_behind_it_never_counts() -> None:
     assert begun(run).checkpoint == "before"
     run.train()
     run.do(ev.CheckpointCommitted("new", 20, 3))
-    assert run.state.newest_checkpoint is not None
-    assert run.state.newest_checkpoint.id == "new"
+    assert run.state.saved.newest_checkpoint is not None
+    assert run.state.saved.newest_checkpoint.id == "new"
 
 
 def test_a_snapshot_that_lies_behind_it_never_counts() -> None:
     run = scenario(memory=True)
     found(run, 13).left(13)
     assert isinstance(run.phase, Waiting)
-    assert run.state.survey is not None
+    assert run.state.saved.survey is not None
     held = ((snapshot_id(14, 1), 14), (snapshot_id(13, 1), 13), (snapshot_id(12, 1), 12))
-    run.do(ev.MemorySurveyed(run.state.survey.number, held))
+    run.do(ev.MemorySurveyed(run.state.saved.survey.number, held))
     assert (begun(run).checkpoint, begun(run).step) == (snapshot_id(13, 1), 13)
 
 
@@ -115,7 +115,7 @@ def test_the_policy_may_be_to_stop() -> None:
     found(run, 13).left(13)
     assert run.end[0] == GAVE_UP
     assert "the gradient of step 14 is nan; the policy is to stop" in run.end[1]
-    assert run.state.newest_checkpoint is not None
+    assert run.state.saved.newest_checkpoint is not None
 
 
 def test_too_many_within_the_window_end_the_run() -> None:
@@ -128,7 +128,7 @@ def test_too_many_within_the_window_end_the_run() -> None:
     run.train()
     found(run, 12, start=150).left(12)
     assert run.end[0] == GAVE_UP
-    assert run.end[1].startswith("3 anomalies within 10 steps (at most 2 are dealt with); the last one: rank 0")
+    assert run.end[1].startswith("3 anomalies within 10 steps (at most 2 are tolerated); the last one: rank 0")
 
 
 def test_one_that_comes_with_a_lost_node_is_left_out_too() -> None:
@@ -136,8 +136,8 @@ def test_one_that_comes_with_a_lost_node_is_left_out_too() -> None:
     run.lose_node(2)
     found(run, 13, 0, 1)
     run.left(13, 0, 1)
-    assert run.state.incident is not None
-    assert run.state.incident.kind == "node-lost"
+    assert run.state.trouble.incident is not None
+    assert run.state.trouble.incident.kind == "node-lost"
     assert begun(run).skips == ((130, 140),)
 
 
@@ -158,7 +158,7 @@ def test_steps_that_were_skipped_are_bounded() -> None:
         run.do(ev.StepSkipped(1, step, "the gradient is nan", ((step * 10 - 10, step * 10),)))
         assert isinstance(run.phase, Training)
     assert "step 4 was not applied: the gradient is nan; samples 30 to 39 are skipped" in run.said()
-    assert run.state.skips == (), "the step is over: nothing is done with the next samples instead"
+    assert run.state.trouble.skips == (), "the step is over: nothing is done with the next samples instead"
     run.do(ev.StepSkipped(1, 5, "the gradient is nan", ((40, 50),)))
     assert isinstance(run.phase, Ending)
     run.left(5)

@@ -7,7 +7,8 @@ from machine_scenario import Scenario
 from elastic.core import actions as act
 from elastic.core import events as ev
 from elastic.core.run import machine
-from elastic.core.run.state import SlotPhase, Training, Waiting, WorkerPhase
+from elastic.core.run.phase import Training, Waiting
+from elastic.core.run.state import SlotPhase, WorkerPhase
 
 
 def _sentences(scenario: Scenario) -> list[str]:
@@ -37,32 +38,32 @@ def test_no_worker_is_late_with_its_start_while_nobody_can_start() -> None:
     limit_s = s.state.settings.failures.worker_start_timeout_s
     s.do(ev.ControlStoreAway(4.0))
     s.do(ev.WorkerDied(1, "killed"))
-    (starting,) = (w for w in s.state.workers.values() if w.phase is WorkerPhase.STARTING)
+    (starting,) = (w for w in s.state.fleet.workers.values() if w.phase is WorkerPhase.STARTING)
     for _ in range(20):
         s.do(ev.Tick(), after=limit_s + 1)
-        assert starting.id in s.state.workers
-    assert s.state.streaks.start_failures == 0
+        assert starting.id in s.state.fleet.workers
+    assert s.state.trouble.streaks.start_failures == 0
 
     s.do(ev.ControlStoreBack(20 * limit_s), after=1.0)
     deadline = machine.next_deadline(s.state, machine.DEFAULT_POLICY)
     assert deadline is not None
     s.do(ev.Tick(), after=limit_s - 1)
-    assert starting.id in s.state.workers
+    assert starting.id in s.state.fleet.workers
     s.do(ev.Tick(), after=2.0)
-    assert starting.id not in s.state.workers, "from its return on the limit counts again"
+    assert starting.id not in s.state.fleet.workers, "from its return on the limit counts again"
 
 
 def test_a_lost_slot_is_asked_for_again_all_the_same() -> None:
     s = Scenario(1, 2).started(2)
     s.do(ev.ControlStoreAway(4.0), ev.SlotLost(1, "its agent has ended"))
-    assert any(slot.phase is SlotPhase.PENDING for slot in s.state.slots.values())
+    assert any(slot.phase is SlotPhase.PENDING for slot in s.state.fleet.slots.values())
     assert any(isinstance(action, act.RequestSlot) for action in s.last)
 
 
 def test_a_controller_that_was_placed_again_knows_that_it_is_back() -> None:
     s = Scenario(2, 2).started(2)
     s.do(ev.ControlStoreAway(4.0), ev.ControllerRestarted(2))
-    assert not s.state.control_store_away
+    assert not s.state.fleet.control_store_away
 
 
 def test_the_wait_for_capacity_has_no_end_while_nobody_can_come() -> None:

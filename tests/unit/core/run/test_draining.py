@@ -6,7 +6,8 @@ from machine_scenario import Scenario
 
 from elastic.core import actions as act
 from elastic.core import events as ev
-from elastic.core.run.state import Ending, Joining, Pausing, SlotPhase, Training, Waiting
+from elastic.core.run.phase import Ending, Joining, Pausing, Training, Waiting
+from elastic.core.run.state import SlotPhase
 
 
 def drained(s: Scenario, *nodes: str, in_s: float = 60.0) -> Scenario:
@@ -32,7 +33,7 @@ def test_where_no_replacement_comes_the_others_go_on_without_it_and_its_slot_is_
     assert [action.slot for action in s.acts(act.ReleaseSlot)] == [1]
     incident = s.acts(act.CloseIncident)[0].incident
     assert (incident.planned, incident.steps_repeated, incident.lost_nodes) == (True, 0, ())
-    assert "node-1" not in s.state.quarantine, "to be drained is no fault"
+    assert "node-1" not in s.state.fleet.quarantine, "to be drained is no fault"
 
 
 def test_a_replacement_that_is_starting_is_waited_for_so_that_the_world_size_stays() -> None:
@@ -73,7 +74,7 @@ def test_a_node_that_the_run_cannot_do_without_is_trained_on_until_shortly_befor
     assert [action.slot for action in s.acts(act.ReleaseSlot)] == [1], "Ray ends a node when nothing is there"
     (before, after) = [action.survey for action in s.acts(act.SurveyMemory)]
     s.do(ev.MemorySurveyed(before, (("memory:step-00000007-g0001", 7),)))
-    assert s.state.snapshots == (), "that was counted on what has been given back"
+    assert s.state.saved.snapshots == (), "that was counted on what has been given back"
     s.do(ev.MemorySurveyed(after)).wait(5.0)
     assert isinstance(s.phase, Waiting), "it is not begun with again"
     s.nodes(1)
@@ -104,23 +105,23 @@ def test_a_lost_node_meanwhile_makes_one_that_is_going_welcome_until_its_time() 
     s = drained(Scenario(2, 3, memory=True).started(3), "node-1").wait(5.1)
     assert isinstance(s.phase, Pausing)
     s.lose_node(0).left(5)
-    s.do(ev.MemorySurveyed(s.state.surveys))
+    s.do(ev.MemorySurveyed(s.state.saved.surveys))
     assert isinstance(s.phase, Joining)
     assert s.state.members == (1, 2)
 
 
 def test_nothing_begins_on_a_node_that_is_going_where_there_are_others() -> None:
     s = Scenario(1, 3).do(ev.RunStarted(), ev.NodesDraining((("node-0", 1e9),))).nodes(3).wait(5.0)
-    assert {s.state.node_of(worker) for worker in s.state.members} == {"node-1", "node-2"}
-    assert all(slot.node != "node-0" for slot in s.state.slots.values()), "a slot there is given back"
+    assert {s.state.fleet.node_of(worker) for worker in s.state.members} == {"node-1", "node-2"}
+    assert all(slot.node != "node-0" for slot in s.state.fleet.slots.values()), "a slot there is given back"
 
 
 def test_a_node_that_stays_after_all_costs_no_slot_too_many() -> None:
     s = drained(Scenario(2, 3).started(3), "node-1")
-    assert len(s.state.slots) == 4
+    assert len(s.state.fleet.slots) == 4
     s.do(ev.NodesDraining(()))
     assert [action.slot for action in s.acts(act.ReleaseSlot)] == [3]
-    assert [slot.phase for slot in s.state.slots.values()] == [SlotPhase.PLACED] * 3
+    assert [slot.phase for slot in s.state.fleet.slots.values()] == [SlotPhase.PLACED] * 3
     assert isinstance(s.wait(100.0).phase, Training)
 
 
@@ -130,4 +131,4 @@ def test_all_nodes_at_once_end_in_storage() -> None:
     assert s.phase.durable
     s.do(ev.HoldAnswered(1, 0, 7, True), ev.HoldAnswered(1, 1, 7, True)).left(7).commit(7)
     assert isinstance(s.phase, Waiting)
-    assert len([slot for slot in s.state.slots.values() if slot.phase is SlotPhase.PENDING]) == 2
+    assert len([slot for slot in s.state.fleet.slots.values() if slot.phase is SlotPhase.PENDING]) == 2

@@ -7,7 +7,7 @@ from machine_scenario import Scenario
 
 from elastic.core import actions as act
 from elastic.core import events as ev
-from elastic.core.run.state import Closing, Ending, Joining, Pausing, Training, Waiting
+from elastic.core.run.phase import Closing, Ending, Joining, Pausing, Training, Waiting
 
 
 def test_growth_holds_everybody_at_one_step_and_goes_on_from_its_checkpoint() -> None:
@@ -189,9 +189,9 @@ def test_the_last_checkpoint_is_made_by_those_who_reach_storage() -> None:
     s = Scenario(2, 3, memory=True, storage_timeout_s=30).started(3).commit(5).do(ev.SaveFailing(10, "no", 1.0, 1))
     s.completed(20).wait(30)
     assert isinstance(s.phase, Waiting)
-    s.do(ev.MemorySurveyed(s.state.surveys, (("memory:step-00000020-g0001", 20),)))
+    s.do(ev.MemorySurveyed(s.state.saved.surveys, (("memory:step-00000020-g0001", 20),)))
     assert s.acts(act.BeginGeneration) == [act.BeginGeneration(2, (0, 2), "memory:step-00000020-g0001", 20)]
-    incident = s.state.incident
+    incident = s.state.trouble.incident
     assert incident is not None
     assert (incident.kind, incident.planned, incident.steps_repeated) == ("resize", True, 0)
     s.join().completed(20)

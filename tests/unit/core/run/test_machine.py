@@ -13,7 +13,8 @@ from machine_scenario import Scenario
 from elastic.core import actions as act
 from elastic.core import events as ev
 from elastic.core.run import machine
-from elastic.core.run.state import Closing, Ending, Finished, Joining, Pausing, Training, Waiting, WorkerPhase
+from elastic.core.run.phase import Closing, Ending, Finished, Joining, Pausing, Training, Waiting
+from elastic.core.run.state import WorkerPhase
 
 STORIES = {
     "Waiting": lambda: Scenario(2, 3).do(ev.RunStarted()).nodes(1),
@@ -63,8 +64,8 @@ def generation_events(generation: int, worker: int) -> list[ev.Event]:
 
 def test_a_checkpoint_is_never_fenced() -> None:
     s = Scenario(2, 2).started(2).broken(0).do(ev.CheckpointCommitted("c7", 7, 1))
-    assert s.state.newest_checkpoint is not None
-    assert s.state.newest_checkpoint.step == 7
+    assert s.state.saved.newest_checkpoint is not None
+    assert s.state.saved.newest_checkpoint.step == 7
 
 
 # --- restarts --------------------------------------------------------------------------------------------------------
@@ -113,7 +114,7 @@ def test_a_suspicion_does_not_outlive_the_controller_that_had_it() -> None:
 def test_a_generation_that_no_journal_tells_of_is_ended_and_its_number_is_not_used_again(phase: str) -> None:
     """Begun while the journal could not be written, by a controller that was killed before it could."""
     s = STORIES[phase]()
-    there = [worker.id for worker in s.state.workers.values() if worker.phase is not WorkerPhase.STARTING]
+    there = [worker.id for worker in s.state.fleet.workers.values() if worker.phase is not WorkerPhase.STARTING]
     s.do(ev.ControllerRestarted(2, newest_generation=7, next_slot=20, next_worker=30))
     assert isinstance(s.phase, Ending)
     assert s.acts(act.EndGeneration) == [act.EndGeneration(7, tuple(there), "the controller was restarted meanwhile")]
@@ -126,8 +127,8 @@ def test_a_generation_that_no_journal_tells_of_is_ended_and_its_number_is_not_us
     assert [action.generation for action in s.acts(act.BeginGeneration)] in ([8], [])
     assert s.state.generation == 8
     assert s.state.furthest_step >= 9
-    assert all(slot < 4 or slot >= 20 for slot in s.state.slots)
-    assert all(worker < 4 or worker >= 30 for worker in s.state.workers)
+    assert all(slot < 4 or slot >= 20 for slot in s.state.fleet.slots)
+    assert all(worker < 4 or worker >= 30 for worker in s.state.fleet.workers)
 
 
 def test_a_worker_that_was_starting_may_have_become_a_member_since() -> None:
@@ -154,7 +155,7 @@ def test_messages_that_waited_are_heard_before_deadlines_are_enforced() -> None:
     assert isinstance(s.phase, Joining)
     silent = STORIES["Training"]().do(ev.WorkersSilent((0, 1), 1.0)).do(ev.ProbeAnswered(0), after=100.0)
     silent.do(ev.ProbeAnswered(1))
-    assert silent.state.false_alarms == 1
+    assert silent.state.trouble.false_alarms == 1
 
 
 @pytest.mark.parametrize("phase", ["Joining", "Pausing", "Ending", "Closing"])
@@ -206,14 +207,14 @@ def test_any_event_in_any_state_is_taken(phase: str, events: list[tuple[Any, flo
         after = s.state
         assert after.generation >= before.generation
         assert after.furthest_step >= before.furthest_step
-        assert len(after.slots) <= after.settings.scaling.max_slots
+        assert len(after.fleet.slots) <= after.settings.scaling.max_slots
         assert not (fenced and (s.last or after is not before))
         if isinstance(after.phase, Joining | Training):
             assert set(after.members_inside) == set(after.members)
         if isinstance(after.phase, Joining | Pausing | Ending | Closing):
             assert machine.next_deadline(after, machine.DEFAULT_POLICY) is not None
         if isinstance(after.phase, Finished):
-            assert not after.slots
+            assert not after.fleet.slots
         if isinstance(event, ev.Tick):
             deadline = machine.next_deadline(after, machine.DEFAULT_POLICY)
             assert deadline is None or deadline > s.now

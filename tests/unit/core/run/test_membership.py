@@ -7,7 +7,8 @@ from machine_scenario import Scenario
 from elastic.core import actions as act
 from elastic.core import events as ev
 from elastic.core.run import machine
-from elastic.core.run.state import Ending, Joining, SlotPhase, Training, Waiting, WorkerPhase
+from elastic.core.run.phase import Ending, Joining, Training, Waiting
+from elastic.core.run.state import SlotPhase, WorkerPhase
 
 
 def test_a_first_start_waits_for_nodes_that_arrive_together() -> None:
@@ -45,7 +46,7 @@ def test_ranks_of_one_node_are_neighbours() -> None:
     s = Scenario(4, 4, per_slot=2).do(ev.RunStarted(), ev.SlotPlaced(1, "b"), ev.SlotPlaced(0, "a"))
     s.do(*(ev.WorkerReady(worker, 1, "host") for worker in (3, 1, 0, 2)))
     members = s.acts(act.BeginGeneration)[0].members
-    assert [s.state.node_of(worker) for worker in members] == ["a", "a", "b", "b"]
+    assert [s.state.fleet.node_of(worker) for worker in members] == ["a", "a", "b", "b"]
 
 
 def test_a_node_of_two_is_lost_with_both() -> None:
@@ -77,15 +78,15 @@ def fail_starts(s: Scenario, count: int) -> None:
     """Whatever starts fails, `count` times; slots get nodes as soon as they are asked for."""
     done = 0
     while done < count:
-        starting = [w.id for w in s.state.workers.values() if w.phase is WorkerPhase.STARTING]
-        pending = [slot.id for slot in s.state.slots.values() if slot.phase is SlotPhase.PENDING]
+        starting = [w.id for w in s.state.fleet.workers.values() if w.phase is WorkerPhase.STARTING]
+        pending = [slot.id for slot in s.state.fleet.slots.values() if slot.phase is SlotPhase.PENDING]
         if starting:
             s.do(ev.WorkerStartFailed(starting[0], "import error"))
             done += 1
         elif pending:
             s.do(ev.SlotPlaced(pending[0], f"node-{pending[0]}"))
-        elif s.state.slots_not_before:
-            s.wait(s.state.slots_not_before - s.now + 0.001)
+        elif s.state.fleet.slots_not_before:
+            s.wait(s.state.fleet.slots_not_before - s.now + 0.001)
         else:
             return
 
@@ -169,20 +170,20 @@ def test_a_worker_that_was_given_up_is_tried_again_when_its_neighbour_starts() -
 def test_slots_that_are_lost_before_they_are_placed_are_not_asked_for_in_a_loop() -> None:
     s = Scenario(1, 1, retry_backoff_s=1.0, retry_backoff_limit_s=30.0).do(ev.RunStarted())
     for count in range(20):
-        assert list(s.state.slots) == [count]
+        assert list(s.state.fleet.slots) == [count]
         s.do(ev.SlotLost(count, "the group could not be created")).wait(30)
     assert s.now > 1500
 
 
 def test_the_pause_ends_with_the_first_worker() -> None:
     s = Scenario(1, 2).do(ev.RunStarted(), ev.SlotLost(0, "no group"), ev.SlotPlaced(1, "a"), ev.WorkerReady(0, 1, "h"))
-    assert s.state.streaks.slot_failures == 0
+    assert s.state.trouble.streaks.slot_failures == 0
 
 
 def test_an_idle_worker_that_dies_is_replaced_and_nothing_else_happens() -> None:
     s = Scenario(2, 3, gather_s=0).do(ev.RunStarted()).nodes(1).do(ev.WorkerDied(0, "exit code -9"))
     assert s.acts(act.StartWorker) == [act.StartWorker(1, 0)]
-    assert s.state.incident is None
+    assert s.state.trouble.incident is None
 
 
 def test_the_unknown_and_the_repeated_change_nothing() -> None:
@@ -204,5 +205,5 @@ def test_losses_in_every_stage_of_an_end() -> None:
     assert isinstance(s.phase, Ending)
     s.do(ev.WorkerDied(2, "exit code -9"))
     assert isinstance(s.phase, Waiting)
-    assert s.state.incident is not None
-    assert s.state.incident.lost_workers == (0, 1, 2)
+    assert s.state.trouble.incident is not None
+    assert s.state.trouble.incident.lost_workers == (0, 1, 2)

@@ -7,7 +7,7 @@ from machine_scenario import Scenario
 
 from elastic.core import actions as act
 from elastic.core import events as ev
-from elastic.core.run.state import Ending, Joining, Training, Waiting
+from elastic.core.run.phase import Ending, Joining, Training, Waiting
 
 
 def test_survivors_go_on_at_once_when_there_are_enough() -> None:
@@ -53,7 +53,7 @@ def test_one_evidence_is_written_down_once() -> None:
         ev.CollectiveFailed(1, 0, 7, "peer closed"), ev.CollectiveFailed(1, 0, 7, "peer closed"),
         ev.WorkerDied(1, "exit code -9"), ev.CollectiveFailed(1, 2, 7, "peer closed"),
     )  # fmt: skip
-    incident = s.state.incident
+    incident = s.state.trouble.incident
     assert incident is not None
     assert incident.kind == "worker-lost"
     assert len(incident.also) == len(set(incident.also)) == 2
@@ -83,7 +83,7 @@ def test_an_answer_is_an_acquittal_of_the_worker_and_of_its_node() -> None:
 def test_a_false_alarm_changes_nothing() -> None:
     s = Scenario(2, 3).started(3).do(ev.WorkersSilent((1,), 1.0, ("node-1",)), ev.ProbeAnswered(1)).wait(60)
     assert isinstance(s.phase, Training)
-    assert (s.state.false_alarms, s.state.incidents) == (1, 0)
+    assert (s.state.trouble.false_alarms, s.state.trouble.incidents) == (1, 0)
 
 
 def test_every_suspect_has_its_own_time_to_answer() -> None:
@@ -176,7 +176,7 @@ def test_a_user_error_does_not_make_the_next_lost_node_one() -> None:
     s = Scenario(1, 3, user_error_retries=1).started(3).do(ev.UserCodeFailed(1, 1, 7, "flaky")).left(7)
     s.lose_node(2).left(0).wait(1)
     assert isinstance(s.phase, Joining)
-    assert s.state.streaks.user_errors == 1
+    assert s.state.trouble.streaks.user_errors == 1
 
 
 def test_bad_configuration_ends_the_run_at_once() -> None:
@@ -211,7 +211,7 @@ def test_a_crash_loop_that_began_with_a_bad_checkpoint_is_still_counted() -> Non
     for _ in range(3):
         assert isinstance(s.phase, Joining)
         s.broken(0, step=5).wait(30)
-        s.do(*(ev.WorkerReady(w, 1, "host") for w in s.state.workers))
+        s.do(*(ev.WorkerReady(w, 1, "host") for w in s.state.fleet.workers))
     assert s.end[0] == "gave-up"
 
 
@@ -227,7 +227,7 @@ def test_a_restore_that_fails_on_a_checkpoint_nobody_asked_for_is_a_crash() -> N
 def crash_until_end(s: Scenario, limit: int = 50) -> int:
     for count in range(1, limit):
         s.do(ev.WorkerDied(s.state.members[0], "exit code -9"))
-        s.do(*(ev.WorkerReady(w, 1, "host") for w in s.state.workers))
+        s.do(*(ev.WorkerReady(w, 1, "host") for w in s.state.fleet.workers))
         if s.state.phase.__class__.__name__ == "Finished":
             return count
         s.wait(60)
@@ -249,10 +249,10 @@ def test_progress_renews_the_budget(progress: str) -> None:
             s.do(ev.CollectiveFailed(s.state.generation, s.state.members[0], step, "broken")).left(step)
         else:
             s.commit(step).do(ev.CollectiveFailed(s.state.generation, s.state.members[0], 0, "broken")).left(step)
-        s.do(*(ev.WorkerReady(w, 1, "host") for w in s.state.workers))
+        s.do(*(ev.WorkerReady(w, 1, "host") for w in s.state.fleet.workers))
         s.join()
     assert isinstance(s.phase, Training)
-    assert s.state.streaks.crashes == 1
+    assert s.state.trouble.streaks.crashes == 1
 
 
 def test_a_bad_checkpoint_that_is_written_again_and_again_is_no_progress() -> None:
@@ -263,7 +263,7 @@ def test_a_bad_checkpoint_that_is_written_again_and_again_is_no_progress() -> No
         number = s.state.generation
         s.join().do(ev.CheckpointCommitted(f"c10-{number}", 10, number))
         s.do(ev.CollectiveFailed(number, s.state.members[0], 13, "broken")).left(13).wait(60)
-        s.do(*(ev.WorkerReady(worker, 1, "host") for worker in s.state.workers))
+        s.do(*(ev.WorkerReady(worker, 1, "host") for worker in s.state.fleet.workers))
         if isinstance(s.phase, Joining):
             s.do(ev.RestoreFailed(s.state.generation, s.state.members[0], f"c10-{number}", "bad")).left(13).wait(60)
     assert s.end[0] == "gave-up"
@@ -274,7 +274,7 @@ def test_failed_attempts_pause_longer_and_longer() -> None:
     pauses = []
     for _ in range(7):
         s.broken(s.state.members[0], step=1)
-        s.do(*(ev.WorkerReady(w, 1, "host") for w in s.state.workers))
+        s.do(*(ev.WorkerReady(w, 1, "host") for w in s.state.fleet.workers))
         began = s.now
         while not isinstance(s.phase, Joining):
             s.wait(0.25)
@@ -300,6 +300,6 @@ def test_a_job_that_kills_every_node_it_gets_gives_up() -> None:
 def test_a_second_failure_belongs_to_the_same_incident_until_a_step_is_done() -> None:
     s = Scenario(1, 3).started(3).lose_node(2).left(1).do(ev.WorkerDied(1, "exit code -9")).left(1).wait(1)
     incident = s.train().acts(act.CloseIncident)[0].incident
-    assert (incident.id, s.state.incidents) == (1, 1)
+    assert (incident.id, s.state.trouble.incidents) == (1, 1)
     assert (incident.kind, incident.lost_workers) == ("node-lost", (2, 1))
     assert (incident.world_size, incident.next_world_size) == (3, 1)

@@ -6,7 +6,8 @@ from machine_scenario import Scenario
 
 from elastic.core import actions as act
 from elastic.core import events as ev
-from elastic.core.run.state import Finished, Joining, Pausing, SlotPhase, Training, Waiting
+from elastic.core.run.phase import Finished, Joining, Pausing, Training, Waiting
+from elastic.core.run.state import SlotPhase
 
 WHY = "run b of priority 1 (this one: 0) waits for 2 slots"
 
@@ -63,7 +64,7 @@ def test_slots_are_given_back_once_the_others_train_and_no_step_is_lost() -> Non
     assert sorted(released(s)) == [1, 2]
     incident = s.acts(act.CloseIncident)[0].incident
     assert (incident.planned, incident.steps_repeated) == (True, 0)
-    assert not s.state.quarantine, "it is no fault of the nodes"
+    assert not s.state.fleet.quarantine, "it is no fault of the nodes"
     assert not s.acts(act.RequestSlot), "what others wait for is not asked for"
     assert not s.wait(60.0).acts(act.RequestSlot)
 
@@ -88,7 +89,7 @@ def test_nothing_that_trains_is_stopped_whatever_is_asked() -> None:
 def test_a_run_that_cannot_begin_lets_go_of_what_it_holds_and_says_why() -> None:
     s = Scenario(3, 3).do(ev.RunStarted()).nodes(2)
     shared(s, 0)
-    assert (sorted(released(s)), s.state.slots) == ([0, 1, 2], {})
+    assert (sorted(released(s)), s.state.fleet.slots) == ([0, 1, 2], {})
     assert isinstance(s.phase, Waiting)
     assert f"no more than 0 slots are asked for: {WHY}" in s.phase.reason
     assert len(shared(s, None).acts(act.RequestSlot)) == 3
@@ -119,7 +120,7 @@ def test_a_run_that_is_stopped_asks_for_nothing_from_that_moment() -> None:
 
 def test_the_end_of_a_run_leaves_no_slot_asked_for() -> None:
     s = Scenario(1, 3).started(1)
-    assert sum(slot.phase is SlotPhase.PENDING for slot in s.state.slots.values()) == 2
+    assert sum(slot.phase is SlotPhase.PENDING for slot in s.state.fleet.slots.values()) == 2
     assert released(s.completed(9)) == [1, 2], "while the last checkpoint is awaited"
     assert released(s.commit(9)) == [0]
     assert isinstance(s.phase, Finished)

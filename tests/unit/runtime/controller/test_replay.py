@@ -395,12 +395,12 @@ def test_storage_that_is_away_condemns_no_checkpoint() -> None:
     assert codec.outcome(result, 2, 5) == ev.RestoreFailed(2, 5, "", "away")
     state = live((*EVENTS[:11], (7.0, ev.CollectiveFailed(1, 0, 3, "broken")), (7.1, ev.WorkerLeft(1, 0, 3))))
     state, _ = machine.step(state, ev.WorkerLeft(1, 1, 3), 7.1)
-    assert state.survey is not None
-    state, _ = machine.step(state, ev.MemorySurveyed(state.survey.number), 7.2)
+    assert state.saved.survey is not None
+    state, _ = machine.step(state, ev.MemorySurveyed(state.saved.survey.number), 7.2)
     assert state.generation == 2
     state, _ = machine.step(state, ev.RestoreFailed(2, 0, "", "away"), 8.0)
-    assert state.rejected == ()
-    assert state.newest_checkpoint is not None
+    assert state.saved.rejected == ()
+    assert state.saved.newest_checkpoint is not None
 
 
 def test_how_often_snapshots_are_taken_is_written_down_with_the_reason() -> None:

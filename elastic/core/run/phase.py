@@ -1,0 +1,102 @@
+"""The phases of a run, and the statuses that it ends with.
+
+    Waiting --enough workers--> Joining --all members train--> Training --planned end--> Pausing --all left--> Waiting
+                                   |                              |                         |
+                                   +-------------- evidence of a failure: Ending <----------+
+    Training --all completed--> Closing --last checkpoint committed--> Finished
+    Closing --some members cannot write it--> Waiting, for the members that can
+    Ending --every member left or was written off--> Waiting, or Finished when a budget is spent
+
+A suspicion (silent workers that are being probed) exists beside the phase: training continues while it is checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+# Exit statuses; `jobs` maps them to exit codes.
+FINISHED = "finished"
+NOT_FINISHED = "not-finished"
+USER_CODE_FAILED = "user-code-failed"
+USAGE = "usage"
+STOPPED = "stopped"
+GAVE_UP = "gave-up"
+NO_CAPACITY = "no-capacity"
+INTEGRITY = "integrity"
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """No generation. `not_before` holds a start back after failures (0: it does not); `again_at` is when the scaling
+    policy wants to be asked again."""
+
+    since: float
+    reason: str
+    not_before: float = 0.0
+    again_at: float | None = None
+
+
+@dataclass(frozen=True)
+class Joining:
+    since: float
+    joined: frozenset[int] = frozenset()
+    training: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Training:
+    since: float
+    first_step_done: bool = False
+    completed: frozenset[int] = frozenset()
+    all_reached_end: bool = True
+
+
+@dataclass(frozen=True)
+class Pausing:
+    """A planned end. `stop_at` is None until every member has answered; then all leave after that many steps."""
+
+    since: float
+    deadline: float
+    purpose: str
+    was: Training
+    answers: Mapping[int, int] = field(default_factory=dict)
+    stop_at: int | None = None
+    # False where the memory of the nodes takes the last step, and storage need not be waited for.
+    durable: bool = True
+
+
+@dataclass(frozen=True)
+class Ending:
+    """The generation has failed; members that have not left by `deadline` are written off.
+
+    `kind` and `evidence` are the strongest reason known for this one failure (an incident may hold several), `lost` the
+    members that it cost, `raised` those whose training function raised.
+    """
+
+    since: float
+    deadline: float
+    kind: str = "collective-failed"
+    evidence: str = ""
+    lost: frozenset[int] = frozenset()
+    raised: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Closing:
+    """Every member's function has returned; the run waits for the checkpoint of its last step."""
+
+    since: float
+    deadline: float
+    step: int
+    reached_end: bool
+
+
+@dataclass(frozen=True)
+class Finished:
+    since: float
+    status: str
+    reason: str
+
+
+RunPhase = Waiting | Joining | Training | Pausing | Ending | Closing | Finished
