@@ -20,9 +20,10 @@ from elastic.checkpoint.source import CheckpointSource
 from elastic.comm.rendezvous import host_store
 from elastic.core.checkpoint import manifest_json
 from elastic.core.checkpoint.manifest import Manifest
+from elastic.core.generation_spec import BatchSettings, GenerationSpec, MemoryPlan, Rendezvous
 from elastic.training.local import LocalCoordinator
 from elastic.training.loop import GenerationRunner
-from elastic.training.session import BatchSettings, GenerationSpec, MemoryPlan, Rendezvous, Stop
+from elastic.training.session import Stop
 from elastic.transport.handshake import TOKEN_BYTES
 
 RUN_ID = "alone"

@@ -112,8 +112,8 @@ def _train(engine: Any, batches: Any, steps: int) -> None:
 
 def _generation(job: Job, port: int, number: int, checkpoint: str | None, end_at: int | None) -> tuple[Any, Any]:
     from elastic.comm.rendezvous import host_store
+    from elastic.core.generation_spec import BatchSettings, GenerationSpec, Rendezvous
     from elastic.training.local import run_local
-    from elastic.training.session import BatchSettings, GenerationSpec, Rendezvous
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     rendezvous = host_store("127.0.0.1", port) if rank == 0 else Rendezvous("127.0.0.1", port)

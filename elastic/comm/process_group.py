@@ -23,8 +23,8 @@ from elastic.comm import lost_peers, sockets
 from elastic.comm.peer_addresses import exchange
 from elastic.comm.rendezvous import connect, host_store, release_store
 from elastic.comm.sockets import Address, TcpSocket
+from elastic.core.generation_spec import GenerationSpec, Rendezvous
 from elastic.training import cleanup
-from elastic.training.session import GenerationSpec, Rendezvous
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import Store, TCPStore
 
-from elastic.training.session import Rendezvous
+from elastic.core.generation_spec import Rendezvous
 
 logger = logging.getLogger(__name__)
 

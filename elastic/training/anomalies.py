@@ -16,28 +16,15 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from elastic.core.data.steps import Range
 from elastic.core.errors import UsageError
 from elastic.core.settings import AnomalySettings
+from elastic.training.result import BadStep
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class BadStep:
-    """What was no number: `kind` is "loss", "gradient" or "loss scale"; `positions` are those of the whole step."""
-
-    kind: str
-    value: str
-    positions: tuple[Range, ...] = ()
-
-    def __str__(self) -> str:
-        return f"the {self.kind} is {self.value}"
 
 
 class AnomalyWatch:

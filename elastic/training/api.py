@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from elastic.core.data.samples import SampleOrder
+from elastic.core.data.step_plan import StepPlan, total_samples
 from elastic.core.errors import UsageError
 from elastic.engines.deepspeed.config import ResolvedConfig, read_config, resolve
 from elastic.engines.deepspeed.refused import refuse_model
@@ -15,7 +16,6 @@ from elastic.training.context import Context, Generation, StateOfTheRun
 from elastic.training.data.loader import ElasticLoader
 from elastic.training.data.reader import BatchReader, require_map_style
 from elastic.training.engine import ElasticEngine
-from elastic.training.progress import StepPlan, total_samples
 from elastic.training.session import Phase
 
 state = StateOfTheRun()

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from elastic.core.errors import CollectiveFailed, GenerationEnded, UsageError, Where
-from elastic.training.session import Coordinator, GenerationSpec, Phase
+from elastic.core.generation_spec import GenerationSpec
+from elastic.training.session import Coordinator, Phase
 from elastic.training.user_state import State
 
 if TYPE_CHECKING:
     from elastic.comm.process_group import ProcessGroup
-    from elastic.training.anomalies import BadStep
     from elastic.training.data.loader import ElasticLoader
     from elastic.training.engine import ElasticEngine
+    from elastic.training.result import BadStep
 
 
 @dataclass(frozen=True)

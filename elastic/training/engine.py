@@ -15,14 +15,17 @@ from elastic.comm.failures import as_collective_failure
 from elastic.core.checkpoint.snapshots import is_snapshot
 from elastic.core.data.micro_batches import loss_scale
 from elastic.core.data.samples import SampleOrder
+from elastic.core.data.step_plan import StepPlan
+from elastic.core.data.steps import StepReport
 from elastic.core.errors import UsageError
 from elastic.engines.deepspeed.collective_clock import CollectiveClock
 from elastic.training import rng
-from elastic.training.anomalies import AnomalyWatch, BadStep
+from elastic.training.anomalies import AnomalyWatch
 from elastic.training.context import Generation
 from elastic.training.data import cursor
-from elastic.training.progress import StepPlan, StepProgress
-from elastic.training.session import Phase, StepReport
+from elastic.training.progress import StepProgress
+from elastic.training.result import BadStep
+from elastic.training.session import Phase
 
 if TYPE_CHECKING:
     from elastic.training.snapshots import Snapshots

@@ -27,12 +27,14 @@ from elastic.checkpoint.writer import BackgroundWriter
 from elastic.comm.process_group import ProcessGroup, backend_and_device, host_store
 from elastic.core.checkpoint.assembly import assemble
 from elastic.core.checkpoint.manifest import Manifest, ShardRecord
+from elastic.core.data.steps import StepReport
 from elastic.core.errors import ElasticError, UsageError
+from elastic.core.generation_spec import GenerationSpec, Rendezvous
 from elastic.training import cleanup, context, rng
 from elastic.training.context import Generation
 from elastic.training.loop import GenerationRunner
 from elastic.training.result import GenerationResult
-from elastic.training.session import GenerationSpec, Phase, Rendezvous, RestoreReport, SnapshotMemory, StepReport, Stop
+from elastic.training.session import Phase, RestoreReport, SnapshotMemory, Stop
 
 logger = logging.getLogger(__name__)
 

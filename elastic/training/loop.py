@@ -12,10 +12,11 @@ from typing import Any
 from elastic.comm.failures import as_collective_failure, is_of_device, is_of_hardware, peer_of
 from elastic.comm.process_group import ProcessGroup, backend_and_device
 from elastic.core.errors import CollectiveFailed, GenerationEnded, IntegrityError, StorageError, UsageError
+from elastic.core.generation_spec import GenerationSpec, Rendezvous
 from elastic.training import cleanup, context, rng
 from elastic.training.context import Generation
 from elastic.training.result import GenerationResult, Kind
-from elastic.training.session import Coordinator, GenerationSpec, Phase, Rendezvous
+from elastic.training.session import Coordinator, Phase
 
 logger = logging.getLogger(__name__)
 

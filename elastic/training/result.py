@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from elastic.core.data.steps import Range
 from elastic.core.errors import Where
-
-if TYPE_CHECKING:
-    from elastic.training.anomalies import BadStep
 
 Kind = Literal[
     "finished", "ended", "anomaly", "user_error", "collective_failed", "device_failed", "restore_failed", "usage_error"
 ]
+
+
+@dataclass(frozen=True)
+class BadStep:
+    """What was no number: `kind` is "loss", "gradient" or "loss scale"; `positions` are those of the whole step."""
+
+    kind: str
+    value: str
+    positions: tuple[Range, ...] = ()
+
+    def __str__(self) -> str:
+        return f"the {self.kind} is {self.value}"
 
 
 @dataclass(frozen=True)

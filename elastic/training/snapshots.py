@@ -16,8 +16,9 @@ import torch
 
 from elastic.core.checkpoint.snapshots import STEPS, is_snapshot, parse_snapshot_id
 from elastic.core.errors import CollectiveFailed, Fenced, IntegrityError, StorageError, UsageError
+from elastic.core.generation_spec import MemoryPlan
 from elastic.core.policy.snapshot_interval import Cadence, Costs
-from elastic.training.session import MemoryPlan, Phase, SnapshotMemory
+from elastic.training.session import Phase, SnapshotMemory
 from elastic.training.state.copier import Copier
 from elastic.training.state.host import over
 from elastic.training.state.pins import Pins

@@ -64,8 +64,8 @@ def train(config: dict[str, Any]) -> None:
 
 def generation(number: int, url: Path, config: dict[str, Any], checkpoint: str | None, end_at: int | None) -> Any:
     from elastic.comm.rendezvous import host_store
+    from elastic.core.generation_spec import BatchSettings, GenerationSpec
     from elastic.training.local import run_local
-    from elastic.training.session import BatchSettings, GenerationSpec
 
     spec = GenerationSpec(
         "gpu", number, 0, 1, batch=BatchSettings(max_steps=STEPS), checkpoint=checkpoint, checkpoint_every_steps=2

@@ -204,9 +204,9 @@ def _run(value: Any, runner: dict[str, Any], made: threading.Event) -> None:
     try:
         import trainings
 
+        from elastic.core.generation_spec import GenerationSpec
         from elastic.training.local import LocalCoordinator
         from elastic.training.loop import GenerationRunner
-        from elastic.training.session import GenerationSpec
 
         class Telling(LocalCoordinator):
             def committed(self, manifest: Any) -> None:

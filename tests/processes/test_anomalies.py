@@ -13,8 +13,8 @@ from crew import Crew, Outcome
 from elastic.checkpoint.storage import CheckpointStore
 from elastic.core.data.micro_batches import step_positions
 from elastic.core.data.samples import SampleOrder
+from elastic.core.generation_spec import BatchSettings
 from elastic.core.settings import AnomalySettings
-from elastic.training.session import BatchSettings
 
 pytestmark = pytest.mark.processes
 

@@ -8,7 +8,7 @@ from statistics import median
 import pytest
 from crew import Crew
 
-from elastic.training.session import BatchSettings
+from elastic.core.generation_spec import BatchSettings
 
 pytestmark = pytest.mark.processes
 

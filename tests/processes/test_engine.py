@@ -16,8 +16,8 @@ from torch import nn
 
 from elastic.core.data.micro_batches import deal
 from elastic.core.data.samples import SampleOrder
+from elastic.core.generation_spec import BatchSettings
 from elastic.training import rng
-from elastic.training.session import BatchSettings
 
 pytestmark = pytest.mark.processes
 

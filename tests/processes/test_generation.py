@@ -11,7 +11,7 @@ import pytest
 from crew import Crew
 
 from elastic.checkpoint.storage import CheckpointStore
-from elastic.training.session import BatchSettings
+from elastic.core.generation_spec import BatchSettings
 
 pytestmark = pytest.mark.processes
 

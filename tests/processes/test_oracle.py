@@ -20,7 +20,7 @@ from crew import Crew, Outcome
 
 from elastic.checkpoint.source import ReadRange
 from elastic.checkpoint.storage import CheckpointStore
-from elastic.training.session import BatchSettings
+from elastic.core.generation_spec import BatchSettings
 
 pytestmark = pytest.mark.processes
 

@@ -94,7 +94,7 @@ def one_stream_for_all() -> Change:
 
 def remainder_dropped() -> Change:
     """Micro-batches that do not divide by the number of ranks are left out."""
-    from elastic.training.progress import StepPlan
+    from elastic.core.data.step_plan import StepPlan
 
     def deal(original: Any, self: Any, step: int) -> Any:
         count = -(-self.global_batch // self.micro_batch)
@@ -112,7 +112,7 @@ def user_state_on_rank_0() -> Change:
 
 def position_in_passes() -> Change:
     """The cursor is counted in passes of this world size and not in samples."""
-    from elastic.training.progress import StepPlan
+    from elastic.core.data.step_plan import StepPlan
 
     def position(original: Any, self: Any, step: int) -> int:
         return step * self.micro_batch * self.world_size * self.passes

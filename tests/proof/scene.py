@@ -118,8 +118,8 @@ class Place:
 def place(rank: int, world_size: int, saved: dict[str, Any] | None, step: int) -> tuple[Place, Any, Any]:
     """The place of a rank, its plan and its order, as the engine and the loader have them after `step` steps."""
     from elastic.core.data.samples import SampleOrder
+    from elastic.core.data.step_plan import StepPlan
     from elastic.training import rng
-    from elastic.training.progress import StepPlan
     from elastic.training.user_state import State
 
     passes = -(-4 // world_size)

@@ -19,8 +19,8 @@ from torch import nn
 
 import elastic
 from elastic.core import events as ev
+from elastic.core.data.steps import StepReport
 from elastic.training import context
-from elastic.training.session import StepReport
 
 _POLL_S = 0.005
 _PATIENCE_S = 240.0

@@ -129,9 +129,9 @@ def _live(pipe: Connection) -> None:
     import loops
 
     from elastic.comm.process_group import host_store
+    from elastic.core.generation_spec import BatchSettings, GenerationSpec
     from elastic.training.cleanup import warm_up
     from elastic.training.local import run_local
-    from elastic.training.session import BatchSettings, GenerationSpec
 
     warm_up()
     while True:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from elastic.core.data.step_plan import StepPlan
 from elastic.core.errors import IntegrityError, UsageError
+from elastic.core.generation_spec import BatchSettings
 from elastic.core.settings import AnomalySettings
 from elastic.training.anomalies import AnomalyWatch
 from elastic.training.data import cursor
-from elastic.training.progress import StepPlan
-from elastic.training.session import BatchSettings
 
 
 def engine(norm: float | None = 1.0, applied: bool = True, scaler: Any = None) -> Any:

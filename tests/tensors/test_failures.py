@@ -9,10 +9,10 @@ import torch.distributed as dist
 from elastic.comm.failures import as_collective_failure, peer_of
 from elastic.core import events as ev
 from elastic.core.errors import CollectiveFailed, Where
+from elastic.core.generation_spec import GenerationSpec, Rendezvous
 from elastic.runtime.worker import codec
 from elastic.training import loop
 from elastic.training.local import SilentCoordinator
-from elastic.training.session import GenerationSpec, Rendezvous
 
 _GLOO = (
     "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:31667: "

@@ -14,13 +14,14 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from elastic.core.data.micro_batches import passes_per_rank
 from elastic.core.data.samples import SampleOrder
+from elastic.core.data.step_plan import StepPlan, total_samples
 from elastic.core.errors import GenerationEnded, UsageError
+from elastic.core.generation_spec import GenerationSpec
 from elastic.training.context import Generation
 from elastic.training.data.loader import ElasticLoader
 from elastic.training.data.reader import BatchReader, require_map_style
 from elastic.training.local import SilentCoordinator
-from elastic.training.progress import StepPlan, total_samples
-from elastic.training.session import GenerationSpec, Stop
+from elastic.training.session import Stop
 
 
 class Recorded:

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from elastic.core.errors import GenerationEnded, StorageError
+from elastic.core.generation_spec import GenerationSpec, MemoryPlan
 from elastic.training import snapshots
 from elastic.training.context import Generation
 from elastic.training.local import SilentCoordinator
-from elastic.training.session import GenerationSpec, MemoryPlan, SnapshotMemory
+from elastic.training.session import SnapshotMemory
 from elastic.training.snapshots import Snapshots
 from elastic.training.state.host import Transfer
 

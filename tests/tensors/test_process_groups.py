@@ -17,11 +17,11 @@ from elastic.comm.peer_addresses import exchange
 from elastic.comm.process_group import ProcessGroup, outlive_peers
 from elastic.comm.sockets import Address, TcpSocket
 from elastic.core import events as ev
+from elastic.core.generation_spec import GenerationSpec, Rendezvous
 from elastic.runtime.worker import codec
 from elastic.training import loop
 from elastic.training.local import SilentCoordinator
 from elastic.training.loop import GenerationResult, GenerationRunner
-from elastic.training.session import GenerationSpec, Rendezvous
 
 LIMIT_S = 20.0
 

@@ -15,7 +15,9 @@ import pytest
 import ray
 
 from elastic.core import events as ev
+from elastic.core.data.steps import StepReport
 from elastic.core.errors import GenerationEnded, IntegrityError, StorageError
+from elastic.core.generation_spec import GenerationSpec
 from elastic.core.settings import FailureSettings
 from elastic.runtime.messages import Item, Reply
 from elastic.runtime.node.agent import _is_stopped
@@ -24,7 +26,7 @@ from elastic.runtime.storage_retry import RetryingSource
 from elastic.runtime.worker.logs import log_file
 from elastic.runtime.worker.outbox import Outbox
 from elastic.runtime.worker.ray_coordinator import RayCoordinator
-from elastic.training.session import GenerationSpec, Phase, StepReport, Stop
+from elastic.training.session import Phase, Stop
 
 LIMIT_S = 20.0
 

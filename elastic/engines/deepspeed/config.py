@@ -13,8 +13,8 @@ from typing import Any
 
 from elastic.core.data.micro_batches import passes_per_rank
 from elastic.core.errors import UsageError
+from elastic.core.generation_spec import BatchSettings
 from elastic.engines.deepspeed.refused import refuse
-from elastic.training.session import BatchSettings
 
 logger = logging.getLogger(__name__)
 

@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from elastic.checkpoint.source import CheckpointSource
     from elastic.checkpoint.storage import CheckpointStore
     from elastic.checkpoint.writer import BackgroundWriter
+    from elastic.core.generation_spec import GenerationSpec, Rendezvous
     from elastic.runtime.messages import Assembled
     from elastic.runtime.worker.ray_coordinator import RayCoordinator
     from elastic.training.loop import GenerationRunner
     from elastic.training.result import GenerationResult
-    from elastic.training.session import GenerationSpec, Rendezvous
 
 logger = logging.getLogger(__name__)
 

@@ -13,12 +13,14 @@ from elastic.checkpoint.snapshot import ShardSnapshot
 from elastic.checkpoint.source import CheckpointSource
 from elastic.core import events as ev
 from elastic.core.checkpoint.snapshots import is_snapshot
+from elastic.core.data.steps import StepReport
 from elastic.core.errors import GenerationEnded
+from elastic.core.generation_spec import GenerationSpec
 from elastic.core.settings import FailureSettings
 from elastic.runtime.messages import Item
 from elastic.runtime.storage_retry import RetryingSource
 from elastic.runtime.worker.outbox import Outbox
-from elastic.training.session import GenerationSpec, Phase, RestoreReport, SnapshotMemory, StepReport, Stop
+from elastic.training.session import Phase, RestoreReport, SnapshotMemory, Stop
 
 # Enough for what may still be on its way to the controller, many times over.
 _RECENT_STEPS = 64

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from elastic.core.data.step_plan import StepPlan, total_samples
 from elastic.core.data.steps import Range, union
 from elastic.core.errors import IntegrityError, UsageError
-from elastic.training.progress import StepPlan, total_samples
-from elastic.training.session import BatchSettings
+from elastic.core.generation_spec import BatchSettings
 
 
 def told(plan: StepPlan, seed: int, step: int) -> dict[str, Any]:

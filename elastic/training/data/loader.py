@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
+from elastic.core.data.step_plan import StepPlan
 from elastic.core.errors import UsageError
 from elastic.training import rng
 from elastic.training.context import Generation
 from elastic.training.data.reader import BatchReader
-from elastic.training.progress import StepPlan, StepProgress
+from elastic.training.progress import StepProgress
 from elastic.training.session import Phase, Stop
 
 

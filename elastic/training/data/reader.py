@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from elastic.core.data.micro_batches import MicroBatch
 from elastic.core.data.samples import SampleOrder
+from elastic.core.data.step_plan import StepPlan
 from elastic.core.errors import UsageError
 from elastic.training import rng
-from elastic.training.progress import StepPlan
 
 logger = logging.getLogger(__name__)
 

@@ -16,6 +16,7 @@ from elastic.checkpoint.source import CheckpointSource
 from elastic.comm.agreement import Agreement
 from elastic.core.checkpoint.manifest import Json, ShardRecord
 from elastic.core.data.samples import SampleOrder
+from elastic.core.data.step_plan import StepPlan
 from elastic.core.sharding.layout import RankLayout
 from elastic.engines.deepspeed.state.layout_check import check_layout
 from elastic.engines.deepspeed.state.partitioned import PartitionedStage
@@ -23,7 +24,6 @@ from elastic.engines.deepspeed.state.replicated import ReplicatedStage
 from elastic.engines.deepspeed.state.stage3 import Stage3
 from elastic.engines.deepspeed.state.unsupported import refuse_unsupported
 from elastic.engines.live_state import Stage, rank_in
-from elastic.training.progress import StepPlan
 from elastic.training.session import RestoreReport
 from elastic.training.state.engine_state import LiveState
 from elastic.training.state.host import Transfer

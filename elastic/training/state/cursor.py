@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elastic.core.data.samples import SampleOrder
+from elastic.core.data.step_plan import StepPlan
 from elastic.training import rng
-from elastic.training.progress import StepPlan
 
 _MODULUS = 1 << 64
 

@@ -16,6 +16,7 @@ from elastic.checkpoint.source import CheckpointSource
 from elastic.comm.agreement import Agreement
 from elastic.core.checkpoint.manifest import Json, Manifest, ShardRecord, StoredTensor
 from elastic.core.data.samples import SampleOrder
+from elastic.core.data.step_plan import StepPlan
 from elastic.core.errors import IntegrityError
 from elastic.core.names import shard_file
 from elastic.core.sharding.layout import RankLayout
@@ -23,7 +24,6 @@ from elastic.engines.deepspeed.state.unsupported import refuse_moved_away
 from elastic.engines.inventory import Inventory, gaps
 from elastic.engines.live_state import BUFFER, PARAM, Member, Stage, members
 from elastic.engines.optimizer_state import decode_scalars, install_state, scalars_of
-from elastic.training.progress import StepPlan
 from elastic.training.session import RestoreReport
 from elastic.training.state.dtypes import check_dtype
 from elastic.training.state.extra_state import check_client, install_client, read_client

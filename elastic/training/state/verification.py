@@ -14,10 +14,10 @@ import torch
 from elastic.comm.agreement import Agreement
 from elastic.core.checkpoint.manifest import Json, Manifest
 from elastic.core.data.samples import SampleOrder
+from elastic.core.data.step_plan import StepPlan
 from elastic.core.errors import IntegrityError
 from elastic.engines.inventory import Inventory
 from elastic.engines.live_state import Stage
-from elastic.training.progress import StepPlan
 from elastic.training.state.cursor import next_step, whole_step
 from elastic.training.state.digest_reader import Reader, digests
 from elastic.training.state.verify_scalars import REST, LiveGroups, wrong_groups, wrong_rest, wrong_scalars

@@ -15,8 +15,8 @@ def check_deepspeed(spec: JobSpec) -> None:
     """Raises UsageError for options that an elastic run cannot honour and for contradicting batch sizes."""
     if not isinstance(spec.deepspeed, dict):
         return
+    from elastic.core.generation_spec import BatchSettings
     from elastic.engines.deepspeed.config import resolve
-    from elastic.training.session import BatchSettings
 
     batch = BatchSettings(spec.global_batch, spec.micro_batch, spec.max_steps, spec.epochs)
     try:

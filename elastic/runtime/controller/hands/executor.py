@@ -30,7 +30,7 @@ from elastic.runtime.train_function import Entry
 from elastic.runtime.worker.actor import WorkerActor
 
 if TYPE_CHECKING:
-    from elastic.training.session import MemoryPlan
+    from elastic.core.generation_spec import MemoryPlan
 
 logger = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from elastic.core.actions import BeginGeneration
 from elastic.core.checkpoint.parity import place_parity
 from elastic.core.checkpoint.snapshots import place_replicas
+from elastic.core.generation_spec import BatchSettings, GenerationSpec, MemoryPlan
 from elastic.core.settings import RunSettings
 from elastic.runtime.controller.hands.snapshot_directory import targets_of
 from elastic.runtime.messages import NodeFacts
-from elastic.training.session import BatchSettings, GenerationSpec, MemoryPlan
 
 
 def generation_specs(

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.core.errors import UsageError
+from elastic.core.generation_spec import BatchSettings
 from elastic.engines.deepspeed.config import read_config, resolve
 from elastic.engines.deepspeed.refused import REFUSED, refuse_model
-from elastic.training.session import BatchSettings
 
 NONE = BatchSettings()
 

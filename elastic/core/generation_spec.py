@@ -1,0 +1,68 @@
+"""What the controller sends to every member of a generation: rank, batch, rendezvous, checkpoint. Plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from elastic.core.data.steps import Range
+from elastic.core.settings import AnomalySettings
+
+
+@dataclass(frozen=True)
+class BatchSettings:
+    """`global_batch` and `micro_batch` count samples. None: taken from the DeepSpeed config that the user passes."""
+
+    global_batch: int | None = None
+    micro_batch: int | None = None
+    max_steps: int | None = None
+    epochs: int | None = None
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Snapshots of one rank in its node's memory; see `core.settings.SnapshotSettings`.
+
+    `targets` hold the replicas. With `stripe` they keep the parity of these ranks' shards instead, this one among them.
+    """
+
+    targets: tuple[tuple[str, int], ...] = ()
+    stripe: tuple[int, ...] = ()
+    every_steps: int | None = None
+    cost_limit: float = 0.01
+    required: bool = False
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the store of one generation listens. Of no use to any other generation."""
+
+    host: str
+    port: int
+
+
+@dataclass(frozen=True)
+class GenerationSpec:
+    """Fixed for one generation. Sent to every member by the controller."""
+
+    run_id: str
+    generation: int
+    rank: int
+    world_size: int
+    seed: int = 0
+    # The size that DeepSpeed configs written for a fixed world size are read with.
+    max_world_size: int = 1
+    batch: BatchSettings = field(default_factory=BatchSettings)
+    checkpoint: str | None = None
+    checkpoint_every_steps: int | None = None
+    deepspeed_config: Mapping[str, Any] | None = None
+    memory: MemoryPlan | None = None
+    # Ranges of positions that the run leaves out; and what is done about a loss of no number (None: not looked for).
+    skips: tuple[Range, ...] = ()
+    anomalies: AnomalySettings | None = None
+    # No step is done before the coordinator says where to stop: the generation only saves what it begins with.
+    holds: bool = False
+    # A collective that makes no progress for this long fails by itself, whatever else goes wrong. Over NCCL it is only
+    # noticed then, and has to be aborted: torch would end the process instead (`process_group.outlive_peers`).
+    collective_timeout_s: float = 600.0
