@@ -1,6 +1,6 @@
-"""What the state machine asks for. The executor carries actions out; each one that can end ends by an event.
+"""What the state machine asks for. The executor performs actions; each action that can end reports an event.
 
-Actions are idempotent: a restarted controller issues the open ones again (`machine.reissue`).
+Actions are idempotent: a restarted controller issues the open actions again (`machine.reissue`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class RequestSlot:
 
 @dataclass(frozen=True)
 class ReleaseSlot:
-    """Give the slot back, with every process in it. No event."""
+    """Release the slot and end every process in it. No event."""
 
     slot: int
     cause: str
@@ -42,7 +42,7 @@ class StartWorker:
 
 @dataclass(frozen=True)
 class KillWorker:
-    """End a worker's process, whatever state it is in. No event: the machine has written it off already."""
+    """End a worker's process in any state. No event: the machine has already written it off."""
 
     worker: int
     cause: str
@@ -51,20 +51,22 @@ class KillWorker:
 @dataclass(frozen=True)
 class BeginGeneration:
     """Start training on `members` (worker ids; the position is the rank) from `checkpoint` (None: from scratch)
-    -> GroupJoined, TrainingReached, FirstStepDone, or one of the failures. `skips`: see `core.batches`. With `holds` no
-    step is done: the members wait, as after a promise, to be told that they stop where they are."""
+    -> GroupJoined, TrainingReached, FirstStepDone, or one of the failures.
+
+    `skips`: see `core.data.micro_batches`. With `stops_at_start` the members do no step: they wait for CommitStop.
+    """
 
     generation: int
     members: tuple[int, ...]
     checkpoint: str | None
     step: int
     skips: tuple[tuple[int, int], ...] = ()
-    holds: bool = False
+    stops_at_start: bool = False
 
 
 @dataclass(frozen=True)
 class EndGeneration:
-    """Abort the generation on these members -> WorkerLeft from each that is alive, WorkerDied from each that is not."""
+    """Abort the generation on these members -> WorkerLeft from each living member, WorkerDied from each dead one."""
 
     generation: int
     workers: tuple[int, ...]
@@ -73,14 +75,17 @@ class EndGeneration:
 
 @dataclass(frozen=True)
 class Probe:
-    """Ask these workers for a sign of life -> ProbeAnswered from each that can."""
+    """Ask these workers for a sign of life -> ProbeAnswered from each that can answer."""
 
     workers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class SurveyMemory:
-    """Ask these nodes what their memory holds, with `reach` also whom of them they cannot reach -> MemorySurveyed."""
+class QuerySnapshots:
+    """Ask these nodes which snapshots their memory holds -> SnapshotsReported.
+
+    With `reach` each node also reports which of the others it cannot reach.
+    """
 
     survey: int
     nodes: tuple[str, ...]
@@ -88,18 +93,18 @@ class SurveyMemory:
 
 
 @dataclass(frozen=True)
-class AskHold:
-    """First half of a planned end -> HoldAnswered from each."""
+class ProposeStop:
+    """First phase of a planned end: each member promises a step that it will not pass -> StopPromised from each."""
 
     generation: int
     workers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class ConfirmHold:
-    """Second half: every member stops after exactly `step` finished steps, saves, and leaves -> WorkerLeft.
+class CommitStop:
+    """Second phase: every member stops after exactly `step` finished steps, saves, and leaves -> WorkerLeft.
 
-    `durable`: to storage; otherwise the memory of the nodes is enough.
+    `durable`: save to storage; otherwise the memory of the nodes is enough.
     """
 
     generation: int
@@ -110,7 +115,7 @@ class ConfirmHold:
 
 @dataclass(frozen=True)
 class Note:
-    """One decision and its reason, as a sentence with numbers. Written to the journal and to the log."""
+    """One decision and its reason as a sentence with numbers, written to the journal and to the log."""
 
     sentence: str
     kind: str = "decision"
@@ -133,6 +138,6 @@ class FinishRun:
 
 
 Action = (
-    RequestSlot | ReleaseSlot | StartWorker | KillWorker | BeginGeneration | EndGeneration | Probe | SurveyMemory |
-    AskHold | ConfirmHold | Note | CloseIncident | FinishRun
+    RequestSlot | ReleaseSlot | StartWorker | KillWorker | BeginGeneration | EndGeneration | Probe | QuerySnapshots |
+    ProposeStop | CommitStop | Note | CloseIncident | FinishRun
 )  # fmt: skip

@@ -135,8 +135,8 @@ class ProbeAnswered:
 
 
 @dataclass(frozen=True)
-class MemorySurveyed:
-    """What `SurveyMemory` number `survey` has found: the snapshots that can be put together, newest first.
+class SnapshotsReported:
+    """What `QuerySnapshots` number `survey` has found: the snapshots that can be put together, newest first.
 
     Each is (id, step). `unreachable` are pairs of nodes (who, whom), where that was asked. `missing` are sentences on
     what newer ones lack.
@@ -267,7 +267,7 @@ class RestoreFailed:
 
 
 @dataclass(frozen=True)
-class HoldAnswered:
+class StopPromised:
     """The worker promises not to go past `step` finished steps before it is told where to stop.
 
     `memory`: its node's memory takes snapshots, so that the end need not wait for storage.
@@ -342,18 +342,20 @@ class ControlStoreBack:
 
 GenerationEvent = (
     GroupJoined | TrainingReached | FirstStepDone | ProgressStalled | CollectiveFailed | UserCodeFailed |
-    AnomalyFound | StepSkipped | StragglerFound | RestoreFailed | HoldAnswered | MemoryLost | WorkerLeft |
+    AnomalyFound | StepSkipped | StragglerFound | RestoreFailed | StopPromised | MemoryLost | WorkerLeft |
     WorkerCompleted
 )  # fmt: skip
 
 Event = (
     RunStarted | ControllerRestarted | StopRequested | Tick | NodesDraining | CapacityJudged | SlotsShared |
     SlotPlaced | SlotLost | WorkerReady | WorkerStartFailed | WorkerDied | WorkersSilent | ProbeAnswered |
-    MemorySurveyed | CheckpointCommitted | SaveFailing | ControlStoreAway | ControlStoreBack |
+    SnapshotsReported | CheckpointCommitted | SaveFailing | ControlStoreAway | ControlStoreBack |
     GenerationEvent
 )  # fmt: skip
 
 _TYPES: dict[str, type[Any]] = {cls.__name__: cls for cls in get_args(Event)}
+# Names in journals of release 0.1.0 and before. Read for one release.
+_TYPES |= {"HoldAnswered": StopPromised, "MemorySurveyed": SnapshotsReported}
 
 
 def to_json(event: Event) -> dict[str, Any]:

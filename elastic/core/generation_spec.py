@@ -62,7 +62,7 @@ class GenerationSpec:
     skips: tuple[Range, ...] = ()
     anomalies: AnomalySettings | None = None
     # No step is done before the coordinator says where to stop: the generation only saves what it begins with.
-    holds: bool = False
+    stops_at_start: bool = False
     # A collective that makes no progress for this long fails by itself, whatever else goes wrong. Over NCCL it is only
     # noticed then, and has to be aborted: torch would end the process instead (`process_group.outlive_peers`).
     collective_timeout_s: float = 600.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from elastic.core.sharding.layout import Chunk, RankLayout
-from elastic.core.sharding.zero import dealt_layout
+from elastic.core.sharding.zero import owner_layout
 from elastic.engines.live_state import BUFFER, MASTER, Extra, Master, Stage, buffers
 from elastic.engines.optimizer_state import MasterState, read_states
 
@@ -51,7 +51,7 @@ class Inventory:
         shared: list[Master | Extra] = [m for m in self.masters if m.replicated]
         shared += [e for e in self.extras if e.replicated and e.kind != BUFFER]
         sizes = [(_buffer(item), _pieces(item)[-1].offset + _pieces(item)[-1].numel) for item in shared]
-        own = set(dealt_layout(sizes, world_size).ranks[rank].buffers) if sizes else set()
+        own = set(owner_layout(sizes, world_size).ranks[rank].buffers) if sizes else set()
         mine = [item for item in shared if _buffer(item) in own]
         if rank == 0:
             mine += [extra for extra in self.extras if extra.kind == BUFFER]

@@ -244,7 +244,7 @@ class Run:
         number, size = now["generation"], now["world_size"]
 
         def promised(records: list[Record]) -> bool:
-            events = (r for r in records if r["type"] == "event" and r["event"] == "HoldAnswered")
+            events = (r for r in records if r["type"] == "event" and r["event"] == "StopPromised")
             return len({event["worker"] for event in events if event["generation"] == number}) == size
 
         self.wait_for(f"generation {number} to end as planned", promised)

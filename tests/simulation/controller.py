@@ -164,14 +164,14 @@ class Controller:
             case act.Probe():
                 for worker in action.workers:
                     world.probe(worker)
-            case act.SurveyMemory():
+            case act.QuerySnapshots():
                 world.memory.survey(action.survey, action.nodes if action.reach else ())
-            case act.AskHold():
+            case act.ProposeStop():
                 for worker in action.workers:
-                    world.ask(worker, "ask_hold", action.generation)
-            case act.ConfirmHold():
+                    world.ask(worker, "propose_stop", action.generation)
+            case act.CommitStop():
                 for worker in action.workers:
-                    world.ask(worker, "confirm_hold", action.generation, action.step, action.durable)
+                    world.ask(worker, "commit_stop", action.generation, action.step, action.durable)
             case act.FinishRun():
                 self.finished = True
                 for slot in [*cluster.pending, *cluster.placed]:
@@ -184,7 +184,7 @@ class Controller:
         if group is None:
             members = [self.world.cluster.processes[worker] for worker in action.members]
             group = Group(self.world, action.generation, members, action.checkpoint, action.step, action.skips)
-            group.holds = action.holds
+            group.stops_at_start = action.stops_at_start
             self.groups[action.generation] = group
             self.world.watch(group)
         for worker in action.members:

@@ -272,10 +272,10 @@ class Injector:
         lies: list[ev.Event] = [
             ev.TrainingReached(old, worker, 7), ev.FirstStepDone(old, 9), ev.WorkerCompleted(old, worker, 10**6, True),
             ev.CollectiveFailed(old, worker, 10**6, "lie"), ev.WorkerLeft(old, worker, 10**6),
-            ev.HoldAnswered(old, worker, 10**6), ev.GroupJoined(old + 7, worker), ev.WorkerReady(10**6, 1, "?"),
+            ev.StopPromised(old, worker, 10**6), ev.GroupJoined(old + 7, worker), ev.WorkerReady(10**6, 1, "?"),
             ev.ProbeAnswered(10**6), ev.SlotPlaced(10**6, "?"), ev.WorkerDied(10**6, "?"), ev.SlotLost(10**6, "?"),
             ev.WorkerLeft(old + 1, 10**6, 3), ev.CollectiveFailed(old + 1, 10**6, 10**6, "lie"),
-            ev.WorkerCompleted(old + 1, 10**6, 10**6, True), ev.HoldAnswered(old + 1, 10**6, 10**6),
+            ev.WorkerCompleted(old + 1, 10**6, 10**6, True), ev.StopPromised(old + 1, 10**6, 10**6),
             ev.AnomalyFound(old, worker, 3, "loss", "nan", ((0, 9),)),
             ev.AnomalyFound(old + 1, 10**6, 3, "loss", "nan", ((0, 9),)),
             ev.StepSkipped(old, 3, "lie", ((0, 9),)),

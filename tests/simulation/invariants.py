@@ -102,7 +102,7 @@ class Invariants:
             last = before.generation
             if isinstance(event, ev.ControllerRestarted):
                 last = max(last, event.newest_generation)
-            elif isinstance(event, ev.MemorySurveyed):
+            elif isinstance(event, ev.SnapshotsReported):
                 last = max([last, *(parse_snapshot_id(name)[1] for name, _ in event.snapshots)])
             assert before.generation <= after.generation <= last + 1
         assert after.furthest_step >= before.furthest_step, "the furthest step went back"
@@ -132,8 +132,8 @@ class Invariants:
             self.started.add(action.worker)
         elif isinstance(action, act.BeginGeneration):
             self._begin(before, after, action, again, event)
-        elif isinstance(action, act.ConfirmHold):
-            promises = [self.world.cluster.processes[worker].hold_at or 0 for worker in action.workers]
+        elif isinstance(action, act.CommitStop):
+            promises = [self.world.cluster.processes[worker].promised or 0 for worker in action.workers]
             assert action.step >= max(promises, default=0), "a member is asked to stop where it may not be any more"
         elif isinstance(action, act.CloseIncident):
             assert action.incident.id not in self.closed, "an incident was closed twice"
@@ -164,7 +164,7 @@ class Invariants:
             assert not any(after.fleet.draining[node].urgent for node in going if node), "begun on a node all but gone"
             staying = [w for w in action.members if after.fleet.node_of(w) not in after.fleet.draining]
             assert len(staying) < scaling.min_workers, "a node that is going is trained on without need"
-        assert action.holds == (after.gives_up_for is not None), "a run that is given up does another step"
+        assert action.stops_at_start == (after.gives_up_for is not None), "a run that is given up does another step"
         if after.stop_reason is not None:
             self.world.seen("a stop that keeps what is in memory only")
             assert action.checkpoint is not None, "a run that is to stop begins from nothing"
@@ -172,7 +172,7 @@ class Invariants:
         if not again:
             assert (action.checkpoint, action.step) == (newest if newest else (None, 0))
             late = isinstance(event, ev.Tick)
-            answered = isinstance(event, ev.MemorySurveyed) or before.saved.survey is None
+            answered = isinstance(event, ev.SnapshotsReported) or before.saved.survey is None
             assert late or answered or before.members, "a generation begins before the nodes said what they hold"
             if action.checkpoint is not None and is_snapshot(action.checkpoint):
                 planned = after.trouble.incident is not None and after.trouble.incident.planned
@@ -194,7 +194,11 @@ class Invariants:
     def _newest(self, before: RunState, after: RunState, event: ev.Event) -> tuple[str, int] | None:
         """Worked out anew from what is known: the newest snapshot of the last survey, unless storage is further."""
         snapshots = [(known.id, known.step) for known in before.saved.snapshots]
-        if isinstance(event, ev.MemorySurveyed) and before.saved.survey and before.saved.survey.number == event.survey:
+        if (
+            isinstance(event, ev.SnapshotsReported)
+            and before.saved.survey
+            and before.saved.survey.number == event.survey
+        ):
             snapshots = list(event.snapshots)
         stored = [(known.id, known.step) for known in after.saved.checkpoints if known.id not in after.saved.rejected]
         fits = [known for known in snapshots if not self.world.saved[known[0]].meets(after.trouble.skips)]

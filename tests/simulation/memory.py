@@ -77,7 +77,9 @@ class Memory:
         if len(found) > len(recoverable(as_they_are)):
             self.world.seen("a shard made of parity")
         self.world.tell(
-            ev.MemorySurveyed(number, found if self.world.plan.settings.snapshots.enabled else (), tuple(sorted(cut))),
+            ev.SnapshotsReported(
+                number, found if self.world.plan.settings.snapshots.enabled else (), tuple(sorted(cut))
+            ),
             0.01,
         )
 

@@ -36,7 +36,7 @@ class Process:
         self.status = "starting"
         self.generation, self.ended = 0, 0
         self.group: Group | None = None
-        self.hold_at: int | None = None
+        self.promised: int | None = None
         self.stop_at: int | None = None
         self.durable = True
         self.sent_until = 0.0
@@ -95,7 +95,7 @@ class Process:
         elif group.number > self.generation:
             self.said = {}
             self.generation, self.group, self.status = group.number, group, "joining"
-            self.hold_at, self.stop_at = (group.start if group.holds else None), None
+            self.promised, self.stop_at = (group.start if group.stops_at_start else None), None
             self.act(self.world.rng.uniform(0.05, 0.5), self._join, group)
 
     def end(self, generation: int) -> None:
@@ -111,21 +111,21 @@ class Process:
         elif not self.hung and not self.stubborn:
             self.act(self.world.rng.uniform(0.01, 0.8), self._leave, generation)
 
-    def ask_hold(self, generation: int) -> None:
+    def propose_stop(self, generation: int) -> None:
         if generation != self.generation or self.status != "training" or self.group is None:
             return
-        if self.hold_at is None:
-            self.hold_at = self.group.step + (self.world.rng.random() < 0.7 and self.group.step < self.group.last)
+        if self.promised is None:
+            self.promised = self.group.step + (self.world.rng.random() < 0.7 and self.group.step < self.group.last)
         memory = (
             self.world.plan.settings.snapshots.enabled and self.world.rng.random() > self.world.plan.memory_failures
         )
-        self.say(ev.HoldAnswered(generation, self.worker, self.hold_at, memory))
+        self.say(ev.StopPromised(generation, self.worker, self.promised, memory))
 
-    def confirm_hold(self, generation: int, step: int, durable: bool) -> None:
+    def commit_stop(self, generation: int, step: int, durable: bool) -> None:
         if generation != self.generation or self.group is None:
             return
         if self.status == "training":
-            self.hold_at = self.stop_at = step
+            self.promised = self.stop_at = step
             self.durable = durable
             if step == self.group.step:
                 self.world.stops_where_it_is(self.group, durable)
@@ -156,7 +156,7 @@ class Process:
         """The user's function returns, unless this rank has promised to wait at its last boundary."""
         group = self.group
         assert group is not None
-        if self.status == "training" and self.hold_at is None and self.generation > self.ended:
+        if self.status == "training" and self.promised is None and self.generation > self.ended:
             self.status = "completed"
             self.say(ev.WorkerCompleted(group.number, self.worker, group.step, reached_end))
 
@@ -199,7 +199,7 @@ class Group:
         self.world, self.number, self.members, self.base, self.start = world, number, members, base, start
         self.step, self.last, self.broken, self.moving = start, world.max_steps, False, False
         self.samples = (world.saved[base] if base is not None else Samples()).begin(skips)
-        self.glitch = self.holds = False
+        self.glitch = self.stops_at_start = False
         # Steps that were kept because the generation was to end with them.
         self.kept: set[int] = set()
         self.progress_at = world.clock.now
@@ -221,7 +221,7 @@ class Group:
     def trains(self) -> None:
         if all(m.status == "training" for m in self.members):
             self.progress_at = self.world.clock.now
-            if self.holds:
+            if self.stops_at_start:
                 return
             if self.step >= self.last:
                 self.world.begun_at_the_end(self)
@@ -240,7 +240,7 @@ class Group:
 
     def _able(self, member: Process) -> bool:
         here = member.group is self and member.status == "training"
-        free = member.hold_at is None or member.hold_at > self.step
+        free = member.promised is None or member.promised > self.step
         return here and free and member.alive and not (member.frozen or member.hung)
 
     def _step_ends(self) -> None:

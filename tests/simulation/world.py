@@ -167,7 +167,7 @@ class World:
 
     def stops_where_it_is(self, group: Group, durable: bool) -> None:
         """The promise was the step that is done: what ends with it is saved now."""
-        if group.step not in group.kept and (group.step > group.start or group.holds):
+        if group.step not in group.kept and (group.step > group.start or group.stops_at_start):
             group.kept.add(group.step)
             if durable:
                 self.storage.save(group)

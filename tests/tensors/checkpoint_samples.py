@@ -8,7 +8,7 @@ import torch
 
 from elastic.checkpoint.snapshot import ShardSnapshot
 from elastic.core.sharding.layout import Layout, RankLayout, merged
-from elastic.core.sharding.zero import dealt_layout, replicated_layout, zero3_layout, zero12_layout
+from elastic.core.sharding.zero import owner_layout, replicated_layout, zero3_layout, zero12_layout
 
 State = Mapping[str, Mapping[str, torch.Tensor]]
 
@@ -37,9 +37,9 @@ def written(kind: str, world: int) -> Layout:
     main = {
         "zero12": lambda: zero12_layout(GROUPS, world, round_robin=True),
         "zero3": lambda: zero3_layout(GROUPS, world, 20),
-        "zero0": lambda: dealt_layout(flat, world),
+        "zero0": lambda: owner_layout(flat, world),
     }[kind]()
-    return _with(main, dealt_layout(FROZEN, world))
+    return _with(main, owner_layout(FROZEN, world))
 
 
 def wanted(kind: str, world: int) -> Layout:

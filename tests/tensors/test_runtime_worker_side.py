@@ -164,8 +164,8 @@ class Told:
         return [ev.from_json(item.data) for item in self.items if item.kind == "event"]
 
 
-def member(told: Told, timeout_s: float = LIMIT_S, holds: bool = False) -> RayCoordinator:
-    spec = GenerationSpec("run", generation=4, rank=1, world_size=2, holds=holds)
+def member(told: Told, timeout_s: float = LIMIT_S, stops_at_start: bool = False) -> RayCoordinator:
+    spec = GenerationSpec("run", generation=4, rank=1, world_size=2, stops_at_start=stops_at_start)
     box: Any = told
     source: Any = None
     return RayCoordinator(spec, 9, box, source, lambda snapshot: True, FailureSettings(drain_timeout_s=timeout_s))
@@ -197,9 +197,9 @@ def test_only_the_first_step_of_a_generation_is_urgent() -> None:
 def test_a_member_holds_at_the_promised_step_until_it_is_told_where_to_stop() -> None:
     one = member(Told())
     assert not one.boundary(5)
-    promised = one.hold()
+    promised = one.propose_stop()
     assert promised == (6, False)
-    assert one.hold() == promised, "asking again changes nothing"
+    assert one.propose_stop() == promised, "asking again changes nothing"
     stops: queue.Queue[tuple[int, Stop | None]] = queue.Queue()
 
     def train() -> None:
@@ -211,29 +211,29 @@ def test_a_member_holds_at_the_promised_step_until_it_is_told_where_to_stop() ->
 
     thread = threading.Thread(target=train)
     thread.start()
-    one.confirm(8, durable=False)
+    one.commit_stop(8, durable=False)
     thread.join(LIMIT_S)
     assert [stops.get_nowait() for _ in range(stops.qsize())] == [(6, None), (7, None), (8, Stop.MEMORY)]
 
 
 def test_a_member_of_a_generation_that_only_saves_does_no_step() -> None:
     told = Told()
-    one = member(told, holds=True)
+    one = member(told, stops_at_start=True)
     stops: queue.Queue[Stop | None] = queue.Queue()
     thread = threading.Thread(target=lambda: stops.put(one.boundary(13)))
     thread.start()
-    one.confirm(13, durable=True)
+    one.commit_stop(13, durable=True)
     assert stops.get(timeout=LIMIT_S) is Stop.DURABLE
     thread.join(LIMIT_S)
     assert told.events() == [ev.TrainingReached(4, 9, 13)]
     with pytest.raises(GenerationEnded, match="did not say where to stop"):
-        member(Told(), 0.01, holds=True).boundary(13)
+        member(Told(), 0.01, stops_at_start=True).boundary(13)
 
 
 def test_an_abort_frees_a_member_that_holds() -> None:
     one = member(Told())
     one.boundary(5)
-    one.hold()
+    one.propose_stop()
     raised: queue.Queue[BaseException] = queue.Queue()
 
     def train() -> None:
@@ -252,7 +252,7 @@ def test_an_abort_frees_a_member_that_holds() -> None:
 def test_a_member_does_not_hold_for_ever() -> None:
     one = member(Told(), timeout_s=0.01)
     one.boundary(5)
-    one.hold()
+    one.propose_stop()
     with pytest.raises(GenerationEnded, match="did not say where to stop"):
         one.boundary(6)
 

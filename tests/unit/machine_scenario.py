@@ -59,9 +59,9 @@ class Scenario:
         self.state, actions = machine.step(self.state, event, self.now)
         self.last.extend(actions)
         for action in actions:
-            if isinstance(action, act.SurveyMemory) and not self.state.settings.snapshots.enabled:
+            if isinstance(action, act.QuerySnapshots) and not self.state.settings.snapshots.enabled:
                 # Where nothing is held in memory, only reachability was asked for, and everybody reaches everybody.
-                self._step(ev.MemorySurveyed(action.survey))
+                self._step(ev.SnapshotsReported(action.survey))
 
     # --- common passages ---
 

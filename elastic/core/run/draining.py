@@ -15,7 +15,7 @@ from dataclasses import replace
 from elastic.core.events import NodesDraining
 from elastic.core.run.generations import start_pause
 from elastic.core.run.phase import Training, Waiting
-from elastic.core.run.recovery import survey_memory
+from elastic.core.run.recovery import query_snapshots
 from elastic.core.run.state import Notice, RunState, WorkerPhase
 from elastic.core.run.transition import Transition
 
@@ -128,4 +128,4 @@ def _drop_saved(transition: Transition) -> None:
         transition.drop_slot(slot_id, "its node is going away, and everything is saved")
     if going and transition.saved.surveys:
         # What it held went with it, and the last survey may have counted on that.
-        survey_memory(transition)
+        query_snapshots(transition)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elastic.core.actions import AskHold, BeginGeneration, ConfirmHold
+from elastic.core.actions import BeginGeneration, CommitStop, ProposeStop
 from elastic.core.checkpoint.snapshots import is_snapshot
 from elastic.core.events import (
     CheckpointCommitted,
     CollectiveFailed,
     FirstStepDone,
     GroupJoined,
-    HoldAnswered,
     MemoryLost,
     ProgressStalled,
     RestoreFailed,
+    StopPromised,
     TrainingReached,
     UserCodeFailed,
     WorkerCompleted,
@@ -52,8 +52,10 @@ def begin(transition: Transition, size: int, reason: str) -> None:
         + (f"; {repeated} steps will be repeated" if repeated else ""),
         number=number, world_size=size, step=step,
     )  # fmt: skip
-    holds = transition.state.gives_up_for is not None
-    transition.do(BeginGeneration(number, members, base.id if base else None, step, transition.trouble.skips, holds))
+    only_saves = transition.state.gives_up_for is not None
+    transition.do(
+        BeginGeneration(number, members, base.id if base else None, step, transition.trouble.skips, only_saves)
+    )
 
 
 def source_of(base: KnownCheckpoint | None) -> str:
@@ -92,7 +94,7 @@ def _save_only(transition: Transition) -> None:
     limit, at = transition.now + state.settings.failures.drain_timeout_s, state.start_step
     answers = dict.fromkeys(state.members, at)
     transition.enter(Pausing(transition.now, limit, "stop", was=phase, answers=answers, stop_at=at, durable=True))
-    transition.do(ConfirmHold(state.generation, state.members, at, True))
+    transition.do(CommitStop(state.generation, state.members, at, True))
 
 
 def first_step_done(transition: Transition, event: FirstStepDone) -> None:
@@ -130,10 +132,10 @@ def start_pause(transition: Transition, purpose: str, reason: str, durable: bool
     durable = not transition.state.settings.snapshots.enabled if durable is None else durable
     transition.enter(Pausing(transition.now, limit, purpose, was=phase, durable=durable))
     transition.say(f"generation {transition.state.generation} will end at a step boundary: {reason}")
-    transition.do(AskHold(transition.state.generation, transition.state.members))
+    transition.do(ProposeStop(transition.state.generation, transition.state.members))
 
 
-def hold_answered(transition: Transition, event: HoldAnswered) -> None:
+def stop_promised(transition: Transition, event: StopPromised) -> None:
     phase = transition.state.phase
     if not isinstance(phase, Pausing) or phase.stop_at is not None or event.worker not in transition.state.members:
         return
@@ -148,7 +150,7 @@ def _promised(transition: Transition, phase: Pausing, worker: int, step: int) ->
     if len(answers) == transition.state.world_size:
         stop_at = max(answers.values())
         transition.enter(replace(phase, answers=answers, stop_at=stop_at))
-        transition.do(ConfirmHold(transition.state.generation, transition.state.members_inside, stop_at, phase.durable))
+        transition.do(CommitStop(transition.state.generation, transition.state.members_inside, stop_at, phase.durable))
 
 
 def memory_lost(transition: Transition, event: MemoryLost) -> None:

@@ -15,14 +15,14 @@ from typing_extensions import assert_never
 from elastic.core import events as ev
 from elastic.core.actions import (
     Action,
-    AskHold,
     BeginGeneration,
-    ConfirmHold,
+    CommitStop,
     EndGeneration,
     FinishRun,
+    ProposeStop,
+    QuerySnapshots,
     RequestSlot,
     StartWorker,
-    SurveyMemory,
 )
 from elastic.core.policy.scaling import EagerScaling, ScalingPolicy
 from elastic.core.run import (
@@ -87,18 +87,18 @@ def reissue(state: RunState) -> tuple[Action, ...]:
     actions += [StartWorker(worker.id, worker.slot) for worker in starting]
     if isinstance(phase, Joining):
         base = state.base.id if state.base else None
-        holds = state.gives_up_for is not None
+        only_saves = state.gives_up_for is not None
         actions.append(
-            BeginGeneration(state.generation, state.members, base, state.start_step, state.trouble.skips, holds)
+            BeginGeneration(state.generation, state.members, base, state.start_step, state.trouble.skips, only_saves)
         )
     elif isinstance(phase, Ending):
         actions.append(EndGeneration(state.generation, state.members_inside, "the controller was restarted meanwhile"))
     elif isinstance(phase, Pausing) and phase.stop_at is None:
-        actions.append(AskHold(state.generation, state.members_inside))
+        actions.append(ProposeStop(state.generation, state.members_inside))
     elif isinstance(phase, Pausing) and phase.stop_at is not None:
-        actions.append(ConfirmHold(state.generation, state.members_inside, phase.stop_at, phase.durable))
+        actions.append(CommitStop(state.generation, state.members_inside, phase.stop_at, phase.durable))
     if state.saved.survey is not None:
-        actions.append(SurveyMemory(state.saved.survey.number, state.fleet.nodes, state.saved.survey.reach))
+        actions.append(QuerySnapshots(state.saved.survey.number, state.fleet.nodes, state.saved.survey.reach))
     if isinstance(phase, Finished):
         actions.append(FinishRun(phase.status, phase.reason))
     return tuple(actions)
@@ -139,8 +139,8 @@ def _apply(transition: Transition, event: ev.Event) -> None:
             membership.workers_silent(transition, event)
         case ev.ProbeAnswered():
             membership.probe_answered(transition, event)
-        case ev.MemorySurveyed():
-            reachability.memory_surveyed(transition, event)
+        case ev.SnapshotsReported():
+            reachability.snapshots_reported(transition, event)
         case ev.CheckpointCommitted():
             generations.checkpoint_committed(transition, event)
         case ev.SaveFailing():
@@ -175,8 +175,8 @@ def _apply_to_generation(transition: Transition, event: ev.GenerationEvent) -> N
             evictions.straggler_found(transition, event)
         case ev.RestoreFailed():
             generations.restore_failed(transition, event)
-        case ev.HoldAnswered():
-            generations.hold_answered(transition, event)
+        case ev.StopPromised():
+            generations.stop_promised(transition, event)
         case ev.MemoryLost():
             generations.memory_lost(transition, event)
         case ev.WorkerLeft():

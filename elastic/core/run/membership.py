@@ -17,7 +17,7 @@ from elastic.core.events import (
 from elastic.core.policy.quarantine import avoided
 from elastic.core.run.budgets import hold_back_slots
 from elastic.core.run.phase import GAVE_UP, USAGE, Closing, Ending, Joining, Pausing, Training, Waiting
-from elastic.core.run.recovery import backdate, fail_generation, finish, record_loss, survey_memory
+from elastic.core.run.recovery import backdate, fail_generation, finish, query_snapshots, record_loss
 from elastic.core.run.state import RunState, SlotPhase, Suspicion, Worker, WorkerPhase
 from elastic.core.run.transition import Transition
 
@@ -80,7 +80,7 @@ def lose_slot(transition: Transition, slot_id: int, evidence: str, kind: str) ->
         and transition.saved.surveys
     ):
         # Its node's memory went with it, which the last survey may have counted on.
-        survey_memory(transition)
+        query_snapshots(transition)
     if slot.phase is SlotPhase.PENDING:
         hold_back_slots(transition)
 

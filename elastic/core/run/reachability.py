@@ -8,15 +8,15 @@ generation that trains: it would be found out only when that generation has been
 from __future__ import annotations
 
 from elastic.core.checkpoint.snapshots import parse_snapshot_id
-from elastic.core.events import MemorySurveyed
+from elastic.core.events import SnapshotsReported
 from elastic.core.policy.quarantine import left_out
 from elastic.core.run.phase import Training, Waiting
-from elastic.core.run.recovery import record_loss, survey_memory
+from elastic.core.run.recovery import query_snapshots, record_loss
 from elastic.core.run.state import KnownCheckpoint, RunState
 from elastic.core.run.transition import Transition
 
 
-def memory_surveyed(transition: Transition, event: MemorySurveyed) -> None:
+def snapshots_reported(transition: Transition, event: SnapshotsReported) -> None:
     survey = transition.saved.survey
     if survey is None or survey.number != event.survey:
         return
@@ -35,7 +35,7 @@ def memory_surveyed(transition: Transition, event: MemorySurveyed) -> None:
     for node in left_out(transition.fleet.nodes, event.unreachable):
         _leave_out(transition, node, event.unreachable)
         # What it held went with it.
-        survey_memory(transition)
+        query_snapshots(transition)
 
 
 def newcomers_reached(transition: Transition) -> bool:
@@ -45,7 +45,7 @@ def newcomers_reached(transition: Transition) -> bool:
     if transition.saved.survey is None:
         names = ", ".join(sorted(node[:8] for node in _doubtful(transition.state)))
         transition.say(f"before node {names} is let in again, it is asked whether it and the others reach each other")
-        survey_memory(transition, reach=True)
+        query_snapshots(transition, reach=True)
     return False
 
 

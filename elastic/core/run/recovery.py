@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elastic.core.actions import CloseIncident, EndGeneration, FinishRun, ReleaseSlot, SurveyMemory
+from elastic.core.actions import CloseIncident, EndGeneration, FinishRun, QuerySnapshots, ReleaseSlot
 from elastic.core.checkpoint.snapshots import is_snapshot
 from elastic.core.run.budgets import anomaly_budget_spent, backoff_s, count_failure, most_node_losses
 from elastic.core.run.incident import Incident
@@ -204,10 +204,10 @@ def wait(transition: Transition, reason: str, pause_s: float = 0.0, reach: bool 
     transition.set_trouble(streaks=replace(transition.trouble.streaks, start_failures=0))
     transition.enter(Waiting(transition.now, reason, not_before))
     # One with a history may be among those who wait to be let in.
-    survey_memory(transition, reach or any(node in transition.fleet.quarantine for node in transition.fleet.nodes))
+    query_snapshots(transition, reach or any(node in transition.fleet.quarantine for node in transition.fleet.nodes))
 
 
-def survey_memory(transition: Transition, reach: bool = False) -> None:
+def query_snapshots(transition: Transition, reach: bool = False) -> None:
     """Ask the nodes what they hold, and with `reach` whom of each other they cannot reach.
 
     Any earlier answer is void: what it counted on may be gone.
@@ -219,7 +219,7 @@ def survey_memory(transition: Transition, reach: bool = False) -> None:
     number = state.saved.surveys + 1
     deadline = transition.now + settings.failures.survey_timeout_s
     transition.set_saved(surveys=number, survey=Survey(number, deadline, reach), snapshots=())
-    transition.do(SurveyMemory(number, state.fleet.nodes, reach))
+    transition.do(QuerySnapshots(number, state.fleet.nodes, reach))
 
 
 def finish(transition: Transition, status: str, reason: str) -> None:

@@ -1,1 +1,1 @@
-"""Which rank holds which part of which tensor, and the copies that turn one layout into another."""
+"""Which rank holds which part of which tensor, and the reads that turn one layout into another."""

@@ -1,7 +1,7 @@
-"""The copies that turn one layout into another: plain data, made before a byte moves.
+"""The plan that turns one layout into another: read items as plain data, made before a byte moves.
 
-Per parameter this is an intersection of two lists of intervals. Sources are indexed once by name, and each copy finds
-its source by bisection, so the cost is linear (but for that logarithm) in the chunks read plus the copies made.
+Per parameter this is an intersection of two lists of intervals. Sources are indexed once by name, and each item finds
+its source by bisection, so the cost is linear (up to that logarithm) in the chunks read plus the items made.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from elastic.core.sharding.layout import Chunk, RankLayout
 
 
 @dataclass(frozen=True)
-class Copy:
-    """Copy `numel` elements from a source rank's buffer into a buffer of the target rank. Counts are elements.
+class ReadItem:
+    """Read `numel` elements from a source rank's buffer into a buffer of the target rank. Counts are elements.
 
-    `name` is the parameter that the run begins with: a merged copy may run on into the parameters that follow it in
-    both buffers. The same copy holds for every kind of tensor that both buffers exist for.
+    `name` is the parameter that the range begins with: a merged item may continue into the parameters that follow it in
+    both buffers. The same item holds for every kind of tensor that both buffers exist for.
     """
 
     source_rank: int
@@ -32,7 +32,7 @@ class Copy:
     name: str
 
 
-# Everyone who holds exactly the same interval of a parameter, as (rank, chunk).
+# All holders of exactly the same interval of a parameter, as (rank, chunk).
 _Holders = list[tuple[int, Chunk]]
 
 
@@ -40,33 +40,33 @@ class SourceIndex:
     """The chunks of all source ranks by parameter. Build it once to plan for several target ranks."""
 
     def __init__(self, sources: Sequence[RankLayout]) -> None:
-        self._pieces: dict[str, list[tuple[int, Chunk]]] = {}
+        self._chunks: dict[str, list[tuple[int, Chunk]]] = {}
         # Put in order when a target first asks: under stages 1 and 2 one rank holds few of all the parameters.
         self._ordered: dict[str, tuple[list[int], list[_Holders]]] = {}
         for rank, layout in enumerate(sources):
             for chunk in layout.chunks:
-                self._pieces.setdefault(chunk.name, []).append((rank, chunk))
+                self._chunks.setdefault(chunk.name, []).append((rank, chunk))
 
-    def plan(self, target: RankLayout, spread: int = 0) -> tuple[Copy, ...]:
-        """Copies that fill every element of the target's chunks exactly once, in order of the target's buffers.
+    def plan(self, target: RankLayout, spread: int = 0) -> tuple[ReadItem, ...]:
+        """Items that fill every element of the target's chunks exactly once, in order of the target's buffers.
 
         Where several sources hold the same elements, parameters are spread over them; `spread` (for example the
         target's rank) turns the choice, so that different targets ask different sources. Raises IntegrityError naming
         the parameter and the range where no source holds an element.
         """
-        copies: list[Copy] = []
+        items: list[ReadItem] = []
         for chunk in sorted(target.chunks, key=lambda chunk: (chunk.buffer, chunk.offset)):
             at = chunk.start
             while at < chunk.stop:
-                copy = self._copy(chunk, at, spread)
-                at += copy.numel
-                if copies and _continues(copies[-1], copy):
-                    copy = _joined(copies.pop(), copy)
-                copies.append(copy)
-        return tuple(copies)
+                item = self._item(chunk, at, spread)
+                at += item.numel
+                if items and _continues(items[-1], item):
+                    item = _joined(items.pop(), item)
+                items.append(item)
+        return tuple(items)
 
-    def _copy(self, chunk: Chunk, at: int, spread: int) -> Copy:
-        """The longest copy that fills `chunk` from element `at` of its parameter on."""
+    def _item(self, chunk: Chunk, at: int, spread: int) -> ReadItem:
+        """The longest item that fills `chunk` from element `at` of its parameter on."""
         starts, held = self._intervals(chunk.name)
         found = bisect_right(starts, at) - 1
         if found < 0 or held[found][0][1].stop <= at:
@@ -76,7 +76,7 @@ class SourceIndex:
         # crc32 and not hash(): every process must choose the same source in every run.
         chosen = (crc32(chunk.name.encode()) + spread) % len(holders) if len(holders) > 1 else 0
         rank, source = holders[chosen]
-        return Copy(
+        return ReadItem(
             source_rank=rank,
             source_buffer=source.buffer,
             source_offset=source.offset + at - source.start,
@@ -88,12 +88,12 @@ class SourceIndex:
 
     def _intervals(self, name: str) -> tuple[list[int], list[_Holders]]:
         if name not in self._ordered:
-            self._ordered[name] = _disjointed(self._pieces.get(name, []))
+            self._ordered[name] = _disjointed(self._chunks.get(name, []))
         return self._ordered[name]
 
 
-def plan_rank(sources: Sequence[RankLayout], target: RankLayout, *, spread: int = 0) -> tuple[Copy, ...]:
-    """What the holder of `target` must copy from whom; see `SourceIndex.plan`. `sources` are indexed by rank."""
+def plan_rank(sources: Sequence[RankLayout], target: RankLayout, *, spread: int = 0) -> tuple[ReadItem, ...]:
+    """What the holder of `target` must read from which rank; see `SourceIndex.plan`. `sources` are indexed by rank."""
     return SourceIndex(sources).plan(target, spread)
 
 
@@ -115,7 +115,7 @@ def _disjointed(chunks: list[tuple[int, Chunk]]) -> tuple[list[int], list[_Holde
     return starts, held
 
 
-def _continues(first: Copy, second: Copy) -> bool:
+def _continues(first: ReadItem, second: ReadItem) -> bool:
     return (
         first.source_rank == second.source_rank
         and first.source_buffer == second.source_buffer
@@ -125,8 +125,8 @@ def _continues(first: Copy, second: Copy) -> bool:
     )
 
 
-def _joined(first: Copy, second: Copy) -> Copy:
-    return Copy(
+def _joined(first: ReadItem, second: ReadItem) -> ReadItem:
+    return ReadItem(
         first.source_rank,
         first.source_buffer,
         first.source_offset,

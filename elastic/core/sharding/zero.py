@@ -82,7 +82,7 @@ def replicated_layout(tensors: Group, world_size: int) -> Layout:
     return _layout(kept, [chunks] * world_size, [dict(whole)] * world_size)
 
 
-def dealt_layout(tensors: Group, world_size: int) -> Layout:
+def owner_layout(tensors: Group, world_size: int) -> Layout:
     """As `replicated_layout`, but each tensor is held by exactly one rank: who writes what of a replicated state.
 
     The largest tensors are dealt first, each to the rank with the least so far (Graham 1969), ties to the lowest rank.

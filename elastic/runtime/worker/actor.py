@@ -58,8 +58,8 @@ class _Current:
 class WorkerActor:
     """Ray actor with several threads; created by the executor, detached, never restarted by Ray.
 
-    Call order: `prepare` once; then for each generation `host_store` (rank 0 only), `begin`, and `end` if it is to stop
-    early, or `hold` and `confirm` for a planned end. `ping` at any time; `reattach` by a controller that was restarted.
+    Call order: `prepare` once; then for each generation `host_store` (rank 0 only), `begin`, and `end` to abort it,
+    or `propose_stop` and `commit_stop` for a planned end. `ping` at any time; `reattach` by a restarted controller.
     """
 
     def __init__(self, worker: int, settings: Mapping[str, Any], entry: Entry, controller: Any, token: bytes) -> None:
@@ -159,19 +159,19 @@ class WorkerActor:
         current.coordinator.end(cause)
         current.runner.abort(cause)
 
-    def hold(self, generation: int) -> tuple[int, bool] | None:
+    def propose_stop(self, generation: int) -> tuple[int, bool] | None:
         with self._lock:
             current = self._current
-        return current.coordinator.hold() if current and current.generation == generation else None
+        return current.coordinator.propose_stop() if current and current.generation == generation else None
 
-    def confirm(self, generation: int, step: int, durable: bool) -> None:
+    def commit_stop(self, generation: int, step: int, durable: bool) -> None:
         with self._lock:
             current = self._current
             if current is None and generation <= self._over:
                 # Asked again by a controller that was restarted before it heard that this worker has left.
                 self._post(ev.WorkerLeft(generation, self._worker, self._last_step))
         if current and current.generation == generation:
-            current.coordinator.confirm(step, durable)
+            current.coordinator.commit_stop(step, durable)
 
     def ping(self) -> bool:
         return True

@@ -29,7 +29,8 @@ _RECENT_STEPS = 64
 class RayCoordinator:
     """Implements `elastic.training.session.Coordinator`.
 
-    `hold` and `confirm` come from the controller on other threads; `boundary` on the training thread waits for them.
+    The controller calls `propose_stop` and `commit_stop` on other threads; `boundary` on the training thread waits for
+    them.
     """
 
     def __init__(
@@ -49,12 +50,12 @@ class RayCoordinator:
         self._outbox = outbox
         self._source = source
         self._submit = submit
-        self._hold_timeout_s = failures.drain_timeout_s
+        self._commit_timeout_s = failures.drain_timeout_s
         self._retry_s = failures.storage_backoff_s
         # The controller gives the whole start of a generation `join_timeout_s`.
         self._restore_limit_s = failures.join_timeout_s / 2
         self._change = threading.Condition()
-        self._hold_at: int | None = 0 if spec.holds else None
+        self._promised: int | None = 0 if spec.stops_at_start else None
         self._stop_at: int | None = None
         self._stop = Stop.DURABLE
         self._memory = memory
@@ -106,8 +107,8 @@ class RayCoordinator:
                 self._reached = True
                 self._post(ev.TrainingReached(self._spec.generation, self._worker, step, self._origin))
             self._check()
-            if self._hold_at is not None and step >= self._hold_at and self._stop_at is None:
-                self._hold()
+            if self._promised is not None and step >= self._promised and self._stop_at is None:
+                self._await_commit()
             return self._stop if self._stop_at is not None and step >= self._stop_at else None
 
     def step_done(self, report: StepReport) -> None:
@@ -122,15 +123,15 @@ class RayCoordinator:
 
     # --- the controller, on other threads ---
 
-    def hold(self) -> tuple[int, bool]:
+    def propose_stop(self) -> tuple[int, bool]:
         """Promise a step not to be passed: the end of the one that may be under way. And: does memory take it?"""
         with self._change:
-            if self._hold_at is None:
-                self._hold_at = (self._step if self._step is not None else 0) + 1
+            if self._promised is None:
+                self._promised = (self._step if self._step is not None else 0) + 1
             works = self._memory_works and self._memory is not None and self._memory.failed() is None
-            return self._hold_at, works
+            return self._promised, works
 
-    def confirm(self, step: int, durable: bool) -> None:
+    def commit_stop(self, step: int, durable: bool) -> None:
         with self._change:
             self._stop_at = step
             self._stop = Stop.DURABLE if durable else Stop.MEMORY
@@ -143,8 +144,8 @@ class RayCoordinator:
 
     # --- inside ---
 
-    def _hold(self) -> None:
-        limit = time.monotonic() + self._hold_timeout_s
+    def _await_commit(self) -> None:
+        limit = time.monotonic() + self._commit_timeout_s
         while self._stop_at is None:
             self._check()
             if not self._change.wait(max(0.0, limit - time.monotonic())) and time.monotonic() >= limit:

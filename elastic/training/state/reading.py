@@ -11,7 +11,7 @@ from elastic.checkpoint.source import CheckpointSource, ReadRange
 from elastic.core.checkpoint.manifest import Manifest, StoredTensor
 from elastic.core.errors import IntegrityError, ModelMismatch
 from elastic.core.sharding.layout import RankLayout
-from elastic.core.sharding.reshard import Copy, plan_rank
+from elastic.core.sharding.reshard import ReadItem, plan_rank
 from elastic.engines.live_state import MASTER, Extra, Master
 from elastic.training.state.dtypes import torch_dtype
 
@@ -44,9 +44,9 @@ def read_checkpoint(
     Raises IntegrityError (the checkpoint lacks something), StorageError, or ModelMismatch (one tensor, two dtypes).
     """
     stored = [_by_buffer(shard.tensors) for shard in manifest.shards]
-    copies = plan_rank([shard.layout for shard in manifest.shards], target, spread=rank)
-    dtypes = _dtypes(copies, stored)
-    # A rank whose part is all padding copies nothing, but its optimizer still has state there.
+    items = plan_rank([shard.layout for shard in manifest.shards], target, spread=rank)
+    dtypes = _dtypes(items, stored)
+    # A rank whose part is all padding reads nothing, but its optimizer still has state there.
     kinds = _kinds(manifest)
     for master in masters:
         for kind in sorted({kind for name in master.names for kind in kinds.get(name, ())}):
@@ -57,7 +57,7 @@ def read_checkpoint(
         buffer: {kind: torch.zeros(target.buffers[buffer], dtype=torch_dtype(dtype)) for kind, dtype in own.items()}
         for buffer, own in dtypes.items()
     }
-    ranges = [read for copy in copies for read in _ranges(copy, stored[copy.source_rank], tensors)]
+    ranges = [read for item in items for read in _ranges(item, stored[item.source_rank], tensors)]
     needed = sum(read.target.numel() * read.target.element_size() for read in ranges)
     return Staged(manifest, tensors, source.read(manifest, ranges), needed)
 
@@ -80,27 +80,27 @@ def _by_buffer(tensors: Iterable[StoredTensor]) -> dict[str, dict[str, StoredTen
     return found
 
 
-def _dtypes(copies: Iterable[Copy], stored: list[dict[str, dict[str, StoredTensor]]]) -> dict[str, dict[str, str]]:
+def _dtypes(items: Iterable[ReadItem], stored: list[dict[str, dict[str, StoredTensor]]]) -> dict[str, dict[str, str]]:
     """Target buffer -> kind -> dtype."""
     found: dict[str, dict[str, str]] = {}
-    for copy in copies:
-        own = found.setdefault(copy.target_buffer, {})
-        for kind, tensor in stored[copy.source_rank].get(copy.source_buffer, {}).items():
+    for item in items:
+        own = found.setdefault(item.target_buffer, {})
+        for kind, tensor in stored[item.source_rank].get(item.source_buffer, {}).items():
             if own.setdefault(kind, tensor.dtype) != tensor.dtype:
                 raise ModelMismatch(
-                    f"the checkpoint holds {kind!r} of {copy.name!r} as {tensor.dtype} and of a parameter that shares "
+                    f"the checkpoint holds {kind!r} of {item.name!r} as {tensor.dtype} and of a parameter that shares "
                     f"its flat tensor here as {own[kind]}"
                 )
     return found
 
 
 def _ranges(
-    copy: Copy, stored: Mapping[str, Mapping[str, StoredTensor]], tensors: Mapping[str, Mapping[str, torch.Tensor]]
+    item: ReadItem, stored: Mapping[str, Mapping[str, StoredTensor]], tensors: Mapping[str, Mapping[str, torch.Tensor]]
 ) -> list[ReadRange]:
     found = []
-    for kind, tensor in stored.get(copy.source_buffer, {}).items():
-        target = tensors[copy.target_buffer][kind][copy.target_offset : copy.target_offset + copy.numel]
-        found.append(ReadRange(copy.source_rank, tensor.key, copy.source_offset, copy.numel, target))
+    for kind, tensor in stored.get(item.source_buffer, {}).items():
+        target = tensors[item.target_buffer][kind][item.target_offset : item.target_offset + item.numel]
+        found.append(ReadRange(item.source_rank, tensor.key, item.source_offset, item.numel, target))
     return found
 
 

@@ -102,11 +102,11 @@ class Executor:
                 work = self._each(action.workers, self._end, action.generation, action.cause)
             case act.Probe():
                 work = self._each(action.workers, self._probe)
-            case act.AskHold():
-                work = self._each(action.workers, self._ask_hold, action.generation)
-            case act.ConfirmHold():
-                work = self._each(action.workers, self._confirm, action.generation, action.step, action.durable)
-            case act.SurveyMemory():
+            case act.ProposeStop():
+                work = self._each(action.workers, self._propose_stop, action.generation)
+            case act.CommitStop():
+                work = self._each(action.workers, self._commit_stop, action.generation, action.step, action.durable)
+            case act.QuerySnapshots():
                 work = self._survey(action)
             case act.Note() | act.CloseIncident() | act.FinishRun():
                 return
@@ -267,12 +267,12 @@ class Executor:
         begun = (self._reach(worker, "begin", spec, rendezvous, retry_s=_BEGIN_RETRY_S) for worker, spec in members)
         await asyncio.gather(*begun)
 
-    async def _survey(self, action: act.SurveyMemory) -> None:
+    async def _survey(self, action: act.QuerySnapshots) -> None:
         reach = self._agents.unreachable(action.nodes) if action.reach else _nothing()
         holds = self.snapshots.survey(action.nodes if self._settings.snapshots.enabled else ())
         (found, missing), unreachable = await asyncio.gather(holds, reach)
         snapshots = tuple((snapshot.id, snapshot.step) for snapshot in found)
-        self._emit(ev.MemorySurveyed(action.survey, snapshots, unreachable, missing))
+        self._emit(ev.SnapshotsReported(action.survey, snapshots, unreachable, missing))
 
     async def _end(self, worker: int, generation: int, cause: str) -> None:
         await self._call(worker, "end", generation, cause)
@@ -281,13 +281,13 @@ class Executor:
         if await self._call(worker, "ping"):
             self._emit(ev.ProbeAnswered(worker))
 
-    async def _ask_hold(self, worker: int, generation: int) -> None:
-        promise = await self._call(worker, "hold", generation)
+    async def _propose_stop(self, worker: int, generation: int) -> None:
+        promise = await self._call(worker, "propose_stop", generation)
         if promise is not None:
-            self._emit(ev.HoldAnswered(generation, worker, *promise))
+            self._emit(ev.StopPromised(generation, worker, *promise))
 
-    async def _confirm(self, worker: int, generation: int, step: int, durable: bool) -> None:
-        await self._call(worker, "confirm", generation, step, durable)
+    async def _commit_stop(self, worker: int, generation: int, step: int, durable: bool) -> None:
+        await self._call(worker, "commit_stop", generation, step, durable)
 
     # --- inside ---
 

@@ -32,7 +32,7 @@ def generation_specs(
             deepspeed_config=settings.deepspeed_config,
             memory=plan,
             skips=action.skips,
-            holds=action.holds,
+            stops_at_start=action.stops_at_start,
             anomalies=settings.anomalies,
             collective_timeout_s=settings.failures.collective_timeout_s,
         )

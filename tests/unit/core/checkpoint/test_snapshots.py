@@ -146,7 +146,7 @@ def lost(snapshots: tuple[tuple[str, int], ...], committed: int | None = None) -
     assert isinstance(run.state.phase, Waiting)
     survey = run.state.saved.survey
     assert survey is not None
-    return run.do(ev.MemorySurveyed(survey.number, snapshots))
+    return run.do(ev.SnapshotsReported(survey.number, snapshots))
 
 
 def begun(run: Scenario) -> act.BeginGeneration:
@@ -181,7 +181,7 @@ def test_an_answer_to_an_older_question_changes_nothing() -> None:
     run.do(ev.WorkerDied(1, "exit code -9")).left(17, 0, 2)
     before = run.state
     assert before.saved.survey is not None
-    run.do(ev.MemorySurveyed(before.saved.survey.number - 1, ((snapshot_id(17, 1), 17),)))
+    run.do(ev.SnapshotsReported(before.saved.survey.number - 1, ((snapshot_id(17, 1), 17),)))
     assert run.state == before
 
 
@@ -194,7 +194,7 @@ def test_a_refused_snapshot_is_passed_over_for_the_next_and_then_for_storage() -
         run.left(refused, *members)
         run.wait(1.0)
         if run.state.saved.survey is not None:
-            run.do(ev.MemorySurveyed(run.state.saved.survey.number, found))
+            run.do(ev.SnapshotsReported(run.state.saved.survey.number, found))
         assert isinstance(run.state.phase, Joining)
         assert run.state.base is not None
         assert run.state.base.id == then
@@ -204,12 +204,12 @@ def test_a_node_lost_while_waiting_makes_the_answer_void() -> None:
     run = Scenario(3, 3, memory=True).started(3)
     run.do(ev.WorkerDied(1, "exit code -9")).left(17, 0, 2)
     assert run.state.saved.survey is not None
-    run.do(ev.MemorySurveyed(run.state.saved.survey.number, ((snapshot_id(16, 1), 16),)))
+    run.do(ev.SnapshotsReported(run.state.saved.survey.number, ((snapshot_id(16, 1), 16),)))
     assert run.state.saved.newest_snapshot is not None
     slot = run.state.fleet.workers[2].slot
     run.do(ev.SlotLost(slot, "gone"))
     assert run.state.saved.newest_snapshot is None
-    assert [a for a in run.last if isinstance(a, act.SurveyMemory)]
+    assert [a for a in run.last if isinstance(a, act.QuerySnapshots)]
 
 
 def test_a_stop_keeps_what_is_in_memory_only() -> None:
@@ -218,11 +218,11 @@ def test_a_stop_keeps_what_is_in_memory_only() -> None:
     run.do(ev.WorkerDied(1, "exit code -9")).left(17, 0, 2).do(ev.StopRequested("enough"))
     survey = run.state.saved.survey
     assert survey is not None
-    run.do(ev.MemorySurveyed(survey.number, ((snapshot_id(16, 1), 16),)))
+    run.do(ev.SnapshotsReported(survey.number, ((snapshot_id(16, 1), 16),)))
     assert begun(run).step == 16
     run.train()
-    assert [type(action) for action in run.last if isinstance(action, act.AskHold)] == [act.AskHold]
-    run.do(*(ev.HoldAnswered(run.state.generation, worker, 17, True) for worker in run.state.members))
+    assert [type(action) for action in run.last if isinstance(action, act.ProposeStop)] == [act.ProposeStop]
+    run.do(*(ev.StopPromised(run.state.generation, worker, 17, True) for worker in run.state.members))
     run.left(17)
     assert isinstance(run.phase, Pausing), "storage has not taken it yet"
     assert run.commit(17).end == ("stopped", "enough")
@@ -233,7 +233,7 @@ def test_a_stop_waits_for_nothing_else() -> None:
     run.do(ev.WorkerDied(1, "exit code -9")).left(17, 0, 2).do(ev.StopRequested("enough"))
     survey = run.state.saved.survey
     assert survey is not None
-    run.do(ev.MemorySurveyed(survey.number, ((snapshot_id(10, 1), 10),)))
+    run.do(ev.SnapshotsReported(survey.number, ((snapshot_id(10, 1), 10),)))
     assert run.end == ("stopped", "enough"), "storage has it all"
 
     run = lost(((snapshot_id(16, 1), 16),), committed=10).do(ev.WorkerDied(0, "exit code -9")).left(16, 2)
@@ -246,30 +246,30 @@ def test_a_stop_does_not_try_again_and_again() -> None:
         run.do(ev.CollectiveFailed(run.state.generation, run.state.members[0], 17, "peer closed")).left(17)
         assert isinstance(run.phase, Waiting | Finished)
         if run.state.saved.survey is not None:
-            run.do(ev.MemorySurveyed(run.state.saved.survey.number, ((snapshot_id(16, 1), 16),)))
+            run.do(ev.SnapshotsReported(run.state.saved.survey.number, ((snapshot_id(16, 1), 16),)))
     assert run.end == ("stopped", "enough")
 
 
 def growing(memory: bool) -> Scenario:
     run = Scenario(2, 3, memory=True).started(2).nodes(1)
     members = run.state.members
-    return run.do(*(ev.HoldAnswered(run.state.generation, worker, 5, memory) for worker in members))
+    return run.do(*(ev.StopPromised(run.state.generation, worker, 5, memory) for worker in members))
 
 
 def test_growth_goes_through_memory_without_waiting_for_storage() -> None:
     run = growing(memory=True)
-    (confirm,) = [a for a in run.last if isinstance(a, act.ConfirmHold)]
+    (confirm,) = [a for a in run.last if isinstance(a, act.CommitStop)]
     assert not confirm.durable
     run.left(5)
     assert run.state.saved.survey is not None
-    run.do(ev.MemorySurveyed(run.state.saved.survey.number, ((snapshot_id(5, 1), 5),)))
+    run.do(ev.SnapshotsReported(run.state.saved.survey.number, ((snapshot_id(5, 1), 5),)))
     assert (begun(run).step, len(begun(run).members)) == (5, 3)
     assert run.train().state.phase == Training(run.state.phase.since, first_step_done=True)
 
 
 def test_growth_waits_for_storage_where_one_memory_fails() -> None:
     run = growing(memory=False)
-    (confirm,) = [a for a in run.last if isinstance(a, act.ConfirmHold)]
+    (confirm,) = [a for a in run.last if isinstance(a, act.CommitStop)]
     assert confirm.durable
     run.left(5)
     assert run.state.saved.survey is None

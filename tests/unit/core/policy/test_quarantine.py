@@ -83,7 +83,7 @@ def cut(run: Scenario, one: int, other: int) -> Scenario:
     survey = run.state.saved.survey
     assert survey is not None
     assert survey.reach
-    return run.do(ev.MemorySurveyed(survey.number, (), ((f"node-{one}", f"node-{other}"),)))
+    return run.do(ev.SnapshotsReported(survey.number, (), ((f"node-{one}", f"node-{other}"),)))
 
 
 def test_one_of_two_nodes_that_cannot_talk_is_left_out_and_not_asked_for_again() -> None:
@@ -97,7 +97,7 @@ def test_one_of_two_nodes_that_cannot_talk_is_left_out_and_not_asked_for_again()
     assert run.state.trouble.incident is not None
     assert run.state.trouble.incident.lost_nodes == ("node-2",)
     assert run.state.saved.survey is not None, "what that node held went with it"
-    run.do(ev.MemorySurveyed(run.state.saved.survey.number))
+    run.do(ev.SnapshotsReported(run.state.saved.survey.number))
     assert run.state.world_size == 2
 
 
@@ -112,7 +112,7 @@ def test_a_slot_on_a_node_that_is_to_be_left_alone_is_given_back() -> None:
 def test_after_its_time_the_node_may_come_back() -> None:
     run = cut(Scenario(2, 3, memory=True).started(3), 0, 2)
     assert run.state.saved.survey is not None
-    run.do(ev.MemorySurveyed(run.state.saved.survey.number)).train()
+    run.do(ev.SnapshotsReported(run.state.saved.survey.number)).train()
     run.wait(run.state.settings.failures.quarantine_s)
     (pending,) = [slot for slot in run.state.fleet.slots.values() if slot.phase is SlotPhase.PENDING]
     assert pending.avoid == ()
@@ -123,7 +123,7 @@ def test_after_its_time_the_node_may_come_back() -> None:
 def back(run: Scenario) -> Scenario:
     """The node that was left out has done its time, and its worker waits to be let in."""
     assert run.state.saved.survey is not None
-    run.do(ev.MemorySurveyed(run.state.saved.survey.number)).train()
+    run.do(ev.SnapshotsReported(run.state.saved.survey.number)).train()
     run.wait(run.state.settings.failures.quarantine_s)
     (pending,) = [slot for slot in run.state.fleet.slots.values() if slot.phase is SlotPhase.PENDING]
     run.do(ev.SlotPlaced(pending.id, "node-2"))
@@ -132,7 +132,7 @@ def back(run: Scenario) -> Scenario:
 
 
 def asked(run: Scenario) -> int:
-    (survey,) = run.acts(act.SurveyMemory)
+    (survey,) = run.acts(act.QuerySnapshots)
     assert survey.reach
     assert survey.nodes == ("node-0", "node-1", "node-2")
     return survey.survey
@@ -141,13 +141,13 @@ def asked(run: Scenario) -> int:
 def test_a_node_with_a_history_is_let_in_once_all_have_reached_each_other() -> None:
     run = back(cut(Scenario(2, 3, memory=True).started(3), 0, 2))
     assert isinstance(run.phase, Training), "the others train while it is found out"
-    run.do(ev.MemorySurveyed(asked(run)))
+    run.do(ev.SnapshotsReported(asked(run)))
     assert isinstance(run.phase, Pausing)
 
 
 def test_a_node_that_is_still_cut_off_does_not_stop_those_that_train() -> None:
     run = back(cut(Scenario(2, 3, memory=True).started(3), 0, 2))
-    run.do(ev.MemorySurveyed(asked(run), (), (("node-2", "node-0"),)))
+    run.do(ev.SnapshotsReported(asked(run), (), (("node-2", "node-0"),)))
     assert isinstance(run.phase, Training)
     assert run.state.fleet.quarantine["node-2"].count == 2, "it is left alone for longer"
     assert "node-2" not in run.state.fleet.nodes
@@ -158,17 +158,17 @@ def test_members_of_a_generation_that_trains_are_not_the_ones_to_go() -> None:
     """Two newcomers that one member cannot reach: left out are the two, although without the one all would be well."""
     run = cut(Scenario(2, 4, memory=True).started(4), 0, 3)
     assert run.state.saved.survey is not None
-    run.do(ev.MemorySurveyed(run.state.saved.survey.number, (), (("node-1", "node-2"),)))
+    run.do(ev.SnapshotsReported(run.state.saved.survey.number, (), (("node-1", "node-2"),)))
     assert run.state.saved.survey is not None
-    run.do(ev.MemorySurveyed(run.state.saved.survey.number)).train()
+    run.do(ev.SnapshotsReported(run.state.saved.survey.number)).train()
     assert run.state.world_size == 2
     run.wait(run.state.settings.failures.quarantine_s)
     pending = [slot.id for slot in run.state.fleet.slots.values() if slot.phase is SlotPhase.PENDING]
     run.do(*(ev.SlotPlaced(slot, node) for slot, node in zip(pending, ("node-2", "node-3"), strict=True)))
     starting = [worker.id for worker in run.state.fleet.workers.values() if worker.slot in pending]
     run.do(*(ev.WorkerReady(worker, 7, "host") for worker in starting))
-    (survey,) = run.acts(act.SurveyMemory)
-    run.do(ev.MemorySurveyed(survey.survey, (), (("node-0", "node-2"), ("node-0", "node-3"))))
+    (survey,) = run.acts(act.QuerySnapshots)
+    run.do(ev.SnapshotsReported(survey.survey, (), (("node-0", "node-2"), ("node-0", "node-3"))))
     assert isinstance(run.phase, Training)
     assert run.state.fleet.nodes == ("node-0", "node-1")
 
@@ -209,6 +209,6 @@ def test_nodes_that_have_done_their_time_are_open_to_the_slots_that_wait_one_aft
 def test_why_nothing_in_memory_can_be_used_is_told() -> None:
     run = Scenario(2, 3, memory=True).started(3).commit(5).lose_node(1).left(6)
     missing = "snapshot memory:step-00000006-g0001 is not whole: no node that answers has the shard of rank 1"
-    run.do(ev.MemorySurveyed(run.state.saved.surveys, (), (), (missing,)))
+    run.do(ev.SnapshotsReported(run.state.saved.surveys, (), (), (missing,)))
     assert missing in run.said()
     assert "from storage" in run.said()

@@ -154,11 +154,11 @@ def test_the_others_go_on_from_the_same_step_and_the_node_is_left_alone() -> Non
     assert isinstance(run.phase, Training), "one window more has to confirm it"
     found(run, 1)
     assert isinstance(run.phase, Pausing)
-    run.do(*(ev.HoldAnswered(1, w, 41, memory=True) for w in (0, 1, 2)))
+    run.do(*(ev.StopPromised(1, w, 41, memory=True) for w in (0, 1, 2)))
     run.left(41)
     assert run.state.saved.survey is not None
     assert not run.acts(act.ReleaseSlot), "the step lies in its node's memory, too"
-    run.do(ev.MemorySurveyed(run.state.saved.survey.number, ((snapshot_id(41, 1), 41),)))
+    run.do(ev.SnapshotsReported(run.state.saved.survey.number, ((snapshot_id(41, 1), 41),)))
     (begin,) = run.acts(act.BeginGeneration)
     assert (begin.members, begin.checkpoint, begin.step) == ((0, 2), snapshot_id(41, 1), 41)
     run.train()

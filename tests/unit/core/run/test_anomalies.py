@@ -106,7 +106,7 @@ def test_a_snapshot_that_lies_behind_it_never_counts() -> None:
     assert isinstance(run.phase, Waiting)
     assert run.state.saved.survey is not None
     held = ((snapshot_id(14, 1), 14), (snapshot_id(13, 1), 13), (snapshot_id(12, 1), 12))
-    run.do(ev.MemorySurveyed(run.state.saved.survey.number, held))
+    run.do(ev.SnapshotsReported(run.state.saved.survey.number, held))
     assert (begun(run).checkpoint, begun(run).step) == (snapshot_id(13, 1), 13)
 
 
@@ -192,19 +192,19 @@ def given_up(step: int = 13) -> Scenario:
     """The weights after `step` steps are good, and lie in the nodes' memory only."""
     run = found(scenario(memory=True, policy="stop").commit(10), step)
     run.left(step)
-    survey = run.acts(act.SurveyMemory)[-1].survey
-    return run.do(ev.MemorySurveyed(survey, ((snapshot_id(step, 1), step),)))
+    survey = run.acts(act.QuerySnapshots)[-1].survey
+    return run.do(ev.SnapshotsReported(survey, ((snapshot_id(step, 1), step),)))
 
 
 def test_what_only_memory_has_is_saved_before_the_run_is_given_up() -> None:
     run = given_up()
-    assert begun(run) == act.BeginGeneration(2, (0, 1, 2), snapshot_id(13, 1), 13, holds=True)
+    assert begun(run) == act.BeginGeneration(2, (0, 1, 2), snapshot_id(13, 1), 13, stops_at_start=True)
     # Killed here, the next controller begins it in the same way.
     run.do(ev.ControllerRestarted(2))
-    assert begun(run).holds
+    assert begun(run).stops_at_start
     run.join()
-    assert run.acts(act.ConfirmHold) == [act.ConfirmHold(2, (0, 1, 2), 13, durable=True)]
-    assert not run.acts(act.AskHold), "no step is promised, and none is done"
+    assert run.acts(act.CommitStop) == [act.CommitStop(2, (0, 1, 2), 13, durable=True)]
+    assert not run.acts(act.ProposeStop), "no step is promised, and none is done"
     run.left(13)
     assert not isinstance(run.phase, Finished), "it waits for storage"
     run.commit(13)
@@ -225,8 +225,8 @@ def test_saving_it_is_tried_once_and_does_not_take_for_ever() -> None:
 def test_a_run_that_storage_has_all_of_is_given_up_at_once() -> None:
     run = found(scenario(memory=True, policy="stop").commit(13), 13)
     run.left(13)
-    survey = run.acts(act.SurveyMemory)[-1].survey
-    run.do(ev.MemorySurveyed(survey, ((snapshot_id(13, 1), 13),)))
+    survey = run.acts(act.QuerySnapshots)[-1].survey
+    run.do(ev.SnapshotsReported(survey, ((snapshot_id(13, 1), 13),)))
     assert run.end[0] == GAVE_UP
 
 

@@ -26,7 +26,7 @@ def test_where_no_replacement_comes_the_others_go_on_without_it_and_its_slot_is_
     assert isinstance(s.phase, Training)
     s.wait(0.2)
     assert isinstance(s.phase, Pausing)
-    s.do(*(ev.HoldAnswered(1, worker, 7) for worker in (0, 1, 2))).left(7).commit(7)
+    s.do(*(ev.StopPromised(1, worker, 7) for worker in (0, 1, 2))).left(7).commit(7)
     assert s.acts(act.BeginGeneration)[0].members == (0, 2)
     assert not s.acts(act.ReleaseSlot), "its memory may hold what the others need"
     s.train()
@@ -42,7 +42,7 @@ def test_a_replacement_that_is_starting_is_waited_for_so_that_the_world_size_sta
     assert isinstance(s.phase, Training)
     s.do(ev.WorkerReady(3, 103, "host"))
     assert isinstance(s.phase, Pausing)
-    s.do(*(ev.HoldAnswered(1, worker, 7) for worker in (0, 1, 2))).left(7).commit(7)
+    s.do(*(ev.StopPromised(1, worker, 7) for worker in (0, 1, 2))).left(7).commit(7)
     assert s.acts(act.BeginGeneration)[0].members == (0, 2, 3)
 
 
@@ -67,15 +67,15 @@ def test_a_node_that_the_run_cannot_do_without_is_trained_on_until_shortly_befor
     s.wait(2.0)
     assert isinstance(s.phase, Pausing)
     assert s.phase.durable, "its memory goes with it, and perhaps all others"
-    s.do(ev.HoldAnswered(1, 0, 7, True), ev.HoldAnswered(1, 1, 7, True)).left(7)
+    s.do(ev.StopPromised(1, 0, 7, True), ev.StopPromised(1, 1, 7, True)).left(7)
     assert isinstance(s.phase, Pausing)
     s.commit(7)
     assert isinstance(s.phase, Waiting)
     assert [action.slot for action in s.acts(act.ReleaseSlot)] == [1], "Ray ends a node when nothing is there"
-    (before, after) = [action.survey for action in s.acts(act.SurveyMemory)]
-    s.do(ev.MemorySurveyed(before, (("memory:step-00000007-g0001", 7),)))
+    (before, after) = [action.survey for action in s.acts(act.QuerySnapshots)]
+    s.do(ev.SnapshotsReported(before, (("memory:step-00000007-g0001", 7),)))
     assert s.state.saved.snapshots == (), "that was counted on what has been given back"
-    s.do(ev.MemorySurveyed(after)).wait(5.0)
+    s.do(ev.SnapshotsReported(after)).wait(5.0)
     assert isinstance(s.phase, Waiting), "it is not begun with again"
     s.nodes(1)
     assert s.acts(act.BeginGeneration)[0].members == (0, 2)
@@ -105,7 +105,7 @@ def test_a_lost_node_meanwhile_makes_one_that_is_going_welcome_until_its_time() 
     s = drained(Scenario(2, 3, memory=True).started(3), "node-1").wait(5.1)
     assert isinstance(s.phase, Pausing)
     s.lose_node(0).left(5)
-    s.do(ev.MemorySurveyed(s.state.saved.surveys))
+    s.do(ev.SnapshotsReported(s.state.saved.surveys))
     assert isinstance(s.phase, Joining)
     assert s.state.members == (1, 2)
 
@@ -129,6 +129,6 @@ def test_all_nodes_at_once_end_in_storage() -> None:
     s = drained(Scenario(1, 2, memory=True).started(2), "node-0", "node-1", in_s=30.0).wait(21.0)
     assert isinstance(s.phase, Pausing)
     assert s.phase.durable
-    s.do(ev.HoldAnswered(1, 0, 7, True), ev.HoldAnswered(1, 1, 7, True)).left(7).commit(7)
+    s.do(ev.StopPromised(1, 0, 7, True), ev.StopPromised(1, 1, 7, True)).left(7).commit(7)
     assert isinstance(s.phase, Waiting)
     assert len([slot for slot in s.state.fleet.slots.values() if slot.phase is SlotPhase.PENDING]) == 2

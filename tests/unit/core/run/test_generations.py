@@ -13,11 +13,11 @@ from elastic.core.run.phase import Closing, Ending, Joining, Pausing, Training, 
 def test_growth_holds_everybody_at_one_step_and_goes_on_from_its_checkpoint() -> None:
     s = Scenario(2, 3).started(2).nodes(1)
     assert isinstance(s.phase, Pausing)
-    assert s.acts(act.AskHold) == [act.AskHold(1, (0, 1))]
-    s.do(ev.HoldAnswered(1, 0, 7))
-    assert not s.acts(act.ConfirmHold)
-    s.do(ev.HoldAnswered(1, 1, 8))
-    assert s.acts(act.ConfirmHold) == [act.ConfirmHold(1, (0, 1), 8)]
+    assert s.acts(act.ProposeStop) == [act.ProposeStop(1, (0, 1))]
+    s.do(ev.StopPromised(1, 0, 7))
+    assert not s.acts(act.CommitStop)
+    s.do(ev.StopPromised(1, 1, 8))
+    assert s.acts(act.CommitStop) == [act.CommitStop(1, (0, 1), 8)]
     s.left(8)
     assert isinstance(s.phase, Pausing), "the checkpoint is waited for"
     s.commit(8)
@@ -58,7 +58,7 @@ def test_failing_storage_of_an_earlier_generation_does_not_forbid_growth_for_eve
 
 
 def test_a_member_that_dies_while_everybody_holds_makes_it_a_failure() -> None:
-    s = Scenario(1, 3).started(2).nodes(1).do(ev.HoldAnswered(1, 0, 7), ev.WorkerDied(1, "exit code -9"))
+    s = Scenario(1, 3).started(2).nodes(1).do(ev.StopPromised(1, 0, 7), ev.WorkerDied(1, "exit code -9"))
     assert isinstance(s.phase, Ending)
     assert s.acts(act.EndGeneration)[0].workers == (0,)
     s.left(6)
@@ -67,29 +67,29 @@ def test_a_member_that_dies_while_everybody_holds_makes_it_a_failure() -> None:
 
 
 def test_a_member_that_left_is_needed_until_the_checkpoint_is_complete() -> None:
-    s = Scenario(1, 3).started(2).nodes(1).do(ev.HoldAnswered(1, 0, 7), ev.HoldAnswered(1, 1, 7)).left(7)
+    s = Scenario(1, 3).started(2).nodes(1).do(ev.StopPromised(1, 0, 7), ev.StopPromised(1, 1, 7)).left(7)
     s.do(ev.WorkerDied(1, "exit code -9"))
     assert s.acts(act.BeginGeneration)[0].step == 0, "nobody waits a minute for a checkpoint that cannot come"
 
 
 def test_storage_that_does_not_take_the_checkpoint_costs_the_steps_not_the_growth() -> None:
     s = Scenario(2, 3, drain_timeout_s=20).started(2).nodes(1)
-    s.do(ev.HoldAnswered(1, 0, 7), ev.HoldAnswered(1, 1, 7)).left(7).wait(20)
+    s.do(ev.StopPromised(1, 0, 7), ev.StopPromised(1, 1, 7)).left(7).wait(20)
     assert s.acts(act.BeginGeneration) == [act.BeginGeneration(2, (0, 1, 2), None, 0)]
     assert "7 steps will be repeated" in s.said()
 
 
 def test_who_does_not_stop_in_time_is_ended() -> None:
-    s = Scenario(2, 3, drain_timeout_s=20, abort_timeout_s=3).started(2).nodes(1).do(ev.HoldAnswered(1, 0, 7)).wait(20)
+    s = Scenario(2, 3, drain_timeout_s=20, abort_timeout_s=3).started(2).nodes(1).do(ev.StopPromised(1, 0, 7)).wait(20)
     assert isinstance(s.phase, Ending)
     s.left(7, 0).wait(3)
     assert [kill.worker for kill in s.acts(act.KillWorker)] == [1]
 
 
 def test_the_end_of_the_run_may_overtake_the_planned_one() -> None:
-    s = Scenario(2, 3).started(2).nodes(1).do(ev.HoldAnswered(1, 0, 9))
+    s = Scenario(2, 3).started(2).nodes(1).do(ev.StopPromised(1, 0, 9))
     s.completed(9, 1)
-    assert s.acts(act.ConfirmHold) == [act.ConfirmHold(1, (0,), 9)], "the end of rank 1 is its answer"
+    assert s.acts(act.CommitStop) == [act.CommitStop(1, (0,), 9)], "the end of rank 1 is its answer"
     s.left(9, 0)
     assert isinstance(s.phase, Closing)
     assert s.commit(9).end[0] == "finished"
@@ -100,7 +100,7 @@ def test_the_end_of_the_run_may_overtake_the_planned_one() -> None:
 
 def test_a_stop_while_training_saves_first() -> None:
     s = Scenario(2, 2).started(2).do(ev.StopRequested("a person asked"))
-    s.do(ev.HoldAnswered(1, 0, 7), ev.HoldAnswered(1, 1, 7)).left(7)
+    s.do(ev.StopPromised(1, 0, 7), ev.StopPromised(1, 1, 7)).left(7)
     assert isinstance(s.phase, Pausing)
     assert s.commit(7).end == ("stopped", "a person asked")
     assert s.acts(act.CloseIncident)[0].incident.kind == "stop"
@@ -189,7 +189,7 @@ def test_the_last_checkpoint_is_made_by_those_who_reach_storage() -> None:
     s = Scenario(2, 3, memory=True, storage_timeout_s=30).started(3).commit(5).do(ev.SaveFailing(10, "no", 1.0, 1))
     s.completed(20).wait(30)
     assert isinstance(s.phase, Waiting)
-    s.do(ev.MemorySurveyed(s.state.saved.surveys, (("memory:step-00000020-g0001", 20),)))
+    s.do(ev.SnapshotsReported(s.state.saved.surveys, (("memory:step-00000020-g0001", 20),)))
     assert s.acts(act.BeginGeneration) == [act.BeginGeneration(2, (0, 2), "memory:step-00000020-g0001", 20)]
     incident = s.state.trouble.incident
     assert incident is not None

@@ -57,7 +57,7 @@ def generation_events(generation: int, worker: int) -> list[ev.Event]:
         ev.GroupJoined(generation, worker), ev.TrainingReached(generation, worker, 5),
         ev.FirstStepDone(generation, 99), ev.ProgressStalled(generation, 5, 1.0, 1.0),
         ev.CollectiveFailed(generation, worker, 99, "late"), ev.UserCodeFailed(generation, worker, 99, "late"),
-        ev.RestoreFailed(generation, worker, "c", "late"), ev.HoldAnswered(generation, worker, 99),
+        ev.RestoreFailed(generation, worker, "c", "late"), ev.StopPromised(generation, worker, 99),
         ev.WorkerLeft(generation, worker, 99), ev.WorkerCompleted(generation, worker, 99, True),
     ]  # fmt: skip
 
@@ -91,12 +91,12 @@ def test_what_was_under_way_is_asked_for_again() -> None:
     starting = Scenario(2, 2).do(ev.RunStarted(), ev.SlotPlaced(0, "a")).do(ev.ControllerRestarted(2))
     assert starting.acts(act.StartWorker) == [act.StartWorker(0, 0)]
     assert restarted("Joining").acts(act.BeginGeneration) == [act.BeginGeneration(1, (0, 1), None, 0)]
-    assert restarted("Pausing").acts(act.AskHold) == [act.AskHold(1, (0, 1))]
+    assert restarted("Pausing").acts(act.ProposeStop) == [act.ProposeStop(1, (0, 1))]
     assert restarted("Ending").acts(act.EndGeneration)[0].workers == (0, 1)
     assert restarted("Finished").acts(act.FinishRun)[0].status == "finished"
-    held = STORIES["Pausing"]().do(ev.HoldAnswered(1, 0, 7), ev.HoldAnswered(1, 1, 8), ev.WorkerLeft(1, 0, 8))
+    held = STORIES["Pausing"]().do(ev.StopPromised(1, 0, 7), ev.StopPromised(1, 1, 8), ev.WorkerLeft(1, 0, 8))
     held.do(ev.ControllerRestarted(2))
-    assert held.acts(act.ConfirmHold) == [act.ConfirmHold(1, (1,), 8)]
+    assert held.acts(act.CommitStop) == [act.CommitStop(1, (1,), 8)]
 
 
 def test_training_goes_on_over_a_restart() -> None:
@@ -140,8 +140,8 @@ def test_a_worker_that_was_starting_may_have_become_a_member_since() -> None:
 
 def test_a_number_that_only_snapshots_bear_is_not_used_again() -> None:
     s = Scenario(2, 2, memory=True).started(2).broken(0)
-    survey = s.acts(act.SurveyMemory)[-1].survey
-    s.do(ev.MemorySurveyed(survey, (("memory:step-00000009-g0007", 9),)))
+    survey = s.acts(act.QuerySnapshots)[-1].survey
+    s.do(ev.SnapshotsReported(survey, (("memory:step-00000009-g0007", 9),)))
     assert s.acts(act.BeginGeneration) == [act.BeginGeneration(8, (0, 1), "memory:step-00000009-g0007", 9)]
 
 

@@ -68,7 +68,7 @@ def test_one_of_two_workers_of_a_node_dies_and_comes_back() -> None:
     s = Scenario(2, 4, per_slot=2).started(4).do(ev.WorkerDied(1, "exit code -9")).left(3)
     assert s.state.members == (0, 2, 3)
     s.train().do(ev.WorkerReady(4, 1, "host"))
-    assert s.acts(act.AskHold)
+    assert s.acts(act.ProposeStop)
 
 
 # --- workers that do not start ---------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ def test_a_dead_worker_is_replaced_in_its_slot_and_comes_back_by_growth() -> Non
     s.left(4)
     assert s.acts(act.BeginGeneration)[0].members == (0, 2)
     s.do(ev.WorkerReady(3, 1, "host")).train()
-    assert s.acts(act.AskHold)
+    assert s.acts(act.ProposeStop)
 
 
 def test_one_evidence_is_written_down_once() -> None:

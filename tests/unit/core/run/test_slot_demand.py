@@ -57,7 +57,7 @@ def test_slots_are_given_back_once_the_others_train_and_no_step_is_lost() -> Non
     s = shared(Scenario(1, 3).started(3), 1)
     assert isinstance(s.phase, Pausing)
     assert f"{WHY}: 3 -> 1" in s.said()
-    s.do(*(ev.HoldAnswered(1, worker, 7) for worker in (0, 1, 2))).left(7).commit(7)
+    s.do(*(ev.StopPromised(1, worker, 7) for worker in (0, 1, 2))).left(7).commit(7)
     assert s.acts(act.BeginGeneration)[0].members == (0,)
     assert not released(s), "their memory may hold what the others need"
     s.train()
@@ -71,7 +71,7 @@ def test_slots_are_given_back_once_the_others_train_and_no_step_is_lost() -> Non
 
 def test_when_nobody_needs_them_any_more_it_asks_again() -> None:
     s = shared(Scenario(1, 3).started(3), 1)
-    s.do(*(ev.HoldAnswered(1, worker, 7) for worker in (0, 1, 2))).left(7).commit(7).train()
+    s.do(*(ev.StopPromised(1, worker, 7) for worker in (0, 1, 2))).left(7).commit(7).train()
     assert len(shared(s, None).acts(act.RequestSlot)) == 2
 
 
@@ -82,7 +82,7 @@ def test_what_has_no_place_yet_is_withdrawn_first() -> None:
 
 def test_nothing_that_trains_is_stopped_whatever_is_asked() -> None:
     s = shared(Scenario(2, 3).started(3), 0)
-    s.do(*(ev.HoldAnswered(1, worker, 7) for worker in (0, 1, 2))).left(7).commit(7)
+    s.do(*(ev.StopPromised(1, worker, 7) for worker in (0, 1, 2))).left(7).commit(7)
     assert s.acts(act.BeginGeneration)[0].members == (0, 1)
 
 
@@ -97,7 +97,7 @@ def test_a_run_that_cannot_begin_lets_go_of_what_it_holds_and_says_why() -> None
 
 def test_a_limit_that_is_lifted_before_the_slots_were_given_back_leaves_them_where_they_are() -> None:
     s = shared(Scenario(1, 3).started(3), 1)
-    s.do(*(ev.HoldAnswered(1, worker, 7) for worker in (0, 1, 2)))
+    s.do(*(ev.StopPromised(1, worker, 7) for worker in (0, 1, 2)))
     shared(s, None)
     s.left(7).commit(7)
     assert isinstance(s.phase, Joining)

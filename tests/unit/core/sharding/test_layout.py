@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from elastic.core.errors import IntegrityError, UsageError
 from elastic.core.sharding.layout import Chunk, Layout, RankLayout, check_cover, check_rank, merged
-from elastic.core.sharding.zero import dealt_layout, replicated_layout, zero3_layout, zero12_layout
+from elastic.core.sharding.zero import owner_layout, replicated_layout, zero3_layout, zero12_layout
 
 GROUPS = st.lists(st.lists(st.integers(0, 60), max_size=8), max_size=4).map(
     lambda groups: [[(f"g{g}.p{p}", numel) for p, numel in enumerate(group)] for g, group in enumerate(groups)]
@@ -60,14 +60,14 @@ def test_zero3_holds_everything_once(groups, world: int, size: int) -> None:
 @given(tensors=st.lists(st.integers(0, 50), max_size=12), world=st.integers(1, 7))
 def test_replicated_state_is_everywhere_and_dealt_once(tensors: list[int], world: int) -> None:
     named = [(f"t{number}", numel) for number, numel in enumerate(tensors)]
-    replicated, dealt = replicated_layout(named, world), dealt_layout(named, world)
+    replicated, dealt = replicated_layout(named, world), owner_layout(named, world)
     check(dealt)
     full = {name: numel for name, numel in named if numel}
     assert all(rank.buffers == full for rank in replicated.ranks)
     loads = [sum(rank.buffers.values()) for rank in dealt.ranks]
     # Graham's bound for dealing the largest first.
     assert max(loads) - min(loads) <= max(tensors, default=0)
-    assert dealt == dealt_layout(named, world)
+    assert dealt == owner_layout(named, world)
 
 
 def test_zero12_by_hand() -> None:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from elastic.core.errors import IntegrityError
 from elastic.core.sharding.layout import Chunk, Layout, RankLayout
-from elastic.core.sharding.reshard import Copy, SourceIndex, plan_rank
-from elastic.core.sharding.zero import dealt_layout, replicated_layout, zero3_layout, zero12_layout
+from elastic.core.sharding.reshard import ReadItem, SourceIndex, plan_rank
+from elastic.core.sharding.zero import owner_layout, replicated_layout, zero3_layout, zero12_layout
 
 PADDING = None
 Values = list[dict[str, list[Any]]]
@@ -37,13 +37,13 @@ def move(values: Values, source: Layout, target: Layout) -> Values:
     for number, rank in enumerate(target.ranks):
         buffers: dict[str, list[Any]] = {name: [PADDING] * length for name, length in rank.buffers.items()}
         written = 0
-        for copy in index.plan(rank, spread=number):
-            for step in range(copy.numel):
-                assert buffers[copy.target_buffer][copy.target_offset + step] is PADDING, "an element was copied twice"
-                buffers[copy.target_buffer][copy.target_offset + step] = values[copy.source_rank][copy.source_buffer][
-                    copy.source_offset + step
+        for item in index.plan(rank, spread=number):
+            for step in range(item.numel):
+                assert buffers[item.target_buffer][item.target_offset + step] is PADDING, "an element was copied twice"
+                buffers[item.target_buffer][item.target_offset + step] = values[item.source_rank][item.source_buffer][
+                    item.source_offset + step
                 ]
-            written += copy.numel
+            written += item.numel
         assert written == sum(chunk.numel for chunk in rank.chunks), "elements read differ from elements needed"
         moved.append(buffers)
     return moved
@@ -105,7 +105,7 @@ def zero_layouts(world: int) -> dict[str, Layout]:
         "zero3": zero3_layout(GROUPS, world),
         "zero3, small sub-groups": zero3_layout(GROUPS, world, 10),
         "replicated": replicated_layout([tensor for group in GROUPS for tensor in group], world),
-        "dealt": dealt_layout([tensor for group in GROUPS for tensor in group], world),
+        "dealt": owner_layout([tensor for group in GROUPS for tensor in group], world),
     }
 
 
@@ -120,23 +120,23 @@ def test_zero_layouts_at_other_world_sizes(before: int, after: int) -> None:
 
 def test_nothing_to_do_is_one_copy_per_buffer() -> None:
     layout = zero12_layout([[("a", 10), ("b", 6)]], 2)
-    assert plan_rank(layout.ranks, layout.ranks[1]) == (Copy(1, "group0", 0, "group0", 0, 8, "a"),)
+    assert plan_rank(layout.ranks, layout.ranks[1]) == (ReadItem(1, "group0", 0, "group0", 0, 8, "a"),)
 
 
 def test_copies_are_merged_only_where_both_sides_touch() -> None:
     source = [RankLayout((Chunk("a", 0, 4, "x", 0), Chunk("b", 0, 4, "x", 4), Chunk("c", 0, 4, "x", 9)), {"x": 13})]
     target = RankLayout((Chunk("a", 0, 4, "y", 0), Chunk("b", 0, 4, "y", 4), Chunk("c", 0, 4, "y", 8)), {"y": 12})
-    assert plan_rank(source, target) == (Copy(0, "x", 0, "y", 0, 8, "a"), Copy(0, "x", 9, "y", 8, 4, "c"))
+    assert plan_rank(source, target) == (ReadItem(0, "x", 0, "y", 0, 8, "a"), ReadItem(0, "x", 9, "y", 8, 4, "c"))
 
 
 def test_replicas_share_the_work() -> None:
     tensors = [(f"p{number}", 10) for number in range(64)]
     source = replicated_layout(tensors, 4)
     target = replicated_layout(tensors, 1).ranks[0]
-    chosen = [copy.source_rank for copy in plan_rank(source.ranks, target)]
+    chosen = [item.source_rank for item in plan_rank(source.ranks, target)]
     assert {rank: chosen.count(rank) for rank in range(4)}.keys() == {0, 1, 2, 3}
     assert min(chosen.count(rank) for rank in range(4)) >= 8
-    turned = [copy.source_rank for copy in plan_rank(source.ranks, target, spread=1)]
+    turned = [item.source_rank for item in plan_rank(source.ranks, target, spread=1)]
     assert turned == [(rank + 1) % 4 for rank in chosen]
 
 

@@ -396,7 +396,7 @@ def test_storage_that_is_away_condemns_no_checkpoint() -> None:
     state = live((*EVENTS[:11], (7.0, ev.CollectiveFailed(1, 0, 3, "broken")), (7.1, ev.WorkerLeft(1, 0, 3))))
     state, _ = machine.step(state, ev.WorkerLeft(1, 1, 3), 7.1)
     assert state.saved.survey is not None
-    state, _ = machine.step(state, ev.MemorySurveyed(state.saved.survey.number), 7.2)
+    state, _ = machine.step(state, ev.SnapshotsReported(state.saved.survey.number), 7.2)
     assert state.generation == 2
     state, _ = machine.step(state, ev.RestoreFailed(2, 0, "", "away"), 8.0)
     assert state.saved.rejected == ()
