@@ -1,9 +1,9 @@
-"""What a backend has found out by itself: NCCL's collectives return at once, and no call raises what becomes of them.
+"""Asynchronous errors of NCCL: its collectives return at once, and no call raises their failures.
 
-A thread of torch's asks the communicators of what is under way for their asynchronous errors, ten times a second, and
-keeps the first (ProcessGroupNCCL's watchdog); `get_error` tells it, at once and from any thread. That is a connection
-that was closed or reset, an InfiniBand link whose own tries are spent, or a collective beyond its timeout. A TCP
-connection on which nothing arrives any more is no error to NCCL: that is left to the timeout, and to the hang limit.
+torch's watchdog thread (ProcessGroupNCCL) polls the communicators of pending collectives ten times a second and keeps
+the first asynchronous error; `get_error` returns it at once, from any thread. Reported errors are a connection that was
+closed or reset, an InfiniBand link that has exhausted its retries, and a collective beyond its timeout. A TCP
+connection that falls silent is no error to NCCL: the collective timeout and the hang limit cover it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ _WORDS = {
 
 
 def first_error(groups: Iterable[dist.ProcessGroup]) -> str | None:
-    """The first error that one of these groups knows of, in words; None where all is well."""
+    """The first error that one of these groups reports, as a sentence; None if there is none."""
     for group in groups:
         for device in group._device_types:
             try:
                 backend = group._get_backend(device)
-                found = backend.get_error()
+                # Only NCCL's backend has it in torch 2.13. gloo's raises its errors where they happen.
+                get_error = getattr(backend, "get_error", None)
+                found = ErrorType.SUCCESS if get_error is None else get_error()
             except RuntimeError:
-                # It raises its errors where they happen, as gloo does; or the group is being closed.
+                # The group has no backend for this device, or is being closed.
                 continue
             if found != ErrorType.SUCCESS:
                 return f"{backend.name()} reports {found.name}: {_WORDS[found]}; its own words are in the worker's log"

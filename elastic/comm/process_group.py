@@ -30,21 +30,28 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["CloseSockets", "ProcessGroup", "backend_and_device", "host_store", "outlive_peers", "release_store"]
 
-# What torch does by itself when a collective of NCCL fails (ProcessGroupNCCL.hpp): it would end the process, after a
-# minute that it leaves for dumps and for which closing the group would wait.
+# torch's own reactions to a failed NCCL collective (ProcessGroupNCCL.hpp), all of which end the process or delay its
+# cleanup.
 _NCCL = {
+    # Do not end the process when a collective fails or times out.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    # Do not spend a minute on dumps, during which a group cannot be closed.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
+    # The watchdog thread would throw CUDA errors that the training thread raises too, and so end the process: a device
+    # assert in user code would look like a lost worker.
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    # The monitor thread ends the process when the watchdog thread is stuck or gone; heartbeats and hang limits do that.
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
 # An abort takes a second; one that hangs must not keep whoever asked for it.
 _ABORT_LIMIT_S = 10.0
 
 
 def outlive_peers() -> None:
-    """For processes that somebody aborts when a peer is lost, before their first group: this process goes on then.
+    """Keep torch from ending this process when a peer or a collective fails. Call it before the first group is made.
 
-    What the environment says already stays.
+    Variables that the environment sets already are kept.
     """
     for name, value in _NCCL.items():
         os.environ.setdefault(name, value)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from torch._C._distributed_c10d import ErrorType
+import torch.distributed as dist
+from torch._C._distributed_c10d import ErrorType, HashStore
 
-from elastic.comm import process_group
+from elastic.comm import lost_peers, process_group
 from elastic.comm.peer_addresses import exchange
 from elastic.comm.process_group import ProcessGroup, outlive_peers
 from elastic.comm.sockets import Address, TcpSocket
@@ -30,7 +31,10 @@ def test_torch_does_not_end_a_process_that_is_to_go_on(monkeypatch: pytest.Monke
     monkeypatch.setattr(os, "environ", {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"})
     outlive_peers()
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
-    assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1", "the user's own word counts"
+    # Otherwise the watchdog thread throws a device assert of user code once more and ends the process.
+    assert os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"] == "0"
+    assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "0"
+    assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1", "the environment takes precedence"
 
 
 class Stuck:
@@ -88,7 +92,8 @@ class Silent:
         self.aborted.set()
 
 
-UNSUPPORTED = RuntimeError("Backend gloo does not support getError")
+# A group that has no backend for one of its devices, or that is being closed.
+CLOSING = RuntimeError("No backend type associated with device type cuda")
 
 
 @pytest.mark.parametrize(
@@ -97,8 +102,8 @@ UNSUPPORTED = RuntimeError("Backend gloo does not support getError")
         ([ErrorType.SUCCESS, ErrorType.SUCCESS], "nccl", None),
         ([ErrorType.SUCCESS, ErrorType.COMM_ERROR], "nccl", "nccl reports COMM_ERROR: the connection to a peer"),
         ([ErrorType.TIMEOUT, ErrorType.SUCCESS], "nccl", "nccl reports TIMEOUT"),
-        ([UNSUPPORTED, ErrorType.REMOTE_ERROR], "nccl", "nccl reports REMOTE_ERROR"),
-        ([UNSUPPORTED, UNSUPPORTED], "nccl", None),
+        ([CLOSING, ErrorType.REMOTE_ERROR], "nccl", "nccl reports REMOTE_ERROR"),
+        ([CLOSING, CLOSING], "nccl", None),
         ([ErrorType.COMM_ERROR, ErrorType.COMM_ERROR], "gloo", None),
     ],
 )
@@ -113,6 +118,39 @@ def test_every_group_is_asked_for_failures_that_no_call_raises(
     assert error is None if told is None else error is not None and error.startswith(told)
     group._joined = False
     assert group.error() is None, "what is being closed fails as it likes"
+
+
+@pytest.fixture
+def gloo() -> Iterator[dist.ProcessGroup]:
+    """A real group of one rank, as a user makes it for barriers on the CPU."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_a_gloo_group_beside_nccl_does_not_hide_its_failures(
+    gloo: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert lost_peers.first_error([gloo]) is None
+    nccl: Any = Silent(ErrorType.COMM_ERROR)
+    found = lost_peers.first_error([gloo, nccl])
+    assert found is not None
+    assert found.startswith("nccl reports COMM_ERROR")
+
+
+def test_the_watch_goes_on_beside_a_gloo_group(gloo: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    nccl = Silent(ErrorType.SUCCESS, ErrorType.SUCCESS, ErrorType.COMM_ERROR)
+    runner = Runner(nccl, monkeypatch)
+    monkeypatch.setattr(process_group, "_groups", lambda: [gloo, nccl])
+    monkeypatch.setattr(ProcessGroup, "_abort", lambda self, group: nccl.abort())
+
+    def train() -> None:
+        assert nccl.aborted.wait(LIMIT_S), "the failure was not noticed"
+
+    runner.run(train)
+    (told,) = runner.results
+    assert "nccl reports COMM_ERROR" in told.message
 
 
 class Runner(GenerationRunner):
