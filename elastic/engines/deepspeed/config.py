@@ -14,6 +14,7 @@ from typing import Any
 from elastic.core.data.micro_batches import passes_per_rank
 from elastic.core.errors import UsageError
 from elastic.core.generation_spec import BatchSettings
+from elastic.engines.deepspeed.config_keys import refuse_unknown
 from elastic.engines.deepspeed.refused import refuse
 
 logger = logging.getLogger(__name__)
@@ -43,13 +44,23 @@ def read_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str,
         raise UsageError(f"config must be a DeepSpeed configuration or the path of one, not {type(config).__name__}")
     try:
         with open(config, encoding="utf-8") as file:
-            read = json.load(file)
+            read = json.load(file, object_pairs_hook=_without_duplicates)
     except OSError as error:
         raise UsageError(f"the DeepSpeed configuration {config} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise UsageError(f"the DeepSpeed configuration {config} is not JSON: {error}") from error
     if not isinstance(read, dict):
         raise UsageError(f"the DeepSpeed configuration {config} must be a JSON object")
+    return read
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """As DeepSpeed reads a file: of a key given twice, JSON would keep the last value without a word."""
+    read = dict(pairs)
+    if len(read) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} is given twice")
     return read
 
 
@@ -62,6 +73,7 @@ def resolve(
     read as if that were `max_world_size`. Raises UsageError for contradictions and for what is refused.
     """
     refuse(config)
+    refuse_unknown(config)
     _check_stage(config)
     if _get(config, "comms_logger.enabled"):
         logger.warning("comms_logger makes every collective synchronous: the run will be slower while it is on")

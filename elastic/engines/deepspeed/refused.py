@@ -127,6 +127,9 @@ REFUSED: tuple[tuple[str, _Test, str], ...] = (
     ("compile.deepcompile", _true, "its native state is bound to the process group of one generation; remove the key"),
 )
 
+# Refused whatever their value: no suggestion for a misspelt key.
+ALWAYS_REFUSED = frozenset(path for path, refused, _ in REFUSED if refused is _present)
+
 _GONE_OPTIMIZERS = ("onebitadam", "zerooneadam", "onebitlamb")
 
 
