@@ -79,8 +79,10 @@ class ScalingSettings:
     spare_slots: int = 0
     # Of two runs that want the same slots the one with the larger number gets them; see core.sharing.
     priority: int = 0
-    # A slot that has not been had for this long is one that other runs are to make room for.
+    # After waiting this long for a slot, other runs are asked to release one.
     share_after_s: float = 30.0
+    # When to start and when to grow: a name in `core.policy.scaling.POLICIES`.
+    policy: Literal["eager", "patient"] = "eager"
 
     @property
     def min_slots(self) -> int:

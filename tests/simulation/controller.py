@@ -74,7 +74,7 @@ class Controller:
                 self.world.stage_entered(type(self.state.phase).__name__)
 
     def _plan_tick(self) -> None:
-        deadline = machine.next_deadline(self.state, machine.DEFAULT_POLICY)
+        deadline = machine.next_deadline(self.state)
         if deadline is not None and deadline != self.tick_at:
             self.world.clock.at(deadline, self._tick, deadline)
         self.tick_at = deadline

@@ -141,7 +141,12 @@ def draw(seed: int) -> Plan:
     plan.faults += _unwritten(Random(f"unwritten {seed}"), horizon)
     # Drawn apart, like those, so that the plans of older seeds stay what they were.
     parity = Random(f"parity {seed}").choice((0, 0, 0, 1, 2, 3))
-    plan.settings = replace(plan.settings, snapshots=replace(plan.settings.snapshots, parity=parity))
+    policy = Random(f"policy {seed}").choice(("eager", "eager", "eager", "patient"))
+    plan.settings = replace(
+        plan.settings,
+        snapshots=replace(plan.settings.snapshots, parity=parity),
+        scaling=replace(scaling, policy=policy),  # type: ignore[arg-type]
+    )
     return plan
 
 

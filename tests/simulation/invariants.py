@@ -76,7 +76,7 @@ class Invariants:
             self._incidents(before, after)
         self._waits_for_something(after)
         if isinstance(event, ev.Tick):
-            deadline = machine.next_deadline(after, machine.DEFAULT_POLICY)
+            deadline = machine.next_deadline(after)
             assert deadline is None or deadline > now, f"the clock would spin: next tick {deadline}, now {now}"
         self._remember(before, after, event, actions)
 
@@ -293,12 +293,12 @@ class Invariants:
         """Nothing is waited for without a time limit or the name of who has to act."""
         phase = state.phase
         if isinstance(phase, Joining | Pausing | Ending | Closing):
-            assert machine.next_deadline(state, machine.DEFAULT_POLICY) is not None, f"{phase} may last for ever"
+            assert machine.next_deadline(state) is not None, f"{phase} may last for ever"
         if isinstance(phase, Waiting):
             pending = any(slot.phase is SlotPhase.PENDING for slot in state.fleet.slots.values())
             # What other runs need is looked at every second.
             awaited = pending or state.fleet.slot_limit is not None or state.fleet.control_store_away
-            assert awaited or machine.next_deadline(state, machine.DEFAULT_POLICY) is not None, f"{state} waits"
+            assert awaited or machine.next_deadline(state) is not None, f"{state} waits"
             assert phase.reason, "a wait without a reason"
         if state.trouble.suspicion is not None:
             assert state.trouble.suspicion.suspects, "a suspicion of nobody"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from elastic.core import actions as act
 from elastic.core import events as ev
@@ -24,9 +24,10 @@ class Scenario:
         per_slot: int = 1,
         gather_s: float = 5.0,
         memory: bool = False,
+        policy: Literal["eager", "patient"] = "eager",
         **failures: Any,
     ) -> None:
-        scaling = ScalingSettings(low, high, per_slot, gather_s)
+        scaling = ScalingSettings(low, high, per_slot, gather_s, policy=policy)
         self.now = 1000.0
         self.state = machine.initial(
             RunSettings("r", scaling=scaling, snapshots=SnapshotSettings(memory), failures=FailureSettings(**failures)),
@@ -47,7 +48,7 @@ class Scenario:
     def wait(self, seconds: float) -> Scenario:
         """Let time pass, with a Tick at every deadline on the way."""
         self.last, until = [], self.now + seconds
-        while (deadline := machine.next_deadline(self.state, machine.DEFAULT_POLICY)) is not None and deadline <= until:
+        while (deadline := machine.next_deadline(self.state)) is not None and deadline <= until:
             assert deadline > self.now or not self.last, "the clock spins"
             self.now = max(deadline, self.now)
             self._step(ev.Tick())

@@ -1,19 +1,25 @@
-"""When to start and when to grow: a policy fed facts, with no I/O and no clock.
+"""When to start and when to grow: policies that are given facts, without I/O and without a clock.
 
-A policy is a `ScalingPolicy`; `EagerScaling` is the default.
+A policy is a `ScalingPolicy`, registered by name in `POLICIES`. The name is in the run's settings, so that a replay of
+the journal decides alike. `ScalingFacts` is the only place where further facts reach a policy.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from elastic.core.errors import UsageError
 from elastic.core.settings import ScalingSettings
 
 
 @dataclass(frozen=True)
 class ScalingFacts:
-    """What a policy may look at. `idle` workers could join now; `arriving` ones are being started."""
+    """What a policy may look at. `idle` workers could join now; `arriving` workers are being started.
+
+    `now` and `waiting_since` are seconds; `first_start` is True until the run's first generation has begun.
+    """
 
     settings: ScalingSettings
     now: float
@@ -37,6 +43,11 @@ class Verdict:
 
 
 class ScalingPolicy(Protocol):
+    """Stateless and pure: the same facts give the same verdict in every incarnation of the controller.
+
+    A policy never starts with fewer than `min_workers` or more than `max_workers`.
+    """
+
     def start(self, facts: ScalingFacts) -> Verdict:
         """Asked while no generation runs: start one?"""
         ...
@@ -47,27 +58,17 @@ class ScalingPolicy(Protocol):
 
 
 class EagerScaling:
-    """Start as soon as `min_workers` are there, go on at once after a loss, grow when no further arrival is near."""
+    """Start with `min_workers` or more, continue at once after a loss, grow when no further arrival is near."""
 
     def start(self, facts: ScalingFacts) -> Verdict:
-        low, high = facts.settings.min_workers, facts.settings.max_workers
-        if facts.idle < low:
-            missing = low - facts.idle
-            return Verdict(
-                False,
-                f"waiting for {missing} more worker{'s' * (missing > 1)}: {facts.idle} of at least {low} ready, "
-                f"{facts.arriving} starting, {facts.pending_slots} slots pending",
-            )
+        if facts.idle < facts.settings.min_workers:
+            return _too_few(facts)
         gather_until = facts.waiting_since + facts.settings.gather_s
         more = facts.arriving + facts.pending_slots
-        if facts.first_start and facts.idle < high and more and (facts.arriving or facts.now < gather_until):
-            return Verdict(
-                False,
-                f"{facts.idle} of {high} workers ready; {facts.arriving} more are starting",
-                again_at=gather_until,
-            )
-        size = min(facts.idle, high)
-        return Verdict(True, f"{facts.idle} workers ready (at least {low}, at most {high})", size)
+        room = facts.idle < facts.settings.max_workers
+        if facts.first_start and room and more and (facts.arriving or facts.now < gather_until):
+            return _gathering(facts, f"{facts.arriving} more are starting", gather_until)
+        return _start(facts)
 
     def grow(self, facts: ScalingFacts) -> Verdict:
         size = min(facts.members + facts.idle, facts.settings.max_workers)
@@ -78,3 +79,51 @@ class EagerScaling:
         if facts.arriving and size < facts.settings.max_workers:
             return Verdict(False, f"{facts.idle} new workers ready; {facts.arriving} more are starting")
         return Verdict(True, f"{facts.idle} new workers are ready: {facts.members} -> {size}", size)
+
+
+class PatientScaling:
+    """Few resizes: every start, also after a loss, waits `gather_s` for `max_workers`, and growth is one step to it."""
+
+    def start(self, facts: ScalingFacts) -> Verdict:
+        if facts.idle < facts.settings.min_workers:
+            return _too_few(facts)
+        gather_until = facts.waiting_since + facts.settings.gather_s
+        if facts.idle < facts.settings.max_workers and facts.now < gather_until:
+            return _gathering(facts, f"waiting {facts.settings.gather_s:g} s for more", gather_until)
+        return _start(facts)
+
+    def grow(self, facts: ScalingFacts) -> Verdict:
+        if facts.members + facts.idle < facts.settings.max_workers:
+            return Verdict(
+                False, f"{facts.members + facts.idle} of {facts.settings.max_workers} workers; no growth yet"
+            )
+        return EagerScaling().grow(facts)
+
+
+POLICIES: Mapping[str, ScalingPolicy] = {"eager": EagerScaling(), "patient": PatientScaling()}
+
+
+def policy_named(name: str) -> ScalingPolicy:
+    """Raises UsageError for a name that is not registered."""
+    if name not in POLICIES:
+        raise UsageError(f"there is no scaling policy {name!r}; there are: {', '.join(sorted(POLICIES))}")
+    return POLICIES[name]
+
+
+def _too_few(facts: ScalingFacts) -> Verdict:
+    low = facts.settings.min_workers
+    missing = low - facts.idle
+    return Verdict(
+        False,
+        f"waiting for {missing} more worker{'s' * (missing > 1)}: {facts.idle} of at least {low} ready, "
+        f"{facts.arriving} starting, {facts.pending_slots} slots pending",
+    )
+
+
+def _gathering(facts: ScalingFacts, why: str, until: float) -> Verdict:
+    return Verdict(False, f"{facts.idle} of {facts.settings.max_workers} workers ready; {why}", again_at=until)
+
+
+def _start(facts: ScalingFacts) -> Verdict:
+    low, high = facts.settings.min_workers, facts.settings.max_workers
+    return Verdict(True, f"{facts.idle} workers ready (at least {low}, at most {high})", min(facts.idle, high))

@@ -24,7 +24,7 @@ from elastic.core.actions import (
     RequestSlot,
     StartWorker,
 )
-from elastic.core.policy.scaling import EagerScaling, ScalingPolicy
+from elastic.core.policy.scaling import policy_named
 from elastic.core.run import (
     anomalies,
     control_store,
@@ -44,17 +44,14 @@ from elastic.core.run.state import KnownCheckpoint, RunState, SlotPhase, WorkerP
 from elastic.core.run.transition import Transition
 from elastic.core.settings import RunSettings
 
-DEFAULT_POLICY = EagerScaling()
-
 
 def initial(settings: RunSettings, now: float) -> RunState:
-    """The state before the first event, which must be RunStarted."""
+    """The state before the first event, which must be RunStarted. Raises UsageError for an unknown scaling policy."""
+    policy_named(settings.scaling.policy)
     return RunState(settings=settings, phase=Waiting(now, "the run has not started"))
 
 
-def step(
-    state: RunState, event: ev.Event, now: float, policy: ScalingPolicy = DEFAULT_POLICY
-) -> tuple[RunState, tuple[Action, ...]]:
+def step(state: RunState, event: ev.Event, now: float) -> tuple[RunState, tuple[Action, ...]]:
     """One transition. `now` is wall clock seconds and never decreases. Never raises for any event in any state."""
     if isinstance(state.phase, Finished):
         return state, reissue(state) if isinstance(event, ev.ControllerRestarted) else ()
@@ -62,7 +59,7 @@ def step(
         return state, ()
     transition = Transition(state, now, tick=isinstance(event, ev.Tick))
     _apply(transition, event)
-    reconcile(transition, policy)
+    reconcile(transition)
     return transition.state, tuple(transition.actions)
 
 

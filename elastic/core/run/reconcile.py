@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elastic.core.policy.quarantine import avoided
-from elastic.core.policy.scaling import ScalingFacts, ScalingPolicy, Verdict
+from elastic.core.policy.scaling import ScalingFacts, Verdict, policy_named
 from elastic.core.run.draining import drop_left, leave_draining, next_ripening, notices_ripen
 from elastic.core.run.evictions import give_back_evicted
 from elastic.core.run.generations import begin, close, start_pause
@@ -32,20 +32,20 @@ from elastic.core.run.storage_trouble import kept_in_memory, save_without, who_c
 from elastic.core.run.transition import Transition
 
 
-def reconcile(transition: Transition, policy: ScalingPolicy) -> None:
+def reconcile(transition: Transition) -> None:
     """Run every rule until none changes anything. Each rule moves the run forward, so this ends."""
     rules = (_suspicion, _survey, _starts, _draining, _limited, _evicted, _slots, _stage)
     for _ in range(100):
         before = transition.state
         for rule in rules:
             if not isinstance(transition.state.phase, Finished):
-                rule(transition, policy)
+                rule(transition)
         if transition.state is before:
             return
     raise AssertionError(f"the rules do not come to rest in {transition.state.phase}")
 
 
-def next_deadline(state: RunState, policy: ScalingPolicy | None = None) -> float | None:
+def next_deadline(state: RunState) -> float | None:
     """When the next Tick is due, in wall clock seconds; None when nothing depends on time.
 
     Always later than the Tick that was last given, so that a caller who waits for it does not spin.
@@ -80,7 +80,7 @@ def next_deadline(state: RunState, policy: ScalingPolicy | None = None) -> float
     return min(times, default=None)
 
 
-def _suspicion(transition: Transition, policy: ScalingPolicy) -> None:
+def _suspicion(transition: Transition) -> None:
     suspicion = transition.trouble.suspicion
     if suspicion is None:
         return
@@ -94,7 +94,7 @@ def _suspicion(transition: Transition, policy: ScalingPolicy) -> None:
         transition.set_trouble(suspicion=replace(suspicion, suspects=known))
 
 
-def _survey(transition: Transition, policy: ScalingPolicy) -> None:
+def _survey(transition: Transition) -> None:
     survey = transition.saved.survey
     if survey is not None and transition.passed(survey.deadline):
         if isinstance(transition.state.phase, Training):
@@ -104,7 +104,7 @@ def _survey(transition: Transition, policy: ScalingPolicy) -> None:
         transition.set_saved(survey=None)
 
 
-def _starts(transition: Transition, policy: ScalingPolicy) -> None:
+def _starts(transition: Transition) -> None:
     limit = transition.state.settings.failures.worker_start_timeout_s
     for worker in tuple(transition.fleet.workers.values()):
         starting = worker.phase is WorkerPhase.STARTING and not transition.fleet.control_store_away
@@ -116,22 +116,22 @@ def _starts(transition: Transition, policy: ScalingPolicy) -> None:
     drop_worn_slots(transition)
 
 
-def _draining(transition: Transition, policy: ScalingPolicy) -> None:
+def _draining(transition: Transition) -> None:
     if transition.fleet.draining:
         notices_ripen(transition)
     drop_left(transition)
 
 
-def _limited(transition: Transition, policy: ScalingPolicy) -> None:
+def _limited(transition: Transition) -> None:
     keep_to_limit(transition)
 
 
-def _evicted(transition: Transition, policy: ScalingPolicy) -> None:
+def _evicted(transition: Transition) -> None:
     if transition.fleet.evicted:
         give_back_evicted(transition)
 
 
-def _slots(transition: Transition, policy: ScalingPolicy) -> None:
+def _slots(transition: Transition) -> None:
     """Keep asking for as many slots as the run may use; a pending slot is the demand that an autoscaler sees."""
     if transition.fleet.slots_not_before and transition.passed(transition.fleet.slots_not_before):
         transition.set_fleet(slots_not_before=0.0)
@@ -173,10 +173,10 @@ def _missing_slots(state: RunState) -> int:
     return max(0, state.max_slots - staying)
 
 
-def _stage(transition: Transition, policy: ScalingPolicy) -> None:
+def _stage(transition: Transition) -> None:
     phase = transition.state.phase
     if isinstance(phase, Waiting):
-        _waiting(transition, phase, policy)
+        _waiting(transition, phase)
     elif isinstance(phase, Joining):
         limit = transition.state.settings.failures.join_timeout_s
         if transition.passed(phase.since + limit):
@@ -184,7 +184,7 @@ def _stage(transition: Transition, policy: ScalingPolicy) -> None:
             names = ", ".join(transition.name_of(m) for m in late)
             fail_generation(transition, "hang", f"not training after {limit:.0f} s: {names}")
     elif isinstance(phase, Training):
-        _training(transition, phase, policy)
+        _training(transition, phase)
     elif isinstance(phase, Pausing):
         _pausing(transition, phase)
     elif isinstance(phase, Ending):
@@ -193,7 +193,7 @@ def _stage(transition: Transition, policy: ScalingPolicy) -> None:
         _closing(transition, phase)
 
 
-def _waiting(transition: Transition, phase: Waiting, policy: ScalingPolicy) -> None:
+def _waiting(transition: Transition, phase: Waiting) -> None:
     state = transition.state
     newest = state.saved.newest_checkpoint
     if state.done_step is not None and newest is not None and newest.step >= state.done_step:
@@ -203,14 +203,14 @@ def _waiting(transition: Transition, phase: Waiting, policy: ScalingPolicy) -> N
     elif state.stop_reason is not None and (phase.not_before or not _only_in_memory(state)):
         finish(transition, STOPPED, state.stop_reason)
     elif not phase.not_before:
-        _start(transition, phase, policy)
+        _start(transition, phase)
     elif transition.passed(phase.not_before):
         transition.enter(replace(phase, not_before=0.0))
 
 
-def _start(transition: Transition, phase: Waiting, policy: ScalingPolicy) -> None:
+def _start(transition: Transition, phase: Waiting) -> None:
     state = transition.state
-    verdict = policy.start(_facts(state, phase.since, transition.now))
+    verdict = policy_named(state.settings.scaling.policy).start(_facts(state, phase.since, transition.now))
     if verdict.go and state.saved.survey is not None:
         return  # A few milliseconds, or its deadline.
     if verdict.go and state.trouble.suspicion is None:
@@ -232,7 +232,7 @@ def _start(transition: Transition, phase: Waiting, policy: ScalingPolicy) -> Non
         transition.enter(replace(phase, reason=verdict.reason, again_at=again))
 
 
-def _training(transition: Transition, phase: Training, policy: ScalingPolicy) -> None:
+def _training(transition: Transition, phase: Training) -> None:
     state = transition.state
     if phase.completed or not phase.first_step_done:
         return
@@ -241,7 +241,7 @@ def _training(transition: Transition, phase: Training, policy: ScalingPolicy) ->
         return
     if leave_draining(transition, phase) or make_room(transition, phase):
         return
-    verdict: Verdict = policy.grow(_facts(state, phase.since, transition.now))
+    verdict = policy_named(state.settings.scaling.policy).grow(_facts(state, phase.since, transition.now))
     if verdict.go and newcomers_reached(transition):
         start_pause(transition, "grow", verdict.reason)
 

@@ -244,7 +244,7 @@ class ControllerActor:
         events: list[ev.Event] = []
         # What waits is heard before a deadline passes: a wait without time would not even look at the queue.
         if self._events.empty():
-            deadline = machine.next_deadline(self._loop.state, machine.DEFAULT_POLICY)
+            deadline = machine.next_deadline(self._loop.state)
             left_s = math.inf if deadline is None else max(0.0, deadline - time.time())
             try:
                 events.append(await asyncio.wait_for(self._events.get(), min(left_s, _WRITE_S)))

@@ -136,6 +136,7 @@ class JobSpec(BaseModel):
     gather_s: Annotated[float, Field(ge=0)] = ScalingSettings.gather_s
     priority: Annotated[int, Field(ge=-1000, le=1000)] = ScalingSettings.priority
     share_after_s: Annotated[float, Field(gt=0)] = ScalingSettings.share_after_s
+    scaling_policy: Literal["eager", "patient"] = ScalingSettings.policy
     resources_per_worker: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=lambda: {"CPU": 1.0})
     deepspeed: dict[str, Any] | str | None = None
     global_batch: Count | None = None
@@ -186,6 +187,7 @@ class JobSpec(BaseModel):
                 self.spare_slots,
                 self.priority,
                 self.share_after_s,
+                self.scaling_policy,
             ),
             global_batch=self.global_batch,
             micro_batch=self.micro_batch,

@@ -45,7 +45,7 @@ def test_no_worker_is_late_with_its_start_while_nobody_can_start() -> None:
     assert s.state.trouble.streaks.start_failures == 0
 
     s.do(ev.ControlStoreBack(20 * limit_s), after=1.0)
-    deadline = machine.next_deadline(s.state, machine.DEFAULT_POLICY)
+    deadline = machine.next_deadline(s.state)
     assert deadline is not None
     s.do(ev.Tick(), after=limit_s - 1)
     assert starting.id in s.state.fleet.workers

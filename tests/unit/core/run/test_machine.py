@@ -81,7 +81,7 @@ def test_nobody_is_late_because_the_controller_was_away(phase: str) -> None:
     assert type(restarted_.phase) is type(s.phase)
     assert not restarted_.acts(act.EndGeneration) or phase == "Ending"
     assert not restarted_.acts(act.KillWorker)
-    deadline = machine.next_deadline(restarted_.state, machine.DEFAULT_POLICY)
+    deadline = machine.next_deadline(restarted_.state)
     assert deadline is None or deadline > restarted_.now
 
 
@@ -162,7 +162,7 @@ def test_messages_that_waited_are_heard_before_deadlines_are_enforced() -> None:
 def test_every_stage_that_waits_for_somebody_has_a_deadline_and_passes_it(phase: str) -> None:
     s = STORIES[phase]()
     before = s.phase
-    deadline = machine.next_deadline(s.state, machine.DEFAULT_POLICY)
+    deadline = machine.next_deadline(s.state)
     assert deadline is not None
     s.wait(deadline - s.now)
     assert type(s.phase) is not type(before)
@@ -212,11 +212,11 @@ def test_any_event_in_any_state_is_taken(phase: str, events: list[tuple[Any, flo
         if isinstance(after.phase, Joining | Training):
             assert set(after.members_inside) == set(after.members)
         if isinstance(after.phase, Joining | Pausing | Ending | Closing):
-            assert machine.next_deadline(after, machine.DEFAULT_POLICY) is not None
+            assert machine.next_deadline(after) is not None
         if isinstance(after.phase, Finished):
             assert not after.fleet.slots
         if isinstance(event, ev.Tick):
-            deadline = machine.next_deadline(after, machine.DEFAULT_POLICY)
+            deadline = machine.next_deadline(after)
             assert deadline is None or deadline > s.now
         if isinstance(after.phase, Waiting):
             assert after.phase.reason

@@ -33,7 +33,7 @@ def test_without_a_limit_the_run_waits_and_says_for_what() -> None:
     s = Scenario(2, 3).do(ev.RunStarted()).nodes(1).wait(10**6)
     assert isinstance(s.phase, Waiting)
     assert s.phase.reason == "waiting for 1 more worker: 1 of at least 2 ready, 0 starting, 2 slots pending"
-    assert machine.next_deadline(s.state, machine.DEFAULT_POLICY) is None
+    assert machine.next_deadline(s.state) is None
 
 
 def test_a_wait_for_capacity_does_not_spin_the_clock() -> None:

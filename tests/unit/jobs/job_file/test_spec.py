@@ -40,6 +40,7 @@ config: {lr: 1e-3, layers: [1, 2]}
 min_workers: 2
 max_workers: 4
 workers_per_slot: 2
+scaling_policy: patient
 resources_per_worker: {CPU: 0.5, GPU: 1}
 deepspeed: {zero_optimization: {stage: 2}}
 global_batch: 24
@@ -57,6 +58,7 @@ storage_url: s3://bucket/runs
     assert spec.config == {"lr": 0.001, "layers": [1, 2]}
     assert settings.scaling.min_slots == 1
     assert settings.scaling.max_slots == 2
+    assert settings.scaling.policy == "patient"
     assert settings.checkpoint.url == str(tmp_path / "ckpt")
     assert settings.storage_url == "s3://bucket/runs"
     assert settings.deepspeed_config == {"zero_optimization": {"stage": 2}}
@@ -110,6 +112,7 @@ def test_deepspeed_config_may_be_a_file_beside_the_job(tmp_path: Path) -> None:
         ("seed: 1\nseed: 2\n", "line 4: the key 'seed' was given before, in line 3"),
         ("deepspeed: 3\n", "line 3: 'deepspeed' should be"),
         ("anomalies: {policy: ignore}\n", "'anomalies.policy' should be 'stop', 'skip' or 'rollback', but is 'ignore'"),
+        ("scaling_policy: hasty\n", "line 3: 'scaling_policy' should be 'eager' or 'patient', but is 'hasty'"),
         ("config: [\n", "not valid YAML"),
     ],
 )
