@@ -12,7 +12,8 @@ from typing import Any
 from elastic_cluster.source import NodeInfo, NodeState
 from elastic_jobs.backend import NodeShape
 from elastic_jobs.handle import RunHandle
-from elastic_jobs.ray_backend import RealBackend
+from elastic_jobs.plan import Job
+from elastic_jobs.ray_backend import RayBackend
 
 from benchmarks.children import ROOT, NotMeasured, until
 from benchmarks.marks import Change, completed, read_marks, recovered
@@ -29,12 +30,14 @@ class Cluster:
     """A local cluster of nodes with room for one worker each, and this process connected to it."""
 
     def __init__(self, nodes: int) -> None:
-        self._backend = RealBackend()
+        self._backend = RayBackend()
         # Its own class and not the protocol's: workers are found by node.
         self.local: Any = self._backend.start_cluster(nodes, NodeShape(1.0, 0.0, {}), str(ROOT))
 
     def start_run(self, settings: RunSettings, config: Mapping[str, Any]) -> RunHandle:
-        return self._backend.start_run(settings, "benchmarks.workload:train", config, self.local.address, str(ROOT))
+        return self._backend.start_run(
+            Job(settings, "benchmarks.workload:train", config, str(ROOT)), self.local.address
+        )
 
     def nodes(self) -> tuple[NodeInfo, ...]:
         found: tuple[NodeInfo, ...] = self.local.nodes()

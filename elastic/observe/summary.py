@@ -93,6 +93,13 @@ def incident_seconds(record: Record) -> dict[str, float | None]:
 _HARMLESS = ("add-node", "kill-control-store", "restart-control-store")
 
 
+def with_result(summary: Mapping[str, Any], run_id: str, result: Mapping[str, Any]) -> Json:
+    """The summary with what the controller reported at the end: the journal may end earlier (storage failing)."""
+    known = {"status": result.get("status"), "reason": result.get("reason") or None, "steps": result.get("step")}
+    known["final_loss"] = finite(result.get("loss"))
+    return {**summary, "run_id": run_id, **{key: value for key, value in known.items() if value is not None}}
+
+
 def with_faults(summary: Mapping[str, Any], faults: Sequence[Mapping[str, Any]]) -> Json:
     """The summary beside the faults {"fault", "node", "at"} that were injected from outside: each unplanned incident
     that follows one gets `seconds_from_fault`, measured from the fault itself and not from its first symptom."""

@@ -1,11 +1,12 @@
-"""What the command line needs from the packages that start things. Imported late: `elastic story` needs no Ray."""
+"""What the front ends need from the packages that start clusters and runs. A seam, so that `elastic story` imports no
+Ray."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from elastic_cluster.chaos import Breakable
 
@@ -13,15 +14,16 @@ from elastic.core.errors import ElasticError, UsageError
 from elastic.core.settings import RunSettings
 from elastic.observe.text import plural
 from elastic_jobs.handle import RunHandle
+from elastic_jobs.plan import Job, Place
 from elastic_jobs.submit.jobs_api import JobsApi
 
 
 class NotStarted(ElasticError):
-    """There is no cluster to run on, so there is no run either."""
+    """The cluster did not start, so neither did the run."""
 
 
 class ClusterLike(Breakable, Protocol):
-    """What is used of `cluster.LocalCluster`."""
+    """The used part of `elastic_cluster.LocalCluster`."""
 
     @property
     def address(self) -> str: ...
@@ -45,7 +47,7 @@ class SupervisorLike(Protocol):
 
 @dataclass(frozen=True)
 class NodeShape:
-    """One node of a local cluster: room for exactly one slot, so that losing it loses one slot."""
+    """One node of a local cluster: room for exactly one slot, so that a lost node is one lost slot."""
 
     cpus: float
     gpus: float
@@ -54,8 +56,8 @@ class NodeShape:
 
 @dataclass(frozen=True)
 class Growth:
-    """A local cluster that Ray's autoscaler makes grow: `at_hand` nodes can be had at once, one more every `every_s`
-    seconds (None: as faults say), `max_nodes` in the end."""
+    """A local cluster under Ray's autoscaler: `at_hand` nodes are available at once, one more every `every_s` seconds
+    (None: only by faults), up to `max_nodes`."""
 
     max_nodes: int
     at_hand: int
@@ -67,19 +69,17 @@ class Backend(Protocol):
     2. `start_run` or `attach_run`."""
 
     def start_cluster(self, nodes: int, shape: NodeShape, python_path: str, durable: bool = False) -> ClusterLike:
-        """`durable`: Ray's control store can be killed and started again. Raises NotStarted."""
+        """`durable`: Ray's control store can be killed and restarted. Raises NotStarted."""
         ...
 
     def start_autoscaled(self, growth: Growth, shape: NodeShape, python_path: str) -> ClusterLike: ...
 
     def attach_cluster(self, socket_path: str) -> ClusterLike: ...
 
-    def start_run(
-        self, settings: RunSettings, entry_point: str, config: Mapping[str, Any], address: str, folder: str
-    ) -> RunHandle: ...
+    def start_run(self, job: Job, address: str) -> RunHandle: ...
 
     def attach_run(self, run_id: str, address: str) -> RunHandle:
-        """Raises RunNotFound when no controller of that run answers at the address."""
+        """Raises RunNotFound if no controller of that run answers at the address."""
         ...
 
     def jobs_api(self, address: str) -> JobsApi:
@@ -91,7 +91,7 @@ class Backend(Protocol):
         ...
 
     def disconnect(self) -> None:
-        """Before the cluster is shut down: Ray waits for a cluster that is gone, even at the exit of the process."""
+        """Call before the cluster is shut down: Ray waits for a lost cluster, even at the exit of the process."""
         ...
 
 
@@ -100,21 +100,22 @@ def node_shape(settings: RunSettings) -> NodeShape:
     return NodeShape(wanted.pop("CPU", 1.0), wanted.pop("GPU", 0.0), wanted)
 
 
-def growth(settings: RunSettings, max_nodes: int | None, at_hand: int | None, every_s: float | None) -> Growth:
-    """Raises UsageError for what cannot come to anything."""
+def growth(settings: RunSettings, place: Place) -> Growth:
+    """How the local cluster of an autoscaled run grows. Raises UsageError for a growth that cannot work."""
     scaling, wanted = settings.scaling, node_shape(settings)
-    most = max_nodes or scaling.max_slots
-    first = scaling.min_slots if at_hand is None else at_hand
+    most = place.max_nodes or scaling.max_slots
+    first = scaling.min_slots if place.nodes is None else place.nodes
     if first > most:
         raise UsageError(f"--nodes {first} is above --max-nodes {most}")
     check_nodes(most, settings)
     for name, count in {"CPU": wanted.cpus, "GPU": wanted.gpus, **wanted.resources}.items():
         if count != int(count):
-            raise UsageError(f"--autoscale: Ray's autoscaler takes whole numbers, and a slot wants {name}: {count:g}")
-    return Growth(most, first, every_s or None)
+            raise UsageError(f"--autoscale: Ray's autoscaler takes whole numbers, but a slot needs {name}: {count:g}")
+    return Growth(most, first, place.node_every_s or None)
 
 
 def check_nodes(nodes: int, settings: RunSettings) -> None:
+    """Raises UsageError for fewer nodes than `min_workers` need."""
     scaling = settings.scaling
     if nodes < scaling.min_slots:
         raise UsageError(

@@ -18,7 +18,7 @@ from elastic_jobs.follow import printable
 from elastic_jobs.terminal import say
 
 if TYPE_CHECKING:
-    from elastic_jobs.ray_backend import RealBackend
+    from elastic_jobs.ray_backend import RayBackend
 
 _COMMANDS: dict[str, Any] = {
     "run": run,
@@ -95,10 +95,10 @@ def quieten_drivers() -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
-def _real() -> RealBackend:
-    from elastic_jobs.ray_backend import RealBackend
+def _real() -> RayBackend:
+    from elastic_jobs.ray_backend import RayBackend
 
-    return RealBackend()
+    return RayBackend()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Injects faults by step into a local cluster, from a thread of its own while the run is followed."""
+"""Injection of faults by step into a local cluster, on a thread of its own while the run is followed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from elastic.core.errors import ElasticError, UsageError
 from elastic_jobs.display import Display
 from elastic_jobs.handle import RunHandle
 
-# How long one wait for a step lasts before the thread looks whether it should leave.
+# How long one wait for a step lasts before the thread checks whether to stop.
 _WAIT_S = 0.5
 
 
@@ -26,33 +26,35 @@ def parse_faults(text: str | None) -> Chaos:
         raise UsageError(f"--chaos: {error}") from error
 
 
-class FaultThread:
-    """1. `start`; 2. `stop`, which gives what has not been injected. An injection is never cut short."""
+class Faults:
+    """1. `start`; 2. `stop`, which returns the faults that are left; and again. An injection is never cut short."""
 
-    def __init__(self, plan: Chaos, cluster: Breakable, handle: RunHandle, display: Display) -> None:
+    def __init__(self, plan: Chaos, cluster: Breakable, handle: RunHandle) -> None:
         self._plan = plan
         self._injector = injector(cluster, handle)
         self._handle = handle
-        self._display = display
         self._leave = threading.Event()
-        # What was done, for the summary: the fault, the node, and the wall clock at which it began.
+        self._thread: threading.Thread | None = None
+        # For the summary: each fault, its node, and the wall clock when its injection began.
         self.injected: list[dict[str, Any]] = []
-        self._thread = threading.Thread(target=self._run, name="faults", daemon=True)
 
-    def start(self) -> None:
+    def start(self, display: Display) -> None:
+        self._leave.clear()
+        self._thread = threading.Thread(target=self._run, args=(display,), name="faults", daemon=True)
         self._thread.start()
 
     def stop(self) -> Chaos:
         self._leave.set()
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
         return self._plan
 
-    def _run(self) -> None:
+    def _run(self, display: Display) -> None:
         try:
             while self._plan.faults and self._reached(self._plan.faults[0].step):
-                self._display.note(self._inject())
+                display.note(self._inject())
         except ElasticError as error:
-            self._display.note(f"no more faults are injected: {error}")
+            display.note(f"no more faults are injected: {error}")
 
     def _inject(self) -> str:
         fault, self._plan = self._plan.faults[0], Chaos(self._plan.faults[1:])
@@ -62,7 +64,7 @@ class FaultThread:
             self.injected.append({"fault": str(fault), "node": node, "at": round(at, 4)})
             return f"injected {fault}: {node}"
         except ClusterError as error:
-            # Not silent, and no end of the run that it was meant to test.
+            # Reported; a failed injection must not end the run that it was meant to test.
             return f"could not inject {fault}: {error}"
 
     def _reached(self, step: int) -> bool:
@@ -75,7 +77,7 @@ class FaultThread:
 
 
 def injector(cluster: Breakable, handle: RunHandle) -> Injector:
-    """Faults find workers and the controller where the run itself says that they are."""
+    """Faults find workers and the controller where the run itself reports them."""
 
     def workers() -> list[Mapping[str, Any]]:
         return [worker for worker in handle.progress().get("workers") or () if worker.get("rank") is not None]

@@ -1,30 +1,95 @@
-"""Following a run to its end, and saying what it came to. Leaves the run alone: whoever follows may leave."""
+"""Following a run to its end and reporting the result. A follower may leave at any time; the run goes on."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from elastic.core.errors import ElasticError, UsageError
 from elastic.core.run.phase import USER_CODE_FAILED
 from elastic.observe.journal import JournalReader
 from elastic.observe.report import report
-from elastic.observe.summary import summarize, with_faults
-from elastic.observe.text import finite
-from elastic_jobs.display import Display
-from elastic_jobs.exit_codes import exit_code
+from elastic.observe.summary import summarize, with_faults, with_result
+from elastic_jobs.display import Display, open_display
+from elastic_jobs.exit_codes import NOT_FINISHED, exit_code
 from elastic_jobs.handle import RunHandle
-from elastic_jobs.terminal import put, put_json, say
+from elastic_jobs.live import forget_live, how_to_come_back
+from elastic_jobs.plan import Output
+from elastic_jobs.run_folder import RunFolder
+from elastic_jobs.terminal import put, say
 
-# How often the display asks. The wait is the handle's own, so the end of the run is seen at once.
+# How often the display is refreshed. The wait is in the handle, so the end of the run is noticed at once.
 _REFRESH_S = 0.25
 
 
+class Company(Protocol):
+    """What goes along with the follower of a run: 1. `start`; 2. `leave` on Ctrl-C, and `start` again if that is
+    False; 3. `end` once the run has ended."""
+
+    def start(self, display: Display) -> None: ...
+
+    def leave(self) -> bool:
+        """Whether the run can do without the follower now."""
+        ...
+
+    def end(self) -> Sequence[Mapping[str, Any]]:
+        """The faults that were injected, for the summary."""
+        ...
+
+
+class Alone:
+    """The company of a follower that the run does not depend on."""
+
+    def start(self, display: Display) -> None:
+        pass
+
+    def leave(self) -> bool:
+        return True
+
+    def end(self) -> Sequence[Mapping[str, Any]]:
+        return ()
+
+
+def watch(handle: RunHandle, folder: RunFolder, output: Output, company: Company | None = None) -> int:
+    """Follow the run to its end or to Ctrl-C; returns the exit code."""
+    company = company or Alone()
+    while True:
+        display = open_display(sys.stderr)
+        try:
+            company.start(display)
+            result = follow(handle, display)
+            break
+        except KeyboardInterrupt:
+            with _uninterrupted():
+                display.close()
+                if company.leave():
+                    say(f"detached; {how_to_come_back(folder)}")
+                    return NOT_FINISHED
+        finally:
+            display.close()
+    injected = company.end()
+    forget_live(folder)
+    return conclude(folder, result, output, injected)
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """A second Ctrl-C while the follower leaves must not end the run."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def follow(handle: RunHandle, display: Display) -> Mapping[str, Any]:
-    """Shows progress until the run ends; returns its result."""
+    """Show progress until the run ends; returns its result."""
     while True:
         display.update(handle.progress())
         result = handle.result(_REFRESH_S)
@@ -34,49 +99,37 @@ def follow(handle: RunHandle, display: Display) -> Mapping[str, Any]:
 
 
 def conclude(
-    run_id: str,
-    storage_url: str,
-    result: Mapping[str, Any],
-    summary_file: str | None,
-    as_json: bool,
-    faults: Sequence[Mapping[str, Any]] = (),
+    folder: RunFolder, result: Mapping[str, Any], output: Output, faults: Sequence[Mapping[str, Any]] = ()
 ) -> int:
-    """Writes the summary file and prints the report; returns the exit code of the result's status."""
-    summary = with_faults(read_summary(run_id, storage_url, result), faults)
-    if summary_file:
+    """Write the summary file and print the report; returns the exit code of the result's status."""
+    summary = with_faults(with_result(read_summary(folder), folder.run_id, result), faults)
+    if output.summary_file:
         try:
-            write_summary(summary_file, summary)
+            write_summary(output.summary_file, summary)
         except OSError as error:
-            # The run has ended as it has, whatever became of the disk meanwhile.
+            # The exit code is that of the run, also when the disk fails.
             say(f"the summary cannot be written: {error}")
     say_why(result, summary)
-    show(summary, as_json)
+    show(summary, output.as_json)
     return exit_code(result.get("status"))
 
 
-def read_summary(run_id: str, storage_url: str, result: Mapping[str, Any]) -> dict[str, Any]:
-    """The journal's summary; where the journal ends early (storage failing), what the controller said is truer."""
+def read_summary(folder: RunFolder) -> dict[str, Any]:
+    """The summary of the journal; of no records where that cannot be read."""
     try:
-        records = JournalReader(storage_url, run_id).records()
+        return summarize(JournalReader(folder.url, folder.run_id).records())
     except ElasticError as error:
         say(f"the journal cannot be read: {error}")
-        records = []
-    summary = summarize(records)
-    known = {"status": result.get("status"), "reason": result.get("reason") or None, "steps": result.get("step")}
-    known["final_loss"] = finite(result.get("loss"))
-    return {**summary, "run_id": run_id, **{key: value for key, value in known.items() if value is not None}}
+        return summarize(())
 
 
 def show(summary: Mapping[str, Any], as_json: bool) -> None:
-    if as_json:
-        put_json(summary)
-        return
-    for line in report(summary):
+    for line in [json.dumps(summary)] if as_json else report(summary):
         put(line)
 
 
 def say_why(result: Mapping[str, Any], summary: Mapping[str, Any]) -> None:
-    """Why a run did not reach its end, with user code's own traceback where that was the reason."""
+    """Why a run did not reach its end, with the traceback of user code if that failed."""
     if exit_code(result.get("status")) == 0:
         return
     error = summary.get("error") or {}
@@ -87,12 +140,12 @@ def say_why(result: Mapping[str, Any], summary: Mapping[str, Any]) -> None:
 
 
 def printable(text: str) -> str:
-    """Keeps the line ends of a traceback and nothing else that a terminal would act on."""
+    """Keeps line ends, and removes everything else that a terminal would act on."""
     return "".join(char if char.isprintable() or char == "\n" else " " for char in text).rstrip()
 
 
 def check_summary_file(file: str | None) -> None:
-    """Before the run: it would be a pity to find out afterwards."""
+    """Before the run, because afterwards is too late. Raises UsageError."""
     if file is None:
         return
     folder = Path(file).absolute().parent
@@ -101,7 +154,7 @@ def check_summary_file(file: str | None) -> None:
 
 
 def write_summary(file: str, summary: Mapping[str, Any]) -> None:
-    """Whole or not at all, so that nobody reads half a summary."""
+    """Atomic: a reader never sees half a summary."""
     path = Path(file)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n", encoding="utf-8")

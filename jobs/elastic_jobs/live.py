@@ -1,4 +1,5 @@
-"""Where a run can be reached while it goes on: `live.json` beside its journal. Only a hint; the run itself decides."""
+"""Where a run can be reached while it goes on: `live.json` beside its journal. A hint only; the run itself is the
+truth."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from elastic.core.errors import ElasticError, NobodyAnswers, RunNotFound, UsageError
+from elastic.core.errors import ElasticError, NobodyAnswers, RunNotFound, StorageError, UsageError
 from elastic.observe.journal import JournalReader
 from elastic.observe.summary import summarize
 from elastic_jobs.backend import Backend
@@ -18,14 +19,14 @@ from elastic_jobs.run_folder import RunFolder
 from elastic_jobs.terminal import say
 
 _FILE = "live.json"
-# A head node that is being replaced is back within a few minutes.
+# A head node that is being replaced returns within a few minutes.
 _HEAD_AWAY_S = 300.0
 _PAUSE_S = 1.0
 _PROBE_LIMIT_S = 2.0
 
 
 class OutOfReach(RunNotFound):
-    """The run may go on where it was, and cannot be asked there."""
+    """The run may still be going on, but it cannot be reached."""
 
 
 @dataclass(frozen=True)
@@ -51,16 +52,31 @@ def remove_live(folder: RunFolder) -> None:
     folder.remove(_FILE)
 
 
+def forget_live(folder: RunFolder) -> None:
+    """As `remove_live`, for a run that has ended: storage that fails now is reported and nothing else."""
+    try:
+        remove_live(folder)
+    except StorageError as error:
+        say(str(error))
+
+
+def how_to_come_back(folder: RunFolder) -> str:
+    return (
+        f"run {folder.run_id} goes on. Follow it again:  elastic watch {folder.run_id} --storage {folder.url}  "
+        f"or end it:  elastic stop {folder.run_id} --storage {folder.url}"
+    )
+
+
 def reach(backend: Backend, folder: RunFolder, address: str | None) -> RunHandle:
-    """The run's handle. Raises RunNotFound when it does not go on anywhere that is known."""
+    """The handle of a run that is going on. Raises RunNotFound if it is not going on at any known address."""
     live = read_live(folder)
     where = address or (live.address if live else None)
     if where is None:
-        raise RunNotFound(f"run {folder.run_id!r} is not going on; go on with it by `elastic resume`")
+        raise RunNotFound(f"run {folder.run_id!r} is not going on; continue it with `elastic resume`")
     if address is None and live is not None and live.cluster_socket is not None and not _answers(live.cluster_socket):
-        # With its keeper a local cluster is gone; nobody has to wait for its head.
+        # A local cluster does not outlive its keeper, so waiting for its head would be useless.
         raise RunNotFound(
-            f"run {folder.run_id!r} is not going on: its local cluster is gone; go on with it by `elastic resume`"
+            f"run {folder.run_id!r} is not going on: its local cluster is gone; continue it with `elastic resume`"
         )
     try:
         return backend.attach_run(folder.run_id, where)
@@ -71,7 +87,7 @@ def reach(backend: Backend, folder: RunFolder, address: str | None) -> RunHandle
 
 
 def reach_patiently(backend: Backend, folder: RunFolder, address: str | None) -> RunHandle:
-    """As `reach`; of a run that has not ended a head that is away is waited for, for as long as one is as a rule."""
+    """As `reach`, but waits for the head of a run that has not ended, as long as a restart of a head usually takes."""
     deadline, told = time.monotonic() + _HEAD_AWAY_S, False
     while True:
         try:
@@ -81,7 +97,7 @@ def reach_patiently(backend: Backend, folder: RunFolder, address: str | None) ->
             if refused or time.monotonic() > deadline or (not told and _ended(folder)):
                 raise
             if not told:
-                say(f"{error}; its head may be being restarted, so this asks again")
+                say(f"{error}; its head may be restarting; retrying")
             told = True
             time.sleep(_PAUSE_S)
 

@@ -1,4 +1,4 @@
-"""The backend that starts real things: `cluster` for local nodes, `elastic.runtime` for runs."""
+"""The backend on Ray: `elastic_cluster` for local nodes, `elastic.runtime` for runs."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 from elastic_cluster.source import ClusterError
 
 from elastic.core.errors import ElasticError
-from elastic.core.settings import RunSettings
 from elastic_jobs.backend import ClusterLike, Growth, NodeShape, NotStarted, SupervisorLike
 from elastic_jobs.handle import RunHandle
+from elastic_jobs.plan import Job
 from elastic_jobs.submit.jobs_api import JobsApi
 
 logger = logging.getLogger(__name__)
 
 
-class RealBackend:
+class RayBackend:
     """Imports Ray only in the calls that need it."""
 
     def start_cluster(self, nodes: int, shape: NodeShape, python_path: str, durable: bool = False) -> ClusterLike:
@@ -61,13 +61,11 @@ class RealBackend:
         except ClusterError as error:
             raise ElasticError(str(error)) from error
 
-    def start_run(
-        self, settings: RunSettings, entry_point: str, config: Mapping[str, Any], address: str, folder: str
-    ) -> RunHandle:
+    def start_run(self, job: Job, address: str) -> RunHandle:
         from elastic.runtime.driver.client import start_run
 
         _hush_ray()
-        handle: RunHandle = start_run(settings, entry_point, config, address, folder)
+        handle: RunHandle = start_run(job.settings, job.entry_point, job.config, address, job.folder)
         return handle
 
     def attach_run(self, run_id: str, address: str) -> RunHandle:
@@ -91,7 +89,7 @@ class RealBackend:
         self.leave()
 
     def leave(self) -> bool:
-        """False where Ray does not let go of a cluster that is gone: the process has to be ended without it."""
+        """False if Ray does not leave a cluster that is lost: the process must then exit without Ray's own shutdown."""
         if "ray" not in sys.modules:
             return True
         from elastic.runtime.driver.connection import disconnect
@@ -105,8 +103,8 @@ def _paths(python_path: str) -> dict[str, str]:
 
 
 def _hush_ray() -> None:
-    """Ray prints a raylet's messages to the driver's stdout, in colour, whatever `log_to_driver` says: they would be
-    among the data that somebody parses. They go to the log."""
+    """Send raylet messages to the log. Ray prints them to the driver's stdout, in colour, whatever `log_to_driver`
+    says, and stdout is for data."""
     from ray._private import worker
 
     def log(data: Mapping[str, Any], ignore_prefix: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Where runs live: <storage>/<run id>/, with the job beside the journal, so that a run id is enough to resume it."""
+"""The folder of a run, <storage>/<run id>/: it holds the job beside the journal, so a run id is enough to resume it."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from elastic.core.names import check_run_id
 from elastic.core.secrets import check_url
 from elastic.store.address import local_root
 from elastic.store.open import open_objects
+from elastic_jobs.plan import Job
 
 DEFAULT = "./runs"
 ENVIRONMENT = "ELASTIC_STORAGE"
-# Somebody sits before the screen and waits for an answer.
+# A person is waiting for the answer.
 _TIMEOUT_S = 60.0
 
 
 def absolute_url(url: str, folder: str | Path) -> str:
-    """Local paths made absolute from `folder`, since workers run elsewhere; other URLs as they are.
+    """Makes local paths absolute from `folder`, because workers run elsewhere; other URLs stay as they are.
 
     Raises UsageError for an address that holds credentials.
     """
@@ -40,14 +41,15 @@ def default_storage(argument: str | None) -> str:
 
 
 def new_run_id(name: str, now: float) -> str:
-    """`<name>-<UTC time>-<random>`, with whatever a run id may not hold replaced by '-'."""
+    """`<name>-<UTC time>-<random>`, with characters that a run id may not hold replaced by '-'."""
     clean = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")[:60] or "run"
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
     return check_run_id(f"{clean}-{stamp}-{secrets.token_hex(2)}")
 
 
 class RunFolder:
-    """One run's small files in storage. Raises UsageError where address or rights are wrong, else StorageError."""
+    """The small files of one run in storage. Raises UsageError for a wrong address or missing rights, else
+    StorageError."""
 
     def __init__(self, url: str, run_id: str) -> None:
         self.url = url
@@ -55,16 +57,16 @@ class RunFolder:
         self._objects = open_objects(url, _TIMEOUT_S)
 
     def write(self, name: str, data: Mapping[str, Any]) -> None:
-        """So that storage that cannot be written is known before any node is asked for."""
+        """Write a JSON file, whole or not at all."""
         with self._named("written"):
             self._objects.put(f"{self.run_id}/{name}", [json.dumps(data, indent=2).encode()])
 
     def claim(self, job: Mapping[str, Any]) -> None:
-        """Writes the job of a run that is not there yet; of several at one instant one alone. Raises UsageError.
+        """Write the job of a new run; of several at the same instant only one succeeds. Raises UsageError.
 
-        Where storage has no conditional write two may both succeed: see `elastic.store.objects`.
+        Without conditional writes in the storage, two may both succeed: see `elastic.store.objects`.
         """
-        # Two that ask for the same must not take each other's claim for their own.
+        # Two launchers with the same job must not take each other's claim for their own.
         data = {**job, "claim": secrets.token_hex(8)}
         try:
             with self._named("written"):
@@ -73,10 +75,13 @@ class RunFolder:
             raise self.taken() from error
 
     def taken(self) -> UsageError:
-        return UsageError(f"there is a run {self.run_id!r} in {self.url} already; go on with it by `elastic resume`")
+        return UsageError(
+            f"there is a run {self.run_id!r} in {self.url} already; continue it with `elastic resume`, or take another "
+            "--run-id"
+        )
 
     def read(self, name: str) -> dict[str, Any] | None:
-        """None where the file does not exist or is not whole."""
+        """None if the file does not exist or is incomplete."""
         try:
             with self._named("read"):
                 data = json.loads(self._objects.get(f"{self.run_id}/{name}"))
@@ -89,12 +94,16 @@ class RunFolder:
             self._objects.remove([f"{self.run_id}/{name}"])
 
     def local_path(self, name: str) -> str | None:
-        """Where a file of the run lies on this machine; None for storage elsewhere."""
+        """The path of a file of the run on this machine; None for remote storage."""
         root = local_root(self.url)
         return None if root is None else f"{root.rstrip('/')}/{self.run_id}/{name}"
 
-    def job(self) -> dict[str, Any]:
-        """The job as it was started. Raises RunNotFound."""
+    def read_job(self) -> Job:
+        """The job as it was started. Raises RunNotFound, and IntegrityError if job.json holds something else."""
+        return Job.from_json(self.job_record())
+
+    def job_record(self) -> dict[str, Any]:
+        """The content of job.json. Raises RunNotFound."""
         job = self.read("job.json")
         if job is None:
             raise RunNotFound(f"there is no run {self.run_id!r} in {self.url}{self._others()}")
@@ -104,8 +113,8 @@ class RunFolder:
         try:
             names = self._objects.names("")
         except ElasticError:
-            return "; say where with --storage"
-        return f"; runs there: {', '.join(names[-5:])}" if names else "; say where with --storage"
+            return "; name its storage with --storage"
+        return f"; runs there: {', '.join(names[-5:])}" if names else "; name its storage with --storage"
 
     @contextlib.contextmanager
     def _named(self, what: str) -> Iterator[None]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from elastic_cluster import LocalCluster, NodeState
 from elastic_jobs.cli import main
-from elastic_jobs.ray_backend import RealBackend
+from elastic_jobs.ray_backend import RayBackend
 from harness import Run, wait_until
 
 from elastic.core.settings import ScalingSettings
@@ -65,7 +65,7 @@ def test_a_spare_takes_the_place_of_a_node_that_is_drained_from_the_command_line
     run.reach(6)
     run.wait_for("the spare to be ready", lambda _: len(run.events("WorkerReady")) == 4)
     node = run.node_of(run.away_from_head()[0])
-    assert main(["drain", node.node_id[:12], "--address", cluster.address, "--notice", "60"], RealBackend()) == 0
+    assert main(["drain", node.node_id[:12], "--address", cluster.address, "--notice", "60"], RayBackend()) == 0
     number = run.wait_promises()
     run.allow(run.waiting_at + 1)
     run.wait_generation(number + 1)
@@ -103,9 +103,9 @@ def test_a_node_that_the_run_needs_is_left_with_a_checkpoint_and_waited_for(
 def test_a_node_that_nobody_knows_is_refused_in_one_sentence(
     cluster: LocalCluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["drain", "node-77", "--address", cluster.address], RealBackend()) == 2
+    assert main(["drain", "node-77", "--address", cluster.address], RayBackend()) == 2
     told = capsys.readouterr().err
     assert "'node-77'" in told
     assert "node-0" in told
-    assert main(["drain", "node-0", "--address", "127.0.0.1:1"], RealBackend()) == 2
+    assert main(["drain", "node-0", "--address", "127.0.0.1:1"], RayBackend()) == 2
     assert "no Ray cluster answers" in capsys.readouterr().err

@@ -25,7 +25,7 @@ import yaml
 from elastic_cluster import LocalCluster
 from elastic_cluster.local import processes
 from elastic_jobs import cli
-from elastic_jobs.ray_backend import RealBackend
+from elastic_jobs.ray_backend import RayBackend
 from elastic_jobs.submit import attempts
 from elastic_jobs.submit.attempts import JobState
 from elastic_jobs.submit.fake_jobs_api import FakeJobsApi
@@ -58,7 +58,7 @@ class Place:
         return cli.main([*words, "--address", self.address], _WithToken(self))
 
 
-class _WithToken(RealBackend):
+class _WithToken(RayBackend):
     def __init__(self, place: Place) -> None:
         self._place = place
 

@@ -6,7 +6,6 @@ import argparse
 from typing import Any
 
 from elastic.core.errors import IntegrityError
-from elastic.core.settings import RunSettings
 from elastic.observe.text import clean, date, plural, size, table
 from elastic_jobs.backend import Backend
 from elastic_jobs.commands.common import folder_of, run_arguments
@@ -23,7 +22,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, backend: Backend) -> int:
     folder = folder_of(options)
-    settings = RunSettings.from_json(folder.job()["settings"])
+    settings = folder.read_job().settings
     found = list_checkpoints(settings.checkpoint.url, folder.run_id)
     if not found:
         say(f"run {folder.run_id} has no complete checkpoint in {settings.checkpoint.url}")

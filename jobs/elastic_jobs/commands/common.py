@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
+from elastic_jobs.fault_injection import parse_faults
+from elastic_jobs.plan import Output, Place
 from elastic_jobs.run_folder import DEFAULT, ENVIRONMENT, RunFolder, default_storage
 
 
@@ -66,6 +69,22 @@ def place_arguments(parser: argparse.ArgumentParser) -> None:
 def output_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--summary", metavar="FILE", help="write the summary as one JSON object")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON instead of a report")
+
+
+def place_of(options: argparse.Namespace) -> Place:
+    """Raises UsageError for faults that are not understood."""
+    return Place(
+        options.address,
+        options.nodes,
+        options.autoscale,
+        options.max_nodes,
+        options.node_every,
+        parse_faults(options.chaos),
+    )
+
+
+def output_of(options: argparse.Namespace) -> Output:
+    return Output(str(Path(options.summary).absolute()) if options.summary else None, options.json)
 
 
 def folder_of(arguments: argparse.Namespace) -> RunFolder:

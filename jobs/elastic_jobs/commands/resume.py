@@ -1,25 +1,27 @@
-"""elastic resume: go on with a run from its newest checkpoint."""
+"""elastic resume: continue a run from its newest checkpoint."""
 
 from __future__ import annotations
 
 import argparse
-import os
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from elastic.core.errors import RunNotFound, TokenRefused, UsageError
 from elastic.core.names import check_run_id
-from elastic.core.settings import RunSettings
-from elastic.entrypoint import EntryPoint, load_entry_point, parse_entry_point
 from elastic_jobs.backend import Backend
-from elastic_jobs.commands.common import folder_of, output_arguments, place_arguments, positive, run_arguments
-from elastic_jobs.commands.run import check_chaos, check_place, job_record
+from elastic_jobs.commands.common import (
+    folder_of,
+    output_arguments,
+    output_of,
+    place_arguments,
+    place_of,
+    positive,
+    run_arguments,
+)
 from elastic_jobs.commands.submit import after, env_argument
-from elastic_jobs.follow import check_summary_file
-from elastic_jobs.job_file.checks import check_checkpoint_storage
-from elastic_jobs.launch import Launch, launch
+from elastic_jobs.job_file.checks import check, check_here, refuse
+from elastic_jobs.launch import launch
 from elastic_jobs.live import OutOfReach, reach, read_live
+from elastic_jobs.plan import Job, RunPlan
 from elastic_jobs.run_folder import RunFolder
 from elastic_jobs.submit import attempts
 from elastic_jobs.submit.attempts import Verdict
@@ -28,8 +30,8 @@ from elastic_jobs.submit.submission import check_cluster, prepare, send
 from elastic_jobs.submit.supervision import replace_driver
 from elastic_jobs.terminal import say
 
-HELP = "go on with a run from its newest checkpoint"
-_NOT_THERE = "; if the run is not there any more, name another --address, or remove live.json from its folder"
+HELP = "continue a run from its newest checkpoint"
+_NOT_THERE = "; if the run is no longer there, name another --address, or remove live.json from its folder"
 EXAMPLE = "elastic resume gpt-20260102-030405-ab12 --nodes 4"
 
 
@@ -48,22 +50,18 @@ def run(options: argparse.Namespace, backend: Backend) -> int:
     if is_jobs_address(options.address):
         return _resume_job(options, backend)
     folder = folder_of(options)
-    job = folder.job()
-    check_summary_file(options.summary)
-    check_chaos(options)
-    plan = _plan(options, job, folder)
-    check_place(plan)
-    load_entry_point(_entry(plan))
-    check_checkpoint_storage(plan.run_settings)
+    output, place = output_of(options), place_of(options)
+    job = _resumed(folder.read_job(), folder, options.max_steps)
+    refuse(check(job, place) or check_here(job, output))
     _check_not_going_on(backend, folder, options.address)
-    folder.write("job.json", job_record(plan))
-    return launch(backend, plan)
+    folder.write("job.json", job.record())
+    return launch(backend, RunPlan(job, place, output), folder)
 
 
 def _resume_job(options: argparse.Namespace, backend: Backend) -> int:
     """Through the Jobs API: another attempt, in the package that is sent now or in that of the last one."""
     check_run_id(options.run)
-    draft = prepare(options.job, options.storage, options.env) if options.job else None
+    draft = prepare(options.job, options.run, options.storage, options.env) if options.job else None
     if draft is None and options.env:
         raise UsageError("--env goes with --job: without it the environment is that of the last attempt")
     api = open_api(backend, options.address)
@@ -74,9 +72,9 @@ def _resume_job(options: argparse.Namespace, backend: Backend) -> int:
             f"`elastic logs {options.run} -f --address {options.address}`"
         )
     if draft is not None:
-        check_cluster(api.cluster(), draft, options.run)
+        check_cluster(api.cluster(), draft)
         number = known.next_attempt if known else 1
-        send(api, draft, options.run, number, "resume", options.address, options.max_steps)
+        send(api, draft, number, "resume", options.address, options.max_steps)
     elif known is None:
         raise RunNotFound(f"the cluster knows no run {options.run!r}: name its job file with --job, to send it again")
     else:
@@ -84,34 +82,16 @@ def _resume_job(options: argparse.Namespace, backend: Backend) -> int:
     return after(api, options.run, options.address, options.no_follow, options.json)
 
 
-def _plan(options: argparse.Namespace, job: Mapping[str, Any], folder: RunFolder) -> Launch:
-    settings = RunSettings.from_json(job["settings"])
-    # The journal is where it was found, also after somebody has moved or copied the folder.
-    settings = replace(settings, run_id=folder.run_id, storage_url=folder.url)
-    if options.max_steps is not None:
-        settings = replace(settings, max_steps=options.max_steps, epochs=None)
-    return Launch(
-        settings=settings.to_json(),
-        entry_point=job["entry_point"],
-        config=job.get("config") or {},
-        folder=job.get("folder") or ".",
-        nodes=options.nodes,
-        address=options.address,
-        chaos=options.chaos,
-        summary_file=os.path.abspath(options.summary) if options.summary else None,
-        as_json=options.json,
-        autoscale=options.autoscale,
-        max_nodes=options.max_nodes,
-        node_every_s=options.node_every,
-    )
-
-
-def _entry(plan: Launch) -> EntryPoint:
-    return parse_entry_point(plan.entry_point, plan.folder)
+def _resumed(job: Job, folder: RunFolder, max_steps: int | None) -> Job:
+    # The journal is where it was found, also if the folder was moved or copied.
+    settings = replace(job.settings, run_id=folder.run_id, storage_url=folder.url)
+    if max_steps is not None:
+        settings = replace(settings, max_steps=max_steps, epochs=None)
+    return replace(job, settings=settings)
 
 
 def _check_not_going_on(backend: Backend, folder: RunFolder, address: str | None) -> None:
-    """Two controllers would fence each other off; the second start is nearly always a mistake."""
+    """Two controllers would fence each other off, and a second start is nearly always a mistake."""
     if address is None and read_live(folder) is None:
         return
     try:
@@ -120,7 +100,7 @@ def _check_not_going_on(backend: Backend, folder: RunFolder, address: str | None
         if isinstance(error.__cause__, TokenRefused):
             # A cluster answers there, so the run may well go on in it.
             raise UsageError(f"{error}{'' if address else _NOT_THERE}") from error
-        say(f"{error}; it is taken to be over, and will be ended should it still go on there")
+        say(f"{error}; it is considered over; if it still goes on there, it will be ended")
         return
     except RunNotFound:
         return

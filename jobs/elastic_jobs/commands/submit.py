@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import time
-from pathlib import Path
 
 from elastic.core.errors import UsageError
-from elastic.core.names import check_run_id
 from elastic_jobs.backend import Backend
 from elastic_jobs.run_folder import ENVIRONMENT as STORAGE
-from elastic_jobs.run_folder import new_run_id
 from elastic_jobs.submit import attempts
 from elastic_jobs.submit.attempts import Verdict
 from elastic_jobs.submit.jobs_api import JobsApi
@@ -43,17 +39,16 @@ def env_argument(parser: argparse._ActionsContainer) -> None:
 
 
 def run(options: argparse.Namespace, backend: Backend) -> int:
-    draft = prepare(options.job, options.storage, options.env)
-    name = draft.spec.name or Path(options.job).stem
-    run_id = check_run_id(options.run_id) if options.run_id else new_run_id(name, time.time())
+    draft = prepare(options.job, options.run_id, options.storage, options.env)
+    run_id = draft.job.settings.run_id
     api = open_api(backend, options.address)
-    check_cluster(api.cluster(), draft, run_id)
+    check_cluster(api.cluster(), draft)
     known = next((run for run in attempts.merge(api.records()) if run.run_id == run_id), None)
     if known is None:
-        send(api, draft, run_id, 1, "new", options.address)
+        send(api, draft, 1, "new", options.address)
     else:
         check_is_lost(api, known, options.address)
-        send(api, draft, run_id, known.next_attempt, "continue", options.address)
+        send(api, draft, known.next_attempt, "continue", options.address)
     return after(api, run_id, options.address, options.no_follow, options.json)
 
 

@@ -1,41 +1,72 @@
-"""Checks of a job that need more than the job file: DeepSpeed's options, secrets, and whether storage takes a run."""
+"""Every check of a job that needs more than one key of it, made before anything starts.
+
+All front ends (`run`, `resume`, `submit`, `kube render`, `ElasticTrainer`) call `check`, which neither writes nor
+starts anything. `check_here` follows where the run starts from this machine: it imports user code and writes to
+storage.
+"""
 
 from __future__ import annotations
 
-from elastic.core.errors import StorageError, UsageError
-from elastic.core.secrets import check_options
-from elastic.core.settings import RunSettings
-from elastic_jobs.job_file.spec import JobSpec
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-# A store that has not answered by then is as good as none: nobody is to wait for minutes to hear that.
+from elastic.core.errors import StorageError, UsageError
+from elastic.core.names import check_run_id
+from elastic.core.secrets import check_options, check_url
+from elastic.core.settings import RunSettings
+from elastic.entrypoint import load_entry_point, parse_entry_point
+from elastic_jobs.backend import check_nodes, growth
+from elastic_jobs.follow import check_summary_file
+from elastic_jobs.plan import Job, Output, Place
+
+# A store that does not answer within this time is not usable; users should not wait for minutes to hear that.
 _CHECK_TIMEOUT_S = 60.0
 
 
-def check_deepspeed(spec: JobSpec) -> None:
-    """Raises UsageError for options that an elastic run cannot honour and for contradicting batch sizes."""
-    if not isinstance(spec.deepspeed, dict):
+@dataclass(frozen=True)
+class Finding:
+    """A reason not to start: the key or option it is about, and a sentence that says what is wrong and what to do."""
+
+    key: str
+    sentence: str
+
+
+def refuse(findings: Sequence[Finding]) -> None:
+    """Raises UsageError with the first finding, and the keys of the others."""
+    if not findings:
         return
-    from elastic.core.generation_spec import BatchSettings
-    from elastic.engines.deepspeed.config import resolve
-
-    batch = BatchSettings(spec.global_batch, spec.micro_batch, spec.max_steps, spec.epochs)
-    try:
-        resolve(spec.deepspeed, batch, spec.min_workers, spec.max_workers)
-    except UsageError as error:
-        raise UsageError(f"deepspeed: {error.message}") from error
+    first, *others = findings
+    keys = ", ".join(dict.fromkeys(finding.key for finding in others))
+    raise UsageError(f"{first.sentence} (also wrong: {keys})" if others else first.sentence)
 
 
-def check_secrets(spec: JobSpec) -> None:
-    """Raises UsageError for options that look like secrets: they would be kept in storage, beside the journal."""
-    check_options(spec.config, "config")
-    check_options(spec.deepspeed if isinstance(spec.deepspeed, dict) else {}, "deepspeed")
+def check(job: Job, place: Place | None = None) -> list[Finding]:
+    """What is wrong with the job, and with the place where this machine is to start it. Starts and writes nothing."""
+    settings = job.settings
+    return [
+        *_found("run id", check_run_id, settings.run_id),
+        *_found("storage_url", check_url, settings.storage_url),
+        *_found("checkpoint.url", check_url, settings.checkpoint.url),
+        # Options are stored beside the journal, so they must hold no secret.
+        *_found("config", check_options, job.config, "config"),
+        *_found("deepspeed", check_options, settings.deepspeed_config or {}, "deepspeed"),
+        *_found("deepspeed", _check_deepspeed, settings),
+        *(_found("place", _check_place, settings, place) if place is not None else ()),
+    ]
 
 
-def check_checkpoint_storage(settings: RunSettings) -> None:
-    """Writes, reads and removes a small object in every place that the run will write to.
+def check_here(job: Job, output: Output) -> list[Finding]:
+    """Imports the entry point, then writes, reads and removes a small object in every place the run will write to."""
+    found = [
+        *_found("--summary", check_summary_file, output.summary_file),
+        *_found("entry_point", _import_entry_point, job),
+    ]
+    return found or list(_found("storage", check_storage, job.settings))
 
-    Raises UsageError: nothing has been started, so whatever is wrong is for the user to change.
-    """
+
+def check_storage(settings: RunSettings) -> None:
+    """Raises UsageError for storage that cannot be written: nothing has been started, so the user can correct it."""
     from elastic.checkpoint.storage import CheckpointStore
 
     for url in dict.fromkeys((settings.storage_url, settings.checkpoint.url)):
@@ -43,3 +74,42 @@ def check_checkpoint_storage(settings: RunSettings) -> None:
             CheckpointStore(url, settings.run_id, timeout_s=_CHECK_TIMEOUT_S).check_writable()
         except StorageError as error:
             raise UsageError(f"{error.message}; nothing was started") from error
+
+
+def _found(key: str, check: Callable[..., object], *arguments: Any) -> Iterator[Finding]:
+    try:
+        check(*arguments)
+    except UsageError as error:
+        yield Finding(key, error.message)
+
+
+def _check_deepspeed(settings: RunSettings) -> None:
+    """Options that an elastic run cannot honour, and contradicting batch sizes."""
+    if settings.deepspeed_config is None:
+        return
+    from elastic.core.generation_spec import BatchSettings
+    from elastic.engines.deepspeed.config import resolve
+
+    batch = BatchSettings(settings.global_batch, settings.micro_batch, settings.max_steps, settings.epochs)
+    try:
+        resolve(settings.deepspeed_config, batch, settings.scaling.min_workers, settings.scaling.max_workers)
+    except UsageError as error:
+        raise UsageError(f"deepspeed: {error.message}") from error
+
+
+def _check_place(settings: RunSettings, place: Place) -> None:
+    """Nodes, addresses and faults that do not go together with each other or with the job."""
+    if place.faults.faults and place.address is not None:
+        raise UsageError("--chaos works on a local cluster only; leave out --address")
+    if place.autoscale:
+        if place.address is not None:
+            raise UsageError("--autoscale starts a local cluster; leave out --address")
+        growth(settings, place)
+    elif place.max_nodes is not None:
+        raise UsageError("--max-nodes goes with --autoscale; without it say --nodes")
+    elif place.nodes is not None:
+        check_nodes(place.nodes, settings)
+
+
+def _import_entry_point(job: Job) -> None:
+    load_entry_point(parse_entry_point(job.entry_point, job.folder))

@@ -18,11 +18,13 @@ from elastic.core.settings import (
     SnapshotSettings,
     StragglerSettings,
 )
+from elastic.entrypoint import parse_entry_point
 from elastic_jobs.job_file import kubernetes_section
 from elastic_jobs.job_file.kubernetes_section import KubernetesSpec
 from elastic_jobs.job_file.submit_section import SubmitSpec
 from elastic_jobs.job_file.validation_messages import sentence
 from elastic_jobs.job_file.yaml_lines import Document, parse
+from elastic_jobs.plan import Job
 from elastic_jobs.run_folder import absolute_url
 from elastic_jobs.terminal import say
 
@@ -172,8 +174,17 @@ class JobSpec(BaseModel):
             raise ValueError("max_steps and epochs are both given; a run has one end")
         return self
 
+    def stored_at(self, storage_url: str | None) -> JobSpec:
+        """The job with another storage, None: with its own."""
+        return self if storage_url is None else self.model_copy(update={"storage_url": storage_url})
+
+    def job(self, run_id: str, storage_url: str, file: Path) -> Job:
+        """The job of one run. `file` is where it was read from; `storage_url` is used if the job names no storage."""
+        entry = parse_entry_point(self.entry_point, file.absolute().parent)
+        return Job(self.settings(run_id, storage_url), str(entry), self.config, entry.folder)
+
     def settings(self, run_id: str, storage_url: str) -> RunSettings:
-        """What the controller is told. `storage_url` is used for whatever the job names no place for."""
+        """The settings of a run; `storage_url` is used if the job names no storage."""
         checkpoint_url = self.checkpoint.url or self.storage_url or storage_url
         return RunSettings(
             run_id=run_id,

@@ -16,7 +16,7 @@ from elastic_cluster.kube.manifests.render import render
 
 from elastic.core.errors import UsageError
 from elastic.core.secrets import redact
-from elastic_jobs.job_file.checks import check_secrets
+from elastic_jobs.job_file.checks import check, refuse
 from elastic_jobs.job_file.kubernetes_section import (
     ControlStoreSpec,
     GroupSpec,
@@ -65,7 +65,7 @@ def kube_job(
     if the_image is None:
         raise UsageError("no image: name one that has Ray, this package and your code by 'kubernetes.image' or --image")
     _check_storage(spec, section)
-    check_secrets(spec)
+    refuse(check(spec.job(run, str(spec.storage_url), file)))
     place = posixpath.join(section.folder, file.name)
     return kube.KubeJob(
         name=run,

@@ -24,7 +24,6 @@ from typing import Any
 from elastic.core.errors import ElasticError, NobodyAnswers, RunNotFound, StorageError, UsageError
 from elastic.core.run.phase import FINISHED, NOT_FINISHED, STOPPED, USAGE
 from elastic.core.secrets import redact, secret_values
-from elastic.core.settings import RunSettings
 from elastic.entrypoint import parse_entry_point
 from elastic.observe.journal import JournalReader
 from elastic.observe.summary import summarize
@@ -34,10 +33,10 @@ from elastic_jobs.display import LineDisplay
 from elastic_jobs.exit_codes import DRIVER_BLIND, DRIVER_LOST, STATUSES, exit_code
 from elastic_jobs.follow import conclude
 from elastic_jobs.handle import STOP_AGAIN_S, RunHandle
-from elastic_jobs.job_file.checks import check_checkpoint_storage
+from elastic_jobs.job_file.checks import check_storage
 from elastic_jobs.job_file.spec import JobSpec, load_job
-from elastic_jobs.launch import forget_live
-from elastic_jobs.live import Live, write_live
+from elastic_jobs.live import Live, forget_live, write_live
+from elastic_jobs.plan import Job, Output
 from elastic_jobs.run_folder import RunFolder
 from elastic_jobs.submit import driver_protocol
 from elastic_jobs.submit.driver_command import DriverCommand
@@ -128,17 +127,15 @@ class Driver:
     def _start(self) -> int:
         if self._stop.wanted:
             return self._tell({"status": STOPPED, "reason": "stopped before the run was started"})
-        spec = load_job(self._command.job)
-        settings = check_job(spec, self._command, self._folder)
+        job = check_job(load_job(self._command.job), self._command, self._folder)
         how = "started" if self._folder.read("job.json") is None else "resumed"
         # First who would replace this driver, then the run: whatever is lost in between, the run is begun.
         self._ensure_supervisor()
-        self._folder.write("job.json", self._record(spec, settings))
+        self._folder.write("job.json", job.record())
         # Before there is a run: whatever fails here has started nothing.
         write_live(self._folder, Live(self._address))
-        here = str(Path(self._command.job).absolute().parent)
         try:
-            handle = self._backend.start_run(settings, spec.entry_point, spec.config, self._address, here)
+            handle = self._backend.start_run(job, self._address)
         except UsageError:
             # Another driver was quicker: the controller's name is taken once. Then it is that run that is followed.
             try:
@@ -161,12 +158,6 @@ class Driver:
         """The run may well go on, and only another look can tell what became of it."""
         say(f"this driver {what}: {clean(str(error))}")
         return code
-
-    def _record(self, spec: JobSpec, settings: RunSettings) -> dict[str, object]:
-        """What `elastic resume` and the readers of the journal need; nothing of the job's environment."""
-        folder, now = str(Path(self._command.job).absolute().parent), round(time.time(), 3)
-        record = {"settings": settings.to_json(), "entry_point": spec.entry_point, "config": spec.config}
-        return {**record, "folder": folder, "created_at": now}
 
     def _follow(self, handle: RunHandle, how: str) -> int:
         put(driver_protocol.began(self._command.run_id, self._command.attempt, how))
@@ -206,7 +197,7 @@ class Driver:
     def _tell(self, result: Result) -> int:
         """The report for people, then the last words for programs."""
         result = self._for_the_log(result)
-        code = conclude(self._command.run_id, self._folder.url, result, None, as_json=False)
+        code = conclude(self._folder, result, Output())
         status, reason = str(result.get("status")), clean(result.get("reason") or "")
         put(driver_protocol.ended(self._command.run_id, status, code, result.get("step"), reason))
         return code
@@ -216,8 +207,8 @@ class Driver:
         return {**told, **{key: redact(str(told[key]), self._secrets) for key in ("doing", "reason") if told.get(key)}}
 
 
-def check_job(spec: JobSpec, command: DriverCommand, folder: RunFolder) -> RunSettings:
-    """The run's settings, once everything that can be wrong with them on this side has been looked at.
+def check_job(spec: JobSpec, command: DriverCommand, folder: RunFolder) -> Job:
+    """The job as the command wants it, checked as far as a node of the cluster can.
 
     Raises UsageError or StorageError.
     """
@@ -228,20 +219,21 @@ def check_job(spec: JobSpec, command: DriverCommand, folder: RunFolder) -> RunSe
         )
     if command.mode == "resume":
         # A slip in the storage's address must not start the run anew under its old name.
-        folder.job()
-    spec = spec.model_copy(update={"storage_url": command.storage})
+        folder.job_record()
+    spec = spec.stored_at(command.storage)
     if command.max_steps is not None:
         spec = spec.model_copy(update={"max_steps": command.max_steps, "epochs": None})
-    settings = spec.settings(command.run_id, command.storage)
-    check_entry_is_ours(spec.entry_point, Path(command.job).absolute().parent, Path.cwd())
+    file = Path(command.job)
+    job = spec.job(command.run_id, command.storage, file)
+    check_entry_is_ours(spec.entry_point, file.absolute().parent, Path.cwd())
     before = (folder.read("job.json") or {}).get("settings")
-    if before is not None and before.get("seed") != settings.seed:
+    if before is not None and before.get("seed") != job.settings.seed:
         raise UsageError(
-            f"run {command.run_id!r} was started with seed {before.get('seed')}, not {settings.seed}: with another "
+            f"run {command.run_id!r} was started with seed {before.get('seed')}, not {job.settings.seed}: with another "
             "seed samples would be seen twice; set it back, or submit under another --run-id"
         )
-    check_checkpoint_storage(settings)
-    return settings
+    check_storage(job.settings)
+    return job
 
 
 def check_entry_is_ours(entry_point: str, folder: Path, package: Path) -> None:
@@ -286,9 +278,9 @@ def _run_id(words: list[str] | None) -> str:
 
 
 def _real() -> Backend:
-    from elastic_jobs.ray_backend import RealBackend
+    from elastic_jobs.ray_backend import RayBackend
 
-    return RealBackend()
+    return RayBackend()
 
 
 if __name__ == "__main__":

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
 from elastic.core.errors import NoCapacity, UsageError
 from elastic.core.policy.capacity import Cluster, Need, Outlook, judge
-from elastic.core.secrets import check_url
 from elastic.observe.text import plural, size
-from elastic_jobs.job_file.checks import check_deepspeed, check_secrets
+from elastic_jobs.job_file.checks import check, refuse
 from elastic_jobs.job_file.spec import JobSpec, load_job
 from elastic_jobs.job_file.submit_section import environment, runtime_env
-from elastic_jobs.run_folder import ENVIRONMENT, absolute_url
+from elastic_jobs.plan import Job
+from elastic_jobs.run_folder import ENVIRONMENT, absolute_url, new_run_id
 from elastic_jobs.submit import attempts
 from elastic_jobs.submit.driver_command import DriverCommand, Mode
 from elastic_jobs.submit.jobs_api import AlreadySubmitted, ClusterFacts, DriverNeeds, JobsApi, Submission, Unreachable
@@ -26,13 +27,17 @@ from elastic_jobs.terminal import say
 
 @dataclass(frozen=True)
 class Draft:
-    """A job, checked as far as this machine can. `job` is the job file's path in the package."""
+    """A job, checked as far as this machine can. `file` is the job file's path in the package."""
 
     spec: JobSpec
-    job: str
-    storage: str
+    job: Job
+    file: str
     package: Package
     env_vars: dict[str, str] = field(repr=False)
+
+    @property
+    def storage(self) -> str:
+        return self.job.settings.storage_url
 
     @property
     def needs(self) -> DriverNeeds:
@@ -40,12 +45,13 @@ class Draft:
         return DriverNeeds(wanted.cpus, wanted.memory_mb * 10**6, wanted.resources, wanted.labels)
 
 
-def prepare(job: str, storage: str | None, env: list[str]) -> Draft:
-    """Everything that can be wrong on this side is found here. Raises UsageError."""
-    path = Path(job).absolute()
+def prepare(file: str, run_id: str | None, storage: str | None, env: list[str]) -> Draft:
+    """The job, checked before anything is sent. Raises UsageError."""
+    path = Path(file).absolute()
     spec = load_job(path)
-    check_deepspeed(spec)
-    check_secrets(spec)
+    where = storage_of(spec, storage)
+    job = spec.stored_at(where).job(run_id or new_run_id(spec.name or path.stem, time.time()), where, path)
+    refuse(check(job))
     root = Path(os.path.normpath(path.parent / Path(spec.submit.working_dir or ".").expanduser()))
     package = list_package(root, spec.submit.exclude)
     check_package(package, spec.submit.package_limit_mb * 10**6)
@@ -53,10 +59,9 @@ def prepare(job: str, storage: str | None, env: list[str]) -> Draft:
     if inside not in package:
         raise UsageError(f"the job file {path} is not in what {root} sends; look at working_dir and .gitignore")
     check_entry_point(package, os.path.dirname(inside) or ".", spec.entry_point)
-    where = storage_of(spec, storage)
     for url in filter(None, (where, spec.checkpoint.url)):
         check_storage_url(url, root)
-    return Draft(spec, inside, where, package, environment(spec.submit.env_vars, env))
+    return Draft(spec, job, inside, package, environment(spec.submit.env_vars, env))
 
 
 def storage_of(spec: JobSpec, argument: str | None) -> str:
@@ -71,16 +76,15 @@ def storage_of(spec: JobSpec, argument: str | None) -> str:
 
 
 def check_storage_url(url: str, root: Path) -> None:
-    """Raises UsageError for storage that would go with the package, and for credentials that would be on record."""
+    """Raises UsageError for storage inside the package."""
     if "://" not in url and "::" not in url and Path(url).is_relative_to(root):
         raise UsageError(
             f"storage {url} lies in what is sent, and the cluster unpacks that into a temporary folder; name a "
             "URL, or a folder that every node sees"
         )
-    check_url(url)
 
 
-def check_cluster(facts: ClusterFacts, draft: Draft, run_id: str) -> None:
+def check_cluster(facts: ClusterFacts, draft: Draft) -> None:
     """Raises UsageError for another Ray, and NoCapacity for what no node has and nobody could bring.
 
     Ray would let such a driver wait for 15 minutes. What autoscalers offer is judged by the run itself, later.
@@ -94,7 +98,7 @@ def check_cluster(facts: ClusterFacts, draft: Draft, run_id: str) -> None:
     if facts.autoscaling:
         return
     nodes = Cluster({str(number): node for number, node in enumerate(facts.nodes)})
-    needs, settings = draft.needs, draft.spec.settings(run_id, draft.storage)
+    needs, settings = draft.needs, draft.job.settings
     scaling = settings.scaling
     driver = Need({"CPU": needs.cpus, "memory": needs.memory_bytes, **needs.resources})
     workers = Need(settings.resources_per_worker, scaling.workers_per_slot, scaling.min_slots)
@@ -104,12 +108,10 @@ def check_cluster(facts: ClusterFacts, draft: Draft, run_id: str) -> None:
             raise NoCapacity(judgement.sentence.replace(need.who, who, 1))
 
 
-def send(
-    api: JobsApi, draft: Draft, run_id: str, attempt: int, mode: Mode, address: str, max_steps: int | None = None
-) -> None:
+def send(api: JobsApi, draft: Draft, attempt: int, mode: Mode, address: str, max_steps: int | None = None) -> None:
     """Packs and submits. Raises UsageError when somebody else has submitted this attempt meanwhile."""
-    spec, version = draft.spec, metadata.version("ray-elastic")
-    command = DriverCommand(draft.job, run_id, attempt, mode, draft.storage, version, max_steps)
+    spec, version, run_id = draft.spec, metadata.version("ray-elastic"), draft.job.settings.run_id
+    command = DriverCommand(draft.file, run_id, attempt, mode, draft.storage, version, max_steps)
     about = attempts.metadata(run_id, attempt, draft.storage, version)
     grace_s = spec.submit.grace_s(spec.failures)
     say(f"sending {plural(len(draft.package.files), 'file')}, {size(draft.package.bytes)}, of {draft.package.root}")
@@ -135,7 +137,7 @@ def send(
                 f"{error.message}; whether it has taken run {run_id!r} all the same says "
                 f"`elastic status {run_id} --address {address}`"
             ) from error
-    say(f"run {run_id} is submitted as {submission.submission_id}, and kept in {draft.storage}")
+    say(f"run {run_id} is submitted as {submission.submission_id}, and stored in {draft.storage}")
 
 
 def _minor(version: str) -> list[str]:

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 from elastic_cluster.source import ClusterError, NodeInfo, NodeState
-from elastic_jobs import background, cli
+from elastic_jobs import cli, handover
 from elastic_jobs.backend import Growth, NodeShape, NotStarted
 from elastic_jobs.commands import run as run_command
-from elastic_jobs.fault_injection import FaultThread, parse_faults
+from elastic_jobs.fault_injection import Faults, parse_faults
 from elastic_jobs.handle import FakeHandle
-from elastic_jobs.launch import Launch
 from elastic_jobs.live import Live, read_live, write_live
+from elastic_jobs.plan import Job, RunPlan
 from elastic_jobs.run_folder import RunFolder, new_run_id
 
 from elastic.core.errors import ElasticError, NobodyAnswers, RunNotFound, TokenRefused, UsageError, UserCodeError
@@ -100,10 +100,9 @@ class FakeBackend:
     def attach_cluster(self, socket_path: str) -> FakeCluster:
         return self.cluster
 
-    def start_run(
-        self, settings: RunSettings, entry_point: str, config: Mapping[str, Any], address: str, folder: str
-    ) -> FakeHandle:
-        self.calls.append(("run", settings, entry_point, dict(config), address))
+    def start_run(self, job: Job, address: str) -> FakeHandle:
+        settings = job.settings
+        self.calls.append(("run", settings, job.entry_point, dict(job.config), address))
         writer = JournalWriter(settings.storage_url, settings.run_id)
         writer.append({"type": "run", "run_id": settings.run_id, "status": "running"})
         self.play(writer)
@@ -156,7 +155,7 @@ def test_a_run_from_start_to_end(job: Path, capfd: pytest.CaptureFixture[str]) -
     assert json.loads(out)["final_loss"] == 1.5
     assert "run r1" in err
     assert "\x1b" not in out + err
-    assert RunFolder("runs", "r1").job()["settings"] == settings.to_json()
+    assert RunFolder("runs", "r1").read_job().settings == settings
     assert read_live(RunFolder("runs", "r1")) is None
 
 
@@ -302,12 +301,12 @@ def test_resume_of_a_run_that_goes_on_is_refused(job: Path, capfd: pytest.Captur
     silent = FakeBackend()
     silent.attach_run = refuse  # type: ignore[method-assign]
     assert cli.main(["resume", "r1"], silent) == 0
-    assert "cannot be reached at a:1: nobody answers; it is taken to be over" in capfd.readouterr().err
+    assert "cannot be reached at a:1: nobody answers; it is considered over" in capfd.readouterr().err
     write_live(RunFolder("runs", "r1"), Live("a:1"))
     gone = FakeBackend()
     gone.reachable = False
     assert cli.main(["resume", "r1"], gone) == 0
-    assert "taken to be over" not in capfd.readouterr().err
+    assert "considered over" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(("where", "hint"), [([], True), (["--address", "a:1"], False)])
@@ -354,7 +353,7 @@ def test_watch_and_stop_wait_for_a_head_that_is_away(
             return self.handle
 
     assert cli.main(["stop", "r1"], Away()) == 0
-    assert capfd.readouterr().err.count("so this asks again") == 1
+    assert capfd.readouterr().err.count("retrying") == 1
     backend = Away()
     backend.handle.end("finished")
     assert cli.main(["watch", "r1"], backend) == 0
@@ -414,8 +413,8 @@ def test_faults_are_injected_in_order_by_step_where_the_run_is() -> None:
     cluster, handle, display = FakeCluster(), FakeHandle(), Display()
     handle.advance(step=9, workers=WORKERS, controller_pid=7)
     text = "add-node@step=4,kill-node@step=2,kill-worker:1@step=5,kill-controller@step=6,thaw-node@step=7"
-    thread = FaultThread(parse_faults(text), cluster, handle, display)
-    thread._run()
+    thread = Faults(parse_faults(text), cluster, handle)
+    thread._run(display)
     # The last node carries no rank, so the one before it is struck.
     assert cluster.log == ["kill-node node-1", "add-node None", "kill-worker 101", "kill-worker 7"]
     assert display.notes[-1] == "could not inject thaw-node@step=7: no node is frozen"
@@ -425,8 +424,8 @@ def test_faults_that_are_not_reached_are_left() -> None:
     handle = FakeHandle()
     handle.advance(step=3, workers=WORKERS)
     handle.end("finished")
-    thread = FaultThread(parse_faults("kill-node@step=2,add-node@step=4"), FakeCluster(), handle, Display())
-    thread._run()
+    thread = Faults(parse_faults("kill-node@step=2,add-node@step=4"), FakeCluster(), handle)
+    thread._run(Display())
     assert str(thread._plan) == "add-node@step=4"
 
 
@@ -435,10 +434,11 @@ def test_ctrl_c_hands_a_local_cluster_over_with_the_faults_left(
 ) -> None:
     taken: list[Any] = []
 
-    def take_over(plan: Mapping[str, Any], cluster_socket: str, address: str, folder: RunFolder) -> None:
-        taken.append((Launch(**plan), cluster_socket, address))
+    def hand_over(plan: RunPlan, cluster_socket: str, address: str, folder: RunFolder) -> None:
+        taken.append((RunPlan.from_json(json.loads(json.dumps(plan.to_json()))), cluster_socket, address))
+        assert taken[0][0] == plan
 
-    monkeypatch.setattr(background, "take_over", take_over)
+    monkeypatch.setattr(handover, "hand_over", hand_over)
     backend = FakeBackend()
     backend.handle = InterruptedHandle()
     backend.play = lambda writer: None  # type: ignore[method-assign]
@@ -446,7 +446,7 @@ def test_ctrl_c_hands_a_local_cluster_over_with_the_faults_left(
     assert code == 101
     assert backend.cluster.log == ["detach"]
     ((plan, socket, address),) = taken
-    assert (plan.chaos, plan.summary_file) == ("kill-node@step=4", str(job.parent / "s"))
+    assert (str(plan.place.faults), plan.output.summary_file) == ("kill-node@step=4", str(job.parent / "s"))
     assert (socket, address) == ("/nowhere/keeper.sock", "127.0.0.1:1")
     err = capfd.readouterr().err
     assert f"elastic watch r1 --storage {job.parent}/runs" in err
@@ -466,7 +466,7 @@ def test_ctrl_c_follows_on_when_nobody_can_take_over(
             self.end("finished")
             return super().progress()
 
-    monkeypatch.setattr(background, "take_over", lambda *_: "no memory")
+    monkeypatch.setattr(handover, "hand_over", lambda *_: "no memory")
     backend = FakeBackend()
     backend.handle = Once()
     backend.play = lambda writer: None  # type: ignore[method-assign]
@@ -476,7 +476,7 @@ def test_ctrl_c_follows_on_when_nobody_can_take_over(
 
 
 def test_a_second_ctrl_c_does_not_end_the_run_that_is_handed_over(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "take_over", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr(handover, "hand_over", lambda *_: os.kill(os.getpid(), signal.SIGINT))
     backend = FakeBackend()
     backend.handle = InterruptedHandle()
     backend.play = lambda writer: None  # type: ignore[method-assign]
@@ -495,11 +495,12 @@ def test_a_background_process_that_ends_at_once_takes_nothing_over(job: Path, mo
     folder.write("job.json", {})
     monkeypatch.setattr("sys.executable", "/bin/true")
     # More than a pipe holds, so that the process is gone before all is written.
-    told = background.take_over({"config": "x" * 2_000_000}, "/nowhere", "a:1", folder)
+    plan = RunPlan(Job(RunSettings("r1"), "a:b", {"x": "x" * 2_000_000}))
+    told = handover.hand_over(plan, "/nowhere", "a:1", folder)
     assert told is not None
     assert "ended at once" in told
     monkeypatch.setattr("sys.executable", "/nowhere/python")
-    told = background.take_over({}, "/nowhere", "a:1", folder)
+    told = handover.hand_over(plan, "/nowhere", "a:1", folder)
     assert told is not None
     assert "no background process can be started" in told
 
@@ -545,7 +546,7 @@ def test_a_run_is_found_from_its_first_instant_on(job: Path, where: list[str]) -
 @pytest.mark.parametrize("error", [NotStarted("no memory"), KeyboardInterrupt()])
 def test_a_cluster_that_did_not_start_leaves_the_run_id_free(job: Path, error: BaseException) -> None:
     class Broken(FakeBackend):
-        def start_cluster(self, *_: Any) -> FakeCluster:
+        def start_cluster(self, *_: Any, **__: Any) -> FakeCluster:
             raise error
 
     assert cli.main(["run", "job.yaml", "--run-id", "r1"], Broken()) == 101
@@ -569,7 +570,7 @@ def test_of_two_runs_of_one_name_at_one_instant_the_refused_one_takes_nothing_ba
     winner, loser = FakeBackend(), FakeBackend()
     winner.play = lambda writer: None  # type: ignore[method-assign]
     winner.handle = InterruptedHandle()
-    monkeypatch.setattr("elastic_jobs.launch._hand_over", lambda *_: True)
+    monkeypatch.setattr(handover, "hand_over", lambda *_: None)
     prepare = run_command.prepare
 
     def beaten(options: Any) -> Any:
@@ -582,7 +583,7 @@ def test_of_two_runs_of_one_name_at_one_instant_the_refused_one_takes_nothing_ba
     assert cli.main(words, loser) == 2
     assert "there is a run 'r1'" in capfd.readouterr().err
     assert loser.calls == []
-    assert RunFolder("runs", "r1").job()["settings"] == winner.calls[-1][1].to_json()
+    assert RunFolder("runs", "r1").read_job().settings == winner.calls[-1][1]
     assert read_live(RunFolder("runs", "r1")) is not None
 
 

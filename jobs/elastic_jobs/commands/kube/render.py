@@ -13,8 +13,6 @@ import yaml
 from elastic_cluster.kube.manifests.job import KubeJob
 
 from elastic.core.errors import UsageError
-from elastic.entrypoint import parse_entry_point
-from elastic_jobs.job_file.checks import check_deepspeed
 from elastic_jobs.job_file.spec import load_job
 from elastic_jobs.kube.job import kube_job, manifests
 from elastic_jobs.terminal import put, put_json, say
@@ -44,8 +42,6 @@ def prepare(options: argparse.Namespace) -> tuple[KubeJob, list[dict[str, Any]]]
     """The job and its manifests, checked. Raises UsageError; nothing is written or asked."""
     file = Path(options.job)
     spec = load_job(file)
-    check_deepspeed(spec)
-    parse_entry_point(spec.entry_point, file.absolute().parent)
     job = kube_job(
         spec,
         file,

@@ -14,6 +14,7 @@ import pytest
 from elastic_jobs import cli
 from elastic_jobs.exit_codes import DRIVER_BLIND, DRIVER_LOST
 from elastic_jobs.handle import FakeHandle
+from elastic_jobs.plan import Job
 from elastic_jobs.run_folder import RunFolder
 from elastic_jobs.submit import attempts, driver, driver_protocol
 from elastic_jobs.submit.driver_command import DriverCommand, Mode
@@ -48,9 +49,8 @@ class Backend:
             raise RunNotFound("no such run")
         return self.alive
 
-    def start_run(
-        self, settings: RunSettings, entry_point: str, config: Mapping[str, Any], address: str, folder: str
-    ) -> FakeHandle:
+    def start_run(self, job: Job, address: str) -> FakeHandle:
+        settings = job.settings
         if self.name_is_taken:
             self.alive = self.ended("finished")
             raise UsageError("the run is going on already")
@@ -110,7 +110,7 @@ def test_a_run_is_started(package: Path, capfd: pytest.CaptureFixture[str]) -> N
     assert drive(package, backend, "new", max_steps=20) == 0
     (settings,) = backend.started
     assert (settings.run_id, settings.storage_url, settings.max_steps) == ("r", storage(package), 20)
-    assert RunFolder(storage(package), "r").job()["settings"] == settings.to_json()
+    assert RunFolder(storage(package), "r").read_job().settings == settings
     words = last_words(capfd)
     assert (words["status"], words["exit_code"], words["step"]) == ("finished", 0, 10)
 
@@ -399,4 +399,4 @@ def test_a_resume_of_a_run_that_is_not_in_storage_does_not_begin_it(package: Pat
 def test_what_is_kept_of_the_job_has_nothing_of_its_environment(package: Path) -> None:
     (package / "job.yaml").write_text(JOB + "submit: {env_vars: {PLAIN: xyzzy, OTHER: }}\n")
     assert drive(package, Backend()) == 0
-    assert "xyzzy" not in json.dumps(RunFolder(storage(package), "r").job())
+    assert "xyzzy" not in json.dumps(RunFolder(storage(package), "r").read("job.json"))

@@ -1,0 +1,67 @@
+"""The checks that all front ends share: what is found, in which words, and that nothing is started or written."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from elastic_cluster.chaos import Chaos
+from elastic_jobs.job_file.checks import Finding, check, check_here, refuse
+from elastic_jobs.plan import Job, Output, Place
+
+from elastic.core.errors import UsageError
+from elastic.core.settings import CheckpointSettings, RunSettings, ScalingSettings
+
+SETTINGS = RunSettings("r", scaling=ScalingSettings(2, 4), checkpoint=CheckpointSettings("/ckpt"), storage_url="/runs")
+JOB = Job(SETTINGS, "train.py:main")
+
+
+def changed(**settings: Any) -> Job:
+    return replace(JOB, settings=replace(SETTINGS, **settings))
+
+
+def test_a_good_job_has_no_findings() -> None:
+    assert check(JOB) == []
+    assert check(JOB, Place(nodes=3)) == []
+    refuse([])
+
+
+@pytest.mark.parametrize(
+    ("job", "place", "key", "sentence"),
+    [
+        (changed(run_id="../x"), None, "run id", "run id '../x' must be letters"),
+        (changed(storage_url="s3://me:pass@b/x"), None, "storage_url", "holds credentials"),
+        (changed(checkpoint=CheckpointSettings("s3://me:pass@b/x")), None, "checkpoint.url", "holds credentials"),
+        (replace(JOB, config={"api_key": "abc"}), None, "config", "config.api_key looks like a secret"),
+        (changed(deepspeed_config={"elasticity": {}}), None, "deepspeed", "deepspeed: DeepSpeed option elasticity"),
+        (changed(deepspeed_config={"x": {"password": "p"}}), None, "deepspeed", "deepspeed.x.password looks like"),
+        (JOB, Place(nodes=1), "place", "1 node can hold 1 worker, but min_workers is 2"),
+        (JOB, Place(max_nodes=1), "place", "--max-nodes goes with --autoscale"),
+        (JOB, Place("a:1", autoscale=True), "place", "--autoscale starts a local cluster"),
+        (JOB, Place("a:1", faults=Chaos.parse("kill-node@step=1")), "place", "--chaos works on a local cluster only"),
+    ],
+)
+def test_what_is_wrong_is_found(job: Job, place: Place | None, key: str, sentence: str) -> None:
+    found = check(job, place)
+    assert [finding.key for finding in found] == [key] * len(found)
+    assert any(sentence in finding.sentence for finding in found)
+
+
+def test_all_findings_are_named_at_once() -> None:
+    job = replace(changed(run_id="../x", deepspeed_config={"amp": {}}), config={"password": "abc"})
+    with pytest.raises(UsageError, match=r"run id '../x' .*\(also wrong: config, deepspeed\)$"):
+        refuse(check(job))
+    with pytest.raises(UsageError, match=r"^one$"):
+        refuse([Finding("x", "one")])
+
+
+def test_storage_is_not_touched_before_user_code_imports(tmp_path: Path) -> None:
+    job = replace(changed(storage_url=str(tmp_path / "runs")), folder=str(tmp_path))
+    (only,) = check_here(job, Output())
+    assert only.key == "entry_point"
+    assert "there is no file" in only.sentence
+    summary, _ = check_here(job, Output(str(tmp_path / "no" / "s.json")))
+    assert summary == Finding("--summary", f"--summary {tmp_path}/no/s.json: cannot write a file there")
+    assert list(tmp_path.iterdir()) == []
