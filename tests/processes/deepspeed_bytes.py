@@ -1,0 +1,120 @@
+"""Bytes that unmodified DeepSpeed holds on a rank of any world size, measured on its tensors, as JSON.
+
+As a program: writes `{"<dtype>-<stage>-<rank>-of-<world size>": {"weights": ..., "master": ..., ...} or a traceback}`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+import traceback
+from collections.abc import Iterable
+from typing import Any
+
+from deepspeed_ranks import GROUPS, join_fake
+
+WORLDS = (2, 3, 8, 64, 1000, 1024)
+STAGES = (0, 1, 2, 3)
+DTYPES = ("fp32", "bf16")
+
+
+def storages(tensors: Iterable[Any]) -> int:
+    """Bytes of the storages behind them, each counted once."""
+    found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}
+    return sum(size for address, size in found.items() if address)
+
+
+def elements(tensors: Iterable[Any]) -> int:
+    """Bytes of their elements: gradients of a partition are views of whole gradients on the CPU."""
+    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+
+def make_engine(stage: int, dtype: str) -> Any:
+    import deepspeed
+    import torch
+
+    class Flat(torch.nn.Module):
+        def forward(self) -> torch.Tensor:
+            return torch.stack([p.float().sum() for p in self.parameters()]).sum()
+
+    model = Flat()
+    for name, numel in (tensor for group in GROUPS for tensor in group):
+        model.register_parameter(name.replace(".", "_"), torch.nn.Parameter(torch.randn(numel)))
+    parameters = dict(model.named_parameters())
+    groups = [{"params": [parameters[name.replace(".", "_")] for name, _ in group]} for group in GROUPS]
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 2,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage},
+    }
+    if dtype == "bf16":
+        config["bf16"] = {"enabled": True}
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=torch.optim.AdamW(groups, lr=0.01), config=config, dist_init_required=False
+    )
+    return engine
+
+
+def measure(stage: int, dtype: str, rank: int, world_size: int) -> dict[str, int]:
+    from deepspeed import comm
+
+    from elastic.training.cleanup import release_engine
+
+    join_fake(rank, world_size)
+    engine = make_engine(stage, dtype)
+    parameters, optimizer = list(engine.module.parameters()), engine.optimizer
+    trained: dict[str, int] = {}
+    # Stage 3 compares its order of modules with rank 0's before it trains, and rank 0 answers nothing here.
+    if stage < 3 or rank == 0:
+        trained["gradients"] = _train(engine, stage)
+        states = getattr(optimizer, "optimizer", optimizer).state.values()
+        trained["moments"] = storages(state[name] for state in states for name in ("exp_avg", "exp_avg_sq"))
+    found = {
+        "weights": storages([p.ds_tensor for p in parameters] if stage == 3 else parameters),
+        "master": storages(_master(optimizer)),
+    }
+    release_engine(engine)
+    comm.destroy_process_group()
+    return found | trained
+
+
+def _train(engine: Any, stage: int) -> int:
+    """Two micro-batches are a step. Returns the bytes of gradients that are held until it."""
+    engine.backward(engine())
+    held = storages(p.grad for p in engine.module.parameters())
+    engine.step()
+    engine.backward(engine())
+    if stage > 1:
+        held = elements(g for group in engine.optimizer.averaged_gradients.values() for g in group)
+    engine.step()
+    return held
+
+
+def _master(optimizer: Any) -> list[Any]:
+    for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):
+        if hasattr(optimizer, name):
+            return list(getattr(optimizer, name))
+    return [tensor for group in getattr(optimizer, "fp32_groups", []) for tensor in group]
+
+
+def main() -> None:
+    os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    found: dict[str, Any] = {}
+    for dtype, stage, world_size in itertools.product(DTYPES, STAGES, WORLDS):
+        for rank in (0, world_size - 1):
+            try:
+                found[f"{dtype}-{stage}-{rank}-of-{world_size}"] = measure(stage, dtype, rank, world_size)
+            except Exception:  # noqa: BLE001 - the traceback is the verdict
+                found[f"{dtype}-{stage}-{rank}-of-{world_size}"] = traceback.format_exc()
+    with open(sys.argv[1], "w") as report:
+        json.dump(found, report)
+
+
+if __name__ == "__main__":
+    main()
