@@ -11,7 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 from elastic.core.errors import ElasticError
 from elastic_jobs.backend import Backend
-from elastic_jobs.commands import checkpoints, drain, list_runs, logs, resume, run, status, stop, story, submit, watch
+from elastic_jobs.commands import (
+    checkpoints,
+    drain,
+    list_runs,
+    logs,
+    report,
+    resume,
+    run,
+    status,
+    stop,
+    story,
+    submit,
+    trace,
+    watch,
+)
 from elastic_jobs.commands.kube import group
 from elastic_jobs.exit_codes import NOT_FINISHED, TABLE
 from elastic_jobs.follow import printable
@@ -32,6 +46,8 @@ _COMMANDS: dict[str, Any] = {
     "stop": stop,
     "story": story,
     "checkpoints": checkpoints,
+    "report": report,
+    "trace": trace,
     "kube": group,
 }
 

@@ -20,6 +20,7 @@ from elastic_jobs.display import Display, open_display
 from elastic_jobs.exit_codes import NOT_FINISHED, exit_code
 from elastic_jobs.handle import RunHandle
 from elastic_jobs.live import forget_live, how_to_come_back
+from elastic_jobs.output_file import write_whole
 from elastic_jobs.plan import Output
 from elastic_jobs.run_folder import RunFolder
 from elastic_jobs.terminal import put, say
@@ -154,8 +155,4 @@ def check_summary_file(file: str | None) -> None:
 
 
 def write_summary(file: str, summary: Mapping[str, Any]) -> None:
-    """Atomic: a reader never sees half a summary."""
-    path = Path(file)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    write_whole(file, json.dumps(summary, indent=2, allow_nan=False) + "\n")

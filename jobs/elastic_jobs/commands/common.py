@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
+from elastic.observe.journal import JournalReader, Record
 from elastic_jobs.fault_injection import parse_faults
 from elastic_jobs.plan import Output, Place
 from elastic_jobs.run_folder import DEFAULT, ENVIRONMENT, RunFolder, default_storage
+from elastic_jobs.terminal import say
 
 
 def positive(text: str) -> int:
@@ -89,3 +92,13 @@ def output_of(options: argparse.Namespace) -> Output:
 
 def folder_of(arguments: argparse.Namespace) -> RunFolder:
     return RunFolder(default_storage(arguments.storage), arguments.run)
+
+
+def history_of(arguments: argparse.Namespace) -> tuple[RunFolder, Sequence[Record]]:
+    """The run's folder and all records of its journal; problems of the journal are said."""
+    folder = folder_of(arguments)
+    reader = JournalReader(folder.url, folder.run_id)
+    records = reader.records()
+    for problem in reader.problems:
+        say(problem.sentence)
+    return folder, records

@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 
-from elastic.observe.journal import JournalReader
 from elastic.observe.story import heading, story
 from elastic_jobs.backend import Backend
-from elastic_jobs.commands.common import folder_of, run_arguments
-from elastic_jobs.terminal import put, put_json, say
+from elastic_jobs.commands.common import history_of, run_arguments
+from elastic_jobs.terminal import put, put_json
 
 HELP = "print a run's history as sentences with times and reasons"
 EXAMPLE = "elastic story gpt-20260102-030405-ab12"
@@ -22,11 +21,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, backend: Backend) -> int:
-    folder = folder_of(options)
-    reader = JournalReader(folder.url, folder.run_id)
-    records = reader.records()
-    for problem in reader.problems:
-        say(problem.sentence)
+    folder, records = history_of(options)
     if not options.json:
         put(heading(folder.run_id, records))
     for line in story(records, everything=options.all):
