@@ -107,7 +107,7 @@ def conclude(
     if output.summary_file:
         try:
             write_summary(output.summary_file, summary)
-        except OSError as error:
+        except UsageError as error:
             # The exit code is that of the run, also when the disk fails.
             say(f"the summary cannot be written: {error}")
     say_why(result, summary)
