@@ -20,6 +20,7 @@ from typing import Any
 
 from elastic.core.errors import Fenced, RunNotFound
 from elastic.core.secrets import redact
+from elastic.observe.records import begin
 from elastic.observe.segments import Segments, open_segments
 from elastic.store.objects import TIMEOUT_S
 
@@ -73,7 +74,7 @@ class JournalWriter:
         records, self.problems = _sift(parsed)
         self.replayed: tuple[Record, ...] = tuple(records)
         self._seq = max((int(record["seq"]) for record in records), default=0)
-        self.append({"type": "begin", "read": {str(i): _whole(items) for i, items in parsed.items()}})
+        self.append(begin({i: _whole(items) for i, items in parsed.items()}))
 
     def append(self, record: Mapping[str, Any]) -> Record:
         """Durable on return; gives the record as stamped. Raises Fenced when a newer controller has taken over, and

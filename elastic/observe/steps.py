@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
-Record = Mapping[str, Any]
+from elastic.observe.records import Record, begins_generation, steps_of
 
 _COLUMNS = ("step", "time", "generation", "loss", "grad_norm", "duration_s", "samples")
 
@@ -18,10 +18,10 @@ def step_rows(records: Iterable[Record]) -> list[dict[str, Any]]:
     """
     rows: dict[int, dict[str, Any]] = {}
     for record in records:
-        if record.get("type") == "generation" and "first_step" in record:
+        if begins_generation(record):
             first = int(record["first_step"])
             rows = {step: row for step, row in rows.items() if step < first}
-        for step in record.get("steps") or () if record.get("type") == "steps" else ():
+        for step in steps_of([record]):
             rows[int(step["step"])] = _row(step)
     return [rows[step] for step in sorted(rows)]
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
+from elastic.observe.records import Record
 from elastic.observe.summary import incident_seconds, lost
 from elastic.observe.text import clean, clock, date, duration, number, plural, size
-
-Record = Mapping[str, Any]
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from elastic.observe.records import Record, of, steps_of
 from elastic.observe.text import finite
 
-Record = Mapping[str, Any]
 Json = dict[str, Any]
 
 # Names of the summary, and the times of an incident that they are taken from.
@@ -48,10 +48,10 @@ def summarize(records: Iterable[Record]) -> Json:
         "ended_at": times[-1] if times else None,
         "wall_s": round(times[-1] - times[0], 3) if times else None,
         "generations": generations,
-        "incidents": [incident_summary(r) for attempt in attempts for r in _latest(_of(attempt, "incident"), "id")],
-        "samples": {key: _merged(_of(all_records, "samples")).get(key) for key in _SAMPLES},
+        "incidents": [incident_summary(r) for attempt in attempts for r in _latest(of(attempt, "incident"), "id")],
+        "samples": {key: _merged(of(all_records, "samples")).get(key) for key in _SAMPLES},
         "checkpoints": _checkpoints(all_records),
-        "save_stall_s": _stalls(_of(all_records, "checkpoint")),
+        "save_stall_s": _stalls(of(all_records, "checkpoint")),
         "attempts": len(attempts),
         "time_ledger": time_ledger(attempts),
         "controllers": max((int(record.get("incarnation", 0)) for record in all_records), default=0),
@@ -142,7 +142,7 @@ def time_ledger(attempts: Sequence[Sequence[Record]]) -> dict[str, float]:
 
 
 def _ledger(records: Sequence[Record]) -> dict[str, float]:
-    ledgers = _of(records, "ledger")
+    ledgers = of(records, "ledger")
     if not ledgers:
         return {}
     last = ledgers[-1]
@@ -167,25 +167,21 @@ def _attempts(records: Sequence[Record]) -> list[list[Record]]:
 
 def _run(records: Sequence[Record], attempt: Sequence[Record]) -> Json:
     """What is known of the run: its last attempt's own words, and its last step where it did not come to speak."""
-    steps = _steps_of(records)
+    steps = list(steps_of(records))
     last = {key: steps[-1].get(key) for key in ("step", "loss")} if steps else {}
-    names = {"run_id": _merged(_of(records, "run")).get("run_id")}
-    return {**names, **last, **_merged(_of(attempt, "run"))}
+    names = {"run_id": _merged(of(records, "run")).get("run_id")}
+    return {**names, **last, **_merged(of(attempt, "run"))}
 
 
 def _error(records: Sequence[Record]) -> Json | None:
     """The last error of user code, with its traceback."""
-    errors = [record for record in _of(records, "event") if record.get("event") == "UserCodeFailed"]
+    errors = [record for record in of(records, "event") if record.get("event") == "UserCodeFailed"]
     keys = ("worker", "step", "generation", "error", "traceback")
     return {key: errors[-1].get(key) for key in keys} if errors else None
 
 
 def _time(record: Record) -> float:
     return float(record.get("time", 0.0))
-
-
-def _of(records: Iterable[Record], kind: str) -> list[Record]:
-    return [record for record in records if record.get("type") == kind]
 
 
 def _merged(records: Iterable[Record]) -> Json:
@@ -207,23 +203,18 @@ def _latest(records: Iterable[Record], key: str) -> list[Json]:
 def _generations(records: Sequence[Record]) -> list[Json]:
     """A generation that was cut short has not said which step was its last; its steps have."""
     last: dict[Any, int] = {}
-    for step in _steps_of(records):
+    for step in steps_of(records):
         last[step.get("generation")] = max(int(step["step"]), last.get(step.get("generation"), 0))
     keys = ("number", "world_size", "first_step")
     return [
         {**{key: merged.get(key) for key in keys}, "last_step": merged.get("last_step", last.get(merged.get("number")))}
-        for merged in _latest(_of(records, "generation"), "number")
+        for merged in _latest(of(records, "generation"), "number")
     ]
-
-
-def _steps_of(records: Iterable[Record]) -> list[Record]:
-    """Finished steps, in the order in which they were written down."""
-    return [step for record in _of(records, "steps") for step in record.get("steps") or () if "step" in step]
 
 
 def _checkpoints(records: Sequence[Record]) -> list[Json]:
     keys = ("id", "step", "bytes", "seconds", "stall_s")
-    return [{key: merged.get(key) for key in keys} for merged in _latest(_of(records, "checkpoint"), "id")]
+    return [{key: merged.get(key) for key in keys} for merged in _latest(of(records, "checkpoint"), "id")]
 
 
 def _stalls(checkpoints: Sequence[Record]) -> Json:
@@ -240,7 +231,7 @@ def _stalls(checkpoints: Sequence[Record]) -> Json:
 def _steps(run: Json, records: Sequence[Record]) -> int | None:
     if run.get("step") is not None:
         return int(run["step"])
-    seen = [int(r["last_step"]) for r in _of(records, "generation") if r.get("last_step") is not None]
+    seen = [int(r["last_step"]) for r in of(records, "generation") if r.get("last_step") is not None]
     return max(seen, default=None)
 
 

@@ -28,6 +28,7 @@ from elastic.core.run.state import RunState, WorkerPhase
 from elastic.core.secrets import secret_values
 from elastic.core.settings import RunSettings
 from elastic.observe.journal import JournalWriter
+from elastic.observe.records import run_began, run_ended
 from elastic.runtime.controller.committer import Committer
 from elastic.runtime.controller.control_loop import ControlLoop
 from elastic.runtime.controller.hands.executor import Executor
@@ -217,7 +218,7 @@ class ControllerActor:
                     loop.heartbeats.expect(worker.id, node, time.time())
         else:
             await self._executor.sweep()
-            self._records.note({"type": "run", "status": "running", "run_id": settings.run_id, "attempt": old.attempt})
+            self._records.note(run_began(settings.run_id, old.attempt))
             found = await self._from_storage(store.list)
             known = tuple((ref.id, ref.step) for ref in found)
             first = ev.RunStarted(known, max([old.generation, *(ref.generation for ref in found)]), old.skips)
@@ -261,7 +262,7 @@ class ControllerActor:
         for record in loop.telemetry.summary_records(time.time()):
             self._records.note(record)
         self._result = loop.result()
-        self._records.note({"type": "run", "run_id": self._settings.run_id, **self._result})
+        self._records.note(run_ended(self._settings.run_id, self._result))
         await self._records.write(limit_s=limit_s)
         if self._records.failing:
             logger.error("the end of run %s could not be written down", self._settings.run_id)

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from elastic.checkpoint.storage import CheckpointStore
 from elastic.core import events as ev
@@ -21,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class Committer:
-    """`emit` gets CheckpointCommitted and SaveFailing; `record` gets journal records of type "checkpoint"."""
+    """`emit` gets CheckpointCommitted and SaveFailing; `record(id, step, bytes, seconds)` is told of each commit."""
 
     def __init__(
         self,
@@ -29,7 +28,7 @@ class Committer:
         store: CheckpointStore,
         versions: Mapping[str, str],
         emit: Callable[[ev.Event], None],
-        record: Callable[[dict[str, Any]], None],
+        record: Callable[[str, int, int, float], None],
     ) -> None:
         self._settings = settings
         self._store = store
@@ -97,9 +96,7 @@ class Committer:
                 return
         size = sum(shard.bytes for shard in shards)
         seconds = time.time() - self._first_shard.pop(name, time.time())
-        self._record(
-            {"type": "checkpoint", "id": name, "step": manifest.step, "bytes": size, "seconds": round(seconds, 4)}
-        )
+        self._record(name, manifest.step, size, seconds)
         self._emit(ev.CheckpointCommitted(name, manifest.step, manifest.generation))
         done = CheckpointRef(manifest.generation, manifest.step)
         self._forget(lambda part: CheckpointRef(part.generation, part.step) < done)

@@ -19,6 +19,7 @@ from elastic.core.run import machine
 from elastic.core.run.phase import USER_CODE_FAILED, Finished
 from elastic.core.run.state import RunState
 from elastic.core.settings import RunSettings
+from elastic.observe import records
 from elastic.runtime.controller.acks import Acks
 from elastic.runtime.controller.committer import Committer
 from elastic.runtime.controller.hands.executor import Executor
@@ -43,19 +44,19 @@ class ControlLoop:
         self,
         settings: RunSettings,
         old: Replayed,
-        records: Records,
+        journal: Records,
         emit: Callable[[ev.Event], None],
         stepped: Callable[[], None],
     ) -> None:
         self._settings = settings
-        self._records = records
+        self._records = journal
         self._emit = emit
         self._stepped = stepped
         self.state: RunState = old.state
-        self.telemetry = old.telemetry(settings, time.time(), records.note)
+        self.telemetry = old.telemetry(settings, time.time(), journal.note)
         self.heartbeats = HeartbeatTable(settings.failures, lambda: self.state, self.telemetry, emit)
         self.fenced = 0
-        self._incidents = IncidentBook(records.note, settings.run_id)
+        self._incidents = IncidentBook(journal.note, settings.run_id)
         self._stragglers = StragglerWatch(settings.stragglers)
         self._stragglers.begin(old.state.generation, old.state.members)
         self._news = News()
@@ -153,8 +154,9 @@ class ControlLoop:
         """Step reports that came with a snapshot from memory: the workers that made them may be gone."""
         self.telemetry.recovered(generation, world_size, steps, time.time())
 
-    def note_checkpoint(self, record: dict[str, Any]) -> None:
-        self._records.note({**record, "stall_s": self.telemetry.stall_of(record["step"])})
+    def note_checkpoint(self, identifier: str, step: int, size: int, seconds: float) -> None:
+        stall_s = self.telemetry.stall_of(step)
+        self._records.note(records.checkpoint(identifier, step, size, seconds, stall_s))
 
     # --- turns ---
 
@@ -167,7 +169,7 @@ class ControlLoop:
             # A step that a checkpoint covers is never done again, so what is known of it must not be lost either.
             self.telemetry.flush(now, force=True)
         self._acks.taken(events)
-        await self._write([{"type": "event", "now": now, **ev.to_json(event)} for event in fresh])
+        await self._write([records.event(event, now) for event in fresh])
         for event in fresh:
             before = self.state
             self.state, actions = machine.step(before, event, now)
@@ -176,7 +178,7 @@ class ControlLoop:
                 self._act(action, now)
         await self._write()
 
-    async def _write(self, lines: Sequence[dict[str, Any]] = ()) -> None:
+    async def _write(self, lines: Sequence[records.Record] = ()) -> None:
         await self._records.write(lines)
         if not self._records.pending:
             self._acks.written()
@@ -186,11 +188,10 @@ class ControlLoop:
             self._user_traceback = action.data.get("traceback") or self._user_traceback
             self._news.hear(action)
             logger.info("%s", action.sentence)
-            place = {"generation": self.state.generation, "world_size": self.state.world_size}
-            self._records.note(
-                {"type": "decision", "kind": action.kind, "sentence": action.sentence, "step": self.telemetry.step}
-                | place | {"data": dict(action.data)}
-            )  # fmt: skip
+            self._records.note(records.decision(
+                action.kind, action.sentence, step=self.telemetry.step, generation=self.state.generation,
+                world_size=self.state.world_size, data=action.data,
+            ))  # fmt: skip
         elif isinstance(action, act.CloseIncident):
             self._incidents.close(action.incident)
         elif isinstance(action, act.BeginGeneration) and not self._is_reissue(action):

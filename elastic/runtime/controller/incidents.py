@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from elastic.core.run.incident import Incident
-
-Record = dict[str, Any]
+from elastic.observe import records
 
 # Who notices an incident of which kind first.
 _DETECTORS = {
@@ -29,27 +28,20 @@ _DETECTORS = {
 class IncidentBook:
     """Writes each incident when it is over, and once more when the steps it cost have been done again."""
 
-    def __init__(self, note: Callable[[Record], None], run_id: str) -> None:
+    def __init__(self, note: Callable[[records.Record], None], run_id: str) -> None:
         self._note = note
         self._run_id = run_id
         self._restores: dict[int, Mapping[str, Any]] = {}
-        self._open: Record | None = None
+        self._open: dict[str, Any] | None = None
 
     def restored(self, restore: Mapping[str, Any]) -> None:
         """The summed-up restore of one generation (a "restore" record)."""
         self._restores = {restore["generation"]: restore}
 
     def close(self, incident: Incident) -> None:
-        record: Record = {
-            "type": "incident",
-            "run": self._run_id,
-            "detector": _DETECTORS.get(incident.kind, incident.kind),
-            **incident.to_json(),
-        }
+        detector = _DETECTORS.get(incident.kind, incident.kind)
         restore = self._restores.get(incident.next_generation or -1)
-        if restore is not None:
-            keys = ("bytes_read", "bytes_needed", "read_s", "install_s", "verify_s")
-            record["restore"] = {key: restore[key] for key in keys}
+        record = records.incident(self._run_id, detector, incident, restore)
         self._note(record)
         self._open = record if incident.steps_repeated else None
 

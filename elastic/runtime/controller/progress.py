@@ -9,6 +9,7 @@ from typing import Any
 from elastic.core.actions import Note
 from elastic.core.run.phase import Closing, Training
 from elastic.core.run.state import RunState, SlotPhase, WorkerPhase
+from elastic.observe import records
 from elastic.runtime.controller.telemetry import Telemetry
 
 
@@ -81,13 +82,19 @@ def _placement(state: RunState) -> list[dict[str, Any]]:
     ]
 
 
-def cadence_record(told: Mapping[str, Any]) -> dict[str, Any]:
+def cadence_record(told: Mapping[str, Any]) -> records.Decision:
     """The journal's record of how often snapshots are taken, and why; from a member's report of it."""
     every = int(told["every_steps"])
     often = "at every step" if every == 1 else f"every {every} steps"
     cost_ms, step_ms = 1e3 * told["cost_s"], 1e3 * told["step_s"]
     why = f"one delays training by {cost_ms:.2g} ms, and a step takes {step_ms:.3g} ms"
-    place = {key: told[key] for key in ("generation", "world_size", "step")}
     figures = {"every_steps": every, "cost_s": told["cost_s"], "step_s": told["step_s"]}
     sentence = f"a snapshot is taken into memory {often}: {why}"
-    return {"type": "decision", "kind": "cadence", "sentence": sentence, **place, "data": figures}
+    return records.decision(
+        "cadence",
+        sentence,
+        step=told["step"],
+        generation=told["generation"],
+        world_size=told["world_size"],
+        data=figures,
+    )

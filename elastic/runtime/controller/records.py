@@ -11,10 +11,9 @@ from typing import Any
 
 from elastic.core.errors import StorageError
 from elastic.observe.journal import JournalWriter
+from elastic.observe.records import Record
 
 logger = logging.getLogger(__name__)
-
-Record = dict[str, Any]
 
 # A store that takes longer does not keep the run waiting: nothing is decided meanwhile, and a request may take minutes.
 WRITE_LIMIT_S = 5.0

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from elastic.core import events as ev
 from elastic.core.data.steps import Range
@@ -12,9 +11,8 @@ from elastic.core.run import machine
 from elastic.core.run.state import RunState
 from elastic.core.settings import RunSettings
 from elastic.observe.journal import JournalWriter
-from elastic.runtime.controller.telemetry import Telemetry, skips_of
-
-Record = Mapping[str, Any]
+from elastic.observe.records import Record, begins_generation, skips_of
+from elastic.runtime.controller.telemetry import Telemetry
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,7 @@ class Replayed:
     @property
     def skips(self) -> tuple[Range, ...]:
         """What the attempts before have left out."""
-        begun = [record for record in self.before if record.get("type") == "generation" and "first_step" in record]
+        begun = [record for record in self.before if begins_generation(record)]
         return skips_of(begun[-1]) if begun else ()
 
     @classmethod
@@ -44,7 +42,7 @@ class Replayed:
         state = machine.initial(settings, 0.0)
         return cls(state, journal.incarnation, max(numbers, default=0), before=journal.replayed)
 
-    def telemetry(self, settings: RunSettings, now: float, record: Callable[[dict[str, Any]], None]) -> Telemetry:
+    def telemetry(self, settings: RunSettings, now: float, record: Callable[[Record], None]) -> Telemetry:
         """Losses, samples, times and the running generation, as the journal knows them."""
         silent = Telemetry(settings, self.records[0]["now"] if self.records else now, lambda _: None)
         silent.replay_samples(self.before)
@@ -58,7 +56,7 @@ class Replayed:
                     silent.time.commit(event.step)
                 elif isinstance(event, ev.FirstStepDone):
                     silent.table.first_known(event.generation)
-            elif item["type"] == "generation" and "first_step" in item:
+            elif begins_generation(item):
                 silent.generation_begins(
                     item["number"], item["world_size"], item["first_step"] - 1, when, skips_of(item)
                 )

@@ -12,19 +12,19 @@ from elastic.core.data.steps import CompletedStep, Range, StepReport, StepTable
 from elastic.core.policy.liveness import HangLimit, ProgressWatch
 from elastic.core.run.state import RunState
 from elastic.core.settings import RunSettings
+from elastic.observe import records
 from elastic.observe.text import finite
 from elastic.observe.time_ledger import PROVE, RESHARD, RESTORE, SampleLedger, TimeLedger, owner_of
 
 # A journal record of steps holds at most this many, and waits at most this long.
 _STEPS_PER_RECORD = 100
 _FLUSH_S = 2.0
-_SECONDS = ("duration_s", "data_wait_s", "save_stall_s", "straggler_s")
 
 
 class Telemetry:
     """One per controller. `record` appends to the journal; everything here can be rebuilt from those records."""
 
-    def __init__(self, settings: RunSettings, now: float, record: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, settings: RunSettings, now: float, record: Callable[[records.Record], None]) -> None:
         limits = settings.failures
         self._record = record
         self.table = StepTable()
@@ -33,7 +33,7 @@ class Telemetry:
         self.time = TimeLedger(now)
         self._hang = HangLimit(limits.hang_floor_s, limits.hang_factor, limits.join_timeout_s)
         self.watch = ProgressWatch(self._hang)
-        self._unwritten: list[dict[str, Any]] = []
+        self._unwritten: list[records.Step] = []
         self._written_at = now
         self._recent: deque[tuple[float, int]] = deque(maxlen=20)
         self._stalls: dict[int, float] = {}
@@ -58,14 +58,11 @@ class Telemetry:
         self.step = step
         self._recent.clear()
         self._restores.clear()
-        self._record(
-            {"type": "generation", "number": number, "world_size": world_size, "first_step": step + 1, "now": now,
-             "skips": [list(range_) for range_ in skips]}
-        )  # fmt: skip
+        self._record(records.generation_began(number, world_size, step + 1, now, skips))
 
     def generation_ended(self, number: int) -> None:
         self.flush(time.time(), force=True)
-        self._record({"type": "generation", "number": number, "last_step": self.step})
+        self._record(records.generation_ended(number, self.step))
 
     # --- reports ---
 
@@ -93,7 +90,7 @@ class Telemetry:
         if done.save_stall_s:
             self._stalls[done.step] = done.save_stall_s
         self._recent.append((now, done.tokens or done.samples))
-        self._unwritten.append(_step_record(done, now))
+        self._unwritten.append(records.step(done, now))
         self.flush(now)
 
     def _reached(self, step: int, loss: float | None) -> None:
@@ -101,20 +98,14 @@ class Telemetry:
         if step > self.step:
             self.step, self.loss = step, self.loss if loss is None else loss
 
-    def restored(self, data: Mapping[str, Any]) -> dict[str, Any] | None:
+    def restored(self, data: Mapping[str, Any]) -> records.Restore | None:
         """One rank's restore report; with the last one of the generation, the record of all. One that comes again, as
         the answer to the first was lost, changes nothing."""
         known = data["rank"] in self._restores
         self._restores.setdefault(data["rank"], data)
         if known or len(self._restores) < data["world_size"]:
             return None
-        reports = self._restores.values()
-        record = {
-            "type": "restore", "generation": data["generation"], "checkpoint": data["checkpoint"],
-            "source": data["source"], "step": data["step"],
-            **{key: sum(r[key] for r in reports) for key in ("bytes_read", "bytes_needed")},
-            **{key: round(max(r[key] for r in reports), 4) for key in ("read_s", "install_s", "verify_s")},
-        }  # fmt: skip
+        record = records.restore([self._restores[rank] for rank in sorted(self._restores)])
         self._proof_s = record["verify_s"]
         self._record(record)
         return record
@@ -133,11 +124,11 @@ class Telemetry:
             for part in reports:
                 done = table.add(StepReport.from_json(part, generation, rank))
                 if done is not None and self.samples.add(done.step, done.positions, done.skipped):
-                    self._unwritten.append(_step_record(done, now))
+                    self._unwritten.append(records.step(done, now))
                     last = max(last, done.step)
         self.flush(now, force=True)
         if last:
-            self._record({"type": "generation", "number": generation, "last_step": last})
+            self._record(records.generation_ended(generation, last))
 
     # --- after a restart of the controller ---
 
@@ -150,20 +141,20 @@ class Telemetry:
                             step.get("straggler_s", 0.0))  # fmt: skip
         self.table.known(step["step"])
 
-    def replay_samples(self, records: Iterable[Mapping[str, Any]]) -> None:
+    def replay_samples(self, replayed: Iterable[records.Record]) -> None:
         """What earlier attempts at the run consumed; what of it was rolled back shows when a generation begins."""
-        for record in records:
-            if record["type"] == "generation" and "first_step" in record:
+        for record in replayed:
+            if records.begins_generation(record):
                 self.samples.rollback(record["first_step"] - 1)
-                self.samples.skip(skips_of(record))
-            for step in record["steps"] if record["type"] == "steps" else ():
+                self.samples.skip(records.skips_of(record))
+            for step in records.steps_of([record]):
                 self._recall_samples(step)
 
     def _recall_samples(self, step: Mapping[str, Any]) -> None:
         positions, skipped = step["positions"], step.get("skipped", ())
         self.samples.add(step["step"], [(a, b) for a, b in positions], [(a, b) for a, b in skipped])
 
-    def write_to(self, record: Callable[[dict[str, Any]], None]) -> None:
+    def write_to(self, record: Callable[[records.Record], None]) -> None:
         self._record = record
 
     # --- time ---
@@ -176,7 +167,7 @@ class Telemetry:
         if self._unwritten and (
             force or len(self._unwritten) >= _STEPS_PER_RECORD or now - self._written_at > _FLUSH_S
         ):
-            self._record({"type": "steps", "steps": self._unwritten})
+            self._record(records.steps(self._unwritten))
             self._unwritten = []
             self._written_at = now
 
@@ -187,45 +178,7 @@ class Telemetry:
         seconds = self._recent[-1][0] - self._recent[0][0]
         return sum(count for _, count in list(self._recent)[1:]) / seconds if seconds > 0 else None
 
-    def summary_records(self, now: float) -> list[dict[str, Any]]:
+    def summary_records(self, now: float) -> list[records.Record]:
         """The closing records of a run: samples and time."""
-        total = self.samples.end()
-        counted = self.samples.result(total)
-        return [
-            {
-                "type": "samples",
-                "seen": counted.seen,
-                "missing": counted.missing,
-                "repeated": counted.repeated,
-                "skipped": counted.skipped,
-            },
-            {"type": "ledger", "seconds": self.time.totals(now), "wall_s": self.time.wall_s()},
-        ]
-
-
-def _step_record(done: CompletedStep, now: float) -> dict[str, Any]:
-    seconds = {name: round(getattr(done, name), 5) for name in _SECONDS}
-    by_rank = {name: _by_rank(values) for name, values in done.metrics_by_rank.items()}
-    return {
-        "step": done.step, "generation": done.generation, "loss": finite(done.loss), "time": round(now, 3), **seconds,
-        "samples": done.samples, "positions": done.positions,
-        "grad_norm": done.grad_norm, "learning_rates": done.learning_rates,
-        "metrics": {name: _writable(value) for name, value in done.metrics.items()},
-        **({"metrics_by_rank": by_rank} if by_rank else {}),
-        **({"anomaly": done.anomaly, "skipped": done.skipped} if done.anomaly else {}),
-    }  # fmt: skip
-
-
-def _by_rank(values: Mapping[int, Any]) -> dict[str, Any]:
-    """Keys of JSON objects are text."""
-    return {str(rank): _writable(value) for rank, value in values.items()}
-
-
-def _writable(value: Any) -> Any:
-    """JSON has no non-finite numbers: they are written as null."""
-    return finite(value) if isinstance(value, float) else value
-
-
-def skips_of(record: Mapping[str, Any]) -> tuple[Range, ...]:
-    """What a journal's "generation" record says that the run leaves out."""
-    return tuple((start, stop) for start, stop in record.get("skips") or ())
+        counted = self.samples.result(self.samples.end())
+        return [records.samples(counted), records.ledger(self.time.totals(now), self.time.wall_s())]

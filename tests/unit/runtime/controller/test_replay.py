@@ -282,7 +282,7 @@ class Sink:
 
 def test_what_a_generation_has_left_unfinished_is_not_kept_for_ever() -> None:
     store: Any = Sink()
-    committer = Committer(SETTINGS, store, {}, lambda event: None, lambda record: None)
+    committer = Committer(SETTINGS, store, {}, lambda event: None, lambda *_: None)
 
     def shard(generation: int, step: int) -> ShardRecord:
         return ShardRecord(0, 2, generation, step, "f", 0, "", (), (), {})
@@ -327,7 +327,7 @@ def test_what_a_newer_checkpoint_has_overtaken_goes_with_it() -> None:
         kept.append(weakref.ref(made))
         return made
 
-    committer = Committer(SETTINGS, store, {}, lambda event: None, lambda record: None)
+    committer = Committer(SETTINGS, store, {}, lambda event: None, lambda *_: None)
     committer._committed.add(under_way)
 
     async def scenario() -> None:
