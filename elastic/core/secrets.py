@@ -76,6 +76,17 @@ def redact(text: str, values: Iterable[str] = ()) -> str:
     return _KNOWN.sub(HIDDEN, redact_url(text))
 
 
+def redact_values(value: Any, values: Iterable[str] = ()) -> Any:
+    """JSON data with `redact` applied to each text in it. Keys, numbers and the structure stay as they are."""
+    if isinstance(value, str):
+        return redact(value, values)
+    if isinstance(value, Mapping):
+        return {key: redact_values(item, values) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [redact_values(item, values) for item in value]
+    return value
+
+
 def secret_values(environment: Mapping[str, str]) -> tuple[str, ...]:
     """The values of variables that hold secrets, longest first, as they are and as they look inside JSON."""
     found = {value for name, value in environment.items() if is_secret_name(name) and len(value) >= _SHORTEST}

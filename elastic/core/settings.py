@@ -163,6 +163,17 @@ class StragglerSettings:
 
 
 @dataclass(frozen=True)
+class SinkSettings:
+    """Where the run's records go besides the journal: a file at the absolute `path` on the controller's node.
+
+    "jsonl": each record as a line, appended. "prometheus": the newest values, for node_exporter's textfile collector.
+    """
+
+    kind: Literal["jsonl", "prometheus"]
+    path: str
+
+
+@dataclass(frozen=True)
 class RunSettings:
     """Everything the controller knows about a run besides the user's function and its config.
 
@@ -183,6 +194,7 @@ class RunSettings:
     failures: FailureSettings = field(default_factory=FailureSettings)
     anomalies: AnomalySettings = field(default_factory=AnomalySettings)
     stragglers: StragglerSettings = field(default_factory=StragglerSettings)
+    sinks: tuple[SinkSettings, ...] = ()
     resources_per_worker: Mapping[str, float] = field(default_factory=lambda: {"CPU": 1.0})
     deepspeed_config: Mapping[str, Json] | None = None
     storage_url: str = "./runs"
@@ -204,6 +216,7 @@ class RunSettings:
             "stragglers": StragglerSettings,
         }  # fmt: skip
         values = {key: _build(parts[key], value) if key in parts else value for key, value in data.items()}
+        values["sinks"] = tuple(_build(SinkSettings, sink) for sink in values.get("sinks") or ())
         return _build(cls, values)
 
 

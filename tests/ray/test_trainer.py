@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from ray.train import CheckpointConfig, RunConfig, ScalingConfig
 
 from elastic.checkpoint.storage import CheckpointStore
 from elastic.core.errors import UsageError, UserCodeError
-from elastic.core.settings import ScalingSettings
+from elastic.core.settings import ScalingSettings, SinkSettings
 from elastic.runtime.driver.trainer import ElasticTrainer
 
 pytestmark = pytest.mark.ray
@@ -54,7 +56,20 @@ def test_the_trainer_takes_and_gives_what_ray_trains_does(cluster: LocalCluster,
             checkpoint_every_steps=5,
         )
 
-    result = trainer("good", {"metrics": True}).fit()
+    made = trainer("good", {"metrics": True})
+    gauges, lines = tmp_path / "run.prom", tmp_path / "run.jsonl"
+    sinks = (SinkSettings("prometheus", str(gauges)), SinkSettings("jsonl", str(lines)))
+    # The second one cannot be opened: the run is none the worse for it.
+    broken = SinkSettings("jsonl", "/proc/no/such/place")
+    made.settings = dataclasses.replace(made.settings, sinks=(*sinks, broken))
+    result = made.fit()
+    assert 'elastic_step{run="good"} 26\n' in gauges.read_text()
+    assert 'elastic_metric{run="good",name="rank"} 1.5\n' in gauges.read_text()
+    assert 'elastic_running{run="good"} 0\n' in gauges.read_text()
+    written = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert [step["step"] for record in written if record["type"] == "steps" for step in record["steps"]] == [
+        *range(1, 27)
+    ]
     assert isinstance(result, ray.train.Result)
     assert result.error is None
     assert result.metrics is not None

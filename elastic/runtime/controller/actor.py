@@ -29,6 +29,8 @@ from elastic.core.secrets import secret_values
 from elastic.core.settings import RunSettings
 from elastic.observe.journal import JournalWriter
 from elastic.observe.records import run_began, run_ended
+from elastic.observe.sink_files import file_sinks
+from elastic.observe.sinks import RunInfo, Sinks
 from elastic.runtime.controller.committer import Committer
 from elastic.runtime.controller.control_loop import ControlLoop
 from elastic.runtime.controller.hands.executor import Executor
@@ -49,6 +51,8 @@ _T = TypeVar("_T")
 
 # Giving back what the run has in the cluster takes a second; longer only where Ray's control store is away.
 _CLOSE_LIMIT_S = 30.0
+# How long the end of a run waits for its sinks, all of them together.
+_SINKS_LIMIT_S = 5.0
 # What was noted is written down within so long also where nothing happens: steps, in a run that only trains.
 _WRITE_S = 2.0
 # The finished controller stays reachable for this long, so that watchers can fetch the result.
@@ -193,8 +197,10 @@ class ControllerActor:
         secrets = secret_values(os.environ)
         journal = partial(JournalWriter, settings.storage_url, settings.run_id, timeout_s=limit_s, secrets=secrets)
         self._journal = await self._from_storage(journal)
-        self._records.open(self._journal)
+        self._sinks = Sinks(file_sinks(settings.sinks), secrets)
+        self._records.open(self._journal, self._sinks)
         old = replay(self._journal.replayed, settings) if reconstructed else Replayed.nothing(settings, self._journal)
+        self._sinks.open(RunInfo(settings.run_id, old.attempt, self._journal.incarnation))
         # Not kept: of a month they are many.
         self._journal.replayed = ()
         emit = self._events.put_nowait
@@ -266,6 +272,7 @@ class ControllerActor:
         await self._records.write(limit_s=limit_s)
         if self._records.failing:
             logger.error("the end of run %s could not be written down", self._settings.run_id)
+        await asyncio.to_thread(self._sinks.close, _SINKS_LIMIT_S)
         await self._close()
         self._ended.set()
         await self._tell_step()

@@ -12,6 +12,7 @@ from typing import Any
 from elastic.core.errors import StorageError
 from elastic.observe.journal import JournalWriter
 from elastic.observe.records import Record
+from elastic.observe.sinks import Sinks
 
 logger = logging.getLogger(__name__)
 
@@ -36,18 +37,23 @@ class Records:
     def __init__(self, limit_s: float = WRITE_LIMIT_S) -> None:
         self._limit_s = limit_s
         self._journal: JournalWriter | None = None
+        self._sinks: Sinks | None = None
         self._waiting: list[Record] = []
         self._writing: _Writing | None = None
         # Of its own: the loop's usual threads may all be waiting for something else.
         self._thread = ThreadPoolExecutor(1, "elastic-journal")
         self.failing = False
 
-    def open(self, journal: JournalWriter) -> None:
+    def open(self, journal: JournalWriter, sinks: Sinks | None = None) -> None:
+        """`sinks` get every record too; they are never waited for."""
         self._journal = journal
+        self._sinks = sinks
 
     def note(self, record: Record) -> None:
         """To be written with the next `write`."""
         self._waiting.append(record)
+        if self._sinks is not None:
+            self._sinks.put(record)
 
     @property
     def pending(self) -> bool:
@@ -59,7 +65,8 @@ class Records:
 
         Raises Fenced when a newer controller writes this journal.
         """
-        self._waiting += records
+        for record in records:
+            self.note(record)
         while self._waiting and self._journal is not None:
             fresh = self._writing is None
             writing = self._writing = self._writing or self._begun(self._journal)

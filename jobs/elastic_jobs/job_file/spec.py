@@ -15,6 +15,7 @@ from elastic.core.settings import (
     FailureSettings,
     RunSettings,
     ScalingSettings,
+    SinkSettings,
     SnapshotSettings,
     StragglerSettings,
 )
@@ -123,6 +124,15 @@ class StragglerSpec(BaseModel):
     calibration_windows: Count = StragglerSettings.calibration_windows
 
 
+class SinkSpec(BaseModel):
+    """See `SinkSettings`. `{run_id}` in `path` stands for the run's id."""
+
+    model_config = _CONFIG
+
+    kind: Literal["jsonl", "prometheus"]
+    path: Annotated[str, Field(pattern=r"^/.*[^/]$")]
+
+
 class JobSpec(BaseModel):
     """One job. Batches count samples; None leaves them to the DeepSpeed config of the user's script."""
 
@@ -151,6 +161,7 @@ class JobSpec(BaseModel):
     failures: Annotated[FailureSettings, PlainValidator(_failures)] = Field(default_factory=FailureSettings)
     anomalies: AnomalySpec = Field(default_factory=AnomalySpec)
     stragglers: StragglerSpec = Field(default_factory=StragglerSpec)
+    sinks: list[SinkSpec] = Field(default_factory=list)
     storage_url: str | None = None
     kubernetes: KubernetesSpec | None = None
     submit: SubmitSpec = Field(default_factory=SubmitSpec)
@@ -211,6 +222,7 @@ class JobSpec(BaseModel):
             failures=self.failures,
             anomalies=AnomalySettings(**dict(self.anomalies)),
             stragglers=StragglerSettings(**dict(self.stragglers)),
+            sinks=tuple(SinkSettings(sink.kind, sink.path.replace("{run_id}", run_id)) for sink in self.sinks),
             resources_per_worker=self.resources_per_worker,
             deepspeed_config=self.deepspeed if isinstance(self.deepspeed, dict) else None,
             storage_url=self.storage_url or self.checkpoint.url or storage_url,
@@ -264,6 +276,7 @@ def _keys() -> dict[tuple[str, ...], list[str]]:
         ("snapshots",): list(SnapshotSpec.model_fields),
         ("anomalies",): list(AnomalySpec.model_fields),
         ("stragglers",): list(StragglerSpec.model_fields),
+        ("sinks",): list(SinkSpec.model_fields),
         ("submit",): list(SubmitSpec.model_fields),
         ("failures",): [f.name for f in dataclasses.fields(FailureSettings)],
         **kubernetes_section.keys(),
