@@ -135,6 +135,15 @@ def install_groups(optimizers: Iterable[Any], stored: Json) -> None:
                     group[key] = _hyper(group.get(key), decode(value))
 
 
+def not_elementwise(base: Any, numel: int, key: str, value: Any) -> str:
+    """Why this state of a tensor of `numel` elements cannot be carried: a sentence for an error."""
+    what = f"{value.numel()} elements" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+    return (
+        f"optimizer {type(base).__name__} keeps {key!r} as {what} for a tensor of {numel} elements; "
+        "only state with one value per weight, or one number, can be moved to another world size"
+    )
+
+
 def _split(base: Any, master: Master, state: Mapping[str, Any], shaped: set[str]) -> MasterState:
     tensors: dict[str, torch.Tensor] = {}
     scalars: dict[str, Any] = {}
@@ -149,16 +158,8 @@ def _split(base: Any, master: Master, state: Mapping[str, Any], shaped: set[str]
         elif (is_tensor and value.numel() == 1) or value is None or isinstance(value, (bool, int, float, str)):
             scalars[key] = value
         else:
-            raise UsageError(_not_elementwise(base, master, key, value))
+            raise UsageError(not_elementwise(base, master.tensor.numel(), key, value))
     return MasterState(tensors, scalars)
-
-
-def _not_elementwise(base: Any, master: Master, key: str, value: Any) -> str:
-    what = f"{value.numel()} elements" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
-    return (
-        f"optimizer {type(base).__name__} keeps {key!r} as {what} for a tensor of {master.tensor.numel()} elements; "
-        "only state with one value per weight, or one number, can be moved to another world size"
-    )
 
 
 def _is_shaped(value: Any) -> bool:

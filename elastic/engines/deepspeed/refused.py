@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from elastic.core.errors import UsageError
+from elastic.engines.whole_tensor import refuse_whole_tensor
 
 _Test = Callable[[Any], bool]
 
@@ -141,8 +142,13 @@ def refuse(config: Mapping[str, Any]) -> None:
                 raise UsageError(f"DeepSpeed option {path}: {why}")
     optimizer = config.get("optimizer")
     kind = optimizer.get("type") if isinstance(optimizer, Mapping) else None
-    if isinstance(kind, str) and kind.lower() in _GONE_OPTIMIZERS:
-        raise UsageError(f"DeepSpeed option optimizer.type {kind!r}: {_GONE}; use Adam, AdamW or Lamb")
+    if not isinstance(kind, str):
+        return
+    if kind.lower() in _GONE_OPTIMIZERS:
+        raise UsageError(f"DeepSpeed option optimizer.type {kind!r}: {_GONE}; use Adam or AdamW")
+    zero = config.get("zero_optimization")
+    if isinstance(zero, Mapping) and zero.get("stage") in (1, 2, 3):
+        refuse_whole_tensor(kind)
 
 
 def refuse_model(model: Any) -> None:

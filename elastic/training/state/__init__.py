@@ -24,6 +24,7 @@ from elastic.engines.deepspeed.state.replicated import ReplicatedStage
 from elastic.engines.deepspeed.state.stage3 import Stage3
 from elastic.engines.deepspeed.state.unsupported import refuse_unsupported
 from elastic.engines.live_state import Stage, rank_in
+from elastic.engines.optimizer_trial import try_optimizer
 from elastic.training.session import RestoreReport
 from elastic.training.state.engine_state import LiveState
 from elastic.training.state.host import Transfer
@@ -138,6 +139,7 @@ def _opened(engine: Any) -> EngineState:
     refuse_unsupported(engine)
     stage = _stage_of(engine)
     check_layout(stage)
+    try_optimizer(stage.base, stage.zero_stage > 0)
     return LiveState(engine, stage)
 
 

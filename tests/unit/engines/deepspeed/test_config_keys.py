@@ -75,3 +75,11 @@ def test_a_key_given_twice_is_refused(tmp_path: Path) -> None:
     path.write_text('{"train_batch_size": 8, "bf16": {"enabled": true}, "train_batch_size": 16}')
     with pytest.raises(UsageError, match="the key 'train_batch_size' is given twice"):
         read_config(path)
+
+
+@pytest.mark.parametrize("name", ["Lamb", "Muon", "Adafactor", "LBFGS"])
+def test_an_optimizer_that_looks_at_whole_tensors_is_refused_where_zero_cuts_them(name: str) -> None:
+    config = {"optimizer": {"type": name}, "zero_optimization": {"stage": 2}}
+    with pytest.raises(UsageError, match=f"optimizer {name} cannot be used with ZeRO stages 1 to 3 here: .*use AdamW"):
+        resolve(config, _BATCH, 2)
+    resolve(config | {"zero_optimization": {"stage": 0}}, _BATCH, 2)

@@ -1,0 +1,160 @@
+"""Does an optimizer update every weight by itself? A step on a toy tensor, whole and cut in two, tells.
+
+ZeRO gives the optimizer one flat tensor per rank. An optimizer that looks at a whole tensor (a norm, a factorisation)
+then updates by where the flat was cut, and its result depends on the world size.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import OrderedDict
+from typing import Any
+
+import torch
+
+from elastic.core.errors import UsageError
+from elastic.engines.optimizer_state import not_elementwise
+from elastic.engines.whole_tensor import refuse_whole_tensor, refused
+
+# One value per weight and scalars, by their definition: a trial would cost time and could tell nothing new.
+_ELEMENTWISE = frozenset(
+    {
+        *(f"torch.optim.{name}" for name in ("adadelta.Adadelta", "adagrad.Adagrad", "adam.Adam", "adamax.Adamax")),
+        *(f"torch.optim.{name}" for name in ("adamw.AdamW", "asgd.ASGD", "nadam.NAdam", "radam.RAdam")),
+        *(f"torch.optim.{name}" for name in ("rmsprop.RMSprop", "rprop.Rprop", "sgd.SGD")),
+        *(f"deepspeed.ops.adam.{name}" for name in ("fused_adam.FusedAdam", "cpu_adam.DeepSpeedCPUAdam")),
+        *(f"deepspeed.ops.lion.{name}" for name in ("fused_lion.FusedLion", "cpu_lion.DeepSpeedCPULion")),
+        "deepspeed.ops.adagrad.cpu_adagrad.DeepSpeedCPUAdagrad",
+    }
+)
+# Above the size from which block-wise quantised optimizers quantise (4,096), cut between two blocks of any size.
+_NUMEL, _CUT = 12_007, 5_003
+_STEPS = 2
+
+
+def try_optimizer(base: torch.optim.Optimizer, partitioned: bool) -> None:
+    """Raise UsageError for an optimizer whose result would depend on the world size, or whose state cannot be cut.
+
+    `partitioned`: it updates slices of flat tensors (ZeRO 1 to 3). Otherwise it has every parameter whole, and only its
+    state is looked at.
+    """
+    kind = type(base)
+    if f"{kind.__module__}.{kind.__qualname__}" in _ELEMENTWISE:
+        return
+    if partitioned:
+        refuse_whole_tensor(kind.__name__)
+    try:
+        # DeepSpeed's flats require gradients; what is done here must not draw from the run's random streams.
+        with torch.random.fork_rng(devices=[]):
+            equal = _trial(base, partitioned)
+    except UsageError:
+        raise
+    except Exception as error:
+        if not partitioned:
+            # It may want sparse gradients. State that cannot be carried is then refused at the first snapshot.
+            return
+        raise UsageError(
+            f"optimizer {kind.__name__} could not be tried on a toy tensor ({type(error).__name__}: {error}), so "
+            "whether its result depends on the world size is unknown; use AdamW or another optimizer of torch.optim"
+        ) from error
+    if not equal:
+        why = "a step on a toy tensor gave another result when the tensor was cut in two"
+        raise refused(kind.__name__, why)
+
+
+def _trial(base: torch.optim.Optimizer, partitioned: bool) -> bool:
+    if not partitioned:
+        _stepped(base, slice(None), flat=False)
+        return True
+    whole = _stepped(base, slice(None))
+    parts = [_stepped(base, part) for part in (slice(None, _CUT), slice(_CUT, None))]
+    for number, tensor in enumerate(whole):
+        if not torch.allclose(tensor, torch.cat([part[number] for part in parts]), rtol=1e-5, atol=1e-7):
+            return False
+    return True
+
+
+def _stepped(base: torch.optim.Optimizer, part: slice, flat: bool = True) -> list[torch.Tensor]:
+    """One toy tensor per parameter group after two steps of a copy of `base`, cut to `part`."""
+    toy, tensors = _copy(base, part, flat)
+    before = [tensor.detach().clone() for tensor in tensors]
+    for step in range(_STEPS):
+        for number, tensor in enumerate(tensors):
+            gradient = _values(tensor, 1 + step + number, part) if flat else torch.ones_like(tensor)
+            tensor.grad = gradient
+        # By the class: a scheduler's wrapper around the instance's own step would step the original.
+        type(toy).step(toy)
+    if any(torch.equal(tensor, was) for tensor, was in zip(tensors, before, strict=True)):
+        raise RuntimeError("its step changed nothing")
+    for tensor in tensors:
+        _check_state(toy, tensor)
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def _copy(base: torch.optim.Optimizer, part: slice, flat: bool) -> tuple[torch.optim.Optimizer, list[torch.Tensor]]:
+    """A copy of `base` that holds a toy tensor in place of each group's first parameter, and nothing of the others.
+
+    Whatever in it refers to a parameter (a wrapped optimizer, a list of its own) refers to the toy afterwards.
+    """
+    memo: dict[int, Any] = {}
+    tensors = []
+    for number, group in enumerate(base.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            toy = _toy(parameter, number, part, flat) if place == 0 else parameter.detach().new_zeros(1)
+            memo[id(parameter)] = toy.requires_grad_(True)
+            if place == 0:
+                tensors.append(toy)
+            for value in (base.state.get(parameter) or {}).values():
+                if isinstance(value, torch.Tensor) and value.numel() == parameter.numel():
+                    # Made before the first step (torch's Adagrad): all elements alike.
+                    start = value.reshape(-1)[:1] if value.numel() else value.new_zeros(1)
+                    memo[id(value)] = start.detach().clone().expand(toy.shape).contiguous()
+    twin = _twin(base, memo)
+    for group, tensor in zip(twin.param_groups, tensors, strict=True):
+        group["params"] = [tensor]
+    return twin, tensors
+
+
+def _twin(base: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:
+    """Not `deepcopy(base)`: torch's optimizers copy their groups and state only, and lose what a subclass adds."""
+    kind = type(base)
+    twin = memo[id(base)] = kind.__new__(kind)
+    for value in vars(base).values():
+        if isinstance(value, torch.optim.Optimizer) and id(value) not in memo:
+            _twin(value, memo)
+    for name, value in vars(base).items():
+        # Hooks belong to the engine that holds the original, a wrapper around `step` to a scheduler.
+        if name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            vars(twin)[name] = OrderedDict()
+        elif name != "step":
+            vars(twin)[name] = copy.deepcopy(value, memo)
+    for group in twin.param_groups:
+        if "lr" in group:
+            # A schedule may begin at zero, where every step is equal to every other.
+            group["lr"] = group["lr"].fill_(0.01) if isinstance(group["lr"], torch.Tensor) else 0.01
+    return twin
+
+
+def _toy(parameter: torch.Tensor, number: int, part: slice, flat: bool) -> torch.Tensor:
+    if flat:
+        return _values(parameter, 100 + number, part)
+    shape = [min(size, 128) for size in parameter.shape]
+    return torch.linspace(0.1, 1.0, math.prod(shape), dtype=parameter.dtype, device=parameter.device).view(shape)
+
+
+def _values(like: torch.Tensor, seed: int, part: slice) -> torch.Tensor:
+    """Larger in the second half than in the first, so that no statistic over a half equals that over the whole."""
+    values = torch.randn(_NUMEL, generator=torch.Generator().manual_seed(seed))
+    values[_CUT:] *= 7.0
+    return values[part].to(dtype=like.dtype, device=like.device)
+
+
+def _check_state(toy: torch.optim.Optimizer, tensor: torch.Tensor) -> None:
+    for key, value in toy.state.get(tensor, {}).items():
+        if isinstance(value, torch.Tensor):
+            kept = value.numel() in (1, tensor.numel())
+        else:
+            kept = value is None or isinstance(value, (bool, int, float, str))
+        if not kept:
+            raise UsageError(not_elementwise(toy, tensor.numel(), str(key), value))

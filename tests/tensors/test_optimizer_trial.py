@@ -1,0 +1,142 @@
+"""Optimizers whose result would depend on where ZeRO cuts: refused at the start, by name or by a trial."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+
+from elastic.core.errors import UsageError
+from elastic.engines.optimizer_trial import try_optimizer
+
+Parameters = Iterable[torch.nn.Parameter]
+
+
+class Plain(torch.optim.Optimizer):
+    """Elementwise, with momentum, and a list of parameters of its own, as fused optimizers keep one."""
+
+    def __init__(self, params: Parameters, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        self.mine = [p for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in self.mine:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                state.setdefault("momentum", torch.zeros_like(p)).mul_(0.9).add_(p.grad)
+                state["step"] = state.get("step", 0) + 1
+                p.sub_(state["momentum"] * group["lr"])
+
+
+class ByNorm(Plain):
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad * group["lr"] * p.norm() / p.grad.norm())
+
+
+class Noisy(Plain):
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(torch.randn_like(p) * group["lr"])
+
+
+class InBlocks(Plain):
+    """As 8-bit optimizers do: one scale for each 256 values, from 4,096 values on."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        super().step()
+        for p, state in self.state.items():
+            if p.numel() >= 4096:
+                state["scales"] = torch.ones(math.ceil(p.numel() / 256))
+
+
+class Wrapped(Plain):
+    """An optimizer around another, as Lookahead is."""
+
+    def __init__(self, params: Parameters, lr: float = 0.1) -> None:
+        parameters = list(params)
+        super().__init__(parameters, lr)
+        self.inner = Plain(parameters, lr)
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        self.inner.step()
+
+
+class Stuck(Plain):
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        raise RuntimeError("needs a device")
+
+
+def _flats(*sizes: int) -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.arange(size, dtype=torch.float32)) for size in sizes]
+
+
+def Lamb(params: Parameters) -> torch.optim.Optimizer:
+    return type("Lamb", (Plain,), {})(params)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (Lamb, "optimizer Lamb cannot be used with ZeRO stages 1 to 3 here: its step is scaled by the norm"),
+        (torch.optim.Adafactor, "Adafactor cannot be used with ZeRO stages 1 to 3 here: it factors each matrix"),
+        (ByNorm, "ByNorm cannot be used.*gave another result when the tensor was cut in two.*use AdamW"),
+        (Noisy, "Noisy cannot be used.*gave another result when the tensor was cut in two"),
+        (InBlocks, "InBlocks keeps 'scales' as 47 elements for a tensor of 12007 elements"),
+        (Stuck, r"Stuck could not be tried on a toy tensor \(RuntimeError: needs a device\)"),
+    ],
+)
+def test_what_looks_at_a_whole_tensor_is_refused_where_tensors_are_cut(make: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        try_optimizer(make(_flats(64)), partitioned=True)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Plain,
+        Wrapped,
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+        # A subclass is not taken on trust, nor an optimizer that begins at a learning rate of zero.
+        lambda p: type("MyAdam", (torch.optim.AdamW,), {})(p, lr=0.0),
+        lambda p: type("MyAdagrad", (torch.optim.Adagrad,), {})(p, initial_accumulator_value=0.1),
+        lambda p: type("MyTensorLr", (torch.optim.Adam,), {})(p, lr=torch.tensor(0.0)),
+    ],
+)
+def test_what_updates_every_weight_by_itself_is_taken_and_left_as_it_was(make: Any) -> None:
+    flats = _flats(64, 7)
+    optimizer = make(
+        [{"params": flats[:1]}, {"params": flats[1:], "weight_decay": 0.1}] if make is not Wrapped else flats
+    )
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    hooked = []
+    optimizer.register_step_pre_hook(lambda *_: hooked.append(1))
+    before = (torch.get_rng_state(), [p.detach().clone() for p in flats], str(optimizer.state_dict()))
+    try_optimizer(optimizer, partitioned=True)
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert all(torch.equal(p, was) for p, was in zip(flats, before[1], strict=True))
+    assert all(p.grad is None for p in flats)
+    assert str(optimizer.state_dict()) == before[2]
+    assert hooked == []
+    assert scheduler.optimizer is optimizer
+
+
+def test_whole_tensors_may_be_looked_at_in_stage_0_where_nothing_is_cut() -> None:
+    matrices = [torch.nn.Parameter(torch.ones(8, 4))]
+    for make in (ByNorm, Lamb, Noisy, Stuck):
+        try_optimizer(make(matrices), partitioned=False)
+    with pytest.raises(UsageError, match="Adafactor keeps 'row_var' as 8 elements for a tensor of 32 elements"):
+        try_optimizer(torch.optim.Adafactor(matrices), partitioned=False)
