@@ -199,6 +199,11 @@ class RunSettings:
     deepspeed_config: Mapping[str, Json] | None = None
     storage_url: str = "./runs"
 
+    def __post_init__(self) -> None:
+        refused = refused_resources(self.resources_per_worker)
+        if refused is not None:
+            raise UsageError(refused)
+
     def to_json(self) -> dict[str, Json]:
         """Plain JSON types; `from_json` of it is equal to self."""
         return dataclasses.asdict(self)
@@ -222,6 +227,19 @@ class RunSettings:
 
 # Old field -> present one: the `job.json` of a run outlives the release that wrote it.
 _RENAMED = {"memory": "snapshots"}
+
+
+def refused_resources(resources_per_worker: Mapping[str, float]) -> str | None:
+    """Why a worker cannot have these Ray resources, as a sentence; None if it can."""
+    gpus = resources_per_worker.get("GPU", 0)
+    if gpus in (0, 1):
+        return None
+    why = "two ranks would share one device" if gpus < 1 else "a rank uses one device, the others would be idle"
+    return (
+        f"resources_per_worker.GPU is {gpus:g}, but must be 0 or 1: {why}; for several GPUs of one node use "
+        "workers_per_slot"
+    )
+
 
 _T = TypeVar("_T")
 

@@ -97,10 +97,10 @@ def test_a_run_starts_with_what_there_is_grows_as_nodes_arrive_and_gives_up_its_
 
 def test_what_no_node_type_offers_is_refused_with_what_is_short(cloud: AutoscaledCluster, tmp_path: Path) -> None:
     run = Run(
-        cloud, tmp_path, run_id="never", resources={"CPU": 1.0, "GPU": 8.0}, scaling=ScalingSettings(1, 2)
+        cloud, tmp_path, run_id="never", resources={"CPU": 1.0, "TPU": 8.0}, scaling=ScalingSettings(1, 2)
     ).start()
     result = run.ended("no-capacity")
-    assert "a worker wants GPU: 8, which no node has" in result["reason"]
+    assert "a worker wants TPU: 8, which no node has" in result["reason"]
     assert result["reason"].endswith("and no node type of the autoscaler offers more")
 
 

@@ -27,7 +27,8 @@ pytestmark = pytest.mark.ray
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[LocalCluster]:
     """Two nodes with one logical GPU each, and room for more workers than that."""
-    yield from harness.module_cluster(2, cpus_per_node=2, gpus_per_node=1)
+    environment = {"DS_ACCELERATOR": "cpu"}
+    yield from harness.module_cluster(2, cpus_per_node=2, gpus_per_node=1, environment=environment)
 
 
 def test_a_gpu_is_what_a_worker_needs_of_a_node(cluster: LocalCluster, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from elastic.runtime.messages import Item, NodeFacts, Reply
 from elastic.runtime.node.heartbeats import HeartbeatSender
 from elastic.runtime.train_function import Entry
 from elastic.runtime.worker import codec
+from elastic.runtime.worker.device import check_device, look
 from elastic.runtime.worker.logs import log_file, redirect
 from elastic.runtime.worker.outbox import Outbox
 
@@ -87,7 +88,10 @@ class WorkerActor:
     # --- called by the controller ---
 
     def prepare(self, node: NodeFacts) -> dict[str, Any]:
-        """Import everything, load the user's function, start the heart. Raises UsageError for a bad entry point.
+        """Import everything, load the user's function, start heartbeats.
+
+        Raises UsageError for a bad entry point; UsageError or RuntimeError where torch does not use the GPU that Ray
+        reserves.
 
         Asked once more by a controller that was restarted meanwhile: the answer is that of the first time.
         """
@@ -100,7 +104,8 @@ class WorkerActor:
         self._node = node
         if self._entry.keep_prints:
             redirect(log_file(self._settings.storage_url, self._settings.run_id, self._worker))
-        if not ray.get_gpu_ids():
+        gpus = ray.get_gpu_ids()
+        if not gpus:
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         address = _address()
         if address.startswith("127."):
@@ -117,6 +122,9 @@ class WorkerActor:
         # DeepSpeed calls what torch has renamed, at every step; nobody who trains can do anything about it.
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
         self._import()
+        if gpus:
+            node_id = ray.get_runtime_context().get_node_id()
+            check_device(gpus, look(), os.environ, f"{node_id[:8]} ({address})")
         self._function = self._entry.load()
         threading.Thread(target=self._train, name="elastic-training", daemon=True).start()
         return {"pid": os.getpid(), "host": address}

@@ -18,6 +18,7 @@ from elastic.core.settings import (
     SinkSettings,
     SnapshotSettings,
     StragglerSettings,
+    refused_resources,
 )
 from elastic.entrypoint import parse_entry_point
 from elastic_jobs.job_file import kubernetes_section
@@ -175,6 +176,13 @@ class JobSpec(BaseModel):
             raise ValueError(
                 f"min_workers ({low}) and max_workers ({high}) must be multiples of workers_per_slot ({slot})"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _one_device(self) -> JobSpec:
+        refused = refused_resources(self.resources_per_worker)
+        if refused is not None:
+            raise ValueError(refused)
         return self
 
     @model_validator(mode="after")

@@ -104,6 +104,8 @@ def test_deepspeed_config_may_be_a_file_beside_the_job(tmp_path: Path) -> None:
         ("global_batch: 2\nmicro_batch: 4\n", "micro_batch (4) is above global_batch (2)"),
         ("max_steps: 1\nepochs: 1\n", "max_steps and epochs are both given; a run has one end"),
         ("workers_per_slot: 3\n", "must be multiples of workers_per_slot (3)"),
+        ("resources_per_worker: {GPU: 0.5}\n", "GPU is 0.5, but must be 0 or 1: two ranks would share one device"),
+        ("resources_per_worker: {GPU: 2}\n", "GPU is 2, but must be 0 or 1: a rank uses one device"),
         ("seed: yes\n", "line 3: 'seed' should be a valid integer, but is True"),
         ("max_steps: many\n", "line 3: 'max_steps' should be a valid integer, but is 'many'"),
         ("failures: {heartbeat_s: 0}\n", "'failures.heartbeat_s' should be greater than 0, but is 0"),

@@ -1,0 +1,66 @@
+"""Check that the device that Ray reserves for a worker is the one that torch and DeepSpeed use in its process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from elastic.core.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What this process has. `built_for` is the accelerator that torch was built for ("cuda"; None: a CPU build).
+
+    `devices` counts those that torch finds, `used` is DeepSpeed's choice ("cpu", "cuda", ...).
+    """
+
+    torch: str
+    built_for: str | None
+    devices: int
+    used: str
+
+
+def look() -> Seen:
+    """Imports torch and DeepSpeed, and initialises neither the device nor a context on it."""
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    built_for = torch.accelerator.current_accelerator()
+    return Seen(
+        torch=str(torch.__version__),
+        built_for=None if built_for is None else built_for.type,
+        devices=torch.accelerator.device_count(),
+        used=str(get_accelerator().device_name()),
+    )
+
+
+def check_device(given: Sequence[int | str], seen: Seen, environment: Mapping[str, str], node: str) -> None:
+    """`given` are the ids of the GPUs that Ray reserves for this worker, `node` names its node.
+
+    Raises UsageError where no node of this environment could do it, and RuntimeError where another node may: the slot
+    is then tried again and given back. DS_ACCELERATOR=cpu in the environment allows training on the CPU of a GPU node.
+    """
+    if not given or environment.get("DS_ACCELERATOR") == "cpu":
+        return
+    reserved = f"Ray reserves GPU {', '.join(map(str, given))} of node {node} for this worker"
+    if seen.built_for is None:
+        raise UsageError(
+            f"{reserved}, but torch {seen.torch} is a build without GPU support: install the CUDA build of torch on "
+            "all nodes, or leave GPU out of resources_per_worker, or set DS_ACCELERATOR=cpu to train on the CPU"
+        )
+    if seen.devices == 0:
+        raise RuntimeError(
+            f"{reserved}, but torch {seen.torch} finds no {seen.built_for} device there: look at the driver "
+            "(nvidia-smi) and at CUDA_VISIBLE_DEVICES"
+        )
+    if seen.devices != len(given):
+        raise UsageError(
+            f"{reserved}, but torch sees {seen.devices} devices, so workers of one node would share the first: unset "
+            "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES, so that each worker sees its own device only"
+        )
+    if seen.used == "cpu":
+        raise RuntimeError(
+            f"{reserved}, and torch {seen.torch} finds it, but DeepSpeed would train on the CPU: look at its warnings "
+            "in the worker's log"
+        )

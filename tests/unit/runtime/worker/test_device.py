@@ -1,0 +1,56 @@
+"""A GPU that Ray reserves and torch does not use is refused by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from elastic.core.errors import UsageError
+from elastic.core.settings import RunSettings
+from elastic.runtime.worker.device import Seen, check_device
+
+GOOD = Seen(torch="2.13.0+cu130", built_for="cuda", devices=1, used="cuda")
+
+
+def check(seen: Seen, given: tuple[int, ...] = (3,), accelerator: str | None = None) -> None:
+    environment = {} if accelerator is None else {"DS_ACCELERATOR": accelerator}
+    check_device(given, seen, environment, "ab12 (10.0.0.7)")
+
+
+def test_a_device_that_all_three_agree_on_is_taken() -> None:
+    check(GOOD)
+    check(Seen("2.13.0+cpu", None, 0, "cpu"), given=())
+    # The user has asked for the CPU: logical GPUs, as in tests.
+    check(Seen("2.13.0+cpu", None, 0, "cpu"), accelerator="cpu")
+
+
+def test_a_cpu_build_of_torch_on_a_gpu_is_refused_naming_both() -> None:
+    with pytest.raises(UsageError, match=r"Ray reserves GPU 3 of node ab12 \(10\.0\.0\.7\).* torch 2\.13\.0\+cpu is a"):
+        check(Seen("2.13.0+cpu", None, 0, "cpu"))
+
+
+@pytest.mark.parametrize(
+    ("seen", "words"),
+    [
+        (replace(GOOD, devices=0, used="cpu"), "finds no cuda device there: look at the driver"),
+        (replace(GOOD, used="cpu"), "DeepSpeed would train on the CPU"),
+    ],
+)
+def test_what_is_wrong_on_one_node_only_is_an_error_of_that_node(seen: Seen, words: str) -> None:
+    """Another node may do it: no UsageError, which would end the run."""
+    with pytest.raises(RuntimeError, match=words):
+        check(seen)
+
+
+def test_two_workers_that_would_share_the_first_device_are_refused() -> None:
+    with pytest.raises(UsageError, match="torch sees 8 devices"):
+        check(replace(GOOD, devices=8))
+
+
+@pytest.mark.parametrize(("gpus", "why"), [(0.5, "share one device"), (2, "would be idle")])
+def test_a_worker_has_one_whole_gpu_or_none(gpus: float, why: str) -> None:
+    for good in (0, 1, 1.0):
+        RunSettings("run", resources_per_worker={"CPU": 1, "GPU": good})
+    with pytest.raises(UsageError, match=rf"resources_per_worker\.GPU is {gpus:g}, but must be 0 or 1.*{why}"):
+        RunSettings("run", resources_per_worker={"GPU": gpus})
