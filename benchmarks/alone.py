@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from benchmarks.children import ROOT
-from elastic.checkpoint.memory.snapshot_client import NodeMemory
+from elastic.checkpoint.memory.snapshot_client import SnapshotClient
 from elastic.checkpoint.memory.source import Holder, MemorySource
 from elastic.checkpoint.snapshot import ShardSnapshot
 from elastic.checkpoint.source import CheckpointSource
@@ -42,7 +42,7 @@ class MemoryNode:
         )
         place = self._hear()
         self._holder = Holder((place["address"][0], place["address"][1]), place["local_name"])
-        self.memory = NodeMemory(place["local_name"], self._token)
+        self.memory = SnapshotClient(place["local_name"], self._token)
 
     def newest(self) -> tuple[str, Manifest]:
         """The id of the newest snapshot and its manifest. RuntimeError where there is none."""
@@ -59,10 +59,10 @@ class MemoryNode:
 
     def _hear(self) -> Any:
         assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
+        key = self._process.stdout.readline()
+        if not key:
             raise RuntimeError(f"the process of the node's memory ended with {self._process.wait(_END_LIMIT_S)}")
-        return json.loads(line)
+        return json.loads(key)
 
     def __enter__(self) -> MemoryNode:
         return self
@@ -94,7 +94,7 @@ class AloneCoordinator(LocalCoordinator):
         assert self._manifest is not None
         return self._node.source(self._manifest)
 
-    def memory(self) -> NodeMemory | None:
+    def memory(self) -> SnapshotClient | None:
         return None if self._node is None else self._node.memory
 
     def boundary(self, step: int) -> Stop | None:

@@ -10,14 +10,14 @@ import json
 import sys
 import time
 
-from elastic.checkpoint.memory.server.snapshot_server import MemoryServer
+from elastic.checkpoint.memory.server.snapshot_server import SnapshotServer
 from elastic.core.checkpoint import manifest_json
 from elastic.core.checkpoint.assembly import assemble
 from elastic.core.checkpoint.snapshots import snapshot_id
 
 
 def main(token: str, run_id: str) -> None:
-    server = MemoryServer(bytes.fromhex(token), "127.0.0.1")
+    server = SnapshotServer(bytes.fromhex(token), "127.0.0.1")
     _say({"address": server.address, "local_name": server.local_name})
     for _ in sys.stdin:
         held = max(server.held(), default=None)

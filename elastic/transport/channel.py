@@ -110,7 +110,7 @@ class Channel:
         # The last bytes are waited for by themselves: fewer than are asked for would never wake anybody.
         patient = sum(map(len, pending)) - _WAKE_BYTES
         if patient >= _WAKE_BYTES and self._sock.family != socket.AF_UNIX:
-            first, pending = parted(pending, patient)
+            first, pending = split_views(pending, patient)
             self._wake_after(_WAKE_BYTES)
             self._fill(first)
             self._wake_after(1)
@@ -122,7 +122,7 @@ class Channel:
                 count = self._sock.recvmsg_into(pending[:MAX_PARTS], 0, socket.MSG_WAITALL)[0]
                 if not count:
                     raise ConnectionError("the connection was closed")
-                pending = parted(pending, count)[1]
+                pending = split_views(pending, count)[1]
 
     def _wake_after(self, count: int) -> None:
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
@@ -155,7 +155,7 @@ class Channel:
         self._sock.close()
 
 
-def parted(views: Sequence[memoryview], count: int) -> tuple[list[memoryview], list[memoryview]]:
+def split_views(views: Sequence[memoryview], count: int) -> tuple[list[memoryview], list[memoryview]]:
     """The first `count` bytes of all views, and the others."""
     for number, view in enumerate(views):
         if count < len(view):

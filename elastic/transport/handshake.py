@@ -18,7 +18,7 @@ Address = tuple[str, int]
 TOKEN_BYTES = 32
 CONNECT_LIMIT_S = 5.0
 
-_MAGIC = b"elastic-memory-1"
+_MAGIC = b"elastic-memory-2"
 _NONCE_BYTES = 32
 _MAC_BYTES = 32
 _SOCKET_BUFFER_BYTES = 4 << 20

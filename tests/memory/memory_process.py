@@ -11,12 +11,12 @@ import sys
 import memory_samples as samples
 from memory_samples import TOKEN
 
-from elastic.checkpoint.memory.snapshot_client import NodeMemory
+from elastic.checkpoint.memory.snapshot_client import SnapshotClient
 
 
 def worker(local_name: str, host: str, port: str, numel: str) -> None:
     record = samples.template(0, 1, numel=int(numel))
-    memory = NodeMemory(local_name, TOKEN)
+    memory = SnapshotClient(local_name, TOKEN)
     memory.open(record, record.bytes, [(host, int(port))] if host else [])
     samples.take(memory, record, 1)
     say("taken")

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from elastic.checkpoint.memory.server.snapshot_server import MemoryServer
-from elastic.checkpoint.memory.snapshot_client import NodeMemory
+from elastic.checkpoint.memory.server.snapshot_server import SnapshotServer
+from elastic.checkpoint.memory.snapshot_client import SnapshotClient
 from elastic.core.checkpoint.manifest import ShardRecord, StoredTensor
 from elastic.core.checkpoint.snapshots import Held
 from elastic.core.names import shard_file
@@ -49,13 +49,13 @@ def tensors(record: ShardRecord, step: int) -> dict[str, torch.Tensor]:
     return {t.key: raw[t.begin : t.begin + t.numel * 4].view(torch.float32) for t in record.tensors}
 
 
-def snap(memory: NodeMemory, record: ShardRecord, step: int) -> None:
+def snap(memory: SnapshotClient, record: ShardRecord, step: int) -> None:
     view = memory.segment()
     view[:] = memoryview(content(record, step))
     memory.commit(step, {"cursor": step} if record.rank == 0 else None)
 
 
-def take(memory: NodeMemory, record: ShardRecord, step: int) -> None:
+def take(memory: SnapshotClient, record: ShardRecord, step: int) -> None:
     """A snapshot that counts."""
     snap(memory, record, step)
     assert memory.wait_complete(step, 30), memory.failed()
@@ -81,5 +81,5 @@ def full_record(record: ShardRecord, step: int) -> ShardRecord:
     )
 
 
-def server(limit_bytes: int | None = None) -> MemoryServer:
-    return MemoryServer(TOKEN, "127.0.0.1", limit_bytes=limit_bytes)
+def server(limit_bytes: int | None = None) -> SnapshotServer:
+    return SnapshotServer(TOKEN, "127.0.0.1", limit_bytes=limit_bytes)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elastic.checkpoint.memory.server.snapshot_server import MemoryServer
+from elastic.checkpoint.memory.server.snapshot_server import SnapshotServer
 from elastic.core.run.state import Slot, SlotPhase
 from elastic.runtime.controller.senses import agent_links as module
 from elastic.runtime.controller.senses.agent_links import AgentLinks
@@ -44,7 +44,7 @@ def connections() -> Iterator[Connections]:
 
 def test_an_agent_that_ends_is_told_once(connections: Connections) -> None:
     async def story() -> list[int]:
-        server, dead = MemoryServer(TOKEN, "127.0.0.1"), []
+        server, dead = SnapshotServer(TOKEN, "127.0.0.1"), []
         gone = asyncio.Event()
         links = AgentLinks(TOKEN, lambda: SLOTS, lambda lost: (dead.append(lost.slot), gone.set()))
         links.watch("n", server.address)
@@ -60,7 +60,7 @@ def test_an_agent_that_ends_is_told_once(connections: Connections) -> None:
 
 def test_what_becomes_of_a_node_that_was_given_back_is_no_news(connections: Connections) -> None:
     async def story() -> list[int]:
-        server, dead = MemoryServer(TOKEN, "127.0.0.1"), []
+        server, dead = SnapshotServer(TOKEN, "127.0.0.1"), []
         slots = dict(SLOTS)
         links = AgentLinks(TOKEN, lambda: slots, lambda lost: dead.append(lost.slot))
         links.watch("n", server.address)

@@ -14,8 +14,8 @@ import pytest
 from memory_proxy import Proxy
 from memory_samples import TOKEN, held, snap, take, template
 
-from elastic.checkpoint.memory.server.snapshot_server import MemoryServer
-from elastic.checkpoint.memory.snapshot_client import NodeMemory
+from elastic.checkpoint.memory.server.snapshot_server import SnapshotServer
+from elastic.checkpoint.memory.snapshot_client import SnapshotClient
 from elastic.core.errors import StorageError
 
 NUMEL = 200_000  # 1.6 MB of two kinds: more than what lies in socket buffers of the proxy
@@ -65,7 +65,7 @@ def test_a_worker_killed_in_the_middle_of_its_copy(stack: ExitStack) -> None:
     assert node.record(held(SHARD, 1)) == samples.full_record(SHARD, 1)
     # A new worker of a new generation goes on with the same server.
     after = template(0, 1, 2, NUMEL)
-    with closing(NodeMemory(node.local_name, TOKEN)) as memory:
+    with closing(SnapshotClient(node.local_name, TOKEN)) as memory:
         memory.open(after, after.bytes, [], base=(1, 1))
         take(memory, after, 2)
         assert node.held() == (held(after, 2),)
@@ -88,7 +88,7 @@ def test_a_worker_killed_while_its_snapshot_is_sent(stack: ExitStack) -> None:
     assert other.record(held(SHARD, 2, replica=True)) == samples.full_record(SHARD, 2)
 
 
-def wait_for_senders(node: MemoryServer) -> None:
+def wait_for_senders(node: SnapshotServer) -> None:
     """They go on without their worker and end with its last snapshot."""
     for replication in node._replications:
         assert replication.join(30)
@@ -99,7 +99,7 @@ def test_a_server_killed_while_it_sends(stack: ExitStack) -> None:
     proxy = stack.enter_context(closing(Proxy(other.address, pass_bytes=SHARD.bytes * 3 // 2)))
     node = process(stack, "server")
     _, local_name = hear(node).split()
-    memory = stack.enter_context(closing(NodeMemory(local_name, TOKEN)))
+    memory = stack.enter_context(closing(SnapshotClient(local_name, TOKEN)))
     memory.open(SHARD, SHARD.bytes, [proxy.address])
     take(memory, SHARD, 1)
     snap(memory, SHARD, 2)
@@ -120,7 +120,7 @@ def test_a_server_killed_while_it_receives(stack: ExitStack) -> None:
     other = process(stack, "server")
     port, _ = hear(other).split()
     proxy = stack.enter_context(closing(Proxy(("127.0.0.1", int(port)), pass_bytes=SHARD.bytes * 3 // 2)))
-    memory = stack.enter_context(closing(NodeMemory(node.local_name, TOKEN)))
+    memory = stack.enter_context(closing(SnapshotClient(node.local_name, TOKEN)))
     memory.open(SHARD, SHARD.bytes, [proxy.address])
     take(memory, SHARD, 1)
     snap(memory, SHARD, 2)
@@ -128,7 +128,7 @@ def test_a_server_killed_while_it_receives(stack: ExitStack) -> None:
     kill(other)
     proxy.go.set()
     with memory._changed:
-        assert memory._changed.wait_for(lambda: memory._progress.get("failed"), 30)
+        assert memory._changed.wait_for(lambda: memory._progress and memory._progress.failed, 30)
     assert_names_the_holder(memory)
     assert memory.complete() == 1
     assert set(node.held()) == {held(SHARD, 1), held(SHARD, 2)}
@@ -140,7 +140,7 @@ def test_a_server_killed_while_it_receives(stack: ExitStack) -> None:
     assert third.held() == (held(after, 3, replica=True),)
 
 
-def assert_names_the_holder(memory: NodeMemory) -> None:
+def assert_names_the_holder(memory: SnapshotClient) -> None:
     failed = memory.failed()
     assert failed is not None
     assert failed.startswith("127.0.0.1:")
@@ -151,7 +151,7 @@ def test_an_answer_that_was_lost_is_not_a_snapshot_that_was_lost(stack: ExitStac
     node, other = (stack.enter_context(closing(samples.server())) for _ in range(2))
     # Greeting 48, proof 32, and six for each "{}": all but the last one, which says that every byte has come.
     proxy = stack.enter_context(closing(Proxy(other.address, answer_bytes=48 + 32 + 6 + 6)))
-    memory = stack.enter_context(closing(NodeMemory(node.local_name, TOKEN)))
+    memory = stack.enter_context(closing(SnapshotClient(node.local_name, TOKEN)))
     memory.open(SHARD, SHARD.bytes, [proxy.address])
     take(memory, SHARD, 1)
     assert other.stats()["received_bytes"] == SHARD.bytes

@@ -21,8 +21,8 @@ from test_segments_server import used
 from elastic.checkpoint.memory.records import template_to_json
 from elastic.checkpoint.memory.server import parity
 from elastic.checkpoint.memory.server.parity_blocks import CHUNK_BYTES, chunk_hash
-from elastic.checkpoint.memory.server.snapshot_server import MemoryServer
-from elastic.checkpoint.memory.snapshot_client import NodeMemory
+from elastic.checkpoint.memory.server.snapshot_server import SnapshotServer
+from elastic.checkpoint.memory.snapshot_client import SnapshotClient
 from elastic.checkpoint.memory.source import Holder, MemorySource
 from elastic.checkpoint.source import ReadRange
 from elastic.core.checkpoint.assembly import assemble
@@ -41,12 +41,12 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-def server(stack: ExitStack, limit_bytes: int | None = None) -> MemoryServer:
+def server(stack: ExitStack, limit_bytes: int | None = None) -> SnapshotServer:
     return stack.enter_context(closing(samples.server(limit_bytes)))
 
 
-def worker(stack: ExitStack, local_name: str) -> NodeMemory:
-    return stack.enter_context(closing(NodeMemory(local_name, TOKEN)))
+def worker(stack: ExitStack, local_name: str) -> SnapshotClient:
+    return stack.enter_context(closing(SnapshotClient(local_name, TOKEN)))
 
 
 def shards(generation: int = 1, numels: tuple[int, ...] = (1000, 1000, 1000)) -> list[ShardRecord]:
@@ -162,11 +162,11 @@ class Turns:
     """Somebody else's turn: not free for so many waits, in each of which so many bytes of work are done."""
 
     def __init__(self, stripe: Stripe, waits: int, nbytes: int) -> None:
-        self._pace, self._waits, self._bytes = stripe.holder._shelf.pace, waits, nbytes
+        self._work, self._waits, self._bytes = stripe.holder._pool.work, waits, nbytes
 
     def acquire(self, timeout: float) -> bool:
         self._waits -= 1
-        self._pace.add(self._bytes)
+        self._work.add(self._bytes)
         return self._waits < 0
 
     def release(self) -> None:
@@ -178,7 +178,7 @@ def test_who_comes_second_waits_for_as_long_as_the_first_goes_on(stack: ExitStac
     stripe.take(1)
     parity_of: Any = stripe.holder._parity
     parity_of._rebuilding = Turns(stripe, 1000, 0)
-    with pytest.raises(StorageError, match=r"made of parity has stood still for 30 s \(rank 1, step 1"):
+    with pytest.raises(StorageError, match=r"from parity has made no progress for 30 s \(rank 1, step 1"):
         stripe.assert_made(1, 1)
     parity_of._rebuilding = Turns(stripe, 1000, 1)
     stripe.assert_made(1, 1)
@@ -189,10 +189,10 @@ def test_the_work_on_shards_is_told_as_it_goes_on(stack: ExitStack) -> None:
     stripe.take(1)
     nbytes = stripe.records[1].bytes
     made = stripe.holder.rebuild(made_of(stripe.records, 1, 1), stripe.sources(1))
-    assert stripe.holder.pace() == 3 * nbytes, "two were read, one was hashed"
+    assert stripe.holder.worked_bytes() == 3 * nbytes, "two were read, one was hashed"
     stripe.holder.record(made)
     # Without the padding, which the digests do not look at.
-    assert stripe.holder.pace() == 5 * nbytes - 2 * 3 * 4
+    assert stripe.holder.worked_bytes() == 5 * nbytes - 2 * 3 * 4
 
 
 def test_a_share_goes_on_where_its_connection_broke(stack: ExitStack) -> None:
@@ -264,7 +264,7 @@ def test_the_holder_killed_while_shares_come(stack: ExitStack) -> None:
     proxy.go.set()
     late = next(memory for memory in stripe.workers if memory.complete() == 1)
     with late._changed:
-        assert late._changed.wait_for(lambda: late._progress.get("failed"), 60)
+        assert late._changed.wait_for(lambda: late._progress and late._progress.failed, 60)
     assert "takes no parity of rank" in (late.failed() or "")
     # Every rank has its own: with all of them there, parity is not needed.
     found = recoverable({str(at): node.held() for at, node in enumerate(stripe.nodes)})
@@ -279,7 +279,7 @@ def test_two_shards_of_one_stripe_are_more_than_parity_makes_good(stack: ExitSta
     stripe = Stripe(stack, shards())
     stripe.take(1)
     assert recoverable({"0": stripe.nodes[0].held(), "3": stripe.holder.held()}) == ()
-    with pytest.raises(IntegrityError, match=r"nobody is known to hold the shards of ranks \[2\] \(rank 1, step 1"):
+    with pytest.raises(IntegrityError, match=r"no node is known to hold the shards of ranks \[2\] \(rank 1, step 1"):
         stripe.holder.rebuild(made_of(stripe.records, 1, 1), {0: stripe.nodes[0].address})
     gone = stripe.nodes[2].address
     stripe.nodes[2].close()
@@ -291,9 +291,9 @@ def test_two_shards_of_one_stripe_are_more_than_parity_makes_good(stack: ExitSta
     assert stripe.holder.stats()["replica_bytes"] == 0
 
 
-def assert_no_stray_memory(node: MemoryServer) -> None:
-    with node._shelf.changed:
-        assert node._shelf._segments.keys() == node._shelf.books.copies.keys()
+def assert_no_stray_memory(node: SnapshotServer) -> None:
+    with node._pool.changed:
+        assert node._pool._segments.keys() == node._pool.table.buffers.keys()
 
 
 @pytest.mark.parametrize("where", ["parity", "other"])
@@ -301,14 +301,14 @@ def test_changed_bytes_are_refused(stack: ExitStack, where: str) -> None:
     stripe = Stripe(stack, shards())
     stripe.take(1)
     if where == "parity":
-        copy = stripe.holder._shelf.find(1, 1, 0, True, STRIPE)
-        with stripe.holder._shelf.segment(copy.id).map() as view:
+        buffer = stripe.holder._pool.find(1, 1, 0, True, STRIPE)
+        with stripe.holder._pool.segment(buffer.id).map() as view:
             view[17] ^= 1
-        stripe.holder._shelf.let_go(copy)
+        stripe.holder._pool.release(buffer)
     else:
-        with stripe.nodes[2]._store.reading(1, 1, 2) as reading, reading.segment.map() as view:
+        with stripe.nodes[2]._shards.reading(1, 1, 2) as reading, reading.segment.map() as view:
             view[17] ^= 1
-    with pytest.raises(IntegrityError, match=r"made of parity is not what its rank had sent \(rank 0, step 1"):
+    with pytest.raises(IntegrityError, match=r"does not match the hash of its rank \(rank 0, step 1"):
         stripe.holder.rebuild(made_of(stripe.records, 0, 1), stripe.sources(0))
     assert stripe.holder.stats()["replica_bytes"] == 0
 
@@ -321,12 +321,12 @@ def test_bytes_that_changed_on_their_way_are_not_xored_in(stack: ExitStack) -> N
     def share(rank: int, found: bytes, last: str) -> None:
         with closing(connect(node.address, TOKEN)) as channel:
             sent = template_to_json(records[rank])
-            channel.ask({"do": "stripe", "ranks": [*STRIPE], "template": sent, "base": None})
+            channel.ask({"do": "open_parity", "ranks": [*STRIPE], "template": sent, "base": None})
             opened.wait(30)
-            answer = channel.ask({"do": "share", "step": 1, "client": None, "mark": None})
-            assert answer == {"begin": 0}
+            answer = channel.ask({"do": "share", "step": 1, "extra_state": None, "settled": None})
+            assert answer == {"have": False, "begin": 0}
             channel.send_bytes(found + data[rank].tobytes())
-            channel.ask({"xxh3": last})
+            channel.ask({"do": "hash", "xxh3": last})
 
     opened = threading.Barrier(3)
     hashes = [chunk_hash(memoryview(part)) for part in data]
@@ -341,10 +341,10 @@ def test_bytes_that_changed_on_their_way_are_not_xored_in(stack: ExitStack) -> N
     assert node.held() == ()
     opened = threading.Barrier(1)
     share(0, hashes[0], wholes[0])
-    copy = node._shelf.find(1, 1, 0, True, STRIPE)
-    with node._shelf.segment(copy.id).map() as view:
+    buffer = node._pool.find(1, 1, 0, True, STRIPE)
+    with node._pool.segment(buffer.id).map() as view:
         assert np.array_equal(np.frombuffer(view, np.uint8), data[0] ^ data[1] ^ data[2])
-    node._shelf.let_go(copy)
+    node._pool.release(buffer)
 
 
 def test_a_shard_that_is_not_what_its_rank_says_makes_the_parity_void(stack: ExitStack) -> None:
@@ -352,16 +352,16 @@ def test_a_shard_that_is_not_what_its_rank_says_makes_the_parity_void(stack: Exi
     records = shards()
     channels = [stack.enter_context(closing(connect(node.address, TOKEN))) for _ in records]
     for channel, record in zip(channels, records, strict=True):
-        channel.ask({"do": "stripe", "ranks": [*STRIPE], "template": template_to_json(record), "base": None})
+        channel.ask({"do": "open_parity", "ranks": [*STRIPE], "template": template_to_json(record), "base": None})
     for rank, channel in enumerate(channels):
         data = samples.content(records[rank], 1)
-        channel.ask({"do": "share", "step": 1, "client": None, "mark": None})
+        channel.ask({"do": "share", "step": 1, "extra_state": None, "settled": None})
         channel.send_bytes(chunk_hash(memoryview(data)) + data.tobytes())
         if rank < 2:
-            channel.ask({"xxh3": xxhash.xxh3_64(data).hexdigest()})
+            channel.ask({"do": "hash", "xxh3": xxhash.xxh3_64(data).hexdigest()})
         else:
             with pytest.raises(IntegrityError, match="its stripe has no parity of this step"):
-                channel.ask({"xxh3": "0" * 16})
+                channel.ask({"do": "hash", "xxh3": "0" * 16})
     assert node.held() == ()
 
 
@@ -379,8 +379,8 @@ def test_who_is_first_waits_for_the_sizes_of_the_others(stack: ExitStack, monkey
     first.open(record, record.bytes, [stripe.holder.address], None, STRIPE)
     snap(first, record, 2)
     with first._changed:
-        assert first._changed.wait_for(lambda: first._progress.get("failed"), 30)
-    assert "parity of step 2 cannot be begun: the shards of ranks 1, 2 are not known yet" in (first.failed() or "")
+        assert first._changed.wait_for(lambda: first._progress and first._progress.failed, 30)
+    assert "parity of step 2 cannot start: the shards of ranks 1, 2 are not known yet" in (first.failed() or "")
 
 
 def test_memory_for_parity_is_asked_for_at_the_start(stack: ExitStack) -> None:
@@ -389,34 +389,34 @@ def test_memory_for_parity_is_asked_for_at_the_start(stack: ExitStack) -> None:
     memory = worker(stack, node.local_name)
     memory.open(record, record.bytes, [holder.address], None, STRIPE)
     with memory._changed:
-        assert memory._changed.wait_for(lambda: memory._progress.get("failed"), 30)
+        assert memory._changed.wait_for(lambda: memory._progress and memory._progress.failed, 30)
     assert "snapshots of parity of ranks 0, 1, 2 need 3 x 0.00 GiB in this node's memory" in (memory.failed() or "")
     assert holder.stats()["lines"] == 0
-    holder._shelf.limit_bytes = 3 * record.bytes
+    holder._pool.limit_bytes = 3 * record.bytes
     with memory._changed:
-        assert memory._changed.wait_for(lambda: not memory._progress.get("failed"), 30)
+        assert memory._changed.wait_for(lambda: memory._progress and not memory._progress.failed, 30)
     # A longer one does not fit, and does not turn out the one that does.
     longer = template(1, 3, numel=2000)
     other = worker(stack, server(stack).local_name)
     other.open(longer, longer.bytes, [holder.address], None, STRIPE)
     with other._changed:
-        assert other._changed.wait_for(lambda: other._progress.get("failed"), 30)
-    line = next(iter(holder._shelf.books.lines))
-    assert holder._shelf.books.unknown(line) == [1, 2]
+        assert other._changed.wait_for(lambda: other._progress and other._progress.failed, 30)
+    key = next(iter(holder._pool.table.shards))
+    assert holder._pool.table.unknown(key) == [1, 2]
 
 
 def test_a_stripe_must_make_sense(stack: ExitStack) -> None:
     node = server(stack)
     with closing(connect(node.address, TOKEN)) as channel:
         for ranks in ([], [0], [1, 2], [0, 3]):
-            with pytest.raises(IntegrityError, match="is no stripe of which this rank could be a part"):
+            with pytest.raises(IntegrityError, match="is not a valid stripe that contains this rank"):
                 channel.ask(
-                    {"do": "stripe", "ranks": ranks, "template": template_to_json(template(0, 3)), "base": None}
+                    {"do": "open_parity", "ranks": ranks, "template": template_to_json(template(0, 3)), "base": None}
                 )
-        with pytest.raises(IntegrityError, match="before it was said which one it is"):
-            channel.ask({"do": "share", "step": 1, "client": None, "mark": None})
+        with pytest.raises(IntegrityError, match="before its shard was opened"):
+            channel.ask({"do": "share", "step": 1, "extra_state": None, "settled": None})
     memory = worker(stack, node.local_name)
-    with pytest.raises(UsageError, match="but 5 were asked for"):
+    with pytest.raises(UsageError, match="but 5 were requested"):
         memory.open(template(0, 3), 5, [node.address], None, STRIPE)
 
 

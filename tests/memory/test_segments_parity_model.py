@@ -13,11 +13,11 @@ import pytest
 import xxhash
 
 from elastic.checkpoint.memory.server import parity as parity_module
-from elastic.checkpoint.memory.server.node_shards import Store
+from elastic.checkpoint.memory.server.node_shards import NodeShards
 from elastic.checkpoint.memory.server.parity import Contribution, Parity
 from elastic.checkpoint.memory.server.parity_blocks import chunk_hash
-from elastic.checkpoint.memory.server.segment_pool import Shelf
-from elastic.checkpoint.memory.shard_buffers import Line, Mark
+from elastic.checkpoint.memory.server.segment_pool import SegmentPool
+from elastic.checkpoint.memory.shard_buffers import ShardKey, SnapshotRef
 from elastic.core.checkpoint.manifest import ShardRecord
 from elastic.core.checkpoint.parity import Stripe, place_parity
 from elastic.core.checkpoint.snapshots import Held, recoverable
@@ -28,9 +28,9 @@ LIMIT_BYTES = 1 << 20
 
 class Node:
     def __init__(self, cluster: Cluster) -> None:
-        self.shelf = Shelf(LIMIT_BYTES)
-        self.store = Store(self.shelf)
-        self.parity = Parity(self.shelf, cluster.read)
+        self.pool = SegmentPool(LIMIT_BYTES)
+        self.shards = NodeShards(self.pool)
+        self.parity = Parity(self.pool, cluster.read)
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Rank:
     node: int
     template: ShardRecord
     stripe: Stripe
-    line: Line | None = None  # at the holder
+    key: ShardKey | None = None  # at the holder
     step: int = 0
     writing: tuple[int, int] | None = None  # step, number of the copy
     sending: AbstractContextManager[Contribution | None] | None = None
@@ -57,7 +57,7 @@ class Cluster:
         self.nodes = {at: Node(self) for at in range(self.chance.randrange(3, 7))}
         self.width = self.chance.randrange(2, 5)
         self.generation, self.losses, self.made = 0, 0, 0
-        self.settled: Mark | None = None
+        self.settled: SnapshotRef | None = None
         self.ranks: list[Rank] = []
         self.templates: dict[tuple[int, int], ShardRecord] = {}
         self.next_node = len(self.nodes)
@@ -66,9 +66,9 @@ class Cluster:
     def close(self) -> None:
         self.stop_sending()
         for node in self.nodes.values():
-            node.shelf.close(0)
+            node.pool.close(0)
 
-    def begin_generation(self, base: Mark | None) -> None:
+    def begin_generation(self, base: SnapshotRef | None) -> None:
         self.generation += 1
         each = self.chance.randrange(1, 3)
         names = [str(at) for at in self.nodes for _ in range(each)]
@@ -78,16 +78,16 @@ class Cluster:
             template = samples.template(number, len(names), self.generation, self.chance.randrange(1, 9))
             self.templates[self.generation, number] = template
             self.ranks.append(Rank(int(name), template, stripe))
-        told = base if self.chance.random() < 0.7 else None
+        on_change = base if self.chance.random() < 0.7 else None
         for number in self.chance.sample(range(len(names)), len(names)):
             rank = self.ranks[number]
-            self.nodes[rank.node].store.open(own(rank.template), rank.template, told)
+            self.nodes[rank.node].shards.open(own(rank.template), rank.template, on_change)
             holder = self.nodes[int(rank.stripe.holder)]
             if len(rank.stripe.ranks) > 1:
-                rank.line = holder.parity.open(rank.stripe.ranks, rank.template, told)
+                rank.key = holder.parity.open(rank.stripe.ranks, rank.template, on_change)
             else:
-                rank.line = Line(self.generation, number, replica=True)
-                holder.store.open(rank.line, rank.template, told)
+                rank.key = ShardKey(self.generation, number, replica=True)
+                holder.shards.open(rank.key, rank.template, on_change)
 
     def act(self) -> None:
         rank = self.chance.choice(self.ranks)
@@ -97,7 +97,7 @@ class Cluster:
             case 2 | 3 | 4 | 5 if rank.complete < rank.step:
                 self.send(rank)
             case 6 if self.settled is not None and self.settled[0] == self.generation:
-                self.nodes[rank.node].shelf.settle(self.settled)
+                self.nodes[rank.node].pool.settle(self.settled)
             case 7 if self.chance.random() < 0.1:
                 self.lose_a_node()
         step = min(rank.complete for rank in self.ranks)
@@ -106,29 +106,29 @@ class Cluster:
 
     def write(self, rank: Rank) -> None:
         """The worker copies its state and commits it, unless it has not heard that its last one counts."""
-        store, line = self.nodes[rank.node].store, own(rank.template)
+        shards, key = self.nodes[rank.node].shards, own(rank.template)
         try:
-            with store.writing(line) as (number, segment), segment.map() as view:
+            with shards.writing(key) as (number, segment), segment.map() as view:
                 view[:] = memoryview(samples.content(rank.template, rank.step + 1))
         except IntegrityError:
             return
         rank.step += 1
-        store.commit(line, number, rank.step, {"of": rank.step})
+        shards.commit(key, number, rank.step, {"of": rank.step})
 
     def send(self, rank: Rank) -> None:
         """A piece of the share, or a break of the connection, or the end."""
-        assert rank.line is not None
-        store, holder = self.nodes[rank.node].store, self.nodes[int(rank.stripe.holder)]
+        assert rank.key is not None
+        shards, holder = self.nodes[rank.node].shards, self.nodes[int(rank.stripe.holder)]
         data = memoryview(samples.content(rank.template, rank.step))
-        if not rank.line.stripe:
-            holder.shelf.settle(store.mark)
-            with holder.store.receiving(rank.line) as receiving:
+        if not rank.key.stripe:
+            holder.pool.settle(shards.settled)
+            with holder.shards.receiving(rank.key) as receiving:
                 receiving.view[:] = data
-                holder.store.finish(receiving, rank.step, {"of": rank.step}, "")
+                holder.shards.finish(receiving, rank.step, {"of": rank.step}, "")
             rank.complete = rank.step
         elif rank.sending is None:
-            holder.shelf.settle(store.mark)
-            sending = holder.parity.contributing(rank.line, rank.template.rank, rank.step, {"of": rank.step})
+            holder.pool.settle(shards.settled)
+            sending = holder.parity.contributing(rank.key, rank.template.rank, rank.step, {"of": rank.step})
             rank.sending, rank.share = sending, sending.__enter__()
             assert rank.share is not None
             rank.at = rank.share.begin
@@ -155,14 +155,14 @@ class Cluster:
             self.stop(rank)
 
     def read(self, source: tuple[str, int], held: Held, length: int) -> Iterator[memoryview]:
-        store = self.nodes[source[1]].store
-        with store.reading(held.generation, held.step, held.rank) as reading, reading.segment.map() as view:
+        shards = self.nodes[source[1]].shards
+        with shards.reading(held.generation, held.step, held.rank) as reading, reading.segment.map() as view:
             for at in range(0, length, 16):
                 with view[at : min(at + 16, length)] as piece:
                     yield piece
 
     def held(self, without: int | None = None) -> dict[str, tuple[Held, ...]]:
-        return {str(at): node.shelf.held() for at, node in self.nodes.items() if at != without}
+        return {str(at): node.pool.held() for at, node in self.nodes.items() if at != without}
 
     def check(self) -> None:
         """Whichever node goes now: what has settled is there, or newer."""
@@ -176,7 +176,7 @@ class Cluster:
         """Everything that can be put together is what was written, shards that are made of parity too."""
         self.stop_sending()
         lost = self.chance.choice(list(self.nodes))
-        self.nodes.pop(lost).shelf.close(0)
+        self.nodes.pop(lost).pool.close(0)
         self.losses += 1
         found = recoverable(self.held())
         for snapshot in found:
@@ -195,7 +195,7 @@ class Cluster:
     def look(self, generation: int, step: int, number: int, at: int, holders: tuple[str, ...]) -> None:
         node = self.nodes[at]
         held = min(
-            (h for h in node.shelf.held() if (h.generation, h.step, h.rank) == (generation, step, number)),
+            (h for h in node.pool.held() if (h.generation, h.step, h.rank) == (generation, step, number)),
             key=lambda h: (bool(h.stripe), h.replica),
         )
         if held.stripe:
@@ -204,15 +204,15 @@ class Cluster:
                 held, stripe=()
             )
         template = self.templates[generation, number]
-        with node.store.reading(generation, step, number) as reading, reading.segment.map() as view:
+        with node.shards.reading(generation, step, number) as reading, reading.segment.map() as view:
             assert np.array_equal(np.frombuffer(view, np.uint8), samples.content(template, step))
             assert reading.content.client == {"of": step}
-        record = node.store.record(replace(held, stripe=()), digests=True)
+        record = node.shards.record(replace(held, stripe=()), digests=True)
         assert record.digests == samples.full_record(template, step).digests
 
 
-def own(template: ShardRecord) -> Line:
-    return Line(template.generation, template.rank, replica=False)
+def own(template: ShardRecord) -> ShardKey:
+    return ShardKey(template.generation, template.rank, replica=False)
 
 
 def test_any_one_node_may_be_lost_at_any_moment() -> None:
@@ -241,13 +241,13 @@ class Holder:
 
     def __init__(self, during: Callable[[], None] = lambda: None) -> None:
         self.during = during
-        self.shelf = Shelf(LIMIT_BYTES)
-        self.parity = Parity(self.shelf, self.read)
+        self.pool = SegmentPool(LIMIT_BYTES)
+        self.parity = Parity(self.pool, self.read)
         self.records = [samples.template(rank, 2) for rank in range(2)]
-        (self.line,) = {self.parity.open((0, 1), record) for record in self.records}
+        (self.key,) = {self.parity.open((0, 1), record) for record in self.records}
 
     def share(self, rank: int, step: int) -> AbstractContextManager[Contribution | None]:
-        return self.parity.contributing(self.line, rank, step, None)
+        return self.parity.contributing(self.key, rank, step, None)
 
     def take(self, step: int, ranks: tuple[int, ...] = (0, 1)) -> None:
         for rank in ranks:
@@ -269,7 +269,7 @@ class Holder:
 def holder() -> Iterator[Holder]:
     holder = Holder()
     yield holder
-    holder.shelf.close(0)
+    holder.pool.close(0)
 
 
 def test_a_connection_that_was_replaced_adds_nothing_more(holder: Holder) -> None:
@@ -281,20 +281,22 @@ def test_a_connection_that_was_replaced_adds_nothing_more(holder: Holder) -> Non
         with holder.share(0, 1) as new:
             assert new is not None
             assert new.begin == 100
-            with pytest.raises(ConnectionError, match="another connection goes on"):
+            with pytest.raises(ConnectionError, match="this connection was replaced"):
                 old.add(second, chunk_hash(second))
-            with pytest.raises(ConnectionError, match="another connection goes on"):
+            with pytest.raises(ConnectionError, match="this connection was replaced"):
                 old.end("")
             new.add(second, chunk_hash(second))
             new.end(xxhash.xxh3_64(data).hexdigest())
         with holder.share(0, 1) as late:
             assert late is not None
             assert late.done
-            with pytest.raises(ConnectionError, match="more than all bytes"):
+            with pytest.raises(ConnectionError, match="more bytes arrived than"):
                 late.add(first, chunk_hash(first))
     holder.take(1, (1,))
     made = holder.parity.rebuild(Held(1, 1, 0, 2, True, (0, 1)), {1: ("", 1)})
-    assert Store(holder.shelf).record(made, digests=True).digests == samples.full_record(holder.records[0], 1).digests
+    assert (
+        NodeShards(holder.pool).record(made, digests=True).digests == samples.full_record(holder.records[0], 1).digests
+    )
 
 
 def test_a_newer_step_takes_the_place_of_one_that_never_became_whole(
@@ -304,34 +306,34 @@ def test_a_newer_step_takes_the_place_of_one_that_never_became_whole(
     data = holder.data(0, 1)
     with holder.share(0, 1) as old:
         assert old is not None
-        with pytest.raises(StorageError, match="parity of step 2 cannot be begun: its memory is in use"):
+        with pytest.raises(StorageError, match="parity of step 2 cannot start: its memory is in use"):
             holder.share(1, 2).__enter__()
-        with pytest.raises(ConnectionError, match="or nobody does"):
+        with pytest.raises(ConnectionError, match="was cancelled"):
             old.add(data, chunk_hash(data))
     holder.take(2)
     with pytest.raises(IntegrityError, match="no new snapshot"):
         holder.take(1)
-    assert {item.step for item in holder.shelf.held()} == {2}
+    assert {item.step for item in holder.pool.held()} == {2}
 
 
 def test_an_older_step_is_not_begun_beside_a_newer_one(holder: Holder) -> None:
-    with holder.share(0, 2), pytest.raises(IntegrityError, match="of step 2 is put together here, not of step 1"):
+    with holder.share(0, 2), pytest.raises(IntegrityError, match="of step 2 is being assembled here, and step 1"):
         holder.share(1, 1).__enter__()
 
 
 def test_parity_that_is_given_up_while_it_is_used_makes_nothing(holder: Holder) -> None:
     holder.take(1)
     newer = samples.template(0, 1, 2)
-    holder.during = lambda: Store(holder.shelf).open(Line(2, 0, False), newer, base=(1, 0))
-    with pytest.raises(IntegrityError, match="was given up while it was used"):
+    holder.during = lambda: NodeShards(holder.pool).open(ShardKey(2, 0, False), newer, base=(1, 0))
+    with pytest.raises(IntegrityError, match="was dropped while it was used"):
         holder.parity.rebuild(Held(1, 1, 0, 2, True, (0, 1)), {1: ("", 1)})
-    assert holder.shelf.held() == ()
-    assert holder.shelf.stats()["segments"] == 0
+    assert holder.pool.held() == ()
+    assert holder.pool.stats()["segments"] == 0
 
 
 def test_a_holder_without_the_memory_for_one_more_shard_says_so(holder: Holder) -> None:
     holder.take(1)
-    holder.shelf.limit_bytes = holder.records[0].bytes
-    with pytest.raises(StorageError, match=r"of which 0\.00 GiB can be had.*rank 0, step 1"):
+    holder.pool.limit_bytes = holder.records[0].bytes
+    with pytest.raises(StorageError, match=r"of which 0\.00 GiB are available.*rank 0, step 1"):
         holder.parity.rebuild(Held(1, 1, 0, 2, True, (0, 1)), {1: ("", 1)})
-    assert holder.shelf.stats()["segments"] == 1
+    assert holder.pool.stats()["segments"] == 1

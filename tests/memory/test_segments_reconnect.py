@@ -11,11 +11,11 @@ from memory_proxy import Proxy
 from memory_samples import TOKEN, held, snap, take, template
 from test_segments_kills import hear, kill, process
 
-from elastic.checkpoint.memory.server.sessions import LocalSession
-from elastic.checkpoint.memory.server.snapshot_server import MemoryServer
-from elastic.checkpoint.memory.snapshot_client import NodeMemory
+from elastic.checkpoint.memory.messages import BeginSnapshot, CommitSnapshot, OpenShard, SettleSnapshot, WorkerRequest
+from elastic.checkpoint.memory.server.sessions import WorkerSession
+from elastic.checkpoint.memory.server.snapshot_server import SnapshotServer
+from elastic.checkpoint.memory.snapshot_client import SnapshotClient
 from elastic.core.errors import StorageError
-from elastic.transport.channel import Message
 
 NUMEL = 200_000  # 1.6 MB of two kinds: more than what lies in socket buffers of the proxy
 SHARD = template(0, 1, numel=NUMEL)
@@ -27,15 +27,15 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-def server(stack: ExitStack) -> MemoryServer:
+def server(stack: ExitStack) -> SnapshotServer:
     return stack.enter_context(closing(samples.server()))
 
 
-def worker(stack: ExitStack, local_name: str) -> NodeMemory:
-    return stack.enter_context(closing(NodeMemory(local_name, TOKEN)))
+def worker(stack: ExitStack, local_name: str) -> SnapshotClient:
+    return stack.enter_context(closing(SnapshotClient(local_name, TOKEN)))
 
 
-def cut(memory: NodeMemory) -> None:
+def cut(memory: SnapshotClient) -> None:
     """Its connection breaks; returns when the next one is there, or will not be."""
     link = memory._link
     link._channel.shut()
@@ -98,20 +98,22 @@ def test_a_replica_that_was_under_way_arrives(stack: ExitStack) -> None:
     take(memory, SHARD, 3)
 
 
-@pytest.mark.parametrize("lost", ["open", "begin", "commit", "settled"])
-def test_an_answer_that_was_lost_changes_nothing(stack: ExitStack, monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
+@pytest.mark.parametrize("lost", [OpenShard, BeginSnapshot, CommitSnapshot, SettleSnapshot])
+def test_an_answer_that_was_lost_changes_nothing(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch, lost: type[WorkerRequest]
+) -> None:
     node, other = server(stack), server(stack)
     memory = worker(stack, node.local_name)
-    handle, losses = LocalSession._handle, 1
+    handle, losses = WorkerSession._handle, 1
 
-    def answered(self: LocalSession, message: Message) -> None:
+    def answered(self: WorkerSession, request: WorkerRequest) -> None:
         nonlocal losses
-        if message["do"] == lost and losses:
+        if isinstance(request, lost) and losses:
             losses -= 1
             monkeypatch.setattr(self, "_answer", lambda *_: self._channel.shut())
-        handle(self, message)
+        handle(self, request)
 
-    monkeypatch.setattr(LocalSession, "_handle", answered)
+    monkeypatch.setattr(WorkerSession, "_handle", answered)
     memory.open(SHARD, SHARD.bytes, [other.address])
     for step in (1, 2, 3):
         take(memory, SHARD, step)
@@ -129,7 +131,7 @@ def test_a_connection_that_breaks_again_and_again_is_given_up_until_the_next_gen
     memory.open(SHARD, SHARD.bytes, [])
     take(memory, SHARD, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(LocalSession, "_handle", lambda self, message: self._channel.shut())
+        patch.setattr(WorkerSession, "_handle", lambda self, message: self._channel.shut())
         with pytest.raises(StorageError, match="could not be connected anew"):
             memory.segment()
         assert "cannot be reached" in (memory.failed() or "")

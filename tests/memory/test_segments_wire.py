@@ -14,15 +14,34 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import replace
+from typing import Any, get_args
 
 import memory_samples as samples
 import pytest
 from memory_samples import TOKEN, held, snap, take, template
 
+from elastic.checkpoint.memory.messages import (
+    BeginSnapshot,
+    CommitSnapshot,
+    LeaseShard,
+    OpenParity,
+    OpenReplica,
+    OpenShard,
+    PeerRequest,
+    PushReplica,
+    PushShare,
+    ReadShard,
+    Request,
+    SettleSnapshot,
+    WorkerRequest,
+    peer_request,
+    request_to_json,
+    worker_request,
+)
 from elastic.checkpoint.memory.records import template_from_json, template_to_json
 from elastic.checkpoint.memory.server import snapshot_server as server_module
-from elastic.checkpoint.memory.server.snapshot_server import MemoryServer
-from elastic.checkpoint.memory.snapshot_client import NodeMemory
+from elastic.checkpoint.memory.server.snapshot_server import SnapshotServer
+from elastic.checkpoint.memory.snapshot_client import SnapshotClient
 from elastic.core.errors import IntegrityError, StorageError, UsageError
 from elastic.transport.channel import Channel
 from elastic.transport.handshake import Refused, admit, connect
@@ -31,7 +50,7 @@ OTHER = bytes(32)
 
 
 @pytest.fixture
-def node() -> Iterator[MemoryServer]:
+def node() -> Iterator[SnapshotServer]:
     with closing(samples.server()) as node:
         yield node
 
@@ -40,12 +59,12 @@ def pair() -> tuple[socket.socket, socket.socket]:
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
 
 
-def test_another_runs_token_is_refused(node: MemoryServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_runs_token_is_refused(node: SnapshotServer, caplog: pytest.LogCaptureFixture) -> None:
     for target in (node.address, node.local_name):
         with pytest.raises(Refused, match="did not accept this run's token"):
             connect(target, OTHER)
     with pytest.raises(StorageError, match="did not accept"):
-        NodeMemory(node.local_name, OTHER)
+        SnapshotClient(node.local_name, OTHER)
     node.close()
     assert caplog.messages.count("a connection was refused: it does not hold this run's token") == 3
     for secret in (TOKEN, OTHER):
@@ -60,7 +79,7 @@ def test_a_server_without_the_token_is_refused() -> None:
         def reflect() -> None:
             near, _ = listener.accept()
             with near, suppress(OSError):
-                near.sendall(b"elastic-memory-1" + bytes(32))
+                near.sendall(b"elastic-memory-2" + bytes(32))
                 near.sendall(near.recv(64, socket.MSG_WAITALL)[32:])
 
         thread = threading.Thread(target=reflect)
@@ -71,7 +90,7 @@ def test_a_server_without_the_token_is_refused() -> None:
 
 
 @pytest.mark.parametrize("rubbish", [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(range(64)), b"\0" * 4096])
-def test_rubbish_does_no_harm(node: MemoryServer, rubbish: bytes) -> None:
+def test_rubbish_does_no_harm(node: SnapshotServer, rubbish: bytes) -> None:
     for family, address in ((socket.AF_INET, node.address), (socket.AF_UNIX, "\0" + node.local_name)):
         with socket.socket(family) as sock:
             sock.connect(address)
@@ -87,7 +106,7 @@ def test_rubbish_does_no_harm(node: MemoryServer, rubbish: bytes) -> None:
     "message",
     [{}, {"do": "open"}, {"do": "push"}, {"do": "read", "generation": "x"}, {"do": "begin"}, {"do": "format"}],
 )
-def test_requests_that_make_no_sense_do_no_harm(node: MemoryServer, message: dict[str, object]) -> None:
+def test_requests_that_make_no_sense_do_no_harm(node: SnapshotServer, message: dict[str, object]) -> None:
     for target in (node.address, node.local_name):
         with closing(connect(target, TOKEN)) as channel:
             channel.send(message)
@@ -97,6 +116,58 @@ def test_requests_that_make_no_sense_do_no_harm(node: MemoryServer, message: dic
                 continue  # it was dropped
             assert "error" in answer.get("answer", answer)
     assert_serves(node)
+
+
+REQUESTS = [
+    OpenShard(replace(template(0), step=0), (("10.0.0.1", 5),), (1, 2), (0, 1)),
+    BeginSnapshot(),
+    CommitSnapshot(3, {"loss": [1, 2.5, None]}),
+    SettleSnapshot(3),
+    LeaseShard(1, 2, 0),
+]
+PEER_REQUESTS = [
+    OpenReplica(template(1), None),
+    OpenParity((0, 1), template(1), (1, 2)),
+    PushReplica(4, None, (-1, -1)),
+    PushShare(4, {}, (1, 3)),
+    ReadShard(1, 2, 0, ((0, 8), (16, 4))),
+]
+
+
+def sent(request: Request) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads(json.dumps(request_to_json(request)))
+    return data
+
+
+def test_every_request_arrives_as_it_was_sent() -> None:
+    assert {type(each) for each in REQUESTS} == set(get_args(WorkerRequest)), "a verb without a test"
+    assert {type(each) for each in PEER_REQUESTS} == set(get_args(PeerRequest)), "a verb without a test"
+    for request in REQUESTS:
+        assert worker_request(sent(request)) == request
+    for peer in PEER_REQUESTS:
+        assert peer_request(sent(peer)) == peer
+
+
+@pytest.mark.parametrize("request_", [*REQUESTS, *PEER_REQUESTS], ids=lambda each: each.do)
+def test_a_request_with_other_fields_is_refused(request_: Request) -> None:
+    read: Any = worker_request if request_ in REQUESTS else peer_request
+    data = sent(request_)
+    with pytest.raises(IntegrityError, match="other fields"):
+        read({**data, "extra": 1})
+    for name in data.keys() - {"do"}:
+        with pytest.raises(IntegrityError, match="other fields"):
+            read({key: value for key, value in data.items() if key != name})
+        with pytest.raises(IntegrityError):
+            read({**data, name: "a text where none belongs"})
+    for verb in (None, 1, "format", ["open"]):
+        with pytest.raises(IntegrityError, match="not one that may come here"):
+            read({**data, "do": verb})
+
+
+@pytest.mark.parametrize("step", [-1, True, 1.0, "1", None, [1]])
+def test_a_number_that_is_not_one_is_refused(step: object) -> None:
+    with pytest.raises(IntegrityError, match="malformed"):
+        worker_request({"do": "settle", "step": step})
 
 
 def test_a_length_that_nobody_sends_is_refused() -> None:
@@ -195,11 +266,11 @@ def test_a_peer_that_says_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_another_user_is_refused(
-    node: MemoryServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    node: SnapshotServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(server_module, "_user_of", lambda sock: os.geteuid() + 1)
     with pytest.raises(StorageError):
-        NodeMemory(node.local_name, TOKEN)
+        SnapshotClient(node.local_name, TOKEN)
     node.close()
     assert f"a connection was refused: it belongs to user {os.geteuid() + 1}" in caplog.messages
 
@@ -212,12 +283,12 @@ def test_the_kernel_says_who_is_there() -> None:
 
 def test_a_token_has_its_length() -> None:
     with pytest.raises(UsageError, match="16 bytes, not 32"):
-        MemoryServer(bytes(16), "127.0.0.1")
+        SnapshotServer(bytes(16), "127.0.0.1")
 
 
-def test_a_reader_cannot_write(node: MemoryServer) -> None:
+def test_a_reader_cannot_write(node: SnapshotServer) -> None:
     record = template(0, 1)
-    with closing(NodeMemory(node.local_name, TOKEN)) as memory, closing(connect(node.local_name, TOKEN)) as channel:
+    with closing(SnapshotClient(node.local_name, TOKEN)) as memory, closing(connect(node.local_name, TOKEN)) as channel:
         memory.open(record, record.bytes, [])
         take(memory, record, 1)
         channel.send({"do": "lease", "generation": 1, "step": 1, "rank": 0})
@@ -233,9 +304,9 @@ def test_a_reader_cannot_write(node: MemoryServer) -> None:
     assert node.held() == (held(record, 1),)
 
 
-def assert_serves(node: MemoryServer) -> None:
+def assert_serves(node: SnapshotServer) -> None:
     record = template(0, 1)
-    with closing(NodeMemory(node.local_name, TOKEN)) as memory:
+    with closing(SnapshotClient(node.local_name, TOKEN)) as memory:
         memory.open(record, record.bytes, [])
         snap(memory, record, 1)
         assert memory.wait_complete(1, 30)
@@ -264,16 +335,16 @@ def test_a_template_that_cannot_be_is_refused(change: dict[str, object]) -> None
         template_from_json([])
 
 
-def test_client_state_must_be_what_json_gives_back(node: MemoryServer) -> None:
+def test_client_state_must_be_what_json_gives_back(node: SnapshotServer) -> None:
     record = template(0, 1)
-    with closing(NodeMemory(node.local_name, TOKEN)) as memory:
+    with closing(SnapshotClient(node.local_name, TOKEN)) as memory:
         memory.open(record, record.bytes, [])
         memory.segment()
-        with pytest.raises(IntegrityError, match="client"):
+        with pytest.raises(IntegrityError, match="extra_state"):
             memory.commit(1, {"loss": object()})
         with pytest.raises(UsageError, match="says 8024 bytes, but 8000"):
             memory.open(record, 8000, [])
-        with pytest.raises(IntegrityError, match="would end behind"):
+        with pytest.raises(IntegrityError, match="ends after"):
             memory.open(replace(record, bytes=8000), 8000, [])
 
 

@@ -1,22 +1,18 @@
 """Snapshots in the memory of nodes.
 
-    worker                      node (agent process)                      another node
-    NodeMemory  --Unix socket-->  MemoryServer: Store, one Sender  --TCP-->  MemoryServer: Store
-      copies into a segment       per node it is kept on                     receives into a segment, or XORs into one
+    worker                          node (agent process)                    another node
+    SnapshotClient --Unix socket--> SnapshotServer: NodeShards, a Sender --TCP--> SnapshotServer: NodeShards, Parity
+      copies into a segment           for each node that keeps its shards           receives into a segment, or XORs
 
-A segment is anonymous memory (memfd) that the server creates and the worker maps, so a worker that dies takes nothing
-along and nothing is left behind in /dev/shm. The server's side imports neither torch nor Ray.
+A segment is anonymous memory (memfd) that the server creates and the worker maps, so that the death of a worker frees
+nothing and nothing is left behind in /dev/shm. The server imports neither torch nor Ray.
 
 | module | what it is |
 |---|---|
-| `books.py`, `lines.py` | which copy may be overwritten, freed or read: pure bookkeeping |
-| `shelf.py`, `pace.py` | the books and the memory they are about, behind one lock; how far work on it has come |
-| `segments.py`, `limits.py` | one piece of memory; how much a node has |
-| `store.py` | whole shards on the shelf: a node's own and replicas |
-| `parity.py`, `blocks.py` | parity on the shelf, and shards made of it; how shares are XORed together |
-| `wire.py`, `channel.py`, `records.py` | how a connection begins; messages and bytes; records as JSON |
-| `sender.py`, `replication.py` | one rank's way to one other node; when its snapshot is complete |
-| `transfer.py` | the bytes of shards on their way between nodes |
-| `server.py`, `sessions.py` | the node's side: sockets and threads; what a connection may ask |
-| `client.py`, `link.py`, `source.py` | the worker's side: writing snapshots, reading them back |
+| `messages.py`, `records.py` | one class per verb, with its JSON form; shard records as JSON |
+| `snapshot_client.py`, `link.py` | the worker's side: writing snapshots, over one connection at a time |
+| `source.py` | reading snapshots back, from the own node or others |
+| `segments.py`, `limits.py` | one segment of memory; how much memory a node has |
+| `shard_buffers.py`, `work_counter.py` | shard keys and buffers; progress of hashing and rebuilding |
+| `server/` | the node's side: see there |
 """

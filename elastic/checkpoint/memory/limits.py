@@ -1,4 +1,4 @@
-"""How much more memory this node can give: what the kernel says is available, or less where a cgroup says so."""
+"""Memory that this node can still provide: what the kernel reports as available, or less under a cgroup limit."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def _meminfo(path: Path) -> int:
     for line in _read(path).splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    raise OSError(f"{path} does not say what memory is available")
+    raise OSError(f"{path} has no line MemAvailable")
 
 
 def _lefts(root: Path, path: str, names: tuple[str, str, str]) -> list[int]:
-    # In a container the path may be that of the host and not exist here; the root is then the container's own group.
+    # In a container the path may be the host's and not exist here; the root is then the container's own group.
     own = root / path.lstrip("/")
     groups = [own, *own.parents]
     groups = groups[: groups.index(root) + 1] if root in groups else [root]
@@ -45,7 +45,7 @@ def _left(group: Path, limit_name: str, usage_name: str, cache_name: str) -> int
     limit, usage = _read(group / limit_name).strip(), _read(group / usage_name).strip()
     if not limit.isdigit() or not usage.isdigit():
         return None  # "max", or no such group
-    # Cached files count as usage but are given up when memory is needed.
+    # Cached files count as usage, but the kernel drops them when memory is needed.
     cache = [line.split()[1] for line in _read(group / "memory.stat").splitlines() if line.split()[:1] == [cache_name]]
     return int(limit) - int(usage) + sum(map(int, cache))
 

@@ -1,13 +1,13 @@
-"""One connection of a worker to its node's server, and the thread that hears what comes over it."""
+"""One connection of a worker to its node's server, and the thread that receives what comes over it."""
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
-from elastic.checkpoint.memory.server.segment_pool import READER_LIMIT_S
+from elastic.checkpoint.memory.messages import READER_LIMIT_S, Progress, Request, from_json, request_to_json
+from elastic.core.errors import IntegrityError
 from elastic.transport.channel import IO_LIMIT_S, Channel, Message
 
 _IDLE_S = 30.0
@@ -18,28 +18,28 @@ Answer = tuple[Message, int | None]
 
 
 class Link:
-    """Of no use any more once `broken` says why. One thread at a time asks.
+    """Unusable once `broken` says why. One thread at a time asks.
 
-    On the thread that listens: `hear` is called with what the server tells by itself, `lost` once, at the end.
+    On the receiving thread, `on_progress` is called with every report of the server, and `on_lost` once, at the end.
     """
 
     def __init__(
-        self, channel: Channel, hear: Callable[[Mapping[str, Any]], None], lost: Callable[[Link], None]
+        self, channel: Channel, on_progress: Callable[[Progress], None], on_lost: Callable[[Link], None]
     ) -> None:
         self.broken: str | None = None
         self._channel = channel
-        self._hear = hear
-        self._lost = lost
+        self._on_progress = on_progress
+        self._on_lost = on_lost
         self._answers: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()
         self._listener = threading.Thread(target=self._listen, name="snapshots in memory", daemon=True)
         self._listener.start()
 
-    def ask(self, message: Message) -> Answer | None:
+    def ask(self, request: Request) -> Answer | None:
         """The answer and the descriptor that came with it; None where the connection broke before they came."""
         if self.broken is not None:
             return None
         try:
-            self._channel.send(message)
+            self._channel.send(request_to_json(request))
             return self._answers.get(timeout=_ANSWER_LIMIT_S)
         except OSError as error:
             self.end(str(error))
@@ -48,16 +48,16 @@ class Link:
         return None
 
     def end(self, reason: str) -> None:
-        """From any thread: whoever waits here stops waiting. The first reason is the one that counts."""
+        """From any thread: threads that wait here stop waiting. The first reason is kept."""
         self.broken = self.broken or reason
         self._channel.shut()
 
-    def release(self) -> None:
-        """From `lost`, when nobody asks."""
+    def close(self) -> None:
+        """From `on_lost`, while no thread asks."""
         self._channel.close()
 
     def join(self) -> None:
-        """After `end`, not from the thread that listens."""
+        """After `end`, not from the receiving thread."""
         self._listener.join(IO_LIMIT_S)
 
     def _listen(self) -> None:
@@ -69,9 +69,9 @@ class Link:
                 if "answer" in message:
                     self._answers.put((message["answer"], fd))
                 else:
-                    self._hear(message["progress"])
-        except (OSError, KeyError) as error:
+                    self._on_progress(from_json(message["progress"], Progress))
+        except (OSError, KeyError, IntegrityError) as error:
             self.end(str(error))
         finally:
             self._answers.put(None)
-        self._lost(self)
+        self._on_lost(self)

@@ -1,4 +1,4 @@
-"""Shard records as JSON, for messages between servers: exact, and read with suspicion."""
+"""Shard records as JSON, for messages between servers: an exact form, checked when it is read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elastic.core.sharding.layout import Chunk, check_rank
 
 
 def template_to_json(record: ShardRecord) -> dict[str, Json]:
-    """What is constant in a generation: no step, no digests, no client state."""
+    """What is constant in a generation: without step, digests and extra state."""
     parameters = record.parameters
     return {
         "rank": record.rank,
@@ -31,23 +31,23 @@ def template_from_json(data: Json) -> ShardRecord:
     """Raises IntegrityError for anything that `template_to_json` would not have written."""
     try:
         record = ShardRecord(
-            rank=_count(data["rank"]),
-            world_size=_count(data["world_size"]),
-            generation=_count(data["generation"]),
+            rank=count(data["rank"]),
+            world_size=count(data["world_size"]),
+            generation=count(data["generation"]),
             step=0,
-            file=check_file(_text(data["file"])),
-            bytes=_count(data["bytes"]),
+            file=check_file(text(data["file"])),
+            bytes=count(data["bytes"]),
             xxh3="",
-            tensors=tuple(StoredTensor(_text(k), _text(d), _count(n), _count(b)) for k, d, n, b in data["tensors"]),
+            tensors=tuple(StoredTensor(text(k), text(d), count(n), count(b)) for k, d, n, b in data["tensors"]),
             chunks=tuple(
-                Chunk(_text(name), _count(start), _count(numel), _text(buffer), _count(offset))
+                Chunk(text(name), count(start), count(numel), text(buffer), count(offset))
                 for name, start, numel, buffer, offset in data["pieces"]
             ),
             digests={},
-            zero_stage=_count(data["zero_stage"]),
+            zero_stage=count(data["zero_stage"]),
             parameters=None
             if data["parameters"] is None
-            else {_text(name): tuple(map(_count, shape)) for name, shape in data["parameters"]},
+            else {text(name): tuple(map(count, shape)) for name, shape in data["parameters"]},
         )
     except (KeyError, TypeError, ValueError) as error:
         raise IntegrityError(f"a shard's record is malformed: {error!r}") from error
@@ -61,25 +61,27 @@ def check_template(record: ShardRecord) -> None:
         if "/" not in tensor.key or tensor.dtype not in ITEM_BYTES:
             raise IntegrityError(f"a shard's record has the tensor {tensor.key!r} of dtype {tensor.dtype!r}")
         if tensor.begin + tensor.numel * ITEM_BYTES[tensor.dtype] > record.bytes:
-            raise IntegrityError(f"tensor {tensor.key!r} would end behind its shard of {record.bytes} bytes")
+            raise IntegrityError(f"tensor {tensor.key!r} ends after its shard of {record.bytes} bytes")
     check_rank(record.layout)
 
 
-def client_state(value: Json) -> dict[str, Json] | None:
-    """Raises IntegrityError when it is neither nothing nor what JSON can carry exactly."""
+def extra_state(value: Json) -> dict[str, Json] | None:
+    """What is not a tensor. Raises IntegrityError unless it is None or an object that JSON carries exactly."""
     if value is not None and not isinstance(value, dict):
-        raise IntegrityError("a snapshot's client state is no JSON object")
-    check_json(value, "client")
+        raise IntegrityError("a snapshot's extra state is not a JSON object")
+    check_json(value, "extra_state")
     return value
 
 
-def _count(value: Any) -> int:
+def count(value: Any) -> int:
+    """Raises ValueError."""
     if type(value) is not int or value < 0:
         raise ValueError(f"{value!r} is not a whole number of at least 0")
     return value
 
 
-def _text(value: Any) -> str:
+def text(value: Any) -> str:
+    """Raises ValueError."""
     if type(value) is not str:
         raise ValueError(f"{value!r} is not text")
     return value

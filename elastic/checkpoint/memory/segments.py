@@ -1,4 +1,4 @@
-"""One piece of anonymous shared memory: made by a node's server, mapped by its workers, gone with its last user."""
+"""One segment of anonymous shared memory: created by a server, mapped by workers, freed with its last user."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _POPULATE_BYTES = 32 << 20
 
 
 class Segment:
-    """`nbytes` of zeroed memory without a name in any file system. Raises OSError when there is none.
+    """`nbytes` of zeroed memory without a name in any file system. Raises OSError when it cannot be allocated.
 
     A memfd and not a file in /dev/shm: it ends with the processes that hold it, however they end, and the size of
     /dev/shm, often 64 MiB in containers, does not bound it.
@@ -21,11 +21,11 @@ class Segment:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self._size = max(1, nbytes)  # an empty mapping is not possible
+        self._size = max(1, nbytes)  # a mapping cannot be empty
         self.fd = os.memfd_create("elastic-snapshot", os.MFD_CLOEXEC)
         try:
             os.ftruncate(self.fd, self._size)
-            # Costs nothing but addresses until it is touched.
+            # Uses only address space until it is touched.
             self._map = map_segment(self.fd, nbytes)
         except OSError:
             os.close(self.fd)
@@ -33,7 +33,7 @@ class Segment:
         self._populated = 0
 
     def map(self) -> memoryview:
-        """The memory as writable bytes. To be released before `close`."""
+        """The memory as writable bytes. Release it before `close`."""
         return memoryview(self._map)[: self.nbytes]
 
     def reader_fd(self) -> int:
@@ -42,34 +42,34 @@ class Segment:
 
     @property
     def rough(self) -> bool:
-        """May some of the pages still have to be provided by the system?"""
+        """True while the system may still have to allocate some of the pages."""
         return self._populated < self._size
 
     def populate(self) -> None:
-        """Have the system provide some more of the pages, so that the first copy need not wait for them."""
+        """Let the system allocate some more of the pages, so that the first copy need not wait for them."""
         begin, self._populated = self._populated, min(self._size, self._populated + _POPULATE_BYTES)
         try:
             os.posix_fallocate(self.fd, begin, self._populated - begin)
         except OSError as error:
             self._populated = self._size
-            logger.warning("memory for a snapshot could not be provided beforehand: %s", error)
+            logger.warning("memory for a snapshot could not be allocated in advance: %s", error)
 
     @property
     def unpopulated_bytes(self) -> int:
-        """What the segment will still take of the node's memory."""
+        """Bytes of the node's memory that the segment has yet to take."""
         return max(0, self._size - os.fstat(self.fd).st_blocks * 512)
 
     def close(self) -> None:
         try:
             self._map.close()
         except BufferError:
-            logger.warning("memory of a snapshot is still looked at and goes when that ends")
+            logger.warning("memory of a snapshot is still mapped and is freed when that ends")
         os.close(self.fd)
 
 
 def map_segment(fd: int, nbytes: int) -> mmap.mmap:
     """A writable mapping; the descriptor may be closed afterwards."""
     mapped = mmap.mmap(fd, max(1, nbytes))
-    # Processes that a data loader forks have no business here, and would keep the memory.
+    # Processes that a data loader forks do not need it, and would keep the memory.
     mapped.madvise(mmap.MADV_DONTFORK)
     return mapped

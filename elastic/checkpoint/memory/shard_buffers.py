@@ -1,4 +1,4 @@
-"""What the books are about: lines, their copies, and what is known of a line as a whole. Plain data."""
+"""The rows of the buffer table: shard keys, their buffers, and what is known of a shard as a whole. Plain data."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from elastic.core.checkpoint.manifest import ShardRecord
 from elastic.core.errors import Where
 
-Mark = tuple[int, int]  # (generation, step), so that marks compare by age
+SnapshotRef = tuple[int, int]  # (generation, step), compares by age
 
 
 @dataclass(frozen=True, order=True)
-class Line:
-    """`stripe`: the line holds the parity of these ranks' shards, and `rank` is the first of them."""
+class ShardKey:
+    """`stripe`: parity of these ranks' shards, of which `rank` is the first."""
 
     generation: int
     rank: int
@@ -23,7 +23,7 @@ class Line:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Whose shards can be had of the line."""
+        """The ranks whose shards can be read or rebuilt from it."""
         return self.stripe or (self.rank,)
 
     @property
@@ -39,37 +39,37 @@ class Line:
 
 
 @dataclass
-class Copy:
-    """`step` is None while the copy is incomplete. A copy with `users` is neither overwritten nor freed.
+class ShardBuffer:
+    """`step` is None while the buffer is incomplete. A buffer with `users` is neither overwritten nor freed.
 
-    `note` is what the owner of the memory knows of its present content.
+    `content` is what the owner of the memory knows of the present bytes.
     """
 
     id: int
-    line: Line
+    key: ShardKey
     step: int | None = None
     users: int = 0
     dropped: bool = False
-    note: Any = None
+    content: Any = None
 
     @property
-    def mark(self) -> Mark | None:
-        return None if self.step is None else (self.line.generation, self.step)
+    def ref(self) -> SnapshotRef | None:
+        return None if self.step is None else (self.key.generation, self.step)
 
 
 @dataclass(frozen=True)
-class Shape:
-    """`templates` are the records of the ranks of the line, as far as they are known."""
+class ShardShape:
+    """`templates` are the records of the ranks, as far as they are known."""
 
     world_size: int
     nbytes: int
     templates: Mapping[int, ShardRecord] = field(default_factory=dict, compare=False)
 
-    def joined(self, other: Shape) -> Shape:
-        """Of a stripe of which one more rank is known: as long as the longest shard."""
+    def joined(self, other: ShardShape) -> ShardShape:
+        """The shape of a stripe once one more rank is known: as long as the longest shard."""
         templates = {**self.templates, **other.templates}
         return replace(other, nbytes=max(self.nbytes, other.nbytes), templates=templates)
 
-    def agrees(self, other: Shape) -> bool:
+    def agrees(self, other: ShardShape) -> bool:
         both = self.templates.keys() & other.templates.keys()
         return self == other and all(self.templates[rank].bytes == other.templates[rank].bytes for rank in both)

@@ -10,17 +10,18 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
+from elastic.checkpoint.memory.messages import Leased, LeaseShard, ReadShard, Release, from_json, request_to_json
 from elastic.checkpoint.reading import Request, requests
 from elastic.checkpoint.source import ReadRange
 from elastic.core.checkpoint.manifest import Manifest
 from elastic.core.errors import IntegrityError, StorageError, Where
-from elastic.transport.channel import MAX_PARTS, Channel, checked, parted
+from elastic.transport.channel import MAX_PARTS, Channel, checked, split_views
 from elastic.transport.handshake import CONNECT_LIMIT_S, Address, connect
 
-# One stream does not fill a fast network; more than that of one holder go over several.
+# One stream does not fill a fast network: more bytes than this from one holder use several streams.
 _STREAM_BYTES = 64 << 20
 _STREAMS = 4
-# How often a read under way asks whether it is still wanted.
+# How often a read calls `check`.
 _LOOK_S = 0.1
 
 
@@ -36,10 +37,10 @@ class Holder:
 
 
 class MemorySource:
-    """`holders[rank]` is where that rank's shard is read from; `manifest` is asked for the manifest of an id.
+    """`holders[rank]` is where that rank's shard is read from; `manifest` returns the manifest of an id.
 
-    A holder counts as gone when no byte has come from it for `timeout_s`; `limit_s` bounds one `read` as a whole, for a
-    holder that hardly moves. `check` is called meanwhile and may raise.
+    A holder counts as gone when no byte has come from it for `timeout_s`; `limit_s` bounds one `read` as a whole, also
+    where a holder delivers very slowly. `check` is called meanwhile and may raise.
     """
 
     name = "memory"
@@ -78,7 +79,7 @@ class MemorySource:
         fetches = [
             _Fetch(self._holder(rank, manifest), self._token, manifest, rank, part)
             for rank, own in by_rank.items()
-            for part in _dealt(own)
+            for part in _split_requests(own)
         ]
         if fetches:
             self._run(fetches)
@@ -96,7 +97,7 @@ class MemorySource:
             try:
                 self._await(futures)
             finally:
-                # Nothing may write into the targets after this returns: the pool is left when all threads have ended.
+                # Leaving the pool waits for all threads: nothing may write into the targets after this returns.
                 for future, fetch in futures.items():
                     if not future.done():
                         future.cancel()
@@ -125,7 +126,7 @@ class _Fetch:
     ) -> None:
         self.holder = holder
         self._token = token
-        self._message = {"generation": manifest.generation, "step": manifest.step, "rank": rank}
+        self._shard = (manifest.generation, manifest.step, rank)
         self.where = Where(rank=rank, step=manifest.step, generation=manifest.generation)
         self._requests = requests
         self._lock = threading.Lock()
@@ -162,23 +163,24 @@ class _Fetch:
                 self._channel.shut()
 
     def _receive(self, channel: Channel) -> None:
-        parts = [(request.begin, request.bytes) for request in self._requests]
-        channel.ask({"do": "read", **self._message, "parts": parts})
+        parts = tuple((request.begin, request.bytes) for request in self._requests)
+        channel.ask(request_to_json(ReadShard(*self._shard, parts)))
         channel.recv_into([view for request in self._requests for view in request.views])
-        channel.ask({"do": "release"})
+        channel.ask(request_to_json(Release()))
 
     def _copy(self, channel: Channel) -> None:
-        channel.send({"do": "lease", **self._message})
+        channel.send(request_to_json(LeaseShard(*self._shard)))
         answer, fd = channel.receive()
-        checked(answer["answer"])
         if fd is None:
+            checked(answer["answer"])
             raise ConnectionError("the server gave no memory to read")
         try:
+            from_json(answer["answer"], Leased)
             for request in self._requests:
                 _read_at(fd, request)
         finally:
             os.close(fd)
-        channel.send({"do": "release"})
+        channel.send(request_to_json(Release()))
         checked(channel.receive()[0]["answer"])
 
 
@@ -188,11 +190,11 @@ def _read_at(fd: int, request: Request) -> None:
         count = os.preadv(fd, pending[:MAX_PARTS], begin)
         if not count:
             raise IntegrityError(f"a shard in memory ends before byte {begin}, which its record says it has")
-        begin, pending = begin + count, parted(pending, count)[1]
+        begin, pending = begin + count, split_views(pending, count)[1]
 
 
-def _dealt(requests: Sequence[Request]) -> list[list[Request]]:
-    """In as many parts as are worth a connection each, of about the same size."""
+def _split_requests(requests: Sequence[Request]) -> list[list[Request]]:
+    """Parts of about the same size, as many as are worth a connection each."""
     count = min(_STREAMS, len(requests), 1 + sum(request.bytes for request in requests) // _STREAM_BYTES)
     parts: list[list[Request]] = [[] for _ in range(count)]
     for number, request in enumerate(requests):

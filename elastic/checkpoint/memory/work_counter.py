@@ -1,4 +1,4 @@
-"""How far the work on a node's shards has come: how long gigabytes may take nobody can say, but that nothing moves."""
+"""Progress of the work on a node's shards: its duration depends on their size, so only standstill is an error."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import threading
 
 import xxhash
 
-# Without a byte of anybody's work having been done for so long, what is waited for counts as standing still. More than
-# a read from another node waits for its next byte, so that its own error is heard first.
-STILL_LIMIT_S = 30.0
-# A part of a second's work.
+# Work that has processed no byte for so long has failed. Longer than the limit of a read from another node, so that the
+# read's own error is reported first.
+NO_PROGRESS_LIMIT_S = 30.0
+# Takes a fraction of a second.
 _CHUNK_BYTES = 64 << 20
 
 
-class Pace:
-    """Thread-safe. `bytes` grows with every piece of work that is done, whosever it is."""
+class WorkCounter:
+    """Thread-safe. `bytes` counts what all threads have processed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -30,11 +30,11 @@ class Pace:
             self._bytes += nbytes
 
 
-def hash_of(data: memoryview, pace: Pace) -> str:
+def xxh3_of(data: memoryview, work: WorkCounter) -> str:
     """The xxh3 of all bytes, as hexadecimal digits."""
     xxh3 = xxhash.xxh3_64()
     for at in range(0, len(data), _CHUNK_BYTES):
         with data[at : at + _CHUNK_BYTES] as chunk:
             xxh3.update(chunk)
-            pace.add(len(chunk))
+            work.add(len(chunk))
     return str(xxh3.hexdigest())

@@ -20,7 +20,7 @@ from typing import Any
 
 import ray
 
-from elastic.checkpoint.memory.server.snapshot_server import MemoryServer
+from elastic.checkpoint.memory.server.snapshot_server import SnapshotServer
 from elastic.core.checkpoint.manifest import ShardRecord
 from elastic.core.checkpoint.snapshots import Held
 from elastic.core.settings import RunSettings
@@ -53,7 +53,7 @@ class AgentActor:
         failures = settings.failures
         self._domain_label = settings.snapshots.domain_label
         self._token = token
-        self._memory = MemoryServer(token, str(ray.util.get_node_ip_address()))  # type: ignore[no-untyped-call]
+        self._memory = SnapshotServer(token, str(ray.util.get_node_ip_address()))  # type: ignore[no-untyped-call]
         self._node = node
         self._failures = failures
         self._controller = controller
@@ -93,7 +93,7 @@ class AgentActor:
 
     async def memory_progress(self) -> int:
         """Grows while `memory_record` is at work for anybody."""
-        return self._memory.pace()
+        return self._memory.worked_bytes()
 
     async def reach(self, others: Mapping[str, Address]) -> tuple[str, ...]:
         """Those of the nodes that cannot be reached from here: no connection, tried twice."""

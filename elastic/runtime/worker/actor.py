@@ -31,7 +31,7 @@ from elastic.runtime.worker.logs import log_file, redirect
 from elastic.runtime.worker.outbox import Outbox
 
 if TYPE_CHECKING:
-    from elastic.checkpoint.memory.snapshot_client import NodeMemory
+    from elastic.checkpoint.memory.snapshot_client import SnapshotClient
     from elastic.checkpoint.source import CheckpointSource
     from elastic.checkpoint.storage import CheckpointStore
     from elastic.checkpoint.writer import BackgroundWriter
@@ -83,7 +83,7 @@ class WorkerActor:
         self._function: Callable[..., Any] | None = None
         self._token = token
         self._node: NodeFacts | None = None
-        self._memory: NodeMemory | None = None
+        self._memory: SnapshotClient | None = None
 
     # --- called by the controller ---
 
@@ -239,11 +239,11 @@ class WorkerActor:
         failures = self._settings.failures
         if self._settings.snapshots.enabled:
             from elastic.checkpoint.memory import source
-            from elastic.checkpoint.memory.snapshot_client import NodeMemory
+            from elastic.checkpoint.memory.snapshot_client import SnapshotClient
 
             assert self._node is not None
             logger.debug("imported %s", source)
-            self._memory = NodeMemory(self._node.memory_name, self._token)
+            self._memory = SnapshotClient(self._node.memory_name, self._token)
         self._store = CheckpointStore(
             self._settings.checkpoint.url, self._settings.run_id, timeout_s=failures.storage_timeout_s
         )

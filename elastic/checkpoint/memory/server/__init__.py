@@ -1,1 +1,12 @@
-"""A node's snapshot server: segments, shards, replicas and parity."""
+"""A node's snapshot server.
+
+| module | what it is |
+|---|---|
+| `snapshot_server.py`, `sessions.py` | sockets and threads; what a connection may ask |
+| `buffer_table.py` | which buffer may be overwritten, freed or read: pure bookkeeping |
+| `segment_pool.py` | the segments and their table, behind one lock |
+| `node_shards.py` | whole shards in the pool: a node's own and replicas |
+| `parity.py`, `parity_blocks.py` | parity in the pool, and shards rebuilt from it; how shares are XORed together |
+| `replication.py`, `sender.py` | when a rank's snapshot is complete; its replication to one other node |
+| `transfer.py` | the bytes of shards between nodes |
+"""

@@ -1,190 +1,190 @@
-"""Which copy of a shard may be overwritten, which may be freed, which can be read: no memory, no sockets, no clock.
+"""Which buffer of a shard may be overwritten, freed or read: pure bookkeeping without memory, sockets or a clock.
 
-A *line* is what one rank writes, generation by generation, or the replica of that, or the parity of a stripe of ranks.
-It has at most two *copies*, of which at most one is incomplete. The *mark* is the newest snapshot that is known to be
-complete on all ranks; its copies are neither overwritten nor freed until the mark moves on. Older generations stay
-until the mark is past them.
+A *shard key* names a rank's own shard in one generation, a replica of it, or the parity of a stripe of ranks. A key has
+at most two *buffers*, of which at most one is incomplete. *Settled* is the newest snapshot that is known to be complete
+on all ranks; its buffers are neither overwritten nor freed before a newer one is settled. Older generations stay until
+then, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from elastic.checkpoint.memory.shard_buffers import Copy, Line, Mark, Shape
+from elastic.checkpoint.memory.shard_buffers import ShardBuffer, ShardKey, ShardShape, SnapshotRef
 from elastic.core.checkpoint.snapshots import Held
 from elastic.core.errors import Fenced, IntegrityError
 
-# How many older generations keep their copies although none of their snapshots is known to be complete everywhere.
+# How many older generations keep their buffers although none of their snapshots is settled.
 _UNSETTLED_GENERATIONS = 2
 
 
-class Books:
-    """Not thread-safe. Copies are told apart by numbers that the owner of the memory gives them."""
+class BufferTable:
+    """Not thread-safe. Buffers are identified by numbers that the owner of the memory assigns."""
 
     def __init__(self) -> None:
-        self.mark: Mark = (-1, -1)
+        self.settled: SnapshotRef = (-1, -1)
         self.newest = -1
-        self.lines: dict[Line, Shape] = {}
-        self.copies: dict[int, Copy] = {}
+        self.shards: dict[ShardKey, ShardShape] = {}
+        self.buffers: dict[int, ShardBuffer] = {}
 
-    def open(self, line: Line, shape: Shape, base: Mark | None) -> None:
-        """A line begins, or is opened once more as it was. `base` is the snapshot that its generation started from:
-        nothing else of older generations is needed then. Raises Fenced for a generation that is over.
+    def open(self, key: ShardKey, shape: ShardShape, base: SnapshotRef | None) -> None:
+        """Add a shard, or open it again with the same shape. `base` is the snapshot that its generation started from:
+        all other snapshots of older generations are dropped then. Raises Fenced for a generation that is over.
 
-        A stripe is opened once by each of its ranks, and has no copies before all of them have done so.
+        Each rank of a stripe opens it once; the stripe has no buffers before all of them have done so.
         """
-        self._check_generation(line)
-        known = self.lines.get(line, shape)
-        if line.stripe:
+        self._check_generation(key)
+        known = self.shards.get(key, shape)
+        if key.stripe:
             shape = known.joined(shape)
-        if not known.agrees(shape) and (self._of(line) or not line.stripe):
-            raise IntegrityError("a shard was opened again with another size within its generation", line.where)
-        self.newest = line.generation
-        self.lines[line] = shape
-        if base is not None and base[0] < line.generation and self.mark[0] < line.generation:
-            # Not max(): a run that went back to an older snapshot needs that one.
-            self.mark = base
-            self._drop(copy for copy in self._older(line.generation) if copy.mark != base)
+        if not known.agrees(shape) and (self._of(key) or not key.stripe):
+            raise IntegrityError("a shard was opened again with another size within its generation", key.where)
+        self.newest = key.generation
+        self.shards[key] = shape
+        if base is not None and base[0] < key.generation and self.settled[0] < key.generation:
+            # Not max(): a run that rolled back to an older snapshot needs that one.
+            self.settled = base
+            self._drop(buffer for buffer in self._older(key.generation) if buffer.ref != base)
         else:
-            self._drop(self._forgotten(line.generation))
+            self._drop(self._obsolete(key.generation))
 
-    def forget(self, line: Line, before: Shape | None) -> None:
-        """The line could not be opened after all and is what it was before; copies that it had stay readable."""
+    def undo_open(self, key: ShardKey, before: ShardShape | None) -> None:
+        """Opening failed: restore the shape from before; existing buffers stay readable."""
         if before is not None:
-            self.lines[line] = before
-        elif not self._of(line):
-            self.lines.pop(line, None)
+            self.shards[key] = before
+        elif not self._of(key):
+            self.shards.pop(key, None)
 
-    def unknown(self, line: Line) -> list[int]:
-        """The ranks of the stripe that have not opened it."""
-        return [rank for rank in line.ranks if rank not in self._shape(line).templates]
+    def unknown(self, key: ShardKey) -> list[int]:
+        """The ranks of the stripe that have not opened it yet."""
+        return [rank for rank in key.ranks if rank not in self._shape(key).templates]
 
-    def room_for_more(self, line: Line) -> bool:
-        """Is the line one that goes on, and without its second copy?"""
-        return line in self.lines and line.generation == self.newest and len(self._of(line)) < 2
+    def room_for_more(self, key: ShardKey) -> bool:
+        """True for a shard of the newest generation that lacks its second buffer."""
+        return key in self.shards and key.generation == self.newest and len(self._of(key)) < 2
 
-    def choose(self, line: Line) -> Copy | None:
-        """The copy that the next snapshot of the line overwrites; None when the line is to get one more.
+    def next_buffer(self, key: ShardKey) -> ShardBuffer | None:
+        """The buffer that the next snapshot overwrites; None when the shard needs one more buffer.
 
-        The choice may have users: it can be begun when they are done. Raises Fenced, and IntegrityError for an own
-        line whose last snapshot may count already without this node having been told.
+        The buffer may have users: the caller waits for them. Raises Fenced, and IntegrityError for an own shard whose
+        last snapshot may be complete on all ranks without this node knowing.
         """
-        self._check_generation(line)
-        self._shape(line)
-        copies = self._of(line)
-        unsettled = [copy for copy in copies if copy.mark is not None and copy.mark > self.mark]
-        if unsettled and not line.replica:
+        self._check_generation(key)
+        self._shape(key)
+        buffers = self._of(key)
+        unsettled = [buffer for buffer in buffers if buffer.ref is not None and buffer.ref > self.settled]
+        if unsettled and not key.replica:
             raise IntegrityError(
-                f"the snapshot of step {unsettled[0].step} is not yet known to be complete on all ranks; say `settled` "
-                "before the next one is written",
-                line.where,
+                f"the snapshot of step {unsettled[0].step} is not yet known to be complete on all ranks; call "
+                "`settled` before the next one is written",
+                key.where,
             )
-        free = [copy for copy in copies if copy.mark != self.mark]
-        incomplete = [copy for copy in free if copy.step is None]
+        free = [buffer for buffer in buffers if buffer.ref != self.settled]
+        incomplete = [buffer for buffer in free if buffer.step is None]
         if incomplete:
             return incomplete[0]
-        if len(copies) < 2:
+        if len(buffers) < 2:
             return None
-        return min(free, key=lambda copy: copy.step or 0)
+        return min(free, key=lambda buffer: buffer.step or 0)
 
-    def add(self, line: Line, number: int) -> Copy:
-        copy = self.copies[number] = Copy(number, line)
-        return copy
+    def add(self, key: ShardKey, number: int) -> ShardBuffer:
+        buffer = self.buffers[number] = ShardBuffer(number, key)
+        return buffer
 
-    def begin(self, copy: Copy) -> None:
-        """What the copy holds is invalid from here on."""
-        if copy.users:
-            raise RuntimeError(f"copy {copy.id} is in use and must not be overwritten")
-        copy.step = copy.note = None
+    def begin(self, buffer: ShardBuffer) -> None:
+        """The content is invalid from here on."""
+        if buffer.users:
+            raise RuntimeError(f"buffer {buffer.id} is in use and must not be overwritten")
+        buffer.step = buffer.content = None
 
-    def complete(self, copy: Copy, step: int) -> None:
-        """Raises Fenced when the copy's generation is over, and IntegrityError for a step that is not a new one."""
-        self._check_generation(copy.line)
-        steps = [other.step for other in self._of(copy.line) if other.step is not None]
-        if copy.dropped or copy.step is not None or step <= max(steps, default=-1):
-            raise IntegrityError(f"step {step} follows {sorted(steps)} and is no new snapshot", copy.line.where)
-        copy.step = step
+    def complete(self, buffer: ShardBuffer, step: int) -> None:
+        """Raises Fenced when the buffer's generation is over, and IntegrityError for a step that is not a new one."""
+        self._check_generation(buffer.key)
+        steps = [other.step for other in self._of(buffer.key) if other.step is not None]
+        if buffer.dropped or buffer.step is not None or step <= max(steps, default=-1):
+            raise IntegrityError(f"step {step} follows {sorted(steps)} and is no new snapshot", buffer.key.where)
+        buffer.step = step
 
-    def settle(self, mark: Mark) -> None:
-        """The snapshot is complete on all ranks. What is older is not needed, of older generations nothing is."""
-        # A generation that is over has nothing to say about what may go.
-        if mark > self.mark and mark[0] >= self.newest:
-            self.mark = mark
-            self._drop(self._older(mark[0]))
+    def settle(self, settled: SnapshotRef) -> None:
+        """The snapshot is complete on all ranks: drop older generations."""
+        # A generation that is over must not free anything.
+        if settled > self.settled and settled[0] >= self.newest:
+            self.settled = settled
+            self._drop(self._older(settled[0]))
 
-    def adopt(self, line: Line, shape: Shape, number: int, step: int) -> Copy:
-        """A complete copy that nobody has sent: made of what lies here, of a generation that may be over."""
-        self.lines.setdefault(line, shape)
-        copy = self.add(line, number)
-        copy.step = step
-        return copy
+    def adopt(self, key: ShardKey, shape: ShardShape, number: int, step: int) -> ShardBuffer:
+        """Add a complete buffer that was rebuilt on this node; its generation may be over."""
+        self.shards.setdefault(key, shape)
+        buffer = self.add(key, number)
+        buffer.step = step
+        return buffer
 
     def find(
         self, generation: int, step: int, rank: int, replica: bool | None = None, stripe: tuple[int, ...] = ()
-    ) -> Copy | None:
-        """A complete copy, the rank's own where there are both and it does not matter which; or a stripe's parity."""
-        found = [c for c in self.copies.values() if c.mark == (generation, step) and c.line.stripe == stripe]
-        fitting = [c for c in found if not c.dropped and rank in c.line.ranks and replica in (None, c.line.replica)]
-        return min(fitting, key=lambda c: c.line.replica, default=None)
+    ) -> ShardBuffer | None:
+        """A complete buffer, the rank's own if both exist and `replica` is None; or a stripe's parity."""
+        found = [c for c in self.buffers.values() if c.ref == (generation, step) and c.key.stripe == stripe]
+        fitting = [c for c in found if not c.dropped and rank in c.key.ranks and replica in (None, c.key.replica)]
+        return min(fitting, key=lambda c: c.key.replica, default=None)
 
-    def gathering(self, line: Line) -> Copy | None:
-        """The stripe's copy that is being put together."""
-        return next((copy for copy in self._of(line) if copy.step is None and copy.note is not None), None)
+    def gathering(self, key: ShardKey) -> ShardBuffer | None:
+        """The stripe's buffer whose parity is being assembled."""
+        return next((buffer for buffer in self._of(key) if buffer.step is None and buffer.content is not None), None)
 
     def held(self) -> tuple[Held, ...]:
         return tuple(
-            Held(line.generation, copy.step, rank, self.lines[line].world_size, line.replica, line.stripe)
-            for copy in self.copies.values()
-            if copy.step is not None and not copy.dropped
-            for line in [copy.line]
-            for rank in line.ranks
+            Held(key.generation, buffer.step, rank, self.shards[key].world_size, key.replica, key.stripe)
+            for buffer in self.buffers.values()
+            if buffer.step is not None and not buffer.dropped
+            for key in [buffer.key]
+            for rank in key.ranks
         )
 
-    def sweep(self) -> list[int]:
-        """Takes out and returns the copies whose memory may go now; lines without copies that are over go too."""
-        gone = [copy.id for copy in self.copies.values() if copy.dropped and not copy.users]
+    def collect(self) -> list[int]:
+        """Remove and return the buffers whose memory can be freed; old shards without buffers are removed, too."""
+        gone = [buffer.id for buffer in self.buffers.values() if buffer.dropped and not buffer.users]
         for number in gone:
-            del self.copies[number]
-        used = {copy.line for copy in self.copies.values()}
-        for line in [line for line in self.lines if line.generation < self.newest and line not in used]:
-            del self.lines[line]
+            del self.buffers[number]
+        used = {buffer.key for buffer in self.buffers.values()}
+        for key in [key for key in self.shards if key.generation < self.newest and key not in used]:
+            del self.shards[key]
         return gone
 
     def wanted_bytes(self) -> int:
-        """What the newest generation's lines do not have yet of their two copies each, and of what a stripe needs on
-        the day when a shard is made of it."""
+        """What the newest generation's shards still lack of two buffers each, and of a third one for each stripe: the
+        space in which a lost shard is rebuilt."""
         return sum(
-            shape.nbytes * (2 + bool(line.stripe) - len(self._of(line)))
-            for line, shape in self.lines.items()
-            if line.generation == self.newest
+            shape.nbytes * (2 + bool(key.stripe) - len(self._of(key)))
+            for key, shape in self.shards.items()
+            if key.generation == self.newest
         )
 
-    def passing(self) -> list[int]:
-        """The copies that go when a snapshot of the newest generation has settled."""
-        return [copy.id for copy in self.copies.values() if copy.line.generation < self.newest]
+    def expiring(self) -> list[int]:
+        """The buffers that are freed when a snapshot of the newest generation is settled."""
+        return [buffer.id for buffer in self.buffers.values() if buffer.key.generation < self.newest]
 
-    def _check_generation(self, line: Line) -> None:
-        if line.generation < max(self.newest, self.mark[0]):
-            raise Fenced(f"generation {self.newest} has begun here: snapshots of older ones are not taken", line.where)
+    def _check_generation(self, key: ShardKey) -> None:
+        if key.generation < max(self.newest, self.settled[0]):
+            raise Fenced(f"generation {self.newest} has begun here: snapshots of older ones are refused", key.where)
 
-    def _shape(self, line: Line) -> Shape:
-        if line not in self.lines:
-            raise IntegrityError("a shard is written that was not opened", line.where)
-        return self.lines[line]
+    def _shape(self, key: ShardKey) -> ShardShape:
+        if key not in self.shards:
+            raise IntegrityError("a shard was written before it was opened", key.where)
+        return self.shards[key]
 
-    def _of(self, line: Line) -> list[Copy]:
-        return [copy for copy in self.copies.values() if copy.line == line and not copy.dropped]
+    def _of(self, key: ShardKey) -> list[ShardBuffer]:
+        return [buffer for buffer in self.buffers.values() if buffer.key == key and not buffer.dropped]
 
-    def _older(self, generation: int) -> Iterator[Copy]:
-        return (copy for copy in self.copies.values() if copy.line.generation < generation)
+    def _older(self, generation: int) -> Iterator[ShardBuffer]:
+        return (buffer for buffer in self.buffers.values() if buffer.key.generation < generation)
 
-    def _forgotten(self, generation: int) -> Iterator[Copy]:
-        """Incomplete copies of older generations, and all of those that failed before anything was known to settle."""
-        held = {copy.line.generation for copy in self._older(generation) if copy.step is not None}
-        unsettled = sorted(held - {self.mark[0]})[-_UNSETTLED_GENERATIONS:]
-        kept = {self.mark[0], *unsettled}
-        return (c for c in self._older(generation) if c.step is None or c.line.generation not in kept)
+    def _obsolete(self, generation: int) -> Iterator[ShardBuffer]:
+        """Incomplete buffers of older generations, and all buffers of generations that never settled a snapshot."""
+        held = {buffer.key.generation for buffer in self._older(generation) if buffer.step is not None}
+        unsettled = sorted(held - {self.settled[0]})[-_UNSETTLED_GENERATIONS:]
+        kept = {self.settled[0], *unsettled}
+        return (c for c in self._older(generation) if c.step is None or c.key.generation not in kept)
 
-    def _drop(self, copies: Iterator[Copy]) -> None:
-        for copy in list(copies):
-            copy.dropped = True
+    def _drop(self, buffers: Iterator[ShardBuffer]) -> None:
+        for buffer in list(buffers):
+            buffer.dropped = True

@@ -1,4 +1,4 @@
-"""Whole shards that one node holds: its own ranks' and the replicas of others'."""
+"""Whole shards that one node holds: those of its own ranks, and replicas."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 from elastic.checkpoint.hashing import piece_digests
 from elastic.checkpoint.memory.segments import Segment
-from elastic.checkpoint.memory.server.segment_pool import Shelf
-from elastic.checkpoint.memory.shard_buffers import Copy, Line, Mark, Shape
-from elastic.checkpoint.memory.work_counter import Pace, hash_of
+from elastic.checkpoint.memory.server.segment_pool import SegmentPool
+from elastic.checkpoint.memory.shard_buffers import ShardBuffer, ShardKey, ShardShape, SnapshotRef
+from elastic.checkpoint.memory.work_counter import WorkCounter, xxh3_of
 from elastic.core.checkpoint.manifest import Json, ShardRecord
 from elastic.core.checkpoint.manifest_json import ITEM_BYTES
 from elastic.core.checkpoint.snapshots import Held
@@ -19,9 +19,9 @@ from elastic.core.errors import IntegrityError, Where
 
 @dataclass(frozen=True)
 class Content:
-    """What was said of a copy's bytes when they were complete. `xxh3` is empty while nobody has computed it.
+    """What is known of a complete buffer. `xxh3` is empty until the hash is computed.
 
-    `record` is there once the bytes were checked.
+    `record` is set once the bytes were checked.
     """
 
     template: ShardRecord
@@ -32,121 +32,121 @@ class Content:
 
 @dataclass(frozen=True)
 class Reading:
-    copy: Copy
+    buffer: ShardBuffer
     segment: Segment
     content: Content
 
 
 @dataclass(frozen=True)
 class Receiving:
-    copy: Copy
+    buffer: ShardBuffer
     view: memoryview
 
 
-class Store:
-    """Thread-safe. Whoever uses a copy's memory does so inside `reading` or `receiving`, which keep it in place."""
+class NodeShards:
+    """Thread-safe. A buffer's memory is used inside `reading` or `receiving` only, which keep it in place."""
 
-    def __init__(self, shelf: Shelf) -> None:
-        self._shelf = shelf
+    def __init__(self, pool: SegmentPool) -> None:
+        self._pool = pool
 
     @property
-    def mark(self) -> Mark:
-        return self._shelf.mark
+    def settled(self) -> SnapshotRef:
+        return self._pool.settled
 
-    def open(self, line: Line, template: ShardRecord, base: Mark | None = None) -> None:
-        """Raises UsageError when the node lacks the memory for two copies, Fenced when the generation is over."""
-        self._shelf.open(line, Shape(template.world_size, template.bytes, {line.rank: template}), base)
+    def open(self, key: ShardKey, template: ShardRecord, base: SnapshotRef | None = None) -> None:
+        """Raises UsageError when the node lacks the memory for two buffers, Fenced when the generation is over."""
+        self._pool.open(key, ShardShape(template.world_size, template.bytes, {key.rank: template}), base)
 
     @contextmanager
-    def writing(self, line: Line) -> Iterator[tuple[int, Segment]]:
-        """The copy that the rank's own worker writes next; what it held is invalid from now on.
+    def writing(self, key: ShardKey) -> Iterator[tuple[int, Segment]]:
+        """The buffer that the rank's own worker writes next; its old content is invalid from now on.
 
-        The worker writes after this is left: what must stay in place until then is the descriptor it is given.
+        The worker writes after this is left: the descriptor must stay in place only until it was sent.
         """
-        copy = self._shelf.begin(line)
+        buffer = self._pool.begin(key)
         try:
-            yield copy.id, self._shelf.segment(copy.id)
+            yield buffer.id, self._pool.segment(buffer.id)
         finally:
-            self._shelf.let_go(copy)
+            self._pool.release(buffer)
 
-    def commit(self, line: Line, number: int, step: int, client: Mapping[str, Json] | None) -> None:
-        """The copy holds the snapshot of that step, complete."""
-        with self._shelf.changed:
-            copy = self._shelf.books.copies.get(number)
-            if copy is None or copy.line != line:
-                raise IntegrityError(f"step {step} was committed in memory that was not given out for it", line.where)
-            self._complete(copy, step, client, "")
+    def commit(self, key: ShardKey, number: int, step: int, client: Mapping[str, Json] | None) -> None:
+        """The buffer holds the complete snapshot of that step."""
+        with self._pool.changed:
+            buffer = self._pool.table.buffers.get(number)
+            if buffer is None or buffer.key != key:
+                raise IntegrityError(f"step {step} was committed in memory that was not assigned to it", key.where)
+            self._complete(buffer, step, client, "")
 
     @contextmanager
-    def receiving(self, line: Line) -> Iterator[Receiving]:
-        """A replica's memory, to be filled. It counts only once `finish` was called."""
-        copy = self._shelf.begin(line)
+    def receiving(self, key: ShardKey) -> Iterator[Receiving]:
+        """A replica's memory, to be filled. It is incomplete until `finish` is called."""
+        buffer = self._pool.begin(key)
         try:
-            with self._shelf.segment(copy.id).map() as view:
-                yield Receiving(copy, view)
+            with self._pool.segment(buffer.id).map() as view:
+                yield Receiving(buffer, view)
         finally:
-            self._shelf.let_go(copy)
+            self._pool.release(buffer)
 
     def finish(self, receiving: Receiving, step: int, client: Mapping[str, Json] | None, xxh3: str) -> None:
         """Every byte has arrived. Raises Fenced when the generation ended meanwhile."""
-        with self._shelf.changed:
-            self._complete(receiving.copy, step, client, xxh3)
+        with self._pool.changed:
+            self._complete(receiving.buffer, step, client, xxh3)
 
     @contextmanager
     def reading(self, generation: int, step: int, rank: int, replica: bool | None = None) -> Iterator[Reading]:
-        """A complete copy, kept in place meanwhile. Raises IntegrityError when there is none."""
-        copy = self._shelf.find(generation, step, rank, replica)
+        """A complete buffer, kept in place meanwhile. Raises IntegrityError when there is none."""
+        buffer = self._pool.find(generation, step, rank, replica)
         try:
-            yield Reading(copy, self._shelf.segment(copy.id), copy.note)
+            yield Reading(buffer, self._pool.segment(buffer.id), buffer.content)
         finally:
-            self._shelf.let_go(copy)
+            self._pool.release(buffer)
 
     def hashed(self, number: int, step: int, xxh3: str) -> None:
-        """The hash of a complete copy's bytes, computed while they were sent."""
-        with self._shelf.changed:
-            copy = self._shelf.books.copies.get(number)
-            if copy is not None and copy.step == step:
-                copy.note = replace(copy.note, xxh3=xxh3)
+        """Set the hash of a complete buffer, computed while it was sent."""
+        with self._pool.changed:
+            buffer = self._pool.table.buffers.get(number)
+            if buffer is not None and buffer.step == step:
+                buffer.content = replace(buffer.content, xxh3=xxh3)
 
-    def has(self, line: Line, step: int) -> bool:
-        with self._shelf.changed:
-            return self._shelf.books.find(line.generation, step, line.rank, line.replica) is not None
+    def has(self, key: ShardKey, step: int) -> bool:
+        with self._pool.changed:
+            return self._pool.table.find(key.generation, step, key.rank, key.replica) is not None
 
-    def newest(self, line: Line) -> tuple[int, int, Mapping[str, Json] | None] | None:
-        """Step, number and client state of the newest complete copy of a rank's own line; None where there is none."""
-        with self._shelf.changed:
-            copies = [c for c in self._shelf.books.copies.values() if c.line == line and not c.dropped]
-            copy = max((c for c in copies if c.step is not None), key=lambda c: c.step or 0, default=None)
-            return None if copy is None else (copy.step or 0, copy.id, copy.note.client)
+    def newest(self, key: ShardKey) -> tuple[int, int, Mapping[str, Json] | None] | None:
+        """Step, number and extra state of the newest complete buffer of a rank's own shard, or None."""
+        with self._pool.changed:
+            buffers = [c for c in self._pool.table.buffers.values() if c.key == key and not c.dropped]
+            buffer = max((c for c in buffers if c.step is not None), key=lambda c: c.step or 0, default=None)
+            return None if buffer is None else (buffer.step or 0, buffer.id, buffer.content.client)
 
     def record(self, held: Held, digests: bool) -> ShardRecord:
-        """See `MemoryServer.record`."""
+        """See `SnapshotServer.record`."""
         with self.reading(held.generation, held.step, held.rank, held.replica) as reading:
             content = reading.content
             if content.record is not None:
                 return content.record
             known = replace(content.template, step=held.step, client=content.client, xxh3=content.xxh3)
             if digests:
-                known = _checked(known, reading, self._shelf.pace)
-                with self._shelf.changed:
-                    reading.copy.note = replace(reading.copy.note, record=known)
+                known = _checked(known, reading, self._pool.work)
+                with self._pool.changed:
+                    reading.buffer.content = replace(reading.buffer.content, record=known)
             return known
 
-    def _complete(self, copy: Copy, step: int, client: Mapping[str, Json] | None, xxh3: str) -> None:
-        books = self._shelf.books
-        books.complete(copy, step)
-        copy.note = Content(books.lines[copy.line].templates[copy.line.rank], client, xxh3)
+    def _complete(self, buffer: ShardBuffer, step: int, client: Mapping[str, Json] | None, xxh3: str) -> None:
+        table = self._pool.table
+        table.complete(buffer, step)
+        buffer.content = Content(table.shards[buffer.key].templates[buffer.key.rank], client, xxh3)
 
 
-def _checked(record: ShardRecord, reading: Reading, pace: Pace) -> ShardRecord:
-    """With its partial digests, after the bytes were compared with what their sender said of them."""
+def _checked(record: ShardRecord, reading: Reading, work: WorkCounter) -> ShardRecord:
+    """Add the partial digests, after the bytes were compared with their sender's hash."""
     with reading.segment.map() as data:
-        found = hash_of(data, pace)
+        found = xxh3_of(data, work)
         if record.xxh3 not in ("", found):
             where = Where(rank=record.rank, step=record.step, generation=record.generation)
-            raise IntegrityError("a shard in this node's memory is not what was put there", where)
+            raise IntegrityError("a shard in this node's memory does not match its hash: the memory was damaged", where)
         buffers = {t.key: (t.dtype, data[t.begin : t.begin + t.numel * ITEM_BYTES[t.dtype]]) for t in record.tensors}
-        digests = piece_digests(record.chunks, buffers, pace.add)
+        digests = piece_digests(record.chunks, buffers, work.add)
         for _, view in buffers.values():
             view.release()
     return replace(record, xxh3=found, digests=digests)

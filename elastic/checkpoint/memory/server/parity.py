@@ -1,4 +1,4 @@
-"""The parity that one node keeps for the ranks of other nodes, and a shard made of it again."""
+"""Parity that one node keeps for ranks of other nodes, and the rebuilding of a shard from it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 from elastic.checkpoint.memory.server.node_shards import Content
 from elastic.checkpoint.memory.server.parity_blocks import Block, chunk_hash, xor_into
-from elastic.checkpoint.memory.server.segment_pool import Shelf
-from elastic.checkpoint.memory.shard_buffers import Copy, Line, Mark, Shape
-from elastic.checkpoint.memory.work_counter import STILL_LIMIT_S, hash_of
+from elastic.checkpoint.memory.server.segment_pool import SegmentPool
+from elastic.checkpoint.memory.shard_buffers import ShardBuffer, ShardKey, ShardShape, SnapshotRef
+from elastic.checkpoint.memory.work_counter import NO_PROGRESS_LIMIT_S, xxh3_of
 from elastic.core.checkpoint.manifest import Json, ShardRecord
 from elastic.core.checkpoint.snapshots import Held
 from elastic.core.errors import IntegrityError, StorageError, Where
@@ -23,17 +23,17 @@ from elastic.transport.handshake import Address
 
 logger = logging.getLogger(__name__)
 
-# Ranks open a stripe at the same step; who sends first waits for the others' sizes, but less than its own patience.
+# Ranks open a stripe at the same step; the first one waits for the sizes of the others, less long than its own limit.
 _MEMBERS_LIMIT_S = IO_LIMIT_S / 2
 
 
-# The first so many bytes of a shard that is held at that address, in chunks; each is valid until the next is taken.
+# Reads the first bytes of a shard from an address, in chunks; each is valid until the next is taken.
 Read = Callable[[Address, Held, int], Iterable[memoryview]]
 
 
 @dataclass(frozen=True)
 class Contribution:
-    """One rank's way into a block, over one connection. `begin`: so many bytes are there already."""
+    """One rank's share of a block, over one connection. `begin`: the number of bytes that are there already."""
 
     rank: int
     begin: int
@@ -47,9 +47,9 @@ class Contribution:
         return self._block.parts[self.rank].complete
 
     def add(self, chunk: memoryview, found: bytes) -> None:
-        """The next bytes, with what their sender says is their hash. Raises ConnectionError, which is tried again."""
+        """Add the next bytes, with their sender's hash. Raises ConnectionError, after which the sender retries."""
         if chunk_hash(chunk) != found:
-            raise ConnectionError(f"bytes of rank {self.rank}'s shard were changed on their way")
+            raise ConnectionError(f"bytes of rank {self.rank}'s shard were damaged in transit")
         self._block.add(self.rank, self._turn, self._memory, chunk)
 
     def end(self, xxh3: str) -> None:
@@ -57,152 +57,154 @@ class Contribution:
 
 
 class Parity:
-    """Thread-safe. `contributing` and `rebuild` keep the memory that they use in place."""
+    """Thread-safe. `contributing` and `rebuild` pin the memory that they use."""
 
-    def __init__(self, shelf: Shelf, read: Read) -> None:
-        self._shelf = shelf
+    def __init__(self, pool: SegmentPool, read: Read) -> None:
+        self._pool = pool
         self._read = read
         self._rebuilding = threading.Lock()
 
-    def open(self, stripe: Sequence[int], template: ShardRecord, base: Mark | None = None) -> Line:
-        """One of the stripe's ranks is known now. Raises UsageError when the node lacks the memory."""
+    def open(self, stripe: Sequence[int], template: ShardRecord, base: SnapshotRef | None = None) -> ShardKey:
+        """Add one of the stripe's ranks. Raises UsageError when the node lacks the memory."""
         ranks = tuple(sorted(set(stripe)))
         if template.rank not in ranks or len(ranks) < 2 or ranks[-1] >= template.world_size:
             where = Where(rank=template.rank, generation=template.generation)
-            raise IntegrityError(f"{list(stripe)} is no stripe of which this rank could be a part", where)
-        line = Line(template.generation, ranks[0], replica=True, stripe=ranks)
-        shape = Shape(template.world_size, template.bytes, {template.rank: template})
-        self._shelf.open(line, shape, base)
-        return line
+            raise IntegrityError(f"{list(stripe)} is not a valid stripe that contains this rank", where)
+        key = ShardKey(template.generation, ranks[0], replica=True, stripe=ranks)
+        shape = ShardShape(template.world_size, template.bytes, {template.rank: template})
+        self._pool.open(key, shape, base)
+        return key
 
     @contextmanager
     def contributing(
-        self, line: Line, rank: int, step: int, client: Mapping[str, Json] | None
+        self, key: ShardKey, rank: int, step: int, client: Mapping[str, Json] | None
     ) -> Iterator[Contribution | None]:
-        """A rank's share of the parity of a step; None when it is there already.
+        """A rank's share of the parity of a step; None when it is complete already.
 
-        The parity counts from the moment when every rank's share has ended, whichever is last.
+        The parity is complete once the last rank's share has ended.
         """
-        copy = self._claim(line, rank, step)
-        if copy is None:
+        buffer = self._claim(key, rank, step)
+        if buffer is None:
             yield None
             return
         try:
-            block: Block = copy.note
-            turn = block.enter(rank, client)
+            block: Block = buffer.content
+            attempt = block.enter(rank, client)
             part = block.parts[rank]
-            with self._shelf.segment(copy.id).map() as memory:
-                yield Contribution(rank, part.done_bytes, part.nbytes, block, turn, memory)
-            with self._shelf.changed:
-                if block.whole and copy.step is None:
-                    self._shelf.books.complete(copy, step)
+            with self._pool.segment(buffer.id).map() as memory:
+                yield Contribution(rank, part.done_bytes, part.nbytes, block, attempt, memory)
+            with self._pool.changed:
+                if block.whole and buffer.step is None:
+                    self._pool.table.complete(buffer, step)
         finally:
-            self._shelf.let_go(copy)
+            self._pool.release(buffer)
 
     def rebuild(self, held: Held, sources: Mapping[int, Address]) -> Held:
-        """Make the shard of the parity that is here and of the stripe's other shards, read from `sources` (by rank).
+        """Rebuild the shard from the parity of this node and the stripe's other shards, read from `sources` (by rank).
 
-        It is then held here as a replica is, which is what is returned; nothing is done where it is already. Raises
-        IntegrityError when the parity is gone or the result is not what the rank had sent, and StorageError when a
-        shard cannot be read or there is no memory.
+        The result is held and returned as a replica; an existing one is reused. Raises IntegrityError when the parity
+        is gone or the result does not match the rank's hash, and StorageError when a shard cannot be read or memory
+        is lacking.
         """
-        line = Line(held.generation, held.rank, replica=True)
+        key = ShardKey(held.generation, held.rank, replica=True)
         made = Held(held.generation, held.step, held.rank, held.world_size, replica=True)
-        # One at a time: who asks again, because the run begins once more, finds what the first one made.
-        self._turn_to_rebuild(held)
+        # One at a time: a second request, after the run has restarted, finds the result of the first.
+        self._acquire_rebuild(held)
         began = time.perf_counter()
         try:
-            with self._shelf.changed:
-                if self._shelf.books.find(held.generation, held.step, held.rank, True) is not None:
+            with self._pool.changed:
+                if self._pool.table.find(held.generation, held.step, held.rank, True) is not None:
                     return made
-            copy = self._shelf.find(held.generation, held.step, held.rank, True, held.stripe)
+            buffer = self._pool.find(held.generation, held.step, held.rank, True, held.stripe)
             try:
-                self._make(copy, held, line, sources)
+                self._make(buffer, held, key, sources)
             finally:
-                self._shelf.let_go(copy)
+                self._pool.release(buffer)
         finally:
             self._rebuilding.release()
         took_s = time.perf_counter() - began
-        logger.info("rank %d's shard of step %d was made of parity in %.3f s", held.rank, held.step, took_s)
+        logger.info("rank %d's shard of step %d was rebuilt from parity in %.3f s", held.rank, held.step, took_s)
         return made
 
-    def _turn_to_rebuild(self, held: Held) -> None:
-        """Others may take as long as their shards are large, as long as they go on."""
+    def _acquire_rebuild(self, held: Held) -> None:
+        """Wait for another rebuild without a limit on its duration, as long as it makes progress."""
         before: int | None = None
-        while not self._rebuilding.acquire(timeout=STILL_LIMIT_S):
-            now = self._shelf.pace.bytes
+        while not self._rebuilding.acquire(timeout=NO_PROGRESS_LIMIT_S):
+            now = self._pool.work.bytes
             if now == before:
-                what = f"another shard that is made of parity has stood still for {STILL_LIMIT_S:.0f} s"
+                what = f"the rebuild of another shard from parity has made no progress for {NO_PROGRESS_LIMIT_S:.0f} s"
                 raise StorageError(what, _where(held))
             before = now
 
-    def _claim(self, line: Line, rank: int, step: int) -> Copy | None:
-        """The copy that the share goes into, with one more user."""
+    def _claim(self, key: ShardKey, rank: int, step: int) -> ShardBuffer | None:
+        """The buffer that the share goes into, with one more user."""
         deadline = time.monotonic() + _MEMBERS_LIMIT_S
-        shelf, books = self._shelf, self._shelf.books
-        with shelf.changed:
+        pool, table = self._pool, self._pool.table
+        with pool.changed:
             while True:
-                shelf.check_open()
-                if books.find(line.generation, step, rank, True, line.stripe) is not None:
+                pool.check_open()
+                if table.find(key.generation, step, rank, True, key.stripe) is not None:
                     return None
-                unknown = books.unknown(line)
-                copy = None if unknown else self._copy(line, step)
-                if copy is not None:
-                    return copy
-                if not shelf.changed.wait(deadline - time.monotonic()):
+                unknown = table.unknown(key)
+                buffer = None if unknown else self._copy(key, step)
+                if buffer is not None:
+                    return buffer
+                if not pool.changed.wait(deadline - time.monotonic()):
                     ranks = ", ".join(map(str, unknown))
                     why = f"the shards of ranks {ranks} are not known yet" if unknown else "its memory is in use"
-                    raise StorageError(f"parity of step {step} cannot be begun: {why}", line.where)
+                    raise StorageError(f"parity of step {step} cannot start: {why}", key.where)
 
-    def _copy(self, line: Line, step: int) -> Copy | None:
-        """For holders of the lock; None where it has to be waited for."""
-        copy = self._shelf.books.gathering(line)
-        block: Block | None = copy.note if copy is not None else None
-        if copy is not None and block is not None:
+    def _copy(self, key: ShardKey, step: int) -> ShardBuffer | None:
+        """The caller holds the lock; None where the caller must wait."""
+        buffer = self._pool.table.gathering(key)
+        block: Block | None = buffer.content if buffer is not None else None
+        if buffer is not None and block is not None:
             if block.step > step:
-                what = f"parity of step {block.step} is put together here, not of step {step} any more"
-                raise IntegrityError(what, line.where)
+                what = f"parity of step {block.step} is being assembled here, and step {step} is older"
+                raise IntegrityError(what, key.where)
             if block.step == step:
-                copy.users += 1
-                return copy
+                buffer.users += 1
+                return buffer
             block.cancel()
-        copy = self._shelf.claim(line)
-        if copy is not None:
-            templates = self._shelf.books.lines[line].templates
-            copy.note = Block(line.generation, step, {rank: templates[rank].bytes for rank in line.stripe})
-        return copy
+        buffer = self._pool.claim(key)
+        if buffer is not None:
+            templates = self._pool.table.shards[key].templates
+            buffer.content = Block(key.generation, step, {rank: templates[rank].bytes for rank in key.stripe})
+        return buffer
 
-    def _make(self, copy: Copy, held: Held, line: Line, sources: Mapping[int, Address]) -> None:
-        shelf, block = self._shelf, copy.note
-        with shelf.changed:
-            shape = shelf.books.lines[copy.line]
+    def _make(self, buffer: ShardBuffer, held: Held, key: ShardKey, sources: Mapping[int, Address]) -> None:
+        pool, block = self._pool, buffer.content
+        with pool.changed:
+            shape = pool.table.shards[buffer.key]
             template, part = shape.templates[held.rank], block.parts[held.rank]
-            number = shelf.allocate(template.bytes, _where(held))
+            number = pool.allocate(template.bytes, _where(held))
         try:
-            with shelf.segment(number).map() as target:
-                with shelf.segment(copy.id).map() as parity, parity[: template.bytes] as begin:
+            with pool.segment(number).map() as target:
+                with pool.segment(buffer.id).map() as parity, parity[: template.bytes] as begin:
                     target[:] = begin
                 lengths = {rank: min(template.bytes, shape.templates[rank].bytes) for rank in held.others}
                 self._add_others(held, lengths, sources, target)
-                found = hash_of(target, shelf.pace)
+                found = xxh3_of(target, pool.work)
             if found != part.xxh3:
-                raise IntegrityError("a shard that was made of parity is not what its rank had sent", _where(held))
-            with shelf.changed:
-                if copy.dropped:
-                    raise IntegrityError("the parity of a shard was given up while it was used", _where(held))
-                shape = Shape(held.world_size, template.bytes, {held.rank: template})
-                shelf.books.adopt(line, shape, number, held.step).note = Content(template, part.client, found)
+                raise IntegrityError(
+                    "a shard that was rebuilt from parity does not match the hash of its rank", _where(held)
+                )
+            with pool.changed:
+                if buffer.dropped:
+                    raise IntegrityError("the parity of a shard was dropped while it was used", _where(held))
+                shape = ShardShape(held.world_size, template.bytes, {held.rank: template})
+                pool.table.adopt(key, shape, number, held.step).content = Content(template, part.client, found)
         except BaseException:
-            shelf.give_back(number)
+            pool.give_back(number)
             raise
 
     def _add_others(
         self, held: Held, lengths: Mapping[int, int], sources: Mapping[int, Address], target: memoryview
     ) -> None:
-        """XOR the beginnings of the stripe's other shards into the target, all at the same time."""
+        """XOR the other shards of the stripe into the target, concurrently."""
         missing = [rank for rank in lengths if rank not in sources]
         if missing:
-            raise IntegrityError(f"nobody is known to hold the shards of ranks {missing}", _where(held))
+            raise IntegrityError(f"no node is known to hold the shards of ranks {missing}", _where(held))
         lock = threading.Lock()
 
         def add(rank: int) -> None:
@@ -211,10 +213,10 @@ class Parity:
                 with lock, target[at : at + len(chunk)] as place:
                     xor_into(place, chunk)
                 at += len(chunk)
-                self._shelf.pace.add(len(chunk))
+                self._pool.work.add(len(chunk))
 
-        with ThreadPoolExecutor(len(lengths), thread_name_prefix="shard from parity") as pool:
-            done = [pool.submit(add, rank) for rank in lengths]
+        with ThreadPoolExecutor(len(lengths), thread_name_prefix="shard from parity") as executor:
+            done = [executor.submit(add, rank) for rank in lengths]
         for future in done:
             future.result()
 

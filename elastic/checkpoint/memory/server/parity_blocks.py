@@ -1,7 +1,7 @@
-"""The parity of one stripe's shards at one step, as it comes together: the XOR of what its ranks send.
+"""The parity of one stripe's shards at one step while it is assembled: the XOR of what its ranks send.
 
-What was XORed in cannot be told apart any more, so nothing goes in that was not checked: shards come in chunks, each
-with its own hash. A rank whose connection broke goes on where it was.
+An XOR cannot be undone selectively, so every chunk is checked against its own hash before it is added. A rank whose
+connection broke continues where it was.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def chunk_hash(chunk: memoryview) -> bytes:
 
 
 def xor_into(target: memoryview, chunk: memoryview) -> None:
-    """The GIL is free meanwhile."""
-    if not len(chunk):  # numpy makes no array of nothing
+    """Releases the GIL."""
+    if not len(chunk):  # numpy refuses an empty buffer
         return
     known = np.frombuffer(target, np.uint8)
     np.bitwise_xor(known, np.frombuffer(chunk, np.uint8), out=known)
@@ -36,11 +36,11 @@ def xor_into(target: memoryview, chunk: memoryview) -> None:
 
 @dataclass
 class Part:
-    """One rank's share of a block. `turn` grows with every connection: only the newest may go on."""
+    """One rank's share of a block. `attempt` grows with every connection: only the newest may continue."""
 
     nbytes: int
     done_bytes: int = 0
-    turn: int = 0
+    attempt: int = 0
     client: Mapping[str, Json] | None = None
     hash: Any = field(default_factory=xxhash.xxh3_64)
     complete: bool = False
@@ -58,7 +58,7 @@ class Block:
         self.parts = {rank: Part(nbytes) for rank, nbytes in sizes.items()}
         self._generation = generation
         self._lock = threading.Lock()
-        # From here on the memory holds what an older snapshot left there.
+        # From this offset on the memory holds remains of an older snapshot.
         self._filled = 0
         self._cancelled = False
 
@@ -67,21 +67,21 @@ class Block:
         return all(part.complete for part in self.parts.values())
 
     def enter(self, rank: int, client: Mapping[str, Json] | None) -> int:
-        """Begin or go on with a rank's share; returns the number of the turn."""
+        """Begin or continue a rank's share; returns the number of the attempt."""
         with self._lock:
             part = self.parts[rank]
-            part.turn += 1
+            part.attempt += 1
             part.client = client
-            return part.turn
+            return part.attempt
 
-    def add(self, rank: int, turn: int, memory: memoryview, chunk: memoryview) -> None:
-        """The next bytes of the rank's shard. Raises ConnectionError for a turn that is over."""
+    def add(self, rank: int, attempt: int, memory: memoryview, chunk: memoryview) -> None:
+        """Add the next bytes of the rank's shard. Raises ConnectionError for an attempt that is over."""
         with self._lock:
-            part = self._current(rank, turn)
+            part = self._current(rank, attempt)
             begin, end = part.done_bytes, part.done_bytes + len(chunk)
             if end > part.nbytes:
-                raise ConnectionError(f"more than all bytes of rank {rank}'s shard came")
-            # Nobody is further than `_filled`, so there is never a gap.
+                raise ConnectionError(f"more bytes arrived than rank {rank}'s shard has")
+            # No share is past `_filled`, so there is never a gap.
             known = max(0, min(end, self._filled) - begin)
             with memory[begin : begin + known] as target, chunk[:known] as added:
                 xor_into(target, added)
@@ -90,10 +90,10 @@ class Block:
             part.done_bytes = end
             self._filled = max(self._filled, end)
 
-    def end(self, rank: int, turn: int, xxh3: str) -> None:
-        """All bytes were added. Raises IntegrityError when they are not what the sender has; the block is void then."""
+    def end(self, rank: int, attempt: int, xxh3: str) -> None:
+        """All bytes were added. Raises IntegrityError when they do not match the sender's hash: the block is void."""
         with self._lock:
-            part = self._current(rank, turn)
+            part = self._current(rank, attempt)
             if part.done_bytes != part.nbytes or part.xxh3 != xxh3:
                 self._cancelled = True
                 where = Where(rank=rank, step=self.step, generation=self._generation)
@@ -101,12 +101,12 @@ class Block:
             part.complete = True
 
     def cancel(self) -> None:
-        """Whoever is about to add something does not any more."""
+        """Later `add` calls raise ConnectionError."""
         with self._lock:
             self._cancelled = True
 
-    def _current(self, rank: int, turn: int) -> Part:
+    def _current(self, rank: int, attempt: int) -> Part:
         part = self.parts[rank]
-        if self._cancelled or part.turn != turn:
-            raise ConnectionError("another connection goes on with this rank's share of the parity, or nobody does")
+        if self._cancelled or part.attempt != attempt:
+            raise ConnectionError("this connection was replaced, or the parity of this step was cancelled")
         return part

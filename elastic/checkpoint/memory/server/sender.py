@@ -1,17 +1,26 @@
-"""One rank's shards on their way to one other node: a thread that sends what was committed until it is there."""
+"""Replication of one rank to one other node: a thread that sends each committed snapshot until it has arrived."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from elastic.checkpoint.memory.records import template_to_json
-from elastic.checkpoint.memory.server.node_shards import Store
+from elastic.checkpoint.memory.messages import (
+    Accepted,
+    OpenParity,
+    OpenReplica,
+    OpenShard,
+    PushReplica,
+    PushShare,
+    from_json,
+    request_to_json,
+)
+from elastic.checkpoint.memory.server.node_shards import NodeShards
 from elastic.checkpoint.memory.server.transfer import send_replica, send_share
-from elastic.checkpoint.memory.shard_buffers import Line, Mark
-from elastic.core.checkpoint.manifest import Json, ShardRecord
+from elastic.checkpoint.memory.shard_buffers import ShardKey
+from elastic.core.checkpoint.manifest import Json
 from elastic.core.errors import ElasticError, Fenced, IntegrityError
 from elastic.transport.channel import Channel
 from elastic.transport.handshake import Address, connect
@@ -26,37 +35,33 @@ _LONGEST_PAUSE_S = 5.0
 class Job:
     step: int
     number: int
-    client: Mapping[str, Json] | None
+    extra_state: Mapping[str, Json] | None
 
 
 class Sender(threading.Thread):
-    """With `stripe` the target keeps the parity of these ranks' shards, without it a replica of each of this one's.
+    """The target keeps a replica of each snapshot, or with a `stripe` in the request parity of these ranks' shards.
 
-    `told` is called from this thread whenever `sent_step` or `problem` has changed.
+    `on_change` is called from this thread whenever `sent_step` or `problem` has changed.
     """
 
     def __init__(
         self,
-        store: Store,
-        template: ShardRecord,
+        shards: NodeShards,
+        request: OpenShard,
         target: Address,
         token: bytes,
-        base: Mark | None,
-        stripe: Sequence[int],
-        told: Callable[[], None],
+        on_change: Callable[[], None],
     ) -> None:
-        super().__init__(name=f"rank {template.rank} to {target[0]}:{target[1]}", daemon=True)
+        super().__init__(name=f"rank {request.template.rank} to {target[0]}:{target[1]}", daemon=True)
         self.sent_step = -1
         self.sent_bytes = 0
         self.problem: str | None = None
-        self._store = store
-        self._template = template
-        self._line = Line(template.generation, template.rank, replica=False)
+        self._shards = shards
+        self._request = request
+        self._key = ShardKey(request.template.generation, request.template.rank, replica=False)
         self._target = target
         self._token = token
-        self._base = base
-        self._stripe = [*stripe]
-        self._told = told
+        self._on_change = on_change
         self._changed = threading.Condition()
         self._job: Job | None = None
         self._retiring = self._stopped = False
@@ -68,13 +73,13 @@ class Sender(threading.Thread):
             self._changed.notify_all()
 
     def retire(self) -> None:
-        """Ends the thread once what was committed is sent, or cannot be sent at the first try."""
+        """End the thread once the last commit is sent, or the first attempt to send it has failed."""
         with self._changed:
             self._retiring = True
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Ends the thread soon, in the middle of sending too. Does not wait for it."""
+        """End the thread soon, also in the middle of a transfer. Does not wait for it."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -83,7 +88,7 @@ class Sender(threading.Thread):
 
     def run(self) -> None:
         pauses = 0
-        # At once and not with the first snapshot: whether the holder has the memory is to be known early.
+        # Connect before the first snapshot: a holder that lacks the memory is reported early.
         job: Job | None = None
         while not self._stopped:
             try:
@@ -112,28 +117,29 @@ class Sender(threading.Thread):
             self._channel = channel
             if self._stopped:
                 channel.shut()
-        what = {"do": "stripe", "ranks": self._stripe} if self._stripe else {"do": "replica"}
-        channel.ask({**what, "template": template_to_json(self._template), "base": self._base})
+        template, base, stripe = self._request.template, self._request.base, self._request.stripe
+        channel.ask(request_to_json(OpenParity(stripe, template, base) if stripe else OpenReplica(template, base)))
 
     def _push(self, job: Job) -> None:
-        channel, line = self._channel, self._line
+        channel, key = self._channel, self._key
         assert channel is not None
-        client = None if job.client is None else dict(job.client)
-        message = {"step": job.step, "client": client, "mark": self._store.mark}
-        with self._store.reading(line.generation, job.step, line.rank, replica=False) as reading:
-            answer = channel.ask({"do": "share" if self._stripe else "push", **message})
-            if answer.get("have"):
+        extra_state = None if job.extra_state is None else dict(job.extra_state)
+        kind = PushShare if self._request.stripe else PushReplica
+        push = kind(job.step, extra_state, self._shards.settled)
+        with self._shards.reading(key.generation, job.step, key.rank, replica=False) as reading:
+            accepted = from_json(channel.ask(request_to_json(push)), Accepted)
+            if accepted.have:
                 return
             before = channel.sent_bytes
-            if self._stripe:
-                xxh3 = send_share(channel, reading.segment, int(answer["begin"]))
+            if self._request.stripe:
+                xxh3 = send_share(channel, reading.segment, accepted.begin)
             else:
                 xxh3 = send_replica(channel, reading.segment)
         self.sent_bytes += channel.sent_bytes - before
-        self._store.hashed(job.number, job.step, xxh3)
+        self._shards.hashed(job.number, job.step, xxh3)
 
     def _next(self, done: Job | None) -> Job | None:
-        """The next job; None when there will be none."""
+        """The next job; None when no more will come."""
         with self._changed:
             self._changed.wait_for(lambda: self._stopped or self._retiring or self._job is not done)
             return None if self._stopped or self._job is done else self._job
@@ -141,13 +147,13 @@ class Sender(threading.Thread):
     def _gives_up(self, error: Exception, pauses: int) -> bool:
         if self._stopped:
             return True
-        # That generation is over, or the snapshot is: neither comes back.
+        # The generation or the snapshot is over: no later attempt can succeed.
         final = isinstance(error, (Fenced, IntegrityError))
-        # What was idle may have been closed by the other side: only a second failure is one.
+        # The other side may have closed an idle connection: only a second failure in a row counts.
         if pauses or final:
-            what = "parity" if self._stripe else "replica"
+            what = "parity" if self._request.stripe else "replica"
             host, port = self._target
-            self._report(f"{host}:{port} takes no {what} of rank {self._line.rank}: {error}", None)
+            self._report(f"{host}:{port} takes no {what} of rank {self._key.rank}: {error}", None)
         return final or (self._retiring and pauses > 0)
 
     def _pause(self, pauses: int) -> None:
@@ -164,7 +170,7 @@ class Sender(threading.Thread):
         if job is not None:
             self.sent_step = job.step
         if changed:
-            self._told()
+            self._on_change()
 
     def _close(self) -> None:
         with self._changed:

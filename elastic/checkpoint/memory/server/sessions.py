@@ -6,248 +6,261 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
-from elastic.checkpoint.memory.records import client_state, template_from_json
-from elastic.checkpoint.memory.server.node_shards import Store
+from typing_extensions import assert_never
+
+from elastic.checkpoint.memory.messages import (
+    READER_LIMIT_S,
+    Accepted,
+    BeginSnapshot,
+    CommitSnapshot,
+    Done,
+    GivenSegment,
+    Leased,
+    LeaseShard,
+    Opened,
+    OpenParity,
+    OpenReplica,
+    OpenShard,
+    PeerRequest,
+    Progress,
+    PushReplica,
+    PushShare,
+    ReadShard,
+    Release,
+    SettleSnapshot,
+    ShardHash,
+    WorkerRequest,
+    expected,
+    peer_request,
+    to_json,
+    worker_request,
+)
+from elastic.checkpoint.memory.server.node_shards import NodeShards
 from elastic.checkpoint.memory.server.parity import Parity
-from elastic.checkpoint.memory.server.replication import Progress, Replication
-from elastic.checkpoint.memory.server.segment_pool import READER_LIMIT_S, Shelf
+from elastic.checkpoint.memory.server.replication import Replication
+from elastic.checkpoint.memory.server.segment_pool import SegmentPool
 from elastic.checkpoint.memory.server.sender import Job
 from elastic.checkpoint.memory.server.transfer import receive_share
-from elastic.checkpoint.memory.shard_buffers import Line, Mark
-from elastic.core.checkpoint.manifest import ShardRecord
+from elastic.checkpoint.memory.shard_buffers import ShardKey
 from elastic.core.errors import ElasticError, IntegrityError
 from elastic.transport.channel import Channel, Message, checked, error_message
-from elastic.transport.handshake import Address
 
 logger = logging.getLogger(__name__)
 
 _IDLE_S = 30.0
 
-Replicate = Callable[[ShardRecord, list[Address], Mark | None, list[int], Callable[[Progress], None]], Replication]
+Replicate = Callable[[OpenShard, Callable[[Progress], None]], Replication]
 
 
-class LocalSession:
-    """A worker of this node, over the Unix socket. Messages in, `{"answer": ...}` and `{"progress": ...}` out."""
+class WorkerSession:
+    """A worker of this node, over the Unix socket. Requests in, `{"answer": ...}` and `{"progress": ...}` out."""
 
-    def __init__(self, shelf: Shelf, channel: Channel, replicate: Replicate) -> None:
-        self._shelf = shelf
-        self._store = Store(shelf)
+    def __init__(self, pool: SegmentPool, channel: Channel, replicate: Replicate) -> None:
+        self._pool = pool
+        self._shards = NodeShards(pool)
         self._channel = channel
         self._replicate = replicate
         self._replication: Replication | None = None
-        self._line: Line | None = None
+        self._key: ShardKey | None = None
         self._given: set[int] = set()
         self._writing: int | None = None
-        # Progress is told by the threads that send replicas.
+        # The threads that send replicas report progress concurrently with answers.
         self._sending = threading.Lock()
 
     def serve(self) -> None:
         """Until the worker closes the connection or is gone: raises OSError then."""
         try:
             while True:
-                _wait(self._channel, self._shelf, self._line)
+                _wait(self._channel, self._pool, self._key)
                 message, _ = self._channel.receive()
                 try:
-                    self._handle(message)
+                    self._handle(worker_request(message))
                 except ElasticError as error:
                     self._answer(error_message(error))
         finally:
-            # What was committed is complete on this node: it is sent although the worker is gone.
+            # Committed snapshots are complete on this node: they are sent although the worker is gone.
             if self._replication is not None:
                 self._replication.retire()
 
-    def _handle(self, message: Message) -> None:
-        what = message.get("do")
-        if what == "open":
-            self._open(message)
-        elif what == "begin":
-            self._begin()
-        elif what == "commit":
-            self._commit(int(message["step"]), client_state(message.get("client")))
-        elif what == "settled":
-            self._shelf.settle((self._own_line().generation, int(message["step"])))
-            self._answer({})
-        elif what == "lease":
-            self._lease(message)
-        else:
-            raise IntegrityError(f"a worker asked for {what!r}, which this version does not know")
+    def _handle(self, request: WorkerRequest) -> None:
+        match request:
+            case OpenShard():
+                self._open(request)
+            case BeginSnapshot():
+                self._begin()
+            case CommitSnapshot():
+                self._commit(request)
+            case SettleSnapshot():
+                self._pool.settle((self._own_key().generation, request.step))
+                self._answer(to_json(Done()))
+            case LeaseShard():
+                self._lease(request)
+            case _:
+                assert_never(request)
 
-    def _open(self, message: Message) -> None:
-        template = template_from_json(message["template"])
-        line = Line(template.generation, template.rank, replica=False)
-        base = mark_from(message.get("base"))
-        self._store.open(line, template, base)
-        self._line, self._writing = line, None
+    def _open(self, request: OpenShard) -> None:
+        template = request.template
+        key = ShardKey(template.generation, template.rank, replica=False)
+        self._shards.open(key, template, request.base)
+        self._key, self._writing = key, None
         if self._replication is not None:
             self._replication.stop()
-        targets = [(str(host), int(port)) for host, port in message["targets"]]
-        stripe = [int(rank) for rank in message.get("stripe", ())]
-        self._replication = self._replicate(template, targets, base, stripe, self._tell)
-        newest = self._store.newest(line)
+        self._replication = self._replicate(request, self._report)
+        newest = self._shards.newest(key)
         if newest is not None:
-            # The worker has connected anew: what it had committed may not have been sent, or not told.
+            # The worker has reconnected: its last commit may not have been sent, or not reported.
             self._replication.commit(Job(*newest))
-        self._answer({"step": newest[0] if newest is not None else -1})
+        self._answer(to_json(Opened(newest[0] if newest is not None else -1)))
 
     def _begin(self) -> None:
-        with self._store.writing(self._own_line()) as (number, segment):
+        with self._shards.writing(self._own_key()) as (number, segment):
             fresh = number not in self._given
             self._given.add(number)
             self._writing = number
-            self._answer({"number": number, "nbytes": segment.nbytes}, segment.fd if fresh else None)
+            self._answer(to_json(GivenSegment(number, segment.nbytes)), segment.fd if fresh else None)
 
-    def _commit(self, step: int, client: dict[str, Any] | None) -> None:
-        line, number = self._own_line(), self._writing
+    def _commit(self, request: CommitSnapshot) -> None:
+        key, number, step = self._own_key(), self._writing, request.step
         if number is None or self._replication is None:
-            raise IntegrityError(f"step {step} was committed without memory having been asked for")
-        self._store.commit(line, number, step, client)
+            raise IntegrityError(f"step {step} was committed before memory was requested for it")
+        self._shards.commit(key, number, step, request.extra_state)
         self._writing = None
-        self._answer({})
-        self._replication.commit(Job(step, number, client))
+        self._answer(to_json(Done()))
+        self._replication.commit(Job(step, number, request.extra_state))
 
-    def _lease(self, message: Message) -> None:
-        with self._store.reading(*_wanted(message)) as reading:
+    def _lease(self, request: LeaseShard) -> None:
+        with self._shards.reading(request.generation, request.step, request.rank) as reading:
             fd = reading.segment.reader_fd()
             try:
-                self._answer({"nbytes": reading.segment.nbytes}, fd)
+                self._answer(to_json(Leased(reading.segment.nbytes)), fd)
             finally:
                 os.close(fd)
-            _await_reader(self._channel)
-        # Only this makes what was read valid: the copy was in place until now.
-        self._answer({})
+            _await_release(self._channel)
+        # Only this makes what was read valid: the buffer was kept until now.
+        self._answer(to_json(Done()))
 
-    def _own_line(self) -> Line:
-        if self._line is None:
-            raise IntegrityError("a worker asked for memory before it had said for which shard")
-        return self._line
+    def _own_key(self) -> ShardKey:
+        if self._key is None:
+            raise IntegrityError("a worker asked for memory before it opened a shard")
+        return self._key
 
     def _answer(self, answer: Message, fd: int | None = None) -> None:
         with self._sending:
             self._channel.send({"answer": answer}, fd)
 
-    def _tell(self, progress: Progress) -> None:
+    def _report(self, progress: Progress) -> None:
         try:
             with self._sending:
-                self._channel.send({"progress": asdict(progress)})
+                self._channel.send({"progress": to_json(progress)})
         except OSError:
-            self._channel.shut()  # the worker is gone, which `serve` then sees
+            self._channel.shut()  # the worker is gone, which `serve` notices
 
 
 class PeerSession:
-    """Another node's server that sends replicas or what parity is made of, or a worker of another node that reads."""
+    """Another node's server that sends replicas or shares of parity, or a worker of another node that reads."""
 
-    def __init__(self, shelf: Shelf, parity: Parity, channel: Channel, received: Callable[[int], None]) -> None:
-        self._shelf = shelf
-        self._store = Store(shelf)
+    def __init__(self, pool: SegmentPool, parity: Parity, channel: Channel, on_received: Callable[[int], None]) -> None:
+        self._pool = pool
+        self._shards = NodeShards(pool)
         self._parity = parity
         self._channel = channel
-        self._received = received
-        self._line: Line | None = None
+        self._on_received = on_received
+        self._key: ShardKey | None = None
         self._rank = -1
 
     def serve(self) -> None:
         """Until the other side closes the connection or is gone: raises OSError then."""
         while True:
-            _wait(self._channel, self._shelf, self._line)
+            _wait(self._channel, self._pool, self._key)
             message, _ = self._channel.receive()
             try:
-                self._handle(message)
+                self._handle(peer_request(message))
             except ElasticError as error:
                 self._channel.send(error_message(error))
 
-    def _handle(self, message: Message) -> None:
-        what = message.get("do")
-        if what == "replica":
-            template = template_from_json(message["template"])
-            line = Line(template.generation, template.rank, replica=True)
-            self._store.open(line, template, mark_from(message.get("base")))
-            self._line, self._rank = line, template.rank
-            self._channel.send({})
-        elif what == "stripe":
-            template = template_from_json(message["template"])
-            ranks = [int(rank) for rank in message["ranks"]]
-            self._line = self._parity.open(ranks, template, mark_from(message.get("base")))
-            self._rank = template.rank
-            self._channel.send({})
-        elif what == "push":
-            self._push(message)
-        elif what == "share":
-            self._share(message)
-        elif what == "read":
-            self._read(message)
-        else:
-            raise IntegrityError(f"a peer asked for {what!r}, which this version does not know")
+    def _handle(self, request: PeerRequest) -> None:
+        match request:
+            case OpenReplica():
+                key = ShardKey(request.template.generation, request.template.rank, replica=True)
+                self._shards.open(key, request.template, request.base)
+                self._opened(key, request.template.rank)
+            case OpenParity():
+                key = self._parity.open(request.ranks, request.template, request.base)
+                self._opened(key, request.template.rank)
+            case PushReplica():
+                self._push(request)
+            case PushShare():
+                self._share(request)
+            case ReadShard():
+                self._read(request)
+            case _:
+                assert_never(request)
 
-    def _begin(self, message: Message, stripe: bool) -> tuple[Line, int, dict[str, Any] | None]:
-        if self._line is None or bool(self._line.stripe) != stripe:
-            raise IntegrityError("a shard came before it was said which one it is")
-        mark = mark_from(message.get("mark"))
-        if mark is not None:
-            self._shelf.settle(mark)
-        return self._line, int(message["step"]), client_state(message.get("client"))
+    def _opened(self, key: ShardKey, rank: int) -> None:
+        self._key, self._rank = key, rank
+        self._send(Done())
 
-    def _push(self, message: Message) -> None:
-        line, step, client = self._begin(message, stripe=False)
-        if self._store.has(line, step):
+    def _begin(self, request: PushReplica | PushShare) -> ShardKey:
+        if self._key is None or bool(self._key.stripe) != isinstance(request, PushShare):
+            raise IntegrityError("a snapshot was sent before its shard was opened")
+        if request.settled is not None:
+            self._pool.settle(request.settled)
+        return self._key
+
+    def _push(self, request: PushReplica) -> None:
+        key = self._begin(request)
+        if self._shards.has(key, request.step):
             # The connection broke between the last byte and the answer.
-            self._channel.send({"have": True})
+            self._send(Accepted(True, 0))
             return
-        with self._store.receiving(line) as receiving:
-            self._channel.send({})
+        with self._shards.receiving(key) as receiving:
+            self._send(Accepted(False, 0))
             self._channel.recv_into([receiving.view])
-            trailer = checked(self._channel.receive()[0])
-            self._store.finish(receiving, step, client, str(trailer["xxh3"]))
+            trailer = expected(checked(self._channel.receive()[0]), ShardHash)
+            self._shards.finish(receiving, request.step, request.extra_state, trailer.xxh3)
             received = len(receiving.view)
-        self._received(received)
-        self._channel.send({})
+        self._on_received(received)
+        self._send(Done())
 
-    def _share(self, message: Message) -> None:
-        line, step, client = self._begin(message, stripe=True)
-        with self._parity.contributing(line, self._rank, step, client) as share:
+    def _share(self, request: PushShare) -> None:
+        key = self._begin(request)
+        with self._parity.contributing(key, self._rank, request.step, request.extra_state) as share:
             if share is None or share.done:
-                self._channel.send({"have": True})
+                self._send(Accepted(True, 0))
                 return
-            self._channel.send({"begin": share.begin})
-            self._received(receive_share(self._channel, share))
-        self._channel.send({})
+            self._send(Accepted(False, share.begin))
+            self._on_received(receive_share(self._channel, share))
+        self._send(Done())
 
-    def _read(self, message: Message) -> None:
-        with self._store.reading(*_wanted(message)) as reading:
-            parts = [(int(begin), int(count)) for begin, count in message["parts"]]
-            for begin, count in parts:
-                if begin < 0 or count < 0 or begin + count > reading.segment.nbytes:
+    def _read(self, request: ReadShard) -> None:
+        with self._shards.reading(request.generation, request.step, request.rank) as reading:
+            for begin, count in request.parts:
+                if begin + count > reading.segment.nbytes:
                     raise IntegrityError(f"bytes [{begin}, {begin + count}) are not in {reading.segment.nbytes}")
             self._channel.cork(True)
-            self._channel.send({})
-            for begin, count in parts:
+            self._send(Done())
+            for begin, count in request.parts:
                 self._channel.send_file(reading.segment.fd, begin, count)
             self._channel.cork(False)
-            _await_reader(self._channel)
-        self._channel.send({})
+            _await_release(self._channel)
+        self._send(Done())
+
+    def _send(self, answer: Any) -> None:
+        self._channel.send(to_json(answer))
 
 
-def mark_from(value: Any) -> Mark | None:
-    if value is None:
-        return None
-    generation, step = value
-    return int(generation), int(step)
-
-
-def _wanted(message: Message) -> tuple[int, int, int]:
-    return int(message["generation"]), int(message["step"]), int(message["rank"])
-
-
-def _wait(channel: Channel, shelf: Shelf, line: Line | None) -> None:
-    """Until the next request; meanwhile the memory that the next snapshots need is made ready."""
-    while channel.idle(0 if line is not None and shelf.prepare(line) else _IDLE_S):
+def _wait(channel: Channel, pool: SegmentPool, key: ShardKey | None) -> None:
+    """Until the next request; meanwhile the memory for the next snapshots is prepared."""
+    while channel.idle(0 if key is not None and pool.prepare(key) else _IDLE_S):
         pass
 
 
-def _await_reader(channel: Channel) -> None:
+def _await_release(channel: Channel) -> None:
     if channel.idle(READER_LIMIT_S):
-        raise TimeoutError(f"a reader kept a copy for {READER_LIMIT_S} s")
-    if channel.receive()[0].get("do") != "release":
-        raise ConnectionError("a reader went on without letting go of a copy")
+        raise TimeoutError(f"a reader kept a buffer for {READER_LIMIT_S} s")
+    try:
+        expected(channel.receive()[0], Release)
+    except IntegrityError as error:
+        raise ConnectionError(f"a reader went on before it released a buffer: {error.message}") from error

@@ -1,4 +1,4 @@
-"""A node's memory of snapshots: its sockets and threads. Lives in the node's agent, needs neither torch nor Ray."""
+"""A node's snapshot server: its sockets and threads. Runs in the node's agent and imports neither torch nor Ray."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from elastic.checkpoint.memory.server.node_shards import Store
+from elastic.checkpoint.memory.messages import OpenShard, Progress
+from elastic.checkpoint.memory.server.node_shards import NodeShards
 from elastic.checkpoint.memory.server.parity import Parity
-from elastic.checkpoint.memory.server.replication import Progress, Replication
-from elastic.checkpoint.memory.server.segment_pool import Shelf
-from elastic.checkpoint.memory.server.sessions import LocalSession, PeerSession
+from elastic.checkpoint.memory.server.replication import Replication
+from elastic.checkpoint.memory.server.segment_pool import SegmentPool
+from elastic.checkpoint.memory.server.sessions import PeerSession, WorkerSession
 from elastic.checkpoint.memory.server.transfer import read_shard
-from elastic.checkpoint.memory.shard_buffers import Mark
 from elastic.core.checkpoint.manifest import ShardRecord
 from elastic.core.checkpoint.snapshots import Held
 from elastic.core.errors import UsageError
@@ -33,19 +33,19 @@ _BACKLOG = 512
 _JOIN_LIMIT_S = 15.0
 
 
-class MemoryServer:
+class SnapshotServer:
     """Listens on (host, free port) and on an abstract Unix socket, and starts its threads.
 
-    `limit_bytes`: None for what the node has when memory is asked for (MemAvailable, cgroup v1 and v2).
+    `limit_bytes`: None for what the node has when memory is requested (MemAvailable, cgroup v1 and v2).
     """
 
     def __init__(self, token: bytes, host: str, *, limit_bytes: int | None = None) -> None:
         if len(token) != TOKEN_BYTES:
             raise UsageError(f"the run's token has {len(token)} bytes, not {TOKEN_BYTES}")
         self._token = token
-        self._shelf = Shelf(limit_bytes)
-        self._store = Store(self._shelf)
-        self._parity = Parity(self._shelf, partial(read_shard, token))
+        self._pool = SegmentPool(limit_bytes)
+        self._shards = NodeShards(self._pool)
+        self._parity = Parity(self._pool, partial(read_shard, token))
         self._lock = threading.Lock()
         self._channels: set[Channel] = set()
         self._threads: set[threading.Thread] = set()
@@ -55,7 +55,7 @@ class MemoryServer:
         self._closed = False
         self._tcp = _listen_tcp(host)
         self._address: Address = (host, self._tcp.getsockname()[1])
-        # Random, so that nobody else on the machine can take the name beforehand.
+        # Random, so that no other user of the machine can take the name first.
         self._local_name = f"elastic-memory-{secrets.token_hex(16)}"
         self._unix = _listen_unix(self._local_name)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
@@ -68,40 +68,39 @@ class MemoryServer:
 
     @property
     def local_name(self) -> str:
-        """What workers of this node pass to `NodeMemory`."""
+        """What workers of this node pass to `SnapshotClient`."""
         return self._local_name
 
     def held(self) -> tuple[Held, ...]:
-        """The complete copies here, own and replicas, and what can be made here of parity."""
-        return self._shelf.held()
+        """The complete shards here, own and replicas, and those that can be rebuilt from parity."""
+        return self._pool.held()
 
     def record(self, held: Held, *, digests: bool = True) -> ShardRecord:
         """The shard's record, with partial digests of the bytes that lie here now.
 
-        Their xxh3 is compared with what their sender computed. The result is remembered; the GIL is free meanwhile,
-        and calls for several shards may run in parallel. Raises IntegrityError when the shard is not here any more or
-        is not what was put here.
+        Their xxh3 is compared with the sender's. The result is cached; the GIL is released meanwhile, and calls for
+        several shards may run in parallel. Raises IntegrityError when the shard is no longer here or is damaged.
         """
-        return self._store.record(held, digests)
+        return self._shards.record(held, digests)
 
     def rebuild(self, held: Held, sources: Mapping[int, Address]) -> Held:
-        """Make a shard of the parity that is held here (`held.stripe`), with the stripe's other shards from `sources`.
+        """Rebuild a shard from the parity here (`held.stripe`) and the stripe's other shards, read from `sources`.
 
-        Returns as what it is held then: a replica. Raises IntegrityError when the parity is gone or the result is not
-        what the rank had sent, and StorageError when another shard cannot be read or there is no memory.
+        Returns the result, which is held as a replica. Raises IntegrityError when the parity is gone or the result does
+        not match the rank's hash, and StorageError when another shard cannot be read or memory is lacking.
         """
         return self._parity.rebuild(held, sources)
 
-    def pace(self) -> int:
-        """Bytes worked through by `record` and `rebuild` so far: what does not grow stands still."""
-        return self._shelf.pace.bytes
+    def worked_bytes(self) -> int:
+        """Bytes processed by `record` and `rebuild` so far: while it does not grow, they make no progress."""
+        return self._pool.work.bytes
 
     def stats(self) -> dict[str, Any]:
         """Figures for the journal: bytes held, segments, bytes sent and received, seconds of the last replications."""
         with self._lock:
             sent = self._sent_bytes + sum(replication.progress.sent_bytes for replication in self._replications)
             return {
-                **self._shelf.stats(),
+                **self._pool.stats(),
                 "sent_bytes": sent,
                 "received_bytes": self._received_bytes,
                 "replication_s": dict(self._last_seconds),
@@ -110,7 +109,7 @@ class MemoryServer:
             }
 
     def close(self) -> None:
-        """Ends all threads, within a limit, and gives all memory back. Idempotent."""
+        """End all threads, within a limit, and free all memory. Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -130,7 +129,7 @@ class MemoryServer:
         ended = [replication.join(max(0.0, deadline - time.monotonic())) for replication in replications]
         if not all(ended) or any(thread.is_alive() for thread in threads):
             logger.warning("a thread of the memory server has not ended within %s s", _JOIN_LIMIT_S)
-        self._shelf.close(max(0.0, deadline - time.monotonic()))
+        self._pool.close(max(0.0, deadline - time.monotonic()))
         for sock in (self._tcp, self._unix):
             sock.close()
         os.close(self._wake)
@@ -175,9 +174,9 @@ class MemoryServer:
                 raise Refused(f"it belongs to user {_user_of(sock)}")
             admit(channel, self._token)
             if local:
-                LocalSession(self._shelf, channel, self._replicate).serve()
+                WorkerSession(self._pool, channel, self._replicate).serve()
             else:
-                PeerSession(self._shelf, self._parity, channel, self._count_received).serve()
+                PeerSession(self._pool, self._parity, channel, self._count_received).serve()
         except Refused as error:
             logger.warning("a connection was refused: %s", error)
         except OSError as error:
@@ -191,29 +190,24 @@ class MemoryServer:
                 self._sent_bytes += channel.sent_bytes
             channel.close()
 
-    def _replicate(
-        self,
-        template: ShardRecord,
-        targets: list[Address],
-        base: Mark | None,
-        stripe: list[int],
-        told: Callable[[Progress], None],
-    ) -> Replication:
-        def tell(progress: Progress) -> None:
+    def _replicate(self, request: OpenShard, on_progress: Callable[[Progress], None]) -> Replication:
+        template = request.template
+
+        def report(progress: Progress) -> None:
             if progress.complete_step >= 0:
                 self._last_seconds[template.rank] = progress.seconds
-            told(progress)
+            on_progress(progress)
 
         with self._lock:
-            # Also those whose worker is gone: a generation that is over has nothing more to send. What is left of a
-            # connection that the rank has replaced would send the same beside the new one.
+            # Also replications whose worker is gone: a generation that is over has nothing more to send. One of a
+            # connection that the rank has replaced would send the same concurrently with the new one.
             for replication in self._replications:
                 if replication.generation < template.generation or replication.rank == template.rank:
                     replication.stop()
             ended = [replication for replication in self._replications if not replication.alive]
             self._sent_bytes += sum(replication.progress.sent_bytes for replication in ended)
             self._replications = [replication for replication in self._replications if replication not in ended]
-            new = Replication(self._store, template, targets, self._token, base, stripe, tell)
+            new = Replication(self._shards, request, self._token, report)
             self._replications.append(new)
             if self._closed:
                 new.stop()

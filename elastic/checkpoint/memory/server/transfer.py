@@ -1,4 +1,4 @@
-"""Shards on their way between nodes: to where a replica or parity is kept, and to where one is made of parity."""
+"""Transfer of shards between nodes: to the keeper of a replica or of parity, and to a node that rebuilds a shard."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from contextlib import closing
 
 import xxhash
 
+from elastic.checkpoint.memory.messages import ReadShard, Release, ShardHash, expected, request_to_json
 from elastic.checkpoint.memory.segments import Segment
 from elastic.checkpoint.memory.server.parity import Contribution
 from elastic.checkpoint.memory.server.parity_blocks import CHUNK_BYTES, HASH_BYTES, chunk_hash
@@ -17,19 +18,19 @@ from elastic.transport.handshake import Address, connect
 
 
 def send_replica(channel: Channel, segment: Segment) -> str:
-    """Every byte; returns their hash."""
+    """Send every byte; returns their xxh3."""
     xxh3 = xxhash.xxh3_64()
     with segment.map() as view:
         for at in range(0, segment.nbytes, CHUNK_BYTES):
             with view[at : at + CHUNK_BYTES] as chunk:
                 xxh3.update(chunk)
                 channel.send_file(segment.fd, at, len(chunk))
-    channel.ask({"xxh3": xxh3.hexdigest()})
+    channel.ask(request_to_json(ShardHash(xxh3.hexdigest())))
     return str(xxh3.hexdigest())
 
 
 def send_share(channel: Channel, segment: Segment, begin: int) -> str:
-    """The bytes from `begin` on, each chunk behind its hash; returns the hash of all."""
+    """Send the bytes from `begin` on, each chunk after its hash; returns the xxh3 of all bytes."""
     xxh3 = xxhash.xxh3_64()
     channel.cork(True)
     with segment.map() as view:
@@ -40,37 +41,37 @@ def send_share(channel: Channel, segment: Segment, begin: int) -> str:
                     channel.send_bytes(chunk_hash(chunk))
                     channel.send_file(segment.fd, at, len(chunk))
     channel.cork(False)
-    channel.ask({"xxh3": xxh3.hexdigest()})
+    channel.ask(request_to_json(ShardHash(xxh3.hexdigest())))
     return str(xxh3.hexdigest())
 
 
 def receive_share(channel: Channel, share: Contribution) -> int:
-    """What `send_share` sends; returns the number of bytes. It is all there when this returns."""
+    """Receive what `send_share` sends; returns the number of bytes. The share is complete when this returns."""
     scratch = memoryview(bytearray(min(CHUNK_BYTES, share.nbytes)))
     for at in range(share.begin, share.nbytes, CHUNK_BYTES):
         with scratch[: share.nbytes - at] as chunk:
             found = channel.exactly(HASH_BYTES)
             channel.recv_into([chunk])
             share.add(chunk, found)
-    share.end(str(checked(channel.receive()[0])["xxh3"]))
+    share.end(expected(checked(channel.receive()[0]), ShardHash).xxh3)
     return share.nbytes - share.begin
 
 
 def read_shard(token: bytes, source: Address, held: Held, length: int) -> Iterator[memoryview]:
-    """The first `length` bytes of a shard, in chunks of which each is overwritten by the next.
+    """Yield the first `length` bytes of a shard in chunks; each chunk overwrites the one before.
 
     Raises StorageError when the source cannot be reached, and IntegrityError when it does not hold the shard any more.
     """
-    message = {"do": "read", "generation": held.generation, "step": held.step, "rank": held.rank}
+    request = ReadShard(held.generation, held.step, held.rank, ((0, length),))
     scratch = memoryview(bytearray(min(CHUNK_BYTES, length)))
     try:
         with closing(connect(source, token)) as channel:
-            channel.ask({**message, "parts": [[0, length]]})
+            channel.ask(request_to_json(request))
             for at in range(0, length, CHUNK_BYTES):
                 with scratch[: length - at] as chunk:
                     channel.recv_into([chunk])
                     yield chunk
-            channel.ask({"do": "release"})
+            channel.ask(request_to_json(Release()))
     except OSError as error:
         where = Where(rank=held.rank, step=held.step, generation=held.generation)
         raise StorageError(f"a shard could not be read from {source[0]}:{source[1]}: {error}", where) from error

@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 
-from elastic.checkpoint.memory.work_counter import STILL_LIMIT_S
+from elastic.checkpoint.memory.work_counter import NO_PROGRESS_LIMIT_S
 from elastic.core.checkpoint.assembly import assemble
 from elastic.core.checkpoint.manifest import ShardRecord
 from elastic.core.checkpoint.manifest_json import to_json
@@ -140,8 +140,8 @@ class SnapshotDirectory:
                 now = await self._pace(node)
                 if now > pace:
                     pace, since = now, self._clock()
-                elif self._clock() - since > STILL_LIMIT_S:
-                    raise asyncio.TimeoutError(f"node {node[:8]} has stood still for {STILL_LIMIT_S:.0f} s")
+                elif self._clock() - since > NO_PROGRESS_LIMIT_S:
+                    raise asyncio.TimeoutError(f"node {node[:8]} has stood still for {NO_PROGRESS_LIMIT_S:.0f} s")
             return list(work.result())
         finally:
             work.cancel()

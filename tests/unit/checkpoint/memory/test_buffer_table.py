@@ -7,76 +7,76 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from elastic.checkpoint.memory.server.buffer_table import Books
-from elastic.checkpoint.memory.shard_buffers import Copy, Line, Mark, Shape
+from elastic.checkpoint.memory.server.buffer_table import BufferTable
+from elastic.checkpoint.memory.shard_buffers import ShardBuffer, ShardKey, ShardShape, SnapshotRef
 from elastic.core.checkpoint.snapshots import Held, place_replicas, recoverable
 from elastic.core.errors import Fenced, IntegrityError
 
 
 @dataclass
 class Node:
-    """Books, and the memory that they are about: what was really written into each copy."""
+    """The table, and the memory that it describes: what was really written into each buffer."""
 
-    books: Books = field(default_factory=Books)
-    memory: dict[int, tuple[Line, int] | None] = field(default_factory=dict)
-    readers: list[tuple[Copy, tuple[Line, int]]] = field(default_factory=list)
+    table: BufferTable = field(default_factory=BufferTable)
+    memory: dict[int, tuple[ShardKey, int] | None] = field(default_factory=dict)
+    readers: list[tuple[ShardBuffer, tuple[ShardKey, int]]] = field(default_factory=list)
     numbers: int = 0
 
-    def open(self, line: Line, world_size: int, base: Mark | None) -> None:
-        self.books.open(line, Shape(world_size, 10), base)
+    def open(self, key: ShardKey, world_size: int, base: SnapshotRef | None) -> None:
+        self.table.open(key, ShardShape(world_size, 10), base)
         self.check()
 
-    def begin(self, line: Line) -> Copy | None:
-        copy = self.books.choose(line)
-        if copy is None:
+    def begin(self, key: ShardKey) -> ShardBuffer | None:
+        buffer = self.table.next_buffer(key)
+        if buffer is None:
             self.numbers += 1
-            copy = self.books.add(line, self.numbers)
-        if copy.users:
+            buffer = self.table.add(key, self.numbers)
+        if buffer.users:
             return None
-        self.books.begin(copy)
-        self.memory[copy.id] = None
+        self.table.begin(buffer)
+        self.memory[buffer.id] = None
         self.check()
-        return copy
+        return buffer
 
-    def complete(self, copy: Copy, step: int) -> None:
+    def complete(self, buffer: ShardBuffer, step: int) -> None:
         # The bytes are there before the books say so.
-        self.memory[copy.id] = (copy.line, step)
-        self.books.complete(copy, step)
+        self.memory[buffer.id] = (buffer.key, step)
+        self.table.complete(buffer, step)
         self.check()
 
-    def settle(self, mark: Mark) -> None:
-        self.books.settle(mark)
+    def settle(self, settled: SnapshotRef) -> None:
+        self.table.settle(settled)
         self.check()
 
     def read(self, held: Held) -> None:
-        copy = self.books.find(held.generation, held.step, held.rank, held.replica)
-        assert copy is not None
-        copy.users += 1
-        content = self.memory[copy.id]
+        buffer = self.table.find(held.generation, held.step, held.rank, held.replica)
+        assert buffer is not None
+        buffer.users += 1
+        content = self.memory[buffer.id]
         assert content is not None
-        self.readers.append((copy, content))
+        self.readers.append((buffer, content))
 
-    def let_go(self) -> None:
-        copy, _ = self.readers.pop()
-        copy.users -= 1
+    def release(self) -> None:
+        buffer, _ = self.readers.pop()
+        buffer.users -= 1
         self.check()
 
     def check(self) -> None:
-        for number in self.books.sweep():
+        for number in self.table.collect():
             del self.memory[number]
-        by_line: dict[Line, list[Copy]] = {}
-        for copy in self.books.copies.values():
-            if not copy.dropped:
-                by_line.setdefault(copy.line, []).append(copy)
-        for copies in by_line.values():
-            assert len(copies) <= 2, "more than two copies of one rank"
-            assert sum(copy.step is None for copy in copies) <= 1, "two incomplete copies of one rank"
-        for held in self.books.held():
-            copy = self.books.find(held.generation, held.step, held.rank, held.replica)
-            assert copy is not None
-            assert self.memory[copy.id] == (Line(held.generation, held.rank, held.replica), held.step)
-        for copy, content in self.readers:
-            assert self.memory[copy.id] == content, "memory changed under a reader"
+        by_line: dict[ShardKey, list[ShardBuffer]] = {}
+        for buffer in self.table.buffers.values():
+            if not buffer.dropped:
+                by_line.setdefault(buffer.key, []).append(buffer)
+        for buffers in by_line.values():
+            assert len(buffers) <= 2, "more than two copies of one rank"
+            assert sum(buffer.step is None for buffer in buffers) <= 1, "two incomplete copies of one rank"
+        for held in self.table.held():
+            buffer = self.table.find(held.generation, held.step, held.rank, held.replica)
+            assert buffer is not None
+            assert self.memory[buffer.id] == (ShardKey(held.generation, held.rank, held.replica), held.step)
+        for buffer, content in self.readers:
+            assert self.memory[buffer.id] == content, "memory changed under a reader"
 
 
 def one_history(seed: int) -> None:
@@ -84,46 +84,46 @@ def one_history(seed: int) -> None:
     chance = random.Random(seed)
     node = Node()
     generation, step = 1, 0
-    base: Mark | None = None
-    writing: list[Copy] = []
+    base: SnapshotRef | None = None
+    writing: list[ShardBuffer] = []
     settled: set[Held] = set()
     for _ in range(40):
-        line = Line(generation, chance.randrange(2), chance.random() < 0.4)
+        key = ShardKey(generation, chance.randrange(2), chance.random() < 0.4)
         match chance.randrange(8):
             case 0 if chance.random() < 0.3:
                 generation += 1
                 writing.clear()
                 # All that begin a generation begin it from one snapshot.
-                base = chance.choice([None, *{(i.generation, i.step) for i in sorted(node.books.held())}])
+                base = chance.choice([None, *{(i.generation, i.step) for i in sorted(node.table.held())}])
             case 1:
-                if base is not None and node.books.mark[0] < generation:
-                    settled = {i for i in node.books.held() if (i.generation, i.step) == base}
-                node.open(line, 2, base)
-            case 2 | 3 if line in node.books.lines:
+                if base is not None and node.table.settled[0] < generation:
+                    settled = {i for i in node.table.held() if (i.generation, i.step) == base}
+                node.open(key, 2, base)
+            case 2 | 3 if key in node.table.shards:
                 try:
-                    copy = node.begin(line)
+                    buffer = node.begin(key)
                 except IntegrityError:
-                    copy = None  # its last snapshot may count already
-                if copy is not None:
-                    writing = [other for other in writing if other is not copy] + [copy]
+                    buffer = None  # its last snapshot may count already
+                if buffer is not None:
+                    writing = [other for other in writing if other is not buffer] + [buffer]
             case 4 | 5 if writing:
                 step += 1
                 node.complete(writing.pop(chance.randrange(len(writing))), step)
-            case 6 if node.books.held():
-                item = chance.choice(node.books.held())
-                mark = (item.generation, item.step)
-                if mark > node.books.mark and mark[0] == node.books.newest:
-                    settled = {i for i in node.books.held() if (i.generation, i.step) == mark}
-                node.settle(mark)
-            case 7 if node.books.held() or node.readers:
+            case 6 if node.table.held():
+                item = chance.choice(node.table.held())
+                ref = (item.generation, item.step)
+                if ref > node.table.settled and ref[0] == node.table.newest:
+                    settled = {i for i in node.table.held() if (i.generation, i.step) == ref}
+                node.settle(ref)
+            case 7 if node.table.held() or node.readers:
                 if node.readers and chance.random() < 0.6:
-                    node.let_go()
-                elif node.books.held():
-                    node.read(chance.choice(node.books.held()))
-        assert settled <= set(node.books.held()), "a snapshot that had settled was lost"
+                    node.release()
+                elif node.table.held():
+                    node.read(chance.choice(node.table.held()))
+        assert settled <= set(node.table.held()), "a snapshot that had settled was lost"
     while node.readers:
-        node.let_go()
-    assert len(node.memory) == len(node.books.copies)
+        node.release()
+    assert len(node.memory) == len(node.table.buffers)
 
 
 @pytest.mark.parametrize("seeds", [range(3_000), pytest.param(range(3_000, 10_000), marks=pytest.mark.slow)])
@@ -140,9 +140,11 @@ class Rank:
     node: int
     holders: tuple[int, ...]
     step: int = 0
-    copy: Copy | None = None
-    waiting: dict[int, Copy | None] = field(default_factory=dict)  # holders that have not got the last snapshot yet
-    heard: Mark = (-1, -1)
+    buffer: ShardBuffer | None = None
+    waiting: dict[int, ShardBuffer | None] = field(
+        default_factory=dict
+    )  # holders that have not got the last snapshot yet
+    heard: SnapshotRef = (-1, -1)
 
 
 class Cluster:
@@ -153,37 +155,37 @@ class Cluster:
         self.nodes = {at: Node() for at in range(self.chance.randrange(2, 5))}
         self.replicas = self.chance.randrange(1, 3)
         self.generation, self.step = 0, 0
-        self.settled: Mark | None = None
+        self.settled: SnapshotRef | None = None
         self.next_node = len(self.nodes)
         self.begin_generation(None)
 
-    def begin_generation(self, base: Mark | None) -> None:
+    def begin_generation(self, base: SnapshotRef | None) -> None:
         self.generation += 1
         names = [str(at) for at in self.nodes]
         placed = place_replicas(names, min(self.replicas, len(names) - 1))
         self.ranks = [Rank(int(name), tuple(map(int, to))) for name, to in zip(names, placed, strict=True)]
         # Some restore more quickly than others, and whether the base is told makes no difference to safety.
-        told = base if self.chance.random() < 0.7 else None
+        on_change = base if self.chance.random() < 0.7 else None
         for number in self.chance.sample(range(len(self.ranks)), len(self.ranks)):
             rank = self.ranks[number]
-            self.nodes[rank.node].open(Line(self.generation, number, False), len(self.ranks), told)
+            self.nodes[rank.node].open(ShardKey(self.generation, number, False), len(self.ranks), on_change)
             for holder in rank.holders:
-                self.nodes[holder].open(Line(self.generation, number, True), len(self.ranks), told)
+                self.nodes[holder].open(ShardKey(self.generation, number, True), len(self.ranks), on_change)
 
     def act(self) -> None:
         number = self.chance.randrange(len(self.ranks))
         rank = self.ranks[number]
         node = self.nodes[rank.node]
         match self.chance.randrange(6):
-            case 0 if rank.copy is None and not rank.waiting:
+            case 0 if rank.buffer is None and not rank.waiting:
                 try:
-                    rank.copy = node.begin(Line(self.generation, number, False))
+                    rank.buffer = node.begin(ShardKey(self.generation, number, False))
                 except IntegrityError:
                     return  # it has not heard yet that its last snapshot settled
-            case 1 if rank.copy is not None:
+            case 1 if rank.buffer is not None:
                 rank.step += 1
-                node.complete(rank.copy, rank.step)
-                rank.copy, rank.waiting = None, dict.fromkeys(rank.holders)
+                node.complete(rank.buffer, rank.step)
+                rank.buffer, rank.waiting = None, dict.fromkeys(rank.holders)
             case 2 | 3 if rank.waiting:
                 self.push(rank, number)
             case 4 if self.settled is not None and self.settled[0] == self.generation:
@@ -194,12 +196,12 @@ class Cluster:
 
     def push(self, rank: Rank, number: int) -> None:
         holder = self.chance.choice(list(rank.waiting))
-        node, copy = self.nodes[holder], rank.waiting[holder]
-        if copy is None or self.chance.random() < 0.2:  # begins, or breaks off and begins again
-            node.settle(self.nodes[rank.node].books.mark)
-            rank.waiting[holder] = node.begin(Line(self.generation, number, True))
+        node, buffer = self.nodes[holder], rank.waiting[holder]
+        if buffer is None or self.chance.random() < 0.2:  # begins, or breaks off and begins again
+            node.settle(self.nodes[rank.node].table.settled)
+            rank.waiting[holder] = node.begin(ShardKey(self.generation, number, True))
         else:
-            node.complete(copy, rank.step)
+            node.complete(buffer, rank.step)
             del rank.waiting[holder]
 
     def look(self) -> None:
@@ -209,8 +211,8 @@ class Cluster:
         if step > 0 and (self.settled is None or (self.generation, step) > self.settled):
             self.settled = (self.generation, step)
 
-    def best(self, without: int | None = None) -> Mark | None:
-        found = recoverable({str(at): node.books.held() for at, node in self.nodes.items() if at != without})
+    def best(self, without: int | None = None) -> SnapshotRef | None:
+        found = recoverable({str(at): node.table.held() for at, node in self.nodes.items() if at != without})
         return (found[0].generation, found[0].step) if found else None
 
     def lose_a_node(self) -> None:
@@ -246,20 +248,20 @@ def test_any_one_node_may_be_lost_at_any_moment(seeds: range) -> None:
     assert recovered > len(seeds) // 4
 
 
-def opened(line: Line) -> Node:
+def opened(key: ShardKey) -> Node:
     node = Node()
-    node.books.open(line, Shape(1, 10), None)
+    node.table.open(key, ShardShape(1, 10), None)
     return node
 
 
-OWN = Line(1, 0, False)
+OWN = ShardKey(1, 0, False)
 
 
-def write(node: Node, line: Line, step: int) -> Copy:
-    copy = node.begin(line)
-    assert copy is not None
-    node.complete(copy, step)
-    return copy
+def write(node: Node, key: ShardKey, step: int) -> ShardBuffer:
+    buffer = node.begin(key)
+    assert buffer is not None
+    node.complete(buffer, step)
+    return buffer
 
 
 def test_an_own_snapshot_that_may_count_is_not_overwritten() -> None:
@@ -270,39 +272,39 @@ def test_an_own_snapshot_that_may_count_is_not_overwritten() -> None:
     node.settle((1, 1))
     write(node, OWN, 2)
     node.settle((1, 2))
-    assert {item.step for item in node.books.held()} == {1, 2}
+    assert {item.step for item in node.table.held()} == {1, 2}
 
 
 def test_what_is_not_open_or_over_is_not_written() -> None:
     node = opened(OWN)
-    with pytest.raises(IntegrityError, match="not opened"):
-        node.begin(Line(1, 1, False))
-    copy = node.begin(OWN)
-    assert copy is not None
-    node.open(Line(2, 0, False), 1, None)
+    with pytest.raises(IntegrityError, match="before it was opened"):
+        node.begin(ShardKey(1, 1, False))
+    buffer = node.begin(OWN)
+    assert buffer is not None
+    node.open(ShardKey(2, 0, False), 1, None)
     with pytest.raises(Fenced):
         node.begin(OWN)
     with pytest.raises(Fenced):
-        node.books.complete(copy, 1)
+        node.table.complete(buffer, 1)
     with pytest.raises(Fenced):
-        node.open(Line(1, 1, False), 2, None)
+        node.open(ShardKey(1, 1, False), 2, None)
 
 
 def test_a_line_has_one_size() -> None:
     node = opened(OWN)
-    node.books.open(OWN, Shape(1, 10), None)
+    node.table.open(OWN, ShardShape(1, 10), None)
     with pytest.raises(IntegrityError, match="another size"):
-        node.books.open(OWN, Shape(1, 11), None)
+        node.table.open(OWN, ShardShape(1, 11), None)
 
 
 def test_steps_only_grow() -> None:
     node = opened(OWN)
     write(node, OWN, 5)
     node.settle((1, 5))
-    copy = node.begin(OWN)
-    assert copy is not None
+    buffer = node.begin(OWN)
+    assert buffer is not None
     with pytest.raises(IntegrityError, match="no new snapshot"):
-        node.books.complete(copy, 5)
+        node.table.complete(buffer, 5)
 
 
 def test_a_run_that_went_back_keeps_where_it_began() -> None:
@@ -311,10 +313,10 @@ def test_a_run_that_went_back_keeps_where_it_began() -> None:
     node.settle((1, 1))
     write(node, OWN, 2)
     node.settle((1, 2))
-    node.open(Line(2, 0, False), 1, (1, 1))
-    assert {item.step for item in node.books.held()} == {1}
-    write(node, Line(2, 0, False), 2)
-    assert {(item.generation, item.step) for item in node.books.held()} == {(1, 1), (2, 2)}
+    node.open(ShardKey(2, 0, False), 1, (1, 1))
+    assert {item.step for item in node.table.held()} == {1}
+    write(node, ShardKey(2, 0, False), 2)
+    assert {(item.generation, item.step) for item in node.table.held()} == {(1, 1), (2, 2)}
 
 
 def test_generations_that_fail_one_after_the_other_do_not_pile_up() -> None:
@@ -322,9 +324,9 @@ def test_generations_that_fail_one_after_the_other_do_not_pile_up() -> None:
     write(node, OWN, 1)
     node.settle((1, 1))
     for generation in range(2, 50):
-        line = Line(generation, 0, False)
-        node.open(line, 1, None)
-        write(node, line, generation)
-        assert (1, 1) in {(item.generation, item.step) for item in node.books.held()}
-        assert len(node.books.copies) <= 4
-        assert len(node.books.lines) <= 4
+        key = ShardKey(generation, 0, False)
+        node.open(key, 1, None)
+        write(node, key, generation)
+        assert (1, 1) in {(item.generation, item.step) for item in node.table.held()}
+        assert len(node.table.buffers) <= 4
+        assert len(node.table.shards) <= 4
