@@ -273,7 +273,7 @@ def test_bytes_outside_of_a_shard_are_not_given(stack: ExitStack, part: list[int
     take(memory, record, 1)
     with closing(connect(node.address, TOKEN)) as channel:
         request = {"do": "read", "generation": 1, "step": 1, "rank": 0}
-        with pytest.raises(IntegrityError, match="are not in 8024|is not a whole number"):
+        with pytest.raises(IntegrityError, match=r"are not in 8024|is not a whole number"):
             channel.ask({**request, "parts": [[0, 8], part]})
         assert channel.ask({**request, "parts": [[8000, 24]]}) == {}
         assert channel.exactly(24) == samples.content(record, 1)[8000:].tobytes()
