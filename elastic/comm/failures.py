@@ -23,9 +23,10 @@ _GLOO_TEXTS = (
     "NCCL error",
     "NCCL communicator was aborted",
 )
-# cudaError_t: what a device, its memory or its links have come to by themselves, whatever runs on it. Unavailable, ECC,
-# NVLink, contained, hardware stack, system not ready, unknown (a device that fell off the bus).
-_HARDWARE = frozenset({46, 214, 220, 226, 714, 802, 999})
+# cudaError_t: failures of a device, its memory or its links, whatever runs on it. Initialization failed, devices
+# unavailable, no device (the driver has lost it), ECC, NVLink, contained, hardware stack, system not ready, unknown (a
+# device that fell off the bus).
+_HARDWARE = frozenset({3, 46, 100, 214, 220, 226, 714, 802, 999})
 # "[127.0.0.1]:44305" and "[::1]:44305"; not the place in gloo's source, "[.../tcp/pair.cc:537]".
 _PEER = re.compile(r"\[([0-9a-fA-F.:]+)\]:(\d{1,5})\b")
 

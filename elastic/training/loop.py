@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from elastic.comm.device_check import device_error
 from elastic.comm.failures import as_collective_failure, is_of_device, is_of_hardware, peer_of
 from elastic.comm.process_group import ProcessGroup, backend_and_device
 from elastic.core.errors import CollectiveFailed, GenerationEnded, IntegrityError, StorageError, UsageError
@@ -117,7 +118,8 @@ class GenerationRunner:
 
     def _classify(self, error: BaseException) -> GenerationResult:
         generation = self._generation
-        self._device_works = not is_of_device(error)
+        if is_of_device(error):
+            self._device_works = False
         if generation.bad_step is not None:
             bad = generation.bad_step
             return self._result("anomaly", error, message=str(bad), text=None, bad_step=bad)
@@ -139,6 +141,12 @@ class GenerationRunner:
         return self._result("user_error", error)
 
     def _collective_failed(self, failure: CollectiveFailed) -> GenerationResult:
+        sick = device_error(self._generation.device)
+        if sick is not None:
+            # The collective failed because this rank's device did, by itself or under the user's kernel.
+            self._device_works = False
+            sick.__cause__ = failure
+            return self._result("device_failed" if is_of_hardware(sick) else "user_error", sick)
         peer, rank = self._group.identify(peer_of(failure.message))
         return self._result("collective_failed", failure, peer=peer, peer_rank=rank)
 
@@ -185,6 +193,8 @@ class GenerationRunner:
             # Collectives that this rank started and will not wait for would block the groups' destruction. Where all
             # is well nothing is cut: a slower rank may still be reading what this one has sent.
             self._group.sweep()
+            if device_error(generation.device) is not None:
+                self._device_works = False
         try:
             generation.enter(Phase.LEAVING)
         except BaseException as error:  # noqa: BLE001 - the coordinator may refuse an ended generation

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from elastic.comm.device_check import device_error
 from elastic.comm.failures import as_collective_failure, peer_of
 from elastic.core import events as ev
 from elastic.core.errors import CollectiveFailed, Where
@@ -78,6 +79,9 @@ class DeviceError(torch.AcceleratorError):
     [
         # An uncorrectable ECC error; an illegal address, which the user's own kernel may have used; and neither.
         (DeviceError(214), "device_failed", False),
+        # The driver has lost the device, or cannot initialise it.
+        (DeviceError(100), "device_failed", False),
+        (DeviceError(3), "device_failed", False),
         (DeviceError(700), "user_error", False),
         (RuntimeError("CUDA error"), "user_error", True),
     ],
@@ -92,6 +96,56 @@ def test_broken_hardware_is_not_the_users_and_its_process_not_used_again(
     assert (result.kind, runner.clean) == (kind, clean)
     event = codec.outcome(result, 3, 7)
     if kind == "device_failed":
-        assert event == ev.CollectiveFailed(3, 7, 0, "its device failed: CUDA error 214")
+        assert event == ev.CollectiveFailed(3, 7, 0, f"its device failed: CUDA error {error.error_code}")
     else:
         assert isinstance(event, ev.UserCodeFailed)
+
+
+@pytest.mark.parametrize(
+    ("device", "kind", "clean"),
+    [
+        (None, "collective_failed", True),
+        (DeviceError(220), "device_failed", False),
+        # A device assert, which the watchdog of NCCL noticed before the training thread did.
+        (DeviceError(710), "user_error", False),
+    ],
+)
+@pytest.mark.parametrize("noticed", ["raised", "polled"])
+def test_a_collective_that_failed_for_the_device_is_not_told_as_a_lost_peer(
+    device: DeviceError | None, kind: str, clean: bool, noticed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "backend_and_device", lambda local_rank: ("gloo", torch.device("cpu")))
+    monkeypatch.setattr(loop, "device_error", lambda device_of_rank: device)
+    runner = loop.GenerationRunner(GenerationSpec("run", 3, 0, 2), SilentCoordinator(), Rendezvous("127.0.0.1", 1))
+    error = dist.DistBackendError("NCCL error: unhandled cuda error")
+    if noticed == "raised":
+        result = runner._classify(error)
+    else:
+        result = runner._collective_failed(CollectiveFailed("a collective failed: nccl reports COMM_ERROR"))
+        # What the training thread raises later does not make the device healthy.
+        runner._classify(error)
+    runner._leave(result)
+    assert (result.kind, runner.clean) == (kind, clean)
+    if device is not None:
+        assert result.message == str(device)
+
+
+def test_a_device_that_failed_while_its_generation_was_aborted_is_not_used_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loop, "backend_and_device", lambda local_rank: ("gloo", torch.device("cpu")))
+    monkeypatch.setattr(loop, "device_error", lambda device: DeviceError(214))
+    runner = loop.GenerationRunner(GenerationSpec("run", 3, 0, 2), SilentCoordinator(), Rendezvous("127.0.0.1", 1))
+    runner.abort("a peer was lost")
+    result = runner.run(lambda: None)
+    assert (result.kind, runner.clean) == ("ended", False)
+
+
+def test_the_cpu_is_not_asked() -> None:
+    assert device_error(torch.device("cpu")) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_a_device_that_works_has_no_error() -> None:
+    assert device_error(torch.device("cuda")) is None
