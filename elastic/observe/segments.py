@@ -13,10 +13,6 @@ from pathlib import Path
 from typing import Protocol
 
 from elastic.core.errors import Fenced, StorageError
-from elastic.core.names import check_run_id
-from elastic.store.address import local_root
-from elastic.store.objects import TIMEOUT_S
-from elastic.store.open import open_objects
 
 # Not \d, which takes the digits of every script.
 _FILE = re.compile(r"([0-9]{6,18})\.jsonl")
@@ -43,21 +39,6 @@ class Segments(Protocol):
     def lines(self, incarnation: int) -> Iterator[str]:
         """With their line ends; a last line without one was torn."""
         ...
-
-
-def open_segments(url: str, run_id: str, timeout_s: float = TIMEOUT_S) -> Segments:
-    """The journal of `run_id` below `url` (any fsspec URL). Raises UsageError for a URL that no file system knows.
-
-    No request to a store elsewhere takes longer than `timeout_s`.
-    """
-    check_run_id(run_id)
-    root = local_root(url)
-    if root is not None:
-        return LocalSegments(Path(root) / run_id / "journal")
-    # Not at the top: that module builds on this one.
-    from elastic.observe.object_segments import ObjectSegments
-
-    return ObjectSegments(open_objects(url, timeout_s), f"{run_id}/journal")
 
 
 class LocalSegments:

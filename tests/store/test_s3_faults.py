@@ -248,7 +248,7 @@ def claims(urls: list[str], count: int) -> list[int | None]:
     ready, got = threading.Barrier(count), [None] * count
 
     def claim(number: int) -> None:
-        from elastic.observe.segments import open_segments
+        from elastic.observe.open_segments import open_segments
 
         segments = open_segments(urls[number % len(urls)], "run")
         segments.incarnations()

@@ -19,7 +19,7 @@ from elastic.core.checkpoint.manifest_json import _check, _compact, from_json, t
 from elastic.core.errors import IntegrityError, UsageError
 from elastic.core.names import check_file, check_path, check_run_id, parse_checkpoint_id
 from elastic.observe.journal import JournalReader, JournalWriter
-from elastic.observe.segments import open_segments
+from elastic.observe.open_segments import open_segments
 from elastic.store.objects import Objects
 from elastic.store.open import open_objects
 

@@ -6,6 +6,7 @@ import pytest
 
 from elastic.core.errors import Fenced, RunNotFound
 from elastic.observe.journal import JournalReader, JournalWriter, cursor
+from elastic.observe.journal_lines import to_line
 
 
 def kinds(url: str) -> list[str]:
@@ -60,7 +61,7 @@ def test_what_a_zombie_wrote_is_left_out_and_reported(url: str) -> None:
     # The zombie had checked before the new one claimed: its write reaches the store afterwards.
     segments = old._segments
     JournalWriter(url, "run").append({"type": "b"})
-    segments.append(1, '{"seq":3,"type":"zombie"}\n')
+    segments.append(1, to_line({"seq": 3, "type": "zombie"}))
     reader = JournalReader(url, "run")
     assert [r["type"] for r in reader.records()] == ["begin", "a", "begin", "b"]
     (problem,) = reader.problems

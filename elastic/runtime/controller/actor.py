@@ -24,7 +24,7 @@ from elastic.core.errors import Fenced
 from elastic.core.policy.priority_sharing import Claim
 from elastic.core.run import machine
 from elastic.core.run.phase import Finished
-from elastic.core.run.state import RunState, WorkerPhase
+from elastic.core.run.state import WorkerPhase
 from elastic.core.secrets import secret_values
 from elastic.core.settings import RunSettings
 from elastic.observe.journal import JournalWriter
@@ -199,7 +199,12 @@ class ControllerActor:
         self._journal = await self._from_storage(journal)
         self._sinks = Sinks(file_sinks(settings.sinks), secrets)
         self._records.open(self._journal, self._sinks)
-        old = replay(self._journal.replayed, settings) if reconstructed else Replayed.nothing(settings, self._journal)
+        journal_of = self._journal
+        old = (
+            replay(journal_of.replayed, settings, journal_of.problems)
+            if reconstructed
+            else Replayed.nothing(settings, journal_of)
+        )
         self._sinks.open(RunInfo(settings.run_id, old.attempt, self._journal.incarnation))
         # Not kept: of a month they are many.
         self._journal.replayed = ()
@@ -216,8 +221,8 @@ class ControllerActor:
             # Killed after the end, while it could still be asked: the end is told again, nothing is done again.
             self._ready.set()
             return
-        if reconstructed and old.records:
-            first: ev.Event = await self._reattach(old.state, store)
+        if old.begun:
+            first: ev.Event = await self._reattach(old, store)
             for worker in old.state.fleet.workers.values():
                 node = old.state.fleet.node_of(worker.id)
                 if node is not None and worker.phase is not WorkerPhase.STARTING:
@@ -231,9 +236,10 @@ class ControllerActor:
         await loop.turn([first])
         self._ready.set()
 
-    async def _reattach(self, state: RunState, store: CheckpointStore) -> ev.ControllerRestarted:
+    async def _reattach(self, old: Replayed, store: CheckpointStore) -> ev.ControllerRestarted:
+        state = old.state
         found = await self._executor.reattach(state, self._journal.incarnation)
-        if found.newest_generation > state.generation:
+        if found.newest_generation > state.generation or old.unknown:
             # The journal could not be written, and checkpoints may have been made meanwhile.
             known = {checkpoint.id for checkpoint in state.saved.checkpoints}
             for ref in reversed(await self._from_storage(store.list)):

@@ -165,8 +165,9 @@ class ControlLoop:
         now = self._last_turn = max(time.time(), self._last_turn)
         fresh = [event for event in events if not machine.is_fenced(self.state, event)]
         self.fenced += len(events) - len(fresh)
-        if any(isinstance(event, ev.CheckpointCommitted) for event in fresh):
-            # A step that a checkpoint covers is never done again, so what is known of it must not be lost either.
+        if fresh:
+            # Before the events: the journal's order is that of a replay, and a step that a checkpoint covers is never
+            # done again, so that its record must not be lost either.
             self.telemetry.flush(now, force=True)
         self._acks.taken(events)
         await self._write([records.event(event, now) for event in fresh])

@@ -1,93 +1,142 @@
-"""A controller's state rebuilt from its journal: the same events, through the same pure function."""
+"""A controller's state rebuilt from its journal: the same events, through the same pure function, in the same order."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from elastic.core import events as ev
 from elastic.core.data.steps import Range
 from elastic.core.run import machine
 from elastic.core.run.state import RunState
 from elastic.core.settings import RunSettings
-from elastic.observe.journal import JournalWriter
-from elastic.observe.records import Record, begins_generation, skips_of
+from elastic.observe.journal import JournalWriter, Problem
+from elastic.observe.records import Record, begins_generation, skips_of, steps_of
 from elastic.runtime.controller.telemetry import Telemetry
 
+logger = logging.getLogger(__name__)
 
-@dataclass(frozen=True)
+
 class Replayed:
-    """`attempt` numbers the starts of a run (resumes included); it is the incarnation that wrote RunStarted.
+    """What the journal says of a run, read record by record.
 
-    `records` are those of this attempt, `before` those of the attempts before it.
+    `attempt` numbers the starts of a run (resumes included); it is the incarnation that wrote RunStarted. `begun`: the
+    journal has this attempt's start. `generation` is the highest number that any record names, and `skips` what the
+    run leaves out. `unknown`: events are missing, and what came after the first missing one is not in `state`; the
+    controller then has to ask the cluster and storage, as after an outage of the journal.
     """
 
-    state: RunState
-    attempt: int
-    generation: int
-    records: tuple[Record, ...] = ()
-    before: tuple[Record, ...] = ()
-
-    @property
-    def skips(self) -> tuple[Range, ...]:
-        """What the attempts before have left out."""
-        begun = [record for record in self.before if begins_generation(record)]
-        return skips_of(begun[-1]) if begun else ()
+    def __init__(self, settings: RunSettings, now: float = 0.0) -> None:
+        self._settings = settings
+        self._telemetry = Telemetry(settings, now, lambda _: None)
+        self.state: RunState = machine.initial(settings, now)
+        self.attempt = 0
+        self.begun = False
+        self.generation = 0
+        self.skips: tuple[Range, ...] = ()
+        self.unknown = False
 
     @classmethod
     def nothing(cls, settings: RunSettings, journal: JournalWriter) -> Replayed:
-        """A new attempt. Of those before it, the last generation number is kept (numbers are never used again), and
-        which samples they consumed."""
-        numbers = (int(r["number"]) for r in journal.replayed if r.get("type") == "generation")
-        state = machine.initial(settings, 0.0)
-        return cls(state, journal.incarnation, max(numbers, default=0), before=journal.replayed)
+        """A new attempt. Of those before it count the generation numbers (a number is never used again), which samples
+        were consumed, and what was left out."""
+        made = cls(settings)
+        for record in journal.replayed:
+            made._account(record)
+        # A damaged line may have named a newer generation than all others.
+        made.generation += sum(problem.kind == "damaged" for problem in journal.problems)
+        made._begin(journal.incarnation, 0.0)
+        made.begun = False
+        return made
 
     def telemetry(self, settings: RunSettings, now: float, record: Callable[[Record], None]) -> Telemetry:
-        """Losses, samples, times and the running generation, as the journal knows them."""
-        silent = Telemetry(settings, self.records[0]["now"] if self.records else now, lambda _: None)
-        silent.replay_samples(self.before)
-        state = machine.initial(settings, now)
-        for when, item in _timeline(self.records):
-            if item["type"] == "event":
-                event = ev.from_json(item)
-                state, _ = machine.step(state, event, item["now"])
-                silent.owner(state, when)
-                if isinstance(event, ev.CheckpointCommitted):
-                    silent.time.commit(event.step)
-                elif isinstance(event, ev.FirstStepDone):
-                    silent.table.first_known(event.generation)
-            elif begins_generation(item):
-                silent.generation_begins(
-                    item["number"], item["world_size"], item["first_step"] - 1, when, skips_of(item)
-                )
-            elif item["type"] == "step":
-                silent.replay_step(item, when)
-        silent.write_to(record)
-        return silent
+        """Losses, samples, times and the running generation; what is new goes to `record`."""
+        if not self.begun:
+            self._begin(self.attempt, now)
+            self.begun = False
+        self._telemetry.write_to(record)
+        return self._telemetry
+
+    def _begin(self, attempt: int, now: float) -> None:
+        samples = self._telemetry.samples
+        self._telemetry = Telemetry(self._settings, now, lambda _: None)
+        self._telemetry.samples = samples
+        self.state = machine.initial(self._settings, now)
+        self.attempt, self.begun, self.unknown = attempt, True, False
+
+    def _account(self, record: Record) -> None:
+        """A record of an earlier attempt. What of it was rolled back shows when a generation begins."""
+        self._telemetry.replay_samples((record,))
+        if record["type"] == "generation":
+            self.generation = max(self.generation, int(record.get("number", 0)))
+        if begins_generation(record):
+            self.skips = skips_of(record)
+
+    def _add(self, record: Record) -> None:
+        """A record of the attempt that is replayed."""
+        kind, telemetry = record["type"], self._telemetry
+        if kind == "event":
+            if not self.unknown:
+                self._event(record)
+        elif begins_generation(record):
+            self.generation = max(self.generation, int(record["number"]))
+            now = record.get("now", record["time"])
+            telemetry.generation_begins(
+                record["number"], record["world_size"], record["first_step"] - 1, now, skips_of(record)
+            )
+        for step in steps_of((record,)):
+            telemetry.replay_step(step, step["time"])
+
+    def _event(self, record: Record) -> None:
+        try:
+            event, now = ev.from_json(record), float(record["now"])
+            if isinstance(event, ev.RunStarted):
+                self._begin(int(record["incarnation"]), now)
+            self.state, _ = machine.step(self.state, event, now)
+        except Exception:
+            # Whatever a record holds: a controller that cannot start is worse than one that has to ask.
+            logger.exception("record %s of the journal cannot be replayed; what follows it is unknown", record["seq"])
+            self.unknown = True
+            return
+        self.generation = max(self.generation, self.state.generation)
+        self._telemetry.owner(self.state, now)
+        if isinstance(event, ev.CheckpointCommitted):
+            self._telemetry.time.commit(event.step)
+        elif isinstance(event, ev.FirstStepDone):
+            self._telemetry.table.first_known(event.generation)
 
 
-def replay(records: Sequence[Record], settings: RunSettings) -> Replayed:
-    """The state after the last attempt's events. Nothing is carried out again: `machine.reissue` finds what is open."""
-    starts = [i for i, r in enumerate(records) if r.get("type") == "event" and r.get("event") == "RunStarted"]
-    if not starts:
-        return Replayed(machine.initial(settings, 0.0), _incarnation(records), 0)
-    own = records[starts[-1] :]
-    state = machine.initial(settings, own[0]["now"])
-    for record in own:
-        if record.get("type") == "event":
-            state, _ = machine.step(state, ev.from_json(record), record["now"])
-    return Replayed(state, int(own[0]["incarnation"]), state.generation, tuple(own), tuple(records[: starts[-1]]))
+def replay(records: Sequence[Record], settings: RunSettings, problems: Sequence[Problem] = ()) -> Replayed:
+    """The state after the last attempt's events. Nothing is carried out again: `machine.reissue` finds what is open.
 
-
-def _timeline(records: Sequence[Record]) -> list[tuple[float, Record]]:
-    """Every record at its own time: steps are written down in bundles, after the events that they came before."""
-    found: list[tuple[float, Record]] = []
-    for record in records:
-        if record["type"] == "steps":
-            found += [(step["time"], {**step, "type": "step"}) for step in record["steps"]]
+    `problems` are the journal's: an event that was lost is unknown, and so is what depends on it.
+    """
+    starts = [i for i, r in enumerate(records) if r["type"] == "event" and r.get("event") == "RunStarted"]
+    holes = [problem.place for problem in problems if problem.maybe_event]
+    if not starts or _another_began(records[starts[-1] :], holes):
+        made = Replayed(settings)
+        for record in records:
+            made._account(record)
+        made.attempt, made.unknown = _incarnation(records), bool(holes)
+        return made
+    first, made = starts[-1], Replayed(settings)
+    hole = min((place for place in holes if place > first), default=len(records) + 1)
+    for place, record in enumerate(records):
+        if place < first:
+            made._account(record)
         else:
-            found.append((record.get("now", record["time"]), record))
-    return sorted(found, key=lambda item: item[0])
+            made.unknown = made.unknown or place >= hole
+            made._add(record)
+    # A torn or damaged last line has no record after it.
+    made.unknown = made.unknown or hole <= len(records)
+    return made
+
+
+def _another_began(records: Sequence[Record], holes: Sequence[int]) -> bool:
+    """Whether a later attempt began whose RunStarted is lost. Its "run" record is written beside it."""
+    attempt = records[0]["incarnation"]
+    later = (r for r in records[1:] if r["type"] == "run" and r.get("status") == "running")
+    return bool(holes) and any(record.get("attempt", attempt) != attempt for record in later)
 
 
 def _incarnation(records: Sequence[Record]) -> int:

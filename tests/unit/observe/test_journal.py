@@ -12,7 +12,8 @@ from journal_contract import *  # noqa: F403 - the tests of the contract, with t
 
 from elastic.core.errors import StorageError, UsageError
 from elastic.observe.journal import JournalReader, JournalWriter
-from elastic.observe.segments import open_segments
+from elastic.observe.journal_lines import to_line
+from elastic.observe.open_segments import open_segments
 
 
 @pytest.fixture(params=["file", "memory"])
@@ -32,11 +33,13 @@ def test_a_torn_last_line_is_said_and_left_out(tmp_path: Path) -> None:
 def test_a_torn_line_that_a_zombie_completes_later_is_fenced(tmp_path: Path) -> None:
     JournalWriter(str(tmp_path), "run").append({"type": "a"})
     path = tmp_path / "run/journal/000001.jsonl"
+    whole = to_line({"seq": 3, "type": "torn"})
+    torn = whole[:19]
     with open(path, "a") as file:
-        file.write('{"seq":3,"type":"to')
+        file.write(torn)
     JournalWriter(str(tmp_path), "run")
     with open(path, "a") as file:
-        file.write('rn"}\n')
+        file.write(whole[len(torn) :])
     reader = JournalReader(str(tmp_path), "run")
     assert [r["type"] for r in reader.records()] == ["begin", "a", "begin"]
     assert [p.kind for p in reader.problems] == ["fenced"]

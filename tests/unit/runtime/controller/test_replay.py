@@ -11,16 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from short_run import EVENTS, SETTINGS, journal, live, step_report
 
 from elastic.core import actions as act
 from elastic.core import events as ev
 from elastic.core.checkpoint.manifest import ShardRecord
-from elastic.core.data.steps import StepReport
 from elastic.core.errors import StorageError, UsageError
 from elastic.core.names import CheckpointRef, parse_checkpoint_id
 from elastic.core.run import machine
 from elastic.core.run.incident import Incident
-from elastic.core.settings import RunSettings, ScalingSettings
 from elastic.observe.journal import JournalReader, JournalWriter
 from elastic.runtime import names
 from elastic.runtime.controller.committer import Committer
@@ -34,52 +33,6 @@ from elastic.runtime.worker import codec
 from elastic.training.result import GenerationResult
 
 LIMIT_S = 20.0
-SETTINGS = RunSettings("run", scaling=ScalingSettings(1, 2), max_steps=10)
-
-# (now, event): a run of two workers whose second one dies in step 4.
-EVENTS: tuple[tuple[float, ev.Event], ...] = (
-    (0.0, ev.RunStarted()),
-    (1.0, ev.SlotPlaced(0, "node-a")),
-    (1.0, ev.SlotPlaced(1, "node-b")),
-    (2.0, ev.WorkerReady(0, 100, "a")),
-    (2.0, ev.WorkerReady(1, 101, "b")),
-    (3.0, ev.GroupJoined(1, 0)),
-    (3.0, ev.GroupJoined(1, 1)),
-    (4.0, ev.TrainingReached(1, 0, 0)),
-    (4.0, ev.TrainingReached(1, 1, 0)),
-    (5.0, ev.FirstStepDone(1, 1)),
-    (6.5, ev.CheckpointCommitted("step-00000002-g0001", 2, 1)),
-    (8.0, ev.WorkerDied(1, "killed")),
-    (8.1, ev.WorkerLeft(1, 0, 3)),
-)
-
-
-def live(events: Sequence[tuple[float, ev.Event]]) -> Any:
-    state = machine.initial(SETTINGS, 0.0)
-    for now, event in events:
-        state, _ = machine.step(state, event, now)
-    return state
-
-
-def journal(url: Path) -> JournalWriter:
-    """What a controller would have written for EVENTS, with three steps of four samples each."""
-    writer = JournalWriter(str(url), "run")
-    telemetry = Telemetry(SETTINGS, 0.0, lambda record: writer.append(record) and None)
-    for now, event in EVENTS:
-        writer.append({"type": "event", "now": now, **ev.to_json(event)})
-        if isinstance(event, ev.WorkerReady) and event.worker == 1:
-            telemetry.generation_begins(1, 2, 0, now)
-        if isinstance(event, ev.TrainingReached) and event.worker == 1:
-            for step in (1, 2, 3):
-                for rank in (0, 1):
-                    telemetry.report(step_report(step, rank), 4.0 + step)
-            telemetry.flush(7.0, force=True)
-    return writer
-
-
-def step_report(step: int, rank: int, **more: Any) -> StepReport:
-    start = 4 * (step - 1) + 2 * rank
-    return StepReport(step, 0.5 / step, ((start, start + 2),), 2, 0.5, generation=1, rank=rank, **more)
 
 
 def test_metrics_of_every_rank_reach_the_journal_and_survive_the_controller(tmp_path: Path) -> None:
@@ -163,7 +116,7 @@ def test_only_the_last_attempt_is_replayed_and_numbers_go_on(tmp_path: Path) -> 
     assert replay(successor.replayed, SETTINGS).state.members == ()
     assert replay(successor.replayed, SETTINGS).state.generation == 1
     fresh = Replayed.nothing(SETTINGS, successor)
-    assert (fresh.generation, fresh.attempt, fresh.records) == (1, successor.incarnation, ())
+    assert (fresh.generation, fresh.attempt, fresh.begun) == (1, successor.incarnation, False)
 
 
 def test_a_resumed_run_counts_the_samples_of_the_attempts_before(tmp_path: Path) -> None:

@@ -1,0 +1,115 @@
+"""The form of a journal's line: a record as JSON with a checksum, and what reading finds wrong with a line.
+
+A line is `{"seq":7,...,"crc":"1f2e3d4c"}`: the last key is the CRC-32 (zlib's) of the line without that key. It tells
+a damaged line from a sound one; it does not protect against an attacker. Segments of releases before checksums have
+none, and their lines are accepted without.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Record = dict[str, Any]
+
+_SEAL = re.compile(r',"crc":"([0-9a-f]{8})"\}\n\Z')
+_TYPE = re.compile(r'\{"seq":[0-9]+,"incarnation":[0-9]+,"time":[0-9.]+,"type":"([a-z]+)"')
+# A month of training writes lines of some kilobytes; a longer one is no record of this project.
+_LONGEST = 64 << 20
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something in the journal that was left out, in a sentence.
+
+    `maybe_event`: what was lost may have been an event, so that what followed cannot be understood by a replay. `place`
+    is the number of records before it, in the order of the whole journal.
+    """
+
+    kind: str  # "torn", "damaged", "fenced" or "foreign"
+    incarnation: int
+    sentence: str
+    record: Mapping[str, Any] | None = None
+    maybe_event: bool = False
+    place: int = 0
+
+
+def to_line(record: Mapping[str, Any]) -> str:
+    """The record as a line with its checksum. Raises TypeError or ValueError for what JSON cannot hold."""
+    text = json.dumps(record, separators=(",", ":"), ensure_ascii=False, allow_nan=True)
+    return f'{text[:-1]},"crc":"{_crc(text)}"}}\n'
+
+
+def parse(incarnation: int, lines: Iterable[str]) -> Iterator[Record | Problem]:
+    """Each line of a segment as a record, or as what is wrong with it."""
+    lines = list(lines)
+    sealed = any(_sound(line) for line in lines)
+    for number, line in enumerate(lines, 1):
+        record = _record(line, sealed)
+        if record is not None:
+            yield {**record, "incarnation": incarnation}
+        elif line.endswith("\n"):
+            yield _damaged(incarnation, number, line)
+        else:
+            yield Problem("torn", incarnation, f"the last line of journal segment {incarnation} is torn; left out")
+
+
+def _crc(text: str) -> str:
+    return f"{zlib.crc32(text.encode('utf-8', 'surrogatepass')):08x}"
+
+
+def _sound(line: str) -> bool:
+    seal = _SEAL.search(line)
+    return seal is not None and _crc(line[: seal.start()] + "}") == seal[1]
+
+
+def _record(line: str, sealed: bool) -> Record | None:
+    if not line.endswith("\n") or len(line) > _LONGEST or (sealed and not _sound(line)):
+        return None
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict) or not _well_formed(record):
+        return None
+    record.pop("crc", None)
+    return record
+
+
+def _well_formed(record: Mapping[str, Any]) -> bool:
+    """Whether every reader can rely on the stamps, and on what the record's type is read for."""
+    seq, when = record.get("seq"), record.get("time", 0.0)
+    if not _whole_number(seq) or not isinstance(when, (int, float)) or isinstance(when, bool):
+        return False
+    match record.get("type"):
+        case "begin":
+            read = record.get("read", {})
+            return isinstance(read, dict) and all(k.isdecimal() and _whole_number(n) for k, n in read.items())
+        case "steps":
+            found = record.get("steps")
+            return isinstance(found, list) and all(isinstance(s, dict) and _whole_number(s.get("step")) for s in found)
+        case "generation":
+            return all(_whole_number(record.get(key, 0)) for key in ("number", "world_size", "first_step", "last_step"))
+        case "event":
+            return isinstance(record.get("event"), str)
+        case kind:
+            return isinstance(kind, str)
+
+
+def _whole_number(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
+
+
+def _damaged(incarnation: int, number: int, line: str) -> Problem:
+    kind = _TYPE.match(line)
+    known = "" if kind is None else f' (a "{kind[1]}" record)'
+    return Problem(
+        "damaged",
+        incarnation,
+        f"line {number} of journal segment {incarnation}{known} is damaged; left out",
+        maybe_event=kind is None or kind[1] in ("event", "begin"),
+    )
