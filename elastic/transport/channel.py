@@ -1,6 +1,6 @@
-"""Messages between workers, a node's server and the servers of other nodes.
+"""Messages between workers, the server of a node and the servers of other nodes.
 
-A message is a four-byte length and as much JSON; raw bytes may follow where the message says so.
+A message is a four-byte length and JSON of that length; raw bytes may follow where the message says so.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import select
 import socket
 import struct
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from elastic.core.errors import ElasticError, Fenced, IntegrityError, StorageErr
 
 Message = dict[str, Any]
 
-# Without a byte for so long, the other side counts as gone.
+# The other side counts as gone when no byte has arrived for so long.
 IO_LIMIT_S = 10.0
 
 _LENGTH = struct.Struct("!I")
@@ -26,7 +27,7 @@ _LENGTH = struct.Struct("!I")
 _MAX_MESSAGE_BYTES = 256 << 20
 # Below the kernel's bound on the parts of one call (IOV_MAX).
 MAX_PARTS = 512
-# Who receives a shard is woken for each so many bytes, and not for every packet: on a machine that trains, the wakings
+# The receiver of a shard is woken once for so many bytes and not for every packet: on a machine that trains, wake-ups
 # cost as much processor time as the copying. A small part of any socket's buffer.
 _WAKE_BYTES = 256 << 10
 
@@ -36,7 +37,7 @@ _ERRORS: dict[str, type[ElasticError]] = {
 
 
 class Channel:
-    """One connection. Calls raise OSError when it broke or a limit ran out; it is of no use after that.
+    """One connection. Calls raise OSError when it broke or a limit ran out; it is unusable after that.
 
     One thread may send while another receives; nothing else is shared between threads except `shut`.
     """
@@ -44,7 +45,7 @@ class Channel:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self.sent_bytes = 0
-        # Not settimeout(): that makes the descriptor non-blocking, which sendfile and MSG_WAITALL do not go with.
+        # Not settimeout(): it makes the descriptor non-blocking, which sendfile and MSG_WAITALL do not support.
         sock.settimeout(None)
         self.limit(IO_LIMIT_S)
         if sock.family != socket.AF_UNIX:
@@ -61,7 +62,7 @@ class Channel:
         return self._sock.fileno()
 
     def idle(self, seconds: float) -> bool:
-        """Waits for the next message; True when none came."""
+        """Wait for the next message; True when none came."""
         poll = select.poll()
         poll.register(self._sock, select.POLLIN)
         return not poll.poll(seconds * 1000)
@@ -86,7 +87,9 @@ class Channel:
                 head += self.exactly(_LENGTH.size - len(head))
                 (length,) = _LENGTH.unpack(head)
                 if length > _MAX_MESSAGE_BYTES:
-                    raise ConnectionError(f"a message of {length} bytes was announced, which nobody here sends")
+                    raise ConnectionError(
+                        f"a message of {length} bytes was announced, more than any message of this version has"
+                    )
                 message = _parse(self.exactly(length))
             except BaseException:
                 for fd in fds:
@@ -99,15 +102,16 @@ class Channel:
         self.send(message)
         return checked(self.receive()[0])
 
-    def exactly(self, count: int) -> bytes:
+    def exactly(self, count: int, until: float | None = None) -> bytes:
+        """So many bytes. `until` (monotonic seconds) is a deadline for all of them, however they are cut."""
         data = bytearray(count)
-        self.recv_into([memoryview(data)])
+        self._fill([memoryview(data)] if count else [], until)
         return bytes(data)
 
     def recv_into(self, views: Sequence[memoryview]) -> None:
-        """Fills all views, one after the other."""
+        """Fill all views, one after the other."""
         pending = [view for view in views if len(view)]
-        # The last bytes are waited for by themselves: fewer than are asked for would never wake anybody.
+        # The last bytes are received separately: fewer bytes than the wake-up mark would never wake the receiver.
         patient = sum(map(len, pending)) - _WAKE_BYTES
         if patient >= _WAKE_BYTES and self._sock.family != socket.AF_UNIX:
             first, pending = split_views(pending, patient)
@@ -116,9 +120,14 @@ class Channel:
             self._wake_after(1)
         self._fill(pending)
 
-    def _fill(self, pending: Sequence[memoryview]) -> None:
+    def _fill(self, pending: Sequence[memoryview], until: float | None = None) -> None:
         with _translated():
             while pending:
+                if until is not None:
+                    left_s = until - time.monotonic()
+                    if left_s <= 0:
+                        raise TimeoutError("nothing more is received after the deadline")
+                    self.limit(left_s)
                 count = self._sock.recvmsg_into(pending[:MAX_PARTS], 0, socket.MSG_WAITALL)[0]
                 if not count:
                     raise ConnectionError("the connection was closed")
@@ -142,13 +151,13 @@ class Channel:
                 self.sent_bytes += sent
 
     def cork(self, on: bool) -> None:
-        """Let many small pieces leave in full packets."""
+        """Send many small parts in full packets."""
         if self._sock.family != socket.AF_UNIX:
             self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, int(on))
 
     def shut(self) -> None:
-        """From any thread: whoever waits in this channel stops waiting, with an error."""
-        with contextlib.suppress(OSError):  # the other side was first
+        """From any thread: calls that wait in this channel raise OSError."""
+        with contextlib.suppress(OSError):  # the other side closed it first
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
@@ -188,14 +197,14 @@ def _parse(text: bytes) -> Message:
 
 
 def _keepalive(sock: socket.socket) -> None:
-    # A node that vanished sends no goodbye: an idle connection to it ends after about half a minute.
+    # A node that vanished sends nothing: an idle connection to it ends after about half a minute.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
         sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 class _translated:
-    """A limit that ran out is EAGAIN on a blocking socket; say what it means."""
+    """A limit that ran out is EAGAIN on a blocking socket: raise TimeoutError instead."""
 
     def __enter__(self) -> None:
         return None

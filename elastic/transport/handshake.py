@@ -1,6 +1,6 @@
-"""How a connection begins: both sides prove that they hold the run's token (HMAC-SHA256 over both sides' nonces).
+"""The handshake: both sides prove that they hold the run's token (HMAC-SHA256 over the nonces of both).
 
-What follows is not encrypted.
+The connection is not encrypted.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import hashlib
 import hmac
 import os
 import socket
+import time
 from typing import Any
 
 from elastic.transport.channel import IO_LIMIT_S, Channel
@@ -31,7 +32,7 @@ class Refused(ConnectionError):
 def connect(target: Address | str, token: bytes, *, limit_s: float = CONNECT_LIMIT_S) -> Channel:
     """To a server's TCP address, or to the abstract Unix socket of that name. Raises OSError; `Refused` for the token.
 
-    The limit is one for reaching the server and for each message of the proof.
+    `limit_s` bounds reaching the server, and then the whole handshake.
     """
     if isinstance(target, str):
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -45,7 +46,7 @@ def connect(target: Address | str, token: bytes, *, limit_s: float = CONNECT_LIM
         sock.connect(address)
         channel = Channel(sock)
         channel.limit(limit_s)
-        _prove(channel, token)
+        _prove(channel, token, time.monotonic() + limit_s)
         channel.limit(IO_LIMIT_S)
     except BaseException:
         sock.close()
@@ -54,11 +55,12 @@ def connect(target: Address | str, token: bytes, *, limit_s: float = CONNECT_LIM
 
 
 def admit(channel: Channel, token: bytes) -> None:
-    """The server's side of the proof. Raises `Refused` or another OSError."""
+    """The server's side of the handshake, which has one deadline. Raises `Refused` or another OSError."""
+    until = time.monotonic() + CONNECT_LIMIT_S
     channel.limit(CONNECT_LIMIT_S)
     nonce = os.urandom(_NONCE_BYTES)
     channel.send_bytes(_MAGIC + nonce)
-    answer = channel.exactly(_NONCE_BYTES + _MAC_BYTES)
+    answer = channel.exactly(_NONCE_BYTES + _MAC_BYTES, until)
     nonces = nonce + answer[:_NONCE_BYTES]
     if not hmac.compare_digest(answer[_NONCE_BYTES:], _mac(token, b"client", nonces)):
         raise Refused("it does not hold this run's token")
@@ -67,20 +69,20 @@ def admit(channel: Channel, token: bytes) -> None:
 
 
 def big_buffers(sock: socket.socket) -> None:
-    """To be called before connecting or listening: the window is agreed on then."""
+    """Call this before connecting or listening: the window is negotiated then."""
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
         sock.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BUFFER_BYTES)
 
 
-def _prove(channel: Channel, token: bytes) -> None:
-    greeting = channel.exactly(len(_MAGIC) + _NONCE_BYTES)
+def _prove(channel: Channel, token: bytes, until: float) -> None:
+    greeting = channel.exactly(len(_MAGIC) + _NONCE_BYTES, until)
     if greeting[: len(_MAGIC)] != _MAGIC:
-        raise Refused("what listens there is no memory server of this version")
+        raise Refused("the server there is not a snapshot server of this version")
     own = os.urandom(_NONCE_BYTES)
     nonces = greeting[len(_MAGIC) :] + own
     channel.send_bytes(own + _mac(token, b"client", nonces))
     try:
-        proof = channel.exactly(_MAC_BYTES)
+        proof = channel.exactly(_MAC_BYTES, until)
     except ConnectionError as error:
         raise Refused("the server did not accept this run's token") from error
     if not hmac.compare_digest(proof, _mac(token, b"server", nonces)):

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -354,3 +354,58 @@ def test_the_nodes_side_is_light() -> None:
         "assert not {'torch', 'ray', 'deepspeed'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_an_acceptor_that_can_start_no_thread_accepts_again(
+    node: SnapshotServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    start, failures = threading.Thread.start, 2
+
+    def refused(self: threading.Thread) -> None:
+        nonlocal failures
+        if self.name == "memory connection" and failures:
+            failures -= 1
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    for _ in range(2):
+        with pytest.raises(ConnectionError):
+            connect(node.address, TOKEN)
+    assert failures == 0
+    assert_serves(node)
+    assert "can't start new thread" in caplog.text
+    assert not node._unproven
+
+
+def test_a_peer_that_sends_byte_by_byte_has_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic.transport.handshake.CONNECT_LIMIT_S", 0.05)
+    near, far = pair()
+    over, dribbled = threading.Event(), 0
+
+    def dribble() -> None:
+        nonlocal dribbled
+        while dribbled < 60 and not over.wait(0.02):
+            with suppress(OSError):
+                far.send(b"x")
+            dribbled += 1
+
+    thread = threading.Thread(target=dribble)
+    thread.start()
+    with closing(Channel(near)) as channel, pytest.raises(TimeoutError):
+        admit(channel, TOKEN)
+    over.set()
+    thread.join(30)
+    far.close()
+    assert dribbled < 60, "every byte gave the peer the whole limit again"
+
+
+def test_strangers_do_not_keep_others_out(node: SnapshotServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "_MOST_UNPROVEN", 3)
+    with ExitStack() as stack:
+        strangers = [stack.enter_context(socket.create_connection(node.address, 30)) for _ in range(5)]
+        for stranger in strangers[:2]:
+            while stranger.recv(4096):  # the greeting, then the end
+                pass
+        assert_serves(node)
+        assert node.stats()["threads"] <= 3 + 2

@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 
 _BACKLOG = 512
 _JOIN_LIMIT_S = 15.0
+# Connections whose handshake is not over; each has a thread. A holder of the token needs milliseconds for it.
+_MOST_UNPROVEN = 256
+_PAUSE_S = 0.1
 
 
 class SnapshotServer:
@@ -48,6 +51,8 @@ class SnapshotServer:
         self._parity = Parity(self._pool, partial(read_shard, token))
         self._lock = threading.Lock()
         self._channels: set[Channel] = set()
+        # In the order of their arrival.
+        self._unproven: dict[Channel, None] = {}
         self._threads: set[threading.Thread] = set()
         self._replications: list[Replication] = []
         self._sent_bytes = self._received_bytes = 0
@@ -150,9 +155,7 @@ class SnapshotServer:
         try:
             sock, _ = listener.accept()
         except OSError as error:
-            # Out of descriptors: that does not pass at once.
-            logger.warning("a connection could not be taken: %s", error)
-            select.select([self._wake], [], [], 0.1)
+            self._wait_for_resources(error)  # out of descriptors
             return
         try:
             channel = Channel(sock)
@@ -163,9 +166,36 @@ class SnapshotServer:
         with self._lock:
             self._channels.add(channel)
             self._threads.add(thread)
+            self._unproven[channel] = None
             if self._closed:
                 channel.shut()
-        thread.start()
+            while len(self._unproven) > _MOST_UNPROVEN:
+                self._drop_oldest_unproven()
+        try:
+            thread.start()
+        except RuntimeError as error:  # out of processes, perhaps because of strangers that keep their threads
+            with self._lock:
+                self._forget(channel, thread)
+                if self._unproven:
+                    self._drop_oldest_unproven()
+            channel.close()
+            self._wait_for_resources(error)
+
+    def _wait_for_resources(self, error: Exception) -> None:
+        """Retry a little later instead of at once; `close` ends the wait."""
+        logger.warning("a connection could not be accepted: %s", error)
+        select.select([self._wake], [], [], _PAUSE_S)
+
+    def _drop_oldest_unproven(self) -> None:
+        channel = next(iter(self._unproven))
+        del self._unproven[channel]
+        channel.shut()
+
+    def _forget(self, channel: Channel, thread: threading.Thread) -> None:
+        self._channels.discard(channel)
+        self._threads.discard(thread)
+        self._unproven.pop(channel, None)
+        self._sent_bytes += channel.sent_bytes
 
     def _serve(self, channel: Channel, sock: socket.socket) -> None:
         try:
@@ -173,6 +203,8 @@ class SnapshotServer:
             if local and _user_of(sock) != os.geteuid():
                 raise Refused(f"it belongs to user {_user_of(sock)}")
             admit(channel, self._token)
+            with self._lock:
+                self._unproven.pop(channel, None)
             if local:
                 WorkerSession(self._pool, channel, self._replicate).serve()
             else:
@@ -185,9 +217,7 @@ class SnapshotServer:
             logger.exception("a connection is closed after a request that could not be understood")
         finally:
             with self._lock:
-                self._channels.discard(channel)
-                self._threads.discard(threading.current_thread())
-                self._sent_bytes += channel.sent_bytes
+                self._forget(channel, threading.current_thread())
             channel.close()
 
     def _replicate(self, request: OpenShard, on_progress: Callable[[Progress], None]) -> Replication:
