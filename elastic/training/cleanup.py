@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from elastic.engines import build_lock
+
 if TYPE_CHECKING:
     from elastic.training.context import Generation
 
@@ -51,6 +53,7 @@ def warm_up() -> None:
     _warm = True
     import deepspeed
 
+    build_lock.install()
     # Its first use probes every operator; the shared-memory one compiles for about a minute and serves inference only.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     with _compiled_at_first_use():

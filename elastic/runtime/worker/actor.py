@@ -230,12 +230,15 @@ class WorkerActor:
         from elastic.checkpoint.storage import CheckpointStore
         from elastic.checkpoint.writer import BackgroundWriter
         from elastic.comm.process_group import outlive_peers
+        from elastic.engines.deepspeed.operators import build_ahead
         from elastic.runtime.worker import ray_coordinator
         from elastic.training import api, cleanup, loop
 
         logger.debug("imported %s", (elastic, api, loop, ray_coordinator))
         outlive_peers()
         cleanup.warm_up()
+        # Compiled now, while nobody waits for this worker: within a join it would count as a hang.
+        build_ahead(self._settings.deepspeed_config)
         failures = self._settings.failures
         if self._settings.snapshots.enabled:
             from elastic.checkpoint.memory import source
