@@ -9,22 +9,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from elastic_jobs.trainer import ElasticTrainer
+
     from elastic.core.errors import ElasticError, UsageError
-    from elastic.core.settings import FailureSettings
-    from elastic.runtime.driver.trainer import ElasticTrainer
+    from elastic.core.settings import AnomalySettings, FailureSettings, SnapshotSettings, StragglerSettings
     from elastic.training.api import get_context, initialize, report, state
     from elastic.training.context import Context
 
 __all__ = [
-    "Context", "ElasticError", "ElasticTrainer", "FailureSettings", "UsageError",
-    "get_context", "initialize", "report", "state",
+    "AnomalySettings", "Context", "ElasticError", "ElasticTrainer", "FailureSettings", "SnapshotSettings",
+    "StragglerSettings", "UsageError", "get_context", "initialize", "report", "state",
 ]  # fmt: skip
 
 _HOMES = {
+    "AnomalySettings": "elastic.core.settings",
     "Context": "elastic.training.context",
     "ElasticError": "elastic.core.errors",
-    "ElasticTrainer": "elastic.runtime.driver.trainer",
+    "ElasticTrainer": "elastic_jobs.trainer",
     "FailureSettings": "elastic.core.settings",
+    "SnapshotSettings": "elastic.core.settings",
+    "StragglerSettings": "elastic.core.settings",
     "UsageError": "elastic.core.errors",
     "get_context": "elastic.training.api",
     "initialize": "elastic.training.api",

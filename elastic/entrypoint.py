@@ -61,11 +61,19 @@ def load_entry_point(entry: EntryPoint | str) -> Callable[..., Any]:
         if not hasattr(found, name):
             raise UsageError(f"entry point '{entry}': {entry.target} has no {name!r}{_nearest(name, found)}")
         found = getattr(found, name)
-    if not callable(found):
-        raise UsageError(f"entry point '{entry}' is {type(found).__name__!r}, which cannot be called")
-    _check_arguments(entry, found)
+    check_function(found, f"entry point '{entry}'")
     function: Callable[..., Any] = found
     return function
+
+
+def check_function(function: Any, what: str) -> None:
+    """Raises UsageError for what cannot be called with the config, or without an argument."""
+    if not callable(function):
+        shown = f": {function!r}" if isinstance(function, str) else ""
+        raise UsageError(f"{what} must be a function, but is of type {type(function).__name__!r}{shown}")
+    if not _accepts(function, 1) and not _accepts(function, 0):
+        shape = f"{getattr(function, '__name__', type(function).__name__)}{inspect.signature(function)}"
+        raise UsageError(f"{what} is called with one argument, the config, but is {shape}")
 
 
 def call_entry_point(function: Callable[..., Any], config: dict[str, Any] | None) -> Any:
@@ -112,12 +120,6 @@ def _import_file(file: str) -> ModuleType:
         del sys.modules[name]
         raise
     return module
-
-
-def _check_arguments(entry: EntryPoint, function: Callable[..., Any]) -> None:
-    if not _accepts(function, 1) and not _accepts(function, 0):
-        shape = f"{entry.function}{inspect.signature(function)}"
-        raise UsageError(f"entry point '{entry}' is called with one argument, the config, but is {shape}")
 
 
 def _accepts(function: Callable[..., Any], count: int) -> bool:

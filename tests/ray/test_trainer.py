@@ -13,13 +13,13 @@ import loops
 import pytest
 import ray
 from elastic_cluster import LocalCluster
+from elastic_jobs.trainer import ElasticTrainer
 from harness import Run
 from ray.train import CheckpointConfig, RunConfig, ScalingConfig
 
 from elastic.checkpoint.storage import CheckpointStore
 from elastic.core.errors import UsageError, UserCodeError
 from elastic.core.settings import ScalingSettings, SinkSettings
-from elastic.runtime.driver.trainer import ElasticTrainer
 
 pytestmark = pytest.mark.ray
 

@@ -175,7 +175,7 @@ def test_the_diff_in_the_readme_is_the_real_one() -> None:
 def test_calls_in_python_have_the_arguments_of_the_real_ones(document: Path) -> None:
     real = {
         "initialize": arguments(ROOT / "elastic" / "training" / "api.py", "initialize"),
-        "ElasticTrainer": arguments(ROOT / "elastic" / "runtime" / "driver" / "trainer.py", "__init__"),
+        "ElasticTrainer": arguments(ROOT / "jobs" / "elastic_jobs" / "trainer.py", "__init__"),
     }
     for text in fences(document, "python"):
         for call in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)):

@@ -58,7 +58,7 @@ def test_a_file_named_like_a_known_module_does_not_replace_it(tmp_path: Path) ->
         ("nope.py:main", "there is no file"),
         ("no_such_module:main", "there is no module 'no_such_module'"),
         ("my_train.py:mian", "has no 'mian'; did you mean 'main'?"),
-        ("my_train.py:VALUE", "is 'int', which cannot be called"),
+        ("my_train.py:VALUE", "must be a function, but is of type 'int'"),
         ("my_train.py:two", "is called with one argument, the config, but is two(a, b)"),
     ],
 )

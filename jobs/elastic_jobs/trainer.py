@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
-import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +20,19 @@ from elastic.core.errors import (
     UsageError,
     UserCodeError,
 )
-from elastic.core.settings import (
-    AnomalySettings,
-    CheckpointSettings,
-    FailureSettings,
-    RunSettings,
-    ScalingSettings,
-    SnapshotSettings,
-    StragglerSettings,
-)
+from elastic.core.settings import AnomalySettings, FailureSettings, RunSettings, SnapshotSettings, StragglerSettings
+from elastic.entrypoint import check_function
 from elastic.observe.journal import JournalReader
 from elastic.observe.steps import step_rows
 from elastic.runtime.driver import client
 from elastic.runtime.train_function import Entry
+from elastic_jobs.display import open_display
+from elastic_jobs.follow import follow
+from elastic_jobs.job_file.checks import check, check_storage, refuse
+from elastic_jobs.job_file.spec import parse_job
+from elastic_jobs.job_file.yaml_lines import Document
+from elastic_jobs.plan import Job
+from elastic_jobs.ray_train_config import job_keys, refused_arguments, refused_fields
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,6 @@ _ERRORS: dict[str, type[ElasticError]] = {
     "integrity": IntegrityError,
     "not-finished": ElasticError,
 }
-_POLL_S = 5.0
 
 
 class _OnWorker(Exception):
@@ -58,8 +57,11 @@ class ElasticTrainer:
     """Trains `train_loop_per_worker` on as many workers as there are, between the two ends of `num_workers`.
 
     `scaling_config.num_workers` is a number or a pair (min, max). `run_config.storage_path` holds checkpoints and the
-    journal; `run_config.name` is the run's id: an existing one goes on from its newest checkpoint. The rest is this
-    project's: `deepspeed_config`, batches, steps, checkpoint cadence and `failures` (all timeouts and budgets).
+    journal; `run_config.name` is the run's id: an existing run continues from its newest checkpoint. The other
+    arguments are keys of a job file (docs/job.md); `job` takes those that have no argument of their own, for example
+    `job={"spare_slots": 1}`. What Ray Train offers and a run cannot honour is refused by name.
+
+    Raises UsageError for everything that is wrong with the arguments; nothing has been started then.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class ElasticTrainer:
         train_loop_config: Mapping[str, Any] | None = None,
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
-        deepspeed_config: Mapping[str, Any] | None = None,
+        deepspeed_config: Mapping[str, Any] | str | None = None,
         global_batch: int | None = None,
         micro_batch: int | None = None,
         max_steps: int | None = None,
@@ -80,47 +82,51 @@ class ElasticTrainer:
         anomalies: AnomalySettings | None = None,
         stragglers: StragglerSettings | None = None,
         seed: int = 0,
+        job: Mapping[str, Any] | None = None,
+        **others: Any,
     ) -> None:
+        scaling, run = scaling_config or ScalingConfig(num_workers=1), run_config or RunConfig()
+        refuse([*refused_arguments(others), *refused_fields(scaling, run)])
+        check_function(train_loop_per_worker, "train_loop_per_worker")
+        if train_loop_config is not None and not isinstance(train_loop_config, Mapping):
+            raise UsageError(f"train_loop_config must be a dictionary, not {type(train_loop_config).__name__}")
         self._function = train_loop_per_worker
         self._config = train_loop_config
-        scaling = scaling_config or ScalingConfig(num_workers=1)
-        run = run_config or RunConfig()
-        storage = str(run.storage_path or Path.home() / "ray_results")
-        keep = run.checkpoint_config.num_to_keep if run.checkpoint_config else None
-        self.settings = RunSettings(
-            run_id=run.name or f"elastic-{uuid.uuid4().hex[:8]}",
-            seed=seed,
-            scaling=_scaling(scaling),
-            global_batch=global_batch,
-            micro_batch=micro_batch,
-            max_steps=max_steps,
-            epochs=epochs,
-            checkpoint=CheckpointSettings(storage, checkpoint_every_steps, keep or 2),
-            snapshots=snapshots or SnapshotSettings(),
-            failures=failures or _failures(run),
-            anomalies=anomalies or AnomalySettings(),
-            stragglers=stragglers or StragglerSettings(),
-            resources_per_worker=_resources(scaling),
-            deepspeed_config=deepspeed_config,
-            storage_url=storage,
-        )
+        keys = job_keys(scaling, run)
+        if checkpoint_every_steps is not None:
+            keys["checkpoint"]["every_steps"] = checkpoint_every_steps
+        sections = {"snapshots": snapshots, "failures": failures, "anomalies": anomalies, "stragglers": stragglers}
+        given = {
+            "deepspeed": deepspeed_config, "global_batch": global_batch, "micro_batch": micro_batch,
+            "max_steps": max_steps, "epochs": epochs, "seed": seed or None,
+            **{name: None if section is None else asdict(section) for name, section in sections.items()},
+        }  # fmt: skip
+        keys.update({name: value for name, value in given.items() if value is not None})
+        twice = sorted(keys.keys() & (job or {}).keys())
+        if twice:
+            raise UsageError(f"ElasticTrainer: {twice[0]!r} stands in job={{...}} and in another argument; keep one")
+        data = {**keys, **(job or {}), "entry_point": f"{__name__}:ElasticTrainer"}
+        spec = parse_job(Document("ElasticTrainer", data), Path.cwd())
+        self.settings = spec.settings(str(run.name), str(spec.storage_url))
+        refuse(check(Job(self.settings, spec.entry_point)))
 
     def fit(self) -> Result:
         """Run to the end and return Ray Train's Result. Raises the run's error, as an `ElasticError` of its kind.
 
         An interrupt (Ctrl-C) asks the run for a last checkpoint before it is passed on.
         """
-        CheckpointStore(self.settings.checkpoint.url, self.settings.run_id).check_writable()
+        check_storage(self.settings)
         client.connect(None, show_prints=True)
         handle = client.start(self.settings, Entry.of(self._function, self._config))
+        display = open_display(sys.stderr)
         try:
-            result = None
-            while result is None:
-                result = handle.result(_POLL_S)
+            result = follow(handle, display)
         except KeyboardInterrupt:
             handle.stop("interrupted")
             handle.result(self.settings.failures.drain_timeout_s)
             raise
+        finally:
+            display.close()
         handle.leave()
         return self._result(result)
 
@@ -150,26 +156,3 @@ def _frame(settings: RunSettings) -> Any:
         logger.warning("metrics_dataframe is None: %s", error)
         return None
     return pandas.DataFrame(step_rows(records))
-
-
-def _scaling(config: ScalingConfig) -> ScalingSettings:
-    workers: Any = config.num_workers
-    low, high = workers if isinstance(workers, tuple) else (workers, workers)
-    if not 1 <= low <= high:
-        raise UsageError(f"num_workers=({low}, {high}): the smaller number comes first and is at least 1")
-    return ScalingSettings(min_workers=low, max_workers=high)
-
-
-def _failures(run: RunConfig) -> FailureSettings:
-    """Ray Train's `max_failures` counts what it would retry; here lost nodes need no budget, user code does."""
-    retries = run.failure_config.max_failures if run.failure_config else 0
-    return FailureSettings(user_error_retries=sys.maxsize if retries < 0 else retries)
-
-
-def _resources(config: ScalingConfig) -> dict[str, float]:
-    given: Any = config.resources_per_worker or {}
-    resources: dict[str, float] = dict(given)
-    resources.setdefault("CPU", 1.0)
-    if config.use_gpu:
-        resources.setdefault("GPU", 1.0)
-    return resources
