@@ -21,7 +21,7 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 # Else each of them would compile all that it imports, and the tests', by itself.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all slow unit lint bench proof clean
+.PHONY: demo test test-all slow unit lint bench proof wheel clean
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -69,5 +69,9 @@ $(BENCH_READY): benchmarks/peers.txt pyproject.toml
 proof: $(READY)
 	cd tests && ../$(BIN)/python -m proof --reshards 1000
 
+# dist/ray_elastic-VERSION-py3-none-any.whl
+wheel: $(READY)
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(BENCH_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -100,9 +100,12 @@ class Submitted(Run):
         (work / "loops.py").write_text((HERE / "loops.py").read_text())
         (work / ".gitignore").write_text("data/\n*.bin\n")
         (work / "data" / "large.bin").write_bytes(bytes(2_000_000))
+        # Modules of the user's own, beside the training script: nobody else may take them for theirs.
+        for name in ("jobs.py", "cluster.py", "utils.py", "elastic_test.py"):
+            (work / name).write_text(f"raise SystemExit('{name} was imported')\n")
         self.job = {
             "entry_point": "loops.py:train", "config": self.config, "max_workers": workers, "epochs": 2,
-            "checkpoint": {"every_steps": 5}, "memory": {"enabled": False}, "storage_url": self.url,
+            "checkpoint": {"every_steps": 5}, "snapshots": {"enabled": False}, "storage_url": self.url,
             "stragglers": {"policy": "off"}, "failures": {"hang_floor_s": 300.0},
             "submit": {"package_limit_mb": 1, "env_vars": {"PLAIN": "yes"}},
         }  # fmt: skip
@@ -172,7 +175,7 @@ def test_a_submitted_job_is_followed_to_its_end(
     assert run.submit("--env", "SECRET_OF_MINE") == 0
     out, err = capfd.readouterr()
     assert "run straight is finished" in err
-    assert "sending 3 files" in err
+    assert "sending 7 files" in err
     assert "attempt 1: started" in out
     run.assert_samples_once()
     # The secret reached the job, and neither its records nor its log nor what is kept of the run.

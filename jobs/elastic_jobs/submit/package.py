@@ -20,7 +20,7 @@ SERVER_LIMIT_BYTES = 100 * 1024 * 1024
 _IGNORE_FILES = (".gitignore", ".rayignore")
 # Never wanted on a cluster: histories, and what was built for this machine.
 _NEVER = parse_patterns([".git", ".venv/", "venv/", "__pycache__/", ".mypy_cache/", ".ruff_cache/", ".pytest_cache/"])
-_OURS = ("elastic", "jobs", "cluster")
+_OURS = ("elastic", "elastic_jobs", "elastic_cluster")
 # Archives with the same content are the same bytes, so that the cluster knows a package that it has.
 _DATE = (1980, 1, 1, 0, 0, 0)
 

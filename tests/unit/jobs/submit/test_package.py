@@ -122,10 +122,12 @@ def test_a_package_over_the_limit_is_refused_with_its_largest_entries(tmp_path: 
 
 
 def test_what_would_hide_our_own_packages_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="'jobs', which would hide"):
-        check_package(Package(tmp_path, (PackedFile("jobs/mine.py", 1),)), 100)
-    with pytest.raises(UsageError, match="'cluster', which would hide"):
-        check_package(Package(tmp_path, (PackedFile("cluster/elastic_cluster.py", 1),)), 100)
+    for own in ("elastic.py", "elastic_jobs/mine.py", "elastic_cluster/__init__.py"):
+        with pytest.raises(UsageError, match=f"'{own.partition('/')[0].removesuffix('.py')}', which would hide"):
+            check_package(Package(tmp_path, (PackedFile(own, 1),)), 100)
+    # Names that ray-elastic does not install.
+    names = ("jobs.py", "cluster.py", "utils.py", "elastic_test.py", "jobs/mine.py", "cluster/mine.py")
+    check_package(Package(tmp_path, tuple(PackedFile(name, 1) for name in names)), 100)
     ours = ("jobs/elastic_jobs/cli.py", "elastic/runtime/controller/actor.py")
     check_package(Package(tmp_path, tuple(PackedFile(path, 1) for path in ours)), 100)
     with pytest.raises(UsageError, match="nothing to send"):
