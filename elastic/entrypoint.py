@@ -1,6 +1,6 @@
 """The user's training function, named in text: "module:function" or "path/to/file.py:function".
 
-Workers load it from here; the command line loads it once before any node is asked for, so that a mistake costs nothing.
+Workers load it here. The command line loads it once before any node is requested, so that a mistake costs nothing.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from elastic.core.errors import UsageError
 
 @dataclass(frozen=True)
 class EntryPoint:
-    """`target` is a module's dotted name or the absolute path of a file; `folder` is where modules are looked for."""
+    """`target` is the dotted name of a module or the absolute path of a file; modules are looked for in `folder`."""
 
     target: str
     function: str
@@ -98,10 +99,39 @@ def _import(entry: EntryPoint) -> ModuleType:
         ) from error
     # The user's module may raise anything; this is the edge where it becomes one sentence.
     except Exception as error:
-        raise UsageError(f"entry point '{entry}' does not import: {type(error).__name__}: {error}") from error
+        told = " ".join(str(error).split())
+        raise UsageError(
+            f"entry point '{entry}' does not import: {type(error).__name__}: {told}{_where(error, entry)}"
+        ) from error
+
+
+def _where(error: BaseException, entry: EntryPoint) -> str:
+    """The place in the user's own code that is nearest to the error; "" where there is none."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
+    own = [frame for frame in frames if Path(frame.filename).is_relative_to(entry.folder)]
+    return f" in {own[-1].filename} line {own[-1].lineno}" if own else ""
+
+
+def _package(file: Path) -> tuple[str, Path] | None:
+    """(dotted name, folder of the topmost package) of a file that lies in packages; None for any other."""
+    parts, folder = [file.stem], file.parent
+    while (folder / "__init__.py").is_file() and folder.name.isidentifier():
+        parts.insert(0, folder.name)
+        folder = folder.parent
+    return (".".join(parts), folder) if len(parts) > 1 else None
 
 
 def _import_file(file: str) -> ModuleType:
+    """A file in a package is imported as its module, so that relative imports work; any other by its own name."""
+    package = _package(Path(file))
+    if package is not None:
+        name, folder = package
+        if str(folder) not in sys.path:
+            sys.path.insert(0, str(folder))
+        module = importlib.import_module(name)
+        if Path(getattr(module, "__file__", None) or "").resolve() == Path(file).resolve():
+            return module
+        raise ImportError(f"{name} is {module.__file__}, which hides {file}; rename the package")
     name = Path(file).stem
     known = sys.modules.get(name)
     if known is not None:

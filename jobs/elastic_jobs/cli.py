@@ -1,4 +1,4 @@
-"""The `elastic` command: subcommands, and errors as one sentence with an exit code that can be trusted."""
+"""The `elastic` command: subcommands, and errors as one sentence with a reliable exit code."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from elastic.core.errors import ElasticError
 from elastic_jobs.backend import Backend
+from elastic_jobs.command_parser import CommandParser
 from elastic_jobs.commands import (
     checkpoints,
+    completion,
     drain,
     list_runs,
     logs,
@@ -29,7 +32,7 @@ from elastic_jobs.commands import (
 from elastic_jobs.commands.kube import group
 from elastic_jobs.exit_codes import NOT_FINISHED, TABLE
 from elastic_jobs.follow import printable
-from elastic_jobs.terminal import say
+from elastic_jobs.terminal import put, say
 
 if TYPE_CHECKING:
     from elastic_jobs.ray_backend import RayBackend
@@ -49,11 +52,12 @@ _COMMANDS: dict[str, Any] = {
     "report": report,
     "trace": trace,
     "kube": group,
+    "completion": completion,
 }
 
 
 def main(arguments: Sequence[str] | None = None, backend: Backend | None = None) -> int:
-    """Returns the exit code; argparse itself exits with 2 for arguments that it does not know."""
+    """Returns the exit code; the parser itself exits with 2 for unknown arguments."""
     options = parser().parse_args(arguments)
     logging.basicConfig(level=logging.DEBUG if options.verbose else logging.WARNING, format="%(name)s: %(message)s")
     quieten_drivers()
@@ -62,7 +66,7 @@ def main(arguments: Sequence[str] | None = None, backend: Backend | None = None)
     real = _real()
     code = _run(options, real)
     if not real.leave():
-        # Ray would wait for a cluster that is gone, and end the process with a code of its own.
+        # Ray would wait for a lost cluster and end the process with an exit code of its own.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -79,18 +83,19 @@ def _run(options: argparse.Namespace, backend: Backend) -> int:
         say(f"elastic {options.command}: interrupted")
         return NOT_FINISHED
     except BrokenPipeError:
-        # Whoever read the output has left (`elastic story RUN | head`). Python would complain once more at exit.
+        # The reader of the output has left (`elastic story RUN | head`). Python would report that once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return NOT_FINISHED
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(
+    top = CommandParser(
         prog="elastic",
         description="A DeepSpeed ZeRO run that loses a node and carries on.",
         epilog=f"example:\n  {run.EXAMPLE}\n\n{TABLE}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    top.add_argument("--version", action=_Version, help="print the releases of this package and what it runs on")
     top.add_argument("--verbose", action="store_true", help="show what the parts log")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, module in _COMMANDS.items():
@@ -105,8 +110,18 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+class _Version(argparse.Action):
+    def __init__(self, option_strings: Sequence[str], dest: str, **more: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, **more)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
+        names = ("ray", "torch", "deepspeed")
+        put(f"ray-elastic {version('ray-elastic')} ({', '.join(f'{name} {version(name)}' for name in names)})")
+        parser.exit()
+
+
 def quieten_drivers() -> None:
-    """What drivers of storage say at level DEBUG holds whole requests, session tokens in their headers included."""
+    """Storage drivers log whole requests at level DEBUG, session tokens in headers included."""
     for name in ("botocore", "aiobotocore", "s3fs", "fsspec", "gcsfs", "adlfs", "urllib3", "aiohttp", "azure"):
         logging.getLogger(name).setLevel(logging.WARNING)
 

@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from elastic.observe.text import clean, finite
+from elastic.observe.text import clean, duration, finite
 
 Progress = Mapping[str, Any]
 
@@ -36,29 +36,40 @@ def open_display(stream: IO[str]) -> Display:
 
 
 def facts(progress: Progress) -> dict[str, str]:
-    """What both displays show, in order, as safe text; unknown values are left out."""
+    """What both displays show, in order, as safe text, without unknown values."""
     step, last = progress.get("step"), progress.get("max_steps")
     checkpoint, checkpoint_step = progress.get("last_checkpoint"), progress.get("last_checkpoint_step")
     shown = {
         "step": None if step is None else f"{step}/{last}" if last else f"{step}",
         "loss": _number(progress.get("loss"), ".4f"),
+        "lr": _number(progress.get("learning_rate"), ".3g"),
+        "grad norm": _number(progress.get("grad_norm"), ".3g"),
         "tokens/s": _number(progress.get("tokens_per_s"), ",.0f"),
         "world size": progress.get("world_size"),
         "generation": progress.get("generation"),
         "last checkpoint": f"step {checkpoint_step}" if checkpoint_step is not None else checkpoint,
         "incidents": progress.get("incidents") or None,
         "asking for": progress.get("asking_for"),
+        "left": _left(progress),
     }
     return {name: clean(value) for name, value in shown.items() if value is not None}
 
 
+def _left(progress: Progress) -> str | None:
+    """The time to the end at the present rate; None where it is not known."""
+    step, last, rate = progress.get("step"), progress.get("max_steps"), finite(progress.get("steps_per_s"))
+    if step is None or not last or not rate:
+        return None
+    return duration(max(0, last - step) / rate)
+
+
 def doing(progress: Progress) -> str:
-    """What is going on: a sentence while the run does anything but train, else its status."""
+    """The present activity: a sentence while the run does anything but train, else its status."""
     return clean(progress.get("doing") or progress.get("status") or "starting")
 
 
 class LineDisplay:
-    """No control characters, nothing rewritten: fit for a pipe or a log file."""
+    """No control characters, nothing rewritten: for a pipe or a log file."""
 
     def __init__(
         self, stream: IO[str], clock: Callable[[], float] = time.monotonic, step_line_s: float = _STEP_LINE_S
@@ -87,7 +98,7 @@ class LineDisplay:
 
 
 class PanelDisplay:
-    """A few lines at the bottom of a terminal; notes scroll by above them."""
+    """A few lines at the bottom of a terminal; notes scroll above them."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._console = Console(file=stream)
@@ -95,7 +106,7 @@ class PanelDisplay:
         self._live.start()
 
     def update(self, progress: Progress) -> None:
-        self._live.update(panel(progress))
+        self._live.update(panel(progress, self._console.width))
 
     def note(self, sentence: str) -> None:
         self._console.print(Text(clean(sentence)))
@@ -104,19 +115,35 @@ class PanelDisplay:
         self._live.stop()
 
 
-def panel(progress: Progress) -> Table:
-    """Text objects only: rich would read a "[...]" in evidence as markup."""
+def panel(progress: Progress, width: int = 80) -> Table:
+    """Text objects only: rich would read a "[...]" in evidence as markup. As many rows of facts as fit into `width`."""
     outer = Table.grid(padding=(0, 2))
-    values = Table.grid(padding=(0, 2))
     shown = facts(progress)
-    values.add_row(*(Text(name, style="dim") for name in shown))
-    values.add_row(*(Text(value, style="bold") for value in shown.values()))
     outer.add_row(Text(doing(progress), style="yellow" if progress.get("doing") else "green"))
-    if shown:
+    for row in _rows(shown, width - 2):
+        values = Table.grid(padding=(0, 2))
+        values.add_row(*(Text(name, style="dim", no_wrap=True) for name in row))
+        values.add_row(*(Text(shown[name], style="bold", no_wrap=True) for name in row))
         outer.add_row(values)
     if progress.get("max_steps"):
-        outer.add_row(ProgressBar(total=progress["max_steps"], completed=progress.get("step") or 0, width=60))
+        outer.add_row(
+            ProgressBar(total=progress["max_steps"], completed=progress.get("step") or 0, width=min(60, width))
+        )
     return outer
+
+
+def _rows(shown: Mapping[str, str], width: int) -> list[list[str]]:
+    """The names in rows whose values stand side by side without being cut."""
+    rows: list[list[str]] = []
+    room = 0
+    for name, value in shown.items():
+        wide = max(len(name), len(value)) + 2
+        if not rows or wide > room:
+            rows.append([])
+            room = width
+        rows[-1].append(name)
+        room -= wide
+    return rows
 
 
 def _number(value: object, form: str) -> str | None:

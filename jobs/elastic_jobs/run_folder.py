@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
 import os
 import re
@@ -28,8 +29,10 @@ _TIMEOUT_S = 60.0
 def absolute_url(url: str, folder: str | Path) -> str:
     """Makes local paths absolute from `folder`, because workers run elsewhere; other URLs stay as they are.
 
-    Raises UsageError for an address that holds credentials.
+    Raises UsageError for an address that holds credentials, and for memory:// (private to one process).
     """
+    if url.startswith("memory:"):
+        raise UsageError(f"storage {url!r} is the memory of one process, so no other process of the run would see it")
     if "://" in url or "::" in url:
         return check_url(url)
     return os.path.normpath(Path(folder).absolute() / Path(url).expanduser())
@@ -114,6 +117,9 @@ class RunFolder:
             names = self._objects.names("")
         except ElasticError:
             return "; name its storage with --storage"
+        near = difflib.get_close_matches(self.run_id, names, n=1, cutoff=0.6)
+        if near:
+            return f"; did you mean {near[0]!r}?"
         return f"; runs there: {', '.join(names[-5:])}" if names else "; name its storage with --storage"
 
     @contextlib.contextmanager

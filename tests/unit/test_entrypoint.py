@@ -47,6 +47,24 @@ def test_a_file_named_like_a_known_module_does_not_replace_it(tmp_path: Path) ->
     assert sys.modules["json"] is known
 
 
+def test_a_file_in_a_package_may_import_relatively(tmp_path: Path) -> None:
+    (tmp_path / "my_pkg" / "sub").mkdir(parents=True)
+    for name in ("my_pkg/__init__.py", "my_pkg/sub/__init__.py"):
+        write(tmp_path, "", name)
+    write(tmp_path, "X = 7\n", "my_pkg/values.py")
+    write(tmp_path, "from ..values import X\ndef train(config): return X\n", "my_pkg/sub/m.py")
+    entry = parse_entry_point("my_pkg/sub/m.py:train", tmp_path)
+    assert call_entry_point(load_entry_point(entry), {}) == 7
+    assert sys.modules["my_pkg.sub.m"].X == 7
+    # Another package of that name is not taken for it.
+    other = tmp_path / "other"
+    (other / "my_pkg" / "sub").mkdir(parents=True)
+    for name in ("my_pkg/__init__.py", "my_pkg/sub/__init__.py", "my_pkg/sub/m.py"):
+        write(other, "def train(config): return 8\n", name)
+    with pytest.raises(UsageError, match="which hides"):
+        load_entry_point(parse_entry_point("my_pkg/sub/m.py:train", other))
+
+
 @pytest.mark.parametrize(
     ("entry", "said"),
     [
@@ -75,7 +93,9 @@ def test_mistakes(tmp_path: Path, entry: str, said: str) -> None:
     [
         ("def main(:\n", "my_train.py line 1"),
         ("import no_such_package_x\n", "it needs 'no_such_package_x', not installed"),
-        ("1 / 0\n", "ZeroDivisionError: division by zero"),
+        ("X = 1\n1 / 0\n", "ZeroDivisionError: division by zero in {folder}/my_train.py line 2"),
+        ("import json\n\njson.loads('x')\n", "char 0) in {folder}/my_train.py line 3"),
+        ("from . import x\n", "with no known parent package in {folder}/my_train.py line 1"),
         ("raise SystemExit(0)\n", "exits at import"),
     ],
 )
@@ -84,5 +104,5 @@ def test_a_module_that_does_not_import(tmp_path: Path, text: str, said: str) -> 
     with pytest.raises(UsageError) as caught:
         load_entry_point(parse_entry_point("my_train.py:main", tmp_path))
     assert "does not import" in caught.value.message
-    assert said in caught.value.message
+    assert said.format(folder=tmp_path) in caught.value.message
     assert "my_train" not in sys.modules

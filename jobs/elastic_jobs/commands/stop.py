@@ -5,10 +5,14 @@ from __future__ import annotations
 import argparse
 
 from elastic.core.errors import RunNotFound
+from elastic.observe.journal import JournalReader
+from elastic.observe.summary import summarize
 from elastic_jobs.backend import Backend
 from elastic_jobs.commands.common import address_argument, folder_of, run_arguments
+from elastic_jobs.exit_codes import STATUSES
 from elastic_jobs.handle import STOP_AGAIN_S
-from elastic_jobs.live import reach_patiently
+from elastic_jobs.live import reach_patiently, read_live
+from elastic_jobs.run_folder import RunFolder
 from elastic_jobs.submit.attempts import Verdict
 from elastic_jobs.submit.remote import (
     describe,
@@ -38,6 +42,8 @@ def run(options: argparse.Namespace, backend: Backend) -> int:
     if is_jobs_address(options.address):
         return _stop_job(options, backend)
     folder = folder_of(options)
+    if options.address is None:
+        _check_goes_on(folder)
     handle = reach_patiently(backend, folder, options.address)
     handle.stop("elastic stop")
     if options.no_wait:
@@ -49,6 +55,19 @@ def run(options: argparse.Namespace, backend: Backend) -> int:
     if options.json:
         put_json({"run_id": folder.run_id, "status": result.get("status"), "step": result.get("step")})
     return 0
+
+
+def _check_goes_on(folder: RunFolder) -> None:
+    """Raises RunNotFound for a run that was never there, and for one that has ended and has no controller left."""
+    if read_live(folder) is not None:
+        return
+    folder.job_record()
+    summary = summarize(JournalReader(folder.url, folder.run_id).records())
+    if summary.get("status") in STATUSES:
+        raise RunNotFound(
+            f"run {folder.run_id!r} is not going on: it is {summary['status']} since step {summary.get('steps')}; its "
+            f"history: `elastic story {folder.run_id} --storage {folder.url}`"
+        )
 
 
 def _stop_job(options: argparse.Namespace, backend: Backend) -> int:

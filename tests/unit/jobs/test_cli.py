@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import subprocess
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,6 +23,7 @@ from elastic_jobs.live import Live, read_live, write_live
 from elastic_jobs.plan import Job, RunPlan
 from elastic_jobs.run_folder import RunFolder, new_run_id
 
+import elastic
 from elastic.core.errors import ElasticError, NobodyAnswers, RunNotFound, TokenRefused, UsageError, UserCodeError
 from elastic.core.settings import RunSettings
 from elastic.observe.journal import JournalWriter
@@ -658,3 +661,91 @@ def test_the_fake_handle_wakes_its_waiters() -> None:
 def test_new_run_ids_are_valid_whatever_the_name() -> None:
     assert new_run_id("my run: ../x", 0.0).startswith("my-run-x-19700101-000000-")
     assert new_run_id("???", 0.0).startswith("run-1970")
+
+
+# -- the command line itself -------------------------------------------------------------------------------------------
+
+
+def exits(*words: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(list(words), FakeBackend())
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
+
+
+def test_the_version_and_what_it_runs_on(capfd: pytest.CaptureFixture[str]) -> None:
+    assert exits("--version") == 0
+    out = capfd.readouterr().out
+    assert out.startswith(f"ray-elastic {elastic.__version__} (ray ")
+    assert "deepspeed" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["sumbit"], "unknown command 'sumbit'; did you mean 'submit'?"),
+        (["kube", "rendr"], "unknown command 'rendr'; did you mean 'render'?"),
+        (["xyzzy"], "unknown command 'xyzzy'; there are run, submit,"),
+        (["run", "job.yaml", "--noodes", "3"], "unknown argument '--noodes'; did you mean '--nodes'?"),
+        (
+            ["kube", "render", "job.yaml", "--namespce=x"],
+            "unknown argument '--namespce=x'; did you mean '--namespace'?",
+        ),
+        (["run", "job.yaml", "more"], "elastic run: error: unknown argument 'more'\n"),
+    ],
+)
+def test_a_typo_gets_the_nearest_word(words: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert exits(*words) == 2
+    assert said in capfd.readouterr().err
+
+
+def completed(script: str, shell: str, *words: str) -> set[str]:
+    line = " ".join(words)
+    ask = f"COMP_WORDS=({line}); COMP_CWORD=$((${{#COMP_WORDS[@]}}-1)); _elastic; echo ${{COMPREPLY[@]}}"
+    done = subprocess.run([shell, "-c", f"{script}\n{ask}"], capture_output=True, text=True, timeout=60, check=True)
+    return set(done.stdout.split())
+
+
+def test_bash_completes_commands_and_options(capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["completion", "bash"], FakeBackend()) == 0
+    script = capfd.readouterr().out
+    assert completed(script, "bash", "elastic", "re") == {"resume", "report"}
+    assert completed(script, "bash", "elastic", "kube", "rend") == {"render"}
+    assert {"--nodes", "--node-every"} == completed(script, "bash", "elastic", "run", "--no")
+    assert completed(script, "bash", "elastic", "run", "job.yaml", "--nodes", "3", "--cha") == {"--chaos"}
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_get_a_script_that_they_can_read(shell: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["completion", shell], FakeBackend()) == 0
+    script = capfd.readouterr().out
+    assert "resume" in script
+    assert "--node-every" in script
+    if shutil.which(shell) is not None:
+        subprocess.run([shell, "-n"], input=script, text=True, timeout=60, check=True)
+
+
+@pytest.mark.parametrize(("status", "said"), [("finished", "it is finished since step 10"), (None, "no run 'r1'")])
+def test_stop_of_a_run_that_is_not_going_on(
+    job: Path, status: str | None, said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    backend = FakeBackend(status or "")
+    if status is not None:
+        assert cli.main(["run", "job.yaml", "--run-id", "r1"], backend) == 0
+    assert cli.main(["stop", "r1"], FakeBackend()) == 102
+    assert said in capfd.readouterr().err
+    assert backend.handle.stop_reason is None
+
+
+def test_a_run_that_is_nearly_named_so(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "job.yaml", "--run-id", "gpt-large"], FakeBackend()) == 0
+    assert cli.main(["resume", "gpt-lrage"], FakeBackend()) == 102
+    assert "there is no run 'gpt-lrage'" in (err := capfd.readouterr().err)
+    assert "did you mean 'gpt-large'?" in err
+
+
+@pytest.mark.parametrize("where", ["storage_url: memory://x", "checkpoint: {url: 'memory://x'}"])
+def test_the_memory_of_one_process_is_no_storage(job: Path, where: str, capfd: pytest.CaptureFixture[str]) -> None:
+    job.write_text(f"{JOB}{where}\n")
+    assert cli.main(["run", "job.yaml"], FakeBackend()) == 2
+    assert "storage 'memory://x' is the memory of one process" in capfd.readouterr().err

@@ -87,3 +87,16 @@ def test_the_panel_shows_brackets_as_they_are() -> None:
     assert "probing [rank 3] [31m" in text
     assert "7/100" in text
     assert "\x1b" not in text
+
+
+def test_a_panel_of_80_columns_shows_every_fact_whole() -> None:
+    progress = {
+        **PROGRESS, "step": 12_345, "max_steps": 100_000, "learning_rate": 0.00123456, "grad_norm": 12.345,
+        "steps_per_s": 2.0, "asking_for": "3 more nodes", "incidents": 12,
+    }  # fmt: skip
+    console = Console(file=io.StringIO(), width=80)
+    console.print(panel(progress, console.width))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert max(map(len, text.splitlines())) <= 80
+    for whole in ("12345/100000", "12,346", "0.00123", "12.3", "3 more nodes", "last checkpoint", "12 h 10 min"):
+        assert whole in text, whole

@@ -104,7 +104,7 @@ GROUPS = [{"name": "a"}]
         ({"storage_url": None}, "'storage_url' is missing"),
         ({"storage_url": "/here/runs"}, "'storage_url' is /here/runs, a path of one machine"),
         ({"storage_url": "file:///here/runs"}, "a path of one machine"),
-        ({"storage_url": "memory://runs"}, "a path of one machine"),
+        ({"storage_url": "memory://runs"}, "is the memory of one process"),
         ({"storage_url": "/sharedx", **section(volumes=[{"claim": "c", "mount": "/shared"}])}, "a path of one machine"),
         ({"storage_url": "/shared", **section(volumes=[{"claim": "c", "mount": "/shared", "read_only": True}])},
          "a path of one machine"),
