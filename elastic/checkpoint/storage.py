@@ -13,6 +13,7 @@ import logging
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -108,6 +109,19 @@ class CheckpointStore:
         folder = self._folder(manifest.id)
         if manifest.run_id != self.run_id:
             raise UsageError(f"a checkpoint of run {manifest.run_id!r} cannot be kept with run {self.run_id!r}")
+        text = _read_back(manifest)
+        self._check_shards(folder, manifest)
+        # The same manifest may be given again: of a first try it may not be known whether it arrived.
+        self._objects.create(f"{folder}/{_MANIFEST}", text.encode())
+        try:
+            # Another controller may have abandoned the folder between the look and the creation.
+            self._check_shards(folder, manifest)
+        except IntegrityError:
+            self._objects.remove([f"{folder}/{_MANIFEST}"])
+            raise
+        logger.info("checkpoint %s is complete: %d shards", manifest.id, len(manifest.shards))
+
+    def _check_shards(self, folder: str, manifest: Manifest) -> None:
         sizes = self._objects.sizes(folder)
         for shard in manifest.shards:
             found = sizes.get(f"{folder}/{shard.file}")
@@ -116,9 +130,6 @@ class CheckpointStore:
                 raise IntegrityError(
                     f"{manifest.id}/{shard.file} of {shard.bytes} bytes {what}", Where(rank=shard.rank)
                 )
-        # The same manifest may be given again: of a first try it may not be known whether it arrived.
-        self._objects.create(f"{folder}/{_MANIFEST}", to_json(manifest).encode())
-        logger.info("checkpoint %s is complete: %d shards", manifest.id, len(manifest.shards))
 
     def list(self) -> tuple[CheckpointRef, ...]:
         """The complete checkpoints, newest first."""
@@ -181,6 +192,9 @@ class CheckpointStore:
         if f"{folder}/{_MANIFEST}" in paths:
             raise IntegrityError(f"checkpoint {checkpoint_id} is complete and is not abandoned but deleted")
         self._objects.remove(paths)
+        if self._is_committed(folder):
+            # It was created meanwhile: a manifest whose shards are gone must not count as a checkpoint.
+            self._objects.remove([f"{folder}/{_MANIFEST}"])
 
     def _is_committed(self, folder: str) -> bool:
         # One byte instead of a listing: a thousand ranks ask this, of a folder of a thousand files.
@@ -205,3 +219,14 @@ class CheckpointStore:
 
     def _folder(self, checkpoint_id: str) -> str:
         return f"{self.run_id}/checkpoints/{parse_checkpoint_id(checkpoint_id).id}"
+
+
+def _read_back(manifest: Manifest) -> str:
+    """The manifest's JSON. Raises IntegrityError unless a reader gets from it what was written."""
+    text = to_json(manifest)
+    found = from_json(text)
+    # Tuples in `client` become lists, and NaN is not equal to itself: their text is compared.
+    same = replace(found, client={}) == replace(manifest, client={})
+    if not same or to_json(found) != text:
+        raise IntegrityError(f"the manifest of {manifest.id} would not be read as it was written")
+    return text

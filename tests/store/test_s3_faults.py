@@ -405,7 +405,7 @@ def test_requests_of_a_checkpoint(url: str, proxy: Proxy) -> None:
     """What docs/storage.md says."""
     store = CheckpointStore(url, "run")
     manifest = save(store, 4)
-    assert counted(proxy) == {"GetObject": 4, "PutObject": 4 + 1, "ListObjects": 1}
+    assert counted(proxy) == {"GetObject": 4, "PutObject": 4 + 1, "ListObjects": 2}
     store.list()
     store.incomplete()
     assert counted(proxy) == {"ListObjects": 2, "ListUploads": 1}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,14 +14,11 @@ from short_run import EVENTS, SETTINGS, journal, live, step_report
 
 from elastic.core import actions as act
 from elastic.core import events as ev
-from elastic.core.checkpoint.manifest import ShardRecord
 from elastic.core.errors import StorageError, UsageError
-from elastic.core.names import CheckpointRef, parse_checkpoint_id
 from elastic.core.run import machine
 from elastic.core.run.incident import Incident
 from elastic.observe.journal import JournalReader, JournalWriter
 from elastic.runtime import names
-from elastic.runtime.controller.committer import Committer
 from elastic.runtime.controller.incidents import IncidentBook
 from elastic.runtime.controller.progress import cadence_record
 from elastic.runtime.controller.records import Records
@@ -224,76 +220,6 @@ def test_the_journal_does_not_wait_for_other_threads() -> None:
             await busy
 
     assert asyncio.run(scenario()) == [{"n": 1}]
-
-
-class Sink:
-    """Of a checkpoint store what the committer needs while nothing is complete."""
-
-    def incomplete(self) -> list[Any]:
-        return []
-
-
-def test_what_a_generation_has_left_unfinished_is_not_kept_for_ever() -> None:
-    store: Any = Sink()
-    committer = Committer(SETTINGS, store, {}, lambda event: None, lambda *_: None)
-
-    def shard(generation: int, step: int) -> ShardRecord:
-        return ShardRecord(0, 2, generation, step, "f", 0, "", (), (), {})
-
-    old = shard(1, 4)
-    gone = weakref.ref(old)
-    committer.add(old, None, -1)
-    del old
-    assert gone() is not None
-    committer.add(shard(2, 6), None, -1)
-    assert gone() is None
-
-
-class Folders(Sink):
-    """The folders in storage, by id, and those that were complete."""
-
-    def __init__(self, *ids: str) -> None:
-        self.ids, self.complete = set(ids), set[str]()
-
-    def incomplete(self) -> list[CheckpointRef]:
-        return [parse_checkpoint_id(name) for name in sorted(self.ids - self.complete)]
-
-    def list(self) -> list[CheckpointRef]:
-        return [parse_checkpoint_id(name) for name in sorted(self.complete)]
-
-    def commit(self, manifest: Any) -> None:
-        self.complete.add(manifest.id)
-
-    def abandon(self, name: str) -> None:
-        self.ids.remove(name)
-
-
-def test_what_a_newer_checkpoint_has_overtaken_goes_with_it() -> None:
-    """While one rank cannot reach storage the others leave a folder for every save."""
-    newer = "step-00000020-g0002"
-    under_way = "step-00000012-g0002"
-    store: Any = Folders("step-00000009-g0001", "step-00000008-g0002", under_way, newer, "step-00000024-g0002")
-    kept: list[weakref.ref[ShardRecord]] = []
-
-    def shard(rank: int, step: int) -> ShardRecord:
-        made = ShardRecord(rank, 2, 2, step, f"rank-{rank}", 0, "", (), (), {}, parameters={})
-        kept.append(weakref.ref(made))
-        return made
-
-    committer = Committer(SETTINGS, store, {}, lambda event: None, lambda *_: None)
-    committer._committed.add(under_way)
-
-    async def scenario() -> None:
-        committer.add(shard(0, 8), None, -1)
-        committer.add(shard(0, 20), None, -1)
-        committer.add(shard(1, 20), None, -1)
-        await asyncio.wait_for(asyncio.gather(*committer._tasks), LIMIT_S)
-        committer.add(shard(1, 8), None, 20)
-
-    asyncio.run(scenario())
-    assert store.ids == {under_way, newer, "step-00000024-g0002"}
-    assert store.complete == {newer}
-    assert [reference() for reference in kept] == [None] * 4
 
 
 @pytest.mark.parametrize(
