@@ -1,11 +1,11 @@
-"""Small collectives of a restore: all ranks go on together or raise together."""
+"""Small collectives over the data group: ranks compare numbers, and raise the same error together."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from elastic.core.errors import (
     CollectiveFailed,
@@ -17,29 +17,33 @@ from elastic.core.errors import (
     Where,
 )
 
-# Who must act decides: the user's mistake is told before broken data, and that before storage that may come back.
+# In order of precedence: a user's mistake is reported before broken data, and that before storage that may come back.
 _CLASSES: tuple[type[ElasticError], ...] = (ModelMismatch, UsageError, IntegrityError, StorageError, CollectiveFailed)
 
 
 class Agreement:
-    """Verdicts shared over the ranks of one engine. Every method is collective."""
+    """Verdicts shared over the ranks of `group`; tensors are exchanged on `device`. Every method is collective.
 
-    def __init__(self, engine: Any, rank: int, world_size: int) -> None:
-        self._group = engine.seq_data_parallel_group
-        self._rank = rank
-        self._world_size = world_size
+    Raises what torch.distributed raises when a peer is lost: a DistError, or a RuntimeError of gloo.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group = group
+        self._device = device
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
 
     def raise_together(self, error: Exception | None, doing: str) -> None:
         """Returns when no rank had an error; else raises on all: the same class, naming the lowest failing rank."""
         flags = torch.zeros(len(_CLASSES), dtype=torch.int64)
         if error is not None:
             # The largest flag wins the reduction: that of the lowest rank.
-            flags[_class_of(error)] = self._world_size - self._rank
+            flags[_class_of(error)] = self.world_size - self.rank
         worst = self._reduce(flags, "MAX")
         for number, kind in enumerate(_CLASSES):
             if worst[number] > 0:
-                rank = self._world_size - worst[number]
-                if error is not None and rank == self._rank:
+                rank = self.world_size - worst[number]
+                if error is not None and rank == self.rank:
                     raise error
                 raise self._verdict(kind, rank, error, doing) from error
 
@@ -57,14 +61,19 @@ class Agreement:
         unequal = [high != -low for high, low in zip(largest, least, strict=True)]
         return [bool(flag) for flag in reduced[:count]], unequal
 
-    def _reduce(self, values: torch.Tensor, operation: str) -> list[int]:
-        from deepspeed import comm
-        from deepspeed.accelerator import get_accelerator
+    def least(self, values: Sequence[int | bool]) -> list[int]:
+        """The least of each value over the ranks."""
+        return self._reduce(torch.tensor([int(value) for value in values], dtype=torch.int64), "MIN")
 
+    def any(self, flag: bool) -> bool:
+        """Is the flag set on any rank?"""
+        return self._reduce(torch.tensor([int(flag)], dtype=torch.int64), "MAX") == [1]
+
+    def _reduce(self, values: torch.Tensor, operation: str) -> list[int]:
         if values.numel() == 0:
             return []
-        on_device = values.to(get_accelerator().current_device_name())
-        comm.all_reduce(on_device, op=getattr(comm.ReduceOp, operation), group=self._group)
+        on_device = values.to(self._device)
+        dist.all_reduce(on_device, op=getattr(dist.ReduceOp, operation), group=self._group)
         return [int(value) for value in on_device.cpu().tolist()]
 
     @staticmethod

@@ -1,14 +1,13 @@
-"""The process groups of one generation: joined through a store of its own, released from any thread, left clean.
+"""The process groups of one generation: joined through their own store, aborted from any thread, closed completely.
 
-gloo on the CPU, NCCL on CUDA. Everything that touches private parts of torch.distributed or DeepSpeed's group
-bookkeeping is in this module, `sockets` and `cleanup`.
+gloo on the CPU, NCCL on CUDA. Everything that touches private parts of torch.distributed is in this module, `sockets`
+and `lost_peers`. What an engine does around its groups comes in as `GroupHooks`.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
 import time
 import weakref
@@ -20,15 +19,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from elastic.comm import lost_peers, sockets
+from elastic.comm.hooks import GroupHooks
 from elastic.comm.peer_addresses import exchange
-from elastic.comm.rendezvous import connect, host_store, release_store
+from elastic.comm.rendezvous import connect, release_store
 from elastic.comm.sockets import Address, TcpSocket
 from elastic.core.generation_spec import GenerationSpec, Rendezvous
-from elastic.training import cleanup
 
 logger = logging.getLogger(__name__)
-
-__all__ = ["CloseSockets", "ProcessGroup", "backend_and_device", "host_store", "outlive_peers", "release_store"]
 
 # torch's own reactions to a failed NCCL collective (ProcessGroupNCCL.hpp), all of which end the process or delay its
 # cleanup.
@@ -44,7 +41,7 @@ _NCCL = {
     # The monitor thread ends the process when the watchdog thread is stuck or gone; heartbeats and hang limits do that.
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
-# An abort takes a second; one that hangs must not keep whoever asked for it.
+# An abort takes about a second; one that hangs must not block its caller.
 _ABORT_LIMIT_S = 10.0
 
 
@@ -57,25 +54,16 @@ def outlive_peers() -> None:
         os.environ.setdefault(name, value)
 
 
-def backend_and_device(local_rank: int = 0) -> tuple[str, torch.device]:
-    """The backend and device that DeepSpeed's accelerator stands for ("gloo" and cpu, "nccl" and cuda:N)."""
-    from deepspeed.accelerator import get_accelerator
-
-    accelerator = get_accelerator()
-    if accelerator.device_name() == "cpu":
-        return "gloo", torch.device("cpu")
-    return accelerator.communication_backend_name(), torch.device(accelerator.device_name(local_rank))
-
-
 class ProcessGroup:
-    """Call order, on the training thread: 1. `join` 2. `seal` after deepspeed.initialize 3. `leave`.
-    `sweep` may be called by any thread at any time and any number of times.
+    """Call order, on the training thread: 1. `join` 2. `seal` after the engine made its groups 3. `close`.
+    `abort` may be called by any thread at any time and any number of times.
     """
 
-    def __init__(self, spec: GenerationSpec, rendezvous: Rendezvous, local_rank: int = 0) -> None:
+    def __init__(self, spec: GenerationSpec, rendezvous: Rendezvous, hooks: GroupHooks, local_rank: int = 0) -> None:
         self.spec = spec
         self.rendezvous = rendezvous
         self.local_rank = local_rank
+        self._hooks = hooks
         self._store: Store | None = None
         self._backend = ""
         self._aborting: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
@@ -83,22 +71,20 @@ class ProcessGroup:
         self._listening: frozenset[Address] = frozenset()
         self._peers_listening: frozenset[Address] = frozenset()
         self._rank_at: Mapping[Address, int] = {}
-        # While groups are being built nobody has published addresses: every new socket counts as the groups' own.
+        # Until addresses are exchanged, every socket that was opened since `join` counts as one of the groups'.
         self._building = False
         self._joined = False
-        # A sweep that began in this generation must not see the sockets of the next one.
-        self._sweeping = threading.Lock()
+        # An abort that began in this generation must not see the sockets of the next one.
+        self._abort_lock = threading.Lock()
 
     def join(self, check: Callable[[], None]) -> torch.device:
-        """Connect to the store, form the world group, let DeepSpeed adopt it; returns the device of this rank.
+        """Connect to the store and form the world group; returns the device of this rank.
 
         `check` raises when the generation was ended meanwhile. Raises torch's DistError, or a RuntimeError of gloo.
         """
-        backend, device = backend_and_device(self.local_rank)
+        backend, device = self._hooks.device(self.local_rank)
         self._backend = backend
-        cleanup.warm_up()
-        cleanup.clear_stage3_globals()
-        _quiet_deepspeed()
+        self._hooks.before_join()
         self._set_environment()
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -121,13 +107,13 @@ class ProcessGroup:
             # Bound, NCCL splits later groups off this one, which fails without peers (DeepSpeed issue 8248).
             device_id=device if device.type == "cuda" and self.spec.world_size > 1 else None,
         )
-        _adopt(backend)
+        self._hooks.after_join(backend)
         return device
 
     def seal(self) -> None:
-        """After DeepSpeed made its groups: set their timeouts, agree on whose sockets are whose. Collective."""
+        """After the engine made its groups: set their timeouts and exchange socket addresses. Collective."""
         for group in list(_groups()):
-            # DeepSpeed's clone of the world group ignores the timeout that the world group was made with.
+            # A group that an engine clones (DeepSpeed's of the world group) has torch's default timeout.
             dist.distributed_c10d._set_pg_timeout(self._timeout(), group)
         self._exchange_addresses()
         self._building = False
@@ -147,16 +133,16 @@ class ProcessGroup:
 
     @property
     def fails_silently(self) -> bool:
-        """Whether `error` has to be asked: no call raises what becomes of a collective."""
+        """Whether `error` must be polled: with NCCL no call raises the failure of a collective."""
         return self._backend == "nccl"
 
     def error(self) -> str | None:
-        """What has befallen this generation's groups, where that is known only to whoever asks. From any thread."""
+        """A failure that the groups report only when polled; None without one. From any thread."""
         return lost_peers.first_error(_groups()) if self.fails_silently and self._joined else None
 
-    def sweep(self) -> int:
-        """Release whatever is blocked in this generation's collectives; the number of sockets shut down."""
-        with self._sweeping:
+    def abort(self) -> int:
+        """Release every thread that is blocked in a collective of this generation; returns the sockets shut down."""
+        with self._abort_lock:
             if not self._joined:
                 return 0
             if self._backend == "nccl":
@@ -166,28 +152,30 @@ class ProcessGroup:
     def close_in_child(self) -> Callable[[int], None]:
         """For data workers, which inherit this process's descriptors: closes the groups' sockets in them.
 
-        Otherwise the other ranks would not see the death of this process until its data workers have noticed it.
+        Otherwise the connections would outlive this process, and its peers would notice its death too late.
         """
         return CloseSockets([found for found in sockets.tcp_sockets() if found.inode not in self._foreign])
 
-    def leave(self) -> None:
-        """Destroy every group and the store. Never raises: a group that fails to close is logged."""
+    def close(self) -> None:
+        """Destroy every group and the store. Never raises: a group that fails to close is logged. Idempotent."""
         if not self._joined:
             return
         try:
-            _destroy_groups()
+            if dist.is_initialized():
+                self._hooks.destroy_groups()
         except (RuntimeError, ValueError, AssertionError) as error:
             logger.warning("generation %d: groups did not close cleanly: %s", self.spec.generation, error)
         self._store = None
-        with self._sweeping:
+        with self._abort_lock:
             self._joined = False
         release_store(self.rendezvous)
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _abort_all(self) -> None:
-        """At the same time: an abort waits for its group's kernels, which may stand behind those of another group
-        (https://github.com/pytorch/pytorch/issues/119797). Again at each sweep: a group may connect after an abort."""
+        """All groups concurrently: an abort waits for its group's kernels, which may be queued behind another group's
+        (https://github.com/pytorch/pytorch/issues/119797). Repeated at each call: a group may connect after an abort.
+        """
         deadline = time.monotonic() + _ABORT_LIMIT_S
         threads = []
         for group in [group for group in _groups() if group not in self._aborting]:
@@ -209,7 +197,7 @@ class ProcessGroup:
         return timedelta(seconds=self.spec.collective_timeout_s)
 
     def _set_environment(self) -> None:
-        # DeepSpeed looks for MPI unless all five are set.
+        # torchrun's variables: without all five, DeepSpeed looks for MPI.
         os.environ.update(
             RANK=str(self.spec.rank),
             WORLD_SIZE=str(self.spec.world_size),
@@ -232,7 +220,7 @@ class ProcessGroup:
         if found.peer[1] == self.rendezvous.port:
             return True
         if found.local[1] == self.rendezvous.port:
-            # The hosted store's side of the others' connections: they are theirs to close.
+            # The store's side of a peer's connection: the peer closes it.
             return False
         return self._building or found.local in self._listening or found.peer in self._peers_listening
 
@@ -251,29 +239,3 @@ class CloseSockets:
 
 def _groups() -> list[dist.ProcessGroup]:
     return list(dist.distributed_c10d._world.pg_map)
-
-
-def _quiet_deepspeed() -> None:
-    """Data goes to stdout, talk to stderr."""
-    for handler in logging.getLogger("DeepSpeed").handlers:
-        if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stdout:
-            handler.setStream(sys.stderr)
-
-
-def _adopt(backend: str) -> None:
-    import deepspeed
-
-    # The group exists: DeepSpeed makes its wrapper of it and never initialises one itself.
-    deepspeed.comm.init_distributed(dist_backend=backend, dist_init_required=False, verbose=False)
-
-
-def _destroy_groups() -> None:
-    import deepspeed
-
-    if not dist.is_initialized():
-        return
-    if deepspeed.comm.comm.cdb is None:
-        dist.destroy_process_group()
-        return
-    # Not torch's: that one leaves DeepSpeed's clone of the world group alive.
-    deepspeed.comm.destroy_process_group()

@@ -9,7 +9,7 @@ import torch
 
 from elastic.core.sharding.layout import Chunk, RankLayout
 from elastic.core.sharding.zero import owner_layout
-from elastic.engines.live_state import BUFFER, MASTER, Extra, Master, Stage, buffers
+from elastic.engines.live_state import BUFFER, MASTER, Extra, Master, ShardedState, buffers
 from elastic.engines.optimizer_state import MasterState, read_states
 
 
@@ -22,10 +22,10 @@ class Inventory:
     extras: tuple[Extra, ...]
 
     @classmethod
-    def of(cls, stage: Stage, module: torch.nn.Module) -> Inventory:
-        masters = stage.masters()
-        extras = [*stage.frozen(), *buffers(module)]
-        return cls(tuple(masters), tuple(read_states(stage, masters)), tuple(extras))
+    def of(cls, state: ShardedState) -> Inventory:
+        masters = state.masters()
+        extras = [*state.frozen(), *buffers(state.module)]
+        return cls(tuple(masters), tuple(read_states(state.base, masters)), tuple(extras))
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Live tensors by "<kind>/<buffer>", of their own shapes; flattened, they have the layout's lengths."""

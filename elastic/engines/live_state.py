@@ -1,4 +1,4 @@
-"""What a live engine holds, in the words of `elastic.core.sharding.layout`: the part that differs between ZeRO stages.
+"""What a live engine holds, in the terms of `elastic.core.sharding.layout`: the part that differs between engines.
 
 A *master* is one tensor that the base optimizer updates: a flat partition (stages 1 to 3), a flat group or a parameter
 (stage 0). It is also the key under which the base optimizer keeps its state. An *extra* is a tensor that no optimizer
@@ -8,13 +8,13 @@ updates: a frozen parameter or a module buffer.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from elastic.core.sharding.layout import Chunk, Layout
+from elastic.core.sharding.layout import Chunk
 
 MASTER = "master"
 PARAM = "param"
@@ -57,8 +57,9 @@ class Extra:
 
 
 @dataclass(frozen=True)
-class Member:
-    """One tensor of the model. `persistent` is False for buffers that a state_dict leaves out."""
+class TensorSpec:
+    """One tensor of the model, whole. `kind` is MASTER (trained), PARAM (frozen) or BUFFER; `persistent` is False for
+    buffers that a state_dict leaves out."""
 
     name: str
     kind: str
@@ -70,21 +71,36 @@ class Member:
         return torch.Size(self.shape).numel()
 
 
-class Stage(Protocol):
-    """One ZeRO stage's live state. All tensors are looked up anew at each call, since DeepSpeed re-points them.
+class ShardedState(Protocol):
+    """One rank's part of an engine's tensors. All tensors are looked up anew at each call: engines re-point them.
 
-    1. `masters`, `frozen`, `weights` whenever the state is read or written; `expected` once, when the engine is opened
+    1. `require_readable`, then `masters`, `frozen`, `weights` whenever the state is read or written
     2. `begin_install` before anything is written; not collective
     3. `finish_install` after: the model's own weights follow from the masters; collective
     """
 
+    # ZeRO's stage, or the one that has the same layout: 0 where every rank holds everything.
     zero_stage: int
     rank: int
     world_size: int
+    module: torch.nn.Module
+    # Its state is keyed by the masters' tensors.
     base: torch.optim.Optimizer
+
+    def specs(self) -> list[TensorSpec]:
+        """Every tensor of the model in its own order: parameters, then buffers."""
+        ...
 
     def groups(self) -> list[list[str]]:
         """Names of the optimized parameters by parameter group, in the group's order."""
+        ...
+
+    def group_holders(self) -> Mapping[str, Sequence[dict[str, Any]]]:
+        """Who holds parameter groups (the optimizer, the scheduler, ...) and the very dicts that it holds."""
+        ...
+
+    def require_readable(self) -> None:
+        """Raises UsageError while the user has moved the tensors out of the engine."""
         ...
 
     def masters(self) -> list[Master]: ...
@@ -93,10 +109,6 @@ class Stage(Protocol):
 
     def weights(self) -> list[Weight]:
         """The trained parameters as the module itself has them: not by way of the flats that they may lie in."""
-        ...
-
-    def expected(self) -> Layout | None:
-        """The pure layout that this rank's chunks of `masters` must equal, if there is one; others' may be missing."""
         ...
 
     def begin_install(self) -> None: ...
@@ -109,24 +121,17 @@ def parameter_names(module: torch.nn.Module) -> dict[int, str]:
     return {id(parameter): name for name, parameter in module.named_parameters()}
 
 
-def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """The shape before stage 3 partitioned it."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
-
-
-def full_numel(parameter: torch.Tensor) -> int:
-    return torch.Size(full_shape(parameter)).numel()
-
-
-def members(module: torch.nn.Module, optimized: Sequence[str]) -> list[Member]:
-    """Every tensor of the model in its own order: parameters, then buffers."""
+def specs_of(
+    module: torch.nn.Module, optimized: Sequence[str], shape_of: Callable[[torch.Tensor], tuple[int, ...]]
+) -> list[TensorSpec]:
+    """`ShardedState.specs`; `shape_of` gives a parameter's whole shape."""
     trained = set(optimized)
     found = [
-        Member(name, MASTER if name in trained else PARAM, full_shape(parameter))
+        TensorSpec(name, MASTER if name in trained else PARAM, shape_of(parameter))
         for name, parameter in module.named_parameters()
     ]
     return found + [
-        Member(name, BUFFER, tuple(tensor.shape), persistent) for name, tensor, persistent in _buffers(module)
+        TensorSpec(name, BUFFER, tuple(tensor.shape), persistent) for name, tensor, persistent in _buffers(module)
     ]
 
 
@@ -140,7 +145,7 @@ def buffers(module: torch.nn.Module) -> list[Extra]:
 
 
 def frozen_whole(module: torch.nn.Module, optimized: Sequence[str]) -> list[Extra]:
-    """Stages 0 to 2: parameters that no optimizer updates are whole on every rank."""
+    """Frozen parameters of an engine that keeps them whole on every rank."""
     trained = set(optimized)
     return [
         Extra(PARAM, parameter.data, Chunk(name, 0, parameter.numel(), whole_buffer(name), 0), replicated=True)
@@ -150,7 +155,7 @@ def frozen_whole(module: torch.nn.Module, optimized: Sequence[str]) -> list[Extr
 
 
 def weights_whole(module: torch.nn.Module, optimized: Sequence[str]) -> list[Weight]:
-    """Stages 0 to 2: every rank has every trained parameter whole."""
+    """Trained parameters of an engine that keeps them whole on every rank."""
     trained = set(optimized)
     return [
         Weight(name, 0, parameter.data.reshape(-1), whole=True)
@@ -162,13 +167,6 @@ def weights_whole(module: torch.nn.Module, optimized: Sequence[str]) -> list[Wei
 def whole_buffer(name: str) -> str:
     """The buffer's name of a tensor that is not part of a flat: its own, kept apart from those of flats."""
     return f"{name}~" if re.fullmatch(r"(group|sub)\d+", name) else name
-
-
-def rank_in(group: Any) -> tuple[int, int]:
-    """(rank, size) in a DeepSpeed process group."""
-    from deepspeed import comm
-
-    return int(comm.get_rank(group=group)), int(comm.get_world_size(group=group))
 
 
 def _buffers(module: torch.nn.Module) -> list[tuple[str, torch.Tensor, bool]]:

@@ -12,7 +12,7 @@ import torch
 from elastic.core.checkpoint.manifest import Json
 from elastic.core.errors import ModelMismatch, UsageError
 from elastic.engines.json_values import decode, encode
-from elastic.engines.live_state import MASTER, Master, Stage
+from elastic.engines.live_state import MASTER, Master, ShardedState
 
 # Parameter-group keys that choose an implementation. They belong to the machine, not to the training state.
 _IMPLEMENTATION = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
@@ -26,10 +26,10 @@ class MasterState:
     scalars: Mapping[str, Any]
 
 
-def read_states(stage: Stage, masters: list[Master]) -> list[MasterState]:
+def read_states(base: torch.optim.Optimizer, masters: list[Master]) -> list[MasterState]:
     """One entry per master; live tensors, not copies. Raises UsageError naming the optimizer and the state."""
     # `get`, for the state is a defaultdict: looking must not create what does not exist yet.
-    raw = [dict(stage.base.state.get(master.tensor) or {}) for master in masters]
+    raw = [dict(base.state.get(master.tensor) or {}) for master in masters]
     # A state of a parameter without dimensions looks like a scalar: the other parameters tell what it is.
     shaped = {
         key
@@ -37,7 +37,7 @@ def read_states(stage: Stage, masters: list[Master]) -> list[MasterState]:
         for key, value in state.items()
         if _is_shaped(value) and value.numel() == master.tensor.numel()
     }
-    return [_split(stage.base, master, state, shaped) for master, state in zip(masters, raw, strict=True)]
+    return [_split(base, master, state, shaped) for master, state in zip(masters, raw, strict=True)]
 
 
 def encode_scalars(masters: list[Master], states: list[MasterState]) -> Json:
@@ -77,7 +77,7 @@ def scalars_of(master: Master, by_name: Mapping[str, Json]) -> Json | None:
 
 
 def install_state(
-    stage: Stage, master: Master, tensors: Mapping[str, torch.Tensor], scalars: Mapping[str, Json] | None
+    base: torch.optim.Optimizer, master: Master, tensors: Mapping[str, torch.Tensor], scalars: Mapping[str, Json] | None
 ) -> None:
     """Make the base optimizer's state of `master` exactly this; nothing at all, as before a first step, if it is empty.
 
@@ -85,19 +85,19 @@ def install_state(
     new object: a step tensor shared by two groups would be counted up twice per step.
     """
     if not tensors and not scalars:
-        stage.base.state.pop(master.tensor, None)
+        base.state.pop(master.tensor, None)
         return
-    state = stage.base.state[master.tensor]
+    state = base.state[master.tensor]
     wanted = set(tensors) | set(scalars or {})
     for key in [key for key in state if key not in wanted]:
         del state[key]
     for key, host in tensors.items():
         _put(state, key, host, master.tensor)
     for key, value in (scalars or {}).items():
-        state[key] = _scalar(decode(value), state.get(key), stage.base.param_groups[master.group], master.tensor)
+        state[key] = _scalar(decode(value), state.get(key), base.param_groups[master.group], master.tensor)
 
 
-def read_groups(stage: Stage) -> Json:
+def read_groups(state: ShardedState) -> Json:
     """Hyper-parameters by parameter group, with the names of the group's members."""
     return [
         {
@@ -108,13 +108,13 @@ def read_groups(stage: Stage) -> Json:
                 if key not in _IMPLEMENTATION
             },
         }
-        for number, (names, group) in enumerate(zip(stage.groups(), stage.base.param_groups, strict=True))
+        for number, (names, group) in enumerate(zip(state.groups(), state.base.param_groups, strict=True))
     ]
 
 
-def check_groups(stage: Stage, stored: Json) -> None:
+def check_groups(state: ShardedState, stored: Json) -> None:
     """Raises ModelMismatch naming the first parameter that is in another group, or the number of groups."""
-    live = stage.groups()
+    live = state.groups()
     if len(live) != len(stored):
         raise ModelMismatch(f"the checkpoint has {len(stored)} parameter groups, this optimizer has {len(live)}")
     was = {name: number for number, group in enumerate(stored) for name in group["names"]}
@@ -124,11 +124,11 @@ def check_groups(stage: Stage, stored: Json) -> None:
                 raise ModelMismatch(f"parameter {name!r} is in group {number} here, in group {was.get(name)} there")
 
 
-def install_groups(optimizers: Iterable[Any], stored: Json) -> None:
-    """Write hyper-parameters into the existing dicts of every optimizer: schedulers and users hold on to those."""
+def install_groups(held: Iterable[Iterable[dict[str, Any]]], stored: Json) -> None:
+    """Write hyper-parameters into the existing dicts of every holder: schedulers and users reference those."""
     seen: set[int] = set()
-    for optimizer in optimizers:
-        for group, entry in zip(getattr(optimizer, "param_groups", ()), stored, strict=False):
+    for groups in held:
+        for group, entry in zip(groups, stored, strict=False):
             if id(group) not in seen:
                 seen.add(id(group))
                 for key, value in entry["hyper"].items():

@@ -6,17 +6,24 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from elastic.core.checkpoint.snapshots import is_snapshot
 from elastic.core.data.samples import SampleOrder
 from elastic.core.data.step_plan import StepPlan, total_samples
 from elastic.core.errors import UsageError
-from elastic.engines.deepspeed.config import ResolvedConfig, read_config, resolve
-from elastic.engines.deepspeed.refused import refuse_model
+from elastic.core.generation_spec import GenerationSpec
+from elastic.engines.base import Engine, ResolvedConfig
 from elastic.training import context
-from elastic.training.context import Context, Generation, StateOfTheRun
+from elastic.training.anomalies import AnomalyWatch
+from elastic.training.context import Context, StateOfTheRun
 from elastic.training.data.loader import ElasticLoader
 from elastic.training.data.reader import BatchReader, require_map_style
 from elastic.training.engine import ElasticEngine
+from elastic.training.generation import Generation
+from elastic.training.resume import resume, run_state
 from elastic.training.session import Phase
+from elastic.training.snapshots import Snapshots
+from elastic.training.state.engine_state import open_state
+from elastic.training.step_loop import StepLoop
 
 state = StateOfTheRun()
 
@@ -45,49 +52,50 @@ def initialize(
     Raises UsageError (ModelMismatch for a checkpoint of another model).
     """
     generation = _generation()
-    generation.check()
-    if generation.engine is not None:
+    scope = generation.scope
+    scope.check()
+    if generation.has_engine:
         raise UsageError("elastic.initialize was called twice; one generation trains one engine")
-    generation.enter(Phase.BUILDING)
-    refuse_model(model)
+    scope.enter(Phase.BUILDING)
     size = require_map_style(training_data)
-    resolved = _resolve(generation, config)
-    plan = _plan(generation, resolved, size)
-    engine, wrapped_optimizer, _, scheduler = _deepspeed_initialize(
-        generation,
+    resolved = generation.kind.resolve(config, scope.spec)
+    anomalies = scope.spec.anomalies
+    engine, wrapped_optimizer, scheduler = generation.kind.build(
         resolved,
+        anomalies.policy if anomalies is not None else None,
+        scope.device,
         model=model,
         optimizer=optimizer,
-        model_parameters=model_parameters,
         lr_scheduler=lr_scheduler,
+        model_parameters=model_parameters,
     )
-    # From here on the runner lets go of DeepSpeed's engine however the generation ends.
-    generation.engine = ElasticEngine(engine, generation, plan)
-    generation.engine.open()
-    plan = generation.engine.plan
+    generation.own(engine)
+    generation.group.seal()
+    steps, watch = _opened(generation, engine, _plan(scope.spec, resolved, size))
     reader = BatchReader(
         training_data,
-        plan,
-        SampleOrder(size, generation.spec.seed),
-        generation.step,
+        steps.plan,
+        SampleOrder(size, scope.spec.seed),
+        scope.step,
         collate_fn,
         num_workers,
         prefetch_factor,
-        pin_memory=generation.device.type == "cuda",
+        pin_memory=scope.device.type == "cuda",
         worker_init_fn=generation.group.close_in_child(),
     )
-    generation.loader = ElasticLoader(generation, plan, reader)
-    return generation.engine, wrapped_optimizer, generation.loader, scheduler
+    users, loader = ElasticEngine(engine, scope, steps, watch), ElasticLoader(scope, steps, reader)
+    generation.began(steps, users, loader)
+    return users, wrapped_optimizer, loader, scheduler
 
 
 def report(**metrics: Any) -> None:
-    """Attach this rank's own metrics to the report of the step under way (of the next one, between two steps)."""
-    _generation().metrics.update(metrics)
+    """Attach this rank's own metrics to the report of the current step (of the next one, between two steps)."""
+    _generation().note(metrics)
 
 
 def get_context() -> Context:
     """Where this worker is now: rank, world size, generation, step, device, whether it resumed."""
-    return _generation().context()
+    return Context.of(_generation().scope)
 
 
 # -- inside -----------------------------------------------------------------------------------------------------------
@@ -96,25 +104,14 @@ def get_context() -> Context:
 def _generation() -> Generation:
     generation = context.current()
     if generation is None:
-        # Not at the top: local imports this package's parts, and most processes never need it.
+        # Not at the top: most processes never need it.
         from elastic.training.local import start_local
 
         generation = start_local()
     return generation
 
 
-def _resolve(generation: Generation, config: Mapping[str, Any] | str | os.PathLike[str] | None) -> ResolvedConfig:
-    spec = generation.spec
-    chosen = config if config is not None else spec.deepspeed_config
-    if chosen is None:
-        raise UsageError(
-            "no DeepSpeed configuration: pass config= to elastic.initialize, or give the job's `deepspeed`"
-        )
-    return resolve(read_config(chosen), spec.batch, spec.world_size, max(spec.max_world_size, spec.world_size))
-
-
-def _plan(generation: Generation, resolved: ResolvedConfig, dataset_size: int) -> StepPlan:
-    spec = generation.spec
+def _plan(spec: GenerationSpec, resolved: ResolvedConfig, dataset_size: int) -> StepPlan:
     return StepPlan(
         global_batch=resolved.global_batch,
         micro_batch=resolved.micro_batch,
@@ -124,14 +121,25 @@ def _plan(generation: Generation, resolved: ResolvedConfig, dataset_size: int) -
         total_samples=total_samples(
             dataset_size, resolved.global_batch, spec.batch.max_steps, spec.batch.epochs, spec.skips
         ),
-        passes=resolved.passes,
+        micro_steps=resolved.micro_steps,
         skips=spec.skips,
     )
 
 
-def _deepspeed_initialize(generation: Generation, resolved: ResolvedConfig, **arguments: Any) -> tuple[Any, ...]:
-    import deepspeed
+def _opened(generation: Generation, engine: Engine, plan: StepPlan) -> tuple[StepLoop, AnomalyWatch | None]:
+    """The engine's state is opened and, when the spec names a checkpoint, restored. Collective.
 
-    made: tuple[Any, ...] = deepspeed.initialize(config=resolved.deepspeed, dist_init_required=False, **arguments)
-    generation.group.seal()
-    return made
+    Raises UsageError, ModelMismatch, IntegrityError or StorageError.
+    """
+    scope = generation.scope
+    state = open_state(engine)
+    generation.closing.callback(state.close)
+    saved_step = None
+    if scope.spec.checkpoint is not None:
+        plan = resume(scope, state, plan, generation.state)
+        # A snapshot in memory is not in storage yet: a run that ends here still has to save it.
+        saved_step = None if is_snapshot(scope.spec.checkpoint) else scope.step
+    snapshots = Snapshots(scope, state, lambda: run_state(scope, plan, generation.state), saved_step)
+    generation.closing.callback(snapshots.close)
+    watch = AnomalyWatch(engine, scope.spec.anomalies, state.agreement) if scope.spec.anomalies is not None else None
+    return StepLoop(scope, plan, snapshots, generation.take_metrics), watch

@@ -1,24 +1,18 @@
-"""The generation that this process is in: one at a time, found by everything that the user calls."""
+"""The generation of this process: one at a time, found by everything that the user calls."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, MutableMapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from elastic.core.errors import CollectiveFailed, GenerationEnded, UsageError, Where
-from elastic.core.generation_spec import GenerationSpec
-from elastic.training.session import Coordinator, Phase
+from elastic.core.errors import UsageError
+from elastic.training.generation import Generation
+from elastic.training.scope import GenerationScope
 from elastic.training.user_state import State
-
-if TYPE_CHECKING:
-    from elastic.comm.process_group import ProcessGroup
-    from elastic.training.data.loader import ElasticLoader
-    from elastic.training.engine import ElasticEngine
-    from elastic.training.result import BadStep
 
 
 @dataclass(frozen=True)
@@ -34,75 +28,23 @@ class Context:
     run_id: str
     local_rank: int
 
-
-@dataclass
-class Generation:
-    """What one generation shares between the loader, the engine and the runner.
-
-    Only the training thread changes it, except for `end`, which any thread may call.
-    """
-
-    spec: GenerationSpec
-    coordinator: Coordinator
-    group: ProcessGroup
-    device: torch.device
-    local_rank: int = 0
-    state: State = field(default_factory=State)
-    metrics: dict[str, Any] = field(default_factory=dict)
-    step: int = 0
-    phase: Phase = Phase.IDLE
-    engine: ElasticEngine | None = None
-    loader: ElasticLoader | None = None
-    failure: CollectiveFailed | None = None
-    planned: bool = False
-    # The step under way came to no number: every rank leaves by itself, and nobody has saved it.
-    bad_step: BadStep | None = None
-    _ended: str | None = None
-
-    def end(self, reason: str) -> None:
-        """Make every later `check` raise. The first reason stays."""
-        if self._ended is None:
-            self._ended = reason
-
-    @property
-    def ended(self) -> str | None:
-        return self._ended
-
-    def check(self) -> None:
-        """Raise GenerationEnded or the collective's failure once this generation cannot go on.
-
-        Called by everything that the user's loop calls, so that an `except Exception` in it cannot keep a dead
-        generation turning.
-        """
-        if self._ended is not None:
-            raise GenerationEnded(self.spec.generation, self._ended)
-        if self.failure is not None:
-            raise self.failure
-
-    def enter(self, phase: Phase) -> None:
-        if phase is not self.phase:
-            self.phase = phase
-            self.coordinator.phase(phase)
-
-    def where(self) -> Where:
-        return Where(rank=self.spec.rank, step=self.step, generation=self.spec.generation)
-
-    def context(self) -> Context:
-        return Context(
-            rank=self.spec.rank,
-            world_size=self.spec.world_size,
-            generation=self.spec.generation,
-            step=self.step,
-            device=self.device,
-            resumed=self.spec.checkpoint is not None,
-            run_id=self.spec.run_id,
-            local_rank=self.local_rank,
+    @classmethod
+    def of(cls, scope: GenerationScope) -> Context:
+        return cls(
+            rank=scope.spec.rank,
+            world_size=scope.spec.world_size,
+            generation=scope.spec.generation,
+            step=scope.step,
+            device=scope.device,
+            resumed=scope.spec.checkpoint is not None,
+            run_id=scope.spec.run_id,
+            local_rank=scope.local_rank,
         )
 
 
 _lock = threading.Lock()
 _current: Generation | None = None
-# What is put into elastic.state before a generation exists (a plain script does so before initialize).
+# What elastic.state is given before a generation exists (a plain script does so before initialize).
 _early_state = State()
 
 
@@ -111,7 +53,7 @@ def current() -> Generation | None:
 
 
 def install(generation: Generation) -> None:
-    """Make `generation` the process's own. Raises UsageError when another one is still there."""
+    """Make `generation` the process's current one. Raises UsageError when another one is not closed yet."""
     global _current
     with _lock:
         if _current is not None:

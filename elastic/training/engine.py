@@ -1,117 +1,69 @@
-"""The engine that the user holds: DeepSpeed's own, with the loss weighted, the random streams set and the step told."""
+"""The engine that the user holds: a training engine with the loss weighted, random streams set and steps reported."""
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from elastic.comm.failures import as_collective_failure
-from elastic.core.checkpoint.snapshots import is_snapshot
 from elastic.core.data.micro_batches import loss_scale
-from elastic.core.data.samples import SampleOrder
 from elastic.core.data.step_plan import StepPlan
 from elastic.core.data.steps import StepReport
 from elastic.core.errors import UsageError
-from elastic.engines.deepspeed.collective_clock import CollectiveClock
+from elastic.engines.base import Engine, StepOutcome
 from elastic.training import rng
 from elastic.training.anomalies import AnomalyWatch
-from elastic.training.context import Generation
-from elastic.training.data import cursor
-from elastic.training.progress import StepProgress
 from elastic.training.result import BadStep
-from elastic.training.session import Phase
-
-if TYPE_CHECKING:
-    from elastic.training.snapshots import Snapshots
-    from elastic.training.state import EngineState
-
-logger = logging.getLogger(__name__)
+from elastic.training.scope import GenerationScope
+from elastic.training.step_loop import StepLoop, StepProgress
 
 
 class ElasticEngine:
-    """Everything that is not here is DeepSpeed's: attributes are looked up on `deepspeed`, its engine."""
+    """Every attribute that is not here is the underlying engine's own. That object itself is found under the engine's
+    name: `engine.deepspeed` is the DeepSpeedEngine."""
 
-    def __init__(self, engine: Any, generation: Generation, plan: StepPlan) -> None:
-        self.deepspeed = engine
-        self._generation = generation
-        self.plan = plan
-        self._state: EngineState | None = None
+    def __init__(
+        self, engine: Engine, scope: GenerationScope, steps: StepLoop, watch: AnomalyWatch | None = None
+    ) -> None:
+        self._engine: Engine | None = engine
+        self._scope = scope
+        self._steps = steps
+        self._watch = watch
         self._loss: torch.Tensor | float = 0.0
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._snapshots: Snapshots | None = None
-        self._watch: AnomalyWatch | None = None
-        self._clock = CollectiveClock()
-        self._waited_s = 0.0
 
-    def open(self) -> None:
-        """Check DeepSpeed's partitioning and, when the spec names a checkpoint, restore it. Collective.
-
-        `plan` is afterwards what the restored state goes on with. Raises UsageError, ModelMismatch, IntegrityError or
-        StorageError.
-        """
-        from elastic.training.snapshots import Snapshots
-        from elastic.training.state import open_state
-
-        generation, checkpoint = self._generation, self._generation.spec.checkpoint
-        if generation.spec.anomalies is not None:
-            self._watch = AnomalyWatch(self.deepspeed, generation.spec.anomalies)
-        self._clock.install(generation.device)
-        self._state = open_state(self.deepspeed)
-        group = self.deepspeed.seq_data_parallel_group
-        self._snapshots = Snapshots(generation, self._state, group, self._client)
-        if checkpoint is None:
-            return
-        generation.enter(Phase.RESTORING)
-        report, client = self._state.restore(generation.coordinator.source(), checkpoint, later=True)
-        cursor.check(client, self.plan, generation.spec.seed)
-        self.plan = cursor.resumed(client, self.plan, generation.spec.batch)
-        generation.step = int(client["step"])
-        # What came from memory is not in storage yet: a run that ends here still has to save it.
-        self._snapshots.saved_step = None if is_snapshot(checkpoint) else generation.step
-        generation.state.load(client["user"])
-        self._prove_place(client)
-        generation.coordinator.restored(report)
-        generation.enter(Phase.BUILDING)
-
-    def _prove_place(self, saved: Mapping[str, Any]) -> None:
-        """Counters, user state, and the samples and random streams of the next step. Collective."""
-        assert self._state is not None
-        here, kept = self._client(), dict(saved)
-        if here["skips"] != saved.get("skips", []):
-            # Samples that were left out since then move what comes next, which is the purpose of it.
-            kept = {key: value for key, value in saved.items() if key not in ("skips", "position")}
-        order = SampleOrder(self.plan.dataset_size, self._generation.spec.seed)
-        self._state.prove_place(kept, here, self.plan, order)
+    @property
+    def plan(self) -> StepPlan:
+        return self._steps.plan
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("__") or name == "_engine":
             raise AttributeError(name)
-        return getattr(self.deepspeed, name)
+        engine = self._engine
+        if engine is None:
+            raise AttributeError(f"{name}: the generation of this engine is over")
+        return engine.native if name == engine.name else getattr(engine.native, name)
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         return self.forward(*inputs, **kwargs)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """DeepSpeed's forward. In training mode, with a batch of the loader at hand, its random stream is that of the
-        micro-batch; evaluation passes are left alone."""
-        self._generation.check()
-        progress = self._progress()
-        if progress is not None and progress.active is not None and self.deepspeed.training:
+        """The model's forward pass. In training mode, with a batch of the loader at hand, its random stream is that of
+        the micro-batch; evaluation passes are left alone."""
+        self._scope.check()
+        engine, progress, last = self._open(), self._steps.progress, None
+        if progress is not None and progress.active is not None and engine.module.training:
             self._before_forward(progress)
-        with self._translated():
-            return self.deepspeed(*inputs, **kwargs)
+            last = progress.on_last_batch
+        with self._scope.translating():
+            return engine.forward(inputs, kwargs, last)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> Any:
         """`loss` is the mean over the micro-batch. It is scaled so that the step's gradient is exactly the mean over
-        the global batch (see core.batches.loss_scale); what DeepSpeed returns is returned."""
-        self._generation.check()
-        progress = self._progress()
+        the global batch (see `core.data.micro_batches.loss_scale`). Returns what the underlying engine returns."""
+        self._scope.check()
+        progress = self._steps.progress
         if progress is None or progress.active is None:
             raise UsageError(
                 "engine.backward(loss) was called without a batch from the loader; iterate over the loader"
@@ -120,37 +72,31 @@ class ElasticEngine:
             # DeepSpeed reduces in the backward of a step's last micro-batch: a second one would be lost (seen, ZeRO-2).
             raise UsageError(f"step {progress.step}: engine.backward was called twice for one batch; add the losses up")
         weight = progress.active.weight
-        scale = loss_scale(weight, self.plan.passes, self.plan.world_size)
+        scale = loss_scale(weight, self.plan.micro_steps, self.plan.world_size)
         if weight > 0.0:
             self._loss = self._loss + loss.detach().float() * weight
         progress.backwards += 1
         scaled = loss * scale if self._watch is None else self._watch.guarded(loss, scale)
-        with self._translated():
-            result = self.deepspeed.backward(scaled, **kwargs)
+        with self._scope.translating():
+            result = self._open().backward(scaled, kwargs)
         self._restore_buffers()
         return result
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """After the last micro-batch of a step: the optimizer's step, the report, and the snapshot when it is due."""
-        self._generation.check()
-        progress = self._progress()
+        self._scope.check()
+        progress = self._steps.progress
         if progress is None:
             raise UsageError("engine.step() was called without a batch from the loader; iterate over the loader")
         progress.require_backward()
-        assert self._snapshots is not None
-        if progress.on_last_pass:
-            assert self._state is not None
-            # The last moment: nothing that was not proven good may change the weights.
-            self._state.proven()
-            progress.fenced_s += self._snapshots.fence()
-        watched: AbstractContextManager[None] = nullcontext()
-        if self._watch is not None and progress.on_last_pass:
-            watched = self._watch.stepping()
-        with self._translated(), watched:
-            self.deepspeed.step(*args, **kwargs)
-        progress.finish_pass()
+        if progress.on_last_batch:
+            self._steps.before_update()
+        with self._scope.translating():
+            outcome = self._open().step(args, kwargs, self.plan.consumed(progress.step + 1))
+        progress.finish_batch()
         if progress.complete:
-            self._step_finished(progress)
+            assert outcome is not None
+            self._step_finished(progress, outcome)
 
     def train_batch_size(self) -> int:
         """The global batch. DeepSpeed's own figure is nominal: it counts padding at sizes that do not divide."""
@@ -168,135 +114,74 @@ class ElasticEngine:
             "start another run from one with `elastic resume RUN`"
         )
 
-    def save_now(self, durable: bool = True) -> None:
-        """Save the step just finished, unless it was saved already; to storage if `durable`. Between steps only."""
-        assert self._snapshots is not None
-        with self._translated():
-            self._snapshots.at_end(durable)
-
-    def let_go(self) -> None:
-        """Drop DeepSpeed's engine. The user may still hold this object: it must not keep the shards alive."""
-        if self._snapshots is not None:
-            self._snapshots.close()
-            self._snapshots = None
-        self._clock.remove()
-        self.deepspeed = None
-        self._watch = None
-        if self._state is not None:
-            self._state.close()
-            self._state = None
+    def close(self) -> None:
+        """Drop the underlying engine. The user may still hold this object: it must not keep the shards alive."""
+        self._engine = self._watch = None
+        self._steps.close()
         self._buffers.clear()
         self._loss = 0.0
 
-    # -- inside -------------------------------------------------------------------------------------------------------
+    # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _progress(self) -> StepProgress | None:
-        loader = self._generation.loader
-        return None if loader is None else loader.progress
+    def _open(self) -> Engine:
+        if self._engine is None:
+            raise UsageError("the generation of this engine is over")
+        return self._engine
 
     def _before_forward(self, progress: StepProgress) -> None:
         batch = progress.active
         assert batch is not None
-        # Set by hand for every pass: the last step of a run may have fewer passes than DeepSpeed was told.
-        self.deepspeed.set_gradient_accumulation_boundary(progress.on_last_pass)
-        if progress.next_pass == 1 and progress.forwards == 0:
-            self._waited_s = self._clock.waited_s
-            if self._watch is not None:
-                self._watch.begin()
+        if progress.at_first_forward and self._watch is not None:
+            self._watch.begin()
         if batch.weight == 0.0 and not self._buffers:
-            self._buffers = [(buffer, buffer.detach().clone()) for buffer in self.deepspeed.module.buffers()]
-        rng.seed_everything(
-            *rng.forward_stream(self._generation.spec.seed, progress.step, batch.index, progress.forwards)
-        )
+            self._buffers = [(buffer, buffer.detach().clone()) for buffer in self._open().module.buffers()]
+        rng.seed_everything(*rng.forward_stream(self._scope.spec.seed, progress.step, batch.index, progress.forwards))
         progress.forwards += 1
 
     def _restore_buffers(self) -> None:
-        """After the backward of a padding pass: batch norm and the like must not have seen it. Not earlier, since the
-        backward may run the forward again (activation checkpointing)."""
+        """After the backward of a padding pass, which must leave no trace in batch norm and the like. Not earlier,
+        since the backward may run the forward again (activation checkpointing)."""
         with torch.no_grad():
             for buffer, before in self._buffers:
                 buffer.copy_(before)
         self._buffers.clear()
 
-    def _step_finished(self, progress: StepProgress) -> None:
-        generation = self._generation
-        ended = time.perf_counter()
-        own_s = ended - progress.begun - (self._clock.waited_s - self._waited_s) if self._clock.works else 0.0
+    def _step_finished(self, progress: StepProgress, outcome: StepOutcome) -> None:
+        duration_s = time.perf_counter() - progress.begun
         loss, self._loss = float(self._loss), 0.0
         # NCCL, aborted, lets what was enqueued run on over data that never came: nothing of such a step counts.
-        generation.check()
-        bad = self._look(progress, loss)
-        generation.step = progress.step + 1
-        self.deepspeed.global_samples = self.plan.consumed(generation.step)
-        assert self._snapshots is not None
-        with self._translated():
-            stall_s = progress.fenced_s + self._snapshots.prepare(ended - progress.begun)
-        metrics, generation.metrics = generation.metrics, {}
-        report = self._report(progress, loss, bad)
-        report = replace(report, duration_s=ended - progress.begun, own_s=own_s, save_stall_s=stall_s, metrics=metrics)
-        generation.coordinator.step_done(report)
-        self._snapshots.start()
+        self._scope.check()
+        bad = self._judged(loss, outcome)
+        self._steps.step_finished(_report(progress, outcome, loss, bad, duration_s), outcome.applied)
 
-    def _look(self, progress: StepProgress, loss: float) -> BadStep | None:
+    def _judged(self, loss: float, outcome: StepOutcome) -> BadStep | None:
         """What is wrong with the step just made, where it was skipped. Raises GenerationEnded, on every rank, where the
-        run is to go back: nothing of the step may be saved then."""
+        run goes back to an earlier step: nothing of this one may be saved then."""
         if self._watch is None:
             return None
-        with self._translated():
-            bad = self._watch.found(loss)
-        if bad is None or self._watch.undo():
-            return bad
-        generation = self._generation
-        assert self._snapshots is not None
-        # The step before may be where the run goes back to.
-        self._snapshots.drain()
-        generation.bad_step = replace(bad, positions=(self.plan.positions(progress.step),))
-        generation.end(f"{bad} in step {progress.step + 1}")
-        generation.check()
+        with self._scope.translating():
+            bad = self._watch.found(loss, outcome)
+        if bad is not None and not self._watch.undo(outcome):
+            self._steps.go_back(bad)
         return bad
 
-    def _report(self, progress: StepProgress, loss: float, bad: BadStep | None) -> StepReport:
-        """Without the times that the step took."""
-        positions = progress.positions()
-        norm = self.deepspeed.get_global_grad_norm() if self._watch is None else self._watch.grad_norm
-        return StepReport(
-            step=self._generation.step,
-            loss=loss,
-            positions=() if bad else positions,
-            samples=sum(stop - start for start, stop in positions),
-            duration_s=0.0,
-            data_wait_s=progress.data_wait_s,
-            grad_norm=_as_float(norm),
-            learning_rates=_learning_rates(self.deepspeed),
-            tokens=progress.tokens,
-            anomaly=str(bad) if bad else "",
-            skipped=positions if bad else (),
-        )
 
-    def _client(self) -> dict[str, Any]:
-        generation = self._generation
-        return {**cursor.told(self.plan, generation.spec.seed, generation.step), "user": generation.state.dump()}
-
-    @contextmanager
-    def _translated(self) -> Iterator[None]:
-        """A lost peer is remembered, so that a loop which swallows the error does not go on with a broken group."""
-        try:
-            yield
-        except Exception as error:
-            failure = as_collective_failure(error, self._generation.where())
-            if failure is None:
-                raise
-            if self._generation.failure is None:
-                self._generation.failure = failure
-            self._generation.check()
-            raise failure from error
-
-
-def _as_float(value: Any) -> float | None:
-    return None if value is None else float(value)
-
-
-def _learning_rates(engine: Any) -> tuple[float, ...]:
-    optimizer = engine.optimizer
-    groups = getattr(optimizer, "param_groups", None) or []
-    return tuple(float(group["lr"]) for group in groups if "lr" in group)
+def _report(
+    progress: StepProgress, outcome: StepOutcome, loss: float, bad: BadStep | None, duration_s: float
+) -> StepReport:
+    """All but `save_stall_s` and `metrics`."""
+    positions = progress.positions()
+    return StepReport(
+        step=progress.step + 1,
+        loss=loss,
+        positions=() if bad else positions,
+        samples=sum(stop - start for start, stop in positions),
+        duration_s=duration_s,
+        data_wait_s=progress.data_wait_s,
+        grad_norm=None if outcome.grad_norm is None else float(outcome.grad_norm),
+        learning_rates=outcome.learning_rates,
+        tokens=progress.tokens,
+        anomaly=str(bad) if bad else "",
+        skipped=positions if bad else (),
+        own_s=0.0 if outcome.collective_s is None else duration_s - outcome.collective_s,
+    )

@@ -24,14 +24,14 @@ from elastic.checkpoint.snapshot import ShardSnapshot
 from elastic.checkpoint.source import CheckpointSource
 from elastic.checkpoint.storage import CheckpointStore
 from elastic.checkpoint.writer import BackgroundWriter
-from elastic.comm.process_group import ProcessGroup, backend_and_device, host_store
+from elastic.comm.rendezvous import host_store
 from elastic.core.checkpoint.assembly import assemble
 from elastic.core.checkpoint.manifest import Manifest, ShardRecord
 from elastic.core.data.steps import StepReport
 from elastic.core.errors import ElasticError, UsageError
 from elastic.core.generation_spec import GenerationSpec, Rendezvous
-from elastic.training import cleanup, context, rng
-from elastic.training.context import Generation
+from elastic.training import context, rng
+from elastic.training.generation import Generation
 from elastic.training.loop import GenerationRunner
 from elastic.training.result import GenerationResult
 from elastic.training.session import Phase, RestoreReport, SnapshotMemory, Stop
@@ -174,10 +174,9 @@ def start_local() -> Generation:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     rendezvous = _rendezvous(rank, world_size)
     spec = GenerationSpec(run_id="local", generation=1, rank=rank, world_size=world_size, max_world_size=world_size)
-    group = ProcessGroup(spec, rendezvous, local_rank)
-    generation = Generation(spec, SilentCoordinator(), group, backend_and_device(local_rank)[1], local_rank)
+    generation = Generation(spec, SilentCoordinator(), rendezvous, local_rank)
     context.install(generation)
-    generation.device = group.join(generation.check)
+    generation.join()
     rng.seed_everything(spec.seed, "build")
     atexit.register(_leave, generation)
     return generation
@@ -197,5 +196,5 @@ def _rendezvous(rank: int, world_size: int) -> Rendezvous:
 
 
 def _leave(generation: Generation) -> None:
-    cleanup.leave(generation)
+    generation.close()
     context.uninstall(generation)

@@ -11,18 +11,18 @@ from typing import Any
 
 from elastic.comm.device_check import device_error
 from elastic.comm.failures import as_collective_failure, is_of_device, is_of_hardware, peer_of
-from elastic.comm.process_group import ProcessGroup, backend_and_device
 from elastic.core.errors import CollectiveFailed, GenerationEnded, IntegrityError, StorageError, UsageError
 from elastic.core.generation_spec import GenerationSpec, Rendezvous
+from elastic.engines.base import EngineKind
 from elastic.training import cleanup, context, rng
-from elastic.training.context import Generation
+from elastic.training.generation import Generation
 from elastic.training.result import GenerationResult, Kind
 from elastic.training.session import Coordinator, Phase
 
 logger = logging.getLogger(__name__)
 
 # How often an aborted generation's sockets are looked for again: groups under construction open new ones.
-_SWEEP_EVERY_S = 0.05
+_ABORT_EVERY_S = 0.05
 # How often groups are asked for failures that no call raises.
 _ASK_EVERY_S = 0.1
 
@@ -43,14 +43,15 @@ class GenerationRunner:
         rendezvous: Rendezvous,
         on_result: Callable[[GenerationResult], None] | None = None,
         local_rank: int = 0,
+        kind: EngineKind | None = None,
     ) -> None:
         self.spec = spec
         self.clean = True
         self._device_works = True
         self._on_result = on_result
-        self._group = ProcessGroup(spec, rendezvous, local_rank)
-        device = backend_and_device(local_rank)[1]
-        self._generation = Generation(spec, coordinator, self._group, device, local_rank)
+        self._generation = Generation(spec, coordinator, rendezvous, local_rank, kind)
+        self._scope = self._generation.scope
+        self._group = self._generation.group
         self._left = threading.Event()
         self._abort_lock = threading.Lock()
         self._aborted = False
@@ -71,29 +72,29 @@ class GenerationRunner:
         """
         with self._abort_lock:
             first, self._aborted = not self._aborted, True
-            self._generation.end(reason)
-        self._group.sweep()
+            self._scope.end(reason)
+        self._group.abort()
         if first and not self._left.is_set():
-            threading.Thread(target=self._keep_sweeping, name="elastic-abort", daemon=True).start()
+            threading.Thread(target=self._keep_aborting, name="elastic-abort", daemon=True).start()
 
     @property
     def step(self) -> int:
         """Finished optimizer steps so far; any thread may ask."""
-        return self._generation.step
+        return self._scope.step
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _attempt(self, fn: Callable[..., Any], config: Mapping[str, Any] | None) -> GenerationResult:
-        generation = self._generation
+        scope = self._scope
         try:
-            generation.check()
-            cleanup.warm_up()
-            context.install(generation)
-            generation.enter(Phase.JOINING)
-            generation.device = self._group.join(generation.check)
+            scope.check()
+            cleanup.warm_up(self._generation.kind)
+            context.install(self._generation)
+            scope.enter(Phase.JOINING)
+            self._generation.join()
             if self._group.fails_silently:
                 threading.Thread(target=self._watch_group, name="elastic-group", daemon=True).start()
-            generation.enter(Phase.BUILDING)
+            scope.enter(Phase.BUILDING)
             # Models are built by the user's function: equal weights on every rank and at every world size.
             rng.seed_everything(self.spec.seed, "build")
             _call(fn, config)
@@ -104,44 +105,41 @@ class GenerationRunner:
             return result
 
     def _returned(self) -> GenerationResult:
-        """The user's function came back. `except BaseException` in it may have swallowed an end: look again."""
-        loader = self._generation.loader
-        completed = loader is not None and loader.finished
+        """The user's function returned. `except BaseException` in it may have swallowed an end: check again."""
+        steps = self._generation.steps
+        completed = steps is not None and steps.finished
         if not completed:
-            self._generation.check()
-            if loader is not None:
-                loader.stopped_early()
-                assert self._generation.engine is not None
-                # As at the run's end: what was done is kept, and the run does not wait for a checkpoint in vain.
-                self._generation.engine.save_now()
-        return GenerationResult("finished", self._generation.step, completed, where=self._generation.where())
+            self._scope.check()
+            if steps is not None:
+                steps.stop_early()
+        return GenerationResult("finished", self._scope.step, completed, where=self._scope.where())
 
     def _classify(self, error: BaseException) -> GenerationResult:
-        generation = self._generation
+        scope = self._scope
         if is_of_device(error):
             self._device_works = False
-        if generation.bad_step is not None:
-            bad = generation.bad_step
+        if scope.bad_step is not None:
+            bad = scope.bad_step
             return self._result("anomaly", error, message=str(bad), text=None, bad_step=bad)
         if isinstance(error, GenerationEnded):
             return self._result("ended", error, message=error.reason, text=None)
-        if generation.ended is not None:
+        if scope.ended is not None:
             # The abort itself makes whatever was under way fail.
             logger.debug("generation %d was aborted while in: %s", self.spec.generation, error)
-            return self._result("ended", error, message=generation.ended)
+            return self._result("ended", error, message=scope.ended)
         if isinstance(error, UsageError):
             return self._result("usage_error", error)
-        failure = as_collective_failure(error, generation.where())
+        failure = as_collective_failure(error, scope.where())
         if failure is not None:
             return self._collective_failed(failure)
         if is_of_hardware(error):
             return self._result("device_failed", error)
-        if generation.phase is Phase.RESTORING or isinstance(error, (IntegrityError, StorageError)):
+        if scope.phase is Phase.RESTORING or isinstance(error, (IntegrityError, StorageError)):
             return self._result("restore_failed", error, checkpoint=self.spec.checkpoint)
         return self._result("user_error", error)
 
     def _collective_failed(self, failure: CollectiveFailed) -> GenerationResult:
-        sick = device_error(self._generation.device)
+        sick = device_error(self._scope.device)
         if sick is not None:
             # The collective failed because this rank's device did, by itself or under the user's kernel.
             self._device_works = False
@@ -156,11 +154,11 @@ class GenerationRunner:
         cause = error.__cause__ if isinstance(error, CollectiveFailed) and error.__cause__ else error
         return GenerationResult(
             kind,
-            self._generation.step,
+            self._scope.step,
             error_type=f"{type(cause).__module__}.{type(cause).__qualname__}",
             message=str(error) if message is None else message,
             traceback=None if text is None else "".join(traceback.format_exception(cause)),
-            where=self._generation.where(),
+            where=self._scope.where(),
             **more,
         )
 
@@ -168,11 +166,11 @@ class GenerationRunner:
         """Beside the training thread, which may stand in a collective that will never end, or wait for its device."""
         while not self._left.wait(_ASK_EVERY_S):
             error = self._group.error()
-            if self._announced or self._generation.ended is not None:
+            if self._announced or self._scope.ended is not None:
                 # An abort makes groups report errors, too.
                 return
             if error is not None:
-                failure = CollectiveFailed(f"a collective failed: {error}", self._generation.where())
+                failure = CollectiveFailed(f"a collective failed: {error}", self._scope.where())
                 self._announce(self._collective_failed(failure))
                 self.abort(failure.message)
                 return
@@ -188,19 +186,19 @@ class GenerationRunner:
             logger.exception("generation %d: the outcome could not be reported", self.spec.generation)
 
     def _leave(self, result: GenerationResult) -> None:
-        generation = self._generation
-        if result.kind not in ("finished", "ended", "anomaly") or (result.kind == "ended" and not generation.planned):
+        scope, generation = self._scope, self._generation
+        if result.kind not in ("finished", "ended", "anomaly") or (result.kind == "ended" and not scope.planned):
             # Collectives that this rank started and will not wait for would block the groups' destruction. Where all
             # is well nothing is cut: a slower rank may still be reading what this one has sent.
-            self._group.sweep()
-            if device_error(generation.device) is not None:
+            self._group.abort()
+            if device_error(scope.device) is not None:
                 self._device_works = False
         try:
-            generation.enter(Phase.LEAVING)
+            scope.enter(Phase.LEAVING)
         except BaseException as error:  # noqa: BLE001 - the coordinator may refuse an ended generation
             logger.debug("leaving was not told: %s", error)
         try:
-            self.clean = cleanup.leave(generation) and self._device_works
+            self.clean = generation.close() and self._device_works
         except Exception:
             logger.exception("generation %d was not left cleanly", self.spec.generation)
             self.clean = False
@@ -208,9 +206,9 @@ class GenerationRunner:
             context.uninstall(generation)
             self._left.set()
 
-    def _keep_sweeping(self) -> None:
-        while not self._left.wait(_SWEEP_EVERY_S):
-            self._group.sweep()
+    def _keep_aborting(self) -> None:
+        while not self._left.wait(_ABORT_EVERY_S):
+            self._group.abort()
 
 
 def _call(fn: Callable[..., Any], config: Mapping[str, Any] | None) -> None:

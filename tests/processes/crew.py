@@ -167,7 +167,7 @@ def _live(pipe: Connection) -> None:
     torch.set_num_threads(1)
     # Data workers are to be forked, as they are in a process that was not spawned itself.
     multiprocessing.set_start_method("fork", force=True)
-    from elastic.comm.process_group import host_store
+    from elastic.comm.rendezvous import host_store
     from elastic.training.cleanup import warm_up
 
     warm_up()

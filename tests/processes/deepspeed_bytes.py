@@ -61,7 +61,7 @@ def make_engine(stage: int, dtype: str) -> Any:
 def measure(stage: int, dtype: str, rank: int, world_size: int) -> dict[str, int]:
     from deepspeed import comm
 
-    from elastic.training.cleanup import release_engine
+    from elastic.engines.deepspeed.teardown import release_engine
 
     join_fake(rank, world_size)
     engine = make_engine(stage, dtype)

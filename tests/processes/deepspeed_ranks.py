@@ -85,12 +85,19 @@ def make_engine(zero: dict[str, Any]) -> Any:
     return engine
 
 
+def open_state(engine: Any) -> Any:
+    """The state of a bare DeepSpeedEngine, as a generation opens it."""
+    from elastic.engines.deepspeed.adapter import DeepSpeedAdapter
+    from elastic.training.state import engine_state
+
+    return engine_state.open_state(DeepSpeedAdapter(engine))
+
+
 def check_rank(zero: dict[str, Any], rank: int, world_size: int) -> None:
     """The pure layout's chunks, looked up in DeepSpeed's own flat tensors, hold these very elements."""
     import torch
 
     from elastic.core.sharding.zero import zero3_layout, zero12_layout
-    from elastic.training.state import open_state
 
     join_fake(rank, world_size)
     engine = make_engine(zero)
@@ -123,7 +130,7 @@ def check_rank(zero: dict[str, Any], rank: int, world_size: int) -> None:
 def _leave(engine: Any) -> None:
     from deepspeed import comm
 
-    from elastic.training.cleanup import release_engine
+    from elastic.engines.deepspeed.teardown import release_engine
 
     release_engine(engine)
     comm.destroy_process_group()

@@ -50,7 +50,7 @@ def join(folder: Path, phase: str, rank: int, world_size: int) -> None:
 def leave(engine: Any) -> None:
     from deepspeed import comm
 
-    from elastic.training.cleanup import release_engine
+    from elastic.engines.deepspeed.teardown import release_engine
 
     comm.barrier()
     release_engine(engine)
@@ -71,9 +71,10 @@ def run_case(case: Case, rank: int, folder: Path) -> None:
 
 def save_checkpoint(engine: Any, folder: Path, run_id: str, step: int, client: dict[str, Any]) -> str:
     """Snapshot, shard, manifest. Collective; returns the checkpoint's id."""
+    from deepspeed_ranks import open_state
+
     from elastic.checkpoint.storage import CheckpointStore
     from elastic.core.checkpoint.assembly import assemble
-    from elastic.training.state import open_state
 
     state = open_state(engine)
     snapshot = state.snapshot(run_id=run_id, generation=1, step=step, client=client)
@@ -110,8 +111,9 @@ def _save(case: Case, rank: int, folder: Path, reference: Reference) -> str:
 def _restore(
     case: Case, rank: int, world_size: int, folder: Path, phase: str, reference: Reference, checkpoint: str
 ) -> None:
+    from deepspeed_ranks import open_state
+
     from elastic.checkpoint.storage import CheckpointStore
-    from elastic.training.state import open_state
 
     join(folder, phase, rank, world_size)
     setup = case.into or case.setup

@@ -39,8 +39,9 @@ class FailingSource:
 
 def one_rank_cannot_read(rank: int, folder: Path) -> None:
     """All ranks raise, nothing was installed on any, and the next attempt works."""
+    from deepspeed_ranks import open_state
+
     from elastic.core.errors import StorageError
-    from elastic.training.state import open_state
 
     with _saved(rank, folder, "one-cannot-read") as (engine, store, checkpoint):
         if engine is None:
@@ -60,8 +61,9 @@ def one_rank_cannot_read(rank: int, folder: Path) -> None:
 
 def corrupt_shard(rank: int, folder: Path) -> None:
     """One flipped bit in one rank's file: the same verdict on all ranks, naming the tensor."""
+    from deepspeed_ranks import open_state
+
     from elastic.core.errors import IntegrityError
-    from elastic.training.state import open_state
 
     with _saved(rank, folder, "corrupt") as (engine, store, checkpoint):
         if engine is None:
@@ -82,8 +84,9 @@ def corrupt_shard(rank: int, folder: Path) -> None:
 
 def another_model(rank: int, folder: Path) -> None:
     """The first differing tensor is named: another shape, another role, another group, one that is missing."""
+    from deepspeed_ranks import open_state
+
     from elastic.core.errors import ModelMismatch
-    from elastic.training.state import open_state
 
     with _saved(rank, folder, "another-model") as (engine, store, checkpoint):
         if engine is None:
@@ -108,7 +111,7 @@ def another_model(rank: int, folder: Path) -> None:
 
 def caches_may_differ(rank: int, folder: Path) -> None:
     """A buffer outside the state_dict that has grown is left to the module; everything else is restored."""
-    from elastic.training.state import open_state
+    from deepspeed_ranks import open_state
 
     with _saved(rank, folder, "caches") as (engine, store, checkpoint):
         if engine is None:
@@ -121,7 +124,7 @@ def caches_may_differ(rank: int, folder: Path) -> None:
 
 def nothing_stays_nothing(rank: int, folder: Path) -> None:
     """State saved before a first step has no optimizer state, and takes away what the target engine has."""
-    from elastic.training.state import open_state
+    from deepspeed_ranks import open_state
 
     for stage in (0, 1, 3):
         setup = Setup(stage, "sgd")
@@ -164,8 +167,9 @@ def objects_stay_the_same(rank: int, folder: Path) -> None:
 
 def refused(rank: int, folder: Path) -> None:
     """Optimizers, schedulers and partitionings that cannot be carried are refused when the state is opened."""
+    from deepspeed_ranks import open_state
+
     from elastic.core.errors import UsageError
-    from elastic.training.state import open_state
 
     if rank > 0:
         return
@@ -218,8 +222,9 @@ def _saved(rank: int, folder: Path, name: str) -> Iterator[tuple[Any, Any, str]]
 
 
 def _restore(engine: Any, folder: Path, name: str, checkpoint: str) -> None:
+    from deepspeed_ranks import open_state
+
     from elastic.checkpoint.storage import CheckpointStore
-    from elastic.training.state import open_state
 
     open_state(engine).restore(CheckpointStore(folder.as_uri(), name), checkpoint)
 

@@ -37,9 +37,10 @@ class Flipping:
 
 def proven_beside_the_first_step(rank: int, folder: Path) -> None:
     """The same losses as with a proof at once; a bad state is refused by the first step, before it changes anything."""
+    from deepspeed_ranks import open_state
+
     from elastic.checkpoint.storage import CheckpointStore
     from elastic.core.errors import IntegrityError
-    from elastic.training.state import open_state
 
     for name, setup in _SETUPS.items():
         if rank >= _WORLD:
@@ -56,7 +57,7 @@ def proven_beside_the_first_step(rank: int, folder: Path) -> None:
         state = open_state(engine)
         assert state.restore(store, checkpoint, later=True)[1] == CALLER
         assert [train_step(engine, step) for step in range(2, 4)] == wanted
-        state.proven()
+        state.verified()
 
         state.restore(Flipping(store, rank), checkpoint, later=True)
         before = full_tensors(engine, setup)
@@ -72,8 +73,9 @@ def proven_beside_the_first_step(rank: int, folder: Path) -> None:
 
 def drifted_replicas_are_refused(rank: int, folder: Path) -> None:
     """One rank's copy of a weight, of a frozen parameter, of a stage 0 master is another one: both ranks are told."""
+    from deepspeed_ranks import open_state
+
     from elastic.core.errors import IntegrityError
-    from elastic.training.state import open_state
 
     for setup, names in ((Setup(2), ("three", "frozen.weight")), (Setup(0), ("scale",)), (Setup(3), ())):
         if rank >= _WORLD:
@@ -84,15 +86,15 @@ def drifted_replicas_are_refused(rank: int, folder: Path) -> None:
         # Batch statistics are rank 0's by design.
         engine.module.drift.mean.add_(float(rank))
         state = open_state(engine)
-        state.prove_replicas()
+        state.verify_replicas()
         for name in names:
             live = dict(engine.module.named_parameters())[name].data
             kept = live.clone()
             live.add_(float(rank))
-            message = _raised(IntegrityError, state.prove_replicas)
+            message = _raised(IntegrityError, state.verify_replicas)
             assert name in message, message
             live.copy_(kept)
-            state.prove_replicas()
+            state.verify_replicas()
         leave(engine)
 
 

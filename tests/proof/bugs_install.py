@@ -16,7 +16,7 @@ def kept_old(kind: str) -> Change:
 
 
 def buffers_kept_off_rank_0() -> Change:
-    return _kept(lambda state: {} if state._stage.rank == 0 else _extras(state, "buffer"))
+    return _kept(lambda state: {} if state._sharded.rank == 0 else _extras(state, "buffer"))
 
 
 def _kept(select: Callable[[Any], dict[str, torch.Tensor]], method: str = "_install") -> Change:
@@ -28,7 +28,7 @@ def _kept(select: Callable[[Any], dict[str, torch.Tensor]], method: str = "_inst
         for key, tensor in select(self).items():
             tensor.detach().copy_(before[key])
 
-    return changed(modules().engine_state.LiveState, method, install)
+    return changed(modules().engine_state.EngineState, method, install)
 
 
 def _extras(state: Any, kind: str) -> dict[str, torch.Tensor]:
@@ -37,11 +37,11 @@ def _extras(state: Any, kind: str) -> dict[str, torch.Tensor]:
 
 def masters_stale() -> Change:
     """The low-precision weights are the checkpoint's, the masters those of the fresh model."""
-    return _kept(lambda state: {m.buffer: m.tensor for m in state._stage.masters()}, "_install_together")
+    return _kept(lambda state: {m.buffer: m.tensor for m in state._sharded.masters()}, "_install_together")
 
 
 def weights_stale() -> Change:
-    return changed(modules().stage3.Stage3, "finish_install", lambda original, self: None)
+    return changed(modules().stage3.Stage3State, "finish_install", lambda original, self: None)
 
 
 def gather_skipped() -> Change:
@@ -67,19 +67,19 @@ def replica_kept() -> Change:
     """Each rank keeps what it had of a parameter whose master another rank holds."""
 
     def finish(original: Any, self: Any) -> None:
-        parameter = dict(self._module.named_parameters())["layers.10.weight"]
+        parameter = dict(self.module.named_parameters())["layers.10.weight"]
         before = parameter.detach().clone()
         original(self)
         if self.rank == 1:
             parameter.data.copy_(before)
 
-    return changed(modules().partitioned.PartitionedStage, "finish_install", finish)
+    return changed(modules().partitioned.PartitionedState, "finish_install", finish)
 
 
 def state_only_where_there_is_some() -> Change:
-    def install(original: Any, stage: Any, master: Any, tensors: Any, scalars: Any) -> None:
-        live = stage.base.state.get(master.tensor) or {}
-        original(stage, master, {key: value for key, value in tensors.items() if key in live}, scalars)
+    def install(original: Any, base: Any, master: Any, tensors: Any, scalars: Any) -> None:
+        live = base.state.get(master.tensor) or {}
+        original(base, master, {key: value for key, value in tensors.items() if key in live}, scalars)
 
     return changed(modules().engine_state, "install_state", install)
 
@@ -96,8 +96,8 @@ def without_moments(world: Any) -> None:
 def twice() -> Change:
     """Values are added to what is there, as a second application would."""
 
-    def install(original: Any, stage: Any, master: Any, tensors: Any, scalars: Any) -> None:
-        original(stage, master, {key: value + value for key, value in tensors.items()}, scalars)
+    def install(original: Any, base: Any, master: Any, tensors: Any, scalars: Any) -> None:
+        original(base, master, {key: value + value for key, value in tensors.items()}, scalars)
 
     return changed(modules().engine_state, "install_state", install)
 
@@ -130,9 +130,9 @@ def tied_twice() -> Change:
 
 
 def padding_raises() -> Change:
-    def install(original: Any, stage: Any, master: Any, tensors: Any, scalars: Any) -> None:
+    def install(original: Any, base: Any, master: Any, tensors: Any, scalars: Any) -> None:
         if not master.chunks:
             raise IndexError("list index out of range")
-        original(stage, master, tensors, scalars)
+        original(base, master, tensors, scalars)
 
     return changed(modules().engine_state, "install_state", install)

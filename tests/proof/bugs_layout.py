@@ -28,7 +28,7 @@ def local_ranks() -> Change:
         rank, size = original(group)
         return rank % 4, size
 
-    return changed(modules().partitioned, "rank_in", of_four)
+    return changed(modules().zero, "rank_in", of_four)
 
 
 def offsets_go_on() -> Change:
@@ -40,22 +40,22 @@ def offsets_go_on() -> Change:
             offset += sum(chunk.numel for chunk in master.chunks)
         return found
 
-    return changed(modules().stage3.Stage3, "masters", masters)
+    return changed(modules().stage3.Stage3State, "masters", masters)
 
 
 def slices(wrong: Callable[..., Any]) -> Change:
-    return changed(modules().stage3.Stage3, "_slice", wrong)
+    return changed(modules().stage3.Stage3State, "_slice", wrong)
 
 
 def absolute(original: Any, self: Any, parameter: Any) -> tuple[int, int]:
-    from elastic.engines.live_state import full_numel
+    from elastic.engines.deepspeed.state.zero import full_numel
 
     part, numel = int(parameter.partition_numel()), full_numel(parameter)
     return self.rank * part, min(part, abs(numel - self.rank * part))
 
 
 def floor(original: Any, self: Any, parameter: Any) -> tuple[int, int]:
-    from elastic.engines.live_state import full_numel
+    from elastic.engines.deepspeed.state.zero import full_numel
 
     numel = full_numel(parameter)
     part = numel // self.world_size
@@ -66,7 +66,7 @@ def tail_alignment() -> Change:
     def chunk(original: Any, self: Any, name: str, numel: int, begin: int, part: int, buffer: str) -> Any:
         return original(self, name, numel, begin, part - 1, buffer)
 
-    return changed(modules().partitioned.PartitionedStage, "_chunk", chunk)
+    return changed(modules().partitioned.PartitionedState, "_chunk", chunk)
 
 
 def _as_registered(original: Any, self: Any) -> Any:
@@ -82,7 +82,7 @@ def _end_to_end(tensors: list[tuple[str, int]]) -> list[tuple[str, int, int]]:
 
 
 def registration_order() -> Change:
-    return changed(modules().partitioned.PartitionedStage, "_placed", _as_registered)
+    return changed(modules().partitioned.PartitionedState, "_placed", _as_registered)
 
 
 def registration_order_everywhere() -> Change:
@@ -145,5 +145,5 @@ def drifted(name: str) -> Callable[[Any], None]:
 def _writes(engine: Any, rank: int, world: Any, name: str) -> bool:
     from proof.scene import stage_of
 
-    inventory = modules().inventory.Inventory.of(stage_of(engine), engine.module)
+    inventory = modules().inventory.Inventory.of(stage_of(engine))
     return any(chunk.name == name for chunk in inventory.written(rank, world.crowd.world_size).chunks)

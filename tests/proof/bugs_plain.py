@@ -8,27 +8,27 @@ from proof.tools import Change, changed, modules
 
 
 def first_group_for_all() -> Change:
-    def install(original: Any, optimizers: Any, stored: Any) -> None:
-        original(optimizers, [stored[0]] * len(stored))
+    def install(original: Any, held: Any, stored: Any) -> None:
+        original(held, [stored[0]] * len(stored))
 
-    return changed(modules().client, "install_groups", install)
+    return changed(modules().generic_extra_state, "install_groups", install)
 
 
 def other_dicts() -> Change:
     """The engine's optimizer is a new one with the loaded groups; the scheduler goes on writing into the old ones."""
     import copy
 
-    def install(original: Any, engine: Any, stage: Any, client: Any) -> None:
-        original(engine, stage, client)
-        stage.base = engine.optimizer.optimizer = copy.copy(stage.base)
+    def install(original: Any, engine: Any, stage: Any, saved: Any) -> None:
+        original(engine, stage, saved)
+        stage.base = engine.native.optimizer.optimizer = copy.copy(stage.base)
         stage.base.param_groups = [dict(group) for group in stage.base.param_groups]
 
-    return changed(modules().engine_state, "install_client", install)
+    return changed(modules().engine_state, "install_extra", install)
 
 
 def steps_dropped() -> Change:
-    def install(original: Any, stage: Any, master: Any, tensors: Any, scalars: Any) -> None:
-        original(stage, master, tensors, None if master.group == 1 else scalars)
+    def install(original: Any, base: Any, master: Any, tensors: Any, scalars: Any) -> None:
+        original(base, master, tensors, None if master.group == 1 else scalars)
 
     return changed(modules().engine_state, "install_state", install)
 
@@ -36,42 +36,42 @@ def steps_dropped() -> Change:
 def step_shared() -> Change:
     def install(original: Any, self: Any, *args: Any) -> None:
         original(self, *args)
-        states = list(self._stage.base.state.values())
+        states = list(self._sharded.base.state.values())
         for state in states:
             state["step"] = next(s["step"] for s in states if s["step"] == state["step"])
 
-    return changed(modules().engine_state.LiveState, "_install", install)
+    return changed(modules().engine_state.EngineState, "_install", install)
 
 
 def scaler_reset() -> Change:
-    return changed(modules().client, "_install_scaler", lambda original, engine, stored: None)
+    return changed(modules().extra_state, "install_scaler", lambda original, engine, stored: None)
 
 
 def scheduler_replayed() -> Change:
-    def install(original: Any, engine: Any, stage: Any, client: Any) -> None:
-        original(engine, stage, client)
+    def install(original: Any, engine: Any, stage: Any, saved: Any) -> None:
+        original(engine, stage, saved)
         for _ in range(12):
-            engine.lr_scheduler.step()
+            engine.native.lr_scheduler.step()
 
-    return changed(modules().engine_state, "install_client", install)
+    return changed(modules().engine_state, "install_extra", install)
 
 
 def rate_on_one_rank() -> Change:
     """The scheduler's own state is right; one rank's group has another rate."""
 
-    def install(original: Any, engine: Any, stage: Any, client: Any) -> None:
-        original(engine, stage, client)
+    def install(original: Any, engine: Any, stage: Any, saved: Any) -> None:
+        original(engine, stage, saved)
         if stage.rank == 1:
             stage.base.param_groups[1]["lr"] *= 2
 
-    return changed(modules().engine_state, "install_client", install)
+    return changed(modules().engine_state, "install_extra", install)
 
 
 def counters_fresh() -> Change:
     return changed(
         modules().engine_state,
-        "install_client",
-        lambda original, engine, stage, client: original(engine, stage, {**client, "engine": {**_ZERO}}),
+        "install_extra",
+        lambda original, engine, stage, saved: original(engine, stage, {**saved, "engine": {**_ZERO}}),
     )
 
 
@@ -115,6 +115,6 @@ def position_in_passes() -> Change:
     from elastic.core.data.step_plan import StepPlan
 
     def position(original: Any, self: Any, step: int) -> int:
-        return step * self.micro_batch * self.world_size * self.passes
+        return step * self.micro_batch * self.world_size * self.micro_steps
 
     return changed(StepPlan, "position", position)

@@ -91,11 +91,12 @@ def _rank(live: Any) -> int:
 
 def _plain(engine: Any) -> dict[str, Any]:
     """All that is no tensor, by name."""
+    from elastic.engines.deepspeed.adapter import DeepSpeedAdapter
     from elastic.engines.inventory import Inventory
-    from elastic.training.state.extra_state import read_client
+    from elastic.training.state.extra_state import read_extra
 
     stage = stage_of(engine)
-    client = read_client(engine, stage, Inventory.of(stage, engine.module), {})
+    client = read_extra(DeepSpeedAdapter(engine), stage, Inventory.of(stage), {})
     scalars = {name: entry["values"] for entry in client["optimizer"]["scalars"] for name in entry["names"]}
     groups = {f"group {i}: {k}": v for i, g in enumerate(client["optimizer"]["groups"]) for k, v in g["hyper"].items()}
     steps = {f"scalars of {name}": values for name, values in scalars.items()}

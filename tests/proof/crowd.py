@@ -1,8 +1,8 @@
 """All ranks of any world size in one process: one thread per rank, real collectives between the threads.
 
 Engines are built one after the other, each under torch's fake process group as the rank it is to be; what they do
-together later runs in threads, with the collectives of `deepspeed.comm` replaced by exchanges between them. Only one
-thread runs at a time, so that DeepSpeed's process-wide state is never touched by two.
+together later runs in threads, with the collectives of `deepspeed.comm` and `torch.distributed` replaced by exchanges
+between them. Only one thread runs at a time, so that DeepSpeed's process-wide state is never touched by two.
 """
 
 from __future__ import annotations
@@ -126,7 +126,9 @@ def _between_threads() -> Iterator[None]:
         "all_gather_into_tensor": _all_gather_into,
         "allgather_fn": _all_gather_into,
     }
-    with mock.patch.multiple(comm, **functions):
+    # Ours goes to torch itself.
+    ours = {name: functions[name] for name in ("get_rank", "get_world_size", "all_reduce")}
+    with mock.patch.multiple(comm, **functions), mock.patch.multiple(torch.distributed, **ours):
         yield
 
 

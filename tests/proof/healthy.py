@@ -93,7 +93,7 @@ def _spoil(engine: Any) -> None:
     from elastic.engines.inventory import Inventory
 
     stage = scene.stage_of(engine)
-    for tensor in Inventory.of(stage, engine.module).tensors().values():
+    for tensor in Inventory.of(stage).tensors().values():
         tensor.detach().zero_()
     for weight in stage.weights():
         weight.tensor.zero_()

@@ -24,13 +24,13 @@ _CHECKS = {
     "_summed": "assembly: content checks",
     "check_layout": "layout check",
     "check_model": "model check",
-    "check_client": "client check",
+    "check_extra": "extra state check",
     "_copy": "plan cover",
     "check_dtypes": "dtype check",
     "raise_together": "agreement of all ranks",
     "_judge": "proof",
-    "prove_place": "proof of the place",
-    "prove_replicas": "proof of replicas, before the snapshot",
+    "verify": "proof of the place",
+    "verify_replicas": "proof of replicas, before the snapshot",
 }
 # How what differs begins in the proof's message -> which part of the proof that is.
 _PARTS = {
@@ -151,8 +151,9 @@ def _restored(
 @contextmanager
 def _unchecked() -> Iterator[None]:
     """Without the proof and the checks before it: what would the mutation have done?"""
-    import elastic.training.state as package
     from elastic.core.checkpoint import assembly
+    from elastic.engines.deepspeed.state import open as opening
+    from elastic.training.data import cursor
     from elastic.training.state import engine_state
 
     def nothing(*_: Any, **__: Any) -> None:
@@ -160,12 +161,12 @@ def _unchecked() -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for owner, name, instead in (
-            (engine_state, "Proof", lambda *_: SimpleNamespace(verdict=nothing)),
-            (engine_state, "prove_place", nothing),
-            (engine_state, "prove_replicas", nothing),
-            (engine_state, "check_client", nothing),
+            (engine_state, "Verification", lambda *_: SimpleNamespace(verdict=nothing)),
+            (cursor, "verify", nothing),
+            (engine_state, "verify_replicas", nothing),
+            (engine_state, "check_extra", nothing),
             (engine_state, "check_model", lambda *_: frozenset()),
-            (package, "check_layout", nothing),
+            (opening, "check_layout", nothing),
             (assembly, "_check_cover", nothing),
         ):
             stack.enter_context(mock.patch.object(owner, name, instead))

@@ -37,7 +37,8 @@ class World:
 @contextmanager
 def world(setup: Setup, world_size: int, version: str) -> Iterator[World]:
     """Engines as a run has them after some steps (or, for FRESH, before the first), holding `version`'s values."""
-    from elastic.training.cleanup import release_engine, warm_up
+    from elastic.engines.deepspeed.teardown import release_engine
+    from elastic.training.cleanup import warm_up
 
     # Stage 3 collects garbage for every engine: what was imported must be out of its sight.
     warm_up()
@@ -95,16 +96,23 @@ def _fill_counters(engine: Any, setup: Setup, version: str, stage: Any) -> None:
     engine.global_steps, engine.global_samples, engine.skipped_steps = done, 10 * done, 2
     engine.micro_steps = done * engine.gradient_accumulation_steps()
     if setup.dtype == "fp16":
-        from elastic.training.state.extra_state import _scaler
+        from elastic.engines.deepspeed.extra_state import scaler_of
 
-        scaler = _scaler(engine)
+        scaler = scaler_of(engine)
         scaler.cur_scale, scaler.cur_iter, scaler.last_overflow_iter = 2.0**12, 41, 17
 
 
 def stage_of(engine: Any) -> Any:
-    from elastic.training.state import _stage_of
+    from elastic.engines.deepspeed.state.open import zero_state
 
-    return _stage_of(engine)
+    return zero_state(engine)
+
+
+def open_state(engine: Any) -> Any:
+    from elastic.engines.deepspeed.adapter import DeepSpeedAdapter
+    from elastic.training.state import engine_state
+
+    return engine_state.open_state(DeepSpeedAdapter(engine))
 
 
 @dataclass(frozen=True)
@@ -123,7 +131,7 @@ def place(rank: int, world_size: int, saved: dict[str, Any] | None, step: int) -
     from elastic.training.user_state import State
 
     passes = -(-4 // world_size)
-    plan = StepPlan(10, 3, world_size, rank, dataset_size=37, total_samples=3700, passes=passes)
+    plan = StepPlan(10, 3, world_size, rank, dataset_size=37, total_samples=3700, micro_steps=passes)
     order, user = SampleOrder(37, seed=7), State()
     user.load(saved["user"] if saved is not None else {"best": 0.5})
     data = {"seed": 7, "global_batch": 10, "micro_batch": 3, "dataset_size": 37}
@@ -144,14 +152,13 @@ def save(source: World, store_url: str | None = None) -> tuple[Any, str]:
     """Snapshot, shards, manifest: (store, checkpoint id)."""
     from elastic.checkpoint.storage import CheckpointStore
     from elastic.core.checkpoint.assembly import assemble
-    from elastic.training.state import open_state
 
     store = CheckpointStore(store_url or f"memory://proof-{next(_numbers)}", RUN)
     step = steps_done(source.version, 0)
 
     def shard(engine: Any, rank: int) -> Any:
         state = open_state(engine)
-        state.prove_replicas()
+        state.verify_replicas()
         caller = place(rank, source.crowd.world_size, None, step)[0].client
         return store.write_shard(state.snapshot(run_id=RUN, generation=1, step=step, client=caller))
 
@@ -165,14 +172,15 @@ def restore(target: World, source_of: Callable[[int], Any], checkpoint: str, lat
 
     Everything up to the first step, as the engine does it.
     """
-    from elastic.training.state import open_state
 
     def work(engine: Any, rank: int) -> Place:
+        from elastic.training.data import cursor
+
         state = open_state(engine)
         _, saved = state.restore(source_of(rank), checkpoint, later=later)
         own, plan, order = place(rank, target.crowd.world_size, dict(saved), saved["step"])
-        state.prove_place(saved, own.client, plan, order)
-        state.proven()
+        cursor.verify(saved, own.client, plan, order, state.agreement)
+        state.verified()
         return own
 
     return target.run(work)

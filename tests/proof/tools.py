@@ -96,8 +96,13 @@ def modules() -> Any:
     from elastic.core.checkpoint import assembly
     from elastic.core.sharding import reshard
     from elastic.engines import inventory
-    from elastic.engines.deepspeed.state import partitioned, stage3
-    from elastic.training.state import engine_state, extra_state, reading
+    from elastic.engines.deepspeed import adapter, extra_state
+    from elastic.engines.deepspeed.state import partitioned, stage3, zero
+    from elastic.training.state import engine_state, reading
 
-    found = (assembly, reshard, extra_state, engine_state, inventory, partitioned, reading, stage3)
-    return SimpleNamespace(**{module.__name__.rsplit(".", 1)[1]: module for module in found})
+    found = (adapter, assembly, reshard, extra_state, engine_state, inventory, partitioned, reading, stage3, zero)
+    from elastic.training.state import extra_state as generic_extra_state
+
+    return SimpleNamespace(
+        generic_extra_state=generic_extra_state, **{module.__name__.rsplit(".", 1)[1]: module for module in found}
+    )

@@ -115,7 +115,7 @@ def _gate(folder: Path, step: int) -> None:
     generation, until = context.current(), time.monotonic() + _PATIENCE_S
     while step >= allowed(folder):
         assert generation is not None
-        generation.check()
+        generation.scope.check()
         if time.monotonic() > until:
             raise TimeoutError(f"the test did not let training go past step {step}")
         time.sleep(_POLL_S)

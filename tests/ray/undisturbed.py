@@ -128,7 +128,7 @@ def _live(pipe: Connection) -> None:
     torch.set_num_threads(1)
     import loops
 
-    from elastic.comm.process_group import host_store
+    from elastic.comm.rendezvous import host_store
     from elastic.core.generation_spec import BatchSettings, GenerationSpec
     from elastic.training.cleanup import warm_up
     from elastic.training.local import run_local

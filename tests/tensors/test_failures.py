@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from test_process_groups import NoEngine
 
 from elastic.comm.device_check import device_error
 from elastic.comm.failures import as_collective_failure, peer_of
@@ -87,10 +88,10 @@ class DeviceError(torch.AcceleratorError):
     ],
 )
 def test_broken_hardware_is_not_the_users_and_its_process_not_used_again(
-    error: Exception, kind: str, clean: bool, monkeypatch: pytest.MonkeyPatch
+    error: Exception, kind: str, clean: bool
 ) -> None:
-    monkeypatch.setattr(loop, "backend_and_device", lambda local_rank: ("gloo", torch.device("cpu")))
-    runner = loop.GenerationRunner(GenerationSpec("run", 3, 0, 1), SilentCoordinator(), Rendezvous("127.0.0.1", 1))
+    spec, where = GenerationSpec("run", 3, 0, 1), Rendezvous("127.0.0.1", 1)
+    runner = loop.GenerationRunner(spec, SilentCoordinator(), where, kind=NoEngine("gloo"))
     result = runner._classify(error)
     runner._leave(result)
     assert (result.kind, runner.clean) == (kind, clean)
@@ -114,9 +115,9 @@ def test_broken_hardware_is_not_the_users_and_its_process_not_used_again(
 def test_a_collective_that_failed_for_the_device_is_not_told_as_a_lost_peer(
     device: DeviceError | None, kind: str, clean: bool, noticed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "backend_and_device", lambda local_rank: ("gloo", torch.device("cpu")))
     monkeypatch.setattr(loop, "device_error", lambda device_of_rank: device)
-    runner = loop.GenerationRunner(GenerationSpec("run", 3, 0, 2), SilentCoordinator(), Rendezvous("127.0.0.1", 1))
+    spec, where = GenerationSpec("run", 3, 0, 2), Rendezvous("127.0.0.1", 1)
+    runner = loop.GenerationRunner(spec, SilentCoordinator(), where, kind=NoEngine("gloo"))
     error = dist.DistBackendError("NCCL error: unhandled cuda error")
     if noticed == "raised":
         result = runner._classify(error)
@@ -133,9 +134,9 @@ def test_a_collective_that_failed_for_the_device_is_not_told_as_a_lost_peer(
 def test_a_device_that_failed_while_its_generation_was_aborted_is_not_used_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(loop, "backend_and_device", lambda local_rank: ("gloo", torch.device("cpu")))
     monkeypatch.setattr(loop, "device_error", lambda device: DeviceError(214))
-    runner = loop.GenerationRunner(GenerationSpec("run", 3, 0, 2), SilentCoordinator(), Rendezvous("127.0.0.1", 1))
+    spec, where = GenerationSpec("run", 3, 0, 2), Rendezvous("127.0.0.1", 1)
+    runner = loop.GenerationRunner(spec, SilentCoordinator(), where, kind=NoEngine("gloo"))
     runner.abort("a peer was lost")
     result = runner.run(lambda: None)
     assert (result.kind, runner.clean) == ("ended", False)

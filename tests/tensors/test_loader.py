@@ -17,11 +17,12 @@ from elastic.core.data.samples import SampleOrder
 from elastic.core.data.step_plan import StepPlan, total_samples
 from elastic.core.errors import GenerationEnded, UsageError
 from elastic.core.generation_spec import GenerationSpec
-from elastic.training.context import Generation
 from elastic.training.data.loader import ElasticLoader
 from elastic.training.data.reader import BatchReader, require_map_style
 from elastic.training.local import SilentCoordinator
+from elastic.training.scope import GenerationScope
 from elastic.training.session import Stop
+from elastic.training.step_loop import StepLoop
 
 
 class Recorded:
@@ -49,31 +50,38 @@ class Coordinator(SilentCoordinator):
         return Stop.MEMORY if step == self.end_at else None
 
 
-class Engine:
-    """Stands for the engine: finishes passes and counts what is saved."""
+class Saver:
+    """In the place of the snapshots: counts what is saved at the end."""
 
-    def __init__(self, generation: Generation) -> None:
-        self.generation = generation
+    def __init__(self, scope: GenerationScope) -> None:
+        self.scope = scope
         self.saved: list[int] = []
         self.durable: list[bool] = []
 
-    def save_now(self, durable: bool = True) -> None:
+    def at_end(self, durable: bool) -> None:
         self.durable.append(durable)
-        if self.generation.step not in self.saved:
-            self.saved.append(self.generation.step)
+        if self.scope.step not in self.saved:
+            self.saved.append(self.scope.step)
+
+
+class Engine:
+    """In the place of the engine: finishes micro-batches."""
+
+    def __init__(self, scope: GenerationScope, steps: StepLoop, saver: Saver) -> None:
+        self.scope, self.steps = scope, steps
+        self.saved, self.durable = saver.saved, saver.durable
 
     def step(self) -> None:
-        assert self.generation.loader is not None
-        progress = self.generation.loader.progress
+        progress = self.steps.progress
         assert progress is not None
         progress.backwards += 1
         progress.require_backward()
-        progress.finish_pass()
+        progress.finish_batch()
         if progress.complete:
-            self.generation.step += 1
+            self.scope.step += 1
 
 
-Made = tuple[Generation, Engine, ElasticLoader, Recorded]
+Made = tuple[GenerationScope, Engine, ElasticLoader, Recorded]
 
 
 def make(
@@ -89,7 +97,7 @@ def make(
     collate_fn: Callable[[list[Any]], Any] | None = None,
 ) -> Made:
     spec = GenerationSpec("run", 1, rank, world_size)
-    generation = Generation(spec, Coordinator(end_at), None, torch.device("cpu"))  # type: ignore[arg-type]
+    scope = GenerationScope(spec, Coordinator(end_at), torch.device("cpu"), step=step)
     plan = StepPlan(
         global_batch,
         micro_batch,
@@ -101,11 +109,9 @@ def make(
     )
     data = Recorded(size)
     reader = BatchReader(data, plan, SampleOrder(size, 0), step, collate_fn or (lambda items: items))
-    generation.step = step
-    generation.loader = ElasticLoader(generation, plan, reader)
-    engine = Engine(generation)
-    generation.engine = engine  # type: ignore[assignment]
-    return generation, engine, generation.loader, data
+    saver: Any = Saver(scope)
+    steps = StepLoop(scope, plan, saver, take_metrics=dict)
+    return scope, Engine(scope, steps, saver), ElasticLoader(scope, steps, reader), data
 
 
 def run(made: Made) -> list[Any]:
@@ -166,8 +172,8 @@ def test_what_the_loop_draws_depends_on_the_micro_batch_alone() -> None:
 def test_every_boundary_is_asked_and_the_end_is_saved() -> None:
     made = make(max_steps=3)
     run(made)
-    generation, engine, loader, _ = made
-    assert generation.coordinator.boundaries == [0, 1, 2, 3]  # type: ignore[attr-defined]
+    scope, engine, loader, _ = made
+    assert scope.coordinator.boundaries == [0, 1, 2, 3]  # type: ignore[attr-defined]
     assert engine.saved == [3]
     assert engine.durable == [True]
     assert loader.finished
@@ -224,7 +230,7 @@ def test_breaking_between_steps_is_allowed_and_goes_on() -> None:
         made[1].step()
         if made[0].step == 1:
             break
-    made[2].stopped_early()
+    made[1].steps.stop_early()
     assert len(run(made)) == 4
 
 
@@ -240,13 +246,13 @@ def test_leaving_inside_a_step_is_told() -> None:
     made = make()
     next(iter(made[2]))
     with pytest.raises(UsageError):
-        made[2].stopped_early()
+        made[1].steps.stop_early()
     made = make()
     for _ in made[2]:
         made[1].step()
         break
     with pytest.raises(UsageError, match="in the middle of step 0, after 1 of 2"):
-        made[2].stopped_early()
+        made[1].steps.stop_early()
 
 
 def test_an_epoch_that_nobody_iterates_is_told() -> None:

@@ -11,9 +11,8 @@ import torch
 
 from elastic.core.errors import GenerationEnded, StorageError
 from elastic.core.generation_spec import GenerationSpec, MemoryPlan
-from elastic.training import snapshots
-from elastic.training.context import Generation
 from elastic.training.local import SilentCoordinator
+from elastic.training.scope import GenerationScope
 from elastic.training.session import SnapshotMemory
 from elastic.training.snapshots import Snapshots
 from elastic.training.state.host import Transfer
@@ -57,9 +56,17 @@ class Node:
             raise StorageError(self.gone)
 
 
+class Alone:
+    """The other rank fares as this one does."""
+
+    def least(self, values: Sequence[int | bool]) -> list[int]:
+        return [int(value) for value in values]
+
+
 class State:
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
+        self.agreement = Alone()
         self.targets: list[torch.Tensor] = []
 
     def record(self, generation: int) -> tuple[Any, int]:
@@ -71,17 +78,12 @@ class State:
 
 
 class Rank(SilentCoordinator):
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, nbytes: int = 8) -> None:
+    def __init__(self, nbytes: int = 8) -> None:
         self.node, self.lost = Node(nbytes), list[str]()
         spec = GenerationSpec("run", 1, 0, 2, memory=MemoryPlan(every_steps=1))
-        group: Any = None
-        self.generation = Generation(spec, self, group, torch.device("cpu"))
-        deepspeed = SimpleNamespace(global_steps=1, skipped_steps=0)
-        self.generation.engine = SimpleNamespace(deepspeed=deepspeed)  # type: ignore[assignment]
-        state: Any = State(nbytes)
-        self.snapshots = Snapshots(self.generation, state, None, lambda: {})
-        # The other rank fares as this one does.
-        monkeypatch.setattr(snapshots, "_least", lambda own, group: [int(value) for value in own])
+        self.scope = GenerationScope(spec, self, torch.device("cpu"))
+        self.state: Any = State(nbytes)
+        self.snapshots = Snapshots(self.scope, self.state, dict)
 
     def memory(self) -> SnapshotMemory:
         return self.node
@@ -89,16 +91,16 @@ class Rank(SilentCoordinator):
     def memory_lost(self, reason: str) -> None:
         self.lost.append(reason)
 
-    def step(self) -> None:
-        self.generation.step += 1
-        self.snapshots.prepare(0.1)
+    def step(self, applied: bool = True) -> None:
+        self.scope.step += 1
+        self.snapshots.prepare(0.1, applied)
         self.snapshots.start()
         self.snapshots.drain()
 
 
 @pytest.mark.parametrize("nbytes", [0, 8])
-def test_every_rank_takes_part_also_one_that_was_dealt_nothing(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
-    rank = Rank(monkeypatch, nbytes)
+def test_every_rank_takes_part_also_one_that_was_dealt_nothing(nbytes: int) -> None:
+    rank = Rank(nbytes)
     for _ in range(3):
         rank.step()
     assert rank.node.committed == [1, 2, 3]
@@ -106,8 +108,8 @@ def test_every_rank_takes_part_also_one_that_was_dealt_nothing(monkeypatch: pyte
     assert rank.lost == []
 
 
-def test_a_memory_that_goes_away_between_two_snapshots_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    rank = Rank(monkeypatch)
+def test_a_memory_that_goes_away_between_two_snapshots_is_told() -> None:
+    rank = Rank()
     rank.step()
     rank.node.gone = "the server does not answer"
     for _ in range(3):
@@ -116,7 +118,7 @@ def test_a_memory_that_goes_away_between_two_snapshots_is_told(monkeypatch: pyte
 
 
 def test_a_snapshot_that_could_not_be_handed_over_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    rank = Rank(monkeypatch)
+    rank = Rank()
     rank.step()
 
     def commit(step: int, client: Any) -> None:
@@ -130,15 +132,22 @@ def test_a_snapshot_that_could_not_be_handed_over_is_told(monkeypatch: pytest.Mo
 
 def test_what_a_group_said_while_it_was_aborted_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL lets an exchange that is aborted return, with this rank's own figures for everybody's."""
-    rank = Rank(monkeypatch)
+    rank = Rank()
     rank.step()
 
-    def aborted(own: Sequence[int], group: Any) -> list[int]:
-        rank.generation.end("a peer is lost")
+    def aborted(own: Sequence[int]) -> list[int]:
+        rank.scope.end("a peer is lost")
         return [int(value) for value in own]
 
-    monkeypatch.setattr(snapshots, "_least", aborted)
+    monkeypatch.setattr(rank.state.agreement, "least", aborted)
     with pytest.raises(GenerationEnded):
         rank.step()
     assert rank.node.settled_steps == [], "the snapshot may be complete on this node only"
     assert rank.node.committed == [1]
+
+
+def test_no_snapshot_is_taken_before_an_optimizer_step_was_applied() -> None:
+    rank = Rank()
+    for applied in (False, False, True, False):
+        rank.step(applied)
+    assert rank.node.committed == [3, 4]

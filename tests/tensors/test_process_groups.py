@@ -20,11 +20,37 @@ from elastic.comm.sockets import Address, TcpSocket
 from elastic.core import events as ev
 from elastic.core.generation_spec import GenerationSpec, Rendezvous
 from elastic.runtime.worker import codec
-from elastic.training import loop
+from elastic.training import cleanup, loop
 from elastic.training.local import SilentCoordinator
 from elastic.training.loop import GenerationResult, GenerationRunner
 
 LIMIT_S = 20.0
+
+
+class NoEngine:
+    """An `EngineKind` whose groups are somebody else's."""
+
+    name = "none"
+
+    def __init__(self, backend: str = "nccl") -> None:
+        self.backend = backend
+
+    def warm_up(self) -> None: ...
+
+    def device(self, local_rank: int) -> tuple[str, torch.device]:
+        return self.backend, torch.device("cpu")
+
+    def before_join(self) -> None: ...
+
+    def after_join(self, backend: str) -> None: ...
+
+    def destroy_groups(self) -> None: ...
+
+    def resolve(self, config: Any, spec: Any) -> Any:
+        raise NotImplementedError
+
+    def build(self, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError
 
 
 def test_torch_does_not_end_a_process_that_is_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,12 +81,12 @@ def test_no_groups_abort_waits_for_another_ones(monkeypatch: pytest.MonkeyPatch)
     world, clone = Stuck(), Stuck()
     world.other, clone.other = clone, world
     monkeypatch.setattr(process_group, "_groups", lambda: [world, clone])
-    group = ProcessGroup(GenerationSpec("run", 1, 0, 2), Rendezvous("127.0.0.1", 1))
+    group = ProcessGroup(GenerationSpec("run", 1, 0, 2), Rendezvous("127.0.0.1", 1), NoEngine())
     group._backend, group._joined = "nccl", True
-    group.sweep()
+    group.abort()
     assert (world.released, clone.released) == (1, 1)
     # A group may connect after it was aborted.
-    group.sweep()
+    group.abort()
     assert (world.released, clone.released) == (2, 2)
 
 
@@ -112,7 +138,7 @@ def test_every_group_is_asked_for_failures_that_no_call_raises(
 ) -> None:
     groups = [Silent(answer) for answer in answers]
     monkeypatch.setattr(process_group, "_groups", lambda: groups)
-    group = ProcessGroup(GenerationSpec("run", 1, 0, 2), Rendezvous("127.0.0.1", 1))
+    group = ProcessGroup(GenerationSpec("run", 1, 0, 2), Rendezvous("127.0.0.1", 1), NoEngine())
     group._backend, group._joined = backend, True
     error = group.error()
     assert error is None if told is None else error is not None and error.startswith(told)
@@ -157,15 +183,13 @@ class Runner(GenerationRunner):
     """Over a group as of NCCL. `results` are those that were announced."""
 
     def __init__(self, group: Silent, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(loop, "backend_and_device", lambda local_rank: ("nccl", torch.device("cpu")))
-        monkeypatch.setattr(loop.cleanup, "warm_up", lambda: None)
+        monkeypatch.setattr(cleanup, "warm_up", lambda kind: None)
         monkeypatch.setattr(loop, "_ASK_EVERY_S", 0.001)
         monkeypatch.setattr(process_group, "_groups", lambda: [group])
-        monkeypatch.setattr(process_group, "_destroy_groups", lambda: None)
         monkeypatch.setattr(ProcessGroup, "join", self._join)
         self.results: list[GenerationResult] = []
         spec, where = GenerationSpec("run", 3, 0, 2), Rendezvous("127.0.0.1", 1)
-        super().__init__(spec, SilentCoordinator(), where, on_result=self.results.append)
+        super().__init__(spec, SilentCoordinator(), where, on_result=self.results.append, kind=NoEngine())
 
     def _join(self, check: Any) -> torch.device:
         self._group._backend, self._group._joined = "nccl", True
@@ -210,12 +234,12 @@ def test_what_the_end_of_a_generation_makes_a_group_report_is_no_failure(
             runner.abort("the controller has said so")
             fail()
 
-    def leave(generation: Any) -> bool:
+    def close() -> bool:
         if way == "finished":
             fail()
         return True
 
-    monkeypatch.setattr(loop.cleanup, "leave", leave)
+    monkeypatch.setattr(runner._generation, "close", close)
     assert runner.run(train).kind == way
     assert [result.kind for result in runner.results] == [way]
     assert [watch.is_alive() for watch in watches] == [False]

@@ -20,7 +20,7 @@ from elastic.core.sharding.layout import Chunk, RankLayout
 from elastic.engines import optimizer_state
 from elastic.engines.inventory import Inventory, gaps
 from elastic.engines.json_values import decode, encode
-from elastic.engines.live_state import BUFFER, PARAM, Extra, Master, Member
+from elastic.engines.live_state import BUFFER, PARAM, Extra, Master, TensorSpec
 from elastic.engines.optimizer_state import (
     MasterState,
     decode_scalars,
@@ -30,7 +30,7 @@ from elastic.engines.optimizer_state import (
     scalars_of,
 )
 from elastic.training.state.digest_reader import Reader
-from elastic.training.state.engine_state import LiveState
+from elastic.training.state.engine_state import EngineState
 from elastic.training.state.host import HostCopy, HostPool
 from elastic.training.state.model_check import check_model
 
@@ -147,14 +147,14 @@ class TestOptimizerState:
         optimizer = torch.optim.AdamW([point, line])
         (point * line.sum()).backward()
         optimizer.step()
-        for state in read_states(_stage(optimizer), [_master("point", point), _master("line", line)]):
+        for state in read_states(optimizer, [_master("point", point), _master("line", line)]):
             assert set(state.tensors) == {"exp_avg", "exp_avg_sq"}
             assert set(state.scalars) == {"step"}
 
     def test_looking_creates_nothing(self) -> None:
         weight = torch.nn.Parameter(torch.ones(3))
         optimizer = torch.optim.AdamW([weight])
-        assert read_states(_stage(optimizer), [_master("w", weight)])[0].tensors == {}
+        assert read_states(optimizer, [_master("w", weight)])[0].tensors == {}
         assert len(optimizer.state) == 0
 
     def test_state_of_another_shape_is_refused_by_name(self) -> None:
@@ -163,7 +163,7 @@ class TestOptimizerState:
         weight.sum().backward()
         optimizer.step()
         with pytest.raises(UsageError, match=r"Adafactor keeps '(row|col)_var'"):
-            read_states(_stage(optimizer), [_master("w", weight)])
+            read_states(optimizer, [_master("w", weight)])
 
     def test_scalars_are_stored_once_and_found_by_name(self) -> None:
         first, second, third = (torch.nn.Parameter(torch.ones(n)) for n in (2, 3, 4))
@@ -171,7 +171,7 @@ class TestOptimizerState:
         (first.sum() + second.sum()).backward()
         optimizer.step()
         masters = [_master("a", first), _master("b", second), _master("c", third)]
-        stored = encode_scalars(masters, read_states(_stage(optimizer), masters))
+        stored = encode_scalars(masters, read_states(optimizer, masters))
         assert len(stored) == 1
         by_name = decode_scalars(json.loads(json.dumps(stored)))
         assert set(by_name) == {"a", "b"}
@@ -208,7 +208,7 @@ class TestOptimizerState:
         optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
         weight.sum().backward()
         optimizer.step()
-        install_state(_stage(optimizer), _master("w", weight), {}, None)
+        install_state(optimizer, _master("w", weight), {}, None)
         assert len(optimizer.state) == 0
 
     def test_state_is_made_with_the_stored_dtype_and_the_masters_shape(self) -> None:
@@ -216,7 +216,7 @@ class TestOptimizerState:
         optimizer = torch.optim.AdamW([weight])
         tensors = {"exp_avg": torch.ones(6, dtype=torch.bfloat16), "exp_avg_sq": torch.ones(6)}
         step = encode(torch.tensor(4.0), "step")
-        install_state(_stage(optimizer), _master("w", weight), tensors, {"step": step})
+        install_state(optimizer, _master("w", weight), tensors, {"step": step})
         state = optimizer.state[weight]
         assert state["exp_avg"].dtype is torch.bfloat16
         assert state["exp_avg_sq"].shape == (3, 2)
@@ -229,32 +229,32 @@ class TestModel:
 
     def test_the_first_difference_in_the_models_order_is_named(self) -> None:
         manifest = self._manifest({"b": (2,), "a": (3,)}, ["master/b", "master/a"])
-        members = [Member("b", "master", (3,)), Member("a", "master", (9,))]
+        specs = [TensorSpec("b", "master", (3,)), TensorSpec("a", "master", (9,))]
         with pytest.raises(ModelMismatch, match=r"'b' has shape \(3,\) here, \(2,\) in the checkpoint"):
-            check_model(manifest, members, ())
+            check_model(manifest, specs, ())
 
     def test_a_parameter_that_was_frozen_is_not_the_same(self) -> None:
         manifest = self._manifest({"a": (3,)}, ["param/a"])
         with pytest.raises(ModelMismatch, match="'a' is trained here, frozen in the checkpoint"):
-            check_model(manifest, [Member("a", "master", (3,))], ())
+            check_model(manifest, [TensorSpec("a", "master", (3,))], ())
 
     def test_what_the_model_lacks_is_named_unless_it_was_a_cache(self) -> None:
         manifest = self._manifest({"a": (3,), "cache": (2,)}, ["master/a", "buffer/cache"])
-        members = [Member("a", "master", (3,))]
+        specs = [TensorSpec("a", "master", (3,))]
         with pytest.raises(ModelMismatch, match="it has 'cache', this model has not"):
-            check_model(manifest, members, ())
-        assert check_model(manifest, members, ("cache",)) == {"cache"}
+            check_model(manifest, specs, ())
+        assert check_model(manifest, specs, ("cache",)) == {"cache"}
 
     def test_tensors_without_elements_are_no_difference(self) -> None:
         manifest = self._manifest({"a": (0,)}, [])
-        assert check_model(manifest, [Member("a", "param", (0,))], ()) == frozenset()
+        assert check_model(manifest, [TensorSpec("a", "param", (0,))], ()) == frozenset()
 
 
 class TestScaler:
     def test_a_dynamic_scaler_goes_on_where_it_was(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from deepspeed.runtime.fp16 import loss_scaler
 
-        from elastic.training.state.extra_state import _install_scaler, read_scaler
+        from elastic.engines.deepspeed.extra_state import install_scaler, read_scaler
 
         # It asks for the rank before it logs.
         monkeypatch.setattr(loss_scaler, "dist", SimpleNamespace(get_rank=lambda: 1))
@@ -270,7 +270,7 @@ class TestScaler:
             used.optimizer.loss_scaler.update_scale(overflow)
         stored = json.loads(json.dumps(read_scaler(used)))
         assert stored["kind"] == "dynamic"
-        _install_scaler(fresh, stored)
+        install_scaler(fresh, stored)
         for overflow in (False, True, True, False, False, False):
             used.optimizer.loss_scaler.update_scale(overflow)
             fresh.optimizer.loss_scaler.update_scale(overflow)
@@ -283,9 +283,9 @@ def test_what_the_users_code_may_change_is_copied_before_it_can(monkeypatch: pyt
     whole = [Extra(kind, tensor, Chunk(kind, 0, len(tensor), kind, 0), True)
              for kind, tensor in ((PARAM, frozen), (BUFFER, buffer))]  # fmt: skip
     master = Master("group0", 0, flat, (Chunk("w", 0, 4, "group0", 0),), ("w",), replicated=False)
-    state: Any = LiveState.__new__(LiveState)
-    state._stage, state._engine, state._proof = SimpleNamespace(rank=0, world_size=1), SimpleNamespace(), None
-    state._engine.optimizer, state.zero_stage = None, 2
+    state: Any = EngineState.__new__(EngineState)
+    state._sharded = SimpleNamespace(rank=0, world_size=1, require_readable=lambda: None)
+    state._verification, state.zero_stage = None, 2
     monkeypatch.setattr(state, "_inventory", lambda: Inventory((master,), (MasterState({}, {}),), tuple(whole)))
     _, _, wanted = state._wanted()
     assert {item.key: item.at_once for item in wanted} == {
@@ -311,7 +311,7 @@ class Slow:
         return torch.zeros(0)
 
 
-def test_a_proof_that_nobody_waits_for_keeps_no_tensors() -> None:
+def test_a_verification_that_nobody_waits_for_keeps_no_tensors() -> None:
     tensors: dict[str, Any] = {f"master/group{number}": Slow() for number in range(3)}
     gone = [weakref.ref(tensor) for tensor in tensors.values()]
     first = tensors["master/group2"]

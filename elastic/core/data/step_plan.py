@@ -13,7 +13,7 @@ from elastic.core.errors import UsageError
 @dataclass(frozen=True)
 class StepPlan:
     """The fixed facts by which any step of the run is dealt. All figures count samples, except `world_size`, `rank`
-    and `passes` (what DeepSpeed takes for its gradient accumulation steps: the passes of a full step).
+    and `micro_steps` (the micro-batches of a full step on each rank: the gradient accumulation steps).
 
     `total_samples` is what the run consumes; `skips` are the ranges of positions that it leaves out."""
 
@@ -23,7 +23,7 @@ class StepPlan:
     rank: int
     dataset_size: int
     total_samples: int
-    passes: int
+    micro_steps: int
     skips: tuple[Range, ...] = ()
 
     @property

@@ -1,5 +1,4 @@
-"""From the DeepSpeed configuration that the user wrote to the one that DeepSpeed is given at this world size. Pure,
-but for reading a file when a path is given."""
+"""The user's DeepSpeed configuration, resolved for one world size. Pure, but for reading the file of a path."""
 
 from __future__ import annotations
 
@@ -8,12 +7,12 @@ import json
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from elastic.core.data.micro_batches import passes_per_rank
 from elastic.core.errors import UsageError
 from elastic.core.generation_spec import BatchSettings
+from elastic.engines.base import ResolvedConfig
 from elastic.engines.deepspeed.config_keys import refuse_unknown
 from elastic.engines.deepspeed.refused import refuse
 
@@ -22,18 +21,6 @@ logger = logging.getLogger(__name__)
 _GLOBAL = "train_batch_size"
 _MICRO = "train_micro_batch_size_per_gpu"
 _ACCUMULATION = "gradient_accumulation_steps"
-
-
-@dataclass(frozen=True)
-class ResolvedConfig:
-    """`global_batch` and `micro_batch` count samples; `passes` is the number of micro-batches that every rank runs in a
-    full step. The batch figures inside `deepspeed` are nominal: they agree with one another, as DeepSpeed insists, and
-    `train_batch_size` there exceeds `global_batch` where the world size does not divide it."""
-
-    deepspeed: dict[str, Any]
-    global_batch: int
-    micro_batch: int
-    passes: int
 
 
 def read_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
@@ -67,10 +54,12 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def resolve(
     config: Mapping[str, Any], batch: BatchSettings, world_size: int, max_world_size: int | None = None
 ) -> ResolvedConfig:
-    """Settle the batch and make the configuration for `world_size`.
+    """Determine the batch sizes and make the configuration for `world_size`.
 
     The job's batch settings come first, then the configuration's. A configuration written for a fixed world size is
-    read as if that were `max_world_size`. Raises UsageError for contradictions and for what is refused.
+    read as if that were `max_world_size`. The batch figures inside `native` are nominal: they agree with one another,
+    as DeepSpeed insists, and `train_batch_size` there exceeds `global_batch` where the world size does not divide it.
+    Raises UsageError for contradictions and for what is refused.
     """
     refuse(config)
     refuse_unknown(config)
@@ -78,14 +67,14 @@ def resolve(
     if _get(config, "comms_logger.enabled"):
         logger.warning("comms_logger makes every collective synchronous: the run will be slower while it is on")
     micro, total = settle_batch(config, batch, max_world_size or world_size)
-    passes = passes_per_rank(total, micro, world_size)
+    micro_steps = passes_per_rank(total, micro, world_size)
     resolved = copy.deepcopy(dict(config))
     resolved[_MICRO] = micro
-    resolved[_ACCUMULATION] = passes
-    resolved[_GLOBAL] = micro * passes * world_size
-    # A client optimizer (torch's AdamW, say) is what DeepSpeed calls untested; refusing it would surprise.
+    resolved[_ACCUMULATION] = micro_steps
+    resolved[_GLOBAL] = micro * micro_steps * world_size
+    # DeepSpeed calls a user's own optimizer (torch's AdamW, say) untested; refusing it would surprise.
     resolved.setdefault("zero_allow_untested_optimizer", True)
-    return ResolvedConfig(resolved, total, micro, passes)
+    return ResolvedConfig(resolved, total, micro, micro_steps)
 
 
 def settle_batch(config: Mapping[str, Any], batch: BatchSettings, max_world_size: int) -> tuple[int, int]:

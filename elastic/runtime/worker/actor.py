@@ -131,7 +131,7 @@ class WorkerActor:
 
     def host_store(self, generation: int) -> Rendezvous:
         """Open the rendezvous store of a generation in this process (that of rank 0)."""
-        from elastic.comm.process_group import host_store
+        from elastic.comm.rendezvous import host_store
 
         with self._lock:
             if generation not in self._stores:
@@ -208,7 +208,7 @@ class WorkerActor:
             self._post(event)
 
     def _left(self, current: _Current, result: GenerationResult) -> None:
-        from elastic.comm.process_group import release_store
+        from elastic.comm.rendezvous import release_store
 
         with self._lock:
             self._current = None

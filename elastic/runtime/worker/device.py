@@ -12,7 +12,7 @@ from elastic.core.errors import UsageError
 class Seen:
     """What this process has. `built_for` is the accelerator that torch was built for ("cuda"; None: a CPU build).
 
-    `devices` counts those that torch finds, `used` is DeepSpeed's choice ("cpu", "cuda", ...).
+    `devices` counts those that torch finds, `used` is the engine's choice ("cpu", "cuda", ...).
     """
 
     torch: str
@@ -22,16 +22,17 @@ class Seen:
 
 
 def look() -> Seen:
-    """Imports torch and DeepSpeed, and initialises neither the device nor a context on it."""
+    """Imports torch and the engine, and initialises neither the device nor a context on it."""
     import torch
-    from deepspeed.accelerator import get_accelerator
+
+    from elastic.engines.select import engine_kind
 
     built_for = torch.accelerator.current_accelerator()
     return Seen(
         torch=str(torch.__version__),
         built_for=None if built_for is None else built_for.type,
         devices=torch.accelerator.device_count(),
-        used=str(get_accelerator().device_name()),
+        used=engine_kind().device(0)[1].type,
     )
 
 

@@ -1,4 +1,4 @@
-"""Where in the run a saved state stands: its step, the order in which positions count samples, and what is left out."""
+"""The data cursor of a saved state: its step, what defines the order of samples, and which samples are left out."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from elastic.comm.agreement import Agreement
+from elastic.core.data.samples import SampleOrder
 from elastic.core.data.step_plan import StepPlan, total_samples
 from elastic.core.data.steps import Range, union
 from elastic.core.errors import IntegrityError, UsageError
 from elastic.core.generation_spec import BatchSettings
+from elastic.training import rng
+from elastic.training.state.verification import listed
+
+_MODULUS = 1 << 64
 
 
-def told(plan: StepPlan, seed: int, step: int) -> dict[str, Any]:
-    """What is saved with every state after `step` steps, in JSON form."""
+def to_state(plan: StepPlan, seed: int, step: int) -> dict[str, Any]:
+    """The cursor after `step` steps, as JSON; it is saved with every state."""
     return {
         "step": step,
         "position": plan.position(step),
@@ -22,8 +28,8 @@ def told(plan: StepPlan, seed: int, step: int) -> dict[str, Any]:
     }
 
 
-def check(saved: Mapping[str, Any], plan: StepPlan, seed: int) -> None:
-    """Raises UsageError where the saved state counts samples in another order than this run."""
+def validate(saved: Mapping[str, Any], plan: StepPlan, seed: int) -> None:
+    """Raises UsageError where the saved state was trained with another order of samples than this run's."""
     for name, value in _order(plan, seed).items():
         if saved["data"].get(name) != value:
             raise UsageError(
@@ -32,10 +38,10 @@ def check(saved: Mapping[str, Any], plan: StepPlan, seed: int) -> None:
             )
 
 
-def resumed(saved: Mapping[str, Any], plan: StepPlan, batch: BatchSettings) -> StepPlan:
-    """The plan with what the state before has left out, too: the controller of another attempt may not know of it.
+def from_state(saved: Mapping[str, Any], plan: StepPlan, batch: BatchSettings) -> StepPlan:
+    """The plan, which also leaves out what `saved` left out: the controller of another attempt may not know of it.
 
-    Raises IntegrityError for a state that was trained on samples that are left out since then.
+    Raises IntegrityError for a state that was trained on samples that this run leaves out.
     """
     position = int(saved["position"])
     before = _until(position, ((start, stop) for start, stop in saved.get("skips", ())))
@@ -54,6 +60,45 @@ def skipping(plan: StepPlan, skips: tuple[Range, ...], batch: BatchSettings) -> 
     return replace(plan, skips=skips, total_samples=total)
 
 
+def verify(
+    saved: Mapping[str, Any], here: Mapping[str, Any], plan: StepPlan, order: SampleOrder, agreement: Agreement
+) -> None:
+    """Does the run go on where `saved` was taken: step, samples, random streams, the user's state? Collective.
+
+    `here` is what this rank would save now; the user's state may have more keys than were saved. Raises IntegrityError
+    that names what differs, with the same verdict on every rank.
+    """
+    wrong = {name: not _contains(here.get(name), value) for name, value in saved.items()}
+    step = int(saved["step"])
+    dealt = agreement.sums([next_step(plan, order, step)])
+    wrong["samples and random streams of the next step"] = dealt != [whole_step(plan, order, step)]
+    flagged, _ = agreement.any_and_unequal(list(wrong.values()), [])
+    failed = [what for what, flag in zip(wrong, flagged, strict=True) if flag]
+    if failed:
+        raise IntegrityError(f"the run would not go on where the snapshot of step {step} was taken: {listed(failed)}")
+
+
+def next_step(plan: StepPlan, order: SampleOrder, step: int) -> int:
+    """Samples, weights and random streams of this rank's micro-batches in `step` as one number below 2**64.
+
+    Its sum over the ranks modulo 2**64 is `whole_step` at every world size. 0 after the last step.
+    """
+    if step >= plan.last_step:
+        return 0
+    batches = [batch for batch in plan.deal(step) if batch.weight > 0.0]
+    total = 0
+    for batch in batches:
+        samples = ",".join(map(str, order.indices(batch.start, batch.stop)))
+        stream = rng.derive(*rng.forward_stream(order.seed, step, batch.index, 0))
+        total += rng.derive(batch.index, batch.start, batch.stop, batch.weight.hex(), samples, stream)
+    return total % _MODULUS
+
+
+def whole_step(plan: StepPlan, order: SampleOrder, step: int) -> int:
+    """The same for all micro-batches of the step, as a single rank would have it."""
+    return next_step(replace(plan, world_size=1, rank=0), order, step)
+
+
 def _order(plan: StepPlan, seed: int) -> dict[str, int]:
     """What defines the order in which positions count samples, and the random streams."""
     return {
@@ -66,3 +111,10 @@ def _order(plan: StepPlan, seed: int) -> dict[str, int]:
 
 def _until(position: int, ranges: Iterable[Range]) -> tuple[Range, ...]:
     return union((start, min(stop, position)) for start, stop in ranges if start < position)
+
+
+def _contains(here: Any, saved: Any) -> bool:
+    """Is everything that was saved here? Keys that were set since are allowed."""
+    if isinstance(saved, dict) and isinstance(here, dict):
+        return all(key in here and here[key] == value for key, value in saved.items())
+    return bool(here == saved)

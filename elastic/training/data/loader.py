@@ -11,10 +11,9 @@ import torch
 from elastic.core.data.step_plan import StepPlan
 from elastic.core.errors import UsageError
 from elastic.training import rng
-from elastic.training.context import Generation
 from elastic.training.data.reader import BatchReader
-from elastic.training.progress import StepProgress
-from elastic.training.session import Phase, Stop
+from elastic.training.scope import GenerationScope
+from elastic.training.step_loop import StepLoop
 
 
 class ElasticLoader:
@@ -25,17 +24,24 @@ class ElasticLoader:
     A step that reaches over the end of an epoch belongs to the epoch in which it begins.
     """
 
-    def __init__(self, generation: Generation, plan: StepPlan, reader: BatchReader) -> None:
-        self._generation = generation
+    def __init__(self, scope: GenerationScope, steps: StepLoop, reader: BatchReader) -> None:
+        self._scope = scope
+        self._steps = steps
         self._reader = reader
-        self.plan = plan
-        self.progress: StepProgress | None = None
-        self.finished = False
+
+    @property
+    def plan(self) -> StepPlan:
+        return self._steps.plan
+
+    @property
+    def finished(self) -> bool:
+        """Is the run over, its last step saved?"""
+        return self._steps.finished
 
     @property
     def epoch(self) -> int:
-        """The epoch of the step under way (or of the next one between two steps)."""
-        return self.plan.epoch(min(self._generation.step, self.plan.last_step - 1))
+        """The epoch of the current step (of the next one, between two steps)."""
+        return self._steps.epoch
 
     @property
     def steps(self) -> int:
@@ -43,97 +49,50 @@ class ElasticLoader:
         return self.plan.last_step
 
     def __len__(self) -> int:
-        """Batches of the whole run on this rank at this world size, padding passes included."""
+        """Batches of the whole run on this rank at this world size, padding included."""
         full, rest = divmod(self.plan.total_samples, self.plan.global_batch)
-        return full * self.plan.passes + (len(self.plan.deal(full)) if rest else 0)
+        return full * self.plan.micro_steps + (len(self.plan.deal(full)) if rest else 0)
 
     def __iter__(self) -> Iterator[Any]:
-        self._require_between_passes()
+        self._steps.require_between_batches()
         return self._batches(epoch=None)
 
     def epochs(self) -> Iterator[Iterator[Any]]:
         """One iterable per epoch that is left, each to be used up before the next is asked for."""
         while not self.finished:
-            if self._generation.step >= self.plan.last_step:
-                self._finish()
+            if self._steps.over:
+                # Nothing is left but to save the last step.
+                yield from self._batches(epoch=None)
                 return
-            before = self._generation.step
-            epoch = self.epoch
+            before, epoch = self._scope.step, self.epoch
             yield self._batches(epoch)
-            self._require_between_passes()
-            if self._generation.step == before and not self.finished:
+            self._steps.require_between_batches()
+            if self._scope.step == before and not self.finished:
                 raise UsageError(f"epoch {epoch} was not iterated over before the next one was asked for")
 
     def close(self) -> None:
         self._reader.close()
 
-    def stopped_early(self) -> None:
-        """The user's function returned before the end of the run. Raises UsageError if it did so inside a step."""
-        self._require_between_passes()
-        progress = self.progress
-        if progress is not None and not progress.complete and progress.next_pass > 0:
-            raise UsageError(
-                f"the training function returned in the middle of step {progress.step}, after "
-                f"{progress.next_pass} of {len(progress.passes)} batches; leave the loop between steps, for example "
-                "when engine.is_gradient_accumulation_boundary() was true"
-            )
-
-    # -- inside -------------------------------------------------------------------------------------------------------
+    # -- inside --------------------------------------------------------------------------------------------------------
 
     def _batches(self, epoch: int | None) -> Iterator[Any]:
-        while not self.finished:
-            self._generation.check()
-            self._require_between_passes()
-            if self.progress is None or self.progress.complete:
-                if self._generation.step >= self.plan.last_step:
-                    self._finish()
-                    return
-                if epoch is not None and self.epoch != epoch:
-                    return
-                self._begin_step()
+        while self._steps.advance(epoch):
             yield self._next_batch()
-
-    def _begin_step(self) -> None:
-        generation = self._generation
-        self._boundary()
-        generation.enter(Phase.TRAINING)
-        self.progress = StepProgress(generation.step, self.plan.deal(generation.step))
+        if self.finished:
+            self.close()
 
     def _next_batch(self) -> Any:
-        progress = self.progress
+        progress = self._steps.progress
         assert progress is not None
         batch = progress.hand_out()
         begun = time.perf_counter()
-        content = self._reader.read(progress.passes, progress.next_pass - 1)
+        content = self._reader.read(progress.batches, progress.next_batch - 1)
         progress.data_wait_s += time.perf_counter() - begun
         if batch.weight > 0:
             progress.tokens += _tokens(content)
-        # What the user's loop draws between here and the forward pass.
-        rng.seed_everything(self._generation.spec.seed, "loop", progress.step, batch.index)
+        # For what the user's loop draws between here and the forward pass.
+        rng.seed_everything(self._scope.spec.seed, "loop", progress.step, batch.index)
         return content
-
-    def _boundary(self) -> None:
-        """Ask whether the generation ends here as planned; if so, save exactly this step and leave."""
-        generation = self._generation
-        step = generation.step
-        stop = generation.coordinator.boundary(step)
-        if stop is not None:
-            assert generation.engine is not None
-            generation.engine.save_now(durable=stop is Stop.DURABLE)
-            generation.planned = True
-            generation.end(f"planned at step {step}")
-            generation.check()
-
-    def _finish(self) -> None:
-        self._boundary()
-        assert self._generation.engine is not None
-        self._generation.engine.save_now()
-        self.finished = True
-        self.close()
-
-    def _require_between_passes(self) -> None:
-        if self.progress is not None:
-            self.progress.require_stepped()
 
 
 def _tokens(content: Any) -> int:

@@ -111,9 +111,9 @@ class BatchReader:
                 )
             )
 
-    def read(self, passes: Sequence[MicroBatch], number: int) -> Any:
-        """The content of `passes[number]`."""
-        batch = passes[number]
+    def read(self, batches: Sequence[MicroBatch], number: int) -> Any:
+        """The content of `batches[number]`."""
+        batch = batches[number]
         if batch.weight == 0.0:
             if self._spare is None:
                 self._spare = self._fetch(batch)

@@ -1,4 +1,8 @@
-"""The state of one live engine: snapshot out, restore in."""
+"""The sharded state of one live engine: copied to host memory, and restored at another world size.
+
+Everything is keyed by the tensors' names, so a checkpoint of one ZeRO stage and world size can be installed into any
+other.
+"""
 
 from __future__ import annotations
 
@@ -14,50 +18,80 @@ from elastic.checkpoint.shards import DTYPE_NAMES
 from elastic.checkpoint.snapshot import ShardSnapshot
 from elastic.checkpoint.source import CheckpointSource
 from elastic.comm.agreement import Agreement
-from elastic.core.checkpoint.manifest import Json, Manifest, ShardRecord, StoredTensor
-from elastic.core.data.samples import SampleOrder
-from elastic.core.data.step_plan import StepPlan
-from elastic.core.errors import IntegrityError
+from elastic.core.checkpoint.manifest import Json, ShardRecord, StoredTensor
 from elastic.core.names import shard_file
 from elastic.core.sharding.layout import RankLayout
-from elastic.engines.deepspeed.state.unsupported import refuse_moved_away
+from elastic.engines.base import Engine
 from elastic.engines.inventory import Inventory, gaps
-from elastic.engines.live_state import BUFFER, PARAM, Member, Stage, members
+from elastic.engines.live_state import BUFFER, PARAM
 from elastic.engines.optimizer_state import decode_scalars, install_state, scalars_of
+from elastic.engines.optimizer_trial import try_optimizer
 from elastic.training.session import RestoreReport
 from elastic.training.state.dtypes import check_dtype
-from elastic.training.state.extra_state import check_client, install_client, read_client
+from elastic.training.state.extra_state import check_extra, extra_of, install_extra, read_extra
 from elastic.training.state.host import HostCopy, HostPool, Transfer, packed, placed, transfer
 from elastic.training.state.model_check import check_model
 from elastic.training.state.reading import Staged, check_dtypes, read_checkpoint
-from elastic.training.state.verification import Proof, prove_place, prove_replicas
+from elastic.training.state.verification import Verification, verify_replicas
 from elastic.training.state.verify_scalars import LiveGroups
 
 _log = logging.getLogger(__name__)
 
 
-class LiveState:
-    """`EngineState` of a DeepSpeed engine whose stage is described by `stage`."""
+def open_state(engine: Engine) -> EngineState:
+    """The state of `engine` before or after any number of steps. Collective: raises on all ranks or on none.
 
-    def __init__(self, engine: Any, stage: Stage) -> None:
+    Raises UsageError for what cannot be carried to another world size (named, with the reason) and for an engine whose
+    partitioning is not the one that the pure layouts follow.
+    """
+    agreement = Agreement(engine.data_group, engine.device)
+    found: EngineState | None = None
+    error: Exception | None = None
+    try:
+        found = EngineState(engine, agreement)
+    except Exception as caught:  # noqa: BLE001 - the other ranks go on to collectives: they must learn of it
+        error = caught
+    agreement.raise_together(error, "looking at the engine")
+    assert found is not None
+    return found
+
+
+class EngineState:
+    """Called from the training thread only, between optimizer steps.
+
+    1. `restore` at most once, before the first step, by all ranks together
+    2. `snapshot` after any step, by any rank by itself
+    3. `close` when the engine is closed: nobody reads its tensors any more
+
+    `layout` is what this rank alone holds; empty in stage 0. `agreement` compares numbers over the ranks.
+    """
+
+    def __init__(self, engine: Engine, agreement: Agreement) -> None:
+        self.agreement = agreement
         self._engine = engine
-        self._stage = stage
+        self._sharded = engine.state()
+        try_optimizer(self._sharded.base, self._sharded.zero_stage > 0)
         self._pool = HostPool(engine.device)
-        self._agreement = Agreement(engine, stage.rank, stage.world_size)
-        self._proof: Proof | None = None
+        self._verification: Verification | None = None
         inventory = self._inventory()
         for key, tensor in inventory.tensors().items():
             check_dtype(key, tensor.dtype)
         # A scheduler or optimizer that cannot be carried is refused now, not at the first snapshot.
-        read_client(engine, stage, inventory, {})
-        self.zero_stage = stage.zero_stage
+        read_extra(engine, self._sharded, inventory, {})
+        self.zero_stage = self._sharded.zero_stage
         self.layout: RankLayout = inventory.sharded()
 
     @property
     def parameters(self) -> Mapping[str, tuple[int, ...]]:
-        return {member.name: member.shape for member in self._members()}
+        """Every carried tensor's name -> full shape: parameters in the model's order, then buffers."""
+        return {spec.name: spec.shape for spec in self._sharded.specs()}
 
     def snapshot(self, *, run_id: str, generation: int, step: int, client: Mapping[str, Json]) -> ShardSnapshot:
+        """A copy of this rank's state in host memory; `client` (JSON) comes back from `restore`. Not collective.
+
+        Of replicated tensors each is carried by one rank; module buffers by rank 0, whose values are the run's. The
+        snapshot owns its memory, which is reused only after the last tensor of it is gone.
+        """
         snapshot, copies = self.capture(run_id=run_id, generation=generation, step=step, client=client)
         copies.run()
         return snapshot
@@ -65,26 +99,31 @@ class LiveState:
     def capture(
         self, *, run_id: str, generation: int, step: int, client: Mapping[str, Json]
     ) -> tuple[ShardSnapshot, Transfer]:
+        """The same, with tensors still to be filled: the Transfer must run before the next optimizer step."""
         inventory, layout, wanted = self._wanted()
         tensors, copies = self._pool.prepare(wanted)
         snapshot = ShardSnapshot(
             run_id=run_id,
             generation=generation,
-            rank=self._stage.rank,
-            world_size=self._stage.world_size,
+            rank=self._sharded.rank,
+            world_size=self._sharded.world_size,
             step=step,
             zero_stage=self.zero_stage,
             layout=layout,
             tensors=tensors,
             parameters=self.parameters,
-            client=self._client(inventory, client),
+            client=self._extra(inventory, client),
         )
         return snapshot, copies
 
     def record(self, generation: int) -> tuple[ShardRecord, int]:
+        """The record of this rank's part as it would lie in memory of this many bytes, without a step or digests.
+
+        It stays the same from step to step, unless the optimizer begins to keep more.
+        """
         _, layout, wanted = self._wanted()
         begins, size = packed(wanted)
-        rank, world_size = self._stage.rank, self._stage.world_size
+        rank, world_size = self._sharded.rank, self._sharded.world_size
         tensors = tuple(
             StoredTensor(item.key, DTYPE_NAMES[item.source.dtype], item.source.numel(), begin)
             for item, begin in zip(wanted, begins, strict=True)
@@ -108,19 +147,21 @@ class LiveState:
     def capture_into(
         self, memory: torch.Tensor, record: ShardRecord, client: Mapping[str, Json]
     ) -> tuple[Mapping[str, Json] | None, Transfer] | None:
+        """Fill `memory` (1-D uint8) as `record` says: rank 0's extra state and the Transfer; None if it no longer
+        fits."""
         inventory, _, wanted = self._wanted()
         shapes = [(item.key, DTYPE_NAMES[item.source.dtype], item.source.numel()) for item in wanted]
         if shapes != [(tensor.key, tensor.dtype, tensor.numel) for tensor in record.tensors]:
             return None
         targets = placed(wanted, [tensor.begin for tensor in record.tensors], memory)
-        return self._client(inventory, client), transfer(wanted, targets)
+        return self._extra(inventory, client), transfer(wanted, targets)
 
     def _wanted(self) -> tuple[Inventory, RankLayout, list[HostCopy]]:
         """What this rank's part of a snapshot is copied from, now."""
-        self.proven()
-        refuse_moved_away(self._engine)
+        self.verified()
+        self._sharded.require_readable()
         inventory = self._inventory()
-        layout = inventory.written(self._stage.rank, self._stage.world_size)
+        layout = inventory.written(self._sharded.rank, self._sharded.world_size)
         padding = gaps(layout)
         wanted = []
         for key, tensor in inventory.tensors().items():
@@ -132,23 +173,34 @@ class LiveState:
                 wanted.append(HostCopy(key, tensor, padding[buffer], at_once))
         return inventory, layout, wanted
 
-    def _client(self, inventory: Inventory, caller: Mapping[str, Json]) -> Mapping[str, Json] | None:
-        return read_client(self._engine, self._stage, inventory, caller) if self._stage.rank == 0 else None
+    def _extra(self, inventory: Inventory, caller: Mapping[str, Json]) -> Mapping[str, Json] | None:
+        return read_extra(self._engine, self._sharded, inventory, caller) if self._sharded.rank == 0 else None
 
     def restore(
         self, source: CheckpointSource, checkpoint_id: str, later: bool = False
     ) -> tuple[RestoreReport, Mapping[str, Json]]:
+        """Read this rank's part of a checkpoint of any world size and stage, install it, verify it. Collective.
+
+        Returns the times and the `client` of the snapshot. Raises on all ranks or on none: ModelMismatch (another
+        model: the first difference is named), StorageError, IntegrityError. Until all ranks have read all they need,
+        nothing is installed; after a failed verification the engine must be thrown away.
+
+        `later`: masters and optimizer state are read again on a thread, concurrently with the first forward and
+        backward pass. The verdict is given before the first optimizer step changes anything; that step raises what
+        this would have raised. Everything else is read before this returns, and judged with it.
+        """
         began = monotonic()
         staged, skipped = self._read_together(source, checkpoint_id)
         read = monotonic()
-        groups = LiveGroups.of(self._engine)
+        groups = LiveGroups.of(self._sharded)
         self._install_together(staged, skipped)
         installed = monotonic()
-        self._proof = Proof(self._engine, self._stage, self._without(skipped), staged.manifest, skipped, groups)
+        inventory = self._without(skipped)
+        self._verification = Verification(self._engine, self._sharded, inventory, staged.manifest, skipped, groups)
         if later:
             self._before_first_step()
         else:
-            self.proven()
+            self.verified()
         report = RestoreReport(
             checkpoint=checkpoint_id,
             source=source.name,
@@ -159,40 +211,42 @@ class LiveState:
             install_s=installed - read,
             verify_s=monotonic() - installed,
         )
-        _log.info("restored %s at world size %d: %s", checkpoint_id, self._stage.world_size, report)
+        _log.info("restored %s at world size %d: %s", checkpoint_id, self._sharded.world_size, report)
         return report, staged.manifest.client["caller"]
 
-    def proven(self) -> None:
-        if self._proof is not None:
-            # Kept when it fails: whoever goes on all the same is told again.
-            self._proof.verdict(self._agreement)
-            self._proof = None
+    def verified(self) -> None:
+        """The verdict on a restore that is verified `later`. Collective until it was given, then nothing.
+
+        Called by the first optimizer step and the first snapshot; after a failure it raises at every call.
+        """
+        if self._verification is not None:
+            self._verification.verdict(self.agreement)
+            self._verification = None
+
+    def verify_replicas(self) -> None:
+        """Before a snapshot: are the ranks' copies of whatever is not partitioned equal? Collective.
+
+        Raises IntegrityError on all ranks: a snapshot would carry one copy and a restore would give it to all.
+        """
+        if self._sharded.world_size > 1:
+            verify_replicas(self._sharded, self._inventory(), self.agreement)
 
     def close(self) -> None:
-        if self._proof is not None:
-            self._proof.stop()
+        if self._verification is not None:
+            self._verification.stop()
         self._pool.close()
 
-    def prove_place(
-        self, saved: Mapping[str, Json], here: Mapping[str, Json], plan: StepPlan, order: SampleOrder
-    ) -> None:
-        prove_place(saved, here, plan, order, self._agreement)
-
-    def prove_replicas(self) -> None:
-        if self._stage.world_size > 1:
-            prove_replicas(self._stage, self._inventory(), self._agreement)
-
     def _before_first_step(self) -> None:
-        """Whatever DeepSpeed does to masters goes through the base optimizer's step."""
-        # Whoever keeps the optimizer must not keep the engine with it.
+        """Every update of the masters goes through the base optimizer's step."""
+        # Weak reference: holding the optimizer must not keep the engine alive.
         state = weakref.ref(self)
 
-        def prove_first(*_: Any) -> None:
+        def verify_first(*_: Any) -> None:
             live = state()
             if live is not None:
-                live.proven()
+                live.verified()
 
-        self._stage.base.register_step_pre_hook(prove_first)
+        self._sharded.base.register_step_pre_hook(verify_first)
 
     def _read_together(self, source: CheckpointSource, checkpoint_id: str) -> tuple[Staged, frozenset[str]]:
         """Until all ranks have all they need in host memory, nothing is installed on any."""
@@ -202,20 +256,20 @@ class LiveState:
             found = self._read(source, checkpoint_id)
         except Exception as caught:  # noqa: BLE001 - the other ranks wait: they must learn of it, then it is raised
             error = caught
-        self._agreement.raise_together(error, f"reading checkpoint {checkpoint_id}")
+        self.agreement.raise_together(error, f"reading checkpoint {checkpoint_id}")
         assert found is not None
         return found
 
     def _read(self, source: CheckpointSource, checkpoint_id: str) -> tuple[Staged, frozenset[str]]:
-        refuse_moved_away(self._engine)
+        self._sharded.require_readable()
         manifest = source.manifest(checkpoint_id)
-        client = _client_of(manifest)
-        skipped = check_model(manifest, self._members(), client["fleeting_buffers"])
-        check_client(self._engine, self._stage, client)
+        saved = extra_of(manifest)
+        skipped = check_model(manifest, self._sharded.specs(), saved["fleeting_buffers"])
+        check_extra(self._engine, self._sharded, saved)
         inventory = self._without(skipped)
-        staged = read_checkpoint(source, manifest, inventory.held(), inventory.masters, self._stage.rank)
+        staged = read_checkpoint(source, manifest, inventory.held(), inventory.masters, self._sharded.rank)
         check_dtypes(inventory.masters, inventory.extras, staged)
-        by_name = decode_scalars(client["optimizer"]["scalars"])
+        by_name = decode_scalars(saved["optimizer"]["scalars"])
         for master in inventory.masters:
             scalars_of(master, by_name)
         return staged, skipped
@@ -226,37 +280,27 @@ class LiveState:
             self._install(staged, skipped)
         except Exception as caught:  # noqa: BLE001 - as above: what follows is collective
             error = caught
-        self._agreement.raise_together(error, f"installing checkpoint {staged.manifest.id}")
-        self._stage.finish_install()
+        self.agreement.raise_together(error, f"installing checkpoint {staged.manifest.id}")
+        self._sharded.finish_install()
 
     def _install(self, staged: Staged, skipped: frozenset[str]) -> None:
-        stage, client = self._stage, staged.manifest.client
-        stage.begin_install()
-        install_client(self._engine, stage, client)
-        by_name = decode_scalars(client["optimizer"]["scalars"])
+        sharded, saved = self._sharded, staged.manifest.client
+        sharded.begin_install()
+        install_extra(self._engine, sharded, saved)
+        by_name = decode_scalars(saved["optimizer"]["scalars"])
         inventory = self._without(skipped)
         for master in inventory.masters:
             live = master.tensor.detach()
             live.copy_(staged.master(master).view(live.shape))
-            install_state(stage, master, staged.states(master), scalars_of(master, by_name))
+            install_state(sharded.base, master, staged.states(master), scalars_of(master, by_name))
         for extra in inventory.extras:
             live = extra.tensor.detach()
             live.copy_(staged.extra(extra).view(live.shape))
 
     def _inventory(self) -> Inventory:
-        return Inventory.of(self._stage, self._engine.module)
+        return Inventory.of(self._sharded)
 
     def _without(self, skipped: frozenset[str]) -> Inventory:
         inventory = self._inventory()
         kept = tuple(extra for extra in inventory.extras if extra.chunk.name not in skipped)
         return Inventory(inventory.masters, inventory.states, kept)
-
-    def _members(self) -> list[Member]:
-        return members(self._engine.module, [name for group in self._stage.groups() for name in group])
-
-
-def _client_of(manifest: Manifest) -> Mapping[str, Json]:
-    missing = {"engine", "optimizer", "loss_scaler", "scheduler", "fleeting_buffers", "caller"} - set(manifest.client)
-    if missing:
-        raise IntegrityError(f"checkpoint {manifest.id} lacks the client state {sorted(missing)}")
-    return manifest.client

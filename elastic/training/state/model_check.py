@@ -7,23 +7,23 @@ from collections.abc import Collection, Iterable
 
 from elastic.core.checkpoint.manifest import Manifest
 from elastic.core.errors import ModelMismatch
-from elastic.engines.live_state import BUFFER, MASTER, PARAM, Member
+from elastic.engines.live_state import BUFFER, MASTER, PARAM, TensorSpec
 
 _ROLES = {MASTER: "trained", PARAM: "frozen", BUFFER: "a buffer"}
 _log = logging.getLogger(__name__)
 
 
-def check_model(manifest: Manifest, members: Iterable[Member], fleeting: Collection[str]) -> frozenset[str]:
+def check_model(manifest: Manifest, specs: Iterable[TensorSpec], fleeting: Collection[str]) -> frozenset[str]:
     """Names that are left as they are: buffers outside the state_dict that differ or are only on one side.
 
     Those are caches that the module fills by itself (position tables that grow with the input); `fleeting` names the
     checkpoint's. Any other difference raises ModelMismatch naming the first differing tensor, in the model's order.
     """
-    live = {member.name: member for member in members}
+    live = {spec.name: spec for spec in specs}
     skipped = set()
-    for name, member in live.items():
-        difference = _difference(manifest, member)
-        if difference and member.persistent:
+    for name, spec in live.items():
+        difference = _difference(manifest, spec)
+        if difference and spec.persistent:
             raise ModelMismatch(f"the checkpoint is of another model: {difference}")
         if difference:
             _log.warning("non-persistent buffer %s is left as it is: %s", name, difference)
@@ -38,15 +38,15 @@ def check_model(manifest: Manifest, members: Iterable[Member], fleeting: Collect
     return frozenset(skipped)
 
 
-def _difference(manifest: Manifest, member: Member) -> str | None:
-    name = member.name
+def _difference(manifest: Manifest, spec: TensorSpec) -> str | None:
+    name = spec.name
     if name not in manifest.parameters:
         return f"this model has {name!r}, the checkpoint has not"
     shape = tuple(manifest.parameters[name])
-    if shape != member.shape:
-        return f"{name!r} has shape {member.shape} here, {shape} in the checkpoint"
+    if shape != spec.shape:
+        return f"{name!r} has shape {spec.shape} here, {shape} in the checkpoint"
     roles = [role for role in _ROLES if f"{role}/{name}" in manifest.digests]
-    if member.numel and roles != [member.kind]:
+    if spec.numel and roles != [spec.kind]:
         there = " and ".join(_ROLES[role] for role in roles) or "without content"
-        return f"{name!r} is {_ROLES[member.kind]} here, {there} in the checkpoint"
+        return f"{name!r} is {_ROLES[spec.kind]} here, {there} in the checkpoint"
     return None

@@ -1,50 +1,48 @@
-"""The proof after a restore: what now is in the live engine, compared with what the manifest says, on all ranks.
+"""Verification after a restore: the live engine's state, compared with the manifest on all ranks.
 
-Nothing here depends on how the state is cut: contents are compared by sums of partial digests, everything else by name.
+Nothing here depends on how the state is partitioned: contents are compared by sums of partial digests, everything else
+by name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from elastic.comm.agreement import Agreement
 from elastic.core.checkpoint.manifest import Json, Manifest
-from elastic.core.data.samples import SampleOrder
-from elastic.core.data.step_plan import StepPlan
 from elastic.core.errors import IntegrityError
+from elastic.engines.base import Engine
 from elastic.engines.inventory import Inventory
-from elastic.engines.live_state import Stage
-from elastic.training.state.cursor import next_step, whole_step
+from elastic.engines.live_state import ShardedState
 from elastic.training.state.digest_reader import Reader, digests
-from elastic.training.state.verify_scalars import REST, LiveGroups, wrong_groups, wrong_rest, wrong_scalars
+from elastic.training.state.verify_scalars import LiveGroups, wrong_groups, wrong_rest, wrong_scalars
 from elastic.training.state.verify_weights import fingerprint, replicas, unfaithful, whole_hashes
 
 _SHOWN = 3
 _EXTRA = "optimizer state that was not saved"
 
 
-class Proof:
-    """The proof of one restore: look at once, judge together when asked.
+class Verification:
+    """The verification of one restore: looks at once, judges when asked.
 
-    1. `Proof(...)` right after everything was installed: not collective. Masters and optimizer state, which nothing but
-       an optimizer step changes, are read on a thread of their own; all else is looked at before this returns
-    2. `verdict` before the first optimizer step and before anything is saved: collective
+    1. `Verification(...)` right after everything was installed; not collective. Masters and optimizer state, which only
+       an optimizer step changes, are read on a thread of their own; everything else is read before this returns
+    2. `verdict` before the first optimizer step and before anything is saved; collective
     """
 
     def __init__(
         self,
-        engine: Any,
-        stage: Stage,
+        engine: Engine,
+        state: ShardedState,
         inventory: Inventory,
         manifest: Manifest,
         skipped: Collection[str],
         groups: LiveGroups,
     ) -> None:
-        """`inventory` is what is held now, without `skipped`; `groups` were the optimizer's before the install."""
+        """`inventory` is what is held now, without `skipped`; `groups` are the optimizer's before the install."""
         self._manifest = manifest
         self._keys = sorted(key for key in manifest.digests if key.split("/", 1)[1] not in skipped)
         self._error: Exception | None = None
@@ -59,14 +57,14 @@ class Proof:
             self._reader = Reader(chunks, tensors.steady, engine.device)
             self._partial = digests(chunks, tensors.sliced.items())
             self._whole = digests(chunks, tensors.whole.items())
-            self._flags, self._hashes = _flags_and_hashes(engine, stage, inventory, manifest, groups)
+            self._flags, self._hashes = _flags_and_hashes(engine, state, inventory, manifest.client, groups)
         except Exception as error:  # noqa: BLE001 - the other ranks wait for the verdict: it is raised there
             self._error = error
 
     def verdict(self, agreement: Agreement) -> None:
         """Collective. Raises IntegrityError naming what differs first, with the same verdict on every rank.
 
-        What it has raised once it raises again, without asking the others.
+        An error is raised again at every later call, without another collective.
         """
         if self._failure is not None:
             raise self._failure
@@ -77,7 +75,7 @@ class Proof:
             raise
 
     def stop(self) -> None:
-        """The engine goes, whatever the verdict would have been."""
+        """The engine is being closed: no verdict will be asked for."""
         if self._reader is not None:
             self._reader.stop()
 
@@ -88,11 +86,11 @@ class Proof:
                 self._partial |= self._reader.result()
         except Exception as error:  # noqa: BLE001 - as above
             self._error = error
-        agreement.raise_together(self._error, f"proving checkpoint {self._manifest.id}")
+        agreement.raise_together(self._error, f"verifying checkpoint {self._manifest.id}")
         failed = self._failed(agreement)
         if failed:
             raise IntegrityError(
-                f"what checkpoint {self._manifest.id} gave back is not what was saved: {_listed(failed)} differ"
+                f"what checkpoint {self._manifest.id} gave back is not what was saved: {listed(failed)} differ"
             )
 
     def _failed(self, agreement: Agreement) -> list[str]:
@@ -106,60 +104,38 @@ class Proof:
         return failed + [what for what, flag in zip(self._hashes, unequal, strict=True) if flag]
 
 
-def prove_place(
-    saved: Mapping[str, Json],
-    here: Mapping[str, Json],
-    plan: StepPlan,
-    order: SampleOrder,
-    agreement: Agreement,
-) -> None:
-    """Collective. Does the run go on where the snapshot was taken: step, samples, random streams, the user's state?
+def verify_replicas(state: ShardedState, inventory: Inventory, agreement: Agreement) -> None:
+    """Before a snapshot: are the ranks' copies of every replicated tensor equal? Collective.
 
-    `saved` is the snapshot's client, `here` what this rank would save now; more of the user's may be here than was
-    saved. Raises IntegrityError naming what differs, with the same verdict on every rank.
+    A snapshot carries one copy and a restore gives it to all ranks, so copies that have drifted apart would silently
+    become another run. Module buffers are left out: rank 0's are the run's. Raises IntegrityError on every rank.
     """
-    wrong = {name: not _contains(here.get(name), value) for name, value in saved.items()}
-    step = int(saved["step"])
-    dealt = agreement.sums([next_step(plan, order, step)])
-    wrong["samples and random streams of the next step"] = dealt != [whole_step(plan, order, step)]
-    flagged, _ = agreement.any_and_unequal(list(wrong.values()), [])
-    failed = [what for what, flag in zip(wrong, flagged, strict=True) if flag]
-    if failed:
-        raise IntegrityError(f"the run would not go on where the snapshot of step {step} was taken: {_listed(failed)}")
-
-
-def prove_replicas(stage: Stage, inventory: Inventory, agreement: Agreement) -> None:
-    """Collective, before a snapshot: of what every rank holds a copy of, are the copies equal?
-
-    A snapshot carries one of them and a restore gives it to all, so copies that have drifted apart would become another
-    run without a word. Module buffers are left out: rank 0's are the run's. Raises IntegrityError on every rank.
-    """
-    found = {f"weights of {w.name}": fingerprint(w.tensor) for w in stage.weights() if w.whole}
-    states = [state.tensors for state in inventory.states]
+    found = {f"weights of {w.name}": fingerprint(w.tensor) for w in state.weights() if w.whole}
+    states = [own.tensors for own in inventory.states]
     for what, tensor in replicas(inventory.masters, states, inventory.extras).items():
         found[what] = fingerprint(tensor)
     _, unequal = agreement.any_and_unequal([], list(found.values()))
     failed = [what for what, flag in zip(found, unequal, strict=True) if flag]
     if failed:
         raise IntegrityError(
-            f"the ranks' copies of one tensor have drifted apart: {_listed(failed)}. A snapshot would carry one of "
+            f"the ranks' copies of one tensor have drifted apart: {listed(failed)}. A snapshot would carry one of "
             "them only; go back to an older checkpoint, and look for code that changes weights on some ranks alone"
         )
 
 
 def _flags_and_hashes(
-    engine: Any, stage: Stage, inventory: Inventory, manifest: Manifest, groups: LiveGroups
+    engine: Engine, state: ShardedState, inventory: Inventory, saved: Mapping[str, Json], groups: LiveGroups
 ) -> tuple[dict[str, bool], dict[str, int]]:
     """What is wrong on this rank, and hashes that must be equal on all; the same names in both on every rank."""
-    weights = stage.weights()
-    names = sorted(name for group in stage.groups() for name in group)
-    scalars, unlike = wrong_scalars(inventory, manifest.client), unfaithful(inventory.masters, weights)
-    hyper, rest = wrong_groups(stage, manifest.client), wrong_rest(engine, manifest.client)
+    weights = state.weights()
+    names = sorted(name for group in state.groups() for name in group)
+    scalars, unlike = wrong_scalars(inventory, saved), unfaithful(inventory.masters, weights)
+    hyper = wrong_groups(state.base, saved)
     flags = {f"weights of {name}": name in unlike for name in names}
     flags |= {f"optimizer scalars of {name}": name in scalars for name in names}
-    flags |= {f"hyper-parameters of group {number}": number in hyper for number in range(len(stage.base.param_groups))}
-    flags["live parameter groups"] = bool(groups.moved(LiveGroups.of(engine)))
-    flags |= {what: what in rest for what in REST}
+    flags |= {f"hyper-parameters of group {number}": number in hyper for number in range(len(state.base.param_groups))}
+    flags["live parameter groups"] = bool(groups.moved(LiveGroups.of(state)))
+    flags |= wrong_rest(engine.extra_state(), engine.expected_extra_state(saved))
     hashes = dict(zip([f"replicas of {name}" for name in names], whole_hashes(names, weights), strict=True))
     return flags, hashes
 
@@ -168,7 +144,7 @@ def _flags_and_hashes(
 class _Sorted:
     """Tensors by "<kind>/<buffer>". `steady` ones, slices of masters and of their state, change in a step only.
 
-    `sliced` are other slices (frozen parameters in stage 3), `whole` what every rank has all of: forward passes change
+    `sliced` are other slices (frozen parameters in stage 3), `whole` are replicated tensors: forward passes change
     module buffers, and the user's own code may change frozen parameters, in stage 0 also the masters.
     """
 
@@ -186,13 +162,7 @@ def _sorted(inventory: Inventory) -> _Sorted:
     return found
 
 
-def _listed(failed: Sequence[str]) -> str:
+def listed(failed: Sequence[str]) -> str:
+    """The first few of what differs, and how many more."""
     more = f" and {len(failed) - _SHOWN} more" if len(failed) > _SHOWN else ""
     return f"{', '.join(failed[:_SHOWN])}{more}"
-
-
-def _contains(here: Json, saved: Json) -> bool:
-    """Is everything saved here? Beside it there may be what was set since."""
-    if isinstance(saved, dict) and isinstance(here, dict):
-        return all(key in here and here[key] == value for key, value in saved.items())
-    return bool(here == saved)

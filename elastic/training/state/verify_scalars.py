@@ -1,4 +1,4 @@
-"""After a restore: are step counts, hyper-parameters, scaler, scheduler and counters as they were saved?"""
+"""Verification after a restore of step counts, hyper-parameters, loss scaler, scheduler and counters."""
 
 from __future__ import annotations
 
@@ -11,30 +11,22 @@ import torch
 from elastic.core.checkpoint.manifest import Json
 from elastic.engines.inventory import Inventory
 from elastic.engines.json_values import decode, encode
-from elastic.engines.live_state import Stage
+from elastic.engines.live_state import ShardedState
 from elastic.engines.optimizer_state import decode_scalars, scalars_of
-from elastic.training.state.extra_state import COUNTERS, counters_of, read_scaler, read_scheduler
 
 
 @dataclass(frozen=True)
 class LiveGroups:
-    """The parameter groups' own dicts, by who holds on to them: rates are written into these and read from these."""
+    """The parameter groups' own dicts by holder: learning rates are written into these and read from these."""
 
     held: tuple[tuple[str, tuple[dict[str, Any], ...]], ...]
 
     @classmethod
-    def of(cls, engine: Any) -> LiveGroups:
-        wrapper, scheduler = engine.optimizer, engine.lr_scheduler
-        holders = {
-            "the engine's optimizer": wrapper,
-            "the optimizer that steps": getattr(wrapper, "optimizer", None),
-            "the optimizer that was given": engine.basic_optimizer,
-            "the scheduler": getattr(scheduler, "optimizer", None),
-        }
-        return cls(tuple((who, tuple(getattr(holder, "param_groups", ()))) for who, holder in holders.items()))
+    def of(cls, state: ShardedState) -> LiveGroups:
+        return cls(tuple((who, tuple(groups)) for who, groups in state.group_holders().items()))
 
     def moved(self, later: LiveGroups) -> list[str]:
-        """Who holds other dicts in `later`."""
+        """The holders that have other dicts in `later`."""
         return [
             who
             for (who, before), (_, after) in zip(self.held, later.held, strict=True)
@@ -42,9 +34,9 @@ class LiveGroups:
         ]
 
 
-def wrong_scalars(inventory: Inventory, client: Mapping[str, Json]) -> set[str]:
+def wrong_scalars(inventory: Inventory, saved: Mapping[str, Json]) -> set[str]:
     """Names of parameters whose step count (or other number) is not the saved one, or is shared with another tensor."""
-    by_name = decode_scalars(client["optimizer"]["scalars"])
+    by_name = decode_scalars(saved["optimizer"]["scalars"])
     wrong: set[str] = set()
     owners: dict[int, tuple[str, ...]] = {}
     for master, state in zip(inventory.masters, inventory.states, strict=True):
@@ -52,7 +44,7 @@ def wrong_scalars(inventory: Inventory, client: Mapping[str, Json]) -> set[str]:
         if found != dict(scalars_of(master, by_name) or {}):
             wrong.update(master.names)
         for value in state.scalars.values():
-            # One count for two tensors would go up twice a step.
+            # One count that two tensors share would go up twice a step.
             if (
                 isinstance(value, torch.Tensor)
                 and owners.setdefault(value.data_ptr(), master.names) is not master.names
@@ -61,27 +53,22 @@ def wrong_scalars(inventory: Inventory, client: Mapping[str, Json]) -> set[str]:
     return wrong
 
 
-def wrong_groups(stage: Stage, client: Mapping[str, Json]) -> set[int]:
+def wrong_groups(base: torch.optim.Optimizer, saved: Mapping[str, Json]) -> set[int]:
     """Numbers of the parameter groups with another hyper-parameter than saved."""
-    stored: Sequence[Json] = client["optimizer"]["groups"]
+    stored: Sequence[Json] = saved["optimizer"]["groups"]
     return {
         number
-        for number, (group, entry) in enumerate(zip(stage.base.param_groups, stored, strict=True))
+        for number, (group, entry) in enumerate(zip(base.param_groups, stored, strict=True))
         if any(key not in group or not _same(group[key], value) for key, value in entry["hyper"].items())
     }
 
 
-def wrong_rest(engine: Any, client: Mapping[str, Json]) -> set[str]:
-    """Of `REST`, what is not as saved."""
-    wrong = {name for name, value in counters_of(engine, client).items() if getattr(engine, name) != value}
-    if not _within(client["loss_scaler"], read_scaler(engine)):
-        wrong.add("loss scaler")
-    if client["scheduler"] != read_scheduler(engine):
-        wrong.add("learning-rate scheduler")
+def wrong_rest(live: Mapping[str, Json], expected: Mapping[str, Json]) -> dict[str, bool]:
+    """For each part of an engine's extra state: is it otherwise than expected?"""
+    wrong = {name: live["engine"].get(name) != value for name, value in expected["engine"].items()}
+    wrong["loss scaler"] = not _within(expected["loss_scaler"], live["loss_scaler"])
+    wrong["learning-rate scheduler"] = expected["scheduler"] != live["scheduler"]
     return wrong
-
-
-REST = (*COUNTERS, "loss scaler", "learning-rate scheduler")
 
 
 def _same(live: Any, stored: Json) -> bool:

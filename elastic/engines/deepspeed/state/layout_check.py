@@ -6,39 +6,40 @@ from collections.abc import Sequence
 
 from elastic.core.errors import UsageError
 from elastic.core.sharding.layout import Chunk
-from elastic.engines.live_state import Master, Stage
+from elastic.engines.deepspeed.state.zero import ZeroState
+from elastic.engines.live_state import Master
 
 
-def check_layout(stage: Stage) -> None:
+def check_layout(state: ZeroState) -> None:
     """Compare every chunk and buffer of this rank with the pure layout.
 
     Every rank does; that all their chunks together are the whole state, each snapshot's manifest is held to. Raises
     UsageError naming the first difference: resharding by a wrong layout would mix up weights without a word.
     """
-    masters = stage.masters()
-    expected = stage.expected()
+    masters = state.masters()
+    expected = state.expected()
     if expected is None:
         return
-    mine = expected.ranks[stage.rank]
+    mine = expected.ranks[state.rank]
     live = sorted(chunk for master in masters for chunk in master.chunks)
     pure = sorted(mine.chunks)
     for here, there in zip(live, pure, strict=False):
         if here != there:
             raise _differs(_describe(here), _describe(there))
     if len(live) != len(pure):
-        raise _differs(f"{len(live)} chunks on rank {stage.rank}", f"{len(pure)}")
+        raise _differs(f"{len(live)} chunks on rank {state.rank}", f"{len(pure)}")
     sizes = {master.buffer: master.tensor.numel() for master in masters}
     if sizes != dict(mine.buffers):
         raise _differs(f"flat tensors of {sizes} elements", f"{dict(mine.buffers)}")
-    _check_states(masters, stage)
+    _check_states(masters, state)
 
 
-def _check_states(masters: Sequence[Master], stage: Stage) -> None:
-    groups = stage.base.param_groups
+def _check_states(masters: Sequence[Master], state: ZeroState) -> None:
+    groups = state.base.param_groups
     for master in masters:
         if master.group >= len(groups):
             raise UsageError(
-                f"optimizer {type(stage.base).__name__} has {len(groups)} parameter groups for tensors of group "
+                f"optimizer {type(state.base).__name__} has {len(groups)} parameter groups for tensors of group "
                 f"{master.group}: DeepSpeed rebuilt it without them, so its groups cannot be told apart"
             )
 

@@ -12,20 +12,18 @@ import torch
 
 from elastic.core.sharding.layout import Chunk, Layout
 from elastic.core.sharding.zero import zero12_layout
-from elastic.engines.live_state import Extra, Master, Weight, frozen_whole, parameter_names, rank_in, weights_whole
+from elastic.engines.deepspeed.state.zero import ZeroState
+from elastic.engines.live_state import Extra, Master, Weight, frozen_whole, weights_whole
 
 
-class PartitionedStage:
+class PartitionedState(ZeroState):
     """The live state of `DeepSpeedZeroOptimizer` (ZeRO 1 and 2) or of `BF16_Optimizer` (ZeRO 1 with fp32 gradients)."""
 
     def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
         self.zero_stage = int(engine.zero_optimization_stage())
-        self._module: torch.nn.Module = engine.module
-        self._wrapper = engine.optimizer
         self._bf16 = type(engine.optimizer).__name__ == "BF16_Optimizer"
-        self._names = parameter_names(engine.module)
         self.base: torch.optim.Optimizer = engine.optimizer.optimizer
-        self.rank, self.world_size = rank_in(engine.seq_data_parallel_group)
 
     def groups(self) -> list[list[str]]:
         return [[self._names[id(parameter)] for parameter in group] for group in self._listed()]
@@ -43,10 +41,10 @@ class PartitionedStage:
         return found
 
     def frozen(self) -> list[Extra]:
-        return frozen_whole(self._module, [name for group in self.groups() for name in group])
+        return frozen_whole(self.module, [name for group in self.groups() for name in group])
 
     def weights(self) -> list[Weight]:
-        return weights_whole(self._module, [name for group in self.groups() for name in group])
+        return weights_whole(self.module, [name for group in self.groups() for name in group])
 
     def expected(self) -> Layout:
         groups = [[(self._names[id(parameter)], parameter.numel()) for parameter in group] for group in self._listed()]
@@ -58,9 +56,6 @@ class PartitionedStage:
             round_robin=not self._bf16 and bool(self._wrapper.round_robin_gradients),
             parameter_alignment_elements=16 // element_bytes if aligned else 1,
         )
-
-    def begin_install(self) -> None:
-        return None
 
     def finish_install(self) -> None:
         self._wrapper.update_lp_params()

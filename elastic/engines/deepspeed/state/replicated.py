@@ -12,31 +12,20 @@ import torch
 
 from elastic.core.sharding.layout import Chunk, Layout
 from elastic.core.sharding.zero import replicated_layout
-from elastic.engines.live_state import (
-    Extra,
-    Master,
-    Weight,
-    frozen_whole,
-    parameter_names,
-    rank_in,
-    weights_whole,
-    whole_buffer,
-)
+from elastic.engines.deepspeed.state.zero import ZeroState
+from elastic.engines.live_state import Extra, Master, Weight, frozen_whole, weights_whole, whole_buffer
 
 
-class ReplicatedStage:
+class ReplicatedState(ZeroState):
     """The live state of a plain torch optimizer, of `FP16_UnfusedOptimizer` or of `FP16_Optimizer`."""
 
     zero_stage = 0
 
     def __init__(self, engine: Any) -> None:
-        self._module: torch.nn.Module = engine.module
-        self._wrapper = engine.optimizer
-        self._names = parameter_names(engine.module)
+        super().__init__(engine)
         self._flat = hasattr(self._wrapper, "fp32_groups_flat")
         self._unfused = not self._flat and hasattr(self._wrapper, "fp32_groups")
         self.base: torch.optim.Optimizer = self._wrapper.optimizer if self._flat or self._unfused else self._wrapper
-        self.rank, self.world_size = rank_in(engine.seq_data_parallel_group)
 
     def groups(self) -> list[list[str]]:
         return [[self._names[id(parameter)] for parameter in group] for group in self._listed()]
@@ -54,19 +43,16 @@ class ReplicatedStage:
         return found
 
     def frozen(self) -> list[Extra]:
-        return frozen_whole(self._module, [name for group in self.groups() for name in group])
+        return frozen_whole(self.module, [name for group in self.groups() for name in group])
 
     def weights(self) -> list[Weight]:
-        return weights_whole(self._module, [name for group in self.groups() for name in group])
+        return weights_whole(self.module, [name for group in self.groups() for name in group])
 
     def expected(self) -> Layout | None:
         if self._flat:
             return None
         tensors = [(self._names[id(parameter)], parameter.numel()) for group in self._listed() for parameter in group]
         return replicated_layout(tensors, self.world_size)
-
-    def begin_install(self) -> None:
-        return None
 
     @torch.no_grad()
     def finish_install(self) -> None:

@@ -12,20 +12,18 @@ import torch
 
 from elastic.core.sharding.layout import Chunk, Layout
 from elastic.core.sharding.zero import zero3_layout
-from elastic.engines.live_state import PARAM, Extra, Master, Weight, full_numel, parameter_names, rank_in, whole_buffer
+from elastic.engines.deepspeed.state.zero import ZeroState, full_numel
+from elastic.engines.live_state import PARAM, Extra, Master, Weight, whole_buffer
 
 
-class Stage3:
+class Stage3State(ZeroState):
     """The live state of `DeepSpeedZeroOptimizer_Stage3`."""
 
     zero_stage = 3
 
     def __init__(self, engine: Any) -> None:
-        self._module: torch.nn.Module = engine.module
-        self._wrapper = engine.optimizer
-        self._names = parameter_names(engine.module)
+        super().__init__(engine)
         self.base: torch.optim.Optimizer = engine.optimizer.optimizer
-        self.rank, self.world_size = rank_in(engine.seq_data_parallel_group)
 
     def groups(self) -> list[list[str]]:
         found: list[list[str]] = [[] for _ in self.base.param_groups]
@@ -51,7 +49,7 @@ class Stage3:
     def frozen(self) -> list[Extra]:
         trained = {id(parameter) for sub_group in self._wrapper.fp16_groups for parameter in sub_group}
         found = []
-        parameters: list[Any] = list(self._module.parameters())
+        parameters: list[Any] = list(self.module.parameters())
         for parameter in parameters:
             start, numel = self._slice(parameter)
             if id(parameter) not in trained and numel > 0:
@@ -64,7 +62,7 @@ class Stage3:
         """This rank's slices, and the small parameters that stay whole on every rank."""
         trained = {id(parameter) for sub_group in self._wrapper.fp16_groups for parameter in sub_group}
         found = []
-        parameters: list[tuple[str, Any]] = list(self._module.named_parameters())
+        parameters: list[tuple[str, Any]] = list(self.module.named_parameters())
         for name, parameter in parameters:
             if id(parameter) not in trained:
                 continue

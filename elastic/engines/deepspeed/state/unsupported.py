@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
+
 from elastic.core.errors import UsageError
 
 
@@ -17,21 +19,13 @@ def refuse_unsupported(engine: Any) -> None:
             raise UsageError(f"{option} cannot be carried to another world size: {why}")
 
 
-def refuse_moved_away(engine: Any) -> None:
-    """Raises UsageError while `engine.offload_states()` has taken the state out of the optimizer."""
-    if getattr(engine.optimizer, "offloaded_states", None):
-        raise UsageError("the engine's state is offloaded; call engine.reload_states() before a snapshot or a restore")
-
-
 def _offload_device(engine: Any, which: str) -> str:
     config = engine.zero_offload_optimizer() if which == "optimizer" else engine.zero_offload_param()
     return str(getattr(config.device, "value", config.device)) if config is not None else "none"
 
 
-def _world(engine: Any) -> int:
-    from deepspeed import comm
-
-    return int(comm.get_world_size())
+def _world() -> int:
+    return dist.get_world_size()
 
 
 _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
@@ -57,7 +51,7 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ),
     (
         "a data-parallel group smaller than the world",
-        lambda engine: engine.seq_dp_world_size != _world(engine),
+        lambda engine: engine.seq_dp_world_size != _world(),
         "a new world size would not say how it is to be divided",
     ),
     (

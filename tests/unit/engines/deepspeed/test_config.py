@@ -24,12 +24,12 @@ def test_what_deepspeed_gets_agrees_with_itself_at_any_world_size(total: int, mi
     config = {"train_batch_size": total, "train_micro_batch_size_per_gpu": micro}
     made = resolve(config, NONE, world_size, max_world_size=12)
     assert (made.global_batch, made.micro_batch) == (total, micro)
-    told = made.deepspeed
+    told = made.native
     assert told["train_batch_size"] == (
         told["train_micro_batch_size_per_gpu"] * told["gradient_accumulation_steps"] * world_size
     )
     assert told["train_batch_size"] >= total > told["train_batch_size"] - micro * world_size - micro
-    assert told["gradient_accumulation_steps"] == made.passes
+    assert told["gradient_accumulation_steps"] == made.micro_steps
 
 
 @pytest.mark.parametrize(
@@ -126,9 +126,9 @@ def test_the_users_dictionary_is_left_alone() -> None:
     config = {"train_batch_size": 8, "zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": False}
     before = json.dumps(config)
     made = resolve(config, NONE, 3)
-    made.deepspeed["zero_optimization"]["stage"] = 3
+    made.native["zero_optimization"]["stage"] = 3
     assert json.dumps(config) == before
-    assert made.deepspeed["zero_allow_untested_optimizer"] is False
+    assert made.native["zero_allow_untested_optimizer"] is False
 
 
 def test_comms_logger_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,166 @@
+"""What `elastic.training` asks of a training engine.
+
+`EngineKind` is one kind of engine in this process, before and between its engines; `Engine` is one engine of one
+generation. docs/extending.md says how to add a kind; tests/processes/engine_contract.py is what it is held to.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from elastic.comm.hooks import GroupHooks
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+    from elastic.core.checkpoint.manifest import Json
+    from elastic.core.generation_spec import GenerationSpec
+    from elastic.engines.live_state import ShardedState
+
+# AnomalySettings.policy.
+Nonfinite = Literal["stop", "skip", "rollback"]
+Config = Mapping[str, Any] | str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """A configuration at one world size. `global_batch` and `micro_batch` count samples; `micro_steps` is how many
+    micro-batches every rank runs in a full step. `native` is what the engine is built with."""
+
+    native: Mapping[str, Any]
+    global_batch: int
+    micro_batch: int
+    micro_steps: int
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """What an fp16 engine multiplies the loss by. `at_floor`: an overflow cannot lower it any further."""
+
+    value: float
+    at_floor: bool
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """One optimizer step. All but `collective_s` is the same on every rank.
+
+    `applied` is False where the engine skipped the update. `grad_norm` is the L2 norm of the gradient over all ranks
+    before clipping, a number or a 0-d tensor that the device may still be computing; None where the engine does not
+    compute it; a value that is non-finite or negative stands for a non-finite gradient. `learning_rates` are those of
+    the parameter groups after the step. `loss_scale` is None without a loss scaler. `collective_s` are the seconds
+    that the training thread spent in collectives since the step's first forward pass; None where that is not measured.
+    """
+
+    applied: bool
+    grad_norm: float | torch.Tensor | None
+    learning_rates: tuple[float, ...]
+    loss_scale: LossScale | None = None
+    collective_s: float | None = None
+
+
+class Engine(Protocol):
+    """One engine of one generation, on the training thread. Call order:
+
+    1. `state` once, before the first step; where a checkpoint is restored also `load_extra_state`, and then
+       `expected_extra_state` and `extra_state` to verify it
+    2. for every micro-batch: `forward` (any number of times), `backward` once, `step` once
+    3. `state()`'s object and `extra_state` between any two steps, for snapshots
+    4. `close` at the end of the generation, before the process groups are destroyed
+
+    `forward`, `backward` and `step` may be collective, and raise what torch raises when a peer is lost. Nothing here
+    scales losses, seeds random streams or deals samples: that is done by `elastic.training`.
+    """
+
+    name: str
+    # The engine's own object: users reach its attributes through theirs, and it must be garbage after `close`.
+    native: Any
+    module: torch.nn.Module
+    device: torch.device
+    # The ranks over which samples are dealt and gradients averaged.
+    data_group: dist.ProcessGroup
+    # False where the engine itself decides which steps are applied and says nothing about it: outcomes are not judged.
+    judged: bool
+
+    def forward(self, inputs: Sequence[Any], named: Mapping[str, Any], last: bool | None) -> Any:
+        """The model's forward pass. `last`: does this micro-batch end the step? None: not part of a step."""
+        ...
+
+    def backward(self, loss: torch.Tensor, named: Mapping[str, Any]) -> Any:
+        """The backward pass of a loss that is scaled already: gradients are averaged over the ranks and over
+        `ResolvedConfig.micro_steps`, and added up within the step."""
+        ...
+
+    def step(self, inputs: Sequence[Any], named: Mapping[str, Any], consumed: int) -> StepOutcome | None:
+        """After each `backward`: the optimizer's step where `last` was True, else None. `consumed` is how many samples
+        the run will have consumed by then."""
+        ...
+
+    def state(self) -> ShardedState:
+        """The sharded tensors. Not collective. Raises UsageError for what cannot move to another world size."""
+        ...
+
+    def extra_state(self) -> dict[str, Json]:
+        """Everything that is neither a tensor nor the optimizer's, as JSON, equal on all ranks: "engine" (counters by
+        name), "loss_scaler" ({"kind", "values"}) and "scheduler" ({"class", "state"} or None).
+
+        Raises UsageError for what JSON cannot hold.
+        """
+        ...
+
+    def expected_extra_state(self, saved: Mapping[str, Json]) -> dict[str, Json]:
+        """What `extra_state` must give after `saved` was restored at this world size, on which counters may depend.
+        Pure: a restore is verified against it."""
+        ...
+
+    def load_extra_state(self, saved: Mapping[str, Json]) -> None:
+        """The inverse of `extra_state`, from any world size."""
+        ...
+
+    def close(self) -> None:
+        """Release the engine, its threads and whatever it left in the process. Never raises; groups may be broken."""
+        ...
+
+
+class EngineKind(GroupHooks, Protocol):
+    """One kind of engine in this process. Call order:
+
+    1. `warm_up` once per process, before user code runs
+    2. for each generation: the `GroupHooks`, then `resolve` and `build` when the user calls `elastic.initialize`
+    """
+
+    name: str
+
+    def warm_up(self) -> None:
+        """Import what the first engine would import, so that a recovery does not wait for it."""
+        ...
+
+    def resolve(self, config: Config | None, spec: GenerationSpec) -> ResolvedConfig:
+        """The user's configuration (None: the job's own) at the spec's world size. Pure but for reading a file.
+
+        Raises UsageError for contradictions and for options that an elastic run cannot honour.
+        """
+        ...
+
+    def build(
+        self,
+        resolved: ResolvedConfig,
+        nonfinite: Nonfinite | None,
+        device: torch.device,
+        *,
+        model: Any,
+        optimizer: Any,
+        lr_scheduler: Any,
+        model_parameters: Any,
+    ) -> tuple[Engine, Any, Any]:
+        """The engine, its optimizer and its scheduler as users get them. Collective.
+
+        `nonfinite`: what will be done about a step with a non-finite loss or gradient. Unless it is None the engine
+        must report `grad_norm` or `applied` truthfully in every outcome, and with "skip" must not apply such a step.
+        Raises UsageError where it cannot, and for a model that cannot be resharded.
+        """
+        ...

@@ -1,0 +1,104 @@
+"""`Engine` over one DeepSpeedEngine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from elastic.core.checkpoint.manifest import Json
+from elastic.engines.base import StepOutcome
+from elastic.engines.deepspeed import extra_state
+from elastic.engines.deepspeed.collective_clock import CollectiveClock
+from elastic.engines.deepspeed.nonfinite import NonFinite
+from elastic.engines.deepspeed.state.open import open_zero_state
+from elastic.engines.deepspeed.state.zero import ZeroState
+from elastic.engines.deepspeed.teardown import release_engine
+
+
+class DeepSpeedAdapter:
+    """Implements `elastic.engines.base.Engine`."""
+
+    name = "deepspeed"
+
+    def __init__(self, native: Any, nonfinite: str | None = None) -> None:
+        """Raises UsageError where `nonfinite` is "skip" and the configuration does not allow it."""
+        self.native = native
+        self.module: torch.nn.Module = native.module
+        self.device: torch.device = torch.device(native.device)
+        self.data_group: dist.ProcessGroup = native.seq_data_parallel_group
+        self._nonfinite = None if nonfinite is None else NonFinite(native, nonfinite)
+        self.judged = self._nonfinite is None or self._nonfinite.judged
+        self._clock = CollectiveClock()
+        self._last = True
+        # What the clock showed at the first forward pass of the step; None between two steps.
+        self._began_s: float | None = None
+
+    def time_collectives(self) -> None:
+        """From here on outcomes have `collective_s`, on the CPU."""
+        self._clock.install(self.device)
+
+    def forward(self, inputs: Sequence[Any], named: Mapping[str, Any], last: bool | None) -> Any:
+        if last is not None:
+            # Set by hand for every micro-batch: the last step of a run may have fewer than DeepSpeed was told.
+            self.native.set_gradient_accumulation_boundary(last)
+            self._last = last
+            if self._began_s is None:
+                self._began_s = self._clock.waited_s
+        return self.native(*inputs, **named)
+
+    def backward(self, loss: torch.Tensor, named: Mapping[str, Any]) -> Any:
+        return self.native.backward(loss, **named)
+
+    def step(self, inputs: Sequence[Any], named: Mapping[str, Any], consumed: int) -> StepOutcome | None:
+        if not self._last:
+            self.native.step(*inputs, **named)
+            return None
+        if self._nonfinite is None:
+            self.native.step(*inputs, **named)
+            norm = self.native.get_global_grad_norm()
+        else:
+            with self._nonfinite.stepping():
+                self.native.step(*inputs, **named)
+            norm = self._nonfinite.grad_norm
+        # DeepSpeed counts padding, too.
+        self.native.global_samples = consumed
+        began_s, self._began_s = self._began_s, None
+        return StepOutcome(
+            applied=bool(self.native.was_step_applied()),
+            grad_norm=norm,
+            learning_rates=_learning_rates(self.native.optimizer),
+            loss_scale=None if self._nonfinite is None else self._nonfinite.loss_scale(),
+            collective_s=self._clock.waited_s - began_s if self._clock.works and began_s is not None else None,
+        )
+
+    def state(self) -> ZeroState:
+        state = open_zero_state(self.native)
+        # A scheduler that cannot be carried is refused now, not at the first snapshot.
+        self.extra_state()
+        return state
+
+    def extra_state(self) -> dict[str, Json]:
+        return extra_state.read(self.native)
+
+    def expected_extra_state(self, saved: Mapping[str, Json]) -> dict[str, Json]:
+        return extra_state.expected(self.native, saved)
+
+    def load_extra_state(self, saved: Mapping[str, Json]) -> None:
+        extra_state.install(self.native, saved)
+
+    def close(self) -> None:
+        native, self.native = self.native, None
+        if native is not None:
+            release_engine(native)
+        # Before the groups are destroyed: DeepSpeed does so through the object that the clock stands in for.
+        self._clock.remove()
+        self._nonfinite = None
+        self.module = torch.nn.Identity()
+
+
+def _learning_rates(optimizer: Any) -> tuple[float, ...]:
+    groups = getattr(optimizer, "param_groups", None) or []
+    return tuple(float(group["lr"]) for group in groups if "lr" in group)

@@ -1,0 +1,89 @@
+"""`EngineKind` of DeepSpeed: what a process needs before its first engine, and around the groups of each generation."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+import torch
+
+from elastic.core.errors import UsageError
+from elastic.core.generation_spec import GenerationSpec
+from elastic.engines.base import Config, Nonfinite, ResolvedConfig
+from elastic.engines.deepspeed import startup, teardown
+from elastic.engines.deepspeed.adapter import DeepSpeedAdapter
+from elastic.engines.deepspeed.config import read_config, resolve
+from elastic.engines.deepspeed.refused import refuse_model
+
+
+class DeepSpeed:
+    """Implements `elastic.engines.base.EngineKind`."""
+
+    name = "deepspeed"
+
+    def warm_up(self) -> None:
+        startup.warm_up()
+
+    def device(self, local_rank: int) -> tuple[str, torch.device]:
+        """As DeepSpeed's accelerator says: the variable DS_ACCELERATOR may choose another one than the machine has."""
+        from deepspeed.accelerator import get_accelerator
+
+        accelerator = get_accelerator()
+        if accelerator.device_name() == "cpu":
+            return "gloo", torch.device("cpu")
+        return accelerator.communication_backend_name(), torch.device(accelerator.device_name(local_rank))
+
+    def before_join(self) -> None:
+        teardown.clear_stage3_globals()
+        # Standard output carries data, standard error carries messages.
+        for handler in logging.getLogger("DeepSpeed").handlers:
+            if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stdout:
+                handler.setStream(sys.stderr)
+
+    def after_join(self, backend: str) -> None:
+        import deepspeed
+
+        # The group exists: DeepSpeed wraps it and never initialises one itself.
+        deepspeed.comm.init_distributed(dist_backend=backend, dist_init_required=False, verbose=False)
+
+    def destroy_groups(self) -> None:
+        teardown.destroy_groups()
+
+    def resolve(self, config: Config | None, spec: GenerationSpec) -> ResolvedConfig:
+        chosen = config if config is not None else spec.deepspeed_config
+        if chosen is None:
+            raise UsageError(
+                "no DeepSpeed configuration: pass config= to elastic.initialize, or give the job's `deepspeed`"
+            )
+        return resolve(read_config(chosen), spec.batch, spec.world_size, max(spec.max_world_size, spec.world_size))
+
+    def build(
+        self,
+        resolved: ResolvedConfig,
+        nonfinite: Nonfinite | None,
+        device: torch.device,
+        *,
+        model: Any,
+        optimizer: Any,
+        lr_scheduler: Any,
+        model_parameters: Any,
+    ) -> tuple[DeepSpeedAdapter, Any, Any]:
+        import deepspeed
+
+        refuse_model(model)
+        native, wrapped, _, scheduler = deepspeed.initialize(
+            model=model,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            model_parameters=model_parameters,
+            config=dict(resolved.native),
+            dist_init_required=False,
+        )
+        try:
+            engine = DeepSpeedAdapter(native, nonfinite)
+        except UsageError:
+            teardown.release_engine(native)
+            raise
+        engine.time_collectives()
+        return engine, wrapped, scheduler

@@ -1,0 +1,63 @@
+"""What DeepSpeed imports at its first engine, imported earlier and without compiling what nobody calls."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from elastic.engines import build_lock
+
+logger = logging.getLogger(__name__)
+
+# DeepSpeed and torch import these at the first engine or optimizer only; with their dependencies some 750 modules.
+_IMPORTED_LATE = (
+    "torch._dynamo",
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.module_inject.auto_ep_comm",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+)
+
+
+def warm_up() -> None:
+    import deepspeed
+
+    build_lock.install()
+    # Its first use probes every operator; the shared-memory one compiles for about a minute and serves inference only.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    with _compiled_at_first_use():
+        for name in _IMPORTED_LATE:
+            try:
+                importlib.import_module(name)
+            except ImportError as error:
+                logger.debug("%s does not exist and is not imported early: %s", name, error)
+
+
+@contextmanager
+def _compiled_at_first_use() -> Iterator[None]:
+    """DeepSpeed's Muon calls torch.compile while it is imported, which loads the whole compiler: 0.8 s of CPU in every
+    process, whatever its optimizer. Here a function is compiled when it is first called."""
+    from deepspeed.runtime import compiler
+
+    original = compiler.compile
+
+    def compile_later(*args: Any, **kwargs: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+            compiled = functools.cache(lambda: original(*args, **kwargs)(function))
+
+            @functools.wraps(function)
+            def call(*values: Any, **named: Any) -> Any:
+                return compiled()(*values, **named)
+
+            return call
+
+        return decorate
+
+    compiler.compile = compile_later
+    try:
+        yield
+    finally:
+        compiler.compile = original

@@ -1,0 +1,83 @@
+"""What the three kinds of ZeRO state share, and which one an engine has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from elastic.core.errors import UsageError
+from elastic.core.sharding.layout import Layout
+from elastic.engines.live_state import Extra, Master, TensorSpec, Weight, parameter_names, specs_of
+
+
+class ZeroState:
+    """`elastic.engines.live_state.ShardedState` of a DeepSpeedEngine; one subclass for each way of partitioning."""
+
+    zero_stage: int
+    base: torch.optim.Optimizer
+
+    def __init__(self, engine: Any) -> None:
+        self.module: torch.nn.Module = engine.module
+        self.rank, self.world_size = rank_in(engine.seq_data_parallel_group)
+        self._engine = engine
+        self._wrapper = engine.optimizer
+        self._names = parameter_names(engine.module)
+
+    def specs(self) -> list[TensorSpec]:
+        return specs_of(self.module, [name for group in self.groups() for name in group], full_shape)
+
+    def group_holders(self) -> Mapping[str, Sequence[dict[str, Any]]]:
+        wrapper, scheduler = self._engine.optimizer, self._engine.lr_scheduler
+        holders = {
+            "the engine's optimizer": wrapper,
+            "the optimizer that steps": getattr(wrapper, "optimizer", None),
+            "the optimizer that was given": self._engine.basic_optimizer,
+            "the optimizer of a backup": getattr(wrapper, "backup_optimizer", None),
+            "the scheduler": getattr(scheduler, "optimizer", None),
+        }
+        return {who: tuple(getattr(holder, "param_groups", ())) for who, holder in holders.items()}
+
+    def require_readable(self) -> None:
+        if getattr(self._engine.optimizer, "offloaded_states", None):
+            raise UsageError(
+                "the engine's state is offloaded; call engine.reload_states() before a snapshot or a restore"
+            )
+
+    def groups(self) -> list[list[str]]:
+        raise NotImplementedError
+
+    def masters(self) -> list[Master]:
+        raise NotImplementedError
+
+    def frozen(self) -> list[Extra]:
+        raise NotImplementedError
+
+    def weights(self) -> list[Weight]:
+        raise NotImplementedError
+
+    def expected(self) -> Layout | None:
+        """The pure layout that this rank's chunks of `masters` must equal, if there is one; others' may be missing."""
+        raise NotImplementedError
+
+    def begin_install(self) -> None:
+        return None
+
+    def finish_install(self) -> None:
+        raise NotImplementedError
+
+
+def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    """The shape before stage 3 partitioned it."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def full_numel(parameter: torch.Tensor) -> int:
+    return torch.Size(full_shape(parameter)).numel()
+
+
+def rank_in(group: dist.ProcessGroup) -> tuple[int, int]:
+    """(rank, size) in a process group."""
+    return dist.get_rank(group), dist.get_world_size(group)

@@ -1,0 +1,82 @@
+"""What one process holds of its generation: process groups, engine, loader, and what the user's code gave.
+
+Only the runner, `elastic.initialize` and `local` see it; everything below them is given the parts that it needs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import ExitStack
+from typing import Any
+
+from elastic.comm.process_group import ProcessGroup
+from elastic.core.generation_spec import GenerationSpec, Rendezvous
+from elastic.engines.base import Engine, EngineKind
+from elastic.engines.select import engine_kind
+from elastic.training import cleanup
+from elastic.training.data.loader import ElasticLoader
+from elastic.training.engine import ElasticEngine
+from elastic.training.scope import GenerationScope
+from elastic.training.session import Coordinator
+from elastic.training.step_loop import StepLoop
+from elastic.training.user_state import State
+
+
+class Generation:
+    """Call order, on the training thread: 1. `join` 2. `own` when an engine is built, `began` when it can train
+    3. `close`."""
+
+    def __init__(
+        self,
+        spec: GenerationSpec,
+        coordinator: Coordinator,
+        rendezvous: Rendezvous,
+        local_rank: int = 0,
+        kind: EngineKind | None = None,
+    ) -> None:
+        self.kind = kind or engine_kind()
+        self.group = ProcessGroup(spec, rendezvous, self.kind, local_rank)
+        self.scope = GenerationScope(spec, coordinator, self.kind.device(local_rank)[1], local_rank)
+        self.state = State()
+        self.steps: StepLoop | None = None
+        # What `close` closes, the last first.
+        self.closing = ExitStack()
+        self._metrics: dict[str, Any] = {}
+        self._native: weakref.ReferenceType[Any] | None = None
+
+    def join(self) -> None:
+        """Join the process groups. Raises what `ProcessGroup.join` raises."""
+        cleanup.warm_up(self.kind)
+        self.scope.device = self.group.join(self.scope.check)
+
+    @property
+    def has_engine(self) -> bool:
+        return self._native is not None
+
+    def own(self, engine: Engine) -> None:
+        """From here on the engine is closed however the generation ends."""
+        self._native = weakref.ref(engine.native)
+        self.closing.callback(engine.close)
+
+    def began(self, steps: StepLoop, engine: ElasticEngine, loader: ElasticLoader) -> None:
+        self.steps = steps
+        self.closing.callback(engine.close)
+        self.closing.callback(loader.close)
+
+    def note(self, metrics: dict[str, Any]) -> None:
+        """Of the user's: for the report of the current step (of the next one, between two steps)."""
+        self._metrics.update(metrics)
+
+    def take_metrics(self) -> dict[str, Any]:
+        metrics, self._metrics = self._metrics, {}
+        return metrics
+
+    def close(self) -> bool:
+        """Close the loader, the engine and the groups; True when nothing of the engine is left in this process."""
+        self.steps = None
+        try:
+            self.closing.close()
+        finally:
+            self.scope.failure = None
+            self.group.close()
+        return cleanup.collect(self._native)

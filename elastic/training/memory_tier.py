@@ -1,0 +1,220 @@
+"""Snapshots of one rank in the memory of its node: which steps have one, and when they are given up.
+
+All ranks decide together, in one small reduction at the steps where a snapshot is due, so that there is always one that
+every rank has.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from elastic.core.checkpoint.manifest import Json, ShardRecord
+from elastic.core.checkpoint.snapshots import STEPS, is_snapshot, parse_snapshot_id
+from elastic.core.errors import Fenced, IntegrityError, StorageError, UsageError
+from elastic.core.generation_spec import MemoryPlan
+from elastic.core.policy.snapshot_interval import Cadence, Costs
+from elastic.training.scope import GenerationScope
+from elastic.training.session import Phase, SnapshotMemory
+from elastic.training.state.engine_state import EngineState
+from elastic.training.state.host import Transfer, over
+from elastic.training.state.pins import Pins
+
+logger = logging.getLogger(__name__)
+
+# How long a snapshot that must be taken waits for the one before it to be complete on all nodes; and the last one of a
+# generation that ends as planned, without which steps would be repeated: many gigabytes take their time.
+_WAIT_S = 10.0
+_LAST_WAIT_S = 30.0
+_CHECK_S = 0.1
+_MICROSECONDS = 1e6
+
+
+@dataclass(frozen=True)
+class MemoryCopy:
+    """A snapshot of `step`, to be committed when it is copied; `extra` is rank 0's extra state."""
+
+    transfer: Transfer
+    step: int
+    extra: Mapping[str, Json] | None
+    tier: MemoryTier
+
+    def commit(self) -> None:
+        self.tier.commit(self.step, self.extra)
+
+
+class MemoryTier:
+    """Training thread only, except for `commit`. Used once an optimizer step was applied: before that (fp16 finds its
+    scale first) the optimizer keeps nothing, and what it will keep has no place in the node's memory."""
+
+    def __init__(
+        self,
+        scope: GenerationScope,
+        state: EngineState,
+        run_state: Callable[[], Mapping[str, Json]],
+        plan: MemoryPlan,
+        memory: SnapshotMemory,
+    ) -> None:
+        self._scope = scope
+        self._state = state
+        self._run_state = run_state
+        self._plan = plan
+        self._memory = memory
+        self._cadence = Cadence(plan.every_steps, plan.cost_limit)
+        self._costs = Costs()
+        self._pins = Pins(scope.device)
+        self._record: ShardRecord | None = None
+        self._taken: int | None = None
+        self._complete = -1
+        self._steps = 0
+        self._reported_interval = 0
+        # Why this rank takes no snapshots; all ranks stop when one of them has a reason.
+        self._problem: str | None = None
+        self._off = False
+
+    def after_step(self, step: int, duration_s: float) -> MemoryCopy | None:
+        """Collective where a snapshot is due."""
+        if self._off:
+            return None
+        self._steps += 1
+        busy = self._taken is not None and self._complete < self._taken
+        self._look()
+        if self._steps > 1:
+            self._costs.step(duration_s, busy)
+        if not self._cadence.due(step):
+            return None
+        began = time.perf_counter()
+        agreed = self._ready(_WAIT_S if self._cadence.fixed else 0.0)
+        copy = self._capture(step) if agreed else None
+        self._cadence.passed(step, agreed)
+        if agreed:
+            self._costs.snapshot(time.perf_counter() - began)
+        return copy
+
+    def at_end(self, step: int) -> MemoryCopy | None:
+        """The generation ends as planned with this step. Collective."""
+        if self._off or self._taken == step or not self._ready(_LAST_WAIT_S):
+            return None
+        return self._capture(step)
+
+    def commit(self, step: int, extra: Mapping[str, Json] | None) -> None:
+        """On the copier's thread. This rank's step reports go with it: if the rank is lost, only they tell of them."""
+        steps = self._scope.coordinator.recent_steps()
+        try:
+            self._memory.commit(step, {**(extra or {}), STEPS: steps})
+        except (StorageError, IntegrityError, Fenced) as error:
+            logger.warning("the snapshot of step %d is not in this node's memory: %s", step, error)
+            self._problem = str(error)
+
+    def close(self) -> None:
+        """After the last copy."""
+        self._pins.close()
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _ready(self, wait_s: float) -> bool:
+        """Collective. True when every rank takes a snapshot of this step."""
+        ready = self._agree()
+        if not ready and wait_s and not self._off:
+            self._await_last(wait_s)
+            ready = self._agree()
+        return ready
+
+    def _agree(self) -> bool:
+        """Collective. True when the last snapshot is complete everywhere: the next may replace the one before it."""
+        self._look()
+        cost_s = self._costs.cost_s
+        own = (
+            self._complete,
+            self._problem is None,
+            cost_s is not None,
+            -round((cost_s or 0.0) * _MICROSECONDS),
+            -round(self._costs.step_s * _MICROSECONDS),
+        )
+        complete, works, known, cost, step = self._state.agreement.least(own)
+        # The reduction of a group that was aborted meanwhile may return this rank's own figures only.
+        self._scope.check()
+        if not works:
+            self._give_up()
+            return False
+        if complete >= 0:
+            self._settle(complete)
+        cost_s, step_s = -cost / _MICROSECONDS, -step / _MICROSECONDS
+        self._cadence.agreed(cost_s if known else None, step_s)
+        self._report_interval(cost_s, step_s)
+        return self._taken is None or complete >= self._taken
+
+    def _report_interval(self, cost_s: float, step_s: float) -> None:
+        """All ranks agree, so rank 0 reports; a small change is not worth a line."""
+        every, before = self._cadence.interval, self._reported_interval
+        if self._cadence.fixed or cost_s <= 0.0 or self._scope.spec.rank != 0 or before / 1.5 < every < before * 1.5:
+            return
+        self._reported_interval = every
+        self._scope.coordinator.cadence(self._scope.step, every, cost_s, step_s)
+
+    def _capture(self, step: int) -> MemoryCopy | None:
+        """A problem of this rank alone is told at the next agreement: until then the others go on."""
+        self._taken = step
+        self._scope.enter(Phase.SAVING)
+        try:
+            return self._captured(step)
+        except UsageError as error:
+            if self._plan.required:
+                raise
+            self._problem = str(error)
+        except (StorageError, IntegrityError, Fenced) as error:
+            self._problem = str(error)
+        return None
+
+    def _captured(self, step: int) -> MemoryCopy:
+        state, run_state = self._state, self._run_state()
+        for _ in range(2):
+            if self._record is not None:
+                target = over(self._memory.segment())
+                self._pins.pin(target)
+                captured = state.capture_into(target, self._record, run_state)
+                if captured is not None:
+                    extra, transfer = captured
+                    return MemoryCopy(transfer, step, extra, self)
+            # The first snapshot, or the optimizer keeps more than it did at the one before.
+            self._record, size = state.record(self._scope.spec.generation)
+            self._memory.open(self._record, size, self._plan.targets, self._base(), self._plan.stripe)
+        raise AssertionError(f"the state of step {step} has another shape each time it is looked at")
+
+    def _await_last(self, limit_s: float) -> None:
+        """Wait for this rank's part of the last snapshot to be complete; the generation may be aborted meanwhile."""
+        assert self._taken is not None
+        deadline = time.monotonic() + limit_s
+        while not self._memory.wait_complete(self._taken, _CHECK_S) and time.monotonic() < deadline:
+            self._scope.check()
+            if self._memory.failed() is not None:
+                return
+
+    def _base(self) -> tuple[int, int] | None:
+        """(generation, step) of the snapshot that this generation was restored from."""
+        checkpoint = self._scope.spec.checkpoint
+        if checkpoint is None or not is_snapshot(checkpoint):
+            return None
+        step, generation = parse_snapshot_id(checkpoint)
+        return generation, step
+
+    def _settle(self, step: int) -> None:
+        """Older ones are not needed any more, on any node."""
+        try:
+            self._memory.settled(step)
+        except (StorageError, Fenced) as error:
+            self._problem = str(error)
+
+    def _look(self) -> None:
+        try:
+            self._complete = max(self._complete, self._memory.complete())
+        except StorageError as error:
+            self._problem = str(error)
+
+    def _give_up(self) -> None:
+        self._off = True
+        reason = self._problem or "another rank's node cannot"
+        logger.warning("no more snapshots are taken into the nodes' memory: %s", reason)
+        self._scope.coordinator.memory_lost(reason)

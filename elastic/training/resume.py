@@ -1,0 +1,40 @@
+"""What a run saves besides the engine's state, and how a generation resumes from it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from elastic.core.data.samples import SampleOrder
+from elastic.core.data.step_plan import StepPlan
+from elastic.training.data import cursor
+from elastic.training.scope import GenerationScope
+from elastic.training.session import Phase
+from elastic.training.state.engine_state import EngineState
+from elastic.training.user_state import State
+
+
+def run_state(scope: GenerationScope, plan: StepPlan, user: State) -> dict[str, Any]:
+    """The data cursor after the step just finished, and the user's own state; JSON."""
+    return {**cursor.to_state(plan, scope.spec.seed, scope.step), "user": user.dump()}
+
+
+def resume(scope: GenerationScope, state: EngineState, plan: StepPlan, user: State) -> StepPlan:
+    """Restore the spec's checkpoint into the engine, `scope` and `user`; returns the plan that the run resumes with.
+
+    Collective. Raises UsageError, ModelMismatch, IntegrityError or StorageError, on all ranks or on none.
+    """
+    assert scope.spec.checkpoint is not None
+    scope.enter(Phase.RESTORING)
+    report, saved = state.restore(scope.coordinator.source(), scope.spec.checkpoint, later=True)
+    cursor.validate(saved, plan, scope.spec.seed)
+    plan = cursor.from_state(saved, plan, scope.spec.batch)
+    scope.step = int(saved["step"])
+    user.load(saved["user"])
+    here, kept = run_state(scope, plan, user), dict(saved)
+    if here["skips"] != saved.get("skips", []):
+        # Samples that were left out since then move what comes next, which is the purpose of it.
+        kept = {key: value for key, value in saved.items() if key not in ("skips", "position")}
+    cursor.verify(kept, here, plan, SampleOrder(plan.dataset_size, scope.spec.seed), state.agreement)
+    scope.coordinator.restored(report)
+    scope.enter(Phase.BUILDING)
+    return plan

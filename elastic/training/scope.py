@@ -1,0 +1,90 @@
+"""One generation as its parts see it: what is fixed, how far it has come, and whether it may go on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from elastic.comm.failures import as_collective_failure
+from elastic.core.errors import CollectiveFailed, GenerationEnded, Where
+from elastic.core.generation_spec import GenerationSpec
+from elastic.training.result import BadStep
+from elastic.training.session import Coordinator, Phase
+
+
+@dataclass
+class GenerationScope:
+    """Knows no engine, no loader and no process group. `step` counts finished optimizer steps.
+
+    Only the training thread changes it, except for `end`, which any thread may call.
+    """
+
+    spec: GenerationSpec
+    coordinator: Coordinator
+    device: torch.device
+    local_rank: int = 0
+    step: int = 0
+    phase: Phase = Phase.IDLE
+    failure: CollectiveFailed | None = None
+    # How it ended, where it ended by itself: at a planned step, or because of a non-finite one. Every rank alike.
+    planned: bool = False
+    bad_step: BadStep | None = None
+    _ended: str | None = None
+
+    def end(self, reason: str) -> None:
+        """Make every later `check` raise. The first reason stays."""
+        if self._ended is None:
+            self._ended = reason
+
+    def end_as_planned(self) -> None:
+        """The step just finished was the last one and is saved. Raises GenerationEnded."""
+        self.planned = True
+        self.end(f"planned at step {self.step}")
+        self.check()
+
+    def end_for(self, bad: BadStep, step: int) -> None:
+        """Step number `step` (from 1) was non-finite: the run goes back to an earlier one. Raises GenerationEnded."""
+        self.bad_step = bad
+        self.end(f"{bad} in step {step}")
+        self.check()
+
+    @property
+    def ended(self) -> str | None:
+        return self._ended
+
+    def check(self) -> None:
+        """Raise GenerationEnded or the collective's failure once this generation cannot go on.
+
+        Called by everything that the user's loop calls, so that an `except Exception` in it cannot keep a dead
+        generation running.
+        """
+        if self._ended is not None:
+            raise GenerationEnded(self.spec.generation, self._ended)
+        if self.failure is not None:
+            raise self.failure
+
+    def enter(self, phase: Phase) -> None:
+        if phase is not self.phase:
+            self.phase = phase
+            self.coordinator.phase(phase)
+
+    def where(self) -> Where:
+        return Where(rank=self.spec.rank, step=self.step, generation=self.spec.generation)
+
+    @contextmanager
+    def translating(self) -> Iterator[None]:
+        """Around collectives: the loss of a peer becomes CollectiveFailed, and is remembered so that a loop that
+        swallows the error does not go on with a broken group."""
+        try:
+            yield
+        except Exception as error:
+            failure = as_collective_failure(error, self.where())
+            if failure is None:
+                raise
+            if self.failure is None:
+                self.failure = failure
+            self.check()
+            raise failure from error

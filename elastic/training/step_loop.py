@@ -1,0 +1,211 @@
+"""The steps of one rank: which micro-batch is in the user's hands, what a finished step means, and where steps end.
+
+The loader takes micro-batches from it and the engine tells it what was done with them, so that neither knows the other.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from elastic.core.data.micro_batches import MicroBatch
+from elastic.core.data.step_plan import StepPlan
+from elastic.core.data.steps import StepReport
+from elastic.core.errors import UsageError
+from elastic.training.result import BadStep
+from elastic.training.scope import GenerationScope
+from elastic.training.session import Phase, Stop
+from elastic.training.snapshots import Snapshots
+
+
+@dataclass
+class StepProgress:
+    """The current step: its micro-batches, which of them is in the user's hands, and what was summed up so far."""
+
+    step: int
+    batches: tuple[MicroBatch, ...]
+    begun: float = field(default_factory=time.perf_counter)
+    next_batch: int = 0
+    active: MicroBatch | None = None
+    forwards: int = 0
+    backwards: int = 0
+    data_wait_s: float = 0.0
+    # Waiting until the copies of the step before are made, before the weights may change.
+    fenced_s: float = 0.0
+    tokens: int = 0
+
+    @property
+    def complete(self) -> bool:
+        return self.active is None and self.on_last_batch
+
+    @property
+    def on_last_batch(self) -> bool:
+        return self.next_batch == len(self.batches)
+
+    @property
+    def at_first_forward(self) -> bool:
+        return self.next_batch == 1 and self.forwards == 0
+
+    def hand_out(self) -> MicroBatch:
+        """Hand the next micro-batch to the user. Raises UsageError when the one before was not finished."""
+        self.require_stepped()
+        self.active = self.batches[self.next_batch]
+        self.next_batch += 1
+        self.forwards = self.backwards = 0
+        return self.active
+
+    def require_stepped(self) -> None:
+        if self.active is not None:
+            raise UsageError(
+                f"step {self.step}: the loader was asked for the next batch before engine.step(); "
+                "call engine.step() after every engine.backward(loss), as with DeepSpeed's gradient accumulation "
+                "(the weights change at the last micro-batch of a step only)"
+            )
+
+    def require_backward(self) -> None:
+        if self.active is None:
+            raise UsageError("engine.step() was called without a batch from the loader; iterate over the loader")
+        if self.backwards == 0:
+            raise UsageError(f"step {self.step}: engine.step() was called without engine.backward(loss)")
+
+    def finish_batch(self) -> None:
+        self.active = None
+
+    def positions(self) -> tuple[tuple[int, int], ...]:
+        """What this rank consumed with weight, as ranges in ascending order, neighbours joined."""
+        joined: list[tuple[int, int]] = []
+        for part in sorted((m.start, m.stop) for m in self.batches if m.weight > 0):
+            if joined and joined[-1][1] == part[0]:
+                joined[-1] = (joined[-1][0], part[1])
+            else:
+                joined.append(part)
+        return tuple(joined)
+
+
+class StepLoop:
+    """`progress` is the current step, None before the first. `finished`: the run's last step is done and saved.
+
+    `take_metrics` gives what the user's code has reported since it was last called.
+    """
+
+    def __init__(
+        self,
+        scope: GenerationScope,
+        plan: StepPlan,
+        snapshots: Snapshots,
+        take_metrics: Callable[[], Mapping[str, Any]],
+    ) -> None:
+        self.plan = plan
+        self.progress: StepProgress | None = None
+        self.finished = False
+        self._scope = scope
+        self._snapshots: Snapshots | None = snapshots
+        self._take_metrics = take_metrics
+
+    # -- for the loader ------------------------------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the current step (of the next one, between two steps)."""
+        return self.plan.epoch(min(self._scope.step, self.plan.last_step - 1))
+
+    @property
+    def over(self) -> bool:
+        return self._scope.step >= self.plan.last_step
+
+    def advance(self, epoch: int | None = None) -> bool:
+        """Get ready for the next micro-batch; begins a step where the last one is complete.
+
+        False where the run is over, its last step being saved then, or where the next step is not of `epoch`. Raises
+        GenerationEnded where the generation ends here, and UsageError where the last micro-batch was not finished.
+        """
+        if self.finished:
+            return False
+        self._scope.check()
+        self.require_between_batches()
+        if self.progress is None or self.progress.complete:
+            if self.over:
+                self._finish()
+                return False
+            if epoch is not None and self.epoch != epoch:
+                return False
+            self._boundary()
+            self._scope.enter(Phase.TRAINING)
+            self.progress = StepProgress(self._scope.step, self.plan.deal(self._scope.step))
+        return True
+
+    def require_between_batches(self) -> None:
+        if self.progress is not None:
+            self.progress.require_stepped()
+
+    # -- for the engine ------------------------------------------------------------------------------------------------
+
+    def before_update(self) -> None:
+        """The last moment before the weights change: what was restored must be verified, what is copied must be read.
+
+        Collective while a verdict on the restored state is missing.
+        """
+        assert self.progress is not None
+        self.progress.fenced_s += self._saving().before_update()
+
+    def step_finished(self, report: StepReport, applied: bool) -> None:
+        """The current step is done: take the snapshots that are due, report it, begin the copies."""
+        assert self.progress is not None
+        scope, snapshots = self._scope, self._saving()
+        scope.step = report.step
+        with scope.translating():
+            stall_s = self.progress.fenced_s + snapshots.prepare(report.duration_s, applied)
+        scope.coordinator.step_done(replace(report, save_stall_s=stall_s, metrics=self._take_metrics()))
+        snapshots.start()
+
+    def go_back(self, bad: BadStep) -> None:
+        """The current step is not kept; the run resumes from an earlier one. Raises GenerationEnded, on every rank."""
+        assert self.progress is not None
+        # The step before may be where the run resumes.
+        self._saving().drain()
+        step = self.progress.step
+        self._scope.end_for(replace(bad, positions=(self.plan.positions(step),)), step + 1)
+
+    # -- for the runner ------------------------------------------------------------------------------------------------
+
+    def stop_early(self) -> None:
+        """The user's function returned before the end of the run: save, as at its end, so that the run does not wait
+        for a checkpoint in vain. Raises UsageError where it returned inside a step."""
+        self.require_between_batches()
+        progress = self.progress
+        if progress is not None and not progress.complete and progress.next_batch > 0:
+            raise UsageError(
+                f"the training function returned in the middle of step {progress.step}, after "
+                f"{progress.next_batch} of {len(progress.batches)} batches; leave the loop between steps, for example "
+                "when engine.is_gradient_accumulation_boundary() was true"
+            )
+        self._save()
+
+    def close(self) -> None:
+        self._snapshots = None
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _boundary(self) -> None:
+        """Ask whether the generation ends here as planned; if so, save exactly this step and leave."""
+        stop = self._scope.coordinator.boundary(self._scope.step)
+        if stop is not None:
+            self._save(durable=stop is Stop.DURABLE)
+            self._scope.end_as_planned()
+
+    def _finish(self) -> None:
+        self._boundary()
+        self._save()
+        self.finished = True
+
+    def _save(self, durable: bool = True) -> None:
+        """Save the step just finished, unless it was saved already; to storage if `durable`."""
+        with self._scope.translating():
+            self._saving().at_end(durable)
+
+    def _saving(self) -> Snapshots:
+        if self._snapshots is None:
+            raise UsageError("the generation of this engine and loader is over")
+        return self._snapshots
