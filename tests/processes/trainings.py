@@ -279,3 +279,23 @@ def train_and_tell_the_backend(config: dict[str, Any]) -> None:
     crew.told.update(before=before, inside=[type(comm.cdb).__name__, type(comm.cdb._backend).__name__])
     for batch in loader:
         one_pass(engine, batch)
+
+
+def keep_the_contract(config: dict[str, Any]) -> None:
+    """No training by a user: an engine is built and asked directly, within a generation."""
+    import engine_contract
+
+    from elastic.training import context
+
+    generation = context.current()
+    assert generation is not None
+    world_size = elastic.get_context().world_size
+    native = {
+        "train_batch_size": 8 * world_size,
+        "gradient_clipping": 0.0,
+        "train_micro_batch_size_per_gpu": 4,
+        **config["native"],
+    }
+    resolved = generation.kind.resolve(native, generation.scope.spec)
+    assert resolved.micro_steps == engine_contract.MICRO_STEPS
+    engine_contract.hold(generation.kind, resolved, generation.scope.device)
