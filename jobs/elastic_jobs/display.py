@@ -45,6 +45,7 @@ def facts(progress: Progress) -> dict[str, str]:
         "lr": _number(progress.get("learning_rate"), ".3g"),
         "grad norm": _number(progress.get("grad_norm"), ".3g"),
         "tokens/s": _number(progress.get("tokens_per_s"), ",.0f"),
+        "samples/s": _number(progress.get("samples_per_s"), ",.1f"),
         "world size": progress.get("world_size"),
         "generation": progress.get("generation"),
         "last checkpoint": f"step {checkpoint_step}" if checkpoint_step is not None else checkpoint,

@@ -1,4 +1,4 @@
-"""A run as the command line sees it: the seam to the runtime, and a fake of it for tests."""
+"""A run as the front ends see it: the seam to the runtime, and a fake of it for tests."""
 
 from __future__ import annotations
 
@@ -6,31 +6,32 @@ import threading
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-# A controller that is lost before it has written a stop down has forgotten it, so it is told again.
+# A controller that is lost before it has journaled a stop has forgotten it, so the stop is repeated.
 STOP_AGAIN_S = 20.0
 
 
 class RunHandle(Protocol):
-    """Made by `elastic.runtime.driver.client`. Any method may raise an ElasticError when the run cannot be reached for
-    good; a controller that is being restarted is waited for inside.
+    """Made by `elastic.runtime.driver.client`. Methods wait for a controller that is restarting; any of them raises an
+    ElasticError if the run stays unreachable.
 
     1. `progress` as often as wanted; cheap
     2. `wait_step`, `result` to wait
-    3. `stop`, again where it has not been heard; `result` then gives status "stopped"
+    3. `stop`, repeated until the run ends; `result` then has status "stopped"
     """
 
     @property
     def run_id(self) -> str: ...
 
     def progress(self) -> Mapping[str, Any]:
-        """What is known now. Keys (absent or None where unknown): status, step (finished steps), max_steps, loss,
-        tokens_per_s, world_size, generation, last_checkpoint, last_checkpoint_step, doing (a sentence while the run
-        does anything but train), asking_for (in words, the nodes that are wanted and not there), incidents (a count),
-        stragglers (each with worker, rank, node, factor)."""
+        """What is known now. Keys (absent or None if unknown): status, step (finished steps), max_steps, loss,
+        learning_rate (of the first group), grad_norm, steps_per_s, tokens_per_s or samples_per_s, world_size,
+        generation, last_checkpoint, last_checkpoint_step, doing (a sentence while the run does anything but train),
+        asking_for (the requested nodes that are missing, in words), incidents (a count), stragglers (each with worker,
+        rank, node, factor)."""
         ...
 
     def wait_step(self, step: int, timeout_s: float) -> bool:
-        """True as soon as `step` steps have finished; False at the timeout or when the run has ended before."""
+        """True as soon as `step` steps have finished; False at the timeout or if the run has ended before."""
         ...
 
     def result(self, timeout_s: float) -> Mapping[str, Any] | None:
@@ -43,7 +44,7 @@ class RunHandle(Protocol):
 
 
 class FakeHandle:
-    """A run of the imagination. `advance` moves it, from any thread."""
+    """A fake run. `advance` moves it, from any thread."""
 
     def __init__(self, run_id: str = "fake", max_steps: int = 10) -> None:
         self._run_id = run_id

@@ -35,12 +35,15 @@ class Telemetry:
         self.watch = ProgressWatch(self._hang)
         self._unwritten: list[records.Step] = []
         self._written_at = now
-        self._recent: deque[tuple[float, int]] = deque(maxlen=20)
+        # (time, tokens, samples) of the last steps.
+        self._recent: deque[tuple[float, int, int]] = deque(maxlen=20)
         self._stalls: dict[int, float] = {}
         self._restores: dict[int, Mapping[str, Any]] = {}
         self._proof_s = 0.0
         self.step = 0
         self.loss: float | None = None
+        self.grad_norm: float | None = None
+        self.learning_rate: float | None = None
         # The newest value of each metric that the training function has reported.
         self.metrics: dict[str, Any] = {}
 
@@ -89,7 +92,9 @@ class Telemetry:
             self._hang.add(done.duration_s)
         if done.save_stall_s:
             self._stalls[done.step] = done.save_stall_s
-        self._recent.append((now, done.tokens or done.samples))
+        self._recent.append((now, done.tokens, done.samples))
+        self.grad_norm = done.grad_norm
+        self.learning_rate = done.learning_rates[0] if done.learning_rates else None
         self._unwritten.append(records.step(done, now))
         self.flush(now)
 
@@ -171,12 +176,15 @@ class Telemetry:
             self._unwritten = []
             self._written_at = now
 
-    def rate(self) -> float | None:
-        """Tokens per second over the last steps; samples where the model does not say what a token is."""
-        if len(self._recent) < 2:
-            return None
-        seconds = self._recent[-1][0] - self._recent[0][0]
-        return sum(count for _, count in list(self._recent)[1:]) / seconds if seconds > 0 else None
+    def rates(self) -> dict[str, float]:
+        """Per second over the last steps: steps, and tokens, or samples if the model does not count tokens."""
+        seconds = self._recent[-1][0] - self._recent[0][0] if self._recent else 0.0
+        if seconds <= 0:
+            return {}
+        later = list(self._recent)[1:]
+        tokens, samples = sum(step[1] for step in later), sum(step[2] for step in later)
+        counted = {"tokens_per_s": tokens / seconds} if tokens else {"samples_per_s": samples / seconds}
+        return {"steps_per_s": len(later) / seconds, **counted}
 
     def summary_records(self, now: float) -> list[records.Record]:
         """The closing records of a run: samples and time."""

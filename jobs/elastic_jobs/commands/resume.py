@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from typing import Any
 
 from elastic.core.errors import RunNotFound, TokenRefused, UsageError
 from elastic.core.names import check_run_id
+from elastic.observe.journal import JournalReader
+from elastic.observe.summary import summarize
 from elastic_jobs.backend import Backend
 from elastic_jobs.commands.common import (
     folder_of,
@@ -18,7 +21,8 @@ from elastic_jobs.commands.common import (
     run_arguments,
 )
 from elastic_jobs.commands.submit import after, env_argument
-from elastic_jobs.job_file.checks import check, check_here, refuse
+from elastic_jobs.follow import show
+from elastic_jobs.job_file.checks import check, check_here, check_new_end, is_done, refuse
 from elastic_jobs.launch import launch
 from elastic_jobs.live import OutOfReach, reach, read_live
 from elastic_jobs.plan import Job, RunPlan
@@ -52,10 +56,25 @@ def run(options: argparse.Namespace, backend: Backend) -> int:
     folder = folder_of(options)
     output, place = output_of(options), place_of(options)
     job = _resumed(folder.read_job(), folder, options.max_steps)
-    refuse(check(job, place) or check_here(job, output))
+    summary = _so_far(folder)
+    check_new_end(folder.run_id, summary, options.max_steps)
     _check_not_going_on(backend, folder, options.address)
+    if is_done(summary, options.max_steps):
+        say(f"run {folder.run_id} is finished after step {summary.get('steps')}; --max-steps names a later end")
+        show(summary, output.as_json)
+        return 0
+    refuse(check(job, place) or check_here(job, output))
     folder.write("job.json", job.record())
     return launch(backend, RunPlan(job, place, output), folder)
+
+
+def _so_far(folder: RunFolder) -> dict[str, Any]:
+    """The summary of the journal, empty for a run that has not written one yet."""
+    try:
+        records = JournalReader(folder.url, folder.run_id).records()
+    except RunNotFound:
+        return {}
+    return {**summarize(records), "run_id": folder.run_id}
 
 
 def _resume_job(options: argparse.Namespace, backend: Backend) -> int:

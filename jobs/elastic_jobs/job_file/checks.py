@@ -7,12 +7,13 @@ storage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from elastic.core.errors import StorageError, UsageError
 from elastic.core.names import check_run_id
+from elastic.core.run.phase import FINISHED
 from elastic.core.secrets import check_options, check_url
 from elastic.core.settings import RunSettings
 from elastic.entrypoint import load_entry_point, parse_entry_point
@@ -74,6 +75,22 @@ def check_storage(settings: RunSettings) -> None:
             CheckpointStore(url, settings.run_id, timeout_s=_CHECK_TIMEOUT_S).check_writable()
         except StorageError as error:
             raise UsageError(f"{error.message}; nothing was started") from error
+
+
+def check_new_end(run_id: str, summary: Mapping[str, Any], max_steps: int | None) -> None:
+    """Raises UsageError for an end of a resumed run that lies before what `summary`, of its journal, says is done."""
+    saved = [entry.get("step") or 0 for entry in summary.get("checkpoints") or ()]
+    done = max([summary.get("steps") or 0, *saved])
+    if max_steps is not None and max_steps < done:
+        raise UsageError(
+            f"--max-steps {max_steps} is below the {done} steps that run {run_id!r} has done already; "
+            "nothing was changed"
+        )
+
+
+def is_done(summary: Mapping[str, Any], max_steps: int | None) -> bool:
+    """Whether a run has reached its end, and `max_steps` (None: the run's own) is no later one."""
+    return summary.get("status") == FINISHED and max_steps in (None, summary.get("steps"))
 
 
 def _found(key: str, check: Callable[..., object], *arguments: Any) -> Iterator[Finding]:

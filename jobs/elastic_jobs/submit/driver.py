@@ -33,7 +33,7 @@ from elastic_jobs.display import LineDisplay
 from elastic_jobs.exit_codes import DRIVER_BLIND, DRIVER_LOST, STATUSES, exit_code
 from elastic_jobs.follow import conclude
 from elastic_jobs.handle import STOP_AGAIN_S, RunHandle
-from elastic_jobs.job_file.checks import check_storage
+from elastic_jobs.job_file.checks import check_new_end, check_storage, is_done
 from elastic_jobs.job_file.spec import JobSpec, load_job
 from elastic_jobs.live import Live, forget_live, write_live
 from elastic_jobs.plan import Job, Output
@@ -115,6 +115,10 @@ class Driver:
         ended = self._ended()
         if self._command.mode == "continue" and ended is not None and ended.get("status") in (FINISHED, STOPPED):
             return self._tell(ended)
+        if self._command.mode == "resume" and ended is not None:
+            check_new_end(self._command.run_id, ended, self._command.max_steps)
+            if is_done(ended, self._command.max_steps):
+                return self._tell(ended)
         return self._start()
 
     def _attach(self) -> RunHandle | None:

@@ -749,3 +749,36 @@ def test_the_memory_of_one_process_is_no_storage(job: Path, where: str, capfd: p
     job.write_text(f"{JOB}{where}\n")
     assert cli.main(["run", "job.yaml"], FakeBackend()) == 2
     assert "storage 'memory://x' is the memory of one process" in capfd.readouterr().err
+
+
+# -- resume: what is done stays done -----------------------------------------------------------------------------------
+
+
+def test_an_end_before_what_is_done_is_refused_and_nothing_changes(
+    job: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["run", "job.yaml", "--run-id", "r1"], FakeBackend("stopped")) == 103
+    JournalWriter("runs", "r1").append({"type": "checkpoint", "id": "step-00000012-g0001", "step": 12})
+    before = RunFolder("runs", "r1").read("job.json")
+    backend = FakeBackend()
+    assert cli.main(["resume", "r1", "--max-steps", "11"], backend) == 2
+    assert "--max-steps 11 is below the 12 steps that run 'r1' has done already" in capfd.readouterr().err
+    assert (backend.calls, RunFolder("runs", "r1").read("job.json")) == ([], before)
+    assert cli.main(["resume", "r1", "--max-steps", "12"], backend) == 0
+    assert backend.calls[-1][1].max_steps == 12
+
+
+@pytest.mark.parametrize("more", [[], ["--max-steps", "10"]])
+def test_resume_of_a_finished_run_says_so_at_once(
+    job: Path, more: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["run", "job.yaml", "--run-id", "r1"], FakeBackend()) == 0
+    capfd.readouterr()
+    backend = FakeBackend()
+    assert cli.main(["resume", "r1", "--json", *more], backend) == 0
+    out, err = capfd.readouterr()
+    assert "run r1 is finished after step 10" in err
+    assert json.loads(out)["steps"] == 10
+    assert backend.calls == []
+    assert cli.main(["resume", "r1", "--max-steps", "20"], backend) == 0
+    assert backend.calls[-1][1].max_steps == 20
