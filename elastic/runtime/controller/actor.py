@@ -55,6 +55,8 @@ _CLOSE_LIMIT_S = 30.0
 _SINKS_LIMIT_S = 5.0
 # What was noted is written down within so long also where nothing happens: steps, in a run that only trains.
 _WRITE_S = 2.0
+# What a decision has left to be written waits so long for the next events, which are written with it.
+_QUIET_S = 0.1
 # The finished controller stays reachable for this long, so that watchers can fetch the result.
 _LINGER_S = 600.0
 
@@ -260,9 +262,10 @@ class ControllerActor:
             deadline = machine.next_deadline(self._loop.state)
             left_s = math.inf if deadline is None else max(0.0, deadline - time.time())
             try:
-                events.append(await asyncio.wait_for(self._events.get(), min(left_s, _WRITE_S)))
+                linger_s = _QUIET_S if self._records.pending else _WRITE_S
+                events.append(await asyncio.wait_for(self._events.get(), min(left_s, linger_s)))
             except asyncio.TimeoutError:
-                return [ev.Tick()] if left_s <= _WRITE_S else []
+                return [ev.Tick()] if left_s <= linger_s else []
         while not self._events.empty():
             events.append(self._events.get_nowait())
         return events

@@ -104,6 +104,7 @@ class ControlLoop:
 
     def durable(self, worker: int) -> int:
         """Up to which number this worker's events are in the journal."""
+        self._acks.written(self._records.durable)
         return self._acks.durable(worker)
 
     def _take(self, worker: int, item: Item, now: float) -> None:
@@ -169,20 +170,18 @@ class ControlLoop:
             # Before the events: the journal's order is that of a replay, and a step that a checkpoint covers is never
             # done again, so that its record must not be lost either.
             self.telemetry.flush(now, force=True)
-        self._acks.taken(events)
-        await self._write([records.event(event, now) for event in fresh])
+        for event in fresh:
+            self._records.note(records.event(event, now))
+        self._acks.taken(events, self._records.noted)
+        # The only wait for storage on the way to a decision: what is noted below is written with the next events, or
+        # when nothing happens for a moment.
+        await (self._records.write() if fresh else self._records.start())
         for event in fresh:
             before = self.state
             self.state, actions = machine.step(before, event, now)
             self._follow(before, event, now)
             for action in actions:
                 self._act(action, now)
-        await self._write()
-
-    async def _write(self, lines: Sequence[records.Record] = ()) -> None:
-        await self._records.write(lines)
-        if not self._records.pending:
-            self._acks.written()
 
     def _act(self, action: act.Action, now: float) -> None:
         if isinstance(action, act.Note):

@@ -134,20 +134,20 @@ def test_a_controller_takes_nothing_from_who_has_something_older_for_it(tmp_path
     asyncio.run(scenario())
 
 
-def test_receipts_are_told_by_event_and_not_by_what_it_says() -> None:
-    receipts, same = Acks(), ev.GroupJoined(1, 0)
+def test_acks_are_by_event_and_not_by_its_content() -> None:
+    acks, same = Acks(), ev.GroupJoined(1, 0)
     first, second = ev.GroupJoined(1, 0), same
-    receipts.heard(first, 3, 1)
-    receipts.heard(second, 3, 2)
-    receipts.taken([first])
-    receipts.written()
-    assert (receipts.durable(3), receipts.durable(4)) == (1, 0)
-    receipts.taken([second, ev.Tick()])
-    assert receipts.durable(3) == 1
-    receipts.written()
-    assert receipts.durable(3) == 2
-    receipts.retain({4})
-    assert receipts.durable(3) == 0
+    acks.heard(first, 3, 1)
+    acks.heard(second, 3, 2)
+    acks.taken([first], 1)
+    acks.written(1)
+    assert (acks.durable(3), acks.durable(4)) == (1, 0)
+    acks.taken([second, ev.Tick()], 1)
+    assert acks.durable(3) == 1
+    acks.written(1)
+    assert acks.durable(3) == 2
+    acks.retain({4})
+    assert acks.durable(3) == 0
 
 
 class Life:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +10,13 @@ from short_run import EVENTS, SETTINGS, journal, live, step_report
 
 from elastic.core import actions as act
 from elastic.core import events as ev
-from elastic.core.errors import StorageError, UsageError
+from elastic.core.errors import UsageError
 from elastic.core.run import machine
 from elastic.core.run.incident import Incident
 from elastic.observe.journal import JournalReader, JournalWriter
 from elastic.runtime import names
 from elastic.runtime.controller.incidents import IncidentBook
 from elastic.runtime.controller.progress import cadence_record
-from elastic.runtime.controller.records import Records
 from elastic.runtime.controller.replay import Replayed, replay
 from elastic.runtime.controller.telemetry import Telemetry
 from elastic.runtime.train_function import Entry
@@ -139,87 +134,6 @@ def test_an_incident_is_written_again_when_the_lost_steps_are_caught_up() -> Non
     assert [record["seconds"].get("caught_up") for record in records] == [None, 2.0]
     assert records[1]["restore"]["bytes_read"] == 7
     assert "collective" in records[0]["detector"]
-
-
-class Away:
-    """A journal whose storage fails while `failing`."""
-
-    def __init__(self) -> None:
-        self.lines: list[dict[str, Any]] = []
-        self.failing = False
-
-    def extend(self, records: Sequence[dict[str, Any]]) -> None:
-        if self.failing:
-            raise StorageError("no route to storage")
-        self.lines += records
-
-
-def test_lines_wait_in_order_while_storage_is_away() -> None:
-    async def scenario() -> list[Any]:
-        away: Any = Away()
-        records = Records()
-        records.open(away)
-        records.note({"n": 1})
-        away.failing = True
-        await records.write([{"n": 2}])
-        assert records.failing
-        assert records.pending
-        away.failing = False
-        await records.write([{"n": 3}])
-        assert not records.failing
-        return [line["n"] for line in away.lines]
-
-    assert asyncio.run(scenario()) == [1, 2, 3]
-
-
-class Slow(Away):
-    """A journal whose storage answers when `gate` is set."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = threading.Event()
-
-    def extend(self, records: Sequence[dict[str, Any]]) -> None:
-        assert self.gate.wait(LIMIT_S)
-        super().extend(records)
-
-
-def test_storage_that_does_not_answer_keeps_nobody_waiting() -> None:
-    async def scenario() -> list[Any]:
-        slow: Any = Slow()
-        records = Records(limit_s=0.01)
-        records.open(slow)
-        await records.write([{"n": 1}])
-        assert records.failing
-        await records.write([{"n": 2}])
-        assert slow.lines == []
-        slow.gate.set()
-        await records.write([{"n": 3}], limit_s=LIMIT_S)
-        assert not records.failing
-        assert not records.pending
-        return [line["n"] for line in slow.lines]
-
-    assert asyncio.run(scenario()) == [1, 2, 3]
-
-
-def test_the_journal_does_not_wait_for_other_threads() -> None:
-    async def scenario() -> list[Any]:
-        away: Any = Away()
-        records, gate = Records(), threading.Event()
-        records.open(away)
-        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
-        begun = threading.Event()
-        busy = asyncio.get_running_loop().run_in_executor(None, lambda: begun.set() or gate.wait(LIMIT_S))
-        try:
-            assert begun.wait(LIMIT_S)
-            await records.write([{"n": 1}])
-            assert not busy.done()
-            return list(away.lines)
-        finally:
-            gate.set()
-            await busy
-
-    assert asyncio.run(scenario()) == [{"n": 1}]
 
 
 @pytest.mark.parametrize(
