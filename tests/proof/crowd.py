@@ -138,15 +138,10 @@ class _Done:
 
 
 def _all_reduce(tensor: torch.Tensor, op: Any = None, group: Any = None, async_op: bool = False, **_: Any) -> _Done:
-    from deepspeed import comm
-
     stacked = torch.stack(_here.crowd.exchange(tensor.detach().clone()))
-    reductions = {
-        comm.ReduceOp.SUM: lambda: stacked.sum(0),
-        comm.ReduceOp.MAX: lambda: stacked.amax(0),
-        comm.ReduceOp.MIN: lambda: stacked.amin(0),
-    }
-    tensor.copy_(reductions[comm.ReduceOp.SUM if op is None else op]())
+    # By name: DeepSpeed's operations are not torch's.
+    reductions = {"SUM": lambda: stacked.sum(0), "MAX": lambda: stacked.amax(0), "MIN": lambda: stacked.amin(0)}
+    tensor.copy_(reductions["SUM" if op is None else op.name]())
     return _Done()
 
 
