@@ -1,4 +1,4 @@
-"""Foreign errors are translated here and nowhere else: what torch, gloo and NCCL raise when a peer is lost."""
+"""Translation of what torch, gloo and NCCL raise when a peer is lost. Foreign errors are translated here only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from elastic.core.errors import CollectiveFailed, Where
 
-# gloo raises a plain RuntimeError. These texts are its own; a user's RuntimeError is unlikely to carry them.
+# gloo raises a plain RuntimeError with these texts; a user's RuntimeError is unlikely to contain them.
 _GLOO_TEXTS = (
     "gloo/transport",
     "Connection closed by peer",

@@ -1,7 +1,7 @@
-"""Whose socket is at the other end: every member of a generation says once where its own sockets are.
+"""Which rank is at the other end of a socket: every member of a generation publishes its socket addresses once.
 
-Rank 0 gathers what all have said and gives each what it needs. Were everybody to ask everybody, a thousand ranks would
-have a million messages sent, each of them as long as the group is large.
+Rank 0 gathers the addresses and hands each rank those that it needs. If every rank asked every other, a thousand ranks
+would send a million messages, each as long as the group is large.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Connected = dict[int, list[tuple[Address, Address]]]
 
 @dataclass(frozen=True)
 class Peers:
-    """As one rank sees the others: where they listen, and the rank at each address that a socket here may be connected
-    to."""
+    """The other ranks as one rank sees them: where they listen, and the rank at each address that a socket of this
+    process may be connected to."""
 
     listening: frozenset[Address]
     rank_at: Mapping[Address, int]
@@ -41,8 +41,8 @@ def exchange(store: Store, prefix: str, rank: int, world_size: int, mine: Sequen
 
 
 def toward(listening: Listening, connected: Connected) -> dict[int, list[tuple[int, Address]]]:
-    """For each rank who is connected to where it listens, and from which address. (The other ends are known by where
-    the others listen.) Linear in the number of connections."""
+    """For each rank: the ranks that are connected to its listening sockets, and from which address. (The other ends are
+    known from where the others listen.) Linear in the number of connections."""
     rank_at = {address: rank for rank, addresses in listening.items() for address in addresses}
     found: dict[int, list[tuple[int, Address]]] = {rank: [] for rank in listening}
     for rank, ends in connected.items():

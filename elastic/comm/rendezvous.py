@@ -1,4 +1,4 @@
-"""Where the members of a generation meet: one store per generation, hosted by the process that will be rank 0."""
+"""The store through which a generation's members form their groups, hosted by the process that will be rank 0."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ def host_store(host: str, port: int = 0) -> Rendezvous:
 
 
 def _listen(host: str, port: int) -> socket.socket | None:
-    """torch would listen at every address of the machine, and asks nobody who they are. None where `host` is not an
-    address of this machine (one that is forwarded here)."""
+    """torch would listen at every address of the machine, without authentication. None where `host` is an address that
+    is forwarded to this machine and not its own."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     try:
         return socket.create_server(address, family=family)
     except OSError as error:
         if error.errno != errno.EADDRNOTAVAIL:
             raise
-        logger.warning("%s is no address of this machine: the store of the process group listens at all it has", host)
+        logger.warning("%s is not an address of this machine: the process group's store listens at all addresses", host)
         return None
 
 
@@ -64,7 +64,7 @@ def release_store(rendezvous: Rendezvous) -> None:
 def connect(rendezvous: Rendezvous, timeout_s: float, check: Callable[[], None]) -> Store:
     """Reach the store. `check` is called while waiting and may raise; otherwise raises torch's DistError in the end.
 
-    On a thread of its own: it cannot be interrupted, and an abort must not wait for a host that is gone.
+    The connection is made on a thread of its own: it cannot be interrupted, and an abort must not wait for a lost host.
     """
     attempt = _Attempt(rendezvous, timeout_s)
     while not attempt.done.wait(_CHECK_EVERY_S):
@@ -89,8 +89,8 @@ class _Attempt:
 
     def _run(self, rendezvous: Rendezvous, timeout_s: float) -> None:
         try:
-            # The store looks up the names of those who connect (reverse DNS, one after another): a resolver that drops
-            # a query costs 5 s here unless RES_OPTIONS says otherwise.
+            # The store looks up the name of every client (reverse DNS, one after another): a resolver that drops a
+            # query costs 5 s here unless RES_OPTIONS says otherwise.
             self._outcome = TCPStore(
                 rendezvous.host,
                 rendezvous.port,

@@ -1,9 +1,9 @@
 """Which TCP sockets of this process belong to a generation's groups, and how to shut them down.
 
-gloo offers no way to release a thread that is blocked in a collective with a frozen peer; shutting down the connected
-sockets under it does, within milliseconds (measured; aborting, closing or destroying the group does not). A process
-has other sockets too (Ray's), which must not be touched, and listening sockets must never be shut down: gloo's accept
-thread would then abort the process.
+gloo has no call that releases a thread blocked in a collective with a frozen peer. Shutting down the connected sockets
+under it does, within milliseconds (measured; aborting, closing or destroying the group does not). Other sockets of the
+process (Ray's) must not be touched, and listening sockets must never be shut down: gloo's accept thread would then
+abort the process.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ Address = tuple[str, int]
 
 @dataclass(frozen=True)
 class TcpSocket:
-    """`inode` tells a descriptor that was closed and opened again from the one that was seen. `peer` is None when it
-    is not connected."""
+    """`inode` distinguishes a descriptor number that was closed and reused. `peer` is None when the socket is not
+    connected."""
 
     fd: int
     inode: str
@@ -28,7 +28,7 @@ class TcpSocket:
 
 
 def tcp_sockets() -> list[TcpSocket]:
-    """Every TCP socket of this process at this moment. Safe beside threads that open and close descriptors."""
+    """Every TCP socket of this process at this moment. Safe while other threads open and close descriptors."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         info = _look(int(name))
@@ -74,7 +74,7 @@ def _look(fd: int) -> TcpSocket | None:
 
 
 def inode_of(fd: int) -> str | None:
-    """What the descriptor refers to, if it is a socket."""
+    """The socket that the descriptor refers to ("socket:[inode]"); None for anything else."""
     try:
         target = os.readlink(f"/proc/self/fd/{fd}")
     except OSError:
@@ -83,7 +83,7 @@ def inode_of(fd: int) -> str | None:
 
 
 def _duplicate(fd: int, inode: str) -> socket.socket | None:
-    """A duplicate of the descriptor, proven to be of the same socket: another thread may close and reuse the number."""
+    """A duplicate of the descriptor, checked to be the same socket: another thread may close and reuse the number."""
     try:
         copy = os.dup(fd)
     except OSError:

@@ -39,11 +39,11 @@ class Inventory:
         return _layout(self.masters, self.extras)
 
     def sharded(self) -> RankLayout:
-        """Only what this rank alone holds."""
+        """What only this rank holds."""
         return _layout([m for m in self.masters if not m.replicated], [e for e in self.extras if not e.replicated])
 
     def written(self, rank: int, world_size: int) -> RankLayout:
-        """What this rank's snapshot carries: its own slices, and of every replicated tensor that it was dealt, all.
+        """What this rank's snapshot carries: its own slices, and the replicated tensors that it was assigned, whole.
 
         Module buffers are written by rank 0 and nobody else. They are not kept equal by DeepSpeed (batch statistics
         differ from rank to rank), and as in torch's DistributedDataParallel rank 0's are the run's.

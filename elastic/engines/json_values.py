@@ -1,4 +1,4 @@
-"""Small Python values as strict JSON and back: what schedulers, parameter groups and optimizer scalars are made of.
+"""Small Python values as strict JSON and back: the content of schedulers, parameter groups and optimizer scalars.
 
 JSON has no tuples, no infinity, no integer keys and no tensors, and torch's schedulers have all of them (MultiStepLR
 counts by integer, ReduceLROnPlateau starts at infinity). They become objects with one key that begins with "$".

@@ -1,8 +1,8 @@
 """What a live engine holds, in the terms of `elastic.core.sharding.layout`: the part that differs between engines.
 
-A *master* is one tensor that the base optimizer updates: a flat partition (stages 1 to 3), a flat group or a parameter
-(stage 0). It is also the key under which the base optimizer keeps its state. An *extra* is a tensor that no optimizer
-updates: a frozen parameter or a module buffer.
+A *master* is one tensor that the base optimizer updates: with ZeRO a flat partition (stages 1 to 3), a flat group or a
+parameter (stage 0). It is also the key under which the base optimizer keeps its state. An *extra* is a tensor that no
+optimizer updates: a frozen parameter or a module buffer.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def weights_whole(module: torch.nn.Module, optimized: Sequence[str]) -> list[Wei
 
 
 def whole_buffer(name: str) -> str:
-    """The buffer's name of a tensor that is not part of a flat: its own, kept apart from those of flats."""
+    """The buffer name of a tensor outside any flat: the tensor's own, distinct from the names of flats."""
     return f"{name}~" if re.fullmatch(r"(group|sub)\d+", name) else name
 
 

@@ -1,4 +1,4 @@
-"""The base optimizer's state: tensors with the master's shape, and scalars; told apart, read and put back."""
+"""The base optimizer's state: tensors with the master's shape, and scalars; classified, read and installed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from elastic.core.errors import ModelMismatch, UsageError
 from elastic.engines.json_values import decode, encode
 from elastic.engines.live_state import MASTER, Master, ShardedState
 
-# Parameter-group keys that choose an implementation. They belong to the machine, not to the training state.
+# Parameter-group keys that choose an implementation: a property of the machine, not of the training state.
 _IMPLEMENTATION = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
 
 
@@ -30,7 +30,7 @@ def read_states(base: torch.optim.Optimizer, masters: list[Master]) -> list[Mast
     """One entry per master; live tensors, not copies. Raises UsageError naming the optimizer and the state."""
     # `get`, for the state is a defaultdict: looking must not create what does not exist yet.
     raw = [dict(base.state.get(master.tensor) or {}) for master in masters]
-    # A state of a parameter without dimensions looks like a scalar: the other parameters tell what it is.
+    # The state of a 0-d parameter looks like a scalar: the other parameters' state decides.
     shaped = {
         key
         for master, state in zip(masters, raw, strict=True)
@@ -42,7 +42,7 @@ def read_states(base: torch.optim.Optimizer, masters: list[Master]) -> list[Mast
 
 def encode_scalars(masters: list[Master], states: list[MasterState]) -> Json:
     """Scalars by parameter name, names with equal ones together: [{"names": [...], "values": {...}}]."""
-    # By their text: of ten thousand parameters each may have others, and none is compared with all before it.
+    # Grouped by their JSON text: linear where ten thousand parameters all have different scalars.
     found: dict[str, tuple[Json, list[str]]] = {}
     for master, state in zip(masters, states, strict=True):
         if not state.tensors and not state.scalars:

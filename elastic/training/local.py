@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class SilentCoordinator:
-    """A generation that nobody watches: no checkpoints, no planned end. Steps are logged at DEBUG."""
+    """A generation without a controller: no checkpoints, no planned end. Steps are logged at DEBUG."""
 
     def source(self) -> CheckpointSource:
         raise UsageError("this run has no checkpoint storage")
@@ -76,9 +76,9 @@ class SilentCoordinator:
 class LocalCoordinator(SilentCoordinator):
     """A generation with checkpoints, members of which are plain processes.
 
-    Each rank writes its shard beside the training; the records meet in the generation's own store, and rank 0 commits.
-    Unlike the runtime's, `save` waits for the snapshot before to be written. `end_at` is the step at which the
-    generation ends as planned.
+    Each rank writes its shard concurrently with training; the records are gathered in the generation's own store, and
+    rank 0 commits. Unlike the runtime's, `save` waits until the previous snapshot is written. `end_at` is the step at
+    which the generation ends as planned.
     """
 
     def __init__(self, spec: GenerationSpec, rendezvous: Rendezvous, url: str, end_at: int | None = None) -> None:
@@ -109,14 +109,14 @@ class LocalCoordinator(SilentCoordinator):
         self._writer.submit(snapshot)
 
     def close(self, wait: bool) -> None:
-        """Stop writing; with `wait`, after everything saved is complete. Before the generation's store is closed."""
+        """Stop writing; with `wait`, after every save is complete. Call it before the generation's store is closed."""
         if wait:
             self._writer.flush()
         self._writer.close(timeout_s=None if wait else 0.0)
         self._records = None
 
     def _written(self, record: ShardRecord) -> None:
-        """On the writer's thread. Pickle never leaves the members' memory: what is in storage is JSON."""
+        """On the writer's thread. Pickle is exchanged between members only: storage has JSON."""
         records = self._connected()
         key = f"records/{self._spec.generation}/{record.step}/"
         records.set(f"{key}{self._spec.rank}", pickle.dumps(record).hex())
@@ -189,7 +189,7 @@ def _rendezvous(rank: int, world_size: int) -> Rendezvous:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     except (KeyError, ValueError) as error:
         raise UsageError(f"WORLD_SIZE is {world_size}, so MASTER_ADDR and MASTER_PORT must be set") from error
-    # torchrun's agent serves a store there and says so; other launchers leave it to rank 0.
+    # torchrun's agent hosts a store there and says so; with other launchers rank 0 hosts it.
     if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return host_store(host, port)
     return Rendezvous(host, port)

@@ -1,4 +1,4 @@
-"""One generation of one worker: join, call the user's function, say how it ended, leave everything clean."""
+"""One generation of one worker: join, call the user's function, report how it ended, close everything."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from elastic.training.session import Coordinator, Phase
 
 logger = logging.getLogger(__name__)
 
-# How often an aborted generation's sockets are looked for again: groups under construction open new ones.
+# How often an abort is repeated: groups that are being built open new sockets.
 _ABORT_EVERY_S = 0.05
-# How often groups are asked for failures that no call raises.
+# How often groups are polled for failures that no call raises.
 _ASK_EVERY_S = 0.1
 
 
@@ -33,7 +33,7 @@ class GenerationRunner:
     `on_result` is called once, as soon as the outcome is known and before this rank closes its own groups, so that the
     first cause reaches the controller before the failures that the closing causes on other ranks; from another thread
     where no call raises a collective's failure. An exception in it is logged. After `run`, `clean` is False if the
-    engine outlived its generation, or if the device can be used no more: start a fresh process then.
+    engine outlived its generation or the device is unusable: start a fresh process then.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class GenerationRunner:
         self._announced = False
 
     def run(self, fn: Callable[..., Any], config: Mapping[str, Any] | None = None) -> GenerationResult:
-        """Run `fn(config)`, or `fn()` if it takes nothing. Returns after everything was left; never raises."""
+        """Run `fn(config)`, or `fn()` if it has no parameters. Returns after everything is closed; never raises."""
         result = self._attempt(fn, config)
         self._announce(result)
         self._leave(result)
@@ -95,7 +95,7 @@ class GenerationRunner:
             if self._group.fails_silently:
                 threading.Thread(target=self._watch_group, name="elastic-group", daemon=True).start()
             scope.enter(Phase.BUILDING)
-            # Models are built by the user's function: equal weights on every rank and at every world size.
+            # The user's function builds the model: equal weights on every rank and at every world size.
             rng.seed_everything(self.spec.seed, "build")
             _call(fn, config)
             return self._returned()
@@ -124,7 +124,7 @@ class GenerationRunner:
         if isinstance(error, GenerationEnded):
             return self._result("ended", error, message=error.reason, text=None)
         if scope.ended is not None:
-            # The abort itself makes whatever was under way fail.
+            # The abort itself makes pending calls fail.
             logger.debug("generation %d was aborted while in: %s", self.spec.generation, error)
             return self._result("ended", error, message=scope.ended)
         if isinstance(error, UsageError):
@@ -163,11 +163,11 @@ class GenerationRunner:
         )
 
     def _watch_group(self) -> None:
-        """Beside the training thread, which may stand in a collective that will never end, or wait for its device."""
+        """Concurrently with the training thread, which may be blocked in a collective or wait for its device."""
         while not self._left.wait(_ASK_EVERY_S):
             error = self._group.error()
             if self._announced or self._scope.ended is not None:
-                # An abort makes groups report errors, too.
+                # An abort makes groups report errors as well.
                 return
             if error is not None:
                 failure = CollectiveFailed(f"a collective failed: {error}", self._scope.where())
@@ -188,15 +188,15 @@ class GenerationRunner:
     def _leave(self, result: GenerationResult) -> None:
         scope, generation = self._scope, self._generation
         if result.kind not in ("finished", "ended", "anomaly") or (result.kind == "ended" and not scope.planned):
-            # Collectives that this rank started and will not wait for would block the groups' destruction. Where all
-            # is well nothing is cut: a slower rank may still be reading what this one has sent.
+            # Pending collectives of this rank would block the destruction of the groups. After a normal end nothing is
+            # aborted: a slower rank may still be reading what this one has sent.
             self._group.abort()
             if device_error(scope.device) is not None:
                 self._device_works = False
         try:
             scope.enter(Phase.LEAVING)
         except BaseException as error:  # noqa: BLE001 - the coordinator may refuse an ended generation
-            logger.debug("leaving was not told: %s", error)
+            logger.debug("the coordinator was not told of the end: %s", error)
         try:
             self.clean = generation.close() and self._device_works
         except Exception:

@@ -1,4 +1,4 @@
-"""How a generation ended on one rank, as plain data: those who only hear of it need no torch."""
+"""How a generation ended on one rank, as plain data: its readers need no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Kind = Literal[
 
 @dataclass(frozen=True)
 class BadStep:
-    """What was no number: `kind` is "loss", "gradient" or "loss scale"; `positions` are those of the whole step."""
+    """What was non-finite: `kind` is "loss", "gradient" or "loss scale"; `positions` are those of the whole step."""
 
     kind: str
     value: str
@@ -31,14 +31,14 @@ class GenerationResult:
 
     finished            the user's function returned; `completed` tells whether the loader had reached the run's end
     ended               ended as planned, or aborted; `message` is the reason
-    anomaly             a step's loss or gradient was no number, as `bad_step` says; every rank ends alike
+    anomaly             a step's loss or gradient was non-finite, as `bad_step` says; on every rank alike
     user_error          the user's function raised
     usage_error         the job or the user's loop cannot work as written (a UsageError); not worth retrying
     collective_failed   a peer was lost: `peer` is "host:port" and `peer_rank` its rank where they are known
     device_failed       the hardware of this rank's device
-    restore_failed      the state of `checkpoint` could not be had
+    restore_failed      the state of `checkpoint` could not be read or verified
 
-    `step` counts finished optimizer steps. `clean` is False when something kept the engine alive.
+    `step` counts finished optimizer steps.
     """
 
     kind: Kind

@@ -1,4 +1,4 @@
-"""Random numbers that depend on the place in the run, never on the rank or the world size.
+"""Random streams that depend on the position in the run, never on the rank or the world size.
 
 Every stream is named by parts, for example `(seed, "forward", step, micro_batch, 0)`. Seeding the host costs 15 us.
 """
@@ -30,14 +30,14 @@ def seed_everything(*parts: int | str) -> None:
     """Seed torch (CPU and every visible device), numpy and `random` of this process with the stream `parts`."""
     value = seed_host(*parts)
     if torch.version.cuda is not None:
-        # Remembered until the device is first used, when it has not been yet.
+        # torch applies it at the first use of the device.
         torch.cuda.manual_seed_all(value)
 
 
 def seed_host(*parts: int | str) -> int:
-    """The same without the devices: for what only reads data. Returns the seed.
+    """The same without the devices: for reading data. Returns the seed.
 
-    `torch.manual_seed` would do it too, at fifty times the price: it asks for every kind of device there is.
+    `torch.manual_seed` would do it too, but takes fifty times as long: it looks at every kind of device.
     """
     value = derive(*parts)
     torch.default_generator.manual_seed(value)

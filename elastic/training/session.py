@@ -1,4 +1,4 @@
-"""What one generation needs to know and whom it talks to: the seam between training and the runtime.
+"""The seam between training and the runtime: what one rank of a generation asks for and reports.
 
 The runtime (Ray) implements `Coordinator`; `elastic.training.local` implements it for plain processes, so that one
 worker can be run and debugged without Ray.
@@ -54,7 +54,7 @@ class RestoreReport:
 
 
 class SnapshotMemory(Protocol):
-    """The memory of this rank's node, and behind it that of the nodes that hold replicas.
+    """The memory of this rank's node, and through it that of the nodes that hold replicas.
 
     Once per generation `open`; for every snapshot `segment`, then `commit` (from any thread, when it is filled).
     """
@@ -75,23 +75,23 @@ class SnapshotMemory(Protocol):
         ...
 
     def segment(self) -> memoryview:
-        """Writable memory for the next snapshot; what it held before counts no longer."""
+        """Writable memory for the next snapshot; its former content is no longer a snapshot."""
         ...
 
     def commit(self, step: int, client: Mapping[str, Any] | None) -> None: ...
 
     def complete(self) -> int:
-        """The newest step whose own copy and replicas are all there; -1 without any. StorageError: no more will be."""
+        """The newest step whose own copy and replicas are complete; -1 without any. StorageError: no more will be."""
         ...
 
     def wait_complete(self, step: int, timeout_s: float) -> bool: ...
 
     def failed(self) -> str | None:
-        """Why no snapshot becomes complete at the moment, in one sentence."""
+        """Why snapshots do not become complete at present, in one sentence; None where they do."""
         ...
 
     def settled(self, step: int) -> None:
-        """Every rank's snapshot of `step` is complete: older ones may go."""
+        """Every rank's snapshot of `step` is complete: older ones can be dropped."""
         ...
 
 
@@ -100,11 +100,11 @@ class Coordinator(Protocol):
 
     1. `source` once, before the first step, when the spec names a checkpoint
     2. `phase` whenever it changes
-    3. `restored` once, when state from a checkpoint has been installed and proven
+    3. `restored` once, when state from a checkpoint has been installed; its verification may still run
     4. `boundary` before the first micro-batch of every step, and once more after the last step
     5. `step_done` after every optimizer step
-    6. `save` after a step whose checkpoint is due, from any thread; must return at once (the write goes on beside the
-       training)
+    6. `save` after a step whose checkpoint is due, from any thread; must return at once (the shard is written
+       concurrently with training)
 
     `boundary(step)` gets the number of finished optimizer steps. It returns a Stop when this generation ends here as
     planned: the caller then saves exactly this step, to storage or to memory, and raises GenerationEnded. It may block

@@ -11,7 +11,7 @@ from elastic.core.errors import UsageError
 
 class State(MutableMapping[str, Any]):
     """Values are kept in their JSON form at once (a tuple becomes a list), so that a value looks the same before and
-    after a resume. What rank 0 holds is saved and is given to every rank on resume.
+    after a resume. Rank 0's values are saved, and every rank gets them on resume.
 
     Raises UsageError that names the key when a value is not JSON.
     """
@@ -42,7 +42,7 @@ class State(MutableMapping[str, Any]):
         return {key: _as_json(key, value) for key, value in self._values.items()}
 
     def load(self, values: Mapping[str, Any]) -> None:
-        """Restored values win over those set before the restore."""
+        """Restored values replace those set before the restore."""
         for key, value in values.items():
             self[key] = value
 

@@ -1,10 +1,10 @@
-"""How long a rank works by itself in a step: the step's time less what it spends in collectives.
+"""The time that a rank spends in collectives; the rest of a step is its own compute time.
 
-With synchronous collectives all ranks show the same step time; the slow one is the one that the others wait for. Every
-collective of DeepSpeed goes through one object (`deepspeed.comm.comm.cdb`); a proxy in its place takes the time.
+With synchronous collectives all ranks have the same step time; the slow rank is the one that waits least. Every
+collective of DeepSpeed goes through one object (`deepspeed.comm.comm.cdb`); a proxy in its place measures the time.
 
-On a device a collective is only enqueued and returns at once, and what a rank waits for shows wherever its thread next
-waits for the device: there is no such figure there, and none is reported (0.0).
+On a device a collective is only enqueued and returns at once; the wait shows wherever the thread next synchronises with
+the device. No time is measured there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-# Those in which a rank may have to wait for others. Everything else of the backend answers at once.
+# Operations in which a rank may wait for others. All others of the backend return at once.
 _COLLECTIVES = frozenset(
     {
         "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_reduce",
@@ -27,14 +27,14 @@ _COLLECTIVES = frozenset(
 
 
 class CollectiveClock:
-    """`waited_s` only grows: seconds in collectives since `install`. To be removed before the groups are destroyed."""
+    """`waited_s` only grows: seconds in collectives since `install`. Call `remove` before the groups are destroyed."""
 
     def __init__(self) -> None:
         self.waited_s = 0.0
         self._backend: Any = None
 
     def install(self, device: torch.device) -> None:
-        """No effect where it would not tell anything: see above."""
+        """No effect on devices other than the CPU: see above."""
         from deepspeed.comm import comm
 
         if device.type == "cpu" and comm.cdb is not None:
@@ -52,7 +52,7 @@ class CollectiveClock:
         return self._backend is not None
 
     def timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The same call, its time added. An asynchronous one returns a handle, which is waited for later."""
+        """The same call, with its time added. An asynchronous call returns a handle whose wait is timed too."""
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             began = time.perf_counter()
@@ -66,7 +66,7 @@ class CollectiveClock:
 
 
 class _Timed:
-    """DeepSpeed's communication backend, its collectives timed."""
+    """DeepSpeed's communication backend with its collectives timed."""
 
     def __init__(self, backend: Any, clock: CollectiveClock) -> None:
         self._backend = backend
@@ -79,7 +79,7 @@ class _Timed:
 
 
 class _Handle:
-    """torch's handle of a collective under way, its wait timed."""
+    """torch's handle of a pending collective with its wait timed."""
 
     def __init__(self, handle: Any, clock: CollectiveClock) -> None:
         self._handle = handle

@@ -1,7 +1,7 @@
 """DeepSpeed options that an elastic run cannot honour, or that DeepSpeed 0.19.8 no longer knows: each with its reason.
 
-A table, so that the answer to "why not?" is in one place. Checked before any node is asked for where the configuration
-is in the job file.
+One table, so that every refusal has its reason in one place. Where the configuration is in the job file, it is checked
+before any node is requested.
 """
 
 from __future__ import annotations

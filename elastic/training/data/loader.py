@@ -1,4 +1,4 @@
-"""What the user iterates over: the micro-batches dealt to this rank, from the restored step to the end of the run."""
+"""The loader that the user iterates over: this rank's micro-batches, from the restored step to the end of the run."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from elastic.training.step_loop import StepLoop
 
 class ElasticLoader:
     """`for batch in loader` runs to the end of the run, over all epochs; `for epoch in loader.epochs(): for batch in
-    epoch` gives the same batches epoch by epoch. Iterating again goes on where the last iteration stopped, so that
+    epoch` gives the same batches epoch by epoch. Iterating again continues where the last iteration stopped, so that
     `for epoch in range(n): for batch in loader` is harmless: later rounds are empty.
 
-    A step that reaches over the end of an epoch belongs to the epoch in which it begins.
+    A step that crosses the end of an epoch belongs to the epoch in which it begins.
     """
 
     def __init__(self, scope: GenerationScope, steps: StepLoop, reader: BatchReader) -> None:

@@ -19,12 +19,12 @@ from elastic.training import rng
 logger = logging.getLogger(__name__)
 
 Collate = Callable[[list[Any]], Any]
-# What a sampler yields for one sample: its position in the run and its index in the dataset.
+# One sample as the sampler yields it: its position in the run and its index in the dataset.
 Place = tuple[int, int]
 
 
 def require_map_style(dataset: Any) -> int:
-    """The dataset's length. Raises UsageError for anything that cannot be asked for its i-th sample."""
+    """The dataset's length. Raises UsageError for a dataset without random access."""
     if isinstance(dataset, DataLoader):
         raise UsageError("training_data must be the dataset, not a DataLoader: the platform deals the samples to ranks")
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
@@ -73,8 +73,8 @@ def places(order: SampleOrder, batch: MicroBatch) -> list[Place]:
 class BatchReader:
     """Yields the content of micro-batches in the order in which they are dealt to this rank.
 
-    A padding pass gets a copy of a batch that this rank has read already, so that the dataset is asked for every
-    sample once; only a rank that has never had a batch of its own reads the one it is told to repeat.
+    A padding pass gets a copy of a batch that this rank has read already, so that every sample is read once; only a
+    rank that never had a batch of its own reads the one that it repeats.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class BatchReader:
                     prefetch_factor=prefetch_factor,
                     pin_memory=pin_memory,
                     worker_init_fn=worker_init_fn,
-                    # Not drawn from the global generator, whose state belongs to the training loop.
+                    # Not the global generator, whose state belongs to the training loop.
                     generator=torch.Generator().manual_seed(rng.derive(order.seed, "workers")),
                 )
             )
@@ -120,12 +120,12 @@ class BatchReader:
             return copy.deepcopy(self._spare)
         content = next(self._prefetched) if self._prefetched is not None else self._fetch(batch)
         if self._spare is None and self._pads:
-            # A copy: the user may take the batch apart, and padding passes need it whole.
+            # A copy: the user may modify the batch, and padding passes need it whole.
             self._spare = copy.deepcopy(content)
         return content
 
     def close(self) -> None:
-        """Stop the worker processes now; the garbage collector would do so at some later time."""
+        """Stop the worker processes now, not when the garbage collector finds them."""
         prefetched, self._prefetched, self._spare = self._prefetched, None, None
         shut = getattr(prefetched, "_shutdown_workers", None)
         if shut is not None:

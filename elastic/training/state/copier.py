@@ -1,7 +1,7 @@
-"""Copies of the state that are made beside the training, between two optimizer steps.
+"""Copies of the state that are made concurrently with training, between two optimizer steps.
 
-Nothing but an optimizer step changes masters and optimizer state, so the copies of a snapshot may be made while the
-next step computes its gradients; `fence` keeps that step's update from overtaking them.
+Only an optimizer step changes masters and optimizer state, so the copies of a snapshot can be made while the next step
+computes its gradients; `fence` delays that step's update until they are made.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from elastic.training.state.host import Transfer
 
 logger = logging.getLogger(__name__)
 
-# A copy to host memory takes seconds at most; one that takes longer will not come.
+# A copy to host memory takes seconds at most; one that takes this long will not end.
 _LIMIT_S = 120.0
 
 
 @dataclass
 class _Job:
-    """`transfer` is the thread's work. `enqueued` is the device's, which has made it when `event` has come."""
+    """`transfer` is copied by the thread. `enqueued` is copied by the device, which is done when `event` is reached."""
 
     transfer: Transfer
     then: Callable[[], None]
@@ -50,10 +50,10 @@ class Copier:
         self._thread: threading.Thread | None = None
 
     def start(self, transfer: Transfer, then: Callable[[], None]) -> None:
-        """Begin to copy; `then` is called on the copier's thread when everything is there. What it raises is logged."""
+        """Begin to copy; `then` is called on the copier's thread when the copies are made. An exception is logged."""
         job = _Job(transfer, then)
         if self._stream is not None:
-            # What an offloaded optimizer keeps lies in host memory: copying that is no work for this thread.
+            # The state of an offloaded optimizer is in host memory: copying it here would block this thread.
             job.enqueued, job.transfer = transfer.parted()
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._stream):
@@ -68,9 +68,9 @@ class Copier:
         self._jobs.put(job)
 
     def fence(self) -> float:
-        """Before the state changes: every copy that was started has read it. Returns the seconds that this waited.
+        """Before the state changes: wait until every copy that was started has read it. Returns the seconds waited.
 
-        For what lies on a CUDA device the stream waits and not this thread. Raises ElasticError when a copy failed.
+        For tensors on a CUDA device the stream waits, not this thread. Raises ElasticError when a copy failed.
         """
         began, pending = time.perf_counter(), self._pending
         self._pending = []
@@ -89,7 +89,7 @@ class Copier:
             return self._idle.wait_for(lambda: not self._unfinished, timeout_s)
 
     def close(self) -> None:
-        """End the thread after what was started. The sources are not looked at any more when this returns."""
+        """End the thread after the copies that were started. No source is read after this returns."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._jobs.put(None)
@@ -102,7 +102,7 @@ class Copier:
             with self._idle:
                 self._unfinished -= 1
                 self._idle.notify_all()
-            # Its tensors must not stay alive while the next job is waited for.
+            # Its tensors must not stay alive while this thread waits for the next job.
             del job
 
     def _finish(self, job: _Job) -> None:
@@ -120,4 +120,4 @@ class Copier:
         try:
             job.then()
         except Exception:
-            logger.exception("what follows a copy to host memory failed")
+            logger.exception("a snapshot was copied to host memory but could not be handed over")

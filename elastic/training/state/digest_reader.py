@@ -1,4 +1,4 @@
-"""Content checks of live tensors, on a thread of their own where nothing changes them meanwhile."""
+"""Content checks of live tensors, on a thread of their own where the tensors do not change meanwhile."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from elastic.checkpoint.digest import partial_digests
 from elastic.core.errors import IntegrityError
 from elastic.core.sharding.layout import Chunk, RankLayout
 
-# 0.2 s per GB on one core; even what 80 GB of device memory hold is read long before that.
+# 0.2 s per GB on one core; 80 GB of device memory are read long before that.
 _LIMIT_S = 600.0
-# The tensor that is being copied when the rest is not wanted any more.
+# For the tensor that is being copied when reading is stopped.
 _STOP_LIMIT_S = 10.0
 
 
 def digests(chunks: Iterable[Chunk], tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
-    """What these tensors, "<kind>/<buffer>", add to the digest of each "<kind>/<parameter>"."""
+    """The contribution of these tensors, "<kind>/<buffer>", to the digest of each "<kind>/<parameter>"."""
     by_buffer: dict[str, list[Chunk]] = {}
     for chunk in chunks:
         by_buffer.setdefault(chunk.buffer, []).append(chunk)
@@ -33,7 +33,7 @@ def digests(chunks: Iterable[Chunk], tensors: Iterable[tuple[str, torch.Tensor]]
 
 
 class Reader:
-    """Begins to read when it is made. The tensors must not change before `result` has returned."""
+    """Begins to read at once. The tensors must not change before `result` has returned."""
 
     def __init__(self, chunks: Iterable[Chunk], tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
         self._pieces = tuple(chunks)
@@ -45,11 +45,11 @@ class Reader:
             # Not behind the forward pass that follows, but after the copies that filled the tensors.
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._stream.wait_stream(torch.cuda.current_stream(device))
-        self._thread = threading.Thread(target=self._read, name="elastic-proof", daemon=True)
+        self._thread = threading.Thread(target=self._read, name="elastic-verify", daemon=True)
         self._thread.start()
 
     def result(self) -> dict[str, int]:
-        """The digests, when all is read. Raises what reading raised."""
+        """Wait for the digests. Raises what reading raised."""
         self._thread.join(_LIMIT_S)
         if self._thread.is_alive():
             raise IntegrityError(f"the restored state could not be read again within {_LIMIT_S:.0f} s")
@@ -58,8 +58,8 @@ class Reader:
         return self._found
 
     def stop(self) -> None:
-        """The result is not wanted any more, and what is still to be read must not stay in the device's memory: the
-        next engine needs it. Idempotent."""
+        """Read no further: tensors that are still to be read must not stay in the device's memory, which the next
+        engine needs. Idempotent."""
         self._tensors.clear()
         self._thread.join(_STOP_LIMIT_S)
 
@@ -67,7 +67,7 @@ class Reader:
         try:
             with torch.cuda.stream(self._stream):
                 self._found = digests(self._pieces, self._taken())
-        except Exception as error:  # noqa: BLE001 - it belongs to whoever asks for the result
+        except Exception as error:  # noqa: BLE001 - raised again by `result`
             self._error = error
 
     def _taken(self) -> Iterator[tuple[str, torch.Tensor]]:

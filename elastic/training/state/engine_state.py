@@ -168,7 +168,7 @@ class EngineState:
             kind, buffer = key.split("/", 1)
             if buffer in layout.buffers:
                 # A forward pass changes module buffers, and the user's own code may change frozen parameters (an
-                # average of the weights, say), in stage 0 the masters, too.
+                # average of the weights, say), in stage 0 also the masters.
                 at_once = kind in (BUFFER, PARAM) or self.zero_stage == 0
                 wanted.append(HostCopy(key, tensor, padding[buffer], at_once))
         return inventory, layout, wanted
@@ -249,7 +249,7 @@ class EngineState:
         self._sharded.base.register_step_pre_hook(verify_first)
 
     def _read_together(self, source: CheckpointSource, checkpoint_id: str) -> tuple[Staged, frozenset[str]]:
-        """Until all ranks have all they need in host memory, nothing is installed on any."""
+        """Nothing is installed on any rank before every rank has all it needs in host memory."""
         found: tuple[Staged, frozenset[str]] | None = None
         error: Exception | None = None
         try:

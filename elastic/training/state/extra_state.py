@@ -1,4 +1,4 @@
-"""Everything of a run's state that is no tensor: the engine's own part, the optimizer's numbers, and the caller's."""
+"""The part of a run's state that is not tensors: the engine's own part, the optimizer's scalars, and the caller's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Host memory for snapshots: reused, never overwritten while anybody can still read it."""
+"""Host memory for snapshots: reused, but never overwritten while a tensor of it is alive."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ALIGNMENT_BYTES = 64
 class HostCopy:
     """One tensor to copy out under `key`; `gaps` are the (offset, numel) of its elements that have no meaning.
 
-    `at_once`: something other than an optimizer step may change it, so the copy cannot be made beside the training.
+    `at_once`: something other than an optimizer step may change it, so the copy cannot be made concurrently.
     """
 
     key: str
@@ -34,7 +34,7 @@ class HostCopy:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Copies (target, source) still to be made, and the targets' gaps, to be set to zero after them."""
+    """Copies (target, source) still to be made, and the targets' gaps, which are set to zero after them."""
 
     moves: Sequence[tuple[torch.Tensor, torch.Tensor]]
     zeros: Sequence[torch.Tensor]
@@ -45,7 +45,7 @@ class Transfer:
             target.copy_(source, non_blocking=True)
 
     def parted(self) -> tuple[Transfer, Transfer]:
-        """What is copied from a device; and what is copied from host memory, with the gaps of both."""
+        """The copies from a device; and the copies from host memory, with the gaps of both."""
         device = [move for move in self.moves if move[1].is_cuda]
         return Transfer(device, ()), Transfer([move for move in self.moves if not move[1].is_cuda], self.zeros)
 
@@ -55,7 +55,7 @@ class Transfer:
             gap.zero_()
 
     def run(self) -> None:
-        """Make all copies; returns when they are there."""
+        """Make all copies; returns when they are made."""
         self.enqueue()
         if any(source.is_cuda for _, source in self.moves):
             torch.cuda.current_stream().synchronize()
@@ -109,8 +109,8 @@ class HostPool:
 
     def __init__(self, device: torch.device, keep: int = 2) -> None:
         self._pins = Pins(device)
-        # A deque, since slabs come back from whichever thread (or garbage collection) drops the last tensor.
-        # What is pinned stays so until the end and is therefore kept: no more than were ever in use at once.
+        # A deque, since slabs are returned by any thread (or the garbage collector) that drops the last tensor.
+        # Pinned slabs stay pinned until the end and are all kept: no more than were ever in use at once.
         self._idle: deque[torch.Tensor] = deque(maxlen=None if device.type == "cuda" else keep)
 
     def copy(self, wanted: Sequence[HostCopy]) -> Mapping[str, torch.Tensor]:
@@ -120,7 +120,7 @@ class HostPool:
         return found
 
     def prepare(self, wanted: Sequence[HostCopy]) -> tuple[Mapping[str, torch.Tensor], Transfer]:
-        """The same tensors before they are filled, and what fills them. Sources must not change until it has run."""
+        """The same tensors before they are filled, and what fills them. Sources must not change until that ran."""
         begins, size = packed(wanted)
         found = placed(wanted, begins, self._hand_out(self._slab(size)))
         return found, transfer(wanted, found)
@@ -135,7 +135,7 @@ class HostPool:
         return made
 
     def close(self) -> None:
-        """No copy may be under way. What was handed out can still be read."""
+        """Call when no copy is pending. Tensors that were handed out can still be read."""
         self._pins.close()
         self._idle.clear()
 

@@ -1,4 +1,4 @@
-"""Is the checkpoint of this model? Names, shapes, roles and dtypes, compared before a byte of it is read."""
+"""Check that a checkpoint is of this model: names, shapes and roles, compared before any of its tensors is read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _log = logging.getLogger(__name__)
 
 
 def check_model(manifest: Manifest, specs: Iterable[TensorSpec], fleeting: Collection[str]) -> frozenset[str]:
-    """Names that are left as they are: buffers outside the state_dict that differ or are only on one side.
+    """Names that are not restored: buffers outside the state_dict that differ or exist on one side only.
 
     Those are caches that the module fills by itself (position tables that grow with the input); `fleeting` names the
     checkpoint's. Any other difference raises ModelMismatch naming the first differing tensor, in the model's order.

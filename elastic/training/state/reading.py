@@ -18,7 +18,7 @@ from elastic.training.state.dtypes import torch_dtype
 
 @dataclass(frozen=True)
 class Staged:
-    """`tensors` by buffer of the live layout and kind, in the stored dtype; what no chunk covers is zero."""
+    """`tensors` by buffer of the live layout and kind, in the stored dtype; elements outside all chunks are zero."""
 
     manifest: Manifest
     tensors: Mapping[str, Mapping[str, torch.Tensor]]

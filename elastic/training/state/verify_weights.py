@@ -1,7 +1,7 @@
-"""The tensors that a forward pass uses, by the model's own names: do they follow the masters, on every rank?
+"""Verification that the tensors that a forward pass uses follow the masters, on every rank.
 
-Together two checks cover every element of every replica: each rank compares the elements whose masters it holds, and
-all ranks compare the hashes of what they hold whole.
+Two checks together cover every element of every replica: each rank compares the elements whose masters it holds, and
+all ranks compare hashes of the parameters that they hold whole.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import xxhash
 from elastic.checkpoint.digest import digest_on_device
 from elastic.engines.live_state import BUFFER, MASTER, Extra, Master, Weight
 
-# One bit less than the hash: the agreement compares numbers that can be negated.
+# One bit less than the hash: `Agreement` compares numbers that can be negated.
 _MASK63 = (1 << 63) - 1
-# Elements that are compared at once on the host.
+# Elements per comparison on the host.
 _BLOCK = 1 << 20
 
 
@@ -38,7 +38,7 @@ def unfaithful(masters: Iterable[Master], weights: Iterable[Weight]) -> set[str]
 
 
 def whole_hashes(names: Sequence[str], weights: Iterable[Weight]) -> list[int]:
-    """For each name a hash of the weights that this rank holds whole, 0 where it holds none; 63 bits."""
+    """For each name a 63-bit hash of the weights that this rank holds whole; 0 where it does not."""
     found = {weight.name: fingerprint(weight.tensor) for weight in weights if weight.whole}
     return [found.get(name, 0) for name in names]
 
@@ -46,7 +46,7 @@ def whole_hashes(names: Sequence[str], weights: Iterable[Weight]) -> list[int]:
 def replicas(
     masters: Iterable[Master], states: Iterable[Mapping[str, torch.Tensor]], extras: Iterable[Extra]
 ) -> dict[str, torch.Tensor]:
-    """What every rank holds a copy of and derives from nothing: "<kind>/<name>" -> tensor; no module buffers."""
+    """Replicated tensors that are not derived from others: "<kind>/<name>" -> tensor; no module buffers."""
     found: dict[str, torch.Tensor] = {}
     for master, state in zip(masters, states, strict=True):
         if master.replicated:
@@ -57,11 +57,11 @@ def replicas(
 
 
 def fingerprint(tensor: torch.Tensor) -> int:
-    """63 bits of the tensor's bytes. Not one that may be summed up: only equal tensors can be compared by it."""
+    """63-bit hash of the tensor's bytes. Hashes cannot be summed: they only tell whether whole tensors are equal."""
     if tensor.numel() == 0:
         return 0
     if tensor.device.type != "cpu":
-        # All of the weights through the host would keep the training for seconds. The same device on every rank.
+        # Copying all weights to the host would take seconds. Every rank has the same kind of device.
         return digest_on_device(tensor, "") & _MASK63
     raw = tensor.detach().reshape(-1).cpu().contiguous().view(torch.uint8).numpy()
     return xxhash.xxh3_64_intdigest(raw.data) & _MASK63
@@ -71,7 +71,7 @@ def _follows(weight: Weight, start: int, part: torch.Tensor) -> bool:
     """Are elements [start, start + len(part)) of `weight`, where it has them, those of the master?"""
     low, high = max(start, weight.start), min(start + part.numel(), weight.start + weight.tensor.numel())
     if low >= high:
-        # A slice that this rank should have and has not; a replica has everything.
+        # A slice that this rank should have and does not have; a replica has all elements.
         return False
     expected = part[low - start : high - start]
     live = weight.tensor.detach()[low - weight.start : high - weight.start]
@@ -81,7 +81,7 @@ def _follows(weight: Weight, start: int, part: torch.Tensor) -> bool:
 
 
 def _cast_equals(master: torch.Tensor, live: torch.Tensor) -> bool:
-    """Is `live` exactly `master` in its own dtype? In blocks: a cast copy of all of it would not stay in the cache."""
+    """Is `live` exactly `master` in its own dtype? In blocks, so that the cast copy stays in the cache."""
     for at in range(0, live.numel(), _BLOCK):
         there = live[at : at + _BLOCK].contiguous()
         here = master[at : at + _BLOCK].to(device=there.device, dtype=there.dtype).contiguous()
@@ -93,7 +93,7 @@ def _cast_equals(master: torch.Tensor, live: torch.Tensor) -> bool:
 def _same_bits(here: torch.Tensor, there: torch.Tensor) -> bool:
     if here.is_cuda:
         return torch.equal(here, there)
-    # numpy compares eight bytes at a time; torch takes seven times as long for as many bytes.
+    # numpy compares eight bytes at a time; torch takes seven times as long.
     left, right = here.numpy(), there.numpy()
     even = len(left) - len(left) % 8
     return bool(

@@ -1,4 +1,4 @@
-"""Is the live engine partitioned the way the pure layouts say? Asked once, when the state is opened."""
+"""Check, once when the state is opened, that the live engine is partitioned as the pure layouts say."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from elastic.engines.live_state import Master
 def check_layout(state: ZeroState) -> None:
     """Compare every chunk and buffer of this rank with the pure layout.
 
-    Every rank does; that all their chunks together are the whole state, each snapshot's manifest is held to. Raises
-    UsageError naming the first difference: resharding by a wrong layout would mix up weights without a word.
+    Every rank checks its own; each snapshot's manifest is checked to cover the whole state. Raises UsageError naming
+    the first difference: resharding by a wrong layout would silently mix up weights.
     """
     masters = state.masters()
     expected = state.expected()

@@ -1,4 +1,4 @@
-"""What an engine may not use if its state is to move to another world size: each named, with the reason."""
+"""Features whose state cannot move to another world size: each refused by name, with the reason."""
 
 from __future__ import annotations
 
@@ -97,6 +97,6 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "an 'elastic_checkpoint' setting",
         lambda engine: bool(engine.zero_optimization() and engine.zero_elastic_checkpoint()),
-        "it changes nothing here and DeepSpeed itself refuses it; remove it",
+        "it has no effect here and DeepSpeed itself refuses it; remove it",
     ),
 )
