@@ -44,18 +44,22 @@ DEVICES = {
 
 @dataclass(frozen=True)
 class Cluster:
-    """`nodes` equal nodes of `per_node` devices. `node_bytes_per_s` 0 takes the device's usual network."""
+    """`nodes` equal nodes of `per_node` devices. `node_bytes_per_s` 0 takes the device's usual network.
+
+    `host_memory_bytes` is a node's; 0: unknown, and offload is not limited by it.
+    """
 
     device: Device
     nodes: int
     per_node: int = 8
     node_bytes_per_s: float = 0.0
+    host_memory_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.per_node < 1:
             raise UsageError(f"a cluster has at least one node of one device, not {self.nodes} x {self.per_node}")
-        if self.node_bytes_per_s < 0:
-            raise UsageError("the network of a node cannot be slower than 0 bytes per second")
+        if self.node_bytes_per_s < 0 or self.host_memory_bytes < 0:
+            raise UsageError("the network and the host memory of a node cannot be below zero")
 
     @property
     def size(self) -> int:

@@ -135,6 +135,7 @@ def _groups(model: ModelShape, mesh: Mesh, stage: int, layers: int) -> Groups:
     return tuple(t for t in tensors if not t.expert), tuple(t for t in tensors if t.expert)
 
 
+@lru_cache(maxsize=4096)
 def _states(groups: Groups, zero_stage: int, mesh: Mesh, dtypes: Dtypes) -> tuple[StateBytes, int]:
     """(bytes, elements whose optimizer state this rank holds)."""
     found, held = StateBytes(), 0

@@ -41,15 +41,12 @@ class Mesh:
         return self.dp * self.sp
 
     def group(self, axis: str) -> tuple[int, int]:
-        """(ranks in a group of `axis`, distance between neighbours of the group). "data" is dp and sp together."""
-        inside = self.tp
-        return {
-            "tp": (self.tp, 1),
-            "sp": (self.sp, inside),
-            "ep": (self.ep, inside),
-            "dp": (self.data_size, inside),
-            "pp": (self.pp, inside * self.data_size),
-        }[axis]
+        """(ranks in a group of `axis`, distance between neighbours of the group); "dp" is dp and sp together."""
+        if axis == "tp":
+            return self.tp, 1
+        if axis == "pp":
+            return self.pp, self.tp * self.data_size
+        return {"sp": self.sp, "ep": self.ep, "dp": self.data_size}[axis], self.tp
 
     def __str__(self) -> str:
         return " ".join(f"{axis}{size}" for axis, size in vars(self).items() if size > 1) or "dp1"

@@ -1,0 +1,93 @@
+"""`elastic plan` and `elastic laws` as a user meets them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from elastic_jobs import cli
+
+JOB = """
+entry_point: train.py:main
+max_workers: 8
+deepspeed: {train_batch_size: 64, bf16: {enabled: true}, zero_optimization: {stage: 2, reduce_bucket_size: 1000000}}
+"""
+SIZES = "layers=24,hidden=2048,heads=16,vocabulary=50257,sequence=1024"
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> str:
+    (tmp_path / "job.yaml").write_text(JOB)
+    return str(tmp_path / "job.yaml")
+
+
+def main(*arguments: str) -> int:
+    return cli.main(list(arguments), backend=object())  # type: ignore[arg-type]
+
+
+def test_the_table_ranks_refuses_and_shows_the_job_as_it_is(job: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main("plan", job, "--nodes", "2x8xA100", "--model", SIZES, "--top", "3") == 0
+    out, err = capfd.readouterr()
+    lines = out.splitlines()
+    assert err == ""
+    assert lines[0] == "1.31 B parameters on 2 nodes of 8 A100, 64 samples of 1024 tokens a step"
+    assert [line.split()[0] for line in lines[4:7]] == ["1", "2", "3"]
+    assert any(line.startswith("Memory of the fullest rank of 1, GiB: weights") for line in lines)
+    assert any("all_reduce over dp" in line or "all_gather over dp" in line for line in lines)
+    assert any("pipeline with ZeRO: DeepSpeed's pipeline engine" in line for line in lines)
+    assert lines[-2] == "The job as it is:"
+    assert lines[-1].split()[:3] == ["dp16", "2", "1"]
+
+
+def test_json_gives_every_candidate(job: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main("plan", job, "--nodes", "1x8xA100", "--model", SIZES, "--axes", "dp", "--json") == 0
+    rows: list[dict[str, Any]] = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    assert {row["mesh"]["dp"] for row in rows} == {8}
+    assert rows[0]["step_s"] > 0
+    assert rows[0]["memory_total_bytes"] > 0
+    # The job's own bucket size: two bytes for each of a million elements.
+    stage_2 = next(row for row in rows if row["strategy"]["zero_stage"] == 2 and not row["refusal"])
+    assert stage_2["memory"]["buffers"] == 2_000_000
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "does not say how large the model is; give --model NAME"),
+        (["--model", "gpt2", "--axes", "dp,cp"], "unknown axis 'cp'"),
+        (["--model", "gpt7"], "no model is called 'gpt7'"),
+    ],
+)
+def test_what_is_missing_or_unknown_is_said_in_one_sentence(
+    job: str, words: list[str], says: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main("plan", job, "--nodes", "1x8xA100", *words) == 2
+    err = capfd.readouterr().err
+    assert says in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_job_without_a_batch_says_how_to_give_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "job.yaml").write_text("entry_point: train.py:main\nmax_workers: 8\n")
+    path = str(tmp_path / "job.yaml")
+    assert main("plan", path, "--nodes", "1x8xA100", "--model", "gpt2") == 2
+    assert "does not say the global batch; give --global-batch N" in capfd.readouterr().err
+    assert main("plan", path, "--nodes", "1x8xA100", "--model", "gpt2", "--global-batch", "64") == 0
+    assert "enables neither bf16 nor fp16; the plan is for bf16" in capfd.readouterr().err
+
+
+def test_laws_give_the_optimum_with_intervals_and_its_cost(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main("laws", "--flops", "5.76e23", "--nodes", "64x8xH100") == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[0] == "5.76e+23 FLOPs buy most with 72.2 B parameters and 1.33 T tokens"
+    assert "loss at most 0.01 nats higher: 26.6 B to 195 B parameters" in lines[2]
+    assert "GPU-hours" in lines[5]
+
+
+def test_laws_say_why_nothing_fits(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main("laws", "--flops", "1e27", "--nodes", "1x8xA100") == 0
+    assert "no plan for" in capfd.readouterr().out.splitlines()[-1]
+    assert main("laws", "--flops", "1") == 2
+    assert "--flops must lie between" in capfd.readouterr().err
