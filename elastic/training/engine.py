@@ -147,8 +147,9 @@ class ElasticEngine:
         self._buffers.clear()
 
     def _step_finished(self, progress: StepProgress, outcome: StepOutcome) -> None:
-        duration_s = time.perf_counter() - progress.begun
+        # The step's only wait for its device: what was enqueued before, the optimizer's step too, is done then.
         loss, self._loss = float(self._loss), 0.0
+        duration_s = time.perf_counter() - progress.begun
         # NCCL, aborted, lets what was enqueued run on over data that never came: nothing of such a step counts.
         self._scope.check()
         bad = self._judged(loss, outcome)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,20 @@ def test_a_run_in_two_generations_equals_the_run_in_one(stage: int, dtype: str, 
     # One rank before and after: the same operations in the same order, so nothing may differ at all.
     assert cut == [report.loss for report in whole.reports]
     assert second.restores[0].bytes_read == second.restores[0].bytes_needed
+
+
+def test_a_steps_duration_contains_the_wait_for_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are only enqueued: a step is over when its loss is read, which takes five seconds here."""
+    read, clock, late_s = torch.Tensor.__float__, time.perf_counter, [0.0]
+
+    def read_late(tensor: torch.Tensor) -> float:
+        late_s[0] += 5.0
+        return read(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "__float__", read_late)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock() + late_s[0])
+    coordinator = generation(1, tmp_path, {"stage": 1, "dtype": "fp32"}, None, None)
+    assert [report.duration_s >= 5.0 for report in coordinator.reports] == [True] * STEPS
 
 
 @pytest.mark.gpu
