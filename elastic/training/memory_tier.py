@@ -210,6 +210,10 @@ class MemoryTier:
     def _look(self) -> None:
         try:
             self._complete = max(self._complete, self._memory.complete())
+        except UsageError as error:  # a node that keeps replicas lacks the memory
+            if self._plan.required:
+                raise
+            self._problem = str(error)
         except StorageError as error:
             self._problem = str(error)
 

@@ -16,7 +16,7 @@ import torch
 from memory_proxy import SlowProxy
 from memory_samples import TOKEN, held, snap, take, template
 
-from elastic.checkpoint.memory.server import segment_pool
+from elastic.checkpoint.memory.server import segment_pool, sender
 from elastic.checkpoint.memory.server.snapshot_server import SnapshotServer
 from elastic.checkpoint.memory.snapshot_client import SnapshotClient
 from elastic.checkpoint.memory.source import Holder, MemorySource
@@ -160,6 +160,40 @@ def test_a_holder_without_the_memory_is_named_and_tried_again(stack: ExitStack) 
     other._pool.limit_bytes = 10 * record.bytes
     assert memory.wait_complete(1, 30)
     assert memory.failed() is None
+
+
+def test_a_holder_that_never_has_the_memory_is_given_up_aloud(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sender, "GIVE_UP_S", 0.0)
+    record = template(0, 1)
+    _, other, memory = pair(stack, limit_bytes=record.bytes)
+    memory.open(record, record.bytes, [other.address])
+    wait_lost(memory)
+    with pytest.raises(UsageError, match=f"127.0.0.1:{other.address[1]} takes no replica of rank 0: .*need 2 x"):
+        memory.complete()
+    again = template(0, 1, 2)
+    other._pool.limit_bytes = 10 * record.bytes
+    memory.open(again, again.bytes, [other.address])
+    take(memory, again, 1)
+    assert memory.complete() == 1, "a new generation begins anew"
+
+
+def test_a_holder_that_is_out_of_reach_is_given_up_aloud(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sender, "GIVE_UP_S", 0.0)
+    record = template(0, 1)
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        address = gone.getsockname()
+    memory = worker(stack, server(stack))
+    memory.open(record, record.bytes, [address])
+    wait_lost(memory)
+    with pytest.raises(StorageError, match=f"127.0.0.1:{address[1]} takes no replica of rank 0: .*refused"):
+        memory.complete()
+
+
+def wait_lost(memory: SnapshotClient) -> None:
+    with memory._changed:
+        assert memory._changed.wait_for(lambda: memory._progress and memory._progress.lost, 30)
 
 
 def test_a_reader_keeps_its_copy(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic.core.errors import GenerationEnded, StorageError
+from elastic.core.errors import GenerationEnded, StorageError, UsageError
 from elastic.core.generation_spec import GenerationSpec, MemoryPlan
 from elastic.training.local import SilentCoordinator
 from elastic.training.scope import GenerationScope
@@ -78,9 +78,9 @@ class State:
 
 
 class Rank(SilentCoordinator):
-    def __init__(self, nbytes: int = 8) -> None:
+    def __init__(self, nbytes: int = 8, required: bool = False) -> None:
         self.node, self.lost = Node(nbytes), list[str]()
-        spec = GenerationSpec("run", 1, 0, 2, memory=MemoryPlan(every_steps=1))
+        spec = GenerationSpec("run", 1, 0, 2, memory=MemoryPlan(every_steps=1, required=required))
         self.scope = GenerationScope(spec, self, torch.device("cpu"))
         self.state: Any = State(nbytes)
         self.snapshots = Snapshots(self.scope, self.state, dict)
@@ -115,6 +115,27 @@ def test_a_memory_that_goes_away_between_two_snapshots_is_told() -> None:
     for _ in range(3):
         rank.step()
     assert rank.lost == ["the server does not answer"]
+
+
+@pytest.mark.parametrize("required", [False, True])
+def test_a_replica_holder_without_memory_is_told_or_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch, required: bool
+) -> None:
+    rank = Rank(required=required)
+    rank.step()
+
+    def complete() -> int:
+        raise UsageError("10.0.0.2:5 takes no replica of rank 0: 3 GiB are needed")
+
+    monkeypatch.setattr(rank.node, "complete", complete)
+    if required:
+        with pytest.raises(UsageError, match="takes no replica of rank 0"):
+            rank.step()
+        return
+    for _ in range(2):
+        rank.step()
+    assert rank.lost == ["10.0.0.2:5 takes no replica of rank 0: 3 GiB are needed"]
+    assert rank.node.committed == [1], "no more snapshots are taken"
 
 
 def test_a_snapshot_that_could_not_be_handed_over_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -246,12 +246,16 @@ class Accepted:
 class Progress:
     """Replication of one rank's snapshots, reported without having been asked for.
 
-    `complete_step` is -1 while there is none; `seconds` is what the last one took from its commit on.
+    `complete_step` is -1 while there is none; `seconds` is what the last one took from its commit on. `failed` is why
+    replication does not proceed at the moment; `lost`: it was given up for this generation. `lacks_memory`: because a
+    node that keeps replicas or parity has not enough memory for them.
     """
 
     generation: int = field(metadata=_read(count))
     complete_step: int = field(metadata=_read(_step))
     failed: str | None = field(metadata=_read(_optional_text))
+    lost: bool = field(metadata=_read(_bool))
+    lacks_memory: bool = field(metadata=_read(_bool))
     seconds: float = field(metadata=_read(_seconds))
     sent_bytes: int = field(metadata=_read(count))
 

@@ -123,17 +123,20 @@ class SnapshotClient:
     def complete(self) -> int:
         """The newest step of this generation whose own snapshot and all replicas are complete; -1 if there is none.
 
-        Raises StorageError once the server is gone: no later step will become complete.
+        Raises once no later step of this generation can become complete: UsageError when a node that keeps replicas or
+        parity lacks the memory, StorageError when it has failed for too long or the own server is gone.
         """
         with self._changed:
             if self._broken is not None:
                 raise StorageError(self._broken)
+            if self._progress is not None and self._progress.lost:
+                raise (UsageError if self._progress.lacks_memory else StorageError)(str(self._progress.failed))
             return self._complete_step()
 
     def wait_complete(self, step: int, timeout_s: float) -> bool:
         """False when the step was not complete in time, or cannot become so because the server is gone."""
         with self._changed:
-            self._changed.wait_for(lambda: self._broken or self._complete_step() >= step, timeout_s)
+            self._changed.wait_for(lambda: self._over() or self._complete_step() >= step, timeout_s)
             return self._complete_step() >= step
 
     def failed(self) -> str | None:
@@ -231,6 +234,10 @@ class SnapshotClient:
             finally:
                 os.close(fd)
         return given.number, given.nbytes
+
+    def _over(self) -> bool:
+        """No later step of this generation can become complete."""
+        return self._broken is not None or (self._progress is not None and self._progress.lost)
 
     def _complete_step(self) -> int:
         return self._progress.complete_step if self._progress is not None else -1

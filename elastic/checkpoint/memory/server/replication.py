@@ -28,10 +28,13 @@ class Replication:
 
     @property
     def progress(self) -> Progress:
-        problems = [sender.problem for sender in self._senders if sender.problem is not None]
+        troubled = [sender for sender in self._senders if sender.problem is not None]
+        lost = [sender for sender in troubled if sender.lost]
         sent = sum(sender.sent_bytes for sender in self._senders)
-        failed = "; ".join(problems) or None
-        return Progress(self.generation, self._complete_step, failed, self._seconds, sent)
+        # What was given up comes first: it is the reason that counts.
+        failed = "; ".join(str(sender.problem) for sender in sorted(troubled, key=lambda each: not each.lost)) or None
+        lacks_memory = any(sender.lacks_memory for sender in lost)
+        return Progress(self.generation, self._complete_step, failed, bool(lost), lacks_memory, self._seconds, sent)
 
     @property
     def alive(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -21,7 +22,7 @@ from elastic.checkpoint.memory.server.node_shards import NodeShards
 from elastic.checkpoint.memory.server.transfer import send_replica, send_share
 from elastic.checkpoint.memory.shard_buffers import ShardKey
 from elastic.core.checkpoint.manifest import Json
-from elastic.core.errors import ElasticError, Fenced, IntegrityError
+from elastic.core.errors import ElasticError, Fenced, IntegrityError, UsageError
 from elastic.transport.channel import Channel
 from elastic.transport.handshake import Address, connect
 
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 5.0
+# A target that has failed for so long is given up for this generation. Longer than a node's loss takes to be noticed.
+GIVE_UP_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,9 @@ class Sender(threading.Thread):
         self.sent_step = -1
         self.sent_bytes = 0
         self.problem: str | None = None
+        # The target was given up, perhaps because it lacks the memory.
+        self.lost = self.lacks_memory = False
+        self._failing_since = 0.0
         self._shards = shards
         self._request = request
         self._key = ShardKey(request.template.generation, request.template.rank, replica=False)
@@ -97,6 +103,8 @@ class Sender(threading.Thread):
                     self._push(job)
             except (OSError, ElasticError) as error:
                 self._close()
+                if not pauses:
+                    self._failing_since = time.monotonic()
                 if self._gives_up(error, pauses):
                     break
                 self._pause(pauses)
@@ -149,12 +157,14 @@ class Sender(threading.Thread):
             return True
         # The generation or the snapshot is over: no later attempt can succeed.
         final = isinstance(error, (Fenced, IntegrityError))
+        if final or (pauses and time.monotonic() - self._failing_since >= GIVE_UP_S):
+            self.lost, self.lacks_memory = True, isinstance(error, UsageError)
         # The other side may have closed an idle connection: only a second failure in a row counts.
-        if pauses or final:
+        if pauses or self.lost:
             what = "parity" if self._request.stripe else "replica"
             host, port = self._target
             self._report(f"{host}:{port} takes no {what} of rank {self._key.rank}: {error}", None)
-        return final or (self._retiring and pauses > 0)
+        return self.lost or (self._retiring and pauses > 0)
 
     def _pause(self, pauses: int) -> None:
         if pauses:
@@ -165,7 +175,7 @@ class Sender(threading.Thread):
     def _report(self, problem: str | None, job: Job | None) -> None:
         if problem is not None and self.problem is None:
             logger.warning("%s", problem)
-        changed = problem != self.problem or (job is not None and job.step > self.sent_step)
+        changed = self.lost or problem != self.problem or (job is not None and job.step > self.sent_step)
         self.problem = problem
         if job is not None:
             self.sent_step = job.step
