@@ -162,6 +162,18 @@ def test_a_holder_without_the_memory_is_named_and_tried_again(stack: ExitStack) 
     assert memory.failed() is None
 
 
+def test_damage_of_a_snapshot_without_replicas_is_found(stack: ExitStack) -> None:
+    record = template(0, 1)
+    node = server(stack)
+    memory = worker(stack, node)
+    memory.open(record, record.bytes, [])
+    take(memory, record, 1)
+    with node._shards.reading(1, 1, 0, False) as reading, reading.segment.map() as view:
+        view[17] ^= 1
+    with pytest.raises(IntegrityError, match="does not match its hash"):
+        node.record(held(record, 1))
+
+
 def test_a_holder_that_never_has_the_memory_is_given_up_aloud(
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,6 @@
 | `segment_pool.py` | the segments and their table, behind one lock |
 | `node_shards.py` | whole shards in the pool: a node's own and replicas |
 | `parity.py`, `parity_blocks.py` | parity in the pool, and shards rebuilt from it; how shares are XORed together |
-| `replication.py`, `sender.py` | when a rank's snapshot is complete; its replication to one other node |
+| `replication.py`, `sender.py`, `hasher.py` | when a rank's snapshot is complete; sent to one other node; hashed |
 | `transfer.py` | the bytes of shards between nodes |
 """

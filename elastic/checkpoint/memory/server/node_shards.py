@@ -108,6 +108,11 @@ class NodeShards:
             if buffer is not None and buffer.step == step:
                 buffer.content = replace(buffer.content, xxh3=xxh3)
 
+    def hash_own(self, key: ShardKey, number: int, step: int) -> None:
+        """Compute the hash of a snapshot that is sent nowhere. Raises IntegrityError when it is gone."""
+        with self.reading(key.generation, step, key.rank, replica=False) as reading, reading.segment.map() as data:
+            self.hashed(number, step, xxh3_of(data, self._pool.work))
+
     def has(self, key: ShardKey, step: int) -> bool:
         with self._pool.changed:
             return self._pool.table.find(key.generation, step, key.rank, key.replica) is not None

@@ -1,4 +1,7 @@
-"""When a rank's snapshot is complete: committed here, and received by every node that keeps its replica or parity."""
+"""When a rank's snapshot is complete: committed here, and received by every node that keeps its replica or parity.
+
+Without such a node it is complete once its hash is known.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,10 @@ import time
 from collections.abc import Callable
 
 from elastic.checkpoint.memory.messages import OpenShard, Progress
+from elastic.checkpoint.memory.server.hasher import Hasher
 from elastic.checkpoint.memory.server.node_shards import NodeShards
 from elastic.checkpoint.memory.server.sender import Job, Sender
+from elastic.checkpoint.memory.shard_buffers import ShardKey
 
 
 class Replication:
@@ -20,9 +25,12 @@ class Replication:
         self.generation, self.rank = request.template.generation, request.template.rank
         self._on_progress = on_progress
         self._lock = threading.Lock()
-        self._committed_step = self._complete_step = -1
+        self._complete_step = -1
         self._committed_at = self._seconds = 0.0
-        self._senders = [Sender(shards, request, target, token, self._update) for target in request.targets]
+        key = ShardKey(self.generation, self.rank, replica=False)
+        self._senders: list[Sender | Hasher] = [
+            Sender(shards, request, target, token, self._update) for target in request.targets
+        ] or [Hasher(shards, key, self._update)]
         for sender in self._senders:
             sender.start()
 
@@ -42,7 +50,7 @@ class Replication:
 
     def commit(self, job: Job) -> None:
         with self._lock:
-            self._committed_step, self._committed_at = job.step, time.monotonic()
+            self._committed_at = time.monotonic()
         for sender in self._senders:
             sender.send(job)
         self._update()
@@ -65,7 +73,7 @@ class Replication:
     def _update(self) -> None:
         # Reported under the lock, so that the newest state is reported last.
         with self._lock:
-            step = min((sender.sent_step for sender in self._senders), default=self._committed_step)
+            step = min(sender.sent_step for sender in self._senders)
             if step > self._complete_step:
                 self._complete_step, self._seconds = step, time.monotonic() - self._committed_at
             self._on_progress(self.progress)
