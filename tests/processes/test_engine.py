@@ -89,6 +89,16 @@ def test_what_a_rank_can_ask_and_reports(crew: Crew, tmp_path: Path) -> None:
         assert all(stall > 0 for stall in stalls) if step == 3 else step == 4 or not any(stalls)
 
 
+def test_an_evaluation_pass_within_a_step_leaves_its_random_stream_alone(crew: Crew, tmp_path: Path) -> None:
+    losses = []
+    for fn in ("train", "train_and_tell"):
+        config = {"stage": 1, "url": str(tmp_path / fn), "dropout": 0.3}
+        (outcome,) = crew.run([0], fn, config, batch=BATCH)
+        assert outcome.result.kind == "finished", outcome.result.traceback
+        losses.append([report.loss for report in outcome.reports])
+    assert losses[0] == losses[1]
+
+
 _SCRIPT = """
 import torch, elastic
 from torch import nn
