@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
-from elastic.core.data.micro_batches import passes_per_rank
+from elastic.core.data.micro_batches import micro_steps_per_rank
 from elastic.core.data.samples import SampleOrder
 from elastic.core.data.step_plan import StepPlan, total_samples
 from elastic.core.errors import GenerationEnded, UsageError
@@ -105,7 +105,7 @@ def make(
         rank,
         size,
         total_samples(size, global_batch, max_steps, epochs),
-        passes_per_rank(global_batch, micro_batch, world_size),
+        micro_steps_per_rank(global_batch, micro_batch, world_size),
     )
     data = Recorded(size)
     reader = BatchReader(data, plan, SampleOrder(size, 0), step, collate_fn or (lambda items: items))

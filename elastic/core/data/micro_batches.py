@@ -71,8 +71,8 @@ def next_position(consumed: int, skips: Sequence[Range] = ()) -> int:
     return position
 
 
-def passes_per_rank(samples: int, micro_batch: int, world_size: int) -> int:
-    """Passes that every rank runs for a step of `samples`: ceil(micro-batches / world size)."""
+def micro_steps_per_rank(samples: int, micro_batch: int, world_size: int) -> int:
+    """Micro-batches that every rank runs for a step of `samples`: ceil(micro-batches of the step / world size)."""
     _positive("micro_batch", micro_batch)
     _positive("world_size", world_size)
     return _ceil_div(_ceil_div(samples, micro_batch), world_size)
@@ -82,13 +82,13 @@ def deal(
     step: int, global_batch: int, micro_batch: int, world_size: int, rank: int, total_samples: int | None = None,
     skips: Sequence[Range] = (),
 ) -> tuple[MicroBatch, ...]:  # fmt: skip
-    """The passes of one rank in one step, in order; equally many on every rank.
+    """The micro-batches of one rank in one step, in order; equally many on every rank.
 
     Over all ranks each position of the step comes exactly once with a weight above zero, and the weights sum to one.
     Neighbouring micro-batches go to the same rank, and ranks differ by at most one of them.
     """
     start, stop = step_positions(step, global_batch, total_samples, skips)
-    passes = passes_per_rank(stop - start, micro_batch, world_size)
+    micro_steps = micro_steps_per_rank(stop - start, micro_batch, world_size)
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} is not one of {world_size} ranks")
     count = _ceil_div(stop - start, micro_batch)
@@ -102,18 +102,18 @@ def deal(
     mine = [numbered(index) for index in range(first, last)]
     # Real samples are repeated, not zeros fed: a made-up batch could overflow, and 0.0 * inf is not 0.0.
     spare = last - 1 if last > first else rank % count
-    return tuple(mine + [numbered(spare, weighted=False)] * (passes - len(mine)))
+    return tuple(mine + [numbered(spare, weighted=False)] * (micro_steps - len(mine)))
 
 
-def loss_scale(weight: float, passes: int, world_size: int) -> float:
-    """What a rank multiplies a pass's mean loss with before DeepSpeed's backward.
+def loss_scale(weight: float, micro_steps: int, world_size: int) -> float:
+    """The factor of a micro-batch's mean loss before the engine's backward.
 
-    DeepSpeed averages over the passes and over the ranks: gradient = sum(scale * g) / (passes * world_size), where g is
+    The engine averages over micro-batches and ranks: gradient = sum(scale * g) / (micro_steps * world_size), where g is
     the gradient of the mean loss of one micro-batch. The mean over the global batch is sum(weight * g), hence
 
-        scale = weight * passes * world_size
+        scale = weight * micro_steps * world_size
     """
-    return weight * passes * world_size
+    return weight * micro_steps * world_size
 
 
 def _ceil_div(value: int, divisor: int) -> int:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from elastic.core.data.micro_batches import passes_per_rank
+from elastic.core.data.micro_batches import micro_steps_per_rank
 from elastic.core.errors import UsageError
 from elastic.core.generation_spec import BatchSettings
 from elastic.engines.base import ResolvedConfig
@@ -67,7 +67,7 @@ def resolve(
     if _get(config, "comms_logger.enabled"):
         logger.warning("comms_logger makes every collective synchronous: the run will be slower while it is on")
     micro, total = settle_batch(config, batch, max_world_size or world_size)
-    micro_steps = passes_per_rank(total, micro, world_size)
+    micro_steps = micro_steps_per_rank(total, micro, world_size)
     resolved = copy.deepcopy(dict(config))
     resolved[_MICRO] = micro
     resolved[_ACCUMULATION] = micro_steps

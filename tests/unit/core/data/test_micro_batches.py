@@ -11,8 +11,8 @@ from elastic.core.data.micro_batches import (
     MicroBatch,
     deal,
     loss_scale,
+    micro_steps_per_rank,
     next_position,
-    passes_per_rank,
     step_positions,
     steps_in,
 )
@@ -42,7 +42,7 @@ def test_every_position_counts_exactly_once(batch: int, micro: int, world: int, 
 @given(batch=st.integers(1, 200), micro=st.integers(1, 70), world=WORLD_SIZES)
 def test_all_ranks_run_equally_many_passes(batch: int, micro: int, world: int) -> None:
     ranks = dealt(3, batch, micro, world)
-    assert {len(rank) for rank in ranks} == {passes_per_rank(batch, micro, world)}
+    assert {len(rank) for rank in ranks} == {micro_steps_per_rank(batch, micro, world)}
     counted = [sum(part.weight > 0 for part in rank) for rank in ranks]
     assert max(counted) - min(counted) <= 1
     padding = [part for rank in ranks for part in rank if part.weight == 0]
