@@ -29,6 +29,7 @@ class Run(TypedDict, total=False):
     step: int
     loss: float | None
     metrics: Mapping[str, Any]
+    checkpoint_step: int | None
     fenced_messages: int
     false_alarms: int
     error: str | None

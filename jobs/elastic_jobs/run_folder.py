@@ -106,9 +106,17 @@ class RunFolder:
         return Job.from_json(self.job_record())
 
     def job_record(self) -> dict[str, Any]:
-        """The content of job.json. Raises RunNotFound."""
+        """The content of job.json. Raises RunNotFound, and IntegrityError where it is cut off or no JSON."""
         job = self.read("job.json")
         if job is None:
+            with self._named("read"):
+                damaged = "job.json" in self._objects.names(self.run_id)
+            if damaged:
+                raise IntegrityError(
+                    f"job.json of run {self.run_id!r} in {self.url} is damaged; its journal and its checkpoints are "
+                    "not: remove that file, then `elastic run JOB.yaml --run-id "
+                    f"{self.run_id}` goes on from the newest checkpoint"
+                )
             raise RunNotFound(f"there is no run {self.run_id!r} in {self.url}{self._others()}")
         return job
 

@@ -17,6 +17,7 @@ from elastic.core import events as ev
 from elastic.core.errors import Fenced, UsageError
 from elastic.core.settings import ScalingSettings
 from elastic.observe.journal import JournalReader, JournalWriter
+from elastic.observe.journal_lines import to_line
 from elastic.runtime import names
 from elastic.runtime.driver import client
 from elastic.runtime.messages import Beat, Item
@@ -109,8 +110,8 @@ def _controller_before_this_one(run: Run, writer: JournalWriter) -> None:
     with pytest.raises(Fenced):
         JournalWriter(run.url, "run", incarnation=1)
     # One that had looked just before, and was stopped until now.
-    line = json.dumps({"seq": 2, "type": "event", "event": "StopRequested", "reason": "the zombie's own"})
-    writer._segments.append(1, f"{line}\n")
+    zombies = {"seq": 2, "type": "event", "event": "StopRequested", "reason": "the zombie's own"}
+    writer._segments.append(1, to_line(zombies))
     reader = JournalReader(run.url, "run")
     assert "StopRequested" not in [record.get("event") for record in reader.records()]
     assert [problem.kind for problem in reader.problems] == ["fenced"]

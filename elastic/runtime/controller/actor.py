@@ -20,7 +20,7 @@ import ray
 
 from elastic.checkpoint.storage import CheckpointStore
 from elastic.core import events as ev
-from elastic.core.errors import Fenced
+from elastic.core.errors import ElasticError, Fenced
 from elastic.core.policy.priority_sharing import Claim
 from elastic.core.run import machine
 from elastic.core.run.phase import Finished
@@ -83,6 +83,8 @@ class ControllerActor:
         self._events: asyncio.Queue[ev.Event] = asyncio.Queue()
         self._records = Records()
         self._result: dict[str, Any] | None = None
+        # Why the start failed.
+        self._failed: str | None = None
         self._capacity: CapacityMonitor | None = None
         self._main = asyncio.get_running_loop().create_task(self._run(_was_restarted()))
 
@@ -90,12 +92,12 @@ class ControllerActor:
 
     async def progress(self) -> dict[str, Any]:
         """The live figures; see `elastic_jobs.handle.RunHandle.progress`."""
-        await self._ready.wait()
+        await self._begun()
         status = self._result["status"] if self._result else "running"
         return {**self._loop.progress(), "status": status, "controller_pid": os.getpid()}
 
     async def wait_step(self, step: int, timeout_s: float) -> bool:
-        await self._ready.wait()
+        await self._begun()
         telemetry = self._loop.telemetry
         try:
             async with self._stepped:
@@ -143,7 +145,7 @@ class ControllerActor:
         `heard` is the incarnation of the controller that the worker knows. Of one that knows another nothing is taken
         yet: it may have messages for this controller that come before these.
         """
-        await self._ready.wait()
+        await self._begun()
         incarnation, loop = self._journal.incarnation, self._loop
         if heard not in (None, incarnation) and worker in loop.state.fleet.workers:
             return Reply(incarnation, taken=False)
@@ -152,8 +154,14 @@ class ControllerActor:
 
     async def snapshot(self, identifier: str) -> Assembled:
         """What a worker needs to restore a snapshot from memory. Raises IntegrityError or StorageError."""
-        await self._ready.wait()
+        await self._begun()
         return await self._executor.snapshots.wait_for(identifier)
+
+    async def _begun(self) -> None:
+        """Wait for the start. Raises ElasticError with its cause where it has failed."""
+        await self._ready.wait()
+        if self._failed is not None:
+            raise ElasticError(f"the controller of run {self._settings.run_id!r} did not start: {self._failed}")
 
     def _step_done(self) -> None:
         asyncio.get_running_loop().create_task(self._tell_step())
@@ -185,6 +193,8 @@ class ControllerActor:
         except BaseException as error:
             logger.exception("the controller of run %s cannot go on", self._settings.run_id)
             self._result = self._result or {"status": "not-finished", "reason": f"the controller failed: {error!r}"}
+            if not self._ready.is_set():
+                self._failed = repr(error)
             self._ready.set()
             self._ended.set()
             await self._tell_step()

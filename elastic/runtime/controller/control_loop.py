@@ -78,12 +78,14 @@ class ControlLoop:
         """What the run has come to; only once it is over."""
         phase = self.state.phase
         assert isinstance(phase, Finished)
+        newest = self.state.saved.newest_checkpoint
         return {
             "status": phase.status,
             "reason": phase.reason,
             "step": self.telemetry.step,
             "loss": self.telemetry.loss,
             "metrics": dict(self.telemetry.metrics),
+            "checkpoint_step": newest.step if newest is not None else None,
             "fenced_messages": self.fenced,
             "false_alarms": self.state.trouble.false_alarms,
             "error": self._user_traceback if phase.status == USER_CODE_FAILED else None,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from elastic.core.errors import RunNotFound, TokenRefused, UsageError
 from elastic.core.names import check_run_id
+from elastic.core.settings import CheckpointSettings, RunSettings
 from elastic.observe.journal import JournalReader
 from elastic.observe.summary import summarize
 from elastic_jobs.backend import Backend
@@ -64,6 +66,7 @@ def run(options: argparse.Namespace, backend: Backend) -> int:
         show(summary, output.as_json)
         return 0
     refuse(check(job, place) or check_here(job, output))
+    _check_checkpoints(job, summary)
     folder.write("job.json", job.record())
     return launch(backend, RunPlan(job, place, output), folder)
 
@@ -102,11 +105,41 @@ def _resume_job(options: argparse.Namespace, backend: Backend) -> int:
 
 
 def _resumed(job: Job, folder: RunFolder, max_steps: int | None) -> Job:
+    """Raises UsageError for a copy of a run that keeps its checkpoints elsewhere."""
     # The journal is where it was found, also if the folder was moved or copied.
     settings = replace(job.settings, run_id=folder.run_id, storage_url=folder.url)
+    if folder.url != job.settings.storage_url:
+        settings = replace(settings, checkpoint=_moved_checkpoints(job.settings, folder))
     if max_steps is not None:
         settings = replace(settings, max_steps=max_steps, epochs=None)
     return replace(job, settings=settings)
+
+
+def _moved_checkpoints(before: RunSettings, folder: RunFolder) -> CheckpointSettings:
+    """Checkpoints beside the journal have moved with it. Those of a storage of their own stay there, and belong to the
+    run at its old place where that still exists: two runs would delete each other's checkpoints."""
+    if before.checkpoint.url == before.storage_url:
+        return replace(before.checkpoint, url=folder.url)
+    if before.storage_url and RunFolder(before.storage_url, before.run_id).read("job.json") is not None:
+        raise UsageError(
+            f"{folder.url}/{folder.run_id} is a copy: run {before.run_id!r} is still in {before.storage_url}, and both "
+            f"would delete each other's checkpoints in {before.checkpoint.url}; resume it there, or remove it there "
+            "first if this copy is to take its place"
+        )
+    return before.checkpoint
+
+
+def _check_checkpoints(job: Job, summary: Mapping[str, Any]) -> None:
+    """Raises UsageError where the journal lists checkpoints and storage has none: the run would begin at step 0."""
+    from elastic.checkpoint.storage import CheckpointStore
+
+    listed, url = summary.get("checkpoints") or [], job.settings.checkpoint.url
+    if listed and not CheckpointStore(url, job.settings.run_id).list():
+        raise UsageError(
+            f"the journal of run {job.settings.run_id!r} lists {len(listed)} checkpoints, the last of step "
+            f"{listed[-1].get('step')}, and none is in {url}/{job.settings.run_id}/checkpoints; put that folder back, "
+            "or start a new run"
+        )
 
 
 def _check_not_going_on(backend: Backend, folder: RunFolder, address: str | None) -> None:

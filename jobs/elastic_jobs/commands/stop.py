@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
+from typing import Any
 
 from elastic.core.errors import RunNotFound
 from elastic.observe.journal import JournalReader
 from elastic.observe.summary import summarize
 from elastic_jobs.backend import Backend
 from elastic_jobs.commands.common import address_argument, folder_of, run_arguments
-from elastic_jobs.exit_codes import STATUSES
+from elastic_jobs.exit_codes import NOT_FINISHED, STATUSES
 from elastic_jobs.handle import STOP_AGAIN_S
 from elastic_jobs.live import reach_patiently, read_live
 from elastic_jobs.run_folder import RunFolder
@@ -54,7 +56,20 @@ def run(options: argparse.Namespace, backend: Backend) -> int:
     say(f"run {folder.run_id} is {result.get('status')} after step {result.get('step')}")
     if options.json:
         put_json({"run_id": folder.run_id, "status": result.get("status"), "step": result.get("step")})
-    return 0
+    return _kept(folder.run_id, result)
+
+
+def _kept(run_id: str, result: Mapping[str, Any]) -> int:
+    """0 where storage holds the last step, else NOT_FINISHED, said in a sentence."""
+    step, saved = result.get("step") or 0, result.get("checkpoint_step")
+    if "checkpoint_step" not in result or (saved or 0) >= step:
+        return 0
+    held = "no checkpoint" if saved is None else f"step {saved}"
+    say(
+        f"storage holds {held} of run {run_id}, not step {step}: the steps after it will be done again when it is "
+        f"resumed; what storage refused is in `elastic story {run_id}`"
+    )
+    return NOT_FINISHED
 
 
 def _check_goes_on(folder: RunFolder) -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -759,6 +760,7 @@ def test_an_end_before_what_is_done_is_refused_and_nothing_changes(
 ) -> None:
     assert cli.main(["run", "job.yaml", "--run-id", "r1"], FakeBackend("stopped")) == 103
     JournalWriter("runs", "r1").append({"type": "checkpoint", "id": "step-00000012-g0001", "step": 12})
+    put_checkpoint("runs", 12)
     before = RunFolder("runs", "r1").read("job.json")
     backend = FakeBackend()
     assert cli.main(["resume", "r1", "--max-steps", "11"], backend) == 2
@@ -766,6 +768,69 @@ def test_an_end_before_what_is_done_is_refused_and_nothing_changes(
     assert (backend.calls, RunFolder("runs", "r1").read("job.json")) == ([], before)
     assert cli.main(["resume", "r1", "--max-steps", "12"], backend) == 0
     assert backend.calls[-1][1].max_steps == 12
+
+
+def put_checkpoint(storage: str, step: int) -> None:
+    folder = Path(storage, "r1", "checkpoints", f"step-{step:08d}-g0001")
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text("{}")
+
+
+def saved(storage: str, step: int, *, job: str = "job.yaml") -> None:
+    assert cli.main(["run", job, "--run-id", "r1"], FakeBackend("stopped")) == 103
+    JournalWriter(storage, "r1").append({"type": "checkpoint", "id": f"step-{step:08d}-g0001", "step": step})
+    put_checkpoint(storage, step)
+
+
+def test_a_moved_run_goes_on_from_its_own_checkpoints(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    saved("runs", 7)
+    shutil.copytree("runs", "elsewhere")
+    backend = FakeBackend()
+    assert cli.main(["resume", "r1", "--storage", "elsewhere"], backend) == 0
+    settings = backend.calls[-1][1]
+    assert settings.checkpoint.url == settings.storage_url == str(Path("elsewhere").absolute())
+    shutil.rmtree("elsewhere/r1/checkpoints")
+    assert cli.main(["resume", "r1", "--storage", "elsewhere", "--max-steps", "99"], backend) == 2
+    assert "lists 1 checkpoints, the last of step 7, and none is in" in capfd.readouterr().err
+
+
+def test_a_copy_of_a_run_may_not_delete_the_checkpoints_of_the_original(
+    job: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job.write_text(job.read_text() + "checkpoint: {url: ./saved}\nstorage_url: ./runs\n")
+    saved("runs", 7)
+    shutil.move("runs/r1/checkpoints", "saved/r1/checkpoints")
+    shutil.copytree("runs", "elsewhere")
+    assert cli.main(["resume", "r1", "--storage", "elsewhere"], FakeBackend()) == 2
+    assert "is a copy: run 'r1' is still in" in capfd.readouterr().err
+    shutil.rmtree("runs/r1")
+    backend = FakeBackend()
+    assert cli.main(["resume", "r1", "--storage", "elsewhere"], backend) == 0
+    assert backend.calls[-1][1].checkpoint.url == str(Path("saved").absolute())
+
+
+def test_a_job_file_that_is_cut_off_is_said_with_the_way_out(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    saved("runs", 7)
+    file = Path("runs/r1/job.json")
+    file.write_bytes(file.read_bytes()[:40])
+    assert cli.main(["resume", "r1"], FakeBackend()) == 106
+    err = capfd.readouterr().err
+    assert "job.json of run 'r1'" in err
+    assert "remove that file, then `elastic run JOB.yaml --run-id r1` goes on from the newest checkpoint" in err
+    file.unlink()
+    assert cli.main(["run", "job.yaml", "--run-id", "r1"], FakeBackend()) == 0
+
+
+@pytest.mark.parametrize(("held", "code"), [(40, 101), (None, 101), (43, 0)])
+def test_stop_says_what_storage_has_not_taken(
+    job: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, held: int | None, code: int
+) -> None:
+    write_live(RunFolder("runs", "r1"), Live("a:1"))
+    backend = FakeBackend()
+    end = partial(backend.handle.end, step=43, checkpoint_step=held)
+    monkeypatch.setattr(backend.handle, "stop", lambda reason: end("stopped", reason))
+    assert cli.main(["stop", "r1"], backend) == code
+    assert ("will be done again" in capfd.readouterr().err) == bool(code)
 
 
 @pytest.mark.parametrize("more", [[], ["--max-steps", "10"]])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import ray
 
 from elastic.core import events as ev
+from elastic.core.errors import ElasticError
 from elastic.core.run import machine
 from elastic.core.settings import RunSettings, ScalingSettings
 from elastic.observe.journal import JournalWriter
@@ -34,6 +36,25 @@ BEGUN = (
 )  # fmt: skip
 
 
+def actor_with(**parts: Any) -> Any:
+    """Of a controller's actor what answers calls once it has started, or has failed to."""
+    actor: Any = SimpleNamespace(**{"_ready": asyncio.Event(), "_failed": None, "_settings": SETTINGS, **parts})
+    actor._begun = partial(ControllerActor._begun, actor)
+    actor._ready.set()
+    return actor
+
+
+@pytest.mark.parametrize(
+    "call", [ControllerActor.progress, lambda actor: ControllerActor.wait_step(actor, 1, 1.0)], ids=["progress", "wait"]
+)
+def test_a_start_that_failed_is_told_with_its_cause(call: Any) -> None:
+    async def scenario() -> None:
+        with pytest.raises(ElasticError, match="'run' did not start: PermissionError"):
+            await call(actor_with(_failed=repr(PermissionError("no bucket"))))
+
+    asyncio.run(scenario())
+
+
 class Controller:
     """One life of a controller: its journal, its loop, and the `deliver` of the actor. Nothing is carried out."""
 
@@ -45,8 +66,7 @@ class Controller:
         self.loop = ControlLoop(SETTINGS, old, self.records, self.queue.append, lambda: None)
         nobody: Any = SimpleNamespace(perform=lambda action: None, placed=lambda slot, node: None)
         self.loop.connect(nobody, nobody)
-        self.actor: Any = SimpleNamespace(_ready=asyncio.Event(), _journal=self.journal, _loop=self.loop)
-        self.actor._ready.set()
+        self.actor: Any = actor_with(_journal=self.journal, _loop=self.loop)
 
     def begin(self) -> None:
         """Opened only now: what is asked for in between must not be on its thread."""
