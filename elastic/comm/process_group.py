@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from elastic.comm import lost_peers, sockets
+from elastic.comm import lost_peers, nccl, sockets
 from elastic.comm.hooks import GroupHooks
 from elastic.comm.peer_addresses import exchange
 from elastic.comm.rendezvous import connect, release_store
@@ -27,31 +27,10 @@ from elastic.core.generation_spec import GenerationSpec, Rendezvous
 
 logger = logging.getLogger(__name__)
 
-# torch's own reactions to a failed NCCL collective (ProcessGroupNCCL.hpp), all of which end the process or delay its
-# cleanup.
-_NCCL = {
-    # Do not end the process when a collective fails or times out.
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    # Do not spend a minute on dumps, during which a group cannot be closed.
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
-    # The watchdog thread would throw CUDA errors that the training thread raises too, and so end the process: a device
-    # assert in user code would look like a lost worker.
-    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
-    # The monitor thread ends the process when the watchdog thread is stuck or gone; heartbeats and hang limits do that.
-    "TORCH_NCCL_ENABLE_MONITORING": "0",
-}
-# An abort takes about a second; one that hangs must not block its caller.
+# An abort takes about a second. One that waits for a communicator under construction ends when the sockets are shut
+# down; one that hangs all the same must not block its caller.
+_ABORT_S = 1.5
 _ABORT_LIMIT_S = 10.0
-
-
-def outlive_peers() -> None:
-    """Keep torch from ending this process when a peer or a collective fails. Call it before the first group is made.
-
-    Variables that the environment sets already are kept.
-    """
-    for name, value in _NCCL.items():
-        os.environ.setdefault(name, value)
 
 
 class ProcessGroup:
@@ -65,6 +44,7 @@ class ProcessGroup:
         self.local_rank = local_rank
         self._hooks = hooks
         self._store: Store | None = None
+        self._communicators: nccl.Communicators | None = None
         self._backend = ""
         self._aborting: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
         self._foreign: frozenset[str] = frozenset()
@@ -104,9 +84,10 @@ class ProcessGroup:
             rank=self.spec.rank,
             world_size=self.spec.world_size,
             timeout=self._timeout(),
-            # Bound, NCCL splits later groups off this one, which fails without peers (DeepSpeed issue 8248).
-            device_id=device if device.type == "cuda" and self.spec.world_size > 1 else None,
         )
+        if self.fails_silently:
+            self._communicators = nccl.Communicators(device)
+            self._connect("world")
         self._hooks.after_join(backend)
         return device
 
@@ -115,6 +96,8 @@ class ProcessGroup:
         for group in list(_groups()):
             # A group that an engine clones (DeepSpeed's of the world group) has torch's default timeout.
             dist.distributed_c10d._set_pg_timeout(self._timeout(), group)
+        if self.fails_silently:
+            self._connect("engine")
         self._exchange_addresses()
         self._building = False
 
@@ -145,9 +128,11 @@ class ProcessGroup:
         with self._abort_lock:
             if not self._joined:
                 return 0
-            if self._backend == "nccl":
-                self._abort_all()
-            return sum(sockets.shut_down(found) for found in sockets.tcp_sockets() if self._owns(found))
+            aborts = self._abort_all() if self.fails_silently else []
+            _join_all(aborts, _ABORT_S)
+            cut = sum(sockets.shut_down(found) for found in sockets.tcp_sockets() if self._owns(found))
+            _join_all(aborts, _ABORT_LIMIT_S)
+            return cut
 
     def close_in_child(self) -> Callable[[int], None]:
         """For data workers, which inherit this process's descriptors: closes the groups' sockets in them.
@@ -172,18 +157,23 @@ class ProcessGroup:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _abort_all(self) -> None:
+    def _connect(self, name: str) -> None:
+        """NCCL's communicators of all groups, when every rank is here: see `nccl`. Collective."""
+        assert self._store is not None
+        assert self._communicators is not None
+        nccl.await_all(self._store, f"elastic/{self.spec.generation}/connect/{name}", self.spec.world_size)
+        self._communicators.connect(_groups())
+
+    def _abort_all(self) -> list[threading.Thread]:
         """All groups concurrently: an abort waits for its group's kernels, which may be queued behind another group's
         (https://github.com/pytorch/pytorch/issues/119797). Repeated at each call: a group may connect after an abort.
         """
-        deadline = time.monotonic() + _ABORT_LIMIT_S
         threads = []
         for group in [group for group in _groups() if group not in self._aborting]:
             self._aborting.add(group)
             threads.append(threading.Thread(target=self._abort, args=(group,), name="nccl-abort", daemon=True))
             threads[-1].start()
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        return threads
 
     def _abort(self, group: dist.ProcessGroup) -> None:
         try:
@@ -197,6 +187,7 @@ class ProcessGroup:
         return timedelta(seconds=self.spec.collective_timeout_s)
 
     def _set_environment(self) -> None:
+        nccl.limit_connecting(self.spec.collective_timeout_s)
         # torchrun's variables: without all five, DeepSpeed looks for MPI.
         os.environ.update(
             RANK=str(self.spec.rank),
@@ -235,6 +226,12 @@ class CloseSockets:
         for found in self._found:
             if sockets.inode_of(found.fd) == found.inode:
                 os.close(found.fd)
+
+
+def _join_all(threads: list[threading.Thread], limit_s: float) -> None:
+    deadline = time.monotonic() + limit_s
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _groups() -> list[dist.ProcessGroup]:

@@ -64,5 +64,5 @@ class GenerationSpec:
     # No step is done before the coordinator says where to stop: the generation only saves what it begins with.
     stops_at_start: bool = False
     # A collective that makes no progress for this long fails by itself, whatever else goes wrong. Over NCCL it is only
-    # noticed then, and has to be aborted: torch would end the process instead (`process_group.outlive_peers`).
+    # noticed then, and has to be aborted: torch would end the process instead (`comm.nccl`).
     collective_timeout_s: float = 600.0

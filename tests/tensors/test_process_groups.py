@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType, HashStore
 
 from elastic.comm import lost_peers, process_group
+from elastic.comm.nccl import outlive_peers
 from elastic.comm.peer_addresses import exchange
-from elastic.comm.process_group import ProcessGroup, outlive_peers
+from elastic.comm.process_group import ProcessGroup
 from elastic.comm.sockets import Address, TcpSocket
 from elastic.core import events as ev
 from elastic.core.generation_spec import GenerationSpec, Rendezvous

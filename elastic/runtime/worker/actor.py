@@ -229,7 +229,7 @@ class WorkerActor:
         import elastic
         from elastic.checkpoint.storage import CheckpointStore
         from elastic.checkpoint.writer import BackgroundWriter
-        from elastic.comm.process_group import outlive_peers
+        from elastic.comm.nccl import outlive_peers
         from elastic.engines.deepspeed.operators import build_ahead
         from elastic.runtime.worker import ray_coordinator
         from elastic.training import api, cleanup, loop
