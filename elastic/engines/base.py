@@ -139,8 +139,9 @@ class EngineKind(GroupHooks, Protocol):
         """Import what the first engine would import, so that a recovery does not wait for it."""
         ...
 
-    def resolve(self, config: Config | None, spec: GenerationSpec) -> ResolvedConfig:
+    def resolve(self, config: Config | None, spec: GenerationSpec, loader_batch: int | None = None) -> ResolvedConfig:
         """The user's configuration (None: the job's own) at the spec's world size. Pure but for reading a file.
+        `loader_batch`: the batch size of the user's own DataLoader, which is the micro-batch.
 
         Raises UsageError for contradictions and for options that an elastic run cannot honour.
         """

@@ -1,22 +1,23 @@
-"""What the user's training code calls: `initialize`, `report`, `get_context`, `state`."""
+"""What the user's training code calls: `initialize`, `prepare_data_loader`, `report`, `get_context`, `state`."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from elastic.core.checkpoint.snapshots import is_snapshot
-from elastic.core.data.samples import SampleOrder
 from elastic.core.data.step_plan import StepPlan, total_samples
 from elastic.core.errors import UsageError
 from elastic.core.generation_spec import GenerationSpec
-from elastic.engines.base import Engine, ResolvedConfig
+from elastic.engines.base import Config, Engine, ResolvedConfig
 from elastic.training import context
 from elastic.training.anomalies import AnomalyWatch
+from elastic.training.arguments import chosen_config, refuse_arguments
 from elastic.training.context import Context, StateOfTheRun
+from elastic.training.data.data_loaders import DataSource, PreparedLoader, data_source, open_reader, taken_over
 from elastic.training.data.loader import ElasticLoader
-from elastic.training.data.reader import BatchReader, require_map_style
 from elastic.training.engine import ElasticEngine
 from elastic.training.generation import Generation
 from elastic.training.resume import resume, run_state
@@ -29,36 +30,45 @@ state = StateOfTheRun()
 
 
 def initialize(
-    model: Any,
-    training_data: Any,
+    args: Any = None,
+    model: Any = None,
     optimizer: Any = None,
-    lr_scheduler: Any = None,
-    collate_fn: Callable[[list[Any]], Any] | None = None,
-    config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Config | None = None,
+    mesh_param: Any = None,
+    config_params: Config | None = None,
     *,
     num_workers: int = 0,
     prefetch_factor: int | None = None,
 ) -> tuple[ElasticEngine, Any, ElasticLoader, Any]:
     """`deepspeed.initialize`, elastic: returns (engine, optimizer, loader, scheduler).
 
-    The arguments are DeepSpeed's. `training_data` is a map-style dataset; `config` is a DeepSpeed configuration, the
-    path of one, or None for the job's own. `num_workers` and `prefetch_factor` are those of torch's DataLoader. With a
-    checkpoint to resume from, everything is restored when this returns, `elastic.state` included.
+    The arguments are DeepSpeed's, in its order. `training_data` is a map-style dataset or a torch DataLoader; without
+    it, the loader given to `prepare_data_loader` is used. `config` is a DeepSpeed configuration, the path of one, or
+    None for `args.deepspeed_config` or the job's own. `num_workers` and `prefetch_factor` are those of torch's
+    DataLoader. With a checkpoint to resume from, everything is restored when this returns, `elastic.state` included.
 
     Outside of a run (`python train.py`, torchrun) it trains as DeepSpeed would, at the world size that the environment
     gives, without saving.
 
     Raises UsageError (ModelMismatch for a checkpoint of another model).
     """
+    refuse_arguments(args, model, mpu, mesh_param, distributed_port)
     generation = _generation()
     scope = generation.scope
     scope.check()
     if generation.has_engine:
         raise UsageError("elastic.initialize was called twice; one generation trains one engine")
     scope.enter(Phase.BUILDING)
-    size = require_map_style(training_data)
-    resolved = generation.kind.resolve(config, scope.spec)
+    prepared = _prepared(generation, training_data)
+    source = data_source(training_data if prepared is None else prepared, collate_fn, num_workers, prefetch_factor)
+    resolved = generation.kind.resolve(chosen_config(args, config, config_params), scope.spec, source.micro_batch)
     anomalies = scope.spec.anomalies
     engine, wrapped_optimizer, scheduler = generation.kind.build(
         resolved,
@@ -71,21 +81,37 @@ def initialize(
     )
     generation.own(engine)
     generation.group.seal()
-    steps, watch = _opened(generation, engine, _plan(scope.spec, resolved, size))
-    reader = BatchReader(
-        training_data,
-        steps.plan,
-        SampleOrder(size, scope.spec.seed),
-        scope.step,
-        collate_fn,
-        num_workers,
-        prefetch_factor,
-        pin_memory=scope.device.type == "cuda",
-        worker_init_fn=generation.group.close_in_child(),
-    )
-    users, loader = ElasticEngine(engine, scope, steps, watch), ElasticLoader(scope, steps, reader)
+    steps, watch = _opened(generation, engine, _plan(scope.spec, resolved, source))
+    reader = open_reader(source, steps.plan, scope, generation.group.close_in_child())
+    users = ElasticEngine(engine, scope, steps, generation.state, watch)
+    loader = ElasticLoader(scope, steps, reader, source)
+    if prepared is not None:
+        prepared.loader = loader
     generation.began(steps, users, loader)
     return users, wrapped_optimizer, loader, scheduler
+
+
+def prepare_data_loader(loader: Any) -> PreparedLoader:
+    """Make a torch DataLoader the run's elastic loader. Call it before `initialize`, which then needs no training_data.
+
+    Dataset, collate_fn, workers and shuffling are taken over; the batch size is the micro-batch. A DistributedSampler
+    is not needed, and does no harm. Raises UsageError for a sampler whose order cannot be kept, by name.
+    """
+    generation = _generation()
+    if generation.has_engine:
+        raise UsageError(
+            "elastic.prepare_data_loader was called after elastic.initialize: call it before, or pass the DataLoader "
+            "as training_data=; a DataLoader for evaluation needs no preparation"
+        )
+    if not isinstance(loader, DataLoader):
+        raise UsageError(f"elastic.prepare_data_loader takes a torch DataLoader, not a {type(loader).__qualname__}")
+    if generation.prepared is not None:
+        raise UsageError(
+            "elastic.prepare_data_loader was called twice: prepare the training loader only; a DataLoader for "
+            "evaluation needs no preparation"
+        )
+    generation.prepared = PreparedLoader(taken_over(loader))
+    return generation.prepared
 
 
 def report(**metrics: Any) -> None:
@@ -111,18 +137,31 @@ def _generation() -> Generation:
     return generation
 
 
-def _plan(spec: GenerationSpec, resolved: ResolvedConfig, dataset_size: int) -> StepPlan:
+def _prepared(generation: Generation, training_data: Any) -> PreparedLoader | None:
+    prepared = generation.prepared
+    if training_data is None and prepared is None:
+        raise UsageError(
+            "elastic.initialize has no data: pass training_data= (a dataset or a DataLoader), or call "
+            "elastic.prepare_data_loader(loader) before it"
+        )
+    if prepared is not None and training_data is not None and training_data is not prepared:
+        raise UsageError("training_data was given although a DataLoader was prepared; give one of them")
+    return prepared
+
+
+def _plan(spec: GenerationSpec, resolved: ResolvedConfig, source: DataSource) -> StepPlan:
     return StepPlan(
         global_batch=resolved.global_batch,
         micro_batch=resolved.micro_batch,
         world_size=spec.world_size,
         rank=spec.rank,
-        dataset_size=dataset_size,
+        dataset_size=source.size,
         total_samples=total_samples(
-            dataset_size, resolved.global_batch, spec.batch.max_steps, spec.batch.epochs, spec.skips
+            source.size, resolved.global_batch, spec.batch.max_steps, spec.batch.epochs, spec.skips
         ),
         micro_steps=resolved.micro_steps,
         skips=spec.skips,
+        shuffle=source.shuffle,
     )
 
 

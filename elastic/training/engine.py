@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,6 +20,12 @@ from elastic.training.anomalies import AnomalyWatch
 from elastic.training.result import BadStep
 from elastic.training.scope import GenerationScope
 from elastic.training.step_loop import StepLoop, StepProgress
+from elastic.training.user_state import State
+
+logger = logging.getLogger(__name__)
+
+# Where in elastic.state the `client_state` of DeepSpeed's save_checkpoint is kept.
+_CLIENT_STATE = "client_state"
 
 
 class ElasticEngine:
@@ -24,11 +33,12 @@ class ElasticEngine:
     name: `engine.deepspeed` is the DeepSpeedEngine."""
 
     def __init__(
-        self, engine: Engine, scope: GenerationScope, steps: StepLoop, watch: AnomalyWatch | None = None
+        self, engine: Engine, scope: GenerationScope, steps: StepLoop, state: State, watch: AnomalyWatch | None = None
     ) -> None:
         self._engine: Engine | None = engine
         self._scope = scope
         self._steps = steps
+        self._state = state
         self._watch = watch
         self._loss: torch.Tensor | float = 0.0
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -102,17 +112,62 @@ class ElasticEngine:
         """The global batch. DeepSpeed's own figure is nominal: it counts padding at sizes that do not divide."""
         return self.plan.global_batch
 
-    def save_checkpoint(self, *_: Any, **__: Any) -> None:
-        raise UsageError(
-            "engine.save_checkpoint is not used here: the platform saves by itself every checkpoint_every_steps steps "
-            "and at the end; keep your own small state in elastic.state"
-        )
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """What DeepSpeed answers at the same place: is the micro-batch at hand the last of its step?
 
-    def load_checkpoint(self, *_: Any, **__: Any) -> None:
-        raise UsageError(
-            "engine.load_checkpoint is not used here: elastic.initialize has restored the newest checkpoint already; "
-            "start another run from one with `elastic resume RUN`"
+        Between `step()` and the next batch: is the next micro-batch?
+        """
+        return self._steps.on_boundary
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Accepted where it says what is so: the platform sets the number of micro-batches per step.
+
+        Raises UsageError otherwise.
+        """
+        if is_boundary != self._steps.on_boundary:
+            raise UsageError(
+                f"engine.set_gradient_accumulation_boundary({is_boundary}) contradicts the platform, which sets the "
+                "number of micro-batches per step at every world size; remove the call"
+            )
+
+    def save_checkpoint(
+        self,
+        save_dir: Any = None,
+        tag: Any = None,
+        client_state: Mapping[str, Any] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> bool:
+        """The platform's own save, of the last finished step; in the middle of a step, when it is finished.
+
+        `client_state` is kept in elastic.state. Collective, as DeepSpeed's. Outside of a run it is DeepSpeed's own.
+        """
+        if self._scope.coordinator.keeps_nothing:
+            return bool(self._open().native.save_checkpoint(save_dir, tag, client_state or {}, *args, **kwargs))
+        _say_once(
+            "engine.save_checkpoint: the platform saves this step to its own storage, in its own format; the folder "
+            "and the tag are not used. It also saves by itself every checkpoint_every_steps steps and at the end"
         )
+        self._scope.check()
+        if client_state:
+            self._state[_CLIENT_STATE] = dict(client_state)
+        self._steps.ask_save()
+        return True
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, Any]:
+        """(checkpoint, client_state) of what `elastic.initialize` has restored already; (None, None) for a new run.
+
+        Outside of a run it is DeepSpeed's own.
+        """
+        if self._scope.coordinator.keeps_nothing:
+            path, client_state = self._open().native.load_checkpoint(*args, **kwargs)
+            return path, client_state
+        _say_once(
+            "engine.load_checkpoint: nothing is loaded, elastic.initialize has restored the newest checkpoint of the "
+            "run already; start another run from one with `elastic resume RUN`"
+        )
+        checkpoint = self._scope.spec.checkpoint
+        return (None, None) if checkpoint is None else (checkpoint, self._state.get(_CLIENT_STATE, {}))
 
     def close(self) -> None:
         """Drop the underlying engine. The user may still hold this object: it must not keep the shards alive."""
@@ -165,6 +220,11 @@ class ElasticEngine:
         if bad is not None and not self._watch.undo(outcome):
             self._steps.go_back(bad)
         return bad
+
+
+@cache
+def _say_once(message: str) -> None:
+    logger.warning(message)
 
 
 def _report(

@@ -14,6 +14,7 @@ from elastic.core.generation_spec import GenerationSpec, Rendezvous
 from elastic.engines.base import Engine, EngineKind
 from elastic.engines.select import engine_kind
 from elastic.training import cleanup
+from elastic.training.data.data_loaders import PreparedLoader
 from elastic.training.data.loader import ElasticLoader
 from elastic.training.engine import ElasticEngine
 from elastic.training.scope import GenerationScope
@@ -39,6 +40,8 @@ class Generation:
         self.scope = GenerationScope(spec, coordinator, self.kind.device(local_rank)[1], local_rank)
         self.state = State()
         self.steps: StepLoop | None = None
+        # The DataLoader that the user's code prepared before the engine is built.
+        self.prepared: PreparedLoader | None = None
         # What `close` closes, the last first.
         self.closing = ExitStack()
         self._metrics: dict[str, Any] = {}

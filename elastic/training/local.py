@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 class SilentCoordinator:
     """A generation without a controller: no checkpoints, no planned end. Steps are logged at DEBUG."""
 
+    keeps_nothing = True
+
     def source(self) -> CheckpointSource:
         raise UsageError("this run has no checkpoint storage")
 
@@ -80,6 +82,8 @@ class LocalCoordinator(SilentCoordinator):
     rank 0 commits. Unlike the runtime's, `save` waits until the previous snapshot is written. `end_at` is the step at
     which the generation ends as planned.
     """
+
+    keeps_nothing = False
 
     def __init__(self, spec: GenerationSpec, rendezvous: Rendezvous, url: str, end_at: int | None = None) -> None:
         self._spec = spec

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from elastic.core.data.samples import SampleOrder
 from elastic.core.data.step_plan import StepPlan
 from elastic.training.data import cursor
 from elastic.training.scope import GenerationScope
@@ -34,7 +33,7 @@ def resume(scope: GenerationScope, state: EngineState, plan: StepPlan, user: Sta
     if here["skips"] != saved.get("skips", []):
         # Samples that were left out since then move what comes next, which is the purpose of it.
         kept = {key: value for key, value in saved.items() if key not in ("skips", "position")}
-    cursor.verify(kept, here, plan, SampleOrder(plan.dataset_size, scope.spec.seed), state.agreement)
+    cursor.verify(kept, here, plan, plan.order(scope.spec.seed), state.agreement)
     scope.coordinator.restored(report)
     scope.enter(Phase.BUILDING)
     return plan

@@ -112,6 +112,9 @@ class Coordinator(Protocol):
     it.
     """
 
+    # Nothing is saved for this generation, whatever is handed to `save`: a script outside of a run.
+    keeps_nothing: bool
+
     def source(self) -> CheckpointSource: ...
 
     def phase(self, phase: Phase) -> None: ...

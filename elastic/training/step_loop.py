@@ -103,6 +103,7 @@ class StepLoop:
         self._scope = scope
         self._snapshots: Snapshots | None = snapshots
         self._take_metrics = take_metrics
+        self._save_asked = False
 
     # -- for the loader ------------------------------------------------------------------------------------------------
 
@@ -159,6 +160,26 @@ class StepLoop:
             stall_s = self.progress.fenced_s + snapshots.prepare(report.duration_s, applied)
         scope.coordinator.step_done(replace(report, save_stall_s=stall_s, metrics=self._take_metrics()))
         snapshots.start()
+        if self._save_asked:
+            self._save_asked = False
+            self._save()
+
+    @property
+    def on_boundary(self) -> bool:
+        """Is the micro-batch at hand the last of its step? Between two micro-batches: is the next one?"""
+        progress = self.progress
+        if progress is not None and progress.active is not None:
+            return progress.on_last_batch
+        if progress is not None and not progress.complete:
+            return progress.next_batch + 1 == len(progress.batches)
+        return (self.plan.micro_steps if self.over else len(self.plan.deal(self._scope.step))) == 1
+
+    def ask_save(self) -> None:
+        """Save the last finished step now or, within a step, the step when it is finished. Collective."""
+        if self.progress is not None and not self.progress.complete:
+            self._save_asked = True
+        elif self._scope.step > 0:
+            self._save()
 
     def go_back(self, bad: BadStep) -> None:
         """The current step is not kept; the run resumes from an earlier one. Raises GenerationEnded, on every rank."""
@@ -179,7 +200,7 @@ class StepLoop:
             raise UsageError(
                 f"the training function returned in the middle of step {progress.step}, after "
                 f"{progress.next_batch} of {len(progress.batches)} batches; leave the loop between steps, for example "
-                "when engine.is_gradient_accumulation_boundary() was true"
+                "when engine.is_gradient_accumulation_boundary() was true before engine.step()"
             )
         self._save()
 

@@ -132,7 +132,6 @@ def test_a_failing_rank_is_told_before_its_groups_close(crew: Crew, tmp_path: Pa
         ("skips_step", "usage_error", "before engine.step()"),
         ("steps_without_backward", "usage_error", "without engine.backward"),
         ("calls_backward_twice", "usage_error", "twice for one batch"),
-        ("saves_by_itself", "usage_error", "the platform saves by itself"),
         ("keeps_a_tensor", "usage_error", "elastic.state['weights']"),
         ("initializes_twice", "usage_error", "called twice"),
         ("exits", "user_error", "enough"),

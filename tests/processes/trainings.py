@@ -149,8 +149,9 @@ def train_raises(config: dict[str, Any]) -> None:
 def returns_in_a_step(config: dict[str, Any]) -> None:
     engine, loader = build(config)
     for batch in loader:
+        inside = not engine.is_gradient_accumulation_boundary()
         one_pass(engine, batch)
-        if elastic.get_context().step == 1 and not engine.is_gradient_accumulation_boundary():
+        if elastic.get_context().step == 1 and inside:
             break
 
 
@@ -165,13 +166,6 @@ def steps_without_backward(config: dict[str, Any]) -> None:
     for x, _ in loader:
         engine(x)
         engine.step()
-
-
-def saves_by_itself(config: dict[str, Any]) -> None:
-    engine, loader = build(config)
-    for batch in loader:
-        one_pass(engine, batch)
-        engine.save_checkpoint(config["url"])
 
 
 def keeps_a_tensor(config: dict[str, Any]) -> None:

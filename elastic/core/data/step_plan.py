@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from elastic.core.data.micro_batches import MicroBatch, deal, next_position, step_positions, steps_in
+from elastic.core.data.samples import SampleOrder
 from elastic.core.data.steps import Range
 from elastic.core.errors import UsageError
 
@@ -15,7 +16,8 @@ class StepPlan:
     """The fixed facts by which any step of the run is dealt. All figures count samples, except `world_size`, `rank`
     and `micro_steps` (the micro-batches of a full step on each rank: the gradient accumulation steps).
 
-    `total_samples` is what the run consumes; `skips` are the ranges of positions that it leaves out."""
+    `total_samples` is what the run consumes; `skips` are the ranges of positions that it leaves out.
+    Without `shuffle` every epoch has the dataset's own order."""
 
     global_batch: int
     micro_batch: int
@@ -25,6 +27,11 @@ class StepPlan:
     total_samples: int
     micro_steps: int
     skips: tuple[Range, ...] = ()
+    shuffle: bool = True
+
+    def order(self, seed: int) -> SampleOrder:
+        """The dataset index of every position."""
+        return SampleOrder(self.dataset_size, seed, self.shuffle)
 
     @property
     def last_step(self) -> int:

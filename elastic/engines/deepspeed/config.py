@@ -7,6 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from elastic.core.data.micro_batches import micro_steps_per_rank
@@ -52,20 +53,26 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def resolve(
-    config: Mapping[str, Any], batch: BatchSettings, world_size: int, max_world_size: int | None = None
+    config: Mapping[str, Any],
+    batch: BatchSettings,
+    world_size: int,
+    max_world_size: int | None = None,
+    loader_batch: int | None = None,
 ) -> ResolvedConfig:
     """Determine the batch sizes and make the configuration for `world_size`.
 
     The job's batch settings come first, then the configuration's. A configuration written for a fixed world size is
     read as if that were `max_world_size`. The batch figures inside `native` are nominal: they agree with one another,
     as DeepSpeed insists, and `train_batch_size` there exceeds `global_batch` where the world size does not divide it.
-    Raises UsageError for contradictions and for what is refused.
+    `loader_batch` is the batch size of a DataLoader that was taken over: the micro-batch, which must not be given
+    otherwise elsewhere. Raises UsageError for contradictions and for what is refused.
     """
     refuse(config)
     refuse_unknown(config)
     _check_stage(config)
     if _get(config, "comms_logger.enabled"):
         logger.warning("comms_logger makes every collective synchronous: the run will be slower while it is on")
+    batch = _with_loader(config, batch, loader_batch)
     micro, total = settle_batch(config, batch, max_world_size or world_size)
     micro_steps = micro_steps_per_rank(total, micro, world_size)
     resolved = copy.deepcopy(dict(config))
@@ -100,6 +107,15 @@ def settle_batch(config: Mapping[str, Any], batch: BatchSettings, max_world_size
     if micro > total:
         raise UsageError(f"the micro-batch of {micro} samples is larger than the global batch of {total}")
     return micro, total
+
+
+def _with_loader(config: Mapping[str, Any], batch: BatchSettings, loader_batch: int | None) -> BatchSettings:
+    if loader_batch is None:
+        return batch
+    for said, value in (("the job says micro_batch", batch.micro_batch), (f"{_MICRO} is", _count(config, _MICRO))):
+        if value is not None and value != loader_batch:
+            raise UsageError(f"the DataLoader's batch_size is {loader_batch}, but {said} {value}; give one")
+    return replace(batch, micro_batch=loader_batch)
 
 
 def _agree(ours: str, setting: int | None, key: str, value: int | None) -> None:

@@ -50,13 +50,14 @@ class DeepSpeed:
     def destroy_groups(self) -> None:
         teardown.destroy_groups()
 
-    def resolve(self, config: Config | None, spec: GenerationSpec) -> ResolvedConfig:
+    def resolve(self, config: Config | None, spec: GenerationSpec, loader_batch: int | None = None) -> ResolvedConfig:
         chosen = config if config is not None else spec.deepspeed_config
         if chosen is None:
             raise UsageError(
                 "no DeepSpeed configuration: pass config= to elastic.initialize, or give the job's `deepspeed`"
             )
-        return resolve(read_config(chosen), spec.batch, spec.world_size, max(spec.max_world_size, spec.world_size))
+        max_size = max(spec.max_world_size, spec.world_size)
+        return resolve(read_config(chosen), spec.batch, spec.world_size, max_size, loader_batch)
 
     def build(
         self,

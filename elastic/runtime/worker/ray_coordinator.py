@@ -33,6 +33,8 @@ class RayCoordinator:
     them.
     """
 
+    keeps_nothing = False
+
     def __init__(
         self,
         spec: GenerationSpec,

@@ -31,9 +31,11 @@ def to_state(plan: StepPlan, seed: int, step: int) -> dict[str, Any]:
 def validate(saved: Mapping[str, Any], plan: StepPlan, seed: int) -> None:
     """Raises UsageError where the saved state was trained with another order of samples than this run's."""
     for name, value in _order(plan, seed).items():
-        if saved["data"].get(name) != value:
+        # Checkpoints from before `shuffle` was saved were shuffled.
+        before = saved["data"].get(name, True if name == "shuffle" else None)
+        if before != value:
             raise UsageError(
-                f"the checkpoint was made with {name} {saved['data'].get(name)}, this run has {value}: it cannot go on "
+                f"the checkpoint was made with {name} {before}, this run has {value}: it cannot go on "
                 f"with the same samples; set {name} back, or start a new run"
             )
 
@@ -106,6 +108,7 @@ def _order(plan: StepPlan, seed: int) -> dict[str, int]:
         "global_batch": plan.global_batch,
         "micro_batch": plan.micro_batch,
         "dataset_size": plan.dataset_size,
+        "shuffle": plan.shuffle,
     }
 
 

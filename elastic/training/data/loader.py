@@ -11,6 +11,7 @@ import torch
 from elastic.core.data.step_plan import StepPlan
 from elastic.core.errors import UsageError
 from elastic.training import rng
+from elastic.training.data.data_loaders import DataSource
 from elastic.training.data.reader import BatchReader
 from elastic.training.scope import GenerationScope
 from elastic.training.step_loop import StepLoop
@@ -24,7 +25,10 @@ class ElasticLoader:
     A step that crosses the end of an epoch belongs to the epoch in which it begins.
     """
 
-    def __init__(self, scope: GenerationScope, steps: StepLoop, reader: BatchReader) -> None:
+    def __init__(
+        self, scope: GenerationScope, steps: StepLoop, reader: BatchReader, source: DataSource | None = None
+    ) -> None:
+        self._source = source
         self._scope = scope
         self._steps = steps
         self._reader = reader
@@ -37,6 +41,21 @@ class ElasticLoader:
     def finished(self) -> bool:
         """Is the run over, its last step saved?"""
         return self._steps.finished
+
+    @property
+    def dataset(self) -> Any:
+        """What samples are read from."""
+        return self._source.dataset if self._source is not None else None
+
+    @property
+    def sampler(self) -> Any:
+        """The sampler of the DataLoader that was taken over. Its `set_epoch` changes nothing: the run counts epochs."""
+        return self._source.sampler if self._source is not None else None
+
+    @property
+    def batch_size(self) -> int:
+        """Samples per batch, at most."""
+        return self.plan.micro_batch
 
     @property
     def epoch(self) -> int:

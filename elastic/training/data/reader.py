@@ -25,8 +25,6 @@ Place = tuple[int, int]
 
 def require_map_style(dataset: Any) -> int:
     """The dataset's length. Raises UsageError for a dataset without random access."""
-    if isinstance(dataset, DataLoader):
-        raise UsageError("training_data must be the dataset, not a DataLoader: the platform deals the samples to ranks")
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         raise UsageError(
             "training_data must be a map-style dataset with __len__ and __getitem__: only then can every sample be "

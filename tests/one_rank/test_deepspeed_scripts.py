@@ -1,0 +1,208 @@
+"""Scripts written for DeepSpeed: their own DataLoader, save_checkpoint, load_checkpoint, no_sync, save_16bit_model."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+from elastic.checkpoint.storage import CheckpointStore
+from elastic.comm.rendezvous import host_store
+from elastic.core.generation_spec import BatchSettings, GenerationSpec
+from elastic.training import engine as engine_module
+from elastic.training.local import run_local
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Numbers(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.full((4,), float(index)), index
+
+
+def settings(stage: int = 0, **more: Any) -> dict[str, Any]:
+    return {"train_batch_size": 6, "zero_optimization": {"stage": stage}, **more}
+
+
+def run(train: Any, url: Path, checkpoint: str | None = None, steps: int = 4, end_at: int | None = None) -> Any:
+    """One generation of one rank; the second, when `checkpoint` is given."""
+    number = 1 if checkpoint is None else 2
+    spec = GenerationSpec("script", number, 0, 1, batch=BatchSettings(max_steps=steps), checkpoint=checkpoint)
+    result, _ = run_local(train, None, spec, host_store("127.0.0.1"), str(url), end_at)
+    assert result.kind == ("ended" if end_at else "finished"), result.traceback
+    return result
+
+
+def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(4, 1)
+    return model, torch.optim.SGD(model.parameters(), lr=0.001)
+
+
+def one_pass(engine: Any, x: torch.Tensor) -> None:
+    engine.backward(engine(x).mean())
+    engine.step()
+
+
+@pytest.mark.parametrize("way", ["training_data", "prepared"])
+@pytest.mark.parametrize("sampler", [None, "distributed"])
+def test_a_scripts_own_data_loader(way: str, sampler: str | None, tmp_path: Path) -> None:
+    seen: list[list[int]] = []
+    started: list[int] = []
+
+    def train() -> None:
+        import elastic
+
+        data = Numbers()
+        of_ranks = DistributedSampler(data, 2, 1, shuffle=False) if sampler else None
+        loader: Any = DataLoader(data, batch_size=2, sampler=of_ranks, worker_init_fn=started.append)
+        model, optimizer = model_and_optimizer()
+        config = settings()
+        if way == "prepared":
+            loader = elastic.prepare_data_loader(loader)
+            # DeepSpeed's own order of arguments.
+            engine, *_ = elastic.initialize(None, model, optimizer, config=config)
+        else:
+            engine, _, loader, _ = elastic.initialize(
+                None, model, optimizer, None, loader, None, 29500, None, None, None, config
+            )
+        assert engine.train_batch_size() == 6
+        for _ in range(1):
+            if sampler:
+                loader.sampler.set_epoch(0)
+            for x, index in loader:
+                seen.append(index.tolist())
+                one_pass(engine, x)
+        assert len(loader.dataset) == 12
+
+    run(train, tmp_path, steps=2)
+    # In the dataset's own order, all samples on one rank, in micro-batches of the DataLoader's size.
+    assert seen == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
+
+
+def test_a_batch_size_that_contradicts_the_configuration_is_refused(tmp_path: Path) -> None:
+    def train() -> None:
+        import elastic
+
+        model, optimizer = model_and_optimizer()
+        loader = DataLoader(Numbers(), batch_size=2)
+        config = settings(train_micro_batch_size_per_gpu=3)
+        elastic.initialize(model=model, optimizer=optimizer, training_data=loader, config=config)
+
+    spec = GenerationSpec("script", 1, 0, 1)
+    result, _ = run_local(train, None, spec, host_store("127.0.0.1"), str(tmp_path))
+    assert result.kind == "usage_error"
+    assert "the DataLoader's batch_size is 2, but train_micro_batch_size_per_gpu is 3" in result.message
+
+
+def test_save_and_load_checkpoint_are_the_platforms(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Seen: both ended the run with an exception."""
+    engine_module._say_once.cache_clear()
+    caplog.set_level(logging.WARNING)
+    found: list[Any] = []
+
+    def train() -> None:
+        import elastic
+
+        model, optimizer = model_and_optimizer()
+        engine, _, loader, _ = elastic.initialize(
+            model=model, optimizer=optimizer, training_data=DataLoader(Numbers(), batch_size=3), config=settings()
+        )
+        found.append(engine.load_checkpoint("anywhere"))
+        assert engine.save_checkpoint("anywhere")
+        for number, (x, _) in enumerate(loader):
+            one_pass(engine, x)
+            if number == 1:
+                # After step 1, between two steps.
+                engine.save_checkpoint("anywhere", "tag", {"epoch": 1})
+            if number == 4:
+                # In the middle of step 3: saved when it is finished.
+                engine.save_checkpoint("anywhere", client_state={"epoch": 3})
+
+    run(train, tmp_path, end_at=3)
+    store = CheckpointStore(str(tmp_path), "script")
+    assert [entry.step for entry in store.list()] == [3, 1]
+    run(train, tmp_path, checkpoint=store.list()[1].id, steps=2)
+    assert found == [(None, None), (store.list()[-1].id, {"epoch": 1})]
+    warned = [record.message for record in caplog.records if "engine." in record.message]
+    assert [text.partition(":")[0] for text in warned] == ["engine.load_checkpoint", "engine.save_checkpoint"]
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_save_16bit_model(stage: int, tmp_path: Path) -> None:
+    def train() -> None:
+        import elastic
+
+        model, optimizer = model_and_optimizer()
+        config = settings(stage, bf16={"enabled": True})
+        if stage == 3:
+            config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+        engine, _, loader, _ = elastic.initialize(
+            model=model, optimizer=optimizer, training_data=DataLoader(Numbers(), batch_size=3), config=config
+        )
+        for x, _ in loader:
+            one_pass(engine, x.bfloat16())
+        assert engine.save_16bit_model(str(tmp_path / "out"), "model.bin")
+
+    run(train, tmp_path, steps=1)
+    weights = torch.load(tmp_path / "out" / "model.bin", weights_only=True)
+    assert {name: tuple(tensor.shape) for name, tensor in weights.items()} == {"weight": (1, 4), "bias": (1,)}
+    assert weights["weight"].dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("micro", [6, 2])
+def test_the_boundary_is_what_deepspeed_answers_at_each_of_four_places(micro: int, tmp_path: Path) -> None:
+    """Seen: before the forward it answered for the micro-batch before; gradients were never reduced under no_sync."""
+    ours: list[bool] = []
+    theirs: list[bool] = []
+
+    def train() -> None:
+        import elastic
+
+        model, optimizer = model_and_optimizer()
+        loader = DataLoader(Numbers(), batch_size=micro)
+        engine, _, batches, _ = elastic.initialize(
+            model=model, optimizer=optimizer, training_data=loader, config=settings()
+        )
+        ask = engine.is_gradient_accumulation_boundary
+        for x, _ in batches:
+            ours.append(ask())
+            loss = engine(x).mean()
+            ours.append(ask())
+            engine.backward(loss)
+            ours.append(ask())
+            engine.step()
+            ours.append(ask())
+        engine.set_gradient_accumulation_boundary(ask())
+        with pytest.raises(elastic.UsageError, match="contradicts the platform"):
+            engine.set_gradient_accumulation_boundary(not ask())
+
+    def train_native() -> None:
+        """DeepSpeed's own engine, in a generation for its process group."""
+        import deepspeed
+
+        model, optimizer = model_and_optimizer()
+        config = settings(train_micro_batch_size_per_gpu=micro)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
+        ask = engine.is_gradient_accumulation_boundary
+        for x, _ in [*DataLoader(Numbers(), batch_size=micro)]:
+            theirs.append(ask())
+            loss = engine(x).mean()
+            theirs.append(ask())
+            engine.backward(loss)
+            theirs.append(ask())
+            engine.step()
+            theirs.append(ask())
+        engine.destroy()
+
+    run(train, tmp_path, steps=2)
+    run(train_native, tmp_path)
+    assert ours == theirs
+    assert len(ours) == 4 * 12 // micro
