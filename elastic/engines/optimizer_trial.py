@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -33,11 +34,14 @@ _NUMEL, _CUT = 12_007, 5_003
 _STEPS = 2
 
 
-def try_optimizer(base: torch.optim.Optimizer, partitioned: bool) -> None:
+def try_optimizer(
+    base: torch.optim.Optimizer, partitioned: bool, live: Mapping[int, torch.Tensor] | None = None
+) -> None:
     """Raise UsageError for an optimizer whose result would depend on the world size, or whose state cannot be cut.
 
     `partitioned`: it updates slices of flat tensors (ZeRO 1 to 3). Otherwise it has every parameter whole, and only its
-    state is looked at.
+    state is looked at. `live` gives, by number, one tensor of each parameter group: DeepSpeed's stage 3 fills groups
+    during a step only.
     """
     kind = type(base)
     if f"{kind.__module__}.{kind.__qualname__}" in _ELEMENTWISE:
@@ -47,7 +51,7 @@ def try_optimizer(base: torch.optim.Optimizer, partitioned: bool) -> None:
     try:
         # DeepSpeed's flats require gradients; what is done here must not draw from the run's random streams.
         with torch.random.fork_rng(devices=[]):
-            equal = _trial(base, partitioned)
+            equal = _trial(base, partitioned, live or {})
     except UsageError:
         raise
     except Exception as error:
@@ -63,21 +67,23 @@ def try_optimizer(base: torch.optim.Optimizer, partitioned: bool) -> None:
         raise refused(kind.__name__, why)
 
 
-def _trial(base: torch.optim.Optimizer, partitioned: bool) -> bool:
+def _trial(base: torch.optim.Optimizer, partitioned: bool, live: Mapping[int, torch.Tensor]) -> bool:
     if not partitioned:
-        _stepped(base, slice(None), flat=False)
+        _stepped(base, live, slice(None), flat=False)
         return True
-    whole = _stepped(base, slice(None))
-    parts = [_stepped(base, part) for part in (slice(None, _CUT), slice(_CUT, None))]
+    whole = _stepped(base, live, slice(None))
+    parts = [_stepped(base, live, part) for part in (slice(None, _CUT), slice(_CUT, None))]
     for number, tensor in enumerate(whole):
         if not torch.allclose(tensor, torch.cat([part[number] for part in parts]), rtol=1e-5, atol=1e-7):
             return False
     return True
 
 
-def _stepped(base: torch.optim.Optimizer, part: slice, flat: bool = True) -> list[torch.Tensor]:
+def _stepped(
+    base: torch.optim.Optimizer, live: Mapping[int, torch.Tensor], part: slice, flat: bool = True
+) -> list[torch.Tensor]:
     """One toy tensor per parameter group after two steps of a copy of `base`, cut to `part`."""
-    toy, tensors = _copy(base, part, flat)
+    toy, tensors = _copy(base, live, part, flat)
     before = [tensor.detach().clone() for tensor in tensors]
     for step in range(_STEPS):
         for number, tensor in enumerate(tensors):
@@ -92,7 +98,9 @@ def _stepped(base: torch.optim.Optimizer, part: slice, flat: bool = True) -> lis
     return [tensor.detach().clone() for tensor in tensors]
 
 
-def _copy(base: torch.optim.Optimizer, part: slice, flat: bool) -> tuple[torch.optim.Optimizer, list[torch.Tensor]]:
+def _copy(
+    base: torch.optim.Optimizer, live: Mapping[int, torch.Tensor], part: slice, flat: bool
+) -> tuple[torch.optim.Optimizer, list[torch.Tensor]]:
     """A copy of `base` that holds a toy tensor in place of each group's first parameter, and nothing of the others.
 
     Whatever in it refers to a parameter (a wrapped optimizer, a list of its own) refers to the toy afterwards.
@@ -100,7 +108,7 @@ def _copy(base: torch.optim.Optimizer, part: slice, flat: bool) -> tuple[torch.o
     memo: dict[int, Any] = {}
     tensors = []
     for number, group in enumerate(base.param_groups):
-        for place, parameter in enumerate(group["params"]):
+        for place, parameter in enumerate(group["params"] or [live.get(number, torch.zeros(1))]):
             toy = _toy(parameter, number, part, flat) if place == 0 else parameter.detach().new_zeros(1)
             memo[id(parameter)] = toy.requires_grad_(True)
             if place == 0:

@@ -140,3 +140,16 @@ def test_whole_tensors_may_be_looked_at_in_stage_0_where_nothing_is_cut() -> Non
         try_optimizer(make(matrices), partitioned=False)
     with pytest.raises(UsageError, match="Adafactor keeps 'row_var' as 8 elements for a tensor of 32 elements"):
         try_optimizer(torch.optim.Adafactor(matrices), partitioned=False)
+
+
+@pytest.mark.parametrize(("kind", "refused"), [(Plain, False), (ByNorm, True)])
+def test_groups_that_are_filled_during_a_step_only_are_tried(kind: type[Plain], refused: bool) -> None:
+    """As under stage 3: the flat of the group is known to the engine, not to the optimizer."""
+    flat = torch.nn.Parameter(torch.ones(8))
+    optimizer = kind([flat])
+    optimizer.param_groups[0]["params"] = []
+    if not refused:
+        try_optimizer(optimizer, True, {0: flat})
+        return
+    with pytest.raises(UsageError, match="cut in two"):
+        try_optimizer(optimizer, True, {0: flat})

@@ -70,7 +70,8 @@ class EngineState:
         self.agreement = agreement
         self._engine = engine
         self._sharded = engine.state()
-        try_optimizer(self._sharded.base, self._sharded.zero_stage > 0)
+        live = {master.group: master.tensor for master in self._sharded.masters()}
+        try_optimizer(self._sharded.base, self._sharded.zero_stage > 0, live)
         self._pool = HostPool(engine.device)
         self._verification: Verification | None = None
         inventory = self._inventory()
