@@ -58,9 +58,9 @@ def test_a_start_that_failed_is_told_with_its_cause(call: Any) -> None:
 class Controller:
     """One life of a controller: its journal, its loop, and the `deliver` of the actor. Nothing is carried out."""
 
-    def __init__(self, url: Path) -> None:
+    def __init__(self, url: Path, limit_s: float = LIMIT_S) -> None:
         self.journal = JournalWriter(str(url), "run")
-        self.records = Records(limit_s=0.01)
+        self.records = Records(limit_s=limit_s)
         self.queue: list[ev.Event] = []
         old = replay(self.journal.replayed, SETTINGS)
         self.loop = ControlLoop(SETTINGS, old, self.records, self.queue.append, lambda: None)
@@ -118,7 +118,7 @@ def test_what_waits_for_storage_is_not_durable_until_storage_has_it(
 ) -> None:
     async def scenario() -> None:
         begun(tmp_path)
-        controller = Controller(tmp_path)
+        controller = Controller(tmp_path, limit_s=0.01)
         controller.begin()
         gate, extend = threading.Event(), controller.journal.extend
 
