@@ -1,7 +1,7 @@
-"""Ray's blocking calls to its control store (the GCS), on threads, so that no event loop stands still with them.
+"""Ray's blocking calls to its control store (the GCS), on threads, so that they never block an event loop.
 
-While the control store is away some of these calls wait until it is back, and the others raise GetTimeoutError after a
-minute. Neither is an answer, so `StoreThreads.call` asks again; whoever awaits it decides for how long.
+During an outage of the control store some of these calls block until it is back, and the others raise GetTimeoutError
+after a minute. Neither is an answer, so `StoreThreads.call` retries; its caller sets the time limit.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _T = TypeVar("_T")
 
 
 class StoreThreads:
-    """`call` from the event loop as often as wanted; `close` last. With one thread, calls are made in order."""
+    """`call` any number of times from the event loop; `close` last. With one thread, calls are made in order."""
 
     def __init__(self, threads: int, name: str) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
 
     async def call(self, function: Callable[[], _T]) -> _T:
-        """What `function` returns or raises; asked again when Ray says that the control store has not answered."""
+        """What `function` returns or raises; called again when the control store has not answered."""
         while True:
             try:
                 return await asyncio.get_running_loop().run_in_executor(self._pool, function)
@@ -37,5 +37,5 @@ class StoreThreads:
                 await asyncio.sleep(_PAUSE_S)
 
     def close(self) -> None:
-        """Returns at once; a call that blocks ends with the process."""
+        """Returns at once; a blocked call ends with the process."""
         self._pool.shutdown(wait=False)

@@ -1,7 +1,7 @@
-"""How actors and placement groups of a run are called, so that a restarted controller finds them again.
+"""Names of a run's actors and placement groups, by which a restarted controller finds them again.
 
-An attempt is one start of a run; resuming it makes another. What belongs to an attempt carries its number, so that
-leftovers of the one before are never taken for its own.
+An attempt is one start of a run; resuming it makes another. Names contain the attempt's number, so that leftovers of an
+earlier attempt are never mistaken for parts of this one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def is_controller(name: str) -> bool:
 
 
 def parts(run_id: str) -> str:
-    """What the names of all parts of a run but its controller begin with."""
+    """The common prefix of the names of all parts of a run except its controller."""
     return f"elastic:{run_id}:attempt:"
 
 
@@ -42,7 +42,7 @@ def slot(run_id: str, attempt: int, slot_id: int) -> str:
 
 
 def next_slot(run_id: str, attempt: int, found: Iterable[str]) -> int:
-    """Above the number of every slot of the attempt among these names; 0 where there is none."""
+    """One above the highest slot number of the attempt among these names; 0 without any."""
     return _above(slot(run_id, attempt, 0)[:-1], found)
 
 

@@ -1,4 +1,4 @@
-"""Who watches the training is not to wait behind it for a processor."""
+"""Raise the CPU priority of controller and agents so that training cannot starve heartbeats."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _USUAL = 0
 
 
 def raise_priority() -> bool:
-    """Give all threads of this process, and those that they will start, the usual niceness; False where it is refused.
+    """Give all threads of this process, and their future children, niceness 0; False where that is refused.
 
-    Ray starts every actor with niceness 15 (`RAY_worker_niceness`), those that train and those that watch alike. On a
-    node with more to do than it has processors an agent would then be silent for seconds, and be taken for frozen.
-    Lowering the number takes root, or a limit on it that allows that (`RLIMIT_NICE`).
+    Ray starts every actor with niceness 15 (`RAY_worker_niceness`), training and monitoring alike. On an overloaded
+    node an agent would then be silent for seconds and be taken for frozen. Lowering the number requires root or a
+    sufficient `RLIMIT_NICE`.
     """
     if os.getpriority(os.PRIO_PROCESS, 0) <= _USUAL:
         return True
     try:
         for thread in os.listdir("/proc/self/task"):
-            # One that has ended meanwhile has no priority.
+            # A thread that has ended meanwhile has no priority.
             with contextlib.suppress(ProcessLookupError):
                 os.setpriority(os.PRIO_PROCESS, int(thread), _USUAL)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Removes whatever a run has left in the cluster: parts of an attempt whose controller is gone."""
+"""Removes a run's leftovers from the cluster: parts of an attempt whose controller is gone."""
 
 from __future__ import annotations
 
@@ -16,10 +16,8 @@ logger = logging.getLogger(__name__)
 
 
 def sweep(run_id: str, keep: Collection[str] = ()) -> tuple[str, ...]:
-    """Kill every named actor and remove every placement group of the run but its controller; the names of all that were
-    there.
-
-    `keep` are the names of those that belong there.
+    """Kill every named actor and remove every placement group of the run except its controller and the names in `keep`.
+    Returns the names of all that were removed.
 
     Blocks on Ray's control store: not for the event loop.
     """

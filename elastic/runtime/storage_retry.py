@@ -1,4 +1,4 @@
-"""Storage that is away for a while is asked again."""
+"""Retries of storage calls during an outage."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _T = TypeVar("_T")
 def retried(
     ask: Callable[[], _T], backoff_s: float, limit_s: float, wait: Callable[[float], object] = time.sleep
 ) -> _T:
-    """What `ask` returns; called again after a growing pause when it raises StorageError, which is passed on only after
-    `limit_s`. `wait(seconds)` makes the pause."""
+    """What `ask` returns. A StorageError is retried after a growing pause and raised only after `limit_s`.
+    `wait(seconds)` makes the pause."""
     deadline, pause = time.monotonic() + limit_s, backoff_s
     while True:
         try:
@@ -34,9 +34,9 @@ def retried(
 
 
 class RetryingSource:
-    """Implements `CheckpointSource`. StorageError is passed on only after `limit_s`; anything else at once.
+    """Implements `CheckpointSource`. StorageError is raised only after `limit_s`, any other error at once.
 
-    `wait(seconds)` pauses between two tries and raises what ends the generation meanwhile.
+    `wait(seconds)` pauses between two tries, and raises when the generation ends meanwhile.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""The controller actor: hears clients, agents and workers, and takes turn after turn until the run is over.
+"""The controller actor: it serves clients, agents and workers, and runs the control loop until the run has ended.
 
-It decides nothing itself and holds no tensor; what it knows of the run is in `control_loop.py`. A restarted controller
-replays the journal and goes on, while the workers keep training.
+It makes no decision itself and holds no tensor; its knowledge of the run is in `control_loop.py`. A restarted
+controller replays the journal and continues, while the workers keep training.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-# Giving back what the run has in the cluster takes a second; longer only where Ray's control store is away.
+# Releasing the run's resources takes a second; longer only while Ray's control store is unavailable.
 _CLOSE_LIMIT_S = 30.0
-# How long the end of a run waits for its sinks, all of them together.
+# How long the end of a run waits for all of its sinks together.
 _SINKS_LIMIT_S = 5.0
-# What was noted is written down within so long also where nothing happens: steps, in a run that only trains.
+# Noted records are written within this time even without events: steps, in a run that only trains.
 _WRITE_S = 2.0
-# What a decision has left to be written waits so long for the next events, which are written with it.
+# Records of a decision wait this long for the next events, to be written with them.
 _QUIET_S = 0.1
 # The finished controller stays reachable for this long, so that watchers can fetch the result.
 _LINGER_S = 600.0
@@ -72,11 +72,11 @@ class ControllerActor:
         raise_priority()
         self._settings = RunSettings.from_json(settings)
         self._entry = entry
-        # What the parts of this run know each other by; an argument, so that a restarted controller has it again.
+        # Authenticates the parts of this run to each other; an argument, so that a restarted controller gets it again.
         self._token = token
         self._ready = asyncio.Event()
         self._ended = asyncio.Event()
-        # Whether this actor holds nothing in the cluster (any more).
+        # Set while this actor holds no resources in the cluster.
         self._given_back = asyncio.Event()
         self._given_back.set()
         self._stepped = asyncio.Condition()
@@ -110,7 +110,7 @@ class ControllerActor:
 
     async def wait_end(self, timeout_s: float) -> dict[str, Any] | None:
         if self._ended.is_set():
-            # A wait without time would not even look.
+            # A wait of 0 s would not check the event.
             return self._result
         try:
             await asyncio.wait_for(self._ended.wait(), timeout_s)
@@ -122,14 +122,14 @@ class ControllerActor:
         self._events.put_nowait(ev.StopRequested(reason))
 
     async def leave(self) -> None:
-        """The result has been fetched: this actor may end."""
+        """The result was fetched: this actor may end."""
         if self._result is not None:
             asyncio.get_running_loop().create_task(self._leave())
 
     # --- for the controllers of other runs ---
 
     async def claim(self) -> Claim | None:
-        """What this run has and needs; None of a run that is over, or has not looked yet."""
+        """The slots that this run holds and needs; None after the end, and before the first look at the cluster."""
         return self._capacity.claim if self._capacity is not None and self._result is None else None
 
     # --- for agents and workers ---
@@ -140,10 +140,10 @@ class ControllerActor:
         return self._result is None and self._loop.heartbeats.beat(beat, time.time())
 
     async def deliver(self, worker: int, items: Sequence[Item], heard: int | None) -> Reply:
-        """A worker's messages, in order. A worker that was written off is told so, and nothing it says counts.
+        """A worker's messages, in order. A removed worker gets a fenced reply, and its messages are ignored.
 
-        `heard` is the incarnation of the controller that the worker knows. Of one that knows another nothing is taken
-        yet: it may have messages for this controller that come before these.
+        `heard` is the incarnation of the controller that the worker knows. If that is another one, the batch is not
+        taken: the worker may have older messages for this controller and sends them first.
         """
         await self._begun()
         incarnation, loop = self._journal.incarnation, self._loop
@@ -218,7 +218,7 @@ class ControllerActor:
             else Replayed.nothing(settings, journal_of)
         )
         self._sinks.open(RunInfo(settings.run_id, old.attempt, self._journal.incarnation))
-        # Not kept: of a month they are many.
+        # Dropped: a run of a month has many.
         self._journal.replayed = ()
         emit = self._events.put_nowait
         loop = self._loop = ControlLoop(settings, old, self._records, emit, self._step_done)
@@ -230,7 +230,7 @@ class ControllerActor:
         self._committer = Committer(settings, store, versions(), emit, loop.note_checkpoint)
         loop.connect(self._executor, self._committer)
         if isinstance(old.state.phase, Finished):
-            # Killed after the end, while it could still be asked: the end is told again, nothing is done again.
+            # The controller was killed after the end of the run: it reports the end again and repeats nothing.
             self._ready.set()
             return
         if old.begun:
@@ -252,7 +252,7 @@ class ControllerActor:
         state = old.state
         found = await self._executor.reattach(state, self._journal.incarnation)
         if found.newest_generation > state.generation or old.unknown:
-            # The journal could not be written, and checkpoints may have been made meanwhile.
+            # The journal lacks events, and checkpoints may have been committed meanwhile.
             known = {checkpoint.id for checkpoint in state.saved.checkpoints}
             for ref in reversed(await self._from_storage(store.list)):
                 if ref.id not in known and ref.generation >= state.generation:
@@ -260,14 +260,15 @@ class ControllerActor:
         return found
 
     async def _from_storage(self, ask: Callable[[], _T]) -> _T:
-        """Storage that is away just now must not end a run: its workers train on for as long as this asks."""
+        """Retries: an outage of storage must not end a run, since its workers keep training."""
         failures = self._settings.failures
         return await asyncio.to_thread(retried, ask, failures.storage_backoff_s, failures.controller_lease_s)
 
     async def _next_events(self) -> list[ev.Event]:
-        """Whatever waits; or a Tick when a deadline passes first; or nothing, where there may be something to write."""
+        """All queued events; or a Tick when a deadline passes first; or nothing, when records may have to be
+        written."""
         events: list[ev.Event] = []
-        # What waits is heard before a deadline passes: a wait without time would not even look at the queue.
+        # Queued events come before a deadline: a wait of 0 s would not look at the queue.
         if self._events.empty():
             deadline = machine.next_deadline(self._loop.state)
             left_s = math.inf if deadline is None else max(0.0, deadline - time.time())
@@ -297,7 +298,7 @@ class ControllerActor:
         await self._tell_step()
 
     async def _close(self) -> None:
-        """Give everything back; what Ray does not take in time is given back when it does, before this actor ends."""
+        """Release all resources; what Ray does not accept in time is released later, before this actor ends."""
         if self._given_back.is_set():
             return
         self._links.close()

@@ -1,7 +1,7 @@
-"""The controller's turns: every event is written down, then decided on, then acted on; and the books beside the state.
+"""The control loop: each event is journaled, then decided on, then acted on; and the tables beside the run's state.
 
-Here is what the controller knows of its run. Where it comes from and when (calls of other actors, clocks, deadlines) is
-the actor's business: see `controller.py`.
+This module holds the controller's knowledge of its run. Calls of other actors, clocks and deadlines are handled in
+`actor.py`.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ logger = logging.getLogger(__name__)
 
 
 class ControlLoop:
-    """One per controller. All of it runs in the controller's event loop; only `turn` waits for anything.
+    """One per controller. All methods run in the controller's event loop; only `turn` waits.
 
-    `emit` puts an event into the controller's queue; `stepped` is called when every rank has finished a step.
-    `fenced` counts the messages that were refused.
+    `emit` puts an event into the controller's queue; `stepped` is called after each completed step. `fenced` counts
+    refused messages.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class ControlLoop:
         self._committer: Committer
 
     def connect(self, executor: Executor, committer: Committer) -> None:
-        """Those that carry out what is decided; they report to these books themselves."""
+        """Set the objects that carry out actions; they report back to this object."""
         self._executor, self._committer = executor, committer
 
     def progress(self) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class ControlLoop:
         return figures(self.state, self.telemetry, self._news, self._stragglers.known())
 
     def result(self) -> dict[str, Any]:
-        """What the run has come to; only once it is over."""
+        """The run's outcome; only after its end."""
         phase = self.state.phase
         assert isinstance(phase, Finished)
         newest = self.state.saved.newest_checkpoint
@@ -94,7 +94,7 @@ class ControlLoop:
     # --- messages of workers ---
 
     def deliver(self, worker: int, items: Sequence[Item], now: float) -> bool:
-        """A worker's messages, in order. False, and none of them counts, when the worker was written off."""
+        """A worker's messages, in order. False, and all are ignored, when the worker was removed from the run."""
         if worker not in self.state.fleet.workers:
             self.fenced += len(items)
             logger.warning("worker %d was written off and is told to end; %d messages refused", worker, len(items))
@@ -117,7 +117,7 @@ class ControlLoop:
         elif item.kind == "shard":
             self._take_shard(item.data)
         elif _generation_of(item) != self.state.generation:
-            # Reports of what was rolled back, or is in the journal already.
+            # Reports of steps that were rolled back, or are in the journal already.
             logger.debug("a %s report of generation %d came late", item.kind, _generation_of(item))
         elif item.kind == "step":
             done, first = self.telemetry.report(item.data, now)
@@ -142,7 +142,8 @@ class ControlLoop:
         self._stepped()
 
     def _take_shard(self, shard: Any) -> None:
-        """A shard counts only while its generation is the newest one: a late waker's never does."""
+        """A shard counts only while its generation is the newest: shards of a frozen worker that wakes up late do
+        not."""
         if shard.generation != self.state.generation:
             self.fenced += 1
             logger.warning("a shard of generation %d is refused: %d runs", shard.generation, self.state.generation)
@@ -154,7 +155,7 @@ class ControlLoop:
         self._committer.add(shard, state.base.id if state.base else None, newest)
 
     def steps_recovered(self, generation: int, world_size: int, steps: Mapping[int, Any]) -> None:
-        """Step reports that came with a snapshot from memory: the workers that made them may be gone."""
+        """Step reports that were stored with an in-memory snapshot: their workers may be gone."""
         self.telemetry.recovered(generation, world_size, steps, time.time())
 
     def note_checkpoint(self, identifier: str, step: int, size: int, seconds: float) -> None:
@@ -169,14 +170,14 @@ class ControlLoop:
         fresh = [event for event in events if not machine.is_fenced(self.state, event)]
         self.fenced += len(events) - len(fresh)
         if fresh:
-            # Before the events: the journal's order is that of a replay, and a step that a checkpoint covers is never
-            # done again, so that its record must not be lost either.
+            # Steps first: a replay follows the journal's order. And a step that a checkpoint covers is never repeated,
+            # so its record must not be lost.
             self.telemetry.flush(now, force=True)
         for event in fresh:
             self._records.note(records.event(event, now))
         self._acks.taken(events, self._records.noted)
-        # The only wait for storage on the way to a decision: what is noted below is written with the next events, or
-        # when nothing happens for a moment.
+        # The only wait for storage before a decision: records noted below are written with the next events, or after a
+        # quiet moment.
         await (self._records.write() if fresh else self._records.start())
         for event in fresh:
             before = self.state
@@ -205,7 +206,7 @@ class ControlLoop:
         return action.generation == self.telemetry.generation
 
     def _follow(self, before: RunState, event: ev.Event, now: float) -> None:
-        """Keep the tables beside the state in step with it."""
+        """Update the tables beside the state after a transition."""
         state = self.state
         self.telemetry.owner(state, now)
         if isinstance(event, ev.SlotPlaced) and event.slot in state.fleet.slots:
@@ -215,7 +216,7 @@ class ControlLoop:
         if before.fleet.workers.keys() != state.fleet.workers.keys():
             self.heartbeats.retain(state.fleet.workers.keys())
             self._acks.retain(state.fleet.workers.keys())
-        # The same members may begin the next generation in the very turn in which this one ended.
+        # The same members may begin the next generation in the turn that ended this one.
         if before.members and (before.members, before.generation) != (state.members, state.generation):
             self.telemetry.generation_ended(before.generation)
 

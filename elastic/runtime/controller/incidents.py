@@ -1,4 +1,4 @@
-"""Incident records, completed by what only the runtime knows: bytes moved, and when the lost steps were caught up."""
+"""Incident records, completed with runtime facts: bytes moved, and when the lost steps were caught up."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from elastic.core.run.incident import Incident
 from elastic.observe import records
 
-# Who notices an incident of which kind first.
+# What detects each kind of incident first.
 _DETECTORS = {
     "collective-failed": "a survivor's collective",
     "hang": "progress watch",
@@ -26,7 +26,7 @@ _DETECTORS = {
 
 
 class IncidentBook:
-    """Writes each incident when it is over, and once more when the steps it cost have been done again."""
+    """Writes each incident when it is closed, and again when its lost steps have been repeated."""
 
     def __init__(self, note: Callable[[records.Record], None], run_id: str) -> None:
         self._note = note

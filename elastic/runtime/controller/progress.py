@@ -1,4 +1,4 @@
-"""What a run shows of itself while it goes on: figures for people, for displays and for fault injection."""
+"""The live figures of a run: for people, displays and fault injection."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from elastic.runtime.controller.telemetry import Telemetry
 
 @dataclass
 class News:
-    """The last sentences that say what is going on."""
+    """The latest sentences that describe the current activity."""
 
     doing: str = "starting"
     storage: str = ""
@@ -54,7 +54,7 @@ def figures(state: RunState, telemetry: Telemetry, news: News, slow: Mapping[int
 
 
 def _doing(state: RunState, news: News) -> str | None:
-    """What the run does besides training, in a sentence."""
+    """What the run does besides training, in one sentence."""
     if isinstance(state.phase, Training):
         return news.storage if state.saved.storage_failing else None
     if isinstance(state.phase, Closing):
@@ -63,13 +63,13 @@ def _doing(state: RunState, news: News) -> str | None:
 
 
 def _asking_for(state: RunState) -> str | None:
-    """The slots that the cluster has not given yet, in words; None where there are none."""
+    """The pending slots in words; None without any."""
     pending = sum(slot.phase is SlotPhase.PENDING for slot in state.fleet.slots.values())
     return f"{pending} more node{'s' * (pending != 1)}" if pending else None
 
 
 def _placement(state: RunState) -> list[dict[str, Any]]:
-    """Where the workers are."""
+    """Node, rank and phase of each worker."""
     ranks = {member: rank for rank, member in enumerate(state.members)}
     return [
         {
@@ -85,7 +85,7 @@ def _placement(state: RunState) -> list[dict[str, Any]]:
 
 
 def cadence_record(told: Mapping[str, Any]) -> records.Decision:
-    """The journal's record of how often snapshots are taken, and why; from a member's report of it."""
+    """The journal's record of the snapshot cadence and its reason, from a member's report."""
     every = int(told["every_steps"])
     often = "at every step" if every == 1 else f"every {every} steps"
     cost_ms, step_ms = 1e3 * told["cost_s"], 1e3 * told["step_s"]

@@ -1,4 +1,4 @@
-"""What the run has done, put together from the workers' step reports: losses, samples, time, and the live figures."""
+"""The run's telemetry from step reports: losses, metrics, samples, time, and the live figures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from elastic.observe import records
 from elastic.observe.text import finite
 from elastic.observe.time_ledger import PROVE, RESHARD, RESTORE, SampleLedger, TimeLedger, owner_of
 
-# A journal record of steps holds at most this many, and waits at most this long.
+# A record of steps holds at most this many steps and is delayed by at most this long.
 _STEPS_PER_RECORD = 100
 _FLUSH_S = 2.0
 
@@ -80,7 +80,7 @@ class Telemetry:
 
     def _completed(self, done: CompletedStep, now: float) -> None:
         if done.first:
-            # How long the proof took is known only when the state is there; until then the time is the restore's.
+            # The time of verification is known only after the restore; until then it is booked as the restore's.
             for owner in (RESHARD, RESTORE):
                 self._proof_s -= self.time.move(owner, PROVE, self._proof_s)
             self._proof_s = 0.0
@@ -99,13 +99,13 @@ class Telemetry:
         self.flush(now)
 
     def _reached(self, step: int, loss: float | None) -> None:
-        """After a restart of the controller steps come again, older ones after newer ones."""
+        """After a restart of the controller reports are sent again, older ones after newer ones."""
         if step > self.step:
             self.step, self.loss = step, self.loss if loss is None else loss
 
     def restored(self, data: Mapping[str, Any]) -> records.Restore | None:
-        """One rank's restore report; with the last one of the generation, the record of all. One that comes again, as
-        the answer to the first was lost, changes nothing."""
+        """One rank's restore report; returns the record of all ranks with the last missing report. A repeated report
+        (the first answer was lost) changes nothing."""
         known = data["rank"] in self._restores
         self._restores.setdefault(data["rank"], data)
         if known or len(self._restores) < data["world_size"]:
@@ -116,13 +116,13 @@ class Telemetry:
         return record
 
     def stall_of(self, step: int) -> float | None:
-        """Seconds that the save of `step` cost the slowest training thread."""
+        """Seconds by which the save of `step` delayed the slowest training thread."""
         return self._stalls.get(step)
 
     def recovered(
         self, generation: int, world_size: int, steps: Mapping[int, Iterable[Mapping[str, Any]]], now: float
     ) -> None:
-        """Reports by rank that came with a snapshot: a lost worker cannot tell its last steps any more."""
+        """Reports by rank that were stored with a snapshot: a lost worker cannot send its last reports."""
         table, last = StepTable(), 0
         table.begin(generation, world_size)
         for rank, reports in steps.items():
@@ -138,7 +138,7 @@ class Telemetry:
     # --- after a restart of the controller ---
 
     def replay_step(self, step: Mapping[str, Any], when: float) -> None:
-        """One finished step as the journal has it."""
+        """One completed step from the journal."""
         self._reached(step["step"], step["loss"])
         self.metrics.update(step.get("metrics") or {})
         self._recall_samples(step)
@@ -147,7 +147,7 @@ class Telemetry:
         self.table.known(step["step"])
 
     def replay_samples(self, replayed: Iterable[records.Record]) -> None:
-        """What earlier attempts at the run consumed; what of it was rolled back shows when a generation begins."""
+        """Samples that earlier attempts consumed; rollbacks are seen where a generation begins."""
         for record in replayed:
             if records.begins_generation(record):
                 self.samples.rollback(record["first_step"] - 1)
@@ -168,7 +168,7 @@ class Telemetry:
         self.time.switch(owner_of(state), now)
 
     def flush(self, now: float, force: bool = False) -> None:
-        """Write down steps that wait, when there are many or they have waited long."""
+        """Write waiting steps when there are many, or when they have waited long."""
         if self._unwritten and (
             force or len(self._unwritten) >= _STEPS_PER_RECORD or now - self._written_at > _FLUSH_S
         ):
