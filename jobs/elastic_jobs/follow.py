@@ -57,8 +57,15 @@ class Alone:
         return ()
 
 
-def watch(handle: RunHandle, folder: RunFolder, output: Output, company: Company | None = None) -> int:
-    """Follow the run to its end or to Ctrl-C; returns the exit code."""
+def watch(
+    handle: RunHandle,
+    folder: RunFolder,
+    output: Output,
+    company: Company | None = None,
+    address: str | None = None,
+) -> int:
+    """Follow the run to its end or to Ctrl-C; returns the exit code. `address`: that of its cluster, if it was
+    named."""
     company = company or Alone()
     while True:
         display = open_display(sys.stderr)
@@ -70,7 +77,7 @@ def watch(handle: RunHandle, folder: RunFolder, output: Output, company: Company
             with _uninterrupted():
                 display.close()
                 if company.leave():
-                    say(f"detached; {how_to_come_back(folder)}")
+                    say(f"detached; {how_to_come_back(folder, address)}")
                     return NOT_FINISHED
         finally:
             display.close()

@@ -19,4 +19,4 @@ def launch(backend: Backend, plan: RunPlan, folder: RunFolder) -> int:
         return run_locally(backend, plan, folder)
     # The hint before the run: a launcher killed in between leaves no run that cannot be found.
     write_live(folder, Live(address))
-    return watch(backend.start_run(plan.job, address), folder, plan.output)
+    return watch(backend.start_run(plan.job, address), folder, plan.output, address=address)

@@ -17,6 +17,7 @@ from elastic_jobs.exit_codes import STATUSES
 from elastic_jobs.handle import RunHandle
 from elastic_jobs.run_folder import RunFolder
 from elastic_jobs.terminal import say
+from elastic_jobs.trust import check_address
 
 _FILE = "live.json"
 # A head node that is being replaced returns within a few minutes.
@@ -60,15 +61,14 @@ def forget_live(folder: RunFolder) -> None:
         say(str(error))
 
 
-def how_to_come_back(folder: RunFolder) -> str:
-    return (
-        f"run {folder.run_id} goes on. Follow it again:  elastic watch {folder.run_id} --storage {folder.url}  "
-        f"or end it:  elastic stop {folder.run_id} --storage {folder.url}"
-    )
+def how_to_come_back(folder: RunFolder, address: str | None) -> str:
+    where = f"{folder.run_id} --storage {folder.url}{f' --address {address}' if address else ''}"
+    return f"run {folder.run_id} goes on. Follow it again:  elastic watch {where}  or end it:  elastic stop {where}"
 
 
-def reach(backend: Backend, folder: RunFolder, address: str | None) -> RunHandle:
-    """The handle of a run that is going on. Raises RunNotFound if it is not going on at any known address."""
+def reach(backend: Backend, folder: RunFolder, address: str | None, trusted: bool = False) -> RunHandle:
+    """The handle of a run that is going on. Raises RunNotFound if it is not going on at any known address, and
+    UsageError for an address from storage that is not to be believed (`elastic_jobs.trust`)."""
     live = read_live(folder)
     where = address or (live.address if live else None)
     if where is None:
@@ -78,6 +78,8 @@ def reach(backend: Backend, folder: RunFolder, address: str | None) -> RunHandle
         raise RunNotFound(
             f"run {folder.run_id!r} is not going on: its local cluster is gone; continue it with `elastic resume`"
         )
+    if address is None and live is not None:
+        check_address(folder.run_id, live.address, live.cluster_socket, trusted)
     try:
         return backend.attach_run(folder.run_id, where)
     except RunNotFound:
@@ -86,12 +88,12 @@ def reach(backend: Backend, folder: RunFolder, address: str | None) -> RunHandle
         raise OutOfReach(f"run {folder.run_id!r} cannot be reached at {where}: {error}") from error
 
 
-def reach_patiently(backend: Backend, folder: RunFolder, address: str | None) -> RunHandle:
+def reach_patiently(backend: Backend, folder: RunFolder, address: str | None, trusted: bool = False) -> RunHandle:
     """As `reach`, but waits for the head of a run that has not ended, as long as a restart of a head usually takes."""
     deadline, told = time.monotonic() + _HEAD_AWAY_S, False
     while True:
         try:
-            return reach(backend, folder, address)
+            return reach(backend, folder, address, trusted)
         except OutOfReach as error:
             refused = isinstance(error.__cause__, UsageError) and not isinstance(error.__cause__, NobodyAnswers)
             if refused or time.monotonic() > deadline or (not told and _ended(folder)):

@@ -99,7 +99,10 @@ def test_a_run_whose_cluster_refuses_the_token_is_not_taken_to_be_over(guarded: 
     write_live(folder, Live(guarded.address))
     before = sorted(tmp_path.rglob("*"))
     environment = _environment(tmp_path, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="ab" * 32)
-    refused = _python("-m", "elastic_jobs.cli", "resume", "kept", "--storage", folder.url, environment=environment)
+    words = ("resume", "kept", "--storage", folder.url)
+    unknown = _python("-m", "elastic_jobs.cli", *words, "--job", str(tmp_path / "job.yaml"), environment=environment)
+    assert (unknown.returncode, "would get this machine's Ray token" in unknown.stderr) == (2, True), unknown.stderr
+    refused = _python("-m", "elastic_jobs.cli", *words, "--trust-storage", environment=environment)
     assert refused.returncode == 2, refused.stderr
     (told,) = [line for line in refused.stderr.splitlines() if line.startswith("elastic resume: ")]
     assert f"run 'kept' cannot be reached at {guarded.address}: the Ray cluster at" in told

@@ -13,6 +13,7 @@ from elastic_jobs.commands.common import storage_argument
 from elastic_jobs.live import read_live
 from elastic_jobs.run_folder import RunFolder, default_storage
 from elastic_jobs.terminal import put_json, say
+from elastic_jobs.trust import check_address, trust_argument
 
 HELP = "tell the cluster that a node is about to go away"
 EXAMPLE = "elastic drain 10.0.0.7 --run gpt-20260102-030405-ab12 --notice 120"
@@ -26,6 +27,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--run", metavar="RUN", help="the cluster on which this run goes on")
     where.add_argument("--address", metavar="A", help="the Ray cluster at this address (host:port)")
     storage_argument(parser)
+    trust_argument(parser)
     parser.add_argument(
         "--notice", type=float, default=_NOTICE_S, metavar="S",
         help=f"seconds until the node is gone (default {_NOTICE_S:.0f})",
@@ -37,7 +39,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, backend: Backend) -> int:
     if not 0 < options.notice < float("inf"):
         raise UsageError(f"--notice {options.notice:g}: a node needs some seconds to leave in good order")
-    address = options.address or _address_of(RunFolder(default_storage(options.storage), options.run))
+    address = options.address or _address_of(
+        RunFolder(default_storage(options.storage), options.run), options.trust_storage
+    )
     try:
         node = drain(address, options.node, options.notice, options.why)
     except ClusterError as error:
@@ -50,8 +54,9 @@ def run(options: argparse.Namespace, backend: Backend) -> int:
     return 0
 
 
-def _address_of(folder: RunFolder) -> str:
+def _address_of(folder: RunFolder, trusted: bool) -> str:
     live = read_live(folder)
     if live is None:
         raise RunNotFound(f"run {folder.run_id!r} is not going on; name its cluster with --address")
+    check_address(folder.run_id, live.address, live.cluster_socket, trusted)
     return live.address

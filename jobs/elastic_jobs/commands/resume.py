@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from elastic.core.errors import RunNotFound, TokenRefused, UsageError
@@ -24,7 +25,8 @@ from elastic_jobs.commands.common import (
 )
 from elastic_jobs.commands.submit import after, env_argument
 from elastic_jobs.follow import show
-from elastic_jobs.job_file.checks import check, check_here, check_new_end, is_done, refuse
+from elastic_jobs.job_file.checks import check, check_here, check_new_end, check_seed, is_done, refuse
+from elastic_jobs.job_file.spec import load_job
 from elastic_jobs.launch import launch
 from elastic_jobs.live import OutOfReach, reach, read_live
 from elastic_jobs.plan import Job, RunPlan
@@ -35,6 +37,7 @@ from elastic_jobs.submit.remote import is_jobs_address, looked_at, open_api
 from elastic_jobs.submit.submission import check_cluster, prepare, send
 from elastic_jobs.submit.supervision import replace_driver
 from elastic_jobs.terminal import say
+from elastic_jobs.trust import check_code, trust_argument
 
 HELP = "continue a run from its newest checkpoint"
 _NOT_THERE = "; if the run is no longer there, name another --address, or remove live.json from its folder"
@@ -46,8 +49,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     place_arguments(parser)
     parser.add_argument("--max-steps", type=positive, metavar="N", help="a new end of the run")
     output_arguments(parser)
+    trust_argument(parser)
+    parser.add_argument(
+        "--job", metavar="JOB.yaml",
+        help="take code and settings from this job file (default: as the run's folder says, if that code is in the "
+        "working directory); with an http address: send its folder (default: what the cluster has)",
+    )  # fmt: skip
     jobs = parser.add_argument_group("through the Jobs API (--address http://HOST:8265)")
-    jobs.add_argument("--job", metavar="JOB.yaml", help="send this job's folder (default: what the cluster has)")
     jobs.add_argument("--no-follow", action="store_true", help="return as soon as the cluster has the job")
     env_argument(jobs)
 
@@ -57,10 +65,10 @@ def run(options: argparse.Namespace, backend: Backend) -> int:
         return _resume_job(options, backend)
     folder = folder_of(options)
     output, place = output_of(options), place_of(options)
-    job = _resumed(folder.read_job(), folder, options.max_steps)
+    job = _with_end(_job(options, folder), options.max_steps)
     summary = _so_far(folder)
     check_new_end(folder.run_id, summary, options.max_steps)
-    _check_not_going_on(backend, folder, options.address)
+    _check_not_going_on(backend, folder, options.address, options.trust_storage)
     if is_done(summary, options.max_steps):
         say(f"run {folder.run_id} is finished after step {summary.get('steps')}; --max-steps names a later end")
         show(summary, output.as_json)
@@ -104,14 +112,25 @@ def _resume_job(options: argparse.Namespace, backend: Backend) -> int:
     return after(api, options.run, options.address, options.no_follow, options.json)
 
 
-def _resumed(job: Job, folder: RunFolder, max_steps: int | None) -> Job:
-    """Raises UsageError for a copy of a run that keeps its checkpoints elsewhere."""
-    # The journal is where it was found, also if the folder was moved or copied.
+def _job(options: argparse.Namespace, folder: RunFolder) -> Job:
+    """From the job file, else as the run's folder has it, once its code is trusted. Raises UsageError."""
+    stored = folder.read_job()
+    if options.job is None:
+        job = _moved(stored, folder)
+        check_code(job, options.trust_storage)
+        return job
+    file = Path(options.job)
+    job = load_job(file).stored_at(folder.url).job(folder.run_id, folder.url, file)
+    check_seed(folder.run_id, stored.settings.seed, job.settings.seed)
+    return job
+
+
+def _moved(job: Job, folder: RunFolder) -> Job:
+    """The job at the place where it was found: the folder may have been moved or copied. Raises UsageError for a copy
+    of a run that keeps its checkpoints elsewhere."""
     settings = replace(job.settings, run_id=folder.run_id, storage_url=folder.url)
     if folder.url != job.settings.storage_url:
         settings = replace(settings, checkpoint=_moved_checkpoints(job.settings, folder))
-    if max_steps is not None:
-        settings = replace(settings, max_steps=max_steps, epochs=None)
     return replace(job, settings=settings)
 
 
@@ -142,12 +161,16 @@ def _check_checkpoints(job: Job, summary: Mapping[str, Any]) -> None:
         )
 
 
-def _check_not_going_on(backend: Backend, folder: RunFolder, address: str | None) -> None:
+def _with_end(job: Job, max_steps: int | None) -> Job:
+    return job if max_steps is None else replace(job, settings=replace(job.settings, max_steps=max_steps, epochs=None))
+
+
+def _check_not_going_on(backend: Backend, folder: RunFolder, address: str | None, trusted: bool) -> None:
     """Two controllers would fence each other off, and a second start is nearly always a mistake."""
     if address is None and read_live(folder) is None:
         return
     try:
-        going_on = reach(backend, folder, address).result(0.0) is None
+        going_on = reach(backend, folder, address, trusted).result(0.0) is None
     except OutOfReach as error:
         if isinstance(error.__cause__, TokenRefused):
             # A cluster answers there, so the run may well go on in it.

@@ -27,6 +27,7 @@ from elastic_jobs.submit.remote import (
 )
 from elastic_jobs.submit.supervision import Supervision, replace_driver, tell_to_stop
 from elastic_jobs.terminal import put_json, say
+from elastic_jobs.trust import trust_argument
 
 HELP = "end a run as planned, with a last checkpoint"
 EXAMPLE = "elastic stop gpt-20260102-030405-ab12 --address http://10.0.0.5:8265"
@@ -35,6 +36,7 @@ EXAMPLE = "elastic stop gpt-20260102-030405-ab12 --address http://10.0.0.5:8265"
 def arguments(parser: argparse.ArgumentParser) -> None:
     run_arguments(parser)
     address_argument(parser)
+    trust_argument(parser)
     parser.add_argument("--no-wait", action="store_true", help="return as soon as the run has been told")
     parser.add_argument("--json", action="store_true", help="print what the run came to as JSON")
 
@@ -46,7 +48,7 @@ def run(options: argparse.Namespace, backend: Backend) -> int:
     folder = folder_of(options)
     if options.address is None:
         _check_goes_on(folder)
-    handle = reach_patiently(backend, folder, options.address)
+    handle = reach_patiently(backend, folder, options.address, options.trust_storage)
     handle.stop("elastic stop")
     if options.no_wait:
         say(f"run {folder.run_id} has been told to stop")

@@ -15,6 +15,7 @@ from elastic_jobs.live import reach_patiently
 from elastic_jobs.plan import Output
 from elastic_jobs.run_folder import RunFolder
 from elastic_jobs.terminal import say
+from elastic_jobs.trust import trust_argument
 
 HELP = "follow a run that is going on (Ctrl-C detaches)"
 EXAMPLE = "elastic watch gpt-20260102-030405-ab12"
@@ -23,6 +24,7 @@ EXAMPLE = "elastic watch gpt-20260102-030405-ab12"
 def arguments(parser: argparse.ArgumentParser) -> None:
     run_arguments(parser)
     address_argument(parser)
+    trust_argument(parser)
     output_arguments(parser)
 
 
@@ -30,10 +32,10 @@ def run(options: argparse.Namespace, backend: Backend) -> int:
     folder, output = folder_of(options), output_of(options)
     check_summary_file(output.summary_file)
     try:
-        handle = reach_patiently(backend, folder, options.address)
+        handle = reach_patiently(backend, folder, options.address, options.trust_storage)
     except RunNotFound as error:
         return _from_journal(output, folder, error)
-    return watch(handle, folder, output)
+    return watch(handle, folder, output, address=options.address)
 
 
 def _from_journal(output: Output, folder: RunFolder, why: RunNotFound) -> int:

@@ -88,6 +88,15 @@ def check_new_end(run_id: str, summary: Mapping[str, Any], max_steps: int | None
         )
 
 
+def check_seed(run_id: str, before: Any, now: int) -> None:
+    """Raises UsageError for another seed than the run was started with."""
+    if before != now:
+        raise UsageError(
+            f"run {run_id!r} was started with seed {before}, not {now}: with another seed samples would be seen twice; "
+            "set it back, or start under another --run-id"
+        )
+
+
 def is_done(summary: Mapping[str, Any], max_steps: int | None) -> bool:
     """Whether a run has reached its end, and `max_steps` (None: the run's own) is no later one."""
     return summary.get("status") == FINISHED and max_steps in (None, summary.get("steps"))

@@ -33,7 +33,7 @@ from elastic_jobs.display import LineDisplay
 from elastic_jobs.exit_codes import DRIVER_BLIND, DRIVER_LOST, STATUSES, exit_code
 from elastic_jobs.follow import conclude
 from elastic_jobs.handle import STOP_AGAIN_S, RunHandle
-from elastic_jobs.job_file.checks import check_new_end, check_storage, is_done
+from elastic_jobs.job_file.checks import check_new_end, check_seed, check_storage, is_done
 from elastic_jobs.job_file.spec import JobSpec, load_job
 from elastic_jobs.live import Live, forget_live, write_live
 from elastic_jobs.plan import Job, Output
@@ -231,11 +231,8 @@ def check_job(spec: JobSpec, command: DriverCommand, folder: RunFolder) -> Job:
     job = spec.job(command.run_id, command.storage, file)
     check_entry_is_ours(spec.entry_point, file.absolute().parent, Path.cwd())
     before = (folder.read("job.json") or {}).get("settings")
-    if before is not None and before.get("seed") != job.settings.seed:
-        raise UsageError(
-            f"run {command.run_id!r} was started with seed {before.get('seed')}, not {job.settings.seed}: with another "
-            "seed samples would be seen twice; set it back, or submit under another --run-id"
-        )
+    if before is not None:
+        check_seed(command.run_id, before.get("seed"), job.settings.seed)
     check_storage(job.settings)
     return job
 
