@@ -1,12 +1,16 @@
-"""elastic logs: what a submitted run's drivers have said; with -f until the run is over."""
+"""elastic logs: the drivers' log of a submitted run, with -f until the run is over; else what its workers printed."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 
+from elastic.core.errors import UsageError
 from elastic_jobs.backend import Backend
-from elastic_jobs.follow import printable
+from elastic_jobs.commands.common import folder_of, storage_argument
+from elastic_jobs.exit_codes import exit_code
+from elastic_jobs.follow import printable, read_summary
 from elastic_jobs.submit.attempts import Run
 from elastic_jobs.submit.driver_protocol import LogReader
 from elastic_jobs.submit.jobs_api import JobsApi
@@ -21,10 +25,10 @@ from elastic_jobs.submit.remote import (
 )
 from elastic_jobs.terminal import put, put_json, say
 
-HELP = "print a submitted run's log; ends with the run's own exit code (101 while it goes on)"
+HELP = "print the log of a submitted run, or what the workers of any other run printed; ends with the run's exit code"
 EXAMPLE = "elastic logs gpt-20260102-030405-ab12 -f --address http://10.0.0.5:8265"
 
-# Seconds of silence at the beginning: the Jobs server takes one before it tells anything.
+# Seconds of silence at the beginning: the Jobs server takes one before its first answer.
 _PATIENCE = 5
 
 
@@ -35,10 +39,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="until the run is over, whatever becomes of the connection; a lost driver is replaced",
     )  # fmt: skip
     jobs_address_argument(parser)
+    storage_argument(parser)
+    parser.add_argument("--worker", type=int, metavar="N", help="only what this worker printed")
     parser.add_argument("--json", action="store_true", help="print the outcome as JSON, and the log on stderr")
 
 
 def run(options: argparse.Namespace, backend: Backend) -> int:
+    if options.address is None or options.storage is not None:
+        return _stored(options)
     api = open_api(backend, options.address)
     if options.follow:
         return follow(api, options.run, options.address, options.json)
@@ -50,6 +58,33 @@ def run(options: argparse.Namespace, backend: Backend) -> int:
     if not found.newest.state.ended:
         say(how_to_come_back(found.run_id, options.address))
     return outcome.exit_code
+
+
+def _stored(options: argparse.Namespace) -> int:
+    """What the workers of a run printed, from the run's folder in storage."""
+    folder = folder_of(options)
+    folder.job_record()
+    if options.follow:
+        raise UsageError(f"-f follows submitted runs (--address); here:  elastic watch {folder.run_id}")
+    logs = folder.local_path("logs")
+    if logs is None:
+        raise UsageError(
+            f"storage {folder.url} cannot append, so what workers print is in Ray's own log files on their nodes "
+            "(worker-*.out in the logs folder of the Ray session)"
+        )
+    show = say if options.json else put
+    for file in sorted(Path(logs).glob("worker-*.log")):
+        number = file.stem.partition("-")[2]
+        # A link may lead out of the storage.
+        if file.is_symlink() or not number.isdecimal() or options.worker not in (None, int(number)):
+            continue
+        with file.open(encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                show(printable(f"[worker {int(number)}] {line}"))
+    status = read_summary(folder).get("status")
+    if options.json:
+        put_json({"run_id": folder.run_id, "status": status, "exit_code": exit_code(status)})
+    return exit_code(status)
 
 
 def _print(api: JobsApi, run: Run, show: Callable[[str], None]) -> None:

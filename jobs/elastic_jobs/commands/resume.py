@@ -33,7 +33,7 @@ from elastic_jobs.plan import Job, RunPlan
 from elastic_jobs.run_folder import RunFolder
 from elastic_jobs.submit import attempts
 from elastic_jobs.submit.attempts import Verdict
-from elastic_jobs.submit.remote import is_jobs_address, looked_at, open_api
+from elastic_jobs.submit.remote import is_jobs_address, jobs_address, looked_at, open_api
 from elastic_jobs.submit.submission import check_cluster, prepare, send
 from elastic_jobs.submit.supervision import replace_driver
 from elastic_jobs.terminal import say
@@ -61,6 +61,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, backend: Backend) -> int:
+    options.address = jobs_address(options)
     if is_jobs_address(options.address):
         return _resume_job(options, backend)
     folder = folder_of(options)

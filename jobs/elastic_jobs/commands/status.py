@@ -1,4 +1,4 @@
-"""elastic status: one submitted run, with all its attempts."""
+"""elastic status: one run: a submitted one with its attempts, any other by its journal."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ import time
 
 from elastic.observe.text import clean, date, duration, table
 from elastic_jobs.backend import Backend
+from elastic_jobs.commands.common import folder_of, storage_argument
+from elastic_jobs.exit_codes import STATUSES, exit_code
+from elastic_jobs.follow import read_summary, show
+from elastic_jobs.live import how_to_come_back as how_to_follow
+from elastic_jobs.live import read_live
 from elastic_jobs.submit.attempts import JobRecord, Run, Verdict
 from elastic_jobs.submit.remote import (
     describe,
@@ -19,17 +24,20 @@ from elastic_jobs.submit.remote import (
 )
 from elastic_jobs.terminal import put, put_json, say
 
-HELP = "say how a submitted run goes, with the run's own exit code (101 while it goes on)"
+HELP = "show the state of a run, with the run's own exit code (101 while it goes on)"
 EXAMPLE = "elastic status gpt-20260102-030405-ab12 --address http://10.0.0.5:8265"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="run id, or the submission id of one of its attempts")
     jobs_address_argument(parser)
+    storage_argument(parser)
     parser.add_argument("--json", action="store_true", help="print JSON; values of environment variables are left out")
 
 
 def run(options: argparse.Namespace, backend: Backend) -> int:
+    if options.address is None or options.storage is not None:
+        return _stored(options)
     api = open_api(backend, options.address)
     found = find_run(api, options.run)
     outcome = looked_at(api, found)
@@ -42,6 +50,21 @@ def run(options: argparse.Namespace, backend: Backend) -> int:
             put(line)
     say(_next(found, outcome.verdict, options.address))
     return outcome.exit_code
+
+
+def _stored(options: argparse.Namespace) -> int:
+    """Of a run that `elastic run` started: what its folder in storage says."""
+    folder = folder_of(options)
+    folder.job_record()
+    summary = {**read_summary(folder), "run_id": folder.run_id}
+    show(summary, options.json)
+    if summary.get("status") in STATUSES:
+        say(f"its history:  elastic story {folder.run_id} --storage {folder.url}")
+    elif read_live(folder) is not None:
+        say(how_to_follow(folder, None))
+    else:
+        say(f"its journal has no end; if it is not going on:  elastic resume {folder.run_id} --storage {folder.url}")
+    return exit_code(summary.get("status"))
 
 
 def _row(record: JobRecord) -> dict[str, str]:

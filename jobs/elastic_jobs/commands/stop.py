@@ -21,6 +21,7 @@ from elastic_jobs.submit.remote import (
     find_run,
     how_to_come_back,
     is_jobs_address,
+    jobs_address,
     looked_at,
     open_api,
     outcome_json,
@@ -43,6 +44,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, backend: Backend) -> int:
     """0 when the run has been told, and has ended unless --no-wait."""
+    options.address = jobs_address(options)
     if is_jobs_address(options.address):
         return _stop_job(options, backend)
     folder = folder_of(options)

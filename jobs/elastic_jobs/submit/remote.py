@@ -10,6 +10,7 @@ from elastic.core.errors import UsageError
 from elastic_jobs.backend import Backend
 from elastic_jobs.exit_codes import NOT_FINISHED, exit_code, status_of
 from elastic_jobs.follow import printable
+from elastic_jobs.run_folder import RunFolder, default_storage
 from elastic_jobs.submit import attempts
 from elastic_jobs.submit.attempts import JobState, Outcome, Run, Verdict
 from elastic_jobs.submit.driver_protocol import LogReader
@@ -24,6 +25,17 @@ ENVIRONMENT = "RAY_API_SERVER_ADDRESS"
 def is_jobs_address(address: str | None) -> bool:
     """http(s) is the Jobs API; anything else is the address of a Ray cluster for drivers."""
     return address is not None and address.startswith(("http://", "https://"))
+
+
+def jobs_address(options: argparse.Namespace) -> str | None:
+    """Where a command that serves all runs finds this one: its --address, else the environment's Jobs server unless the
+    run is looked for in storage (--storage, or a run of that id where runs are kept by default)."""
+    address: str | None = options.address
+    server = os.environ.get(ENVIRONMENT)
+    if address is not None or server is None or options.storage is not None:
+        return address
+    kept = RunFolder(default_storage(None), options.run).read("job.json") is not None
+    return None if kept else server
 
 
 def jobs_address_argument(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +56,7 @@ def open_api(backend: Backend, address: str | None) -> JobsApi:
     try:
         return backend.jobs_api(address)
     except Unreachable as error:
-        # Of an address that has never answered it is the address that is doubted.
+        # Of an address that has never answered the address may be wrong.
         raise UsageError(error.message) from error
 
 

@@ -23,6 +23,7 @@ from elastic_jobs.handle import FakeHandle
 from elastic_jobs.live import Live, read_live, write_live
 from elastic_jobs.plan import Job, RunPlan
 from elastic_jobs.run_folder import RunFolder, new_run_id
+from elastic_jobs.submit.fake_jobs_api import FakeJobsApi
 
 import elastic
 from elastic.core.errors import ElasticError, NobodyAnswers, RunNotFound, TokenRefused, UsageError, UserCodeError
@@ -849,3 +850,55 @@ def test_resume_of_a_finished_run_says_so_at_once(
     assert backend.calls == []
     assert cli.main(["resume", "r1", "--max-steps", "20"], backend) == 0
     assert backend.calls[-1][1].max_steps == 20
+
+
+# -- status and logs of a run that was not submitted -------------------------------------------------------------------
+
+
+def test_status_and_logs_of_a_run_that_elastic_run_started(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "job.yaml", "--run-id", "r1"], FakeBackend("gave-up")) == 104
+    logs = job.parent / "runs" / "r1" / "logs"
+    logs.mkdir()
+    (logs / "worker-0000.log").write_text("hello\n\x1b[31mred\n")
+    (logs / "worker-0012.log").write_text("there\n")
+    (logs / "worker-0013.log").symlink_to("/etc/passwd")
+    capfd.readouterr()
+    assert cli.main(["status", "r1", "--json"], FakeBackend()) == 104
+    assert json.loads(capfd.readouterr().out)["status"] == "gave-up"
+    assert cli.main(["logs", "r1"], FakeBackend()) == 104
+    assert capfd.readouterr().out.splitlines() == ["[worker 0] hello", "[worker 0]  [31mred", "[worker 12] there"]
+    assert cli.main(["logs", "r1", "--worker", "12"], FakeBackend()) == 104
+    assert capfd.readouterr().out == "[worker 12] there\n"
+    assert cli.main(["logs", "r1", "-f"], FakeBackend()) == 2
+    assert cli.main(["status", "r2"], FakeBackend()) == 102
+
+
+def test_status_of_a_run_that_goes_on_says_how_to_follow_it(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    backend = FakeBackend()
+    backend.handle = InterruptedHandle()
+    backend.play = lambda writer: None  # type: ignore[method-assign]
+    assert cli.main(["run", "job.yaml", "--run-id", "r1", "--address", "a:1"], backend) == 101
+    capfd.readouterr()
+    assert cli.main(["status", "r1"], FakeBackend()) == 101
+    assert "elastic watch r1" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["stop", "resume"])
+def test_the_environments_jobs_server_serves_runs_that_are_not_in_storage(
+    job: Path, command: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://head:8265")
+    asked: list[str] = []
+
+    class WithServer(FakeBackend):
+        def jobs_api(self, address: str) -> FakeJobsApi:
+            asked.append(address)
+            return FakeJobsApi()
+
+    assert cli.main([command, "elsewhere"], WithServer()) == 102
+    assert "the cluster knows no run 'elsewhere'" in capfd.readouterr().err
+    assert asked == ["http://head:8265"]
+    assert cli.main([command, "elsewhere", "--storage", "runs"], WithServer()) == 102
+    assert cli.main(["run", "job.yaml", "--run-id", "here"], FakeBackend()) == 0
+    assert cli.main([command, "here"], WithServer()) in (0, 102)
+    assert len(asked) == 1
