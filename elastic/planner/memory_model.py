@@ -115,14 +115,21 @@ class MemoryModel:
         if strategy.zero_stage < 3:
             return bucket * (2 if strategy.overlaps else 1)
         largest = max((tensors.numel for tensors in tensors), default=0)
-        live = min(whole, max(sizes.max_live, sizes.prefetch + 2 * largest))
-        return bucket + live * self.dtypes.weights + largest * self.dtypes.gradients
+        live = max(sizes.max_live, sizes.prefetch + 2 * largest)
+        kept = persistent_elements(tensors, mesh.data_size, sizes.persistence_threshold)
+        return bucket + min(whole, live + kept) * self.dtypes.weights + largest * self.dtypes.gradients
 
     def _step(self, partition: int, zero_stage: int) -> int:
         """The fp32 copy of the gradients that the optimizer is given; stage 3 takes one sub-group at a time."""
         if self.dtypes.gradients >= 4 or not self.dtypes.master:
             return 0
         return 4 * (min(partition, self.buffers.sub_group) if zero_stage == 3 else partition)
+
+
+def persistent_elements(tensors: Sequence[Tensors], ranks: int, threshold: int) -> int:
+    """Elements of the parameters that stage 3 keeps gathered, padded to equal parts: those of `threshold` at most."""
+    small = [t for t in tensors if t.numel <= threshold]
+    return sum(-(-t.numel // ranks) * ranks * t.count for t in small)
 
 
 Groups = tuple[tuple[Tensors, ...], tuple[Tensors, ...]]

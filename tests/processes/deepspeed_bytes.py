@@ -18,6 +18,8 @@ from deepspeed_ranks import GROUPS, join_fake
 WORLDS = (2, 3, 8, 64, 1000, 1024)
 STAGES = (0, 1, 2, 3)
 DTYPES = ("fp32", "bf16")
+REDUCE_BUCKET = 5000
+PERSISTENCE_THRESHOLD = 500
 
 
 def storages(tensors: Iterable[Any]) -> int:
@@ -37,7 +39,8 @@ def make_engine(stage: int, dtype: str) -> Any:
 
     class Flat(torch.nn.Module):
         def forward(self) -> torch.Tensor:
-            return torch.stack([p.float().sum() for p in self.parameters()]).sum()
+            self.sums = [p.float().sum() for p in self.parameters()]
+            return torch.stack(self.sums).sum()
 
     model = Flat()
     for name, numel in (tensor for group in GROUPS for tensor in group):
@@ -48,7 +51,11 @@ def make_engine(stage: int, dtype: str) -> Any:
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 2,
         "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": REDUCE_BUCKET,
+            "stage3_param_persistence_threshold": PERSISTENCE_THRESHOLD,
+        },
     }
     if dtype == "bf16":
         config["bf16"] = {"enabled": True}
@@ -69,7 +76,8 @@ def measure(stage: int, dtype: str, rank: int, world_size: int) -> dict[str, int
     trained: dict[str, int] = {}
     # Stage 3 compares its order of modules with rank 0's before it trains, and rank 0 answers nothing here.
     if stage < 3 or rank == 0:
-        trained["gradients"] = _train(engine, stage)
+        trained["gradients"], trained["bucket"] = _train(engine, stage)
+        trained["persistent"] = storages(parameters) if stage == 3 else 0
         states = getattr(optimizer, "optimizer", optimizer).state.values()
         trained["moments"] = storages(state[name] for state in states for name in ("exp_avg", "exp_avg_sq"))
     found = {
@@ -81,16 +89,26 @@ def measure(stage: int, dtype: str, rank: int, world_size: int) -> dict[str, int
     return found | trained
 
 
-def _train(engine: Any, stage: int) -> int:
-    """Two micro-batches are a step. Returns the bytes of gradients that are held until it."""
+def _train(engine: Any, stage: int) -> tuple[int, int]:
+    """Trains a step of two micro-batches. Returns bytes: gradients held until the step, bucket that reduces them."""
     engine.backward(engine())
     held = storages(p.grad for p in engine.module.parameters())
     engine.step()
-    engine.backward(engine())
+    loss, seen = engine(), [0]
+    if stage:
+        # Buckets exist from the first gradient to the last.
+        for tensor in engine.module.sums:
+            tensor.register_hook(lambda _: seen.append(storages(_bucket(engine.optimizer))))
+    engine.backward(loss)
     if stage > 1:
         held = elements(g for group in engine.optimizer.averaged_gradients.values() for g in group)
     engine.step()
-    return held
+    return held, max(seen)
+
+
+def _bucket(optimizer: Any) -> list[Any]:
+    buffers = [bucket.buffer for bucket in optimizer.ipg_buckets.values()]
+    return [tensor for buffer in buffers for tensor in (buffer if isinstance(buffer, list) else [buffer])]
 
 
 def _master(optimizer: Any) -> list[Any]:
