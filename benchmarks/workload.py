@@ -114,17 +114,18 @@ def train(config: dict[str, Any]) -> None:
     marks, done = MarkWriter(config["marks"]), elastic.get_context().step
     gate, pace_s, after_step = config.get("gate"), config.get("pace_s", 0.0), config.get("after_step")
     begun = time.monotonic()
-    for windows in loader:
-        time.sleep(config.get("elsewhere_s", 0.0))
-        engine.backward(engine(windows.to(engine.device)))
-        engine.step()
-        here = elastic.get_context()
-        if here.step != done:
-            done = here.step
-            # What an accelerator would compute meanwhile, without the processor.
-            time.sleep(max(0.0, begun + pace_s - time.monotonic()))
-            marks.step_done(done, here.rank, here.world_size, here.generation)
-            if after_step is not None:
-                after_step(engine, done)
-            pass_gate(gate, done + 1)
-            begun = time.monotonic()
+    for _ in elastic.epochs():
+        for windows in loader:
+            time.sleep(config.get("elsewhere_s", 0.0))
+            engine.backward(engine(windows.to(engine.device)))
+            engine.step()
+            here = elastic.get_context()
+            if here.step != done:
+                done = here.step
+                # What an accelerator would compute meanwhile, without the processor.
+                time.sleep(max(0.0, begun + pace_s - time.monotonic()))
+                marks.step_done(done, here.rank, here.world_size, here.generation)
+                if after_step is not None:
+                    after_step(engine, done)
+                pass_gate(gate, done + 1)
+                begun = time.monotonic()

@@ -15,6 +15,7 @@
     |   `-- RunNotFound           (exit 102)
     `-- for nobody: handled inside, seen in logs
         |-- CollectiveFailed                  a peer was lost; the generation ends
+        |-- RunOver                           the training function loops on after the run's end (not an Exception)
         |-- GenerationEnded                   the controller ended this generation (not an Exception: see there)
         `-- Fenced                            a message or write of an old generation
 
@@ -105,6 +106,17 @@ class CollectiveFailed(ElasticError):
 
 class Fenced(ElasticError):
     pass
+
+
+class RunOver(BaseException):
+    """Unwinds a training function that asks for batches for ever after the run's last step."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"the run is over after step {step}")
+        self.step = step
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.step,)
 
 
 class GenerationEnded(BaseException):

@@ -1,8 +1,8 @@
-"""What the user's training code calls: `initialize`, `prepare_data_loader`, `report`, `get_context`, `state`."""
+"""What the training code calls: `initialize`, `prepare_data_loader`, `epochs`, `report`, `get_context`, `state`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -17,7 +17,7 @@ from elastic.training.anomalies import AnomalyWatch
 from elastic.training.arguments import chosen_config, refuse_arguments
 from elastic.training.context import Context, StateOfTheRun
 from elastic.training.data.data_loaders import DataSource, PreparedLoader, data_source, open_reader, taken_over
-from elastic.training.data.loader import ElasticLoader
+from elastic.training.data.loader import ElasticLoader, elapsing_epochs
 from elastic.training.engine import ElasticEngine
 from elastic.training.generation import Generation
 from elastic.training.resume import resume, run_state
@@ -114,6 +114,18 @@ def prepare_data_loader(loader: Any) -> PreparedLoader:
     return generation.prepared
 
 
+def epochs(count: int | None = None) -> Iterator[int]:
+    """The epochs that are left of the run, below `count`: `for epoch in elastic.epochs(3): for batch in loader: ...`.
+
+    Begins at the epoch that the run is in, so that after a recovery nothing is repeated that belongs to an earlier one.
+    The job's `epochs` or `max_steps` end it too. Raises UsageError before `initialize`.
+    """
+    generation = _generation()
+    if generation.loader is None or generation.steps is None:
+        raise UsageError("elastic.epochs() comes after elastic.initialize(), which makes the loader")
+    return elapsing_epochs(generation.loader, generation.steps, count)
+
+
 def report(**metrics: Any) -> None:
     """Attach this rank's own metrics to the report of the current step (of the next one, between two steps)."""
     _generation().note(metrics)
@@ -121,7 +133,7 @@ def report(**metrics: Any) -> None:
 
 def get_context() -> Context:
     """Where this worker is now: rank, world size, generation, step, device, whether it resumed."""
-    return Context.of(_generation().scope)
+    return Context.of(_generation())
 
 
 # -- inside -----------------------------------------------------------------------------------------------------------

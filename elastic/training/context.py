@@ -11,13 +11,13 @@ import torch
 
 from elastic.core.errors import UsageError
 from elastic.training.generation import Generation
-from elastic.training.scope import GenerationScope
 from elastic.training.user_state import State
 
 
 @dataclass(frozen=True)
 class Context:
-    """Where this worker is. `step` counts finished optimizer steps at the time of the call."""
+    """Where this worker is. `step` counts finished optimizer steps at the time of the call; `epoch` is that of the next
+    step."""
 
     rank: int
     world_size: int
@@ -27,9 +27,11 @@ class Context:
     resumed: bool
     run_id: str
     local_rank: int
+    epoch: int = 0
 
     @classmethod
-    def of(cls, scope: GenerationScope) -> Context:
+    def of(cls, generation: Generation) -> Context:
+        scope, steps = generation.scope, generation.steps
         return cls(
             rank=scope.spec.rank,
             world_size=scope.spec.world_size,
@@ -39,6 +41,7 @@ class Context:
             resumed=scope.spec.checkpoint is not None,
             run_id=scope.spec.run_id,
             local_rank=scope.local_rank,
+            epoch=0 if steps is None else steps.epoch,
         )
 
 

@@ -42,6 +42,7 @@ class Generation:
         self.steps: StepLoop | None = None
         # The DataLoader that the user's code prepared before the engine is built.
         self.prepared: PreparedLoader | None = None
+        self.loader: ElasticLoader | None = None
         # What `close` closes, the last first.
         self.closing = ExitStack()
         self._metrics: dict[str, Any] = {}
@@ -62,7 +63,7 @@ class Generation:
         self.closing.callback(engine.close)
 
     def began(self, steps: StepLoop, engine: ElasticEngine, loader: ElasticLoader) -> None:
-        self.steps = steps
+        self.steps, self.loader = steps, loader
         self.closing.callback(engine.close)
         self.closing.callback(loader.close)
 
@@ -76,7 +77,7 @@ class Generation:
 
     def close(self) -> bool:
         """Close the loader, the engine and the groups; True when nothing of the engine is left in this process."""
-        self.steps = None
+        self.steps = self.loader = None
         try:
             self.closing.close()
         finally:

@@ -7,11 +7,12 @@ import logging
 import threading
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from elastic.comm.device_check import device_error
 from elastic.comm.failures import as_collective_failure, is_of_device, is_of_hardware, peer_of
-from elastic.core.errors import CollectiveFailed, GenerationEnded, IntegrityError, StorageError, UsageError
+from elastic.core.errors import CollectiveFailed, GenerationEnded, IntegrityError, RunOver, StorageError, UsageError
 from elastic.core.generation_spec import GenerationSpec, Rendezvous
 from elastic.engines.base import EngineKind
 from elastic.training import cleanup, context, rng
@@ -97,7 +98,8 @@ class GenerationRunner:
             scope.enter(Phase.BUILDING)
             # The user's function builds the model: equal weights on every rank and at every world size.
             rng.seed_everything(self.spec.seed, "build")
-            _call(fn, config)
+            with suppress(RunOver):
+                _call(fn, config)
             return self._returned()
         except BaseException as error:  # noqa: BLE001 - the shell's edge: everything becomes a result
             result = self._classify(error)
@@ -110,8 +112,7 @@ class GenerationRunner:
         completed = steps is not None and steps.finished
         if not completed:
             self._scope.check()
-            if steps is not None:
-                steps.stop_early()
+            completed = steps is not None and steps.returned()
         return GenerationResult("finished", self._scope.step, completed, where=self._scope.where())
 
     def _classify(self, error: BaseException) -> GenerationResult:

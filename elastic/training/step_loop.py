@@ -108,13 +108,19 @@ class StepLoop:
     # -- for the loader ------------------------------------------------------------------------------------------------
 
     @property
+    def step(self) -> int:
+        """Finished optimizer steps."""
+        return self._scope.step
+
+    @property
     def epoch(self) -> int:
-        """The epoch of the current step (of the next one, between two steps)."""
-        return self.plan.epoch(min(self._scope.step, self.plan.last_step - 1))
+        """The epoch of the current step (of the next one, between two steps; of the last one at the run's end)."""
+        last = self.plan.last_step
+        return self.plan.epoch(self._scope.step if last is None else min(self._scope.step, last - 1))
 
     @property
     def over(self) -> bool:
-        return self._scope.step >= self.plan.last_step
+        return self.plan.over(self._scope.step)
 
     def advance(self, epoch: int | None = None) -> bool:
         """Get ready for the next micro-batch; begins a step where the last one is complete.
@@ -191,9 +197,12 @@ class StepLoop:
 
     # -- for the runner ------------------------------------------------------------------------------------------------
 
-    def stop_early(self) -> None:
-        """The user's function returned before the end of the run: save, as at its end, so that the run does not wait
-        for a checkpoint in vain. Raises UsageError where it returned inside a step."""
+    def returned(self) -> bool:
+        """The user's function returned. True where that is the end of the run: its last step is done, or the function
+        alone decides. Before the end the step is saved all the same, so that the run does not wait for a checkpoint in
+        vain. Raises UsageError where the function returned inside a step."""
+        if self.finished:
+            return True
         self.require_between_batches()
         progress = self.progress
         if progress is not None and not progress.complete and progress.next_batch > 0:
@@ -203,6 +212,8 @@ class StepLoop:
                 "when engine.is_gradient_accumulation_boundary() was true before engine.step()"
             )
         self._save()
+        self.finished = self.plan.last_step is None
+        return self.finished
 
     def close(self) -> None:
         self._snapshots = None

@@ -57,10 +57,11 @@ def train(config: dict[str, Any]) -> None:
     )
     assert engine.device.type == DEVICE
     kind = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config["dtype"]]
-    for x, y in loader:
-        loss = ((engine(x.to(engine.device, kind)) - y.to(engine.device, kind)) ** 2).float().mean()
-        engine.backward(loss)
-        engine.step()
+    for _ in elastic.epochs():
+        for x, y in loader:
+            loss = ((engine(x.to(engine.device, kind)) - y.to(engine.device, kind)) ** 2).float().mean()
+            engine.backward(loss)
+            engine.step()
 
 
 def generation(number: int, url: Path, config: dict[str, Any], checkpoint: str | None, end_at: int | None) -> Any:

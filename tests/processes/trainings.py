@@ -118,32 +118,35 @@ def one_pass(engine: Any, batch: Any) -> torch.Tensor:
 def train(config: dict[str, Any]) -> None:
     engine, loader = build(config)
     elastic.state["starts"] = elastic.state.get("starts", 0) + 1
-    for batch in loader:
-        one_pass(engine, batch)
-        elastic.report(rank=elastic.get_context().rank)
+    for _ in elastic.epochs():
+        for batch in loader:
+            one_pass(engine, batch)
+            elastic.report(rank=elastic.get_context().rank)
     crew.told.update(starts=elastic.state["starts"], passes=float(engine.module.passes), epoch=loader.epoch)
 
 
 def train_until_fault(config: dict[str, Any]) -> None:
     """Rank `config["victim"]` stays for ever in the middle of step `config["at"]`; all tell when they get there."""
     engine, loader = build(config)
-    for x, y in loader:
-        loss = nn.functional.mse_loss(engine(x), y)
-        if engine.global_steps == config["at"]:
-            crew.point("there")
-            if elastic.get_context().rank == config["victim"]:
-                crew.stay()
-        engine.backward(loss)
-        engine.step()
+    for _ in elastic.epochs():
+        for x, y in loader:
+            loss = nn.functional.mse_loss(engine(x), y)
+            if engine.global_steps == config["at"]:
+                crew.point("there")
+                if elastic.get_context().rank == config["victim"]:
+                    crew.stay()
+            engine.backward(loss)
+            engine.step()
 
 
 def train_raises(config: dict[str, Any]) -> None:
     engine, loader = build(config)
-    for batch in loader:
-        one_pass(engine, batch)
-        context = elastic.get_context()
-        if (context.step, context.rank) == (config["at"], config["victim"]):
-            raise ZeroDivisionError("the user's own mistake")
+    for _ in elastic.epochs():
+        for batch in loader:
+            one_pass(engine, batch)
+            context = elastic.get_context()
+            if (context.step, context.rank) == (config["at"], config["victim"]):
+                raise ZeroDivisionError("the user's own mistake")
 
 
 def returns_in_a_step(config: dict[str, Any]) -> None:
@@ -230,12 +233,13 @@ def calls_backward_twice(config: dict[str, Any]) -> None:
 def train_on_a_bad_sample(config: dict[str, Any]) -> None:
     """`config["bad"]` is a dataset index, `config["how"]` what goes wrong in the loss over a batch that holds it."""
     engine, loader = build(config)
-    for x, y in loader:
-        bad = config["bad"] in crew.indices[-len(x) :]
-        out = engine(x)
-        loss = nn.functional.mse_loss(out.float(), y.float())
-        engine.backward(_GONE_WRONG[config["how"]](loss, out) if bad else loss)
-        engine.step()
+    for _ in elastic.epochs():
+        for x, y in loader:
+            bad = config["bad"] in crew.indices[-len(x) :]
+            out = engine(x)
+            loss = nn.functional.mse_loss(out.float(), y.float())
+            engine.backward(_GONE_WRONG[config["how"]](loss, out) if bad else loss)
+            engine.step()
     crew.told.update(
         weights={name: value.detach().clone() for name, value in engine.module.named_parameters()},
         skipped_steps=engine.skipped_steps,
@@ -257,12 +261,13 @@ _GONE_WRONG = {
 def train_with_a_slow_rank(config: dict[str, Any]) -> None:
     """Rank `config["slow"]` is busy for `config["busy_s"]` with every micro-batch."""
     engine, loader = build(config)
-    for batch in loader:
-        if elastic.get_context().rank == config["slow"]:
-            until = time.perf_counter() + config["busy_s"]
-            while time.perf_counter() < until:
-                pass
-        one_pass(engine, batch)
+    for _ in elastic.epochs():
+        for batch in loader:
+            if elastic.get_context().rank == config["slow"]:
+                until = time.perf_counter() + config["busy_s"]
+                while time.perf_counter() < until:
+                    pass
+            one_pass(engine, batch)
 
 
 def train_and_tell_the_backend(config: dict[str, Any]) -> None:
@@ -271,8 +276,9 @@ def train_and_tell_the_backend(config: dict[str, Any]) -> None:
     before = type(comm.cdb).__name__
     engine, loader = build(config)
     crew.told.update(before=before, inside=[type(comm.cdb).__name__, type(comm.cdb._backend).__name__])
-    for batch in loader:
-        one_pass(engine, batch)
+    for _ in elastic.epochs():
+        for batch in loader:
+            one_pass(engine, batch)
 
 
 def keep_the_contract(config: dict[str, Any]) -> None:

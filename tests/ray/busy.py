@@ -18,18 +18,19 @@ def train(config: dict[str, Any]) -> None:
     """The file `slow` in the shared folder names a rank of the first generation."""
     engine, loader, data = loops.build(config)
     before = elastic.get_context().step
-    for x, y in loader:
-        now = elastic.get_context()
-        chosen = now.generation == 1 and _slow_rank(config) == str(now.rank)
-        until = time.perf_counter() + (SLOW_S if chosen else BUSY_S)
-        while time.perf_counter() < until:
-            pass
-        engine.backward(nn.functional.mse_loss(engine(x), y))
-        engine.step()
-        now = elastic.get_context()
-        if now.step > before:
-            before = now.step
-            loops._finished_step(config, now, data)
+    for _ in elastic.epochs():
+        for x, y in loader:
+            now = elastic.get_context()
+            chosen = now.generation == 1 and _slow_rank(config) == str(now.rank)
+            until = time.perf_counter() + (SLOW_S if chosen else BUSY_S)
+            while time.perf_counter() < until:
+                pass
+            engine.backward(nn.functional.mse_loss(engine(x), y))
+            engine.step()
+            now = elastic.get_context()
+            if now.step > before:
+                before = now.step
+                loops._finished_step(config, now, data)
 
 
 def _slow_rank(config: dict[str, Any]) -> str | None:

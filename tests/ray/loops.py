@@ -88,16 +88,17 @@ def train(config: dict[str, Any]) -> None:
     """The whole run. `config["fault"]` = {"kind", "rank", "step"}: what that rank does after that step."""
     engine, loader, data = build(config)
     before = elastic.get_context().step
-    for x, y in loader:
-        loss = nn.functional.mse_loss(engine(x).float(), y.float())
-        engine.backward(loss)
-        if config.get("metrics"):
-            elastic.report(rank=before % 2 + elastic.get_context().rank)
-        engine.step()
-        now = elastic.get_context()
-        if now.step > before:
-            before = now.step
-            _finished_step(config, now, data)
+    for _ in elastic.epochs():
+        for x, y in loader:
+            loss = nn.functional.mse_loss(engine(x).float(), y.float())
+            engine.backward(loss)
+            if config.get("metrics"):
+                elastic.report(rank=before % 2 + elastic.get_context().rank)
+            engine.step()
+            now = elastic.get_context()
+            if now.step > before:
+                before = now.step
+                _finished_step(config, now, data)
 
 
 def _finished_step(config: dict[str, Any], now: Any, data: Numbers) -> None:

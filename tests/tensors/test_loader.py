@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,9 +16,9 @@ from torch.utils.data import IterableDataset
 from elastic.core.data.micro_batches import micro_steps_per_rank
 from elastic.core.data.samples import SampleOrder
 from elastic.core.data.step_plan import StepPlan, total_samples
-from elastic.core.errors import GenerationEnded, UsageError
+from elastic.core.errors import GenerationEnded, RunOver, UsageError
 from elastic.core.generation_spec import GenerationSpec
-from elastic.training.data.loader import ElasticLoader
+from elastic.training.data.loader import ElasticLoader, elapsing_epochs
 from elastic.training.data.reader import BatchReader, require_map_style
 from elastic.training.local import SilentCoordinator
 from elastic.training.scope import GenerationScope
@@ -95,7 +96,11 @@ def make(
     max_steps: int | None = None,
     epochs: int | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
+    bounded: bool = True,
 ) -> Made:
+    """One epoch, unless something else is said or the run is not `bounded`."""
+    if bounded and max_steps is None:
+        epochs = epochs or 1
     spec = GenerationSpec("run", 1, rank, world_size)
     scope = GenerationScope(spec, Coordinator(end_at), torch.device("cpu"), step=step)
     plan = StepPlan(
@@ -117,9 +122,10 @@ def make(
 def run(made: Made) -> list[Any]:
     _, engine, loader, _ = made
     seen = []
-    for batch in loader:
-        seen.append(batch)
-        engine.step()
+    for epoch in loader.epochs():
+        for batch in epoch:
+            seen.append(batch)
+            engine.step()
     return seen
 
 
@@ -131,9 +137,10 @@ def test_all_ranks_together_read_every_sample_of_every_epoch_once(
     batches = set()
     for rank in range(world_size):
         made = make(size, global_batch, min(micro_batch, global_batch), rank, world_size, epochs=epochs)
-        batches.add(len(run(made)))
-        assert len(made[2]) in batches
         plan = made[2].plan
+        assert plan.last_step is not None
+        batches.add(len(run(made)))
+        assert sum(plan.batches_in(epoch) for epoch in range(epochs)) in batches
         real = [b for step in range(plan.last_step) for b in plan.deal(step) if b.weight > 0]
         own = [index for b in real for index in SampleOrder(size, 0).indices(b.start, b.stop)]
         for index in own:
@@ -211,17 +218,109 @@ def test_epochs_are_cut_at_the_first_step_that_begins_in_the_next() -> None:
     assert made[2].finished
 
 
-def test_a_loop_over_epochs_around_the_loader_is_harmless() -> None:
-    made = make(epochs=2)
+def passes(made: Made, rounds: int, told: list[int] | None = None) -> list[int]:
+    """Batches in each of `rounds` iterations over the loader; `told` gets what `len(loader)` was before each."""
     counts = []
-    for _ in range(2):
+    for _ in range(rounds):
+        if told is not None:
+            told.append(len(made[2]))
         count = 0
-        for _ in made[2]:
-            count += 1
+        for count, _ in enumerate(made[2], 1):  # noqa: B007 - counted
             made[1].step()
         counts.append(count)
-    # 20 samples: five steps of two micro-batches.
-    assert counts == [10, 0]
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("bounds", "expected", "steps"),
+    [
+        # Steps of four of ten samples begin at 0 4 8 | 12 16 | 20 24 28 | 32 36; two micro-batches each.
+        ({"bounded": False}, [6, 4, 6, 4], 10),
+        # The last step has the two samples that are left, on one of its micro-batches.
+        ({"epochs": 3}, [6, 4, 5, 0], 8),
+        ({"epochs": 1}, [5, 0, 0, 0], 3),
+        ({"max_steps": 4}, [6, 2, 0, 0], 4),
+    ],
+)
+def test_the_kth_iteration_is_epoch_k(bounds: dict[str, Any], expected: list[int], steps: int) -> None:
+    made, told = make(**bounds), list[int]()
+    assert passes(made, 4, told) == expected
+    assert made[0].step == steps
+    assert made[1].steps.returned()
+    assert [length for length, count in zip(told, expected, strict=True) if count] == [n for n in expected if n]
+
+
+@pytest.mark.parametrize("bounds", [{"bounded": False}, {"epochs": 4}])
+@pytest.mark.parametrize("step", range(1, 10))
+def test_a_function_that_begins_again_trains_what_is_left(bounds: dict[str, Any], step: int) -> None:
+    """Wherever a generation ends, the next one's function begins at its top."""
+    before, after, whole = make(**bounds), make(step=step, **bounds), make(**bounds)
+    seen: dict[int, list[Any]] = {0: [], 1: [], 2: []}
+    for number, made in ((0, before), (1, after), (2, whole)):
+        for _ in range(4):
+            for batch in made[2]:
+                seen[number].append(batch)
+                made[1].step()
+                if number == 0 and made[0].step == step:
+                    break
+            if number == 0 and made[0].step == step:
+                break
+    assert seen[0] + seen[1] == seen[2]
+    assert after[0].step == whole[0].step == 10
+
+
+@pytest.mark.parametrize("step", [0, 2, 4, 7])
+def test_elapsing_epochs_begin_at_the_one_that_the_run_is_in(step: int) -> None:
+    made = make(step=step, bounded=False)
+    numbers = []
+    for epoch in elapsing_epochs(made[2], made[1].steps, 3):
+        numbers.append(epoch)
+        for _ in made[2]:
+            assert made[2].epoch == epoch
+            made[1].step()
+    assert numbers == list(range([0, 0, 1, 2][[0, 2, 4, 7].index(step)], 3))
+    assert made[0].step == 8
+
+
+def test_earlier_epochs_are_said_to_be_empty_once(caplog: pytest.LogCaptureFixture) -> None:
+    made = make(step=6, bounded=False)
+    assert passes(made, 4) == [0, 0, 4, 4]
+    assert [record.message.partition(":")[0] for record in caplog.records] == [
+        "this training function began in epoch 2 of the run"
+    ]
+
+
+def test_leaving_an_epoch_early_leaves_out_no_sample() -> None:
+    made = make(max_steps=5)
+    seen = []
+    for _ in range(5):
+        for batch in itertools.islice(made[2], 2):
+            seen.append(batch)
+            made[1].step()
+    assert list(made[2]) == []
+    assert seen == run(make(max_steps=5))
+
+
+def test_an_endless_loop_ends_with_the_run() -> None:
+    made = make(max_steps=3)
+
+    def endless() -> None:
+        while True:
+            for _ in made[2]:
+                made[1].step()
+
+    with pytest.raises(RunOver, match="after step 3"):
+        endless()
+    assert made[1].saved == [3]
+
+
+def test_a_function_without_a_bound_ends_where_it_returns() -> None:
+    made = make(bounded=False)
+    assert passes(made, 1) == [6]
+    assert made[2].steps is None
+    assert not made[2].finished
+    assert made[1].steps.returned()
+    assert made[1].saved == [3]
 
 
 def test_breaking_between_steps_is_allowed_and_goes_on() -> None:
@@ -230,7 +329,7 @@ def test_breaking_between_steps_is_allowed_and_goes_on() -> None:
         made[1].step()
         if made[0].step == 1:
             break
-    made[1].steps.stop_early()
+    assert not made[1].steps.returned()
     assert len(run(made)) == 4
 
 
@@ -246,13 +345,13 @@ def test_leaving_inside_a_step_is_told() -> None:
     made = make()
     next(iter(made[2]))
     with pytest.raises(UsageError):
-        made[1].steps.stop_early()
+        made[1].steps.returned()
     made = make()
     for _ in made[2]:
         made[1].step()
         break
     with pytest.raises(UsageError, match="in the middle of step 0, after 1 of 2"):
-        made[1].steps.stop_early()
+        made[1].steps.returned()
 
 
 def test_an_epoch_that_nobody_iterates_is_told() -> None:
@@ -300,9 +399,9 @@ def test_data_that_cannot_be_dealt_is_refused(data: Any, words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("max_steps", "epochs", "expected"), [(None, None, 10), (3, None, 12), (None, 3, 30), (3, 3, 12), (100, 1, 10)]
+    ("max_steps", "epochs", "expected"), [(None, None, None), (3, None, 12), (None, 3, 30), (3, 3, 12), (100, 1, 10)]
 )
-def test_how_long_a_run_is(max_steps: int | None, epochs: int | None, expected: int) -> None:
+def test_how_long_a_run_is(max_steps: int | None, epochs: int | None, expected: int | None) -> None:
     assert total_samples(10, 4, max_steps, epochs) == expected
 
 

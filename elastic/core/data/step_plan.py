@@ -16,15 +16,15 @@ class StepPlan:
     """The fixed facts by which any step of the run is dealt. All figures count samples, except `world_size`, `rank`
     and `micro_steps` (the micro-batches of a full step on each rank: the gradient accumulation steps).
 
-    `total_samples` is what the run consumes; `skips` are the ranges of positions that it leaves out.
-    Without `shuffle` every epoch has the dataset's own order."""
+    `total_samples` is what the run consumes; None where the training function alone decides when the run ends. `skips`
+    are the ranges of positions that the run leaves out. Without `shuffle` every epoch has the dataset's own order."""
 
     global_batch: int
     micro_batch: int
     world_size: int
     rank: int
     dataset_size: int
-    total_samples: int
+    total_samples: int | None
     micro_steps: int
     skips: tuple[Range, ...] = ()
     shuffle: bool = True
@@ -34,9 +34,14 @@ class StepPlan:
         return SampleOrder(self.dataset_size, seed, self.shuffle)
 
     @property
-    def last_step(self) -> int:
-        """Number of steps in the whole run."""
-        return steps_in(self.total_samples, self.global_batch)
+    def last_step(self) -> int | None:
+        """Number of steps in the whole run, where it is bounded."""
+        return None if self.total_samples is None else steps_in(self.total_samples, self.global_batch)
+
+    def over(self, step: int) -> bool:
+        """Is nothing left to do when `step` steps are finished?"""
+        last = self.last_step
+        return last is not None and step >= last
 
     def deal(self, step: int) -> tuple[MicroBatch, ...]:
         return deal(
@@ -45,7 +50,8 @@ class StepPlan:
 
     def consumed(self, step: int) -> int:
         """Samples that were consumed when `step` steps are finished."""
-        return min(step * self.global_batch, self.total_samples)
+        consumed = step * self.global_batch
+        return consumed if self.total_samples is None else min(consumed, self.total_samples)
 
     def position(self, step: int) -> int:
         """The position of the sample that follows when `step` steps are finished."""
@@ -59,11 +65,29 @@ class StepPlan:
         """The epoch in which the step's first sample lies; a step may reach over into the next."""
         return next_position(step * self.global_batch, self.skips) // self.dataset_size
 
+    def first_step(self, epoch: int) -> int:
+        """The first step that begins in `epoch` or, where none does, in a later one; not limited by the run's end."""
+        low, high = 0, (epoch + 1) * self.dataset_size // self.global_batch + 1
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.epoch(middle) >= epoch else (middle + 1, high)
+        return low
+
+    def batches_in(self, epoch: int) -> int:
+        """Micro-batches of this rank in the steps that begin in `epoch`, padding included."""
+        first, end = self.first_step(epoch), self.first_step(epoch + 1)
+        last = self.last_step
+        if last is None or end < last:
+            return (end - first) * self.micro_steps
+        # The run's last step may be short.
+        return max(0, last - 1 - first) * self.micro_steps + (len(self.deal(last - 1)) if first < last else 0)
+
 
 def total_samples(
     dataset_size: int, global_batch: int, max_steps: int | None, epochs: int | None, skips: Iterable[Range] = ()
-) -> int:
-    """How many samples the run consumes: whichever of `max_steps` and `epochs` ends first; one epoch without both.
+) -> int | None:
+    """How many samples the run consumes: whichever of `max_steps` and `epochs` ends first; None without both, where the
+    training function decides.
 
     Samples that are skipped are missing from an epoch, not from a number of steps.
     """
@@ -73,7 +97,7 @@ def total_samples(
     limits = []
     if max_steps is not None:
         limits.append(max_steps * global_batch)
-    if epochs is not None or max_steps is None:
-        whole = (epochs or 1) * dataset_size
+    if epochs is not None:
+        whole = epochs * dataset_size
         limits.append(whole - sum(max(0, min(stop, whole) - start) for start, stop in skips))
-    return min(limits)
+    return min(limits, default=None)

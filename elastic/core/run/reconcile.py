@@ -302,7 +302,8 @@ def _closing(transition: Transition, phase: Closing) -> None:
         finish(
             transition,
             NOT_FINISHED,
-            f"the training function returned after {phase.step} steps, before the end of the run",
+            f"the training function returned after {phase.step} steps, before the end of the run; one iteration over "
+            "the loader is one epoch: `for epoch in elastic.epochs(): for batch in loader` reaches the end",
         )
     elif transition.passed(phase.deadline) and not (phase.reached_end and save_without(transition, phase)):
         what = f"training is done, but storage has not taken the checkpoint of step {phase.step}"

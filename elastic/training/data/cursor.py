@@ -85,7 +85,7 @@ def next_step(plan: StepPlan, order: SampleOrder, step: int) -> int:
 
     Its sum over the ranks modulo 2**64 is `whole_step` at every world size. 0 after the last step.
     """
-    if step >= plan.last_step:
+    if plan.over(step):
         return 0
     batches = [batch for batch in plan.deal(step) if batch.weight > 0.0]
     total = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -9,20 +10,30 @@ from typing import Any
 import torch
 
 from elastic.core.data.step_plan import StepPlan
-from elastic.core.errors import UsageError
+from elastic.core.errors import RunOver, UsageError
 from elastic.training import rng
 from elastic.training.data.data_loaders import DataSource
 from elastic.training.data.reader import BatchReader
 from elastic.training.scope import GenerationScope
 from elastic.training.step_loop import StepLoop
 
+logger = logging.getLogger(__name__)
+
+# Iterations after the end of the run that are taken for those of a `for epoch in range(...)`.
+_MOST_EMPTY = 100
+
 
 class ElasticLoader:
-    """`for batch in loader` runs to the end of the run, over all epochs; `for epoch in loader.epochs(): for batch in
-    epoch` gives the same batches epoch by epoch. Iterating again continues where the last iteration stopped, so that
-    `for epoch in range(n): for batch in loader` is harmless: later rounds are empty.
+    """The k-th `for batch in loader` of a training function is epoch k of the run:
 
-    A step that crosses the end of an epoch belongs to the epoch in which it begins.
+        for epoch in range(3):            # or elastic.epochs(3), which begins at the epoch that the run is in
+            for batch in loader:
+                ...
+
+    A training function that begins again (after the loss of a node, say) finds the epochs before the present one empty,
+    which is said once, and the rest of the present one. Where an iteration is left before its epoch ends (`break`,
+    `itertools.islice`), the next iteration continues the same epoch: no sample is left out. A step that reaches over
+    the end of an epoch belongs to the epoch in which it begins.
     """
 
     def __init__(
@@ -32,6 +43,11 @@ class ElasticLoader:
         self._scope = scope
         self._steps = steps
         self._reader = reader
+        # The epoch of the next iteration: how many epochs the iterations of this function have used up.
+        self._next_epoch = 0
+        # The last iteration was left before it was told that its epoch is over.
+        self._left_early = False
+        self._empty_in_a_row = 0
 
     @property
     def plan(self) -> StepPlan:
@@ -63,42 +79,57 @@ class ElasticLoader:
         return self._steps.epoch
 
     @property
-    def steps(self) -> int:
-        """Optimizer steps in the whole run."""
+    def steps(self) -> int | None:
+        """Optimizer steps in the whole run; None where neither the job's `max_steps` nor its `epochs` is given."""
         return self.plan.last_step
 
     def __len__(self) -> int:
-        """Batches of the whole run on this rank at this world size, padding included."""
-        full, rest = divmod(self.plan.total_samples, self.plan.global_batch)
-        return full * self.plan.micro_steps + (len(self.plan.deal(full)) if rest else 0)
+        """Batches of the next iteration's epoch on this rank at this world size, padding included."""
+        return self.plan.batches_in(max(self._next_epoch, self._steps.epoch))
 
     def __iter__(self) -> Iterator[Any]:
         self._steps.require_between_batches()
-        return self._batches(epoch=None)
+        return self._iteration()
+
+    def begin_epoch(self) -> int:
+        """The next iteration is of the epoch that the run is in, which is returned."""
+        self._next_epoch = self._steps.epoch
+        return self._next_epoch
 
     def epochs(self) -> Iterator[Iterator[Any]]:
         """One iterable per epoch that is left, each to be used up before the next is asked for."""
-        while not self.finished:
-            if self._steps.over:
-                # Nothing is left but to save the last step.
-                yield from self._batches(epoch=None)
-                return
-            before, epoch = self._scope.step, self.epoch
-            yield self._batches(epoch)
-            self._steps.require_between_batches()
-            if self._scope.step == before and not self.finished:
-                raise UsageError(f"epoch {epoch} was not iterated over before the next one was asked for")
+        for _ in elapsing_epochs(self, self._steps):
+            yield iter(self)
 
     def close(self) -> None:
         self._reader.close()
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _batches(self, epoch: int | None) -> Iterator[Any]:
+    def _iteration(self) -> Iterator[Any]:
+        if self._left_early:
+            # Perhaps after the very last batch of its epoch: then this one is the next epoch's.
+            self._next_epoch = max(self._next_epoch, self._steps.epoch)
+        epoch, began = self._next_epoch, self._scope.step
+        self._refuse_endless()
         while self._steps.advance(epoch):
+            self._empty_in_a_row, self._left_early = 0, True
             yield self._next_batch()
+        self._next_epoch, self._left_early = epoch + 1, False
         if self.finished:
             self.close()
+        elif epoch == 0 and self._scope.step == began and self._scope.spec.rank == 0:
+            logger.warning(
+                "this training function began in epoch %d of the run: its iterations of earlier epochs are empty "
+                "(`for epoch in elastic.epochs()` begins at the epoch that the run is in)",
+                self._steps.epoch,
+            )
+
+    def _refuse_endless(self) -> None:
+        """`while True: for batch in loader` does not notice that the run is over."""
+        self._empty_in_a_row += 1
+        if self.finished and self._empty_in_a_row > _MOST_EMPTY:
+            raise RunOver(self._scope.step)
 
     def _next_batch(self) -> Any:
         progress = self._steps.progress
@@ -112,6 +143,19 @@ class ElasticLoader:
         # For what the user's loop draws between here and the forward pass.
         rng.seed_everything(self._scope.spec.seed, "loop", progress.step, batch.index)
         return content
+
+
+def elapsing_epochs(loader: ElasticLoader, steps: StepLoop, count: int | None = None) -> Iterator[int]:
+    """The number of each epoch that is left, below `count` and up to the end of the run.
+
+    An epoch whose iteration was left early is given again. Raises UsageError for one that was not iterated over.
+    """
+    while not loader.finished and (steps.over or count is None or steps.epoch < count):
+        before, epoch = steps.step, loader.begin_epoch()
+        yield epoch
+        steps.require_between_batches()
+        if steps.step == before and not loader.finished:
+            raise UsageError(f"epoch {epoch} was not iterated over before the next one was asked for")
 
 
 def _tokens(content: Any) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -57,7 +58,7 @@ class BatchPlaces:
         self._plan, self._order, self._step = plan, order, step
 
     def __iter__(self) -> Iterator[list[Place]]:
-        for step in range(self._step, self._plan.last_step):
+        for step in itertools.takewhile(lambda step: not self._plan.over(step), itertools.count(self._step)):
             for batch in self._plan.deal(step):
                 if batch.weight > 0:
                     yield places(self._order, batch)
@@ -92,7 +93,8 @@ class BatchReader:
         self._order = order
         self._spare: Any = None
         # Full steps are dealt alike; the last one may be short.
-        self._pads = any(b.weight == 0.0 for s in {0, plan.last_step - 1} for b in plan.deal(s))
+        looked_at = {0} if plan.last_step is None else {0, plan.last_step - 1}
+        self._pads = any(batch.weight == 0.0 for at in looked_at for batch in plan.deal(at))
         self._prefetched: Iterator[Any] | None = None
         if num_workers > 0:
             self._prefetched = iter(
