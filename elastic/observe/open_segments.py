@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from elastic.core.names import check_run_id
 from elastic.observe.object_segments import ObjectSegments
 from elastic.observe.segments import LocalSegments, Segments
@@ -20,5 +18,5 @@ def open_segments(url: str, run_id: str, timeout_s: float = TIMEOUT_S) -> Segmen
     check_run_id(run_id)
     root = local_root(url)
     if root is not None:
-        return LocalSegments(Path(root) / run_id / "journal")
+        return LocalSegments(root, f"{run_id}/journal")
     return ObjectSegments(open_objects(url, timeout_s), f"{run_id}/journal")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from elastic.core.errors import Fenced, StorageError
+from elastic.store.local import path_below
 
 # Not \d, which takes the digits of every script.
 _FILE = re.compile(r"([0-9]{6,18})\.jsonl")
@@ -44,12 +45,15 @@ class Segments(Protocol):
 class LocalSegments:
     """Segments as files of a local (or network) disk."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, root: str, folder: str) -> None:
+        """`folder` is a path below the storage `root`. Methods raise IntegrityError where a link leads out of it."""
+        self._root, self._name = root, folder
+        self._folder = Path(root) / folder
         self._open: dict[int, int] = {}
         self._good: dict[int, int] = {}
 
     def incarnations(self) -> list[int]:
+        path_below(self._root, self._name)
         try:
             names = os.listdir(self._folder)
         except FileNotFoundError:
@@ -93,7 +97,7 @@ class LocalSegments:
             raise _storage(error, self._path(incarnation)) from error
 
     def _path(self, incarnation: int) -> Path:
-        return self._folder / f"{incarnation:06d}.jsonl"
+        return Path(path_below(self._root, f"{self._name}/{incarnation:06d}.jsonl"))
 
 
 def taken(incarnation: int) -> Fenced:

@@ -80,12 +80,7 @@ class LocalObjects:
 
     def _at(self, path: str) -> str:
         """Where an object lies. Raises IntegrityError where that is not below the root, by ".." or a symbolic link."""
-        check_path(path)
-        at = os.path.join(self._root, *path.split("/"))
-        root, real = os.path.realpath(self._root), os.path.realpath(at)
-        if os.path.commonpath([root, real]) != root:
-            raise IntegrityError(f"{path} leads out of the storage by a symbolic link; such a file is not touched")
-        return at
+        return path_below(self._root, path)
 
     @contextlib.contextmanager
     def _temporary(self, path: str, chunks: Iterable[Chunk]) -> Iterator[tuple[str, str]]:
@@ -103,6 +98,19 @@ class LocalObjects:
             # Also frees the space at once when the disk is full.
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(temporary)
+
+
+def path_below(root: str, path: str) -> str:
+    """Where `path` lies below the folder `root`. Raises IntegrityError where it leads elsewhere, by ".." or a link.
+
+    Other users may be able to write to a shared storage: a symbolic link in it must not choose which file is written.
+    """
+    check_path(path)
+    at = os.path.join(root, *path.split("/"))
+    top, real = os.path.realpath(root), os.path.realpath(at)
+    if os.path.commonpath([top, real]) != top:
+        raise IntegrityError(f"{path} leads out of the storage by a symbolic link; remove the link")
+    return at
 
 
 def _batches(views: Sequence[memoryview]) -> Iterator[Sequence[memoryview]]:

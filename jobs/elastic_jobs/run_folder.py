@@ -17,6 +17,7 @@ from elastic.core.errors import ElasticError, IntegrityError, RunNotFound, Stora
 from elastic.core.names import check_run_id
 from elastic.core.secrets import check_url
 from elastic.store.address import local_root
+from elastic.store.local import path_below
 from elastic.store.open import open_objects
 from elastic_jobs.plan import Job
 
@@ -97,9 +98,12 @@ class RunFolder:
             self._objects.remove([f"{self.run_id}/{name}"])
 
     def local_path(self, name: str) -> str | None:
-        """The path of a file of the run on this machine; None for remote storage."""
+        """The path of a file of the run on this machine; None for remote storage.
+
+        Raises IntegrityError where a symbolic link leads out of the storage.
+        """
         root = local_root(self.url)
-        return None if root is None else f"{root.rstrip('/')}/{self.run_id}/{name}"
+        return None if root is None else path_below(root, f"{self.run_id}/{name}")
 
     def read_job(self) -> Job:
         """The job as it was started. Raises RunNotFound, and IntegrityError if job.json holds something else."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from elastic_jobs.run_folder import RunFolder
 from hypothesis import example, given
 from hypothesis import strategies as st
 from storage_contract import save
@@ -20,6 +21,7 @@ from elastic.core.errors import IntegrityError, UsageError
 from elastic.core.names import check_file, check_path, check_run_id, parse_checkpoint_id
 from elastic.observe.journal import JournalReader, JournalWriter
 from elastic.observe.open_segments import open_segments
+from elastic.runtime.worker.logs import log_file
 from elastic.store.objects import Objects
 from elastic.store.open import open_objects
 
@@ -103,6 +105,51 @@ def test_symbolic_links_that_lead_out_are_not_followed(tmp_path: Path, where: st
         with pytest.raises(IntegrityError, match="leads out of the storage by a symbolic link"):
             call()
     assert (outside / "x").read_text() == "not yours"
+
+
+@pytest.mark.parametrize("where", ["segment", "journal", "run"])
+def test_the_journal_follows_no_link_out_of_the_storage(tmp_path: Path, where: str) -> None:
+    outside, top = tmp_path / "outside", tmp_path / "top"
+    (outside / "journal").mkdir(parents=True)
+    victim = outside / "journal" / "000001.jsonl"
+    victim.write_text("not yours\n")
+    (top / "run" / "journal").mkdir(parents=True)
+    if where == "segment":
+        (top / "run" / "journal" / "000001.jsonl").symlink_to(victim)
+    elif where == "journal":
+        (top / "run" / "journal").rmdir()
+        (top / "run" / "journal").symlink_to(outside / "journal")
+    else:
+        (top / "run" / "journal").rmdir()
+        (top / "run").rmdir()
+        (top / "run").symlink_to(outside)
+    with pytest.raises(IntegrityError, match="leads out of the storage by a symbolic link"):
+        list(open_segments(str(top), "run").lines(1))
+    if where != "segment":
+        for use in (lambda segments: segments.incarnations(), lambda segments: segments.claim(2)):
+            with pytest.raises(IntegrityError, match="symbolic link"):
+                use(open_segments(str(top), "run"))
+    assert sorted(path.name for path in (outside / "journal").iterdir()) == ["000001.jsonl"]
+    assert victim.read_text() == "not yours\n"
+
+
+@pytest.mark.parametrize("where", ["file", "folder"])
+def test_prints_are_not_written_through_a_link_out_of_the_storage(
+    tmp_path: Path, where: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    outside, run = tmp_path / "outside", tmp_path / "top" / "run"
+    outside.mkdir()
+    (run / "logs").mkdir(parents=True)
+    if where == "file":
+        (run / "logs" / "worker-0001.log").symlink_to(outside / "x")
+    else:
+        (run / "logs").rmdir()
+        (run / "logs").symlink_to(outside)
+    assert log_file(str(tmp_path / "top"), "run", 1) is None
+    assert "symbolic link" in caplog.text
+    (run / "background.log").symlink_to(outside / "y")
+    with pytest.raises(IntegrityError, match="symbolic link"):
+        RunFolder(str(tmp_path / "top"), "run").local_path("background.log")
 
 
 def test_storage_may_itself_be_a_symbolic_link(tmp_path: Path) -> None:

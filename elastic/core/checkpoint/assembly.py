@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 
 from elastic.core.checkpoint.manifest import Manifest, ShardRecord
 from elastic.core.errors import IntegrityError, Where
@@ -66,11 +67,12 @@ def _one_checkpoint(shards: Sequence[ShardRecord]) -> list[ShardRecord]:
                 raise IntegrityError(f"shards of one checkpoint differ in {what}: {values}", where)
         if by_rank.setdefault(shard.rank, shard) is not shard:
             raise IntegrityError(f"rank {shard.rank} reported two shards", where)
-    if sorted(by_rank) != list(range(first.world_size)):
-        missing = sorted(set(range(first.world_size)) - set(by_rank))
-        foreign = sorted(set(by_rank) - set(range(first.world_size)))
+    # Nothing here is as long as the world size says: a damaged one may be larger than memory.
+    foreign = sorted(rank for rank in by_rank if not 0 <= rank < first.world_size)
+    if foreign or len(by_rank) != first.world_size:
+        missing = list(islice((rank for rank in range(first.world_size) if rank not in by_rank), 8))
         raise IntegrityError(
-            f"world size {first.world_size} needs one shard per rank: missing {missing[:8]}, not members {foreign[:8]}"
+            f"world size {first.world_size} needs one shard per rank: missing {missing}, not members {foreign[:8]}"
         )
     return [by_rank[rank] for rank in range(first.world_size)]
 

@@ -94,7 +94,8 @@ def _manifest(body: dict[str, Any]) -> Manifest:
         (shard.step, shard.generation, shard.world_size) != (ref.step, ref.generation, world_size) for shard in shards
     ):
         raise IntegrityError(f"the manifest of {ref.id} has a shard of another step, generation or world size")
-    if [shard.rank for shard in shards] != list(range(world_size)):
+    # The length first: a list of as many ranks as a damaged number says may not fit into memory.
+    if len(shards) != world_size or [shard.rank for shard in shards] != list(range(world_size)):
         raise IntegrityError(f"the manifest has not one shard for each of {world_size} ranks, in order")
     return Manifest(
         id=ref.id,
@@ -241,8 +242,9 @@ def _count(data: dict[str, Any], key: str) -> int:
 
 
 def _number(data: dict[str, Any], key: str) -> float:
-    if type(data.get(key)) is int:
-        return float(data[key])
+    value = data.get(key)
+    if type(value) is int and abs(value) < 2**53:
+        return float(value)
     return _get(data, key, float)
 
 

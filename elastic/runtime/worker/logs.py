@@ -7,18 +7,24 @@ import os
 import sys
 from pathlib import Path
 
+from elastic.core.errors import IntegrityError
 from elastic.core.names import check_run_id
 from elastic.store.address import local_root
+from elastic.store.local import path_below
 
 logger = logging.getLogger(__name__)
 
 
 def log_file(storage_url: str, run_id: str, worker: int) -> Path | None:
-    """None where the storage is no disk: object stores cannot append."""
+    """None where the storage is not a disk (object stores cannot append), or a link in it leads elsewhere."""
     root = local_root(storage_url)
     if root is None:
         return None
-    return Path(root) / check_run_id(run_id) / "logs" / f"worker-{worker:04d}.log"
+    try:
+        return Path(path_below(root, f"{check_run_id(run_id)}/logs/worker-{worker:04d}.log"))
+    except IntegrityError as error:
+        logger.warning("output stays in Ray's log files: %s", error)
+        return None
 
 
 def redirect(path: Path | None) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import tracemalloc
 from dataclasses import replace
 from typing import Any
 
@@ -222,6 +223,7 @@ BAD = {
     "shape": (put("parameters", "a", value=[-7]), "at least 0"),
     "shape is a number": (put("parameters", "a", value=7), "is a int, not a list"),
     "written_at": (put("written_at", value="now"), "'written_at'"),
+    "written_at is huge": (put("written_at", value=10**400), "'written_at'"),
 }
 
 
@@ -230,6 +232,24 @@ def test_reading_refuses(case: str) -> None:
     body, message = BAD[case]
     with pytest.raises(IntegrityError, match=message):
         from_json(rewritten(body))
+
+
+def test_a_huge_world_size_is_one_sentence_and_not_gigabytes() -> None:
+    def grow(body: Any) -> None:
+        body["world_size"] = 10**7
+        for shard in body["shards"]:
+            shard["world_size"] = 10**7
+
+    text = rewritten(grow)
+    tracemalloc.start()
+    try:
+        with pytest.raises(IntegrityError, match="one shard for each of 10000000 ranks"):
+            from_json(text)
+        with pytest.raises(IntegrityError, match="world size 10000000 needs one shard per rank: missing"):
+            assemble([replace(each, world_size=10**7) for each in example()], run_id="run")
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("text", ["", "null", "[]", "{", '{"format":2}', "\x00", "[" * 100_000, b"\xff\xfe\x00"])
