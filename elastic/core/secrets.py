@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
+from urllib.parse import quote
 
 from elastic.core.errors import UsageError
 
@@ -17,8 +18,8 @@ HIDDEN = "***"
 
 # Whole last words of a name, so that `max_tokens`, `tokenizer` and `num_key_value_heads` are none of them.
 _NAMES = re.compile(
-    r"(?:^|_)(?:password|passwd|passphrase|secrets?|credentials?|(?:api|access|secret|private|account|auth|signing"
-    r"|encryption)_?key|(?:access|auth|bearer|session|refresh)_?token)$"
+    r"(?:^|_)(?:(?:pg)?password|passwd|passphrase|connection_?string|webhook(?:_url)?|secrets?|credentials?|(?:api|access|secret|private|account|auth|signing"
+    r"|encryption)_?key|(?:access|auth|bearer|session|refresh)_?token)$|_pwd$"
 )
 _TOKEN = re.compile(r"(?:^|_)token$")
 # A token of text ("<|endoftext|>") is not a token of access, which is long and holds letters and digits.
@@ -27,6 +28,12 @@ _KNOWN = re.compile(
     r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\bhf_[A-Za-z0-9]{30,}|\bgh[opsu]_[A-Za-z0-9]{30,}|\bgithub_pat_[A-Za-z0-9_]{30,}"
     r"|\bsk-[A-Za-z0-9_-]{20,}|\bxox[abprs]-[A-Za-z0-9-]{10,}|\beyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]+"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[A-Za-z0-9+/=\s\\]*"
+)
+# Parts of connection strings (Azure, ODBC), and webhooks whose path is the secret.
+_PARTS = re.compile(
+    r"(?i)\b((?:accountkey|sharedaccesskey|sharedaccesssignature|password|pwd)=)[^;&\s\"'\\]+"
+    r"|(?<=://)(hooks\.slack\.com/services/|(?:\w+\.)?discord(?:app)?\.com/api/webhooks/|\w+\.webhook\.office\.com/)"
+    r"[^?\s\"'\\]+"
 )
 # Passwords of S3 hold slashes; what follows a port is a path and no password.
 _USER_INFO = re.compile(r"(?<=://)(?:[^/?#@:\s\"'\\]+:(?![0-9]+/)[^@\s\"'\\]*|[^/?#@:\s\"'\\]+)(?=@)")
@@ -66,7 +73,8 @@ def check_options(options: Any, name: str) -> None:
 
 def redact_url(url: str) -> str:
     """The address without user, password and signatures."""
-    return _QUERY.sub(rf"\1{HIDDEN}", _USER_INFO.sub(_hide_user, url))
+    shown = _PARTS.sub(lambda found: f"{found[1] or found[2]}{HIDDEN}", _USER_INFO.sub(_hide_user, url))
+    return _QUERY.sub(rf"\1{HIDDEN}", shown)
 
 
 def redact(text: str, values: Iterable[str] = ()) -> str:
@@ -88,10 +96,15 @@ def redact_values(value: Any, values: Iterable[str] = ()) -> Any:
 
 
 def secret_values(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """The values of variables that hold secrets, longest first, as they are and as they look inside JSON."""
+    """The values of variables that hold secrets, longest first, as they are and as they look escaped."""
     found = {value for name, value in environment.items() if is_secret_name(name) and len(value) >= _SHORTEST}
-    found |= {json.dumps(value, ensure_ascii=False)[1:-1] for value in found}
+    found |= {form for value in found for form in _forms(value)}
     return tuple(sorted(found, key=lambda value: (-len(value), value)))
+
+
+def _forms(value: str) -> tuple[str, ...]:
+    """How a value looks inside JSON, in either kind of escapes, and in an address."""
+    return json.dumps(value, ensure_ascii=False)[1:-1], json.dumps(value)[1:-1], quote(value), quote(value, safe="")
 
 
 def _find(value: Any, path: str) -> str | None:

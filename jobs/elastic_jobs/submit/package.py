@@ -33,7 +33,7 @@ class PackedFile:
 
 @dataclass(frozen=True)
 class Package:
-    """`files` in order; `left_out` are links to folders and special files, which are not followed or read."""
+    """`files` in order; `left_out` are links that lead elsewhere or to folders, and special files: neither is read."""
 
     root: Path
     files: tuple[PackedFile, ...]
@@ -81,8 +81,19 @@ def _walk(
         if real_folder:
             yield from _walk(root, path, patterns, last)
         else:
-            # A link to a file is sent as that file: what it points to is not there on the cluster.
-            yield path, entry.stat() if entry.is_file() else entry.stat(follow_symlinks=False)
+            yield path, entry.stat(follow_symlinks=not _stays_a_link(entry, root))
+
+
+def _stays_a_link(entry: os.DirEntry[str], root: Path) -> bool:
+    """A link to a file of the folder is sent as that file. Any other is left out: to a folder, into a circle, to
+    nothing, and out of the folder, where a secret may lie that nobody meant to send."""
+    if not entry.is_symlink():
+        return False
+    try:
+        target = Path(entry.path).resolve(strict=True)
+    except (OSError, RuntimeError):
+        return True
+    return not (target.is_file() and target.is_relative_to(root.resolve()))
 
 
 def _from_above(root: Path) -> tuple[Pattern, ...]:

@@ -116,7 +116,8 @@ def send(api: JobsApi, draft: Draft, attempt: int, mode: Mode, address: str, max
     grace_s = spec.submit.grace_s(spec.failures)
     say(f"sending {plural(len(draft.package.files), 'file')}, {size(draft.package.bytes)}, of {draft.package.root}")
     if draft.package.left_out:
-        say(f"not sent, since they are links to folders or special files: {', '.join(draft.package.left_out[:5])}")
+        names = ", ".join(draft.package.left_out[:5])
+        say(f"not sent (special files, links to folders, links out of the folder): {names}")
     with tempfile.TemporaryDirectory(prefix="elastic-submit-") as folder:
         archive = Path(folder) / "package.zip"
         write_archive(draft.package, archive)

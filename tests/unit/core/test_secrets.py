@@ -22,7 +22,8 @@ HUB_TOKEN = "hf_" + "aB3dE5gH7jK9mN1pQ3sT5vW7yZ9bC1dE3f"
 @pytest.mark.parametrize(
     "name",
     ["AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "WANDB_API_KEY", "HF_TOKEN", "hfToken", "db-password", "secret",
-     "api_key", "apiKey", "gcs_credentials", "ssh_private_key", "AZURE_STORAGE_ACCOUNT_KEY"],
+     "api_key", "apiKey", "gcs_credentials", "ssh_private_key", "AZURE_STORAGE_ACCOUNT_KEY", "PGPASSWORD", "MYSQL_PWD",
+     "AZURE_STORAGE_CONNECTION_STRING", "SLACK_WEBHOOK_URL"],
 )  # fmt: skip
 def test_names_of_secrets(name: str) -> None:
     assert is_secret_name(name)
@@ -31,7 +32,7 @@ def test_names_of_secrets(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     ["tokenizer", "max_tokens", "num_key_value_heads", "key", "monkey", "secretary", "AWS_REGION", "keys",
-     "private_key_file", "token_ids", "password_length", "lr"],
+     "private_key_file", "token_ids", "password_length", "lr", "PWD", "OLDPWD", "webhook_retries"],
 )  # fmt: skip
 def test_names_of_other_things(name: str) -> None:
     assert not is_secret_name(name)
@@ -120,3 +121,36 @@ def test_what_a_user_prints_into_an_error_is_not_journaled(tmp_path: Path) -> No
     assert record["sentence"] == "cannot open s3://***@bucket/x with ***, ***"
     kept = b"".join(path.read_bytes() for path in tmp_path.rglob("*.jsonl")).decode()
     assert not any(text in kept for text in ("wJalr", "p4ss", HUB_TOKEN))
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (
+            "DefaultEndpointsProtocol=https;AccountName=me;AccountKey=c2VjcmV0Cg==;EndpointSuffix=core.windows.net",
+            "DefaultEndpointsProtocol=https;AccountName=me;AccountKey=***;EndpointSuffix=core.windows.net",
+        ),
+        ("Server=db;Uid=me;Pwd=s3cr3t;", "Server=db;Uid=me;Pwd=***;"),
+        (
+            "POST https://hooks.slack.com/services/T000/B000/XXXX failed",
+            "POST https://hooks.slack.com/services/*** failed",
+        ),
+        ("https://discord.com/api/webhooks/123/abc-DEF", "https://discord.com/api/webhooks/***"),
+        ("step 7: password reset mails are sent", "step 7: password reset mails are sent"),
+    ],
+)
+def test_connection_strings_and_webhooks(text: str, shown: str) -> None:
+    assert redact(text) == shown
+
+
+def test_values_are_found_in_escaped_forms() -> None:
+    secret = 'p\u00e4ss"w/rd 1'
+    values = secret_values({"PGPASSWORD": secret})
+    for form in (
+        secret,
+        json.dumps(secret),
+        json.dumps(secret, ensure_ascii=False),
+        "p%C3%A4ss%22w/rd%201",
+        "p%C3%A4ss%22w%2Frd%201",
+    ):
+        assert "rd" not in redact(form, values), form

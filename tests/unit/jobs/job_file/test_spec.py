@@ -197,3 +197,33 @@ def test_the_settings_of_an_old_run_are_read() -> None:
     old = settings.to_json()
     old["memory"] = old.pop("snapshots")
     assert RunSettings.from_json(old) == settings
+
+
+BOMB = "\n".join(f"  a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" if n else "  a0: &a0 [x, x]" for n in range(12))
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (f"config:\n{BOMB}\n", "more than 100000 values; aliases count each time"),
+        ("config: &c\n  own: *c\n", "line 3: an alias refers to what it is part of"),
+        (f"config: {'[' * 200}{']' * 200}\n", "nested more than 100 levels deep"),
+        (f"config: {'[' * 20000}{']' * 20000}\n", "nested more than 100 levels deep"),
+        ("config: {day: 2026-01-02}\n", "line 3: 'config.day' is read as a date, which a job cannot hold; put it into"),
+        ("config: {at: [2026-01-02 03:04:05]}\n", "line 3: 'config.at.0' is read as a datetime"),
+        ("config: {data: !!binary aGVsbG8=}\n", "line 3: 'config.data' is read as a bytes"),
+        ("config: {names: !!set {a, b}}\n", "line 3: 'config.names' is read as a set"),
+        ("config: {1: one}\n", "line 3: the key 1 is no text; put it into quotes"),
+    ],
+)
+def test_hostile_and_surprising_yaml_is_one_sentence(tmp_path: Path, config: str, said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        load(tmp_path, GOOD + config)
+    assert said in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+def test_aliases_and_merges_work(tmp_path: Path) -> None:
+    spec = load(tmp_path, f"{GOOD}config:\n  base: &b {{lr: 1e-3}}\n  more: {{<<: *b, width: 8}}\n  same: [*b, *b]\n")
+    assert spec.config["more"] == {"lr": 0.001, "width": 8}
+    assert spec.config["same"] == [{"lr": 0.001}] * 2

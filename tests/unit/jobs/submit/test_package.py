@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -79,20 +78,21 @@ def test_histories_caches_and_what_is_excluded_are_not_sent(tmp_path: Path) -> N
     assert [file.path for file in list_package(tmp_path, ["big/"]).files] == [".rayignore", "train.py"]
 
 
-def test_links_to_files_are_sent_as_files_and_links_to_folders_are_told(tmp_path: Path) -> None:
-    outside = tmp_path / "outside"
+def test_links_inside_are_sent_as_files_and_all_others_are_left_out_and_told(tmp_path: Path) -> None:
+    outside, root = tmp_path / "outside", tmp_path / "root"
+    (root / "sub").mkdir(parents=True)
     outside.mkdir()
-    (outside / "data.txt").write_text("1234")
-    root = tmp_path / "root"
-    root.mkdir()
-    (root / "file").symlink_to(outside / "data.txt")
+    (outside / "id_rsa").write_text("secret")
+    (root / "data.txt").write_text("data")
+    (root / "sub" / "file").symlink_to("../data.txt")
+    (root / "secret").symlink_to(outside / "id_rsa")
     (root / "folder").symlink_to(outside)
     (root / "loop").symlink_to(root)
+    (root / "round").symlink_to("round")
+    (root / "nowhere").symlink_to(tmp_path / "gone")
     package = list_package(root)
-    assert (package.files, package.left_out) == ((PackedFile("file", 4),), ("folder", "loop"))
-    write_archive(package, tmp_path / "a.zip")
-    with zipfile.ZipFile(tmp_path / "a.zip") as archive:
-        assert archive.read("file") == b"1234"
+    assert package.files == (PackedFile("data.txt", 4), PackedFile("sub/file", 4))
+    assert package.left_out == ("folder", "loop", "nowhere", "round", "secret")
 
 
 def test_the_same_content_gives_the_same_archive(tmp_path: Path) -> None:
