@@ -25,6 +25,8 @@ class FailureSettings:
     # Silence after which a worker is suspected and probed; without an answer by then it counts as lost.
     suspect_after_s: float = 1.0
     probe_timeout_s: float = 0.5
+    # A node whose agent is silent so many times in a row, while its workers answer their probes, is lost all the same.
+    silent_agent_limit: int = 8
     # No step for max(floor, factor * median step time), with heartbeats going on, is a hang.
     hang_floor_s: float = 30.0
     hang_factor: float = 10.0

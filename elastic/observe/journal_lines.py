@@ -41,6 +41,11 @@ class Problem:
 def to_line(record: Mapping[str, Any]) -> str:
     """The record as a line with its checksum. Raises TypeError or ValueError for what JSON cannot hold."""
     text = json.dumps(record, separators=(",", ":"), ensure_ascii=False, allow_nan=True)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        # Half a surrogate pair, for example in a file name that is not UTF-8: only escapes can represent it.
+        text = json.dumps(record, separators=(",", ":"), allow_nan=True)
     return f'{text[:-1]},"crc":"{_crc(text)}"}}\n'
 
 

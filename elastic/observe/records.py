@@ -159,9 +159,10 @@ def run_ended(run_id: str, result: Mapping[str, Any]) -> Record:
     return {"type": "run", "run_id": run_id, **result}
 
 
-def event(happened: ev.Event, now: float) -> Record:
-    """`now` is the time at which the state machine got the event: a replay gives it the same one."""
-    return {"type": "event", "now": now, **ev.to_json(happened)}
+def event(happened: ev.Event, now: float, number: int) -> Record:
+    """`now` is the time at which the state machine got the event: a replay gives it the same one. `number` counts the
+    events of one attempt at the run."""
+    return {"type": "event", "now": now, "number": number, **ev.to_json(happened)}
 
 
 def decision(

@@ -8,6 +8,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from elastic.core.checkpoint.snapshots import is_snapshot
+from elastic.core.data.metrics import plain
 from elastic.core.data.step_plan import StepPlan, total_samples
 from elastic.core.errors import UsageError
 from elastic.core.generation_spec import GenerationSpec
@@ -127,8 +128,12 @@ def epochs(count: int | None = None) -> Iterator[int]:
 
 
 def report(**metrics: Any) -> None:
-    """Attach this rank's own metrics to the report of the current step (of the next one, between two steps)."""
-    _generation().note(metrics)
+    """Attach this rank's own metrics to the report of the current step (between two steps: of the next one).
+
+    Values are numbers, text, None, tensors or arrays of one element, and lists and mappings of these. Raises UsageError
+    for any other value, naming the metric.
+    """
+    _generation().note({name: plain(name, value) for name, value in metrics.items()})
 
 
 def get_context() -> Context:

@@ -6,12 +6,14 @@ import os
 from pathlib import Path
 
 import pytest
+import ray
 from elastic_cluster import LocalCluster
 from elastic_cluster.local import processes
 from harness import Run, actor_processes, given_samples, something_in_the_way, wait_until
 
 from elastic.core.names import parse_checkpoint_id
 from elastic.core.settings import ScalingSettings
+from elastic.runtime import names
 
 pytestmark = pytest.mark.ray
 
@@ -117,6 +119,27 @@ def test_training_goes_on_while_the_controller_is_away_and_a_recovery_while_it_i
     assert [generation["world_size"] for generation in summary["generations"]] == [4, 3]
     assert summary["attempts"] == 1
     assert sum("has taken over after a restart" in sentence for sentence in run.decisions()) == 2
+
+
+def test_an_event_that_the_controller_cannot_handle_costs_a_restart_and_no_run(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
+    run = Run(cluster, tmp_path, scaling=ScalingSettings(2, 2))
+    run.allow(6)
+    run.start()
+    run.reach(6)
+    before = run.handle.progress()
+    controller = ray.get_actor(names.controller("run"), names.NAMESPACE)
+    # No journal line can be made of it.
+    controller.stop.remote({"a set"})
+    wait_until(lambda: run.handle.progress()["controller_pid"] != before["controller_pid"], "another controller")
+    run.finish()
+
+    run.assert_whole()
+    (fault,) = run.decisions("controller-fault")
+    assert "TypeError: Object of type set is not JSON serializable" in fault
+    assert run.summary()["controllers"] == 2
+    assert [generation["world_size"] for generation in run.summary()["generations"]] == [2]
 
 
 @pytest.mark.slow

@@ -71,16 +71,16 @@ class LastSeen:
         self._workers.pop(worker, None)
         self._reported.pop(worker, None)
 
-    def forget_node(self, node: str) -> None:
-        """The node was lost, with the workers that were heard of there. It may come back, with new workers."""
-        self._nodes.pop(node, None)
-        for worker in [worker for worker, (where, _) in self._workers.items() if where == node]:
-            self.forget_worker(worker)
+    def retain(self, workers: Iterable[int], nodes: Iterable[str]) -> None:
+        """Forget all other workers and nodes: the state machine's lists are the ones that count.
 
-    def retain(self, workers: Iterable[int]) -> None:
-        """Forget every worker that is not among `workers`: the state machine's list is the one that counts."""
+        A lost, drained or evicted node is silent for ever. If it were kept, the last node left would count as one of
+        several that are all silent, and would not be accused before `alone_s`. A node may come back with new workers.
+        """
         for worker in self._workers.keys() - set(workers):
             self.forget_worker(worker)
+        for node in self._nodes.keys() - set(nodes):
+            del self._nodes[node]
 
     def silent(self, now: float, limit_s: float) -> Silence | None:
         """The workers that were not heard of for more than `limit_s`, with the nodes that are silent as a whole.

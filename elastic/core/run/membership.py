@@ -198,11 +198,36 @@ def probe_answered(transition: Transition, event: ProbeAnswered) -> None:
     # One process that answers acquits its whole node of being dead.
     rest = replace(old, suspects=suspects, nodes=old.nodes - {node} if node else old.nodes)
     transition.set_trouble(suspicion=rest if suspects else None)
+    if node is not None and node in old.nodes and _acquitted_too_often(transition, node):
+        return
     if not suspects:
         transition.set_trouble(false_alarms=transition.trouble.false_alarms + 1)
         transition.say(
             f"false alarm: every silent worker answered within {transition.now - old.since:.1f} s", kind="false-alarm"
         )
+
+
+def _acquitted_too_often(transition: Transition, node: str) -> bool:
+    """Count one more acquittal of a node whose agent is silent; True when the node is lost for it.
+
+    Without its agent a node takes no snapshots, reports no ended process and can kill none. Workers that answer for it
+    would keep the run in that state for ever.
+    """
+    limits = transition.state.settings.failures
+    # Longer than one silence and its probe: the agent was heard in between.
+    window_s = 3 * (limits.suspect_after_s + limits.probe_timeout_s)
+    slots = [slot for slot in transition.fleet.slots.values() if slot.node == node]
+    for slot in slots:
+        again = transition.now - slot.acquitted_at <= window_s
+        count = slot.acquittals + 1 if again else 1
+        transition.put_slot(replace(slot, acquittals=count, acquitted_at=transition.now))
+    count = max(transition.fleet.slots[slot.id].acquittals for slot in slots)
+    if count < limits.silent_agent_limit:
+        return False
+    evidence = f"the agent of node {node[:8]} was silent {count} times in a row, although its workers answer"
+    for slot in slots:
+        lose_slot(transition, slot.id, evidence, "node-frozen")
+    return True
 
 
 def condemn(transition: Transition, guilty: frozenset[int]) -> None:

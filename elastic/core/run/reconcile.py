@@ -212,7 +212,10 @@ def _start(transition: Transition, phase: Waiting) -> None:
     state = transition.state
     verdict = policy_named(state.settings.scaling.policy).start(_facts(state, phase.since, transition.now))
     if verdict.go and state.saved.survey is not None:
-        return  # A few milliseconds, or its deadline.
+        # A few milliseconds, or its deadline. The policy's own time has passed.
+        if phase.again_at is not None:
+            transition.enter(replace(phase, again_at=None))
+        return
     if verdict.go and state.trouble.suspicion is None:
         begin(transition, verdict.size, verdict.reason)
         return

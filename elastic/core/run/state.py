@@ -39,6 +39,9 @@ class Slot:
     start_failures: int = 0
     # Nodes that it was asked not to be placed on.
     avoid: tuple[str, ...] = ()
+    # How often in a row its node's agent was silent while a worker answered the probe, and when it was so last.
+    acquittals: int = 0
+    acquitted_at: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import math
 import os
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -33,6 +32,7 @@ from elastic.observe.sink_files import file_sinks
 from elastic.observe.sinks import RunInfo, Sinks
 from elastic.runtime.controller.committer import Committer
 from elastic.runtime.controller.control_loop import ControlLoop
+from elastic.runtime.controller.exits import end_actor, end_fenced, restart_process
 from elastic.runtime.controller.hands.executor import Executor
 from elastic.runtime.controller.records import Records
 from elastic.runtime.controller.replay import Replayed, replay
@@ -137,7 +137,7 @@ class ControllerActor:
     async def beat(self, beat: Beat) -> bool:
         """One node's heartbeat. False when the node is not part of the run: the agent then ends its workers."""
         await self._ready.wait()
-        return self._result is None and self._loop.heartbeats.beat(beat, time.time())
+        return self._result is None and self._loop.heartbeats.beat(beat, self._loop.clock.now())
 
     async def deliver(self, worker: int, items: Sequence[Item], heard: int | None) -> Reply:
         """A worker's messages, in order. A removed worker gets a fenced reply, and its messages are ignored.
@@ -149,7 +149,7 @@ class ControllerActor:
         incarnation, loop = self._journal.incarnation, self._loop
         if heard not in (None, incarnation) and worker in loop.state.fleet.workers:
             return Reply(incarnation, taken=False)
-        taken = loop.deliver(worker, items, time.time())
+        taken = loop.deliver(worker, items, loop.clock.now())
         return Reply(incarnation, fenced=not taken, durable=loop.durable(worker))
 
     async def snapshot(self, identifier: str) -> Assembled:
@@ -177,19 +177,26 @@ class ControllerActor:
             await self._start(reconstructed)
             loop, emit = self._loop, self._events.put_nowait
             known = {node: notice.deadline for node, notice in loop.state.fleet.draining.items()}
-            drains = DrainMonitor(known, lambda: loop.state.fleet.nodes, emit)
-            self._capacity = CapacityMonitor(lambda: loop.state, emit)
+            drains = DrainMonitor(known, lambda: loop.state.fleet.nodes, emit, loop.clock.from_wall)
+            self._capacity = CapacityMonitor(lambda: loop.state, emit, clock=loop.clock.now)
             senses = (loop.heartbeats, drains, self._capacity)
             watches = [asyncio.get_running_loop().create_task(sense.run()) for sense in senses]
             while not isinstance(loop.state.phase, Finished):
-                await loop.turn(await self._next_events())
+                events = await self._next_events()
+                try:
+                    await loop.turn(events)
+                except Fenced:
+                    raise
+                except Exception as error:
+                    await self._restart(error)
+                    raise
             for watch in watches:
                 watch.cancel()
             await self._finish()
         except Fenced as error:
             # A newer controller owns the run and its workers: leave everything as it is.
             logger.warning("this controller ends: %s", error)
-            _exit()
+            await end_fenced()
         except BaseException as error:
             logger.exception("the controller of run %s cannot go on", self._settings.run_id)
             self._result = self._result or {"status": "not-finished", "reason": f"the controller failed: {error!r}"}
@@ -200,7 +207,17 @@ class ControllerActor:
             await self._tell_step()
             await self._close()
             raise
-        asyncio.get_running_loop().call_later(_LINGER_S, _exit)
+        asyncio.get_running_loop().call_later(_LINGER_S, end_actor)
+
+    async def _restart(self, error: Exception) -> None:
+        """Returns only where the budget for such restarts is spent, or the fault cannot be written down."""
+        record = self._loop.fault(error)
+        if record is None:
+            return
+        logger.exception("%s", record["sentence"])
+        await self._records.write([record], limit_s=self._settings.failures.storage_timeout_s)
+        if not self._records.pending:
+            restart_process()
 
     async def _start(self, reconstructed: bool) -> None:
         settings, here = self._settings, ray.get_runtime_context().current_actor
@@ -238,7 +255,7 @@ class ControllerActor:
             for worker in old.state.fleet.workers.values():
                 node = old.state.fleet.node_of(worker.id)
                 if node is not None and worker.phase is not WorkerPhase.STARTING:
-                    loop.heartbeats.expect(worker.id, node, time.time())
+                    loop.heartbeats.expect(worker.id, node, loop.clock.now())
         else:
             await self._executor.sweep()
             self._records.note(run_began(settings.run_id, old.attempt))
@@ -271,7 +288,7 @@ class ControllerActor:
         # Queued events come before a deadline: a wait of 0 s would not look at the queue.
         if self._events.empty():
             deadline = machine.next_deadline(self._loop.state)
-            left_s = math.inf if deadline is None else max(0.0, deadline - time.time())
+            left_s = math.inf if deadline is None else max(0.0, deadline - self._loop.clock.now())
             try:
                 linger_s = _QUIET_S if self._records.pending else _WRITE_S
                 events.append(await asyncio.wait_for(self._events.get(), min(left_s, linger_s)))
@@ -284,8 +301,8 @@ class ControllerActor:
     async def _finish(self) -> None:
         loop, limit_s = self._loop, self._settings.failures.storage_timeout_s
         await self._committer.close(limit_s)
-        loop.telemetry.flush(time.time(), force=True)
-        for record in loop.telemetry.summary_records(time.time()):
+        loop.telemetry.flush(loop.clock.now(), force=True)
+        for record in loop.telemetry.summary_records(loop.clock.now()):
             self._records.note(record)
         self._result = loop.result()
         self._records.note(run_ended(self._settings.run_id, self._result))
@@ -311,12 +328,7 @@ class ControllerActor:
 
     async def _leave(self) -> None:
         await self._given_back.wait()
-        asyncio.get_running_loop().call_later(0.1, _exit)
-
-
-def _exit() -> None:
-    """End this actor for good, from wherever it is called."""
-    ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+        asyncio.get_running_loop().call_later(0.1, end_actor)
 
 
 def _was_restarted() -> bool:

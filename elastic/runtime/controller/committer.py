@@ -78,7 +78,7 @@ class Committer:
             return
         self._forget(lambda other: other.generation < ref.generation)
         shards = self._shards.setdefault(ref, {})
-        self._began.setdefault(ref, time.time())
+        self._began.setdefault(ref, time.monotonic())
         shards[shard.rank] = shard
         if len(shards) == shard.world_size:
             self._whole(ref, protect)
@@ -146,7 +146,7 @@ class Committer:
                 self._emit(ev.SaveFailing(step, f"{whole.ref.id} was not made: {error}", 0.0))
                 return
         size = sum(shard.bytes for shard in whole.shards)
-        self._record(whole.ref.id, manifest.step, size, time.time() - whole.began)
+        self._record(whole.ref.id, manifest.step, size, time.monotonic() - whole.began)
         self._emit(ev.CheckpointCommitted(whole.ref.id, manifest.step, manifest.generation))
         await self._call(self._retire, whole.ref, {whole.ref.id, whole.protect or whole.ref.id})
 

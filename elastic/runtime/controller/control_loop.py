@@ -7,7 +7,6 @@ This module holds the controller's knowledge of its run. Calls of other actors, 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +20,9 @@ from elastic.core.run.state import RunState
 from elastic.core.settings import RunSettings
 from elastic.observe import records
 from elastic.runtime.controller.acks import Acks
+from elastic.runtime.controller.clock import RunClock
 from elastic.runtime.controller.committer import Committer
+from elastic.runtime.controller.faults import fault_record, unreadable_record
 from elastic.runtime.controller.hands.executor import Executor
 from elastic.runtime.controller.incidents import IncidentBook
 from elastic.runtime.controller.progress import News, cadence_record, figures
@@ -53,8 +54,9 @@ class ControlLoop:
         self._emit = emit
         self._stepped = stepped
         self.state: RunState = old.state
-        self.telemetry = old.telemetry(settings, time.time(), journal.note)
-        self.heartbeats = HeartbeatTable(settings.failures, lambda: self.state, self.telemetry, emit)
+        self.clock = RunClock(old.last_time)
+        self.telemetry = old.telemetry(settings, self.clock.now(), journal.note)
+        self.heartbeats = HeartbeatTable(settings.failures, lambda: self.state, self.telemetry, emit, self.clock.now)
         self.fenced = 0
         self._incidents = IncidentBook(journal.note, settings.run_id)
         self._stragglers = StragglerWatch(settings.stragglers)
@@ -62,7 +64,10 @@ class ControlLoop:
         self._news = News()
         self._acks = Acks()
         self._user_traceback: str | None = None
-        self._last_turn = 0.0
+        self._faults = old.faults
+        # The number of the last event of this attempt, and the event that is being handled with its number.
+        self._number = old.events
+        self._handling: tuple[int, ev.Event] | None = None
         self._executor: Executor
         self._committer: Committer
 
@@ -101,7 +106,12 @@ class ControlLoop:
             return False
         self.heartbeats.worker_spoke(worker, now)
         for item in items:
-            self._take(worker, item, now)
+            try:
+                self._take(worker, item, now)
+            except Exception as error:
+                # The worker would send it again for ever, and everything behind it would wait.
+                logger.exception("a message of worker %d could not be taken", worker)
+                self._records.note(unreadable_record(error, worker, item.kind, self.telemetry.step, self._place()))
         return True
 
     def durable(self, worker: int) -> int:
@@ -156,7 +166,7 @@ class ControlLoop:
 
     def steps_recovered(self, generation: int, world_size: int, steps: Mapping[int, Any]) -> None:
         """Step reports that were stored with an in-memory snapshot: their workers may be gone."""
-        self.telemetry.recovered(generation, world_size, steps, time.time())
+        self.telemetry.recovered(generation, world_size, steps, self.clock.now())
 
     def note_checkpoint(self, identifier: str, step: int, size: int, seconds: float) -> None:
         stall_s = self.telemetry.stall_of(step)
@@ -166,25 +176,40 @@ class ControlLoop:
 
     async def turn(self, events: Sequence[ev.Event]) -> None:
         """Journal first, then decide, then act."""
-        now = self._last_turn = max(time.time(), self._last_turn)
-        fresh = [event for event in events if not machine.is_fenced(self.state, event)]
+        now = self.clock.now()
+        self._handling = None
+        fresh = [e for e in events if not machine.is_fenced(self.state, e) and not self._faults.refuses(e)]
         self.fenced += len(events) - len(fresh)
         if fresh:
             # Steps first: a replay follows the journal's order. And a step that a checkpoint covers is never repeated,
             # so its record must not be lost.
             self.telemetry.flush(now, force=True)
-        for event in fresh:
-            self._records.note(records.event(event, now))
+        numbered = list(enumerate(fresh, self._number + 1))
+        self._number += len(fresh)
+        for number, event in numbered:
+            self._records.note(records.event(event, now, number))
         self._acks.taken(events, self._records.noted)
         # The only wait for storage before a decision: records noted below are written with the next events, or after a
         # quiet moment.
         await (self._records.write() if fresh else self._records.start())
-        for event in fresh:
+        for number, event in numbered:
+            self._handling = number, event
             before = self.state
             self.state, actions = machine.step(before, event, now)
             self._follow(before, event, now)
             for action in actions:
                 self._act(action, now)
+
+    def fault(self, error: Exception) -> records.Record | None:
+        """The record of what `turn` has raised; None where the budget for such faults is spent."""
+        step = self.telemetry.step
+        if self._faults.budget_spent(step):
+            return None
+        number, event = self._handling or (None, None)
+        return fault_record(error, event, number, step, self._place())
+
+    def _place(self) -> dict[str, int]:
+        return {"generation": self.state.generation, "world_size": self.state.world_size}
 
     def _act(self, action: act.Action, now: float) -> None:
         if isinstance(action, act.Note):
@@ -192,8 +217,7 @@ class ControlLoop:
             self._news.hear(action)
             logger.info("%s", action.sentence)
             self._records.note(records.decision(
-                action.kind, action.sentence, step=self.telemetry.step, generation=self.state.generation,
-                world_size=self.state.world_size, data=action.data,
+                action.kind, action.sentence, step=self.telemetry.step, data=action.data, **self._place(),
             ))  # fmt: skip
         elif isinstance(action, act.CloseIncident):
             self._incidents.close(action.incident)
@@ -213,12 +237,12 @@ class ControlLoop:
             self._executor.placed(event.slot, event.node)
         if isinstance(event, ev.CheckpointCommitted):
             self.telemetry.time.commit(event.step)
-        if before.fleet.workers.keys() != state.fleet.workers.keys():
-            self.heartbeats.retain(state.fleet.workers.keys())
+        if before.fleet.slots is not state.fleet.slots or before.fleet.workers is not state.fleet.workers:
+            self.heartbeats.retain(state.fleet.workers.keys(), state.fleet.nodes)
             self._acks.retain(state.fleet.workers.keys())
         # The same members may begin the next generation in the turn that ended this one.
         if before.members and (before.members, before.generation) != (state.members, state.generation):
-            self.telemetry.generation_ended(before.generation)
+            self.telemetry.generation_ended(before.generation, now)
 
 
 def _generation_of(item: Item) -> int:

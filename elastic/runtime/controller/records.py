@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from typing import Any
 
 from elastic.core.errors import StorageError
 from elastic.observe.journal import JournalWriter
-from elastic.observe.records import Record
+from elastic.observe.records import Record, decision
 from elastic.observe.sinks import Sinks
 
 logger = logging.getLogger(__name__)
@@ -82,7 +83,8 @@ class Records:
         """Durable on return, unless storage is away or slow: training then goes on, and the records are tried again
         with the next ones. With `limit_s` this waits for that long, whatever happened before.
 
-        Raises Fenced when a newer controller writes this journal.
+        Raises Fenced when a newer controller writes this journal, and TypeError or ValueError for a record that JSON
+        cannot represent; a note about it then waits in its place.
         """
         for record in records:
             self.note(record)
@@ -123,6 +125,10 @@ class Records:
             self._retry_at = time.monotonic() + self._retry_s
             self._fails(str(error))
             return False
+        except (TypeError, ValueError):
+            # Nothing behind it would ever be written.
+            self._waiting = [_writable(record) for record in self._waiting]
+            raise
         del self._waiting[: writing.count]
         self.durable += writing.count
         self.failing = False
@@ -137,3 +143,13 @@ class Records:
         if not self.failing:
             logger.warning("the journal cannot be written (%s): %d records wait in memory", why, len(self._waiting))
         self.failing = True
+
+
+def _writable(record: Record) -> Record:
+    try:
+        json.dumps(record)
+    except (TypeError, ValueError) as error:
+        sentence = f"a record of type {record.get('type')!r} cannot be written ({error}) and is left out"
+        what = {"record": repr(record)[:2000]}
+        return decision("unwritable", sentence, step=0, generation=0, world_size=0, data=what)
+    return record

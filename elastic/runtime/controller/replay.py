@@ -12,6 +12,7 @@ from elastic.core.run.state import RunState
 from elastic.core.settings import RunSettings
 from elastic.observe.journal import JournalWriter, Problem
 from elastic.observe.records import Record, begins_generation, skips_of, steps_of
+from elastic.runtime.controller.faults import Faults
 from elastic.runtime.controller.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -23,7 +24,8 @@ class Replayed:
     `attempt` numbers the starts of a run (resumes included); it is the incarnation that wrote RunStarted. `begun`: the
     journal has this attempt's start. `generation` is the highest number that any record names, and `skips` what the
     run leaves out. `unknown`: events are missing, and what came after the first missing one is not in `state`; the
-    controller then has to ask the cluster and storage, as after an outage of the journal.
+    controller then has to ask the cluster and storage, as after an outage of the journal. `events` is the number of the
+    attempt's last event, `last_time` the latest time that its controllers went by, `faults` what they could not handle.
     """
 
     def __init__(self, settings: RunSettings, now: float = 0.0) -> None:
@@ -35,6 +37,9 @@ class Replayed:
         self.generation = 0
         self.skips: tuple[Range, ...] = ()
         self.unknown = False
+        self.events = 0
+        self.last_time = 0.0
+        self.faults = Faults()
 
     @classmethod
     def nothing(cls, settings: RunSettings, journal: JournalWriter) -> Replayed:
@@ -75,8 +80,12 @@ class Replayed:
     def _add(self, record: Record) -> None:
         """A record of the attempt that is replayed."""
         kind, telemetry = record["type"], self._telemetry
+        if "now" in record:
+            self.last_time = max(self.last_time, float(record["now"]))
         if kind == "event":
-            if not self.unknown:
+            # Journals of older releases do not number them.
+            self.events = int(record.get("number", self.events + 1))
+            if not self.unknown and self.events not in self.faults.numbers:
                 self._event(record)
         elif begins_generation(record):
             self.generation = max(self.generation, int(record["number"]))
@@ -120,6 +129,7 @@ def replay(records: Sequence[Record], settings: RunSettings, problems: Sequence[
         made.attempt, made.unknown = _incarnation(records), bool(holes)
         return made
     first, made = starts[-1], Replayed(settings)
+    made.faults = Faults(records[first:])
     hole = min((place for place in holes if place > first), default=len(records) + 1)
     for place, record in enumerate(records):
         if place < first:

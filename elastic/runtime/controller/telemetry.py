@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -63,8 +62,8 @@ class Telemetry:
         self._restores.clear()
         self._record(records.generation_began(number, world_size, step + 1, now, skips))
 
-    def generation_ended(self, number: int) -> None:
-        self.flush(time.time(), force=True)
+    def generation_ended(self, number: int, now: float) -> None:
+        self.flush(now, force=True)
         self._record(records.generation_ended(number, self.step))
 
     # --- reports ---

@@ -32,8 +32,8 @@ RESTORES = [
         (records.run_began("r", 2), {"type": "run", "status": "running", "run_id": "r", "attempt": 2}),
         (records.run_ended("r", {"status": "finished"}), {"type": "run", "run_id": "r", "status": "finished"}),
         (
-            records.event(ev.SlotPlaced(3, "n"), 4.0),
-            {"type": "event", "now": 4.0, "event": "SlotPlaced", "slot": 3, "node": "n"},
+            records.event(ev.SlotPlaced(3, "n"), 4.0, 7),
+            {"type": "event", "now": 4.0, "number": 7, "event": "SlotPlaced", "slot": 3, "node": "n"},
         ),
         (
             records.decision("start", "go", step=1, generation=2, world_size=3, data={"a": 1}),

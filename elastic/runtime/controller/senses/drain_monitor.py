@@ -17,6 +17,8 @@ from elastic.core.events import NodesDraining
 logger = logging.getLogger(__name__)
 
 _POLL_S = 1.0
+# A deadline that has moved by less is the same one.
+_SAME_S = 0.5
 
 
 def draining_nodes() -> dict[str, float]:
@@ -37,11 +39,16 @@ class DrainMonitor:
         known: Mapping[str, float],
         used: Callable[[], Collection[str]],
         emit: Callable[[NodesDraining], None],
+        from_wall: Callable[[float], float],
         listed: Callable[[], dict[str, float]] = draining_nodes,
         dead: Callable[[], set[str]] = dead_nodes,
     ) -> None:
-        """`known` is the list of which the run has been told."""
+        """`known` is the list that the run has, with deadlines by its own clock; `from_wall` gives that clock's time of
+        an instant in wall clock seconds."""
         self._known = dict(known)
+        # Ray's own figures: while they stay, a wall clock that is set must not move a deadline.
+        self._by_ray: dict[str, float] = {}
+        self._from_wall = from_wall
         self._used = used
         self._emit = emit
         self._listed = listed
@@ -60,7 +67,7 @@ class DrainMonitor:
             await asyncio.sleep(_POLL_S)
 
     async def look(self) -> None:
-        listed = await asyncio.to_thread(self._listed)
+        listed = self._deadlines(await asyncio.to_thread(self._listed))
         gone = self._known.keys() - listed.keys()
         if gone & set(self._used()):
             # A node that has died is on no list either: it has not been told to stay. Its slots are about to be lost.
@@ -69,3 +76,16 @@ class DrainMonitor:
         if listed != self._known:
             self._known = dict(listed)
             self._emit(NodesDraining(tuple(sorted(listed.items()))))
+
+    def _deadlines(self, by_ray: Mapping[str, float]) -> dict[str, float]:
+        """The run's own times of Ray's deadlines."""
+        found = {node: self._deadline(node, when) for node, when in by_ray.items()}
+        self._by_ray = dict(by_ray)
+        return found
+
+    def _deadline(self, node: str, when: float) -> float:
+        if node in self._known and self._by_ray.get(node) == when:
+            return self._known[node]
+        ours, known = self._from_wall(when) if when > 0 else 0.0, self._known.get(node)
+        # A restarted controller's clock differs a little from that of the one before.
+        return known if known is not None and abs(ours - known) < _SAME_S and (ours > 0) == (known > 0) else ours

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Collection, Mapping
 
 from elastic.core.events import Event, WorkerDied
@@ -28,11 +27,13 @@ class HeartbeatTable:
         state: Callable[[], RunState],
         telemetry: Telemetry,
         emit: Callable[[Event], None],
+        clock: Callable[[], float],
     ) -> None:
         self._failures = failures
         self._state = state
         self._telemetry = telemetry
         self._emit = emit
+        self._clock = clock
         self._seen = LastSeen(failures.heartbeat_s, failures.controller_lease_s)
         self._slots_of_nodes: Mapping[int, Slot] | None = None
         self._nodes: frozenset[str] = frozenset()
@@ -56,15 +57,15 @@ class HeartbeatTable:
         """A restarted controller: the node's agent may still be waiting for the answer of the previous one."""
         self._seen.expect(worker, node, now + BEAT_LIMIT_S)
 
-    def retain(self, workers: Collection[int]) -> None:
-        """Forget all other workers."""
-        self._seen.retain(workers)
+    def retain(self, workers: Collection[int], nodes: Collection[str]) -> None:
+        """Forget all other workers and nodes."""
+        self._seen.retain(workers, nodes)
 
     async def run(self) -> None:
         while True:
             await asyncio.sleep(self._failures.heartbeat_s / 2)
             try:
-                self.look(time.time())
+                self.look(self._clock())
             except Exception:
                 # An exception must not end the watch: the run would go on unwatched.
                 logger.exception("the check for silence and standstill failed")

@@ -136,7 +136,7 @@ def test_the_forgotten_are_not_suspected_and_not_brought_back_by_late_beats() ->
     cluster = Cluster()
     cluster.run(2)
     cluster.table.forget_worker(3)
-    cluster.table.forget_node("a")
+    cluster.table.retain((2,), ("b",))
     cluster.run(2, frozen=("a",))
     assert cluster.silences == []
     cluster.run(2, frozen=("a", "b"))
@@ -168,10 +168,27 @@ def test_who_has_not_found_a_new_controller_yet_is_not_silent() -> None:
     assert min(found) > 102.0 + LIMIT_S
 
 
+@pytest.mark.parametrize("others", [0, 1, 3])
+def test_the_last_node_left_is_accused_as_soon_as_any_other(others: int) -> None:
+    table = LastSeen(BEAT_S, alone_s=120.0)
+    nodes = ["last", *(f"gone-{number}" for number in range(others))]
+    for tenth in range(0, 50, 2):
+        for worker, node in enumerate(nodes):
+            table.heard_node(node, tenth / 10, {worker: 0.0})
+    # The others were lost, drained or evicted.
+    table.retain((0,), ("last",))
+    for tenth in range(50, 62, 2):
+        silence = table.silent(tenth / 10, LIMIT_S)
+        if silence is not None:
+            break
+    assert silence is not None
+    assert silence.nodes == ("last",)
+
+
 def test_retain_keeps_only_the_machines_own_workers() -> None:
     cluster = Cluster()
     cluster.run(1)
-    cluster.table.retain((0, 1))
+    cluster.table.retain((0, 1), ("a", "b"))
     cluster.run(3, frozen=("b",))
     assert cluster.silences == []
 

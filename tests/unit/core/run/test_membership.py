@@ -207,3 +207,39 @@ def test_losses_in_every_stage_of_an_end() -> None:
     assert isinstance(s.phase, Waiting)
     assert s.state.trouble.incident is not None
     assert s.state.trouble.incident.lost_workers == (0, 1, 2)
+
+
+def acquitted(s: Scenario, times: int, pause_s: float = 1.0) -> Scenario:
+    """The agent of worker 0's node is silent again and again, and the worker answers its probe."""
+    node = s.state.fleet.node_of(0)
+    assert node is not None
+    for _ in range(times):
+        s.do(ev.WorkersSilent((0,), 1.1, (node,)), after=pause_s).do(ev.ProbeAnswered(0))
+    return s
+
+
+def test_a_node_whose_agent_stands_still_is_lost_although_its_worker_answers() -> None:
+    s = acquitted(Scenario(1, 2, silent_agent_limit=4).started(2), 3)
+    assert isinstance(s.phase, Training)
+    assert s.state.trouble.false_alarms == 3
+    acquitted(s, 1)
+    assert isinstance(s.phase, Ending)
+    assert "was silent 4 times in a row, although its workers answer (rank 0)" in s.said()
+    assert [release.slot for release in s.acts(act.ReleaseSlot)] == [0]
+    incident = s.state.trouble.incident
+    assert incident is not None
+    assert incident.kind == "node-frozen"
+    assert s.state.trouble.suspicion is None
+    assert isinstance(s.left(5, 1).phase, Joining), "the other one goes on"
+
+
+def test_an_agent_that_was_heard_in_between_is_not_counted_on() -> None:
+    s = acquitted(Scenario(1, 2, silent_agent_limit=4).started(2), 20, pause_s=10.0)
+    assert isinstance(s.phase, Training)
+
+
+def test_a_worker_that_is_silent_alone_does_not_count_against_its_agent() -> None:
+    s = Scenario(1, 2, silent_agent_limit=2).started(2)
+    for _ in range(9):
+        s.do(ev.WorkersSilent((0,), 1.1), after=1.0).do(ev.ProbeAnswered(0))
+    assert isinstance(s.phase, Training)

@@ -64,10 +64,10 @@ def test_damage_to_what_is_no_event_costs_only_itself(tmp_path: Path) -> None:
 
 def test_a_resumed_run_whose_start_is_lost_is_not_taken_for_the_finished_one(tmp_path: Path) -> None:
     writer = journal(tmp_path)
-    writer.append(schema.event(ev.StopRequested("enough"), 9.0))
+    writer.append(schema.event(ev.StopRequested("enough"), 9.0, 14))
     second = JournalWriter(str(tmp_path), "run")
     second.append(schema.run_began("run", 2))
-    second.append(schema.event(ev.RunStarted((), 1), 10.0))
+    second.append(schema.event(ev.RunStarted((), 1), 10.0, 1))
     path = tmp_path / "run/journal/000002.jsonl"
     path.write_text(path.read_text().replace("RunStarted", "RunStartec"))
     old, third = restarted(tmp_path)

@@ -19,9 +19,12 @@ class Ray:
         self.dead: set[str] = set()
         self.used: set[str] = {"a", "b"}
         self.told: list[NodesDraining] = []
+        # By how much the wall clock is ahead of the run's.
+        self.ahead_s = 0.0
 
     def watch(self, **known: float) -> DrainMonitor:
-        return DrainMonitor(known, lambda: self.used, self.told.append, lambda: dict(self.listed), lambda: self.dead)
+        listed, dead = (lambda: dict(self.listed)), (lambda: self.dead)
+        return DrainMonitor(known, lambda: self.used, self.told.append, lambda when: when - self.ahead_s, listed, dead)
 
     def look(self, watch: DrainMonitor) -> list[NodesDraining]:
         self.told.clear()
@@ -40,6 +43,17 @@ def test_a_change_is_told_once() -> None:
     assert ray.look(watch) == [NodesDraining((("a", 19.0), ("x", 0.0)))]
     ray.listed = {}
     assert ray.look(watch) == [NodesDraining(())]
+
+
+def test_a_wall_clock_that_is_set_moves_no_deadline() -> None:
+    ray = Ray()
+    watch = ray.watch()
+    ray.listed, ray.ahead_s = {"a": 1000.0}, 1.0
+    assert ray.look(watch) == [NodesDraining((("a", 999.0),))]
+    ray.ahead_s = -3600.0
+    assert ray.look(watch) == []
+    ray.listed = {"a": 1000.0, "b": 0.0}
+    assert ray.look(watch) == [NodesDraining((("a", 999.0), ("b", 0.0)))]
 
 
 def test_a_node_of_the_run_that_has_died_has_not_been_told_to_stay() -> None:
@@ -72,7 +86,7 @@ def test_whatever_goes_wrong_the_next_look_follows(monkeypatch: pytest.MonkeyPat
         raise asyncio.CancelledError
 
     with pytest.raises(asyncio.CancelledError):
-        asyncio.run(DrainMonitor({}, set, told, listed, set).run())
+        asyncio.run(DrainMonitor({}, set, told, float, listed, set).run())
     assert [event.nodes for event in heard] == [(("a", 17.0),)]
 
 

@@ -10,6 +10,7 @@ from short_run import EVENTS, SETTINGS, journal, live, step_report
 
 from elastic.core import actions as act
 from elastic.core import events as ev
+from elastic.core.data.steps import StepReport
 from elastic.core.errors import UsageError
 from elastic.core.run import machine
 from elastic.core.run.incident import Incident
@@ -204,3 +205,21 @@ def test_how_often_snapshots_are_taken_is_written_down_with_the_reason() -> None
         "a snapshot is taken into memory every 3 steps: one delays training by 1.2 ms, and a step takes 50 ms"
     )
     assert "at every step" in cadence_record({**told, "every_steps": 1})["sentence"]
+
+
+def test_steps_keep_their_place_where_the_wall_clock_was_set_back(tmp_path: Path) -> None:
+    """Older releases stamped records with the wall clock: later steps seem to lie before their generation began."""
+    writer = JournalWriter(str(tmp_path), "run")
+    back_s = 3600.0
+    writer.append({"type": "event", "now": 4000.0, **ev.to_json(ev.RunStarted())})
+    telemetry = Telemetry(SETTINGS, 4000.0, lambda record: writer.append(record) and None)
+    telemetry.generation_begins(1, 1, 0, 4001.0)
+    for step in (1, 2, 3, 4):
+        now = 4001.0 + step - (back_s if step > 2 else 0.0)
+        start = 4 * (step - 1)
+        telemetry.report(StepReport(step, 0.5, ((start, start + 4),), 4, 0.5, generation=1, rank=0), now)
+        telemetry.flush(now, force=True)
+    telemetry.generation_begins(2, 1, 4, 4006.0 - back_s)
+    successor = JournalWriter(str(tmp_path), "run")
+    counted = replay(successor.replayed, SETTINGS).telemetry(SETTINGS, 500.0, lambda _: None).samples.result(16)
+    assert (counted.seen, counted.missing, counted.repeated) == (16, 0, 0)

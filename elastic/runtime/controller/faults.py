@@ -1,0 +1,66 @@
+"""Exceptions in the controller's loop: journaled, so that the next incarnation continues without the poisoned event.
+
+An exception says that the controller's own code could not handle an event; workers and their state are fine. The
+incarnation ends, Ray restarts the actor, and the replay leaves the event out. A budget bounds repeats: a run whose
+controller fails again and again without finishing a step in between ends.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from elastic.core import events as ev
+from elastic.observe.records import Record, decision
+
+KIND = "controller-fault"
+# Faults of the controller in a row without a new finished step.
+MOST_IN_A_ROW = 3
+_KEY_CHARACTERS = 2000
+
+
+class Faults:
+    """The faults of this attempt at the run, as its journal knows them."""
+
+    def __init__(self, records: Iterable[Mapping[str, Any]] = ()) -> None:
+        own = [r for r in records if r.get("type") == "decision" and r.get("kind") == KIND]
+        self._steps = [int(r.get("step") or 0) for r in own]
+        self.numbers = frozenset(r["data"]["event_number"] for r in own if r["data"]["event_number"] is not None)
+        self._keys = frozenset(r["data"]["event"] for r in own)
+
+    def refuses(self, event: ev.Event) -> bool:
+        """True for a poisoned event that its worker sends again. Events without a worker are never the same twice."""
+        return bool(self._keys) and hasattr(event, "worker") and _key(event) in self._keys
+
+    def budget_spent(self, step: int) -> bool:
+        """Whether one more fault, with `step` finished steps, is one too many."""
+        return sum(known >= step for known in self._steps) >= MOST_IN_A_ROW
+
+
+def fault_record(
+    error: BaseException, event: ev.Event | None, number: int | None, step: int, place: Mapping[str, int]
+) -> Record:
+    """The journal's record of an exception while `event`, the attempt's event number `number`, was being handled."""
+    name = type(event).__name__ if event is not None else "no event"
+    sentence = (
+        f"the controller could not handle {name}: {type(error).__name__}: {str(error)[:500]}; it is restarted and "
+        "continues without that event"
+    )
+    data = {"event_number": number, "event": _key(event) if event is not None else "", "traceback": _trace(error)}
+    return decision(KIND, sentence, step=step, data=data, **place)
+
+
+def unreadable_record(error: BaseException, worker: int, kind: str, step: int, place: Mapping[str, int]) -> Record:
+    """The journal's record of a worker's message that could not be taken and is left out."""
+    what = f"{type(error).__name__}: {str(error)[:500]}"
+    sentence = f"a message of worker {worker} ({kind}) could not be taken and is left out: {what}"
+    return decision("unreadable", sentence, step=step, data={"traceback": _trace(error)}, **place)
+
+
+def _trace(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))[-8000:]
+
+
+def _key(event: ev.Event) -> str:
+    return repr(event)[:_KEY_CHARACTERS]
