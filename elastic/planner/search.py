@@ -135,9 +135,9 @@ def _sizes(axis: str, limit: int, facts: PlanningFacts) -> Sequence[int]:
 
 
 def _micro_batches(global_batch: int, dp: int) -> Iterator[int]:
-    """Powers of two that divide a rank's share; at least 1, so that a batch that does not divide is told of."""
+    """Powers of two up to a rank's share, and 1 where there is none, so that the refusal is seen."""
     micro = 1
-    while micro == 1 or (micro <= _LARGEST_MICRO_BATCH and global_batch % (dp * micro) == 0):
+    while micro == 1 or (micro <= _LARGEST_MICRO_BATCH and dp * micro <= global_batch):
         yield micro
         micro *= 2
 
@@ -175,10 +175,12 @@ def _mesh_obstacle(facts: PlanningFacts, mesh: Mesh) -> _Refused | None:
 
 
 def _strategy_obstacle(facts: PlanningFacts, mesh: Mesh, strategy: Strategy) -> _Refused | None:
-    share = mesh.dp * strategy.micro_batch
-    if facts.global_batch % share:
-        what = f"{facts.global_batch} samples are no multiple of dp{mesh.dp} x micro-batch {strategy.micro_batch}"
-        return _Refused("batch", what)
+    samples, share = f"a global batch of {facts.global_batch}", mesh.dp * strategy.micro_batch
+    if facts.global_batch < mesh.dp:
+        return _Refused("batch", f"{samples} leaves some of dp{mesh.dp} without a sample")
+    if mesh.pp > 1 and facts.global_batch % share:
+        # Without a pipeline samples are dealt unevenly and the gradient stays that of the whole batch.
+        return _Refused("batch", f"{samples} is no multiple of dp{mesh.dp} x micro-batch {strategy.micro_batch}")
     if mesh.pp > 1 and strategy.zero_stage > 1:
         return _Refused("pipeline with ZeRO", "DeepSpeed's pipeline engine takes ZeRO stages 0 and 1 only")
     if strategy.zero_stage and mesh.data_size == 1:

@@ -42,7 +42,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--global-batch", type=positive, metavar="N", help="samples per step (default: the job's)")
     parser.add_argument("--axes", metavar="A,B", default=",".join(AXES), help=f"axes to use (default {','.join(AXES)})")
-    parser.add_argument("--spare", type=int, metavar="N", default=0, help="ranks that may stay idle (default 0)")
+    parser.add_argument("--spare", type=positive, metavar="N", help="ranks that may stay idle (default: none)")
     parser.add_argument("--top", type=positive, metavar="N", default=10, help="rows to print (default 10)")
     parser.add_argument("--json", action="store_true", help="one JSON object per candidate, refused ones included")
 
@@ -51,8 +51,15 @@ def cluster_arguments(parser: argparse.ArgumentParser, required: bool) -> None:
     parser.add_argument(
         "--nodes", metavar="NxDxKIND", required=required, help="nodes x devices per node x device, such as 8x8xH100"
     )
-    parser.add_argument("--network", type=float, metavar="GBPS", help="gigabits per second of a node (default: usual)")
-    parser.add_argument("--host-memory", type=float, metavar="GIB", help="host memory of a node; it limits offload")
+    parser.add_argument("--network", type=_rate, metavar="GBPS", help="gigabits per second of a node (default: usual)")
+    parser.add_argument("--host-memory", type=_rate, metavar="GIB", help="host memory of a node; it limits offload")
+
+
+def _rate(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number above zero, not {text}")
+    return value
 
 
 def cluster_of(options: argparse.Namespace) -> Cluster:
@@ -67,19 +74,18 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
 def run(options: argparse.Namespace, backend: Backend) -> int:
     spec = load_job(options.job)
     deepspeed = spec.deepspeed if isinstance(spec.deepspeed, dict) else {}
-    facts = _facts(options, spec, deepspeed)
-    zero = deepspeed.get("zero_optimization") or {}
+    facts, zero = _facts(options, spec, deepspeed), _section(deepspeed, "zero_optimization")
     planner = Planner(MemoryModel(buffers=BufferSizes.from_deepspeed(zero)))
     found = planner.rank(facts)
     if options.json:
         for one in found:
             put_json(_record(one))
         return 0
-    if not any((deepspeed.get(name) or {}).get("enabled") for name in ("bf16", "fp16")):
+    if not any(_section(deepspeed, name).get("enabled") for name in ("bf16", "fp16")):
         say("the job's DeepSpeed configuration enables neither bf16 nor fp16; the plan is for bf16")
     for line in table(facts, found, options.top):
         put(line)
-    as_it_is = Strategy(int(zero.get("stage", 0)), facts.global_batch, _micro_batch(spec, deepspeed))
+    as_it_is = Strategy(zero.get("stage", 0), facts.global_batch, _micro_batch(spec, deepspeed))
     own = planner.evaluate(facts, Mesh(dp=facts.cluster.size), as_it_is)
     put("\nThe job as it is:")
     put(_row("", facts, own) if own.time else f"  {own.mesh} ZeRO-{as_it_is.zero_stage}: {own.reason}")
@@ -96,9 +102,14 @@ def _facts(options: argparse.Namespace, spec: JobSpec, deepspeed: Mapping[str, A
     if not isinstance(batch, int):
         raise UsageError(f"{options.job} does not say the global batch; give --global-batch N")
     axes = tuple(axis.strip() for axis in options.axes.split(","))
-    return PlanningFacts(
-        parse_model(options.model), cluster_of(options), batch, axes, spare_ranks=max(0, options.spare)
-    )
+    return PlanningFacts(parse_model(options.model), cluster_of(options), batch, axes, spare_ranks=options.spare or 0)
+
+
+def _section(deepspeed: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = deepspeed.get(name) or {}
+    if not isinstance(found, Mapping):
+        raise UsageError(f"deepspeed: {name} must be a mapping, not {found!r}")
+    return found
 
 
 def _micro_batch(spec: JobSpec, deepspeed: Mapping[str, Any]) -> int:

@@ -53,6 +53,15 @@ def test_meshes_use_every_rank_unless_some_may_be_idle() -> None:
     assert {mesh.tp for mesh in meshes(dataclasses.replace(facts, spare_ranks=1))} == {1, 2, 3, 6, 7}
 
 
+def test_a_batch_that_does_not_divide_is_dealt_unevenly_but_every_rank_needs_a_sample() -> None:
+    facts = PlanningFacts(GPT, Cluster(DEVICES["A100"], 1, 7), 24, axes=("dp",))
+    uneven = Planner().evaluate(facts, Mesh(dp=7), Strategy(1, 24, 2))
+    assert uneven.refusal == ""
+    assert uneven.strategy.micro_steps(uneven.mesh) == 2
+    few = Planner().evaluate(dataclasses.replace(facts, global_batch=6), Mesh(dp=7), Strategy(1, 6, 1))
+    assert few.reason == "a global batch of 6 leaves some of dp7 without a sample"
+
+
 def test_only_the_named_axes_grow() -> None:
     facts = PlanningFacts(GPT, Cluster(DEVICES["A100"], 2), 64, axes=("dp",))
     assert list(meshes(facts)) == [Mesh(dp=16)]
@@ -65,7 +74,7 @@ def test_only_the_named_axes_grow() -> None:
         (Mesh(tp=16), Strategy(), "node", "does not fit into a node of 8 devices"),
         (Mesh(pp=16, dp=1), Strategy(2), "pipeline with ZeRO", "ZeRO stages 0 and 1 only"),
         (Mesh(dp=2, pp=4, sp=2), Strategy(), "pipeline with sp", "no sequence parallelism"),
-        (Mesh(dp=4, tp=4), Strategy(1, micro_batch=3), "batch", "64 samples are no multiple of dp4 x micro-batch 3"),
+        (Mesh(dp=4, pp=4), Strategy(1, micro_batch=3), "batch", "64 is no multiple of dp4 x micro-batch 3"),
         (Mesh(tp=8), Strategy(3), "nothing to shard over", "more than one data-parallel rank"),
         (Mesh(dp=16, ep=2), Strategy(), "experts", "ep2 divides not both 16 ranks and 1 experts"),
         (Mesh(dp=16), Strategy(0, offload="optimizer"), "offload", "needs ZeRO-1 or higher"),

@@ -69,6 +69,31 @@ def test_what_is_missing_or_unknown_is_said_in_one_sentence(
     assert len(err.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    "words", [("--network", "-1"), ("--host-memory", "inf"), ("--spare", "-1"), ("--network", "nan")]
+)
+def test_numbers_that_make_no_sense_are_refused(job: str, words: tuple[str, str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main("plan", job, "--nodes", "1x8xA100", "--model", "gpt2", *words)
+    assert left.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("section", "says"),
+    [
+        ("zero_optimization: 2", "zero_optimization must be a mapping"),
+        ("zero_optimization: {stage: 7}", "zero_stage must"),
+    ],
+)
+def test_a_deepspeed_section_that_cannot_be_read_is_one_sentence(
+    tmp_path: Path, section: str, says: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "job.yaml").write_text(f"entry_point: t.py:main\nmax_workers: 8\ndeepspeed: {{{section}}}\n")
+    words = ("--nodes", "1x8xA100", "--model", "gpt2", "--global-batch", "64")
+    assert main("plan", str(tmp_path / "job.yaml"), *words) == 2
+    assert says in capfd.readouterr().err
+
+
 def test_a_job_without_a_batch_says_how_to_give_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "job.yaml").write_text("entry_point: train.py:main\nmax_workers: 8\n")
     path = str(tmp_path / "job.yaml")
