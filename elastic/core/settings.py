@@ -68,6 +68,16 @@ class FailureSettings:
     storage_timeout_s: float = 300.0
 
 
+# Defaults of jobs whose workers have a GPU. Leaving a generation contains NCCL's abort, copies from the device that are
+# under way, and freeing the device's memory; joining contains making contexts and communicators and filling the device;
+# the start of a worker contains nvcc, where the image has no kernels.
+GPU_FAILURES: Mapping[str, float] = {
+    "abort_timeout_s": 30.0,
+    "join_timeout_s": 300.0,
+    "worker_start_timeout_s": 600.0,
+}
+
+
 @dataclass(frozen=True)
 class ScalingSettings:
     """How many workers a run may have. A slot (one node's share) holds `workers_per_slot` of them."""

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationErr
 
 from elastic.core.errors import UsageError
 from elastic.core.settings import (
+    GPU_FAILURES,
     AnomalySettings,
     CheckpointSettings,
     FailureSettings,
@@ -166,6 +167,15 @@ class JobSpec(BaseModel):
     storage_url: str | None = None
     kubernetes: KubernetesSpec | None = None
     submit: SubmitSpec = Field(default_factory=SubmitSpec)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _limits_of_gpus(cls, data: Any) -> Any:
+        """What takes long on a device has other defaults there; keys that are given are kept."""
+        resources, failures = (data.get(key) or {} for key in ("resources_per_worker", "failures"))
+        if not (isinstance(resources, dict) and resources.get("GPU") and isinstance(failures, dict)):
+            return data
+        return {**data, "failures": {**GPU_FAILURES, **failures}}
 
     @model_validator(mode="after")
     def _workers(self) -> JobSpec:

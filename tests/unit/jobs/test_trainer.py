@@ -4,6 +4,7 @@ name."""
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from elastic_jobs.trainer import ElasticTrainer
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 
 from elastic.core.errors import UsageError
-from elastic.core.settings import FailureSettings, SnapshotSettings
+from elastic.core.settings import GPU_FAILURES, FailureSettings, SnapshotSettings
 
 
 def train(config: dict[str, Any]) -> None: ...
@@ -51,7 +52,7 @@ def test_what_ray_trains_classes_say_arrives(tmp_path: Path) -> None:
         5,
         3,
     )
-    assert settings.failures == FailureSettings(user_error_retries=sys.maxsize)
+    assert settings.failures == replace(FailureSettings(user_error_retries=sys.maxsize), **GPU_FAILURES)
     assert settings.snapshots == SnapshotSettings(every_steps=1)
     assert settings.deepspeed_config == {"train_batch_size": 8}
 

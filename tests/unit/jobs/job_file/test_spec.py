@@ -13,7 +13,14 @@ from elastic_jobs.job_file.checks import check
 from elastic_jobs.job_file.spec import JobSpec, load_job
 
 from elastic.core.errors import UsageError
-from elastic.core.settings import AnomalySettings, FailureSettings, RunSettings, SnapshotSettings, StragglerSettings
+from elastic.core.settings import (
+    GPU_FAILURES,
+    AnomalySettings,
+    FailureSettings,
+    RunSettings,
+    SnapshotSettings,
+    StragglerSettings,
+)
 
 GOOD = "entry_point: train.py:main\nmax_workers: 4\n"
 
@@ -62,7 +69,8 @@ storage_url: s3://bucket/runs
     assert settings.checkpoint.url == str(tmp_path / "ckpt")
     assert settings.storage_url == "s3://bucket/runs"
     assert settings.deepspeed_config == {"zero_optimization": {"stage": 2}}
-    assert settings.failures == FailureSettings(suspect_after_s=2, crash_streak=9, capacity_timeout_s=60)
+    given = {"suspect_after_s": 2, "crash_streak": 9, "capacity_timeout_s": 60}
+    assert settings.failures == FailureSettings(**{**GPU_FAILURES, **given})
     assert settings.stragglers == StragglerSettings("evict", 1.2, 10, 2, 1)
     assert settings.anomalies == AnomalySettings("skip", 2, 50, 3)
     assert RunSettings.from_json(json.loads(json.dumps(settings.to_json()))) == settings
@@ -227,3 +235,17 @@ def test_aliases_and_merges_work(tmp_path: Path) -> None:
     spec = load(tmp_path, f"{GOOD}config:\n  base: &b {{lr: 1e-3}}\n  more: {{<<: *b, width: 8}}\n  same: [*b, *b]\n")
     assert spec.config["more"] == {"lr": 0.001, "width": 8}
     assert spec.config["same"] == [{"lr": 0.001}] * 2
+
+
+def test_limits_have_other_defaults_where_workers_have_a_gpu(tmp_path: Path) -> None:
+    assert load(tmp_path, GOOD).failures == FailureSettings()
+    assert load(tmp_path, f"{GOOD}resources_per_worker: {{GPU: 0}}\n").failures == FailureSettings()
+    given = {"abort_timeout_s": 3.0, "heartbeat_s": 0.1}
+    on_gpus = load(tmp_path, f"{GOOD}resources_per_worker: {{GPU: 1}}\nfailures: {json.dumps(given)}\n").failures
+    assert on_gpus == FailureSettings(**{**GPU_FAILURES, **given}), "what is given is kept"
+
+
+@pytest.mark.parametrize("gpu", ["", "resources_per_worker: {GPU: 1}\n"])
+def test_a_slip_in_failures_is_named_with_and_without_a_gpu(gpu: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="abort_timeout_s"):
+        load(tmp_path, f"{GOOD}{gpu}failures: {{abort_timeout: 3.0}}\n")
