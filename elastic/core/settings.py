@@ -147,12 +147,12 @@ class AnomalySettings:
     """What is done about a step whose loss or gradient is no number (NaN or infinite).
 
     "rollback" goes back to the newest good state and does the step with the next samples instead; "skip" leaves the
-    weights as they are and goes on with the next step; "stop" ends the run. More than `max_anomalies` within
-    `window_steps` steps end it in any case. An fp16 overflow with a good loss is none, unless more than `max_overflows`
-    come in a row while the loss scale cannot be lowered any further.
+    weights as they are and goes on with the next step; "stop" ends the run; "off" does not look.
+    More than `max_anomalies` within `window_steps` steps end it in any case. An fp16 overflow with a good loss is none,
+    unless more than `max_overflows` come in a row while the loss scale cannot be lowered any further.
     """
 
-    policy: Literal["stop", "skip", "rollback"] = "rollback"
+    policy: Literal["stop", "skip", "rollback", "off"] = "rollback"
     max_anomalies: int = 5
     window_steps: int = 1000
     max_overflows: int = 5

@@ -7,7 +7,7 @@ generation. docs/extending.md says how to add a kind; tests/processes/engine_con
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -106,7 +106,8 @@ class Engine(Protocol):
 
     def extra_state(self) -> dict[str, Json]:
         """Everything that is neither a tensor nor the optimizer's, as JSON, equal on all ranks: "engine" (counters by
-        name), "loss_scaler" ({"kind", "values"}) and "scheduler" ({"class", "state"} or None).
+        name), "loss_scaler" ({"kind", "values"}), "scheduler" ({"class", "state"} or None) and, where modules have a
+        `get_extra_state`, "modules" (by name; those of rank 0 are the run's).
 
         Raises UsageError for what JSON cannot hold.
         """
@@ -130,13 +131,19 @@ class EngineKind(GroupHooks, Protocol):
     """One kind of engine in this process. Call order:
 
     1. `warm_up` once per process, before user code runs
-    2. for each generation: the `GroupHooks`, then `resolve` and `build` when the user calls `elastic.initialize`
+    2. for each generation: the `GroupHooks`, `answer_user_calls`, then `resolve` and `build` when the user calls
+       `elastic.initialize`
     """
 
     name: str
 
     def warm_up(self) -> None:
         """Import what the first engine would import, so that a recovery does not wait for it."""
+        ...
+
+    def answer_user_calls(self, initialize: Callable[..., Any] | None, spec: GenerationSpec) -> None:
+        """Until it is called with None: user code that calls the engine's library itself, to build an engine, gets
+        `initialize` instead, or a UsageError; it must not train outside of the platform."""
         ...
 
     def resolve(self, config: Config | None, spec: GenerationSpec, loader_batch: int | None = None) -> ResolvedConfig:

@@ -15,6 +15,9 @@ import torch
 from elastic.core.checkpoint.manifest import Json
 from elastic.core.errors import UsageError
 
+# What extra state of modules may hold; anything larger is a buffer.
+_MOST_ELEMENTS = 4096
+
 
 def encode(value: Any, where: str) -> Json:
     """JSON for `value`. Raises UsageError naming `where` and the path below it for what is not plain data."""
@@ -24,9 +27,9 @@ def encode(value: Any, where: str) -> Json:
         return int(value)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"$float": str(float(value))}
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
+    if isinstance(value, torch.Tensor) and value.numel() <= _MOST_ELEMENTS:
         dtype = str(value.dtype).removeprefix("torch.")
-        item = encode(value.detach().reshape(()).tolist(), where)
+        item = encode(value.detach().reshape(() if value.numel() == 1 else (-1,)).tolist(), where)
         return {"$tensor": {"dtype": dtype, "shape": list(value.shape), "value": item}}
     if isinstance(value, list):
         return [encode(item, f"{where}[{index}]") for index, item in enumerate(value)]

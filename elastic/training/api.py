@@ -70,10 +70,10 @@ def initialize(
     prepared = _prepared(generation, training_data)
     source = data_source(training_data if prepared is None else prepared, collate_fn, num_workers, prefetch_factor)
     resolved = generation.kind.resolve(chosen_config(args, config, config_params), scope.spec, source.micro_batch)
-    anomalies = scope.spec.anomalies
+    nonfinite = scope.spec.anomalies.policy if scope.spec.anomalies is not None else None
     engine, wrapped_optimizer, scheduler = generation.kind.build(
         resolved,
-        anomalies.policy if anomalies is not None else None,
+        nonfinite if nonfinite != "off" else None,
         scope.device,
         model=model,
         optimizer=optimizer,
@@ -197,5 +197,7 @@ def _opened(generation: Generation, engine: Engine, plan: StepPlan) -> tuple[Ste
         saved_step = None if is_snapshot(scope.spec.checkpoint) else scope.step
     snapshots = Snapshots(scope, state, lambda: run_state(scope, plan, generation.state), saved_step)
     generation.closing.callback(snapshots.close)
-    watch = AnomalyWatch(engine, scope.spec.anomalies, state.agreement) if scope.spec.anomalies is not None else None
+    anomalies = scope.spec.anomalies
+    watched = anomalies is not None and anomalies.policy != "off"
+    watch = AnomalyWatch(engine, anomalies, state.agreement) if anomalies is not None and watched else None
     return StepLoop(scope, plan, snapshots, generation.take_metrics), watch

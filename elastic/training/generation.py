@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import ExitStack
+from importlib import import_module
 from typing import Any
 
 from elastic.comm.process_group import ProcessGroup
@@ -52,6 +53,8 @@ class Generation:
         """Join the process groups. Raises what `ProcessGroup.join` raises."""
         cleanup.warm_up(self.kind)
         self.scope.device = self.group.join(self.scope.check)
+        self.kind.answer_user_calls(_public_initialize, self.scope.spec)
+        self.closing.callback(self.kind.answer_user_calls, None, self.scope.spec)
 
     @property
     def has_engine(self) -> bool:
@@ -84,3 +87,8 @@ class Generation:
             self.scope.failure = None
             self.group.close()
         return cleanup.collect(self._native)
+
+
+def _public_initialize(*args: Any, **kwargs: Any) -> Any:
+    """`elastic.initialize`, by its public name: the module that defines it is above this one."""
+    return import_module("elastic").initialize(*args, **kwargs)

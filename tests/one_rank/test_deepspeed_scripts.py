@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 from elastic.checkpoint.storage import CheckpointStore
 from elastic.comm.rendezvous import host_store
 from elastic.core.generation_spec import BatchSettings, GenerationSpec
+from elastic.core.settings import AnomalySettings
+from elastic.engines.deepspeed import user_calls
 from elastic.training import engine as engine_module
 from elastic.training.local import run_local
 
@@ -190,7 +192,8 @@ def test_the_boundary_is_what_deepspeed_answers_at_each_of_four_places(micro: in
 
         model, optimizer = model_and_optimizer()
         config = settings(train_micro_batch_size_per_gpu=micro)
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
+        with user_calls.building():
+            engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
         ask = engine.is_gradient_accumulation_boundary
         for x, _ in [*DataLoader(Numbers(), batch_size=micro)]:
             theirs.append(ask())
@@ -206,3 +209,132 @@ def test_the_boundary_is_what_deepspeed_answers_at_each_of_four_places(micro: in
     run(train_native, tmp_path)
     assert ours == theirs
     assert len(ours) == 4 * 12 // micro
+
+
+def test_deepspeeds_own_initialize_is_answered(tmp_path: Path) -> None:
+    """Seen: it trained outside of the platform, which counted no step."""
+    steps: list[int] = []
+
+    def train() -> None:
+        import deepspeed
+
+        import elastic
+
+        model, optimizer = model_and_optimizer()
+        engine, _, loader, _ = deepspeed.initialize(
+            model=model, optimizer=optimizer, training_data=Numbers(), config=settings()
+        )
+        for x, _ in loader:
+            one_pass(engine, x)
+            steps.append(elastic.get_context().step)
+
+    result = run(train, tmp_path, steps=2)
+    assert steps == [1, 2]
+    assert result.step == 2
+
+
+def test_an_engine_made_in_another_way_is_refused(tmp_path: Path) -> None:
+    def train() -> None:
+        from deepspeed.runtime.engine import DeepSpeedEngine
+
+        DeepSpeedEngine(args=None, model=nn.Linear(1, 1), config=settings())
+
+    spec = GenerationSpec("script", 1, 0, 1)
+    result, _ = run_local(train, None, spec, host_store("127.0.0.1"), str(tmp_path))
+    assert (result.kind, "without elastic.initialize" in result.message) == ("usage_error", True)
+    import deepspeed
+
+    assert user_calls._initialize is None
+    assert deepspeed.initialize is not None
+
+
+def test_zero_init_takes_a_global_batch_that_the_world_size_does_not_divide(tmp_path: Path) -> None:
+    """Seen: DeepSpeed's assertion about batch sizes ended the run when a node was lost."""
+
+    def train() -> None:
+        import deepspeed
+
+        import elastic
+
+        # Written for 4 workers: 6 = 2 * 3 * 1 is not so for one.
+        config = settings(3, train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=1)
+        config["train_batch_size"] = 8
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            model, optimizer = model_and_optimizer()
+        engine, _, loader, _ = elastic.initialize(
+            model=model, optimizer=optimizer, training_data=Numbers(), config=config
+        )
+        for x, _ in loader:
+            one_pass(engine, x)
+
+    spec = GenerationSpec("script", 1, 0, 1, max_world_size=4, batch=BatchSettings(max_steps=2))
+    result, _ = run_local(train, None, spec, host_store("127.0.0.1"), str(tmp_path))
+    assert result.kind == "finished", result.traceback
+
+
+class Counting(nn.Module):
+    """Keeps what is no tensor of the model, as FP8 layers and quantisers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 1)
+        self.seen: dict[str, Any] = {"forwards": 0, "scales": torch.zeros(3)}
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.seen["forwards"] += 1
+        self.seen["scales"] = self.seen["scales"] + 0.5
+        return self.inner(x)
+
+    def get_extra_state(self) -> Any:
+        return self.seen
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_extra_state_of_modules_is_carried(stage: int, tmp_path: Path) -> None:
+    """Seen: it began anew after every recovery."""
+    seen: list[Any] = []
+
+    def train() -> None:
+        import elastic
+
+        model = Counting()
+        engine, _, loader, _ = elastic.initialize(
+            model=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.001),
+            training_data=Numbers(),
+            config=settings(stage),
+        )
+        seen.append((model.seen["forwards"], model.seen["scales"].tolist()))
+        for x, _ in loader:
+            one_pass(engine, x)
+
+    run(train, tmp_path, end_at=3)
+    run(train, tmp_path, checkpoint=CheckpointStore(str(tmp_path), "script").list()[0].id, steps=4)
+    assert seen == [(0, [0.0] * 3), (3, [1.5] * 3)]
+
+
+@pytest.mark.parametrize("policy", ["rollback", "off"])
+def test_sparse_embeddings_in_stage_0(policy: Any, tmp_path: Path) -> None:
+    """Seen: the norm of a sparse gradient ended the run, and there was no way to switch the watch off."""
+
+    def train() -> None:
+        import elastic
+
+        model = nn.Sequential(nn.Embedding(12, 4, sparse=True), nn.Linear(4, 1))
+        engine, _, loader, _ = elastic.initialize(
+            model=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            training_data=Numbers(),
+            config=settings(),
+        )
+        for _, index in loader:
+            one_pass(engine, index)
+
+    spec = GenerationSpec("script", 1, 0, 1, batch=BatchSettings(max_steps=2), anomalies=AnomalySettings(policy=policy))
+    result, coordinator = run_local(train, None, spec, host_store("127.0.0.1"), str(tmp_path))
+    assert result.kind == "finished", result.traceback
+    norm = coordinator.reports[0].grad_norm
+    assert norm is None if policy == "off" else norm > 0.0

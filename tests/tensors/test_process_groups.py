@@ -38,6 +38,8 @@ class NoEngine:
 
     def warm_up(self) -> None: ...
 
+    def answer_user_calls(self, initialize: Any, spec: Any) -> None: ...
+
     def device(self, local_rank: int) -> tuple[str, torch.device]:
         return self.backend, torch.device("cpu")
 

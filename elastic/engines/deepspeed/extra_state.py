@@ -1,4 +1,4 @@
-"""What is equal on all ranks and is neither a tensor nor the optimizer's: counters, loss scaler, scheduler."""
+"""What is equal on all ranks and is neither a tensor nor the optimizer's: counters, loss scaler, scheduler, modules."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from elastic.core.checkpoint.manifest import Json
+from elastic.engines.deepspeed.module_extra import install_modules, read_modules
 from elastic.engines.json_values import decode, encode
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
@@ -19,6 +20,7 @@ def read(engine: Any) -> dict[str, Json]:
         "engine": {name: int(getattr(engine, name)) for name in COUNTERS},
         "loss_scaler": read_scaler(engine),
         "scheduler": read_scheduler(engine),
+        "modules": read_modules(engine.module),
     }
 
 
@@ -28,12 +30,14 @@ def expected(engine: Any, saved: Mapping[str, Json]) -> dict[str, Json]:
         "engine": counters_of(engine, saved),
         "loss_scaler": saved["loss_scaler"],
         "scheduler": saved["scheduler"],
+        "modules": saved.get("modules", read_modules(engine.module)),
     }
 
 
 def install(engine: Any, saved: Mapping[str, Json]) -> None:
     """See `Engine.load_extra_state`."""
     install_scaler(engine, saved["loss_scaler"])
+    install_modules(engine.module, saved.get("modules"))
     if saved["scheduler"] is not None:
         engine.lr_scheduler.load_state_dict(decode(saved["scheduler"]["state"]))
     for name, value in counters_of(engine, saved).items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from elastic.core.errors import UsageError
 from elastic.core.generation_spec import GenerationSpec
 from elastic.engines.base import Config, Nonfinite, ResolvedConfig
-from elastic.engines.deepspeed import startup, teardown
+from elastic.engines.deepspeed import startup, teardown, user_calls
 from elastic.engines.deepspeed.adapter import DeepSpeedAdapter
 from elastic.engines.deepspeed.config import read_config, resolve
 from elastic.engines.deepspeed.refused import refuse_model
@@ -50,6 +51,12 @@ class DeepSpeed:
     def destroy_groups(self) -> None:
         teardown.destroy_groups()
 
+    def answer_user_calls(self, initialize: Callable[..., Any] | None, spec: GenerationSpec) -> None:
+        if initialize is None:
+            user_calls.answer(None, None)
+        else:
+            user_calls.answer(initialize, lambda config: dict(self.resolve(config, spec).native))
+
     def resolve(self, config: Config | None, spec: GenerationSpec, loader_batch: int | None = None) -> ResolvedConfig:
         chosen = config if config is not None else spec.deepspeed_config
         if chosen is None:
@@ -73,14 +80,15 @@ class DeepSpeed:
         import deepspeed
 
         refuse_model(model)
-        native, wrapped, _, scheduler = deepspeed.initialize(
-            model=model,
-            optimizer=optimizer,
-            lr_scheduler=lr_scheduler,
-            model_parameters=model_parameters,
-            config=dict(resolved.native),
-            dist_init_required=False,
-        )
+        with user_calls.building():
+            native, wrapped, _, scheduler = deepspeed.initialize(
+                model=model,
+                optimizer=optimizer,
+                lr_scheduler=lr_scheduler,
+                model_parameters=model_parameters,
+                config=dict(resolved.native),
+                dist_init_required=False,
+            )
         try:
             engine = DeepSpeedAdapter(native, nonfinite)
         except UsageError:

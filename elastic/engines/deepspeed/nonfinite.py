@@ -50,7 +50,7 @@ class NonFinite:
         if not self._whole_gradient:
             yield
             return
-        gradients = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
+        gradients = [_values(p.grad) for p in self._engine.module.parameters() if p.grad is not None]
         self._norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
         if math.isfinite(self._norm):
             yield
@@ -66,6 +66,11 @@ class NonFinite:
 
     def loss_scale(self) -> LossScale | None:
         return None if self._scaler is None else LossScale(float(self._scaler.cur_scale), _at_floor(self._scaler))
+
+
+def _values(gradient: torch.Tensor) -> torch.Tensor:
+    """Of an embedding with sparse=True: the rows that are not zero."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 @contextmanager

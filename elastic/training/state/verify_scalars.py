@@ -67,6 +67,7 @@ def wrong_rest(live: Mapping[str, Json], expected: Mapping[str, Json]) -> dict[s
     """For each part of an engine's extra state: is it otherwise than expected?"""
     wrong = {name: live["engine"].get(name) != value for name, value in expected["engine"].items()}
     wrong["loss scaler"] = not _within(expected["loss_scaler"], live["loss_scaler"])
+    wrong["extra state of modules"] = expected.get("modules") != live.get("modules")
     wrong["learning-rate scheduler"] = expected["scheduler"] != live["scheduler"]
     return wrong
 

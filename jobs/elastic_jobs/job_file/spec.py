@@ -108,7 +108,7 @@ class AnomalySpec(BaseModel):
 
     model_config = _CONFIG
 
-    policy: Literal["stop", "skip", "rollback"] = AnomalySettings.policy
+    policy: Literal["stop", "skip", "rollback", "off"] = AnomalySettings.policy
     max_anomalies: Annotated[int, Field(ge=0)] = AnomalySettings.max_anomalies
     window_steps: Count = AnomalySettings.window_steps
     max_overflows: Annotated[int, Field(ge=0)] = AnomalySettings.max_overflows

@@ -33,7 +33,7 @@ def generation_specs(
             memory=plan,
             skips=action.skips,
             stops_at_start=action.stops_at_start,
-            anomalies=settings.anomalies,
+            anomalies=settings.anomalies if settings.anomalies.policy != "off" else None,
             collective_timeout_s=settings.failures.collective_timeout_s,
         )
         for rank, plan in enumerate(plans)

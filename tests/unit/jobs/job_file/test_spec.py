@@ -121,7 +121,10 @@ def test_deepspeed_config_may_be_a_file_beside_the_job(tmp_path: Path) -> None:
         ("failures: {capacity_timeout_s: -1}\n", "'failures.capacity_timeout_s' should be greater than 0, but is -1"),
         ("seed: 1\nseed: 2\n", "line 4: the key 'seed' was given before, in line 3"),
         ("deepspeed: 3\n", "line 3: 'deepspeed' should be"),
-        ("anomalies: {policy: ignore}\n", "'anomalies.policy' should be 'stop', 'skip' or 'rollback', but is 'ignore'"),
+        (
+            "anomalies: {policy: ignore}\n",
+            "'anomalies.policy' should be 'stop', 'skip', 'rollback' or 'off', but is 'ignore'",
+        ),
         ("scaling_policy: hasty\n", "line 3: 'scaling_policy' should be 'eager' or 'patient', but is 'hasty'"),
         ("config: [\n", "not valid YAML"),
     ],

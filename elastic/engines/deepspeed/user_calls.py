@@ -1,0 +1,98 @@
+"""DeepSpeed's own entry points when user code calls them inside of a generation.
+
+`deepspeed.initialize` is answered by `elastic.initialize`: an engine that the platform does not know would train, and
+nothing of it would be saved or counted. `deepspeed.zero.Init` is given the configuration of this world size: with the
+user's, DeepSpeed ends the process where the world size does not divide the global batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from elastic.core.errors import UsageError
+
+logger = logging.getLogger(__name__)
+
+# What user calls become; None outside of a generation. One generation at a time: plain module state.
+_initialize: Callable[..., Any] | None = None
+_resolve: Callable[[Any], Any] | None = None
+_building = False
+
+
+def answer(initialize: Callable[..., Any] | None, resolve: Callable[[Any], Any] | None) -> None:
+    """From now on `deepspeed.initialize` is `initialize`, and zero.Init's configuration goes through `resolve`.
+
+    None for both: DeepSpeed's own again.
+    """
+    global _initialize, _resolve
+    _install()
+    _initialize, _resolve = initialize, resolve
+
+
+@contextmanager
+def building() -> Iterator[None]:
+    """The platform itself builds an engine."""
+    global _building
+    _building = True
+    try:
+        yield
+    finally:
+        _building = False
+
+
+@functools.cache
+def _install() -> None:
+    """Once per process."""
+    import deepspeed
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    deepspeed.initialize = _initializing(deepspeed.initialize)
+    DeepSpeedEngine.__init__ = _guarded(DeepSpeedEngine.__init__)
+    Init.__init__ = _configured(Init.__init__)
+
+
+def _initializing(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        if _initialize is None or _building:
+            return original(*args, **kwargs)
+        logger.warning("deepspeed.initialize inside of an elastic run is elastic.initialize")
+        return _initialize(*args, **kwargs)
+
+    return initialize
+
+
+def _guarded(original: Callable[..., None]) -> Callable[..., None]:
+    """Whichever way the engine is made: `from deepspeed import initialize`, or by a library."""
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        if _initialize is not None and not _building:
+            raise UsageError(
+                f"a {type(self).__name__} was made inside of an elastic run without elastic.initialize: nothing of it "
+                "would be saved or counted; call elastic.initialize, which takes the same arguments"
+            )
+        original(self, *args, **kwargs)
+
+    return init
+
+
+def _configured(original: Callable[..., None]) -> Callable[..., None]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(self, *args, **kwargs)
+        for name in ("config_dict_or_path", "config"):
+            given = bound.arguments.get(name)
+            if _resolve is not None and not _building and given is not None:
+                bound.arguments[name] = _resolve(given)
+        original(*bound.args, **bound.kwargs)
+
+    return init
