@@ -1,1 +1,1 @@
-"""The journal of a run and what is read from it."""
+"""The journal of a run, its readers (summary, story, report, trace), and sinks that get its records live."""

@@ -5,7 +5,7 @@
                    00000001-00000512.jsonl    appends that were joined
                    00000513.jsonl             one append
 
-Objects never change. Where a joined one covers a number, the single one does not count, also when it arrives late.
+Objects never change. A single object whose number is covered by a joined one does not count, even if it arrives late.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _FOLDER = re.compile(r"[0-9]{6,18}")
 _OBJECT = re.compile(r"([0-9]{8,18})(?:-([0-9]{8,18}))?\.jsonl")
 _CLAIM = re.compile(r"claimed by [0-9a-f]{32}\n")
 _READS_AT_ONCE = 16
-# A run of a month makes a million appends; nobody could read that many objects in a reasonable time.
+# A run of a month makes a million appends; reading that many objects would take too long.
 JOINED = 512
 
 
 class ObjectSegments:
     """`Segments` as folders of objects.
 
-    A claim is object 0, made by a conditional write: of several claimants one gets it. Not every store that speaks S3
-    heeds conditions, so each claimant also leaves an object of its own and looks who else has: of two that overlap,
-    at least the one that looks last sees the other, and whoever sees another gives way. So no two ever have one
-    incarnation, where a listing shows what was written before it was asked for.
+    A claim is object 0, created by a conditional write: of several claimants one succeeds. Not every S3-compatible
+    store honours conditions, so each claimant also writes an object of its own and lists the others: of two concurrent
+    claimants, at least the one that lists last sees the other, and a claimant that sees another one gives up. So no two
+    have the same incarnation, provided that listings are consistent.
     """
 
     def __init__(self, objects: Objects, folder: str, joined: int = JOINED) -> None:
@@ -46,9 +46,9 @@ class ObjectSegments:
         self._folder = folder
         self._joined = joined
         self._next: dict[int, int] = {}
-        # Of an append that failed: what was written of it, and what may have been, or may yet be.
+        # For a failed append: the text that was written, and the text that may have been written or may yet be.
         self._failed: dict[int, tuple[str, str]] = {}
-        # Appends that are not joined yet, from which number on.
+        # The number of the first append that is not joined yet, and these appends.
         self._single: dict[int, tuple[int, list[str]]] = {}
         # A reader that polls fetches each object once.
         self._seen: dict[str, str] = {}
@@ -62,7 +62,7 @@ class ObjectSegments:
             raise taken(incarnation)
         try:
             with _reached(folder):
-                # The mark makes a repetition of this very request another thing than a second claimant's.
+                # The mark tells a repetition of this request from a second claimant's.
                 self._objects.create(f"{folder}/{_object(0)}", f"claimed by {mark}\n".encode())
         except IntegrityError as error:
             raise taken(incarnation) from error
@@ -76,7 +76,7 @@ class ObjectSegments:
     def append(self, incarnation: int, text: str) -> None:
         sent, unsure = self._failed.pop(incarnation, ("", ""))
         text = text.removeprefix(sent)
-        # What may be there is written again, the same bytes at the same place: if it comes late, nothing changes.
+        # Text that may be there is written again, the same bytes to the same object: a late arrival changes nothing.
         parts = [unsure, text.removeprefix(unsure)] if unsure and text.startswith(unsure) else [text]
         for part in filter(None, parts):
             self._failed[incarnation] = (sent, part)
@@ -93,13 +93,13 @@ class ObjectSegments:
     def _put(self, incarnation: int, text: str) -> None:
         path = f"{self._of(incarnation)}/{_object(self._next[incarnation])}"
         with _reached(path):
-            # Overwriting is safe: nobody else writes in a claimed folder.
+            # Overwriting is safe: only the claimant writes in a claimed folder.
             self._objects.put(path, [text.encode()])
         self._next[incarnation] += 1
         self._single[incarnation][1].append(text)
 
     def _join(self, incarnation: int) -> None:
-        """One object for many. A failure costs requests, not records: the next append tries again."""
+        """Join many objects into one. A failure costs requests, not records: the next append tries again."""
         first, texts = self._single[incarnation]
         folder, last = self._of(incarnation), first + len(texts) - 1
         try:
@@ -110,14 +110,14 @@ class ObjectSegments:
             logger.info("objects of the journal are not joined yet: %s", error)
 
     def _fetched(self, folder: str) -> list[str]:
-        """The paths that count, in order; what lies there is in `_seen`."""
+        """The valid paths in order; their content is in `_seen`."""
         while True:
             paths = [f"{folder}/{name}" for name in _counted(self._names(folder))]
             try:
                 self._fetch([path for path in paths if path not in self._seen])
                 return paths
             except IntegrityError:
-                # Joined since it was listed. A journal is not joined twice between two looks, so this ends.
+                # Joined since the listing. A journal is not joined twice between two listings, so this loop ends.
                 if set(paths) <= {f"{folder}/{name}" for name in self._names(folder)}:
                     raise
 
@@ -138,7 +138,7 @@ class ObjectSegments:
 
 
 def _counted(names: Sequence[str]) -> list[str]:
-    """The objects of a segment in order, without those that a joined one covers."""
+    """The objects of a segment in order, without those that are covered by a joined one."""
     spans = []
     for name in names:
         if found := _OBJECT.fullmatch(name):
@@ -158,7 +158,7 @@ def _object(number: int) -> str:
 
 @contextlib.contextmanager
 def _reached(path: str) -> Iterator[None]:
-    """A journal that may not be written is one that cannot be reached: rights are mended while training goes on."""
+    """Missing rights count as unreachable storage: they can be granted while training continues."""
     try:
         yield
     except (StorageError, UsageError) as error:

@@ -13,7 +13,7 @@ _MARKS = ("detected", "decided", "rebuilt", "restored", "first_step")
 
 
 def report(summary: Summary) -> list[str]:
-    """Lines without control characters. Sections that have nothing to say are left out."""
+    """Lines without control characters. Empty sections are omitted."""
     sections = [
         [_headline(summary)],
         _incidents(summary),
@@ -51,7 +51,7 @@ def _incidents(summary: Summary) -> list[str]:
 
 
 def _incident(incident: Mapping[str, Any], began: float | None) -> dict[str, str]:
-    # The fault itself is the better beginning, where it is known.
+    # Times count from the fault itself if it is known.
     seconds = incident.get("seconds_from_fault") or incident.get("seconds") or {}
     at = incident.get("at")
     return {

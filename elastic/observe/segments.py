@@ -1,4 +1,4 @@
-"""Where a journal's lines lie. One segment per controller incarnation, claimed exclusively, append only.
+"""The storage of a journal's lines: one append-only segment per controller incarnation, claimed exclusively.
 
 Local disks: one file `journal/000001.jsonl`, created with O_EXCL; every append is written, flushed and fsynced.
 Object stores cannot append: there a segment is a folder of objects (`observe.object_segments`).
@@ -22,7 +22,7 @@ _FILE = re.compile(r"([0-9]{6,18})\.jsonl")
 class Segments(Protocol):
     """All segments of one journal. 1. `claim` by a new controller; 2. `append` by it alone; the rest by any reader.
 
-    Every method raises StorageError where the store cannot be reached; what was appended is durable on return.
+    Every method raises StorageError when the store cannot be reached; appended lines are durable on return.
     """
 
     def incarnations(self) -> list[int]:
@@ -30,7 +30,7 @@ class Segments(Protocol):
         ...
 
     def claim(self, incarnation: int) -> None:
-        """Raises Fenced when somebody has it already."""
+        """Raises Fenced when the incarnation is taken."""
         ...
 
     def append(self, incarnation: int, text: str) -> None:
@@ -77,7 +77,7 @@ class LocalSegments:
     def append(self, incarnation: int, text: str) -> None:
         descriptor, good, data = self._open[incarnation], self._good[incarnation], text.encode()
         try:
-            # Cuts off what an append that failed half way (a full disk) has left.
+            # Cuts off the rest of an append that failed half way (a full disk).
             os.ftruncate(descriptor, good)
             written = 0
             while written < len(data):
@@ -101,7 +101,7 @@ class LocalSegments:
 
 
 def taken(incarnation: int) -> Fenced:
-    """What a claimant is told that comes second."""
+    """The error for the second claimant."""
     return Fenced(f"another controller already has incarnation {incarnation} of this run")
 
 

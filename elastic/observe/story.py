@@ -34,14 +34,14 @@ def story(records: Iterable[Record], *, everything: bool = False) -> list[Line]:
     start: float | None = None
     status: object = None
     known = list(records)
-    # An incident is written once more when its lost steps have been done again: the last word on it is told, once.
+    # An incident is written again when its lost steps have been repeated: only its last record is shown.
     last_word = {record.get("id"): record for record in known if record.get("type") == "incident"}
     for record in known:
         if record.get("type") == "incident" and record is not last_word[record.get("id")]:
             continue
         time = float(record.get("time", 0.0))
         start = time if start is None else start
-        # A run record is written often; only a change of its status is history.
+        # Only changes of the run's status are shown.
         if record.get("type") == "run":
             if record.get("status") in (None, status):
                 continue

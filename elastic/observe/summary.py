@@ -1,6 +1,6 @@
-"""What a run came to, as one JSON object: a pure function of its journal.
+"""The summary of a run as one JSON object: a pure function of its journal.
 
-Tolerant on purpose: it reads journals of runs that go on, that died, and of other versions. Whatever was not written is
+Tolerant on purpose: it reads journals of runs in progress, of runs that died, and of other versions. A missing value is
 None or empty, never guessed.
 """
 
@@ -89,7 +89,7 @@ def incident_seconds(record: Record) -> dict[str, float | None]:
     }
 
 
-# What takes nothing from a generation cannot be why it ended.
+# A fault that removes nothing from a generation cannot be the cause of its end.
 _HARMLESS = ("add-node", "kill-control-store", "restart-control-store")
 
 
@@ -109,7 +109,7 @@ def with_faults(summary: Mapping[str, Any], faults: Sequence[Mapping[str, Any]])
 
 def _with_fault(incident: Json, faults: Sequence[Mapping[str, Any]], incidents: Sequence[Json]) -> Json:
     at = incident["at"]
-    # The one before it: a fault that has its own incident already did not cause this one.
+    # The previous incident: a fault before it belongs to that one.
     earlier = max((i["at"] for i in incidents if at and i["at"] and i["at"] < at), default=0.0)
     striking = [fault for fault in faults if not str(fault["fault"]).startswith(_HARMLESS)]
     causes = [fault for fault in striking if at is not None and earlier < fault["at"] <= at]
@@ -158,7 +158,7 @@ def _attempts(records: Sequence[Record]) -> list[list[Record]]:
     for record in records:
         if record.get("type") == "run" and record.get("status") == "running":
             if begun:
-                # Its controller's own "begin" comes just before and belongs to it.
+                # Its controller's "begin" record comes just before and belongs to it.
                 attempts.append([attempts[-1].pop()] if attempts[-1][-1].get("type") == "begin" else [])
             begun = True
         attempts[-1].append(record)
@@ -166,7 +166,7 @@ def _attempts(records: Sequence[Record]) -> list[list[Record]]:
 
 
 def _run(records: Sequence[Record], attempt: Sequence[Record]) -> Json:
-    """What is known of the run: its last attempt's own words, and its last step where it did not come to speak."""
+    """The run's outcome from its last attempt; without one, the last known step."""
     steps = list(steps_of(records))
     last = {key: steps[-1].get(key) for key in ("step", "loss")} if steps else {}
     names = {"run_id": _merged(of(records, "run")).get("run_id")}
@@ -185,7 +185,7 @@ def _time(record: Record) -> float:
 
 
 def _merged(records: Iterable[Record]) -> Json:
-    """Later values win; None is no value."""
+    """Later values win; None does not override a value."""
     merged: Json = {}
     for record in records:
         merged.update({key: value for key, value in record.items() if value is not None})
@@ -201,7 +201,7 @@ def _latest(records: Iterable[Record], key: str) -> list[Json]:
 
 
 def _generations(records: Sequence[Record]) -> list[Json]:
-    """A generation that was cut short has not said which step was its last; its steps have."""
+    """A generation that ended abruptly has no record of its last step; the step records have it."""
     last: dict[Any, int] = {}
     for step in steps_of(records):
         last[step.get("generation")] = max(int(step["step"]), last.get(step.get("generation"), 0))
@@ -218,7 +218,7 @@ def _checkpoints(records: Sequence[Record]) -> list[Json]:
 
 
 def _stalls(checkpoints: Sequence[Record]) -> Json:
-    """How long the training thread waited per save."""
+    """How long saves delayed the training thread."""
     stalls = [stall for record in checkpoints if (stall := finite(record.get("stall_s"))) is not None]
     return {
         "saves": len(stalls),

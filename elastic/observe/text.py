@@ -9,7 +9,7 @@ from typing import Any
 
 
 def clean(text: object) -> str:
-    """One line without control characters: evidence comes from user code and may hold anything."""
+    """One line without control characters: evidence comes from user code and may contain any character."""
     return " ".join("".join(char if char.isprintable() else " " for char in str(text)).split())
 
 
@@ -50,7 +50,7 @@ def number(value: Any, form: str = ".4f") -> str:
 
 
 def finite(value: Any) -> float | None:
-    """The number, or None for anything that JSON has no number for."""
+    """The number; None for anything else, NaN and infinity included."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         return None
     return value

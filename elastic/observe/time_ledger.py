@@ -1,4 +1,4 @@
-"""The ledger of time: where a run's hours went. (The other one, of samples, is `sample_ledger`.)"""
+"""The time ledger: which activity owns each instant of a run. (The ledger of samples is `core.data.sample_ledger`.)"""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ OWNERS = (
     CHECKPOINT_STALL, DATA_STALL, STRAGGLER_EXCESS, PAUSED, UNKNOWN,
 )  # fmt: skip
 
-# Steps may end while these own the time: a planned end waits for the step that is under way.
+# Steps may end while these own the time: a planned end waits for the current step.
 _STEPPING = (PRODUCTIVE, PAUSED)
 
 
 class TimeLedger:
     """Gives every instant exactly one owner. Times are wall clock seconds and may stand still, never decrease.
 
-    A training step's time is worth nothing until a checkpoint covers the step. Until then it is `unknown`; `commit`
-    makes it productive, `rollback` makes it replay, since the step has to be done again. Counted in whole
-    nanoseconds, so that the parts add up to the whole exactly.
+    The time of a training step is `unknown` until a checkpoint covers the step: `commit` makes it productive,
+    `rollback` makes it replay, since the step must be repeated. Times are whole nanoseconds, so that the parts add up
+    to the whole exactly.
     """
 
     def __init__(self, now: float, owner: str = QUEUE) -> None:
         self._start = self._now = _nanoseconds(now)
         self._owner = owner
         self._totals = dict.fromkeys(OWNERS, 0)
-        # Since the last step ended: what becomes part of the next step, if there is one.
+        # Time since the last step ended: part of the next step, if there is one.
         self._open = dict.fromkeys(_STEPPING, 0)
         self._tentative: list[tuple[int, int]] = []
         self._covered: list[tuple[int, int]] = []
@@ -67,7 +67,7 @@ class TimeLedger:
     ) -> None:  # fmt: skip
         """A step was completed; the time since the step before is its own, less the stalls that it names.
 
-        A report that comes after its generation's end changes nothing: that time has its owner.
+        A report after its generation's end changes nothing: that time has another owner.
         """
         self._advance(now)
         if self._owner not in _STEPPING:
@@ -79,7 +79,7 @@ class TimeLedger:
             self._totals[owner] += part
             rest -= part
         self._tentative.append((step, rest))
-        # Steps that are told together share one instant: the first of them has the time of all.
+        # Steps that are reported together share one instant: the first one gets the time of all.
         self._last_step, self._usual = step, rest or self._usual
 
     def commit(self, step: int) -> None:
@@ -90,14 +90,14 @@ class TimeLedger:
             self._covered.append((step, covered))
 
     def rollback(self, to_step: int) -> None:
-        """The run goes on after step `to_step`: the time of every later step was for nothing."""
+        """The run continues after step `to_step`: the time of every later step was lost."""
         for parts in (self._tentative, self._covered):
             self._totals[REPLAY] += sum(length for step, length in parts if step > to_step)
             parts[:] = [part for part in parts if part[0] <= to_step]
 
     def move(self, source: str, target: str, seconds: float) -> float:
-        """Give up to `seconds` of `source`'s closed time to `target`, for what is learned only afterwards; how many
-        there were to give."""
+        """Move up to `seconds` of `source`'s closed time to `target`, when the real owner is known only afterwards;
+        returns the seconds that were moved."""
         part = min(self._totals[source], max(0, _nanoseconds(seconds)))
         self._totals[source] -= part
         self._totals[target] += part
@@ -113,22 +113,22 @@ class TimeLedger:
         return totals
 
     def totals(self, now: float) -> dict[str, float]:
-        """Seconds by owner, those without any left out."""
+        """Seconds by owner; owners without time are omitted."""
         return {owner: length / 1e9 for owner, length in self.nanoseconds(now).items() if length}
 
     def wall_s(self) -> float:
-        """Seconds from the start to the last time that was told."""
+        """Seconds from the start to the last reported time."""
         return (self._now - self._start) / 1e9
 
     def _advance(self, now: float) -> None:
-        # A clock that was set back must not make anybody's time negative.
+        # A clock that was set back must not make any owner's time negative.
         until = max(self._now, _nanoseconds(now))
         account = self._open if self._owner in _STEPPING else self._totals
         account[self._owner] += until - self._now
         self._now = until
 
     def _close_open(self) -> None:
-        """Training was left in the middle of a step: a step's usual time was lost work, beyond it nothing moved."""
+        """Training ended in the middle of a step: the usual time of a step was lost work, the rest was standstill."""
         working = self._open[PRODUCTIVE]
         lost = min(working, self._usual) if self._usual else working
         if lost:
@@ -139,7 +139,7 @@ class TimeLedger:
 
 
 def owner_of(state: RunState) -> str:
-    """Whose time it is while the run is in this state."""
+    """The owner of the time while the run is in this state."""
     phase = state.phase
     if isinstance(phase, Training):
         return PRODUCTIVE
@@ -164,7 +164,7 @@ def _joining(state: RunState, phase: Joining) -> str:
 
 
 def _waiting(state: RunState) -> str:
-    """Workers that start are waited for only while there are not enough without them."""
+    """Starting workers are waited for only while there are not enough others."""
     phases = [worker.phase for worker in state.fleet.workers.values()]
     if phases.count(WorkerPhase.IDLE) >= state.settings.scaling.min_workers:
         return DECIDE

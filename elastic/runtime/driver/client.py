@@ -21,11 +21,11 @@ from elastic.runtime.train_function import Entry
 
 logger = logging.getLogger(__name__)
 
-# A controller that is being restarted answers again within seconds; one that stays away longer is lost.
+# A restarting controller answers again within seconds; after this limit it counts as lost.
 _UNREACHABLE_S = 90.0
 _CALL_TIMEOUT_S = 30.0
 _LEAVE_S = 15.0
-# A head that has been killed is placed again within so long, as a rule; whoever looks for a run waits for it.
+# A killed head is usually replaced within this time; looking for a run waits for it.
 _HEAD_AWAY_S = 20.0
 
 
@@ -44,7 +44,7 @@ def start_run(
 def start(settings: RunSettings, entry: Entry) -> RayRunHandle:
     """Start the controller; it outlives this process.
 
-    Raises UsageError when a run of this id is going on: there is never a second trainer of one run.
+    Raises UsageError when the run is in progress: a run never has two controllers.
     """
     try:
         return _create(settings, entry)
@@ -61,14 +61,14 @@ def _create(settings: RunSettings, entry: Entry) -> RayRunHandle:
     actor_class: Any = ray.remote(ControllerActor)
     actor = actor_class.options(
         name=names.controller(settings.run_id), namespace=names.NAMESPACE, lifetime="detached", max_restarts=-1,
-        # Ray gives no heed to a soft affinity of an actor that asks for nothing (seen, 2.60).
+        # Ray ignores a soft affinity of an actor without resources (seen, 2.60).
         max_concurrency=1000, num_cpus=0, memory=1_000_000, scheduling_strategy=_placement(settings),
     ).remote(settings.to_json(), entry, secrets.token_bytes(32))  # fmt: skip
     return RayRunHandle(settings.run_id, actor)
 
 
 def _make_way(run_id: str) -> bool:
-    """Whether the name is free now: the controller of a run that is over stays to be asked, and leaves if told."""
+    """Whether the name is free now: the controller of a finished run stays for queries, and ends on request."""
     deadline = time.monotonic() + _LEAVE_S
     while time.monotonic() < deadline:
         try:
@@ -92,7 +92,7 @@ def _placement(settings: RunSettings) -> NodeAffinitySchedulingStrategy:
 
 
 def attach(run_id: str, address: str | None) -> RayRunHandle:
-    """A handle of a run that goes on; a head that is being restarted is waited for. Raises RunNotFound."""
+    """A handle of a run in progress; a restarting head is waited for. Raises RunNotFound."""
     connect(address, wait_s=_HEAD_AWAY_S)
     try:
         return RayRunHandle(run_id, ray.get_actor(names.controller(run_id), names.NAMESPACE))
@@ -105,7 +105,7 @@ def attach(run_id: str, address: str | None) -> RayRunHandle:
 
 
 class RayRunHandle:
-    """Implements `elastic_jobs.handle.RunHandle` on Ray. Every wait has a limit; a restarting controller is waited
+    """Implements `elastic_jobs.handle.RunHandle` on Ray. Every wait is limited; a restarting controller is waited
     for."""
 
     def __init__(self, run_id: str, actor: Any) -> None:
@@ -131,11 +131,11 @@ class RayRunHandle:
         self._call("stop", reason)
 
     def leave(self) -> None:
-        """Let the controller of a finished run end now; without this it stays for some minutes to be asked."""
+        """Let the controller of a finished run end now; otherwise it stays for some minutes for queries."""
         try:
             self._call("leave")
         except ElasticError:
-            # It has ended by itself, which is what was wanted.
+            # It has ended already.
             return
 
     def _call(self, method: str, *args: Any, wait_s: float = 0.0) -> Any:

@@ -1,7 +1,7 @@
-"""Joining a Ray cluster as a driver, and leaving it: in bounded time, with what went wrong as one sentence.
+"""Join a Ray cluster as a driver, and leave it: in bounded time, with any failure as one sentence.
 
-Left to itself `ray.init` tries a port where nobody listens for 13 minutes, and a wrong token for 20 s (measured, 2.60);
-a driver whose cluster is gone is ended by Ray after a minute, with Ray's exit code, or waits for it at its exit.
+By itself `ray.init` tries a port without a listener for 13 minutes, and a wrong token for 20 s (measured, 2.60). Ray
+ends a driver whose cluster is gone after a minute, with Ray's exit code, or lets it hang at its exit.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ import ray
 from elastic.core.errors import NobodyAnswers, TokenRefused, UsageError
 from elastic.runtime import names
 
-# How long one try to reach a port may take; a wrong address that swallows packets costs this once.
+# The limit of one connection attempt; a wrong address that drops packets costs this once.
 _TRY_S = 3.0
 _PAUSE_S = 0.5
 _LEAVE_LIMIT_S = 5.0
-# Ray's own settings, read when a driver connects; whoever has set them knows better.
+# Ray's own settings, read when a driver connects; values from the environment are kept.
 _PATIENCE = {
-    # Tries of 40 s each to reach a control store that takes connections. Others than the first change nothing.
+    # Tries of 40 s each to reach a control store that accepts connections. Only the first one matters.
     "RAY_gcs_server_port_wait_time_s": "1",
-    # After so long without a control store Ray ends the driver. Its head may be restarted much later, and how long the
-    # run may be out of reach is for whoever asks it (`client.RayRunHandle`) to say.
+    # Ray ends a driver after this time without a control store. The head may be restarted much later; how long a run
+    # may be unreachable is decided in `client.RayRunHandle`.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "86400",
 }
 
 
 def connect(address: str | None, *, show_prints: bool = False, wait_s: float = 0.0) -> None:
-    """Join the cluster at `address` (None: Ray's own rules). A head that is being restarted is waited for `wait_s`.
+    """Join the cluster at `address` (None: Ray's own rules). A restarting head is waited for, up to `wait_s`.
 
-    Raises NobodyAnswers, TokenRefused, or UsageError where it is no Ray cluster of this version.
+    Raises NobodyAnswers, TokenRefused, or UsageError if it is not a Ray cluster of this version.
     """
     if ray.is_initialized():
         return
@@ -52,7 +52,7 @@ def connect(address: str | None, *, show_prints: bool = False, wait_s: float = 0
 
 @contextlib.contextmanager
 def _environment() -> Iterator[None]:
-    """Ray reads its settings when it connects. What this process starts later, a cluster say, must not inherit them."""
+    """Ray reads its settings when it connects. Child processes, a cluster for example, must not inherit them."""
     made = {name: value for name, value in _PATIENCE.items() if name not in os.environ}
     os.environ.update(made)
     try:
@@ -63,7 +63,8 @@ def _environment() -> Iterator[None]:
 
 
 def disconnect(limit_s: float = _LEAVE_LIMIT_S) -> bool:
-    """Leave the cluster. False where Ray still waits for one that is gone; it would at the exit of the process, too."""
+    """Leave the cluster. False if Ray still waits for a cluster that is gone, as it would at the exit of the
+    process."""
     leaving = threading.Thread(target=ray.shutdown, name="elastic-leave", daemon=True)
     leaving.start()
     leaving.join(limit_s)
@@ -71,7 +72,7 @@ def disconnect(limit_s: float = _LEAVE_LIMIT_S) -> bool:
 
 
 def _await_listener(address: str, wait_s: float) -> None:
-    """Somebody takes connections at `address`, where that is of the form host:port."""
+    """Wait until `address` accepts connections, if it has the form host:port."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or "://" in address:
         return
@@ -109,7 +110,7 @@ def _refused(text: str) -> bool:
 
 
 def _whole_text(error: BaseException | None) -> str:
-    """Of the error and of all that led to it: Ray hides the cause that matters behind a ConnectionError."""
+    """The text of the error and of its causes: Ray hides the relevant cause behind a ConnectionError."""
     found = []
     while error is not None:
         found.append(f"{type(error).__name__}: {error}")

@@ -1,8 +1,9 @@
 """Which node the controller is placed on.
 
-The controller outlives the loss of its node: Ray restarts it on another, once it has noticed (15 s by default), and
-it replays its journal. But it cannot outlive its cluster, and a recovery that needs it waits for that. So it should
-be neither where the head is, which may be restarted while everybody else goes on, nor where workers are lost.
+The controller survives the loss of its node: Ray detects it (after 15 s by default) and restarts the controller on
+another node, where it replays its journal. But a recovery waits for that, and the controller does not survive the loss
+of its cluster. So it should be neither on the head, which may be restarted while all others go on, nor on a node with
+workers, which may be lost.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ HEAD = "node:__internal_head__"
 
 @dataclass(frozen=True)
 class Node:
-    """A living node. `resources` are all it has, by name."""
+    """A living node. `resources` are its total resources by name."""
 
     node_id: str
     address: str
@@ -37,7 +38,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Place:
-    """`only`: nowhere else, also after a restart."""
+    """`only`: on no other node, even after a restart."""
 
     node_id: str
     only: bool
@@ -45,12 +46,12 @@ class Place:
 
 
 def choose(nodes: Sequence[Node], own: str, per_worker: Mapping[str, float]) -> Place:
-    """`own` is the driver's node as far as it knows; `per_worker` is what one worker needs.
+    """`own` is the driver's node, as far as known; `per_worker` are the resources of one worker.
 
-    1. All nodes are on one machine: the head. No fault may take that away without the whole cluster, and a driver
-       cannot tell there which of the nodes is its own.
+    1. All nodes are on one machine: the head. It cannot fail without the whole cluster, and a driver there cannot tell
+    its own node.
     2. The driver's own node, unless that is the head.
-    3. A node that no worker fits on, then any other that is not the head; of these the smallest.
+    3. A node on which no worker fits, then any other except the head; the smallest of these.
     """
     head = next((node.node_id for node in nodes if node.head), None)
     if len({node.address for node in nodes}) == 1 and head is not None:
@@ -63,7 +64,7 @@ def choose(nodes: Sequence[Node], own: str, per_worker: Mapping[str, float]) -> 
 
 
 def _size(node: Node) -> tuple[float, float, float]:
-    """Accelerators count first, whatever they are called; then CPUs and memory."""
+    """Accelerators (of any name) count first, then CPUs and memory."""
     plain = {"CPU", "memory", "object_store_memory"}
     extra = sum(count for name, count in node.resources.items() if name not in plain and not name.startswith("node:"))
     return extra, node.resources.get("CPU", 0.0), node.resources.get("memory", 0.0)

@@ -1,7 +1,7 @@
 """The node agent: one actor per node of the run.
 
-Gathers its workers' heartbeats into one message to the controller, notices at once when one of their processes ends,
-and ends them when the controller says so or has been away for too long.
+It joins its workers' heartbeats into one message to the controller, detects at once when a worker process ends, and
+kills its workers when the controller demands it or has been unreachable for too long.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from elastic.transport.handshake import Address, connect
 
 logger = logging.getLogger(__name__)
 
-# Less than this in the temporary folder and not even a shard's header could be spooled.
+# With less free space in the temporary folder not even a shard's header could be spooled.
 _MIN_FREE_BYTES = 64 << 20
 
 
-# A worker's heart is a Python thread: an import or a long call into a library may hold it up for this long while the
-# process is well. What it holds up for longer, or what is stopped by a signal, counts as silent.
+# A worker's heartbeats come from a Python thread: an import or a long library call may delay them for this long in a
+# healthy process. A longer delay, or a process stopped by a signal, counts as silence.
 _BUSY_S = 10.0
-# Twice this is less than what a survey waits for by default.
+# Two tries take less than the default time limit of a survey.
 _REACH_LIMIT_S = 0.7
 
 
 class AgentActor:
     """Asyncio actor; created by the executor on a given node, detached, never restarted by Ray.
 
-    It hosts the node's share of the memory tier (`checkpoint/memory`), which a worker's death therefore does not touch.
+    It hosts the node's snapshot server (`checkpoint/memory`), so that snapshots survive the death of a worker.
     """
 
     def __init__(self, node: str, settings: RunSettings, controller: Any, token: bytes) -> None:
@@ -68,7 +68,7 @@ class AgentActor:
         self._task = loop.create_task(self._beat())
 
     async def join(self) -> NodeFacts:
-        """Check the node's health and say how to reach it. Raises RuntimeError for an unfit node."""
+        """Check the node's health and return its facts. Raises RuntimeError for an unfit node."""
         free = shutil.disk_usage(tempfile.gettempdir()).free
         if free < _MIN_FREE_BYTES:
             raise RuntimeError(f"node {self._node[:8]} is unfit: {free >> 20} MiB left in its temporary folder")
@@ -78,30 +78,30 @@ class AgentActor:
         )
 
     async def memory_held(self) -> tuple[Held, ...]:
-        """The complete shards of snapshots that lie here."""
+        """The complete snapshot shards on this node."""
         return self._memory.held()
 
     async def memory_record(self, held: Held, others: Mapping[int, Address] | None = None) -> ShardRecord:
-        """One of them, with content checks computed from its bytes. Raises IntegrityError.
+        """The record of one shard, with content checks computed from its bytes. Raises IntegrityError.
 
-        What is here only as parity is made first, of the other shards of its stripe, which are read from `others` (by
-        rank); it is held as a replica then. Raises StorageError when they cannot be read.
+        A shard that exists here only as parity is rebuilt first from the other shards of its stripe, which are read
+        from `others` (by rank); it is then held as a replica. Raises StorageError when they cannot be read.
         """
         if held.stripe:
             held = await asyncio.to_thread(self._memory.rebuild, held, others or {})
         return await asyncio.to_thread(self._memory.record, held)
 
     async def memory_progress(self) -> int:
-        """Grows while `memory_record` is at work for anybody."""
+        """A counter that grows while any `memory_record` makes progress."""
         return self._memory.worked_bytes()
 
     async def reach(self, others: Mapping[str, Address]) -> tuple[str, ...]:
-        """Those of the nodes that cannot be reached from here: no connection, tried twice."""
+        """The nodes that cannot be reached from here, after two tries each."""
         return await unreachable(others, self._reaches)
 
     def _reaches(self, address: Address) -> bool:
         for _ in range(2):
-            # The first try after a cut has healed may still fail.
+            # The first try after a healed network cut may still fail.
             with contextlib.suppress(OSError):
                 connect(address, self._token, limit_s=_REACH_LIMIT_S).close()
                 return True
@@ -111,7 +111,7 @@ class AgentActor:
         return dict(self._memory.stats())
 
     async def watch(self, worker: int, pid: int) -> None:
-        """Tell the controller the moment process `pid` of `worker` ends."""
+        """Report to the controller at once when process `pid` of `worker` ends."""
         if worker in self._watched:
             return
         self._pids[worker] = pid
@@ -125,7 +125,7 @@ class AgentActor:
         asyncio.get_event_loop().add_reader(handle, self._ended, worker)
 
     async def kill(self, worker: int) -> None:
-        """SIGKILL, which also ends a stopped process. The worker is no longer reported on."""
+        """SIGKILL, which also ends a stopped process. The worker is no longer watched."""
         pid = self._pids.get(worker)
         self._forget(worker)
         if pid is not None:
@@ -183,7 +183,7 @@ class AgentActor:
             self._wake.clear()
 
     def _abandon(self) -> None:
-        """The controller does not want this node (any more), or has been away for longer than the lease."""
+        """The controller has released this node, or has been unreachable for longer than the lease."""
         logger.warning("node %s leaves the run: its workers are ended", self._node[:8])
         for pid in self._pids.values():
             with contextlib.suppress(ProcessLookupError):
@@ -192,8 +192,8 @@ class AgentActor:
 
 
 async def unreachable(others: Mapping[str, Address], reaches: Callable[[Address], bool]) -> tuple[str, ...]:
-    """Those of which `reaches` says no. All are tried at once, on threads of their own: the loop's usual ones are few
-    on a small machine, and busy with digests for seconds, and an answer that comes too late counts for nothing."""
+    """The nodes for which `reaches` is False. All are tried concurrently on threads of their own: the loop's default
+    threads are few on a small machine and may be busy with digests, and a late answer is useless."""
     if not others:
         return ()
     pool = ThreadPoolExecutor(len(others), "elastic-reach")

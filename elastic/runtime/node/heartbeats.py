@@ -1,7 +1,8 @@
 """Heartbeats from a worker to its node's agent: datagrams on an abstract Unix socket.
 
-Datagrams because a heartbeat must never wait: neither for a busy agent nor for a frozen one. The abstract name leaves
-nothing in the file system; the kernel attests the sender's process and user, so no other user can speak for a worker.
+Datagrams, because sending a heartbeat must never block, neither on a busy agent nor on a frozen one. An abstract name
+leaves nothing in the file system; the kernel attests the sender's process and user, so that no other user can forge a
+heartbeat.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def open_mailbox() -> tuple[socket.socket, str]:
 
 
 def receive(box: socket.socket) -> list[tuple[int, dict[str, Any]]]:
-    """Every waiting heartbeat as (sender's process id, message). Foreign users and nonsense are dropped."""
+    """All waiting heartbeats as (sender's process id, message). Messages of other users and malformed ones are
+    dropped."""
     messages: list[tuple[int, dict[str, Any]]] = []
     while True:
         try:
@@ -49,8 +51,8 @@ def receive(box: socket.socket) -> list[tuple[int, dict[str, Any]]]:
 class HeartbeatSender:
     """Sends a heartbeat of `worker` to the mailbox every `interval_s`, from its own thread.
 
-    `on_orphaned` is called once when the mailbox has been gone for `lease_s`: the node's agent is dead, and with it the
-    only way to be told that this worker was written off.
+    `on_orphaned` is called once when the mailbox has been gone for `lease_s`: the node's agent is dead, and without it
+    this worker could not learn that it was removed from the run.
     """
 
     def __init__(

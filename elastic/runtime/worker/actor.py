@@ -1,7 +1,7 @@
 """The worker actor: one persistent process with one accelerator.
 
-Generations run one after the other on one thread of it, so that imports, compiled kernels and the device context stay.
-Every method returns at once; what happens is told through the outbox.
+Generations run one after the other on one thread, so that imports, compiled kernels and the device context stay. Every
+method returns at once; outcomes are reported through the outbox.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 _DELIVERY_TIMEOUT_S = 5.0
 _ASK_AGAIN_S = 0.2
-# Without a byte from a holder for so long, it counts as gone.
+# A holder that sends no byte for this long counts as gone.
 _READ_TIMEOUT_S = 10.0
 
 
@@ -93,7 +93,7 @@ class WorkerActor:
         Raises UsageError for a bad entry point; UsageError or RuntimeError where torch does not use the GPU that Ray
         reserves.
 
-        Asked once more by a controller that was restarted meanwhile: the answer is that of the first time.
+        A controller that was restarted meanwhile calls it again and gets the first answer.
         """
         with self._preparing:
             if self._prepared is None:
@@ -109,7 +109,7 @@ class WorkerActor:
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         address = _address()
         if address.startswith("127."):
-            # A cluster on one machine: the host name may resolve to an address that only the outside can reach.
+            # A cluster on one machine: the host name may resolve to an address that is reachable only from outside.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         failures = self._settings.failures
         self._heartbeats = HeartbeatSender(
@@ -119,7 +119,7 @@ class WorkerActor:
             failures.suspect_after_s * 5,
             lambda: self._quit("no agent"),
         )
-        # DeepSpeed calls what torch has renamed, at every step; nobody who trains can do anything about it.
+        # DeepSpeed calls renamed torch functions at every step; users cannot change that.
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
         self._import()
         if gpus:
@@ -157,7 +157,7 @@ class WorkerActor:
             self._work.put(self._current)
 
     def end(self, generation: int, cause: str) -> None:
-        """Abort the generation, and any older one. Answered by WorkerLeft, at once if none is being run here."""
+        """Abort the generation and any older one. The answer is WorkerLeft, at once if none runs here."""
         with self._lock:
             current = self._current
             self._over = max(self._over, generation)
@@ -176,7 +176,7 @@ class WorkerActor:
         with self._lock:
             current = self._current
             if current is None and generation <= self._over:
-                # Asked again by a controller that was restarted before it heard that this worker has left.
+                # The controller was restarted before it received WorkerLeft, and asks again.
                 self._post(ev.WorkerLeft(generation, self._worker, self._last_step))
         if current and current.generation == generation:
             current.coordinator.commit_stop(step, durable)
@@ -185,8 +185,8 @@ class WorkerActor:
         return True
 
     def reattach(self, incarnation: int) -> int:
-        """A controller has come back: it is told once more what may have been lost. Returns the newest generation that
-        was heard of here; 0 for none."""
+        """A controller was restarted: messages that it may lack are sent again. Returns the newest generation that
+        this worker knows of; 0 for none."""
         self._outbox.restarted(incarnation)
         with self._lock:
             running = self._current.generation if self._current else 0
@@ -202,7 +202,7 @@ class WorkerActor:
             self._left(current, result)
 
     def _announce(self, result: GenerationResult) -> None:
-        """Before this rank closes its groups: the first cause must be known before what it causes."""
+        """Called before this rank closes its groups: the first cause must be reported before its consequences."""
         event = codec.outcome(result, self._current.generation if self._current else 0, self._worker)
         if event is not None:
             self._post(event)
@@ -219,13 +219,13 @@ class WorkerActor:
         if not current.runner.clean:
             self._post(ev.WorkerDied(self._worker, "engine or device unusable; restarting the process"))
         elif result.kind != "finished" or over > current.generation:
-            # Of the one that was to be ended, where that is newer than what was run here.
+            # For the generation that was to end, if it is newer than the one that ran here.
             self._post(ev.WorkerLeft(over, self._worker, result.step))
 
     # --- inside ---
 
     def _import(self) -> None:
-        """What takes seconds, before the controller counts on this worker."""
+        """Slow imports, before this worker counts as ready."""
         import elastic
         from elastic.checkpoint.storage import CheckpointStore
         from elastic.checkpoint.writer import BackgroundWriter
@@ -261,7 +261,7 @@ class WorkerActor:
     def _snapshot(self, identifier: str, limit_s: float, check: Callable[[float], None]) -> CheckpointSource:
         """The source of a snapshot in the nodes' memory. Raises IntegrityError or StorageError.
 
-        `check(seconds)` waits so long, and raises when the generation is over.
+        `check(seconds)` waits, and raises when the generation is over.
         """
         from elastic.checkpoint.memory.source import Holder, MemorySource
 
@@ -279,7 +279,7 @@ class WorkerActor:
         )  # fmt: skip
 
     def _assembled(self, identifier: str, limit_s: float, check: Callable[[float], None]) -> Assembled:
-        """Ask the controller; one that is being restarted is waited for."""
+        """Ask the controller; a restarting controller is waited for."""
         deadline = time.monotonic() + limit_s
         asked = self._controller.snapshot.remote(identifier)
         while True:
@@ -312,10 +312,10 @@ class WorkerActor:
         logger.warning("worker %d ends itself: %s", self._worker, why)
         with contextlib.suppress(Exception):
             logging.shutdown()
-        # The training thread may be blocked in a collective that nothing will ever end.
+        # The training thread may be blocked in a collective for ever.
         os._exit(0)
 
 
 def _address() -> str:
-    """How other nodes reach this one."""
+    """The address at which other nodes reach this one."""
     return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Translations between what a worker's training says and what the state machine hears."""
+"""Translates the outcome of a worker's training into events of the state machine."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
 
 
 def outcome(result: GenerationResult, generation: int, worker: int) -> ev.Event | None:
-    """The event that tells how a generation ended on a worker; None when its leaving says enough."""
+    """The event for the end of a generation on a worker; None when WorkerLeft is enough."""
     if result.kind == "finished":
         return ev.WorkerCompleted(generation, worker, result.step, result.completed)
     if result.kind == "collective_failed":
         peer = f" (rank {result.peer_rank})" if result.peer_rank is not None else ""
         return ev.CollectiveFailed(generation, worker, result.step, _first_line(result.message) + peer)
     if result.kind == "device_failed":
-        # The others wait for this rank; that its process is replaced follows when it has left.
+        # The other ranks wait for this one; its process is replaced after it has left.
         return ev.CollectiveFailed(generation, worker, result.step, f"its device failed: {_first_line(result.message)}")
     if result.kind == "anomaly" and result.bad_step is not None:
         bad = result.bad_step
@@ -28,7 +28,7 @@ def outcome(result: GenerationResult, generation: int, worker: int) -> ev.Event 
         usage = result.kind == "usage_error"
         return ev.UserCodeFailed(generation, worker, result.step, error, result.traceback or "", usage)
     if result.kind == "restore_failed":
-        # Storage that cannot be reached says nothing about the checkpoint in it.
+        # Unreachable storage proves nothing about the checkpoint in it.
         away = (result.error_type or "").endswith(".StorageError")
         return ev.RestoreFailed(
             generation, worker, "" if away else result.checkpoint or "", _first_line(result.message)
@@ -37,6 +37,6 @@ def outcome(result: GenerationResult, generation: int, worker: int) -> ev.Event 
 
 
 def _first_line(text: str) -> str:
-    """Without the advice that gloo appends to every error."""
+    """The first line, without the advice that gloo appends to every error."""
     line = text.strip().splitlines()[0] if text.strip() else "no message"
     return line.partition(". This is typically caused by")[0][:500]

@@ -1,4 +1,4 @@
-"""Where a worker's prints go: a file beside the run's journal, when that is on a disk; else Ray's own log files."""
+"""Output of a worker: to a file beside the run's journal if that is on a disk; otherwise to Ray's log files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def log_file(storage_url: str, run_id: str, worker: int) -> Path | None:
 
 
 def redirect(path: Path | None) -> None:
-    """Send this process's standard output and error to the file, native code's included."""
+    """Redirect this process's standard output and error to the file, including output of native code."""
     if path is None:
         return
     try:

@@ -1,8 +1,8 @@
-"""Reliable, ordered delivery from a worker to the controller: nothing is lost while the controller is away.
+"""Reliable, ordered delivery from a worker to the controller: no message is lost while the controller is unreachable.
 
-Items are kept until the controller has taken them. A controller that was restarted has lost what the one before had
-only in memory: events until they are in the journal, step reports and shard records whatever the journal says. They are
-sent again, in order and before anything else, when its incarnation changes; until then it takes nothing else from here.
+Items are kept until the controller has taken them. A restarted controller lacks what its predecessor had only in
+memory: events that are not in the journal, and all step reports and shard records. They are sent again, in order and
+before any other item, when the incarnation changes; until then the controller takes nothing else from here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from elastic.runtime.messages import Item, Reply
 
 logger = logging.getLogger(__name__)
 
-# How long step reports may wait for company; everything else is sent at once.
+# How long step reports may wait to be sent together; other items are sent at once.
 _LINGER_S = 0.1
 # Enough for the steps between two checkpoints at any sensible cadence.
 _KEEP = 1024
@@ -28,14 +28,14 @@ _KEEP = 1024
 
 @dataclass
 class _Queue:
-    """`waiting` to be taken; of what was taken, the `events` that may be in no journal, and `replays`."""
+    """`waiting` items; and of the taken ones, `events` that may be in no journal, and `replays`."""
 
     waiting: deque[Item] = field(default_factory=deque)
     events: deque[Item] = field(default_factory=deque)
     replays: deque[Item] = field(default_factory=lambda: deque(maxlen=_KEEP))
 
     def taken(self, count: int, durable: int) -> None:
-        """The controller has so many of those that wait."""
+        """The controller has taken the first `count` waiting items."""
         for _ in range(count):
             item = self.waiting.popleft()
             if item.kind == "event":
@@ -46,7 +46,7 @@ class _Queue:
             self.events.popleft()
 
     def again(self) -> int:
-        """What another controller may not have waits once more, before the rest; how many they are."""
+        """Queue again, before the rest, what another controller may lack; returns the number of these items."""
         kept = list(merge(self.events, self.replays, key=lambda item: item.number))
         self.waiting.extendleft(reversed(kept))
         self.events.clear()
@@ -71,7 +71,7 @@ class Outbox:
         self._wake = threading.Condition()
         self._closed = False
         self._count = 0
-        # Whose replies were heard last, and which one is there by now.
+        # The incarnation of the last reply, and the newest known one.
         self._incarnation: int | None = None
         self._newest: int | None = None
         self._thread = threading.Thread(target=self._run, name="elastic-outbox", daemon=True)
@@ -85,12 +85,12 @@ class Outbox:
             self._wake.notify()
 
     def drained(self, timeout_s: float) -> bool:
-        """Wait until everything put so far has been taken by the controller."""
+        """Wait until the controller has taken all items."""
         with self._wake:
             return self._wake.wait_for(lambda: not self._queue.waiting, timeout_s)
 
     def restarted(self, incarnation: int) -> None:
-        """There is another controller: it is to have what it may lack, also where nothing new is to be told."""
+        """Another controller has taken over: send what it may lack, even without new items."""
         with self._wake:
             self._newest = max(incarnation, self._newest or 0)
             self._wake.notify()
@@ -108,7 +108,7 @@ class Outbox:
             try:
                 reply = self._send(batch, self._incarnation)
             except (ray.exceptions.RayError, OSError) as error:
-                # The controller is being restarted or cannot be reached: the agent's lease bounds this, not we.
+                # The controller is restarting or unreachable: the agent's lease bounds this, not the outbox.
                 logger.debug("the controller took nothing (%s); %d messages wait", error, len(batch))
                 with self._wake:
                     self._wake.wait_for(lambda: self._closed, self._retry_s)
@@ -143,7 +143,7 @@ class Outbox:
 
     @property
     def _another(self) -> int | None:
-        """The incarnation of a controller that has taken over, and has not been met."""
+        """The incarnation of a controller that has taken over and has not been sent the kept items."""
         if self._newest is None or self._incarnation is None or self._newest <= self._incarnation:
             return None
         return self._newest

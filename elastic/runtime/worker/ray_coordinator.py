@@ -1,4 +1,4 @@
-"""A worker's side of one generation: the `Coordinator` that the training thread talks to."""
+"""The worker's side of one generation: the `Coordinator` of the training thread."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from elastic.runtime.storage_retry import RetryingSource
 from elastic.runtime.worker.outbox import Outbox
 from elastic.training.session import Phase, RestoreReport, SnapshotMemory, Stop
 
-# Enough for what may still be on its way to the controller, many times over.
+# Many times the number of reports that can be in transit to the controller.
 _RECENT_STEPS = 64
 
 
@@ -54,7 +54,7 @@ class RayCoordinator:
         self._submit = submit
         self._commit_timeout_s = failures.drain_timeout_s
         self._retry_s = failures.storage_backoff_s
-        # The controller gives the whole start of a generation `join_timeout_s`.
+        # `join_timeout_s` limits the whole start of a generation.
         self._restore_limit_s = failures.join_timeout_s / 2
         self._change = threading.Condition()
         self._promised: int | None = 0 if spec.stops_at_start else None
@@ -75,7 +75,7 @@ class RayCoordinator:
     def source(self) -> CheckpointSource:
         wanted = self._spec.checkpoint
         if wanted is not None and is_snapshot(wanted) and self._snapshot is not None:
-            # Not asked again: a node that does not answer may be gone, and then another one has what it held.
+            # Not retried: a node that does not answer may be gone, and another one then holds its data.
             return self._snapshot(wanted, self._restore_limit_s, self._pause)
         return RetryingSource(self._source, self._retry_s, self._restore_limit_s, self._pause)
 
@@ -91,7 +91,7 @@ class RayCoordinator:
         return self._memory
 
     def recent_steps(self) -> list[dict[str, Any]]:
-        # A copy: the training thread may be adding to it.
+        # A copy: the training thread may append concurrently.
         return [report.to_json() for report in tuple(self._recent)]
 
     def cadence(self, step: int, every_steps: int, cost_s: float, step_s: float) -> None:
@@ -126,7 +126,8 @@ class RayCoordinator:
     # --- the controller, on other threads ---
 
     def propose_stop(self) -> tuple[int, bool]:
-        """Promise a step not to be passed: the end of the one that may be under way. And: does memory take it?"""
+        """(a step that this rank promises not to pass: the end of the current one; whether node memory takes
+        snapshots)."""
         with self._change:
             if self._promised is None:
                 self._promised = (self._step if self._step is not None else 0) + 1

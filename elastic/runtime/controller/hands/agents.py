@@ -1,4 +1,4 @@
-"""The agents of a run's nodes, as the controller has them: started at the first need, watched, asked, given up."""
+"""The controller's side of the node agents: starts them on demand, asks them, and ends them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from elastic.transport.handshake import Address
 
 logger = logging.getLogger(__name__)
 
-# So many others are tried by each node when the way between two is in doubt: all of them, on up to twice as many nodes.
+# Each node tries this many others when the connection between two nodes is in doubt: with up to twice as many nodes,
+# all pairs are tried.
 _TRIED = 32
 
 # An agent's handle, and the facts of its node.
@@ -61,30 +62,30 @@ class Agents:
         return await asyncio.shield(task)
 
     async def started(self, node: str) -> Known:
-        """As `of`, but started where it is not there, or where its last start has failed."""
+        """As `of`, but starts the agent if it does not exist or if its last start failed."""
         task = self._tasks.get(node)
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
             task = self._tasks[node] = asyncio.get_running_loop().create_task(self._start(node))
         return await asyncio.shield(task)
 
     def attach(self, node: str) -> None:
-        """Find it, or start it, and do not wait for it: the node may be gone, and the agent that would answer."""
+        """Find or start the agent without waiting: its node may be gone."""
         if node not in self._tasks:
             self._tasks[node] = asyncio.get_running_loop().create_task(self._start(node))
 
     def at_hand(self, node: str) -> Any | None:
-        """Its handle, where it has started."""
+        """Its handle; None unless it has started."""
         task = self._tasks.get(node)
         if task is None or not task.done() or task.cancelled() or task.exception() is not None:
             return None
         return task.result()[0]
 
     def forget(self, node: str) -> None:
-        """It has died: the next `started` makes another one."""
+        """The agent has died: the next `started` creates a new one."""
         self._tasks.pop(node, None)
 
     def drop(self, node: str) -> None:
-        """The node is given back: its agent is ended."""
+        """The node is released: end its agent."""
         agent, task = self.at_hand(node), self._tasks.pop(node, None)
         if agent is not None:
             with contextlib.suppress(ray.exceptions.RayError, ValueError):
@@ -97,8 +98,8 @@ class Agents:
             self.drop(node)
 
     async def unreachable(self, nodes: Sequence[str]) -> tuple[tuple[str, str], ...]:
-        """Pairs (who, whom). Every node tries those that follow it, in a ring; who does not answer is silent, which is
-        for the heartbeats to judge."""
+        """Pairs (node, unreachable node). Each node tries its successors in a ring. A node that does not answer is
+        silent, which the heartbeat table judges."""
         asked = []
         for place, node in enumerate(nodes):
             following = [nodes[(place + step) % len(nodes)] for step in range(1, min(len(nodes), _TRIED + 1))]

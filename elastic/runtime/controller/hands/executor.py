@@ -1,4 +1,4 @@
-"""Carries out what the state machine asks for. Every action that can end ends by an event; nothing here decides."""
+"""Carries out the actions of the state machine. An action's outcome is an event; no decision is made here."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A call to a worker that is alive returns in milliseconds; beyond this the detector's verdict counts.
+# A call to a living worker returns in milliseconds; after this limit the failure detector's verdict counts.
 _CALL_TIMEOUT_S = 10.0
-# Connections that were cut come back within so long, or the generation is begun anew: one member that has not heard of
-# it would keep the others for `join_timeout_s`. Less than `abort_timeout_s`, within which all of them leave.
+# A broken connection must recover within this time, or the generation is begun again: a member that was not told to
+# begin would block the others for `join_timeout_s`. Less than `abort_timeout_s`, within which all members leave.
 _BEGIN_RETRY_S = 2.0
 _ASK_AGAIN_S = 0.2
-# A controller that comes back waits for its workers' answers: nothing is decided meanwhile.
+# A restarted controller waits this long for its workers' answers; no decision is made meanwhile.
 _MEET_LIMIT_S = 3.0
-# Calls to the control store that may be waited for at the same time: starts of agents and workers.
+# Concurrent calls to the control store: starts of agents and workers.
 _STORE_THREADS = 8
 
 
@@ -81,7 +81,7 @@ class Executor:
     # --- called by the controller ---
 
     def placed(self, slot: int, node: str) -> None:
-        """The controller has accepted SlotPlaced: workers of this slot go to `node`."""
+        """SlotPlaced was accepted: start workers of this slot on `node`."""
         self._nodes[slot] = node
 
     def perform(self, action: act.Action) -> None:
@@ -113,10 +113,10 @@ class Executor:
         self._spawn(work, action)
 
     async def reattach(self, state: RunState, incarnation: int) -> ev.ControllerRestarted:
-        """After a restart of the controller: find by name what the replayed state says must be there.
+        """After a restart of the controller: find by name the actors and placement groups of the replayed state.
 
-        What is there and not in the state was given up by the controller before, which did not live to remove it; or
-        it was begun by it, which did not live to write that down.
+        Actors that exist but are not in the replayed state are leftovers: the previous controller died before it could
+        remove them, or before it could journal their creation.
         """
         strangers = await asyncio.to_thread(sweep, self._settings.run_id, self._names(state))
         for slot in state.fleet.slots.values():
@@ -142,8 +142,8 @@ class Executor:
         )
 
     async def _meet(self, worker: int, incarnation: int) -> int:
-        """The newest generation that it knows of; 0 where it does not say in time. Why it does not the detector has to
-        find out: the process may be gone, or its node, or only stand still."""
+        """The newest generation that the worker knows of; 0 if it does not answer in time. The failure detector
+        finds out why: the process or its node may be gone or frozen."""
         try:
             return int(await asyncio.wait_for(self._workers[worker].reattach.remote(incarnation), _MEET_LIMIT_S))
         except (ray.exceptions.RayError, asyncio.TimeoutError) as error:
@@ -160,7 +160,7 @@ class Executor:
         }
 
     async def close(self) -> None:
-        """Wait for everything under way, then give back whatever is left. Bounded."""
+        """Wait for running actions, then release everything that is left. Bounded."""
         if self._tasks:
             await asyncio.wait(tuple(self._tasks), timeout=_CALL_TIMEOUT_S)
         for slot in tuple(self._nodes):
@@ -171,7 +171,7 @@ class Executor:
         self._store.close()
 
     async def sweep(self) -> None:
-        """Remove what no state knows of: leftovers of a controller that was killed while it gave things back."""
+        """Remove leftovers of a controller that was killed while it released resources."""
         await asyncio.to_thread(sweep, self._settings.run_id)
 
     # --- slots, agents, workers ---
@@ -193,14 +193,14 @@ class Executor:
             agent, known = await self._agents.started(node)
             actor = await self._store.call(partial(self._create, worker, group))
             if self._worker_slot.get(worker) != slot:
-                # Given up while it was being created, which takes as long as the control store is away.
+                # Released during its creation, which takes as long as an outage of the control store.
                 _kill(actor)
                 return
             self._workers[worker] = actor
             facts = await actor.prepare.remote(known)
             await self._watch_over(node, agent, worker, facts["pid"])
         except (UsageError, ray.exceptions.RayError, OSError, RuntimeError) as error:
-            # An error that comes from an actor is of its own class and of Ray's, and prints the actor's traceback.
+            # An error raised in an actor has both its own class and Ray's, and prints the actor's traceback.
             cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
             usage = isinstance(cause, UsageError)
             self._emit(ev.WorkerStartFailed(worker, str(cause) if usage else _sentence(error), usage))
@@ -211,7 +211,7 @@ class Executor:
         try:
             await agent.watch.remote(worker, pid)
         except ray.exceptions.RayActorError:
-            # The next try starts another one. Never because a worker has died: this one holds the node's memory.
+            # The next try starts another agent. Never because of a dead worker: the agent holds the node's snapshots.
             self._agents.forget(node)
             raise
 
@@ -242,7 +242,7 @@ class Executor:
         where = node or self._nodes.get(slot if slot is not None else -1)
         agent = self._agents.at_hand(where or "")
         if agent is not None:
-            # By the agent too: SIGKILL ends a stopped process, which Ray's own request would not reach.
+            # The agent kills it too: SIGKILL ends a stopped process, which does not react to Ray's request.
             agent.kill.remote(worker)
         if handle is not None:
             _kill(handle)
@@ -253,7 +253,7 @@ class Executor:
         first = action.members[0]
         nodes = [self._nodes.get(self._worker_slot.get(worker, -1), "") for worker in action.members]
         if action.checkpoint is not None and is_snapshot(action.checkpoint):
-            # Beside everything that the members do before they need it.
+            # Concurrently with what the members do before they need the snapshot.
             self.snapshots.collect(action.generation, action.checkpoint, self._agents.nodes)
         plans: Sequence[MemoryPlan | None] = (None,) * len(nodes)
         if self._settings.snapshots.enabled:
@@ -297,16 +297,17 @@ class Executor:
         await asyncio.gather(*(function(worker, *args) for worker in workers))
 
     async def _call(self, worker: int, method: str, *args: Any) -> Any:
-        """`_reach`, but None when it cannot be reached."""
+        """As `_reach`, but None when the worker cannot be reached."""
         with contextlib.suppress(ConnectionError):
             return await self._reach(worker, method, *args)
         return None
 
     async def _reach(self, worker: int, method: str, *args: Any, retry_s: float = 0.0) -> Any:
-        """Call a worker's method, twice and for `retry_s` if the connection breaks; None when it is dead or does not
-        answer. Raises ConnectionError when it could not be asked.
+        """Call a worker's method; if the connection breaks, retry once, and further for `retry_s`. None when the worker
+        is dead or does not answer. Raises ConnectionError when the call could not be delivered.
 
-        Only Ray's word that the actor is dead becomes an event here: mere unavailability is the detector's to judge.
+        Only Ray's statement that the actor is dead becomes an event here; unavailability is judged by the failure
+        detector.
         """
         limit, tries = time.monotonic() + retry_s, 0
         while (handle := self._workers.get(worker)) is not None:
@@ -338,10 +339,10 @@ class Executor:
         except asyncio.CancelledError:
             raise
         except Exception as error:
-            # An action that ends without its event is caught by the state machine's deadlines.
+            # The state machine's deadlines cover an action that ends without its event.
             logger.exception("%s failed", action)
             if isinstance(action, act.BeginGeneration):
-                # Not waited for: nobody has been told to begin, or not everybody.
+                # Reported at once instead of waiting for a deadline: not all members were told to begin.
                 told = f"the generation could not be begun: {_sentence(error)}"
                 self._emit(ev.CollectiveFailed(action.generation, action.members[0], action.step, told))
 

@@ -1,4 +1,4 @@
-"""What each member of a generation is told: its part of the batch, and where its snapshots go."""
+"""The specification for each member of a generation: batch settings, and where its snapshots go."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def generation_specs(
 def memory_plans(
     settings: RunSettings, nodes: Sequence[str], known: Mapping[str, NodeFacts]
 ) -> tuple[MemoryPlan | None, ...]:
-    """By rank, whose node is `nodes[rank]`. `known` has what every one of them has said of itself."""
+    """By rank; `nodes[rank]` is the rank's node, `known` has the facts of every node."""
     memory = settings.snapshots
     domains = {node: facts.domain for node, facts in known.items() if facts.domain}
     placed: Sequence[tuple[str, ...]]
@@ -51,7 +51,7 @@ def memory_plans(
     if memory.parity:
         shared = place_parity(nodes, memory.parity, domains)
         placed = [(stripe.holder,) if stripe is not None else () for stripe in shared]
-        # Of one rank alone the parity is a replica.
+        # The parity of a single rank is a replica.
         stripes = [stripe.ranks if stripe is not None and len(stripe.ranks) > 1 else () for stripe in shared]
     else:
         placed = place_replicas(nodes, memory.replicas, domains)

@@ -1,4 +1,4 @@
-"""Placement groups: one per slot, so that each is lost, gained and asked of the autoscaler by itself."""
+"""Placement groups: one per slot, so that slots are requested, gained and lost independently."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from elastic.runtime.control_store import StoreThreads
 
 logger = logging.getLogger(__name__)
 
-# A placed slot is noticed this much later at most; one call answers for all slots.
+# The delay until a placed slot is noticed; one call answers for all slots.
 _POLL_S = 0.1
 # Ray labels every node with its own id.
 _NODE_LABEL = "ray.io/node-id"
 _MAX_POLL_S = 1.0
-# Ray's table comes within milliseconds; a control store that has not sent it for so long is away.
+# Ray's table arrives within milliseconds; a control store that takes longer than this counts as unavailable.
 _AWAY_S = 4.0
 
 
 class SlotKeeper:
-    """Asks for, watches and gives back the slots of one attempt at a run.
+    """Requests, watches and releases the slots of one attempt.
 
     Ray's calls block, so all of them run on one thread of this object's own. `emit` gets SlotPlaced and SlotLost, and
-    ControlStoreAway and ControlStoreBack: nobody else asks the control store anything all the time.
+    also ControlStoreAway and ControlStoreBack: no other module polls the control store all the time.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class SlotKeeper:
         return self._groups.get(slot)
 
     async def request(self, slot: int, workers: int, avoid: Sequence[str] = ()) -> None:
-        """Idempotent: a slot that was asked for before a restart of the controller is found by its name."""
+        """Idempotent: a slot that was requested before a restart of the controller is found by its name."""
         if slot in self._groups:
             return
         self._wanted.add(slot)
@@ -65,7 +65,7 @@ class SlotKeeper:
             self._emit(ev.SlotLost(slot, f"the cluster refused the placement group: {error}"))
             return
         if slot not in self._wanted:
-            # Given back while it was being asked for, which takes as long as the control store is away.
+            # Released during the request, which takes as long as an outage of the control store.
             await self._call(ray.util.remove_placement_group, group)
             return
         self._groups[slot] = group
@@ -117,7 +117,8 @@ class SlotKeeper:
             pause = min(pause * 1.1, _MAX_POLL_S)
 
     async def _table(self) -> Mapping[str, Any]:
-        """Ray's table of placement groups, however long it takes; that it takes long is told. Empty where Ray fails."""
+        """Ray's table of placement groups, however long it takes; a long wait is reported as an event. Empty if Ray
+        fails."""
         asked, away = time.monotonic(), False
         call = asyncio.ensure_future(self._call(ray.util.placement_group_table))
         while not (await asyncio.wait((call,), timeout=_AWAY_S))[0]:
@@ -134,7 +135,7 @@ class SlotKeeper:
             return {}
 
     def _look(self, slot: int, entry: Mapping[str, Any] | None) -> bool:
-        """One slot's row of Ray's table; True when it has brought news."""
+        """Check one slot's row of Ray's table; True when the slot has changed."""
         if entry is None:
             return False
         node = next(iter(entry["bundles_to_node_id"].values()), None)
@@ -145,7 +146,7 @@ class SlotKeeper:
             return True
         moved = slot in self._placed and (entry["state"] != "CREATED" or node != self._placed[slot])
         if moved or entry["state"] == "REMOVED":
-            # Ray would place the bundles again by itself, one by one, and two groups can deadlock: ask anew instead.
+            # Ray would reschedule the bundles one by one, and two groups can deadlock: request a new group instead.
             self._waiting.discard(slot)
             self._placed.pop(slot, None)
             self._emit(ev.SlotLost(slot, f"Ray has lost its node (placement group {entry['state'].lower()})"))

@@ -1,4 +1,4 @@
-"""What the memory of the run's nodes holds, as the controller learns it: asked when it is needed, never assumed."""
+"""The snapshots in the memory of the run's nodes: queried on demand, never assumed."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from elastic.transport.handshake import Address
 
 logger = logging.getLogger(__name__)
 
-# The digests of a node's shards are computed, and lost ones made of parity, when they are asked for, and that takes as
-# long as they are large: so often a node is asked whether it goes on.
+# A node computes digests, and rebuilds lost shards from parity, on request; the time depends on their size. This is how
+# often the node's progress is checked.
 _LOOK_S = 2.0
 
-# A node's agent and what it said of itself; raises when the node cannot be had.
+# A node's agent and the node's facts; raises when the node is unavailable.
 AgentOf = Callable[[str], Coroutine[Any, Any, "tuple[Any, NodeFacts]"]]
 
-# (generation, world size, step reports of each rank): what a lost worker had not told any more lies in its snapshot.
+# (generation, world size, step reports of each rank): the last reports of a lost worker are stored with its snapshot.
 OnSteps = Callable[[int, int, Mapping[int, Sequence[Mapping[str, Any]]]], None]
 
 
 class SnapshotDirectory:
-    """One per controller. `survey` first; then `collect` what is to be restored, and any number of `wait_for`."""
+    """One per controller. Call order: `survey`; `collect` for the snapshot to restore; any number of `wait_for`."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class SnapshotDirectory:
         look_s: float = _LOOK_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`limit_s` is for the answer to a short question."""
+        """`limit_s` limits the answer to a short request."""
         self._run_id = run_id
         self._agent_of = agent_of
         self._limit_s = limit_s
@@ -58,9 +58,9 @@ class SnapshotDirectory:
         self._collecting: tuple[int, str, asyncio.Task[Assembled]] | None = None
 
     async def survey(self, nodes: Sequence[str]) -> tuple[tuple[Snapshot, ...], tuple[str, ...]]:
-        """Ask every node; those that do not answer in time hold nothing.
+        """Query every node; a node that does not answer in time counts as holding nothing.
 
-        What can be put together, newest first; and sentences on what keeps the newer ones from it.
+        Returns the snapshots that can be assembled, newest first, and sentences that say why newer ones cannot.
         """
         answers = await asyncio.gather(*(self._ask(node) for node in nodes))
         self._held = {node: held for node, held in zip(nodes, answers, strict=True) if held}
@@ -71,19 +71,19 @@ class SnapshotDirectory:
         return found, (*unanswered, *not_whole(self._held))
 
     def collect(self, generation: int, identifier: str, nodes: Sequence[str]) -> None:
-        """Begin to put together the snapshot that `generation` begins from; `wait_for` gives it. Begun once for each:
-        the next generation may begin from the same snapshot, held by others."""
+        """Begin to assemble the snapshot that `generation` begins from; `wait_for` returns it. Done once per
+        generation: the next one may begin from the same snapshot, held by other nodes."""
         if self._collecting is not None:
             if self._collecting[0] == generation:
                 return
             self._collecting[2].cancel()
         task = asyncio.get_running_loop().create_task(self._collect(identifier, nodes))
-        # An error nobody asks for any more is no news: the generation has ended.
+        # Retrieve the error of a generation that has ended: asyncio would log it as never retrieved.
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._collecting = generation, identifier, task
 
     async def wait_for(self, identifier: str) -> Assembled:
-        """Raises IntegrityError or StorageError saying what is missing."""
+        """Raises IntegrityError or StorageError that says what is missing."""
         if self._collecting is None or self._collecting[1] != identifier:
             raise StorageError(f"snapshot {identifier} is not the one that the run goes on from")
         try:
@@ -102,7 +102,7 @@ class SnapshotDirectory:
     async def _collect(self, identifier: str, nodes: Sequence[str]) -> Assembled:
         began = time.perf_counter()
         if identifier not in self._found:
-            # A controller that was restarted meanwhile.
+            # The controller was restarted meanwhile.
             await self.survey(nodes)
         snapshot = self._found.get(identifier)
         if snapshot is None:
@@ -123,7 +123,7 @@ class SnapshotDirectory:
             if isinstance(cause, IntegrityError):
                 raise cause from None
             raise StorageError(f"a node that holds a part of {identifier} does not answer: {cause}") from error
-        # Seconds for a thousand ranks, in which the controller has others to hear.
+        # Takes seconds for a thousand ranks: not in the event loop.
         text = await asyncio.to_thread(self._assembled, records)
         steps = {record.rank: (record.client or {}).get(STEPS, ()) for record in records}
         self._on_steps(snapshot.generation, len(records), steps)
@@ -131,7 +131,7 @@ class SnapshotDirectory:
         return Assembled(identifier, text, addresses)
 
     async def _records(self, node: str, wanted: Sequence[Held], addresses: Sequence[Address]) -> list[ShardRecord]:
-        """What one node says of the shards that it holds. Raises TimeoutError when its work on them stands still."""
+        """The records of the shards on one node. Raises TimeoutError when the node's work on them makes no progress."""
         asked = (self._call(node, "memory_record", h, {rank: addresses[rank] for rank in h.others}) for h in wanted)
         work = asyncio.ensure_future(asyncio.gather(*asked))
         pace, since = -1, self._clock()
@@ -147,7 +147,7 @@ class SnapshotDirectory:
             work.cancel()
 
     async def _pace(self, node: str) -> int:
-        """How far its work has come; -1 when it does not say."""
+        """The node's progress counter; -1 when it does not answer."""
         try:
             return int(await asyncio.wait_for(self._call(node, "memory_progress"), self._limit_s))
         except (ray.exceptions.RayError, asyncio.TimeoutError, OSError):
@@ -174,5 +174,5 @@ class SnapshotDirectory:
 def targets_of(
     placed: Sequence[Sequence[str]], addresses: Mapping[str, tuple[str, int]]
 ) -> tuple[tuple[tuple[str, int], ...], ...]:
-    """For each rank the addresses of the nodes that hold its replicas; nodes without an address are left out."""
+    """For each rank, the addresses of the nodes that hold its replicas; nodes without an address are omitted."""
     return tuple(tuple(addresses[node] for node in nodes if node in addresses) for nodes in placed)

@@ -1,7 +1,7 @@
-"""Watches what a run can hope for: what the cluster lacks for it, and what other runs need of its slots.
+"""Sense: the capacity that a run can expect, and which of its slots other runs need.
 
-The judgements are pure (`core.capacity`, `core.sharing`); here their facts are gathered, and what has changed becomes
-an event. Controllers find each other by their names.
+The judgements are pure (`core.policy.capacity`, `core.policy.priority_sharing`); this module gathers their facts and
+emits changes as events. Controllers find each other by name.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from elastic.runtime.controller.senses.cluster_view import ClusterProbe, Cluster
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
-# While the run has all that it may have, and is alone.
+# While the run has all slots that it may have, and no other run exists.
 _CALM_LOOK_S = 5.0
-# A cluster that has just begun does not know its nodes yet: what cannot be had is refused only after so long, and later
-# where nodes join by themselves.
+# A new cluster does not know its nodes yet: an impossible request is refused only after this time, and later where
+# nodes join by themselves.
 _SURE_S = 5.0
 _SURE_BY_HAND_S = 15.0
-# While nodes are on their way to the cluster other runs are asked to make room only after so many times the usual time.
+# While nodes are starting, other runs are asked to release slots only after this many times the usual wait.
 _ARRIVING_FACTOR = 10
 _PEER_LIMIT_S = 2.0
-# What another run said of itself counts for so long when it does not answer: its controller may be being restarted.
+# The claim of a run that does not answer counts for this long: its controller may be restarting.
 _REMEMBER_S = 30.0
 
 
 class CapacityMonitor:
-    """`state` gives the run's state as it is now; `emit` gets CapacityJudged and SlotsShared when they have changed."""
+    """`state` gives the run's state at present; `emit` gets CapacityJudged and SlotsShared on changes."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class CapacityMonitor:
 
     @property
     def claim(self) -> Claim | None:
-        """What this run says of itself to others; None before it has looked at the cluster."""
+        """This run's claim, for other runs; None before the first look at the cluster."""
         return self._claim
 
     async def run(self) -> None:
@@ -79,16 +79,16 @@ class CapacityMonitor:
             self._thread.close()
 
     async def _turn(self) -> float:
-        """One look with whatever can be had; returns when the next one is due, in seconds."""
+        """One look at the cluster and the other runs; returns the seconds until the next one."""
         try:
             others = await self._others()
             await self.look(await self._thread.call(self._view), others)
         except (ray.exceptions.RayError, OSError, RuntimeError) as error:
-            # The control store may be away; what was known stays known.
+            # The control store may be unavailable; earlier facts stay valid.
             logger.debug("the state of the cluster cannot be had: %s", error)
             return _LOOK_S
         except Exception:
-            # Whatever it is, others may need what this run has, and be told so by the next look.
+            # Other runs may need slots of this run: continue with the next look after any error.
             logger.exception("looking at the state of the cluster failed")
             return _LOOK_S
         calm = not others and self._claim is not None and not self._wants() and self._limit is None
@@ -98,7 +98,7 @@ class CapacityMonitor:
         return any(slot.phase is SlotPhase.PENDING for slot in self._state().fleet.slots.values())
 
     async def look(self, view: ClusterView, others: list[Claim]) -> None:
-        """One look: judge, and tell what is new."""
+        """Judge the facts and emit changes."""
         state, now = self._state(), self._clock()
         sure_s = _SURE_S if view.cluster.autoscaled else _SURE_BY_HAND_S
         self._tell_shortage(judge(need_of(state), view.cluster), sure_s, now)
@@ -126,7 +126,7 @@ class CapacityMonitor:
     # --- other runs ---
 
     async def _others(self) -> list[Claim]:
-        """What the other runs say of themselves. Who does not answer is remembered for a while."""
+        """The claims of the other runs. The last claim of a run that does not answer counts for a while."""
         own, known = names.controller(self._state().settings.run_id), frozenset(self._actors)
         self._actors.update(await self._thread.call(lambda: _controllers(known)))
         others = [name for name in self._actors if name != own]
@@ -141,7 +141,7 @@ class CapacityMonitor:
         return [claim for _, claim in self._peers.values()]
 
     async def _ask(self, name: str) -> tuple[bool, Claim | None]:
-        """(whether it answered, its claim; None of a run that is over)."""
+        """(whether the run answered, its claim); the claim is None after the run's end."""
         try:
             return True, await asyncio.wait_for(self._actors[name].claim.remote(), _PEER_LIMIT_S)
         except ray.exceptions.ActorDiedError:
@@ -153,7 +153,7 @@ class CapacityMonitor:
 
 
 def _controllers(known: Collection[str]) -> dict[str, Any]:
-    """Handles of the controllers that are not known yet. Blocks."""
+    """Handles of controllers that are not in `known`. Blocks."""
     listed = ray.util.list_named_actors(all_namespaces=True)
     found = [entry["name"] for entry in listed if entry["namespace"] == names.NAMESPACE]
     handles = {}
@@ -170,7 +170,7 @@ def need_of(state: RunState) -> Need:
 
 
 def claim_of(state: RunState, view: ClusterView, now: float) -> Claim:
-    """A slot that has been waited for long enough cannot otherwise be had; nodes on their way are waited for longer."""
+    """A slot counts as wanted after a long enough wait; the wait is longer while nodes are starting."""
     scaling = state.settings.scaling
     long_s = scaling.share_after_s * (_ARRIVING_FACTOR if view.arriving else 1)
     phases = [slot.phase for slot in state.fleet.slots.values()]

@@ -1,7 +1,7 @@
-"""What Ray's control store knows of the cluster: its nodes, what is free on them, and what its autoscaler is doing.
+"""The cluster as Ray's control store describes it: its nodes, their free resources, and its autoscaler's activity.
 
-The private calls of Ray for it are here and nowhere else. They are the ones that Ray's own autoscaler (v2) and its
-`ray status` use; an autoscaler of the older kind reports nothing there and counts as none.
+This is the only module with Ray's private calls for it. Ray's own autoscaler (v2) and `ray status` use the same calls;
+an autoscaler of version 1 reports nothing there and counts as absent.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ray.core.generated import autoscaler_pb2 as _generated
 
 from elastic.core.policy.capacity import Cluster, NodeType, Resources
 
-# Its stubs do not know half of it.
+# The generated stubs lack many of the messages.
 _messages: Any = _generated
 _LIMIT_S = 5.0
 _GONE = ("DEAD", "DRAINING")
@@ -25,8 +25,8 @@ _GONE = ("DEAD", "DRAINING")
 
 @dataclass(frozen=True)
 class ClusterView:
-    """`free` is what is left of each node; `arriving` counts nodes that the autoscaler has asked for; `demand` are the
-    bundles of all placement groups that wait for a place, whoever's they are."""
+    """`free` are each node's free resources; `arriving` counts nodes that the autoscaler has requested; `demand` are
+    the bundles of all pending placement groups, of this run and of others."""
 
     cluster: Cluster
     free: Mapping[str, Resources] = field(default_factory=dict)
@@ -35,10 +35,10 @@ class ClusterView:
 
 
 class ClusterProbe:
-    """Looks at the cluster that this process has joined. Blocks: not for the event loop."""
+    """Reads the state of the cluster that this process has joined. Blocks: not for the event loop."""
 
     def __init__(self) -> None:
-        # GcsClient answers in the name of the connection that it has: one is enough.
+        # One client is enough: it keeps its connection.
         self._client: Any = GcsClient(address=ray.get_runtime_context().gcs_address)
 
     def __call__(self) -> ClusterView:
@@ -49,8 +49,8 @@ class ClusterProbe:
 
 
 def view_of(reply: Any, types: tuple[NodeType, ...] | None) -> ClusterView:
-    """`types` as `Cluster` has them. Only an autoscaler that has started nodes, or says what it could start, is one:
-    Ray also runs one that merely watches."""
+    """`types` as in `Cluster`. An autoscaler counts only if it has started nodes or lists the types that it can
+    start: Ray also runs one that merely monitors."""
     resources, scaler = reply.cluster_resource_state, reply.autoscaling_state
     status = _messages.NodeStatus.Name
     living = {node.node_id.hex(): node for node in resources.node_states if status(node.status) not in _GONE}
@@ -73,7 +73,7 @@ def view_of(reply: Any, types: tuple[NodeType, ...] | None) -> ClusterView:
 
 
 def _types() -> tuple[NodeType, ...] | None:
-    """The groups of nodes that the cluster could grow by, where somebody has written them down."""
+    """The node groups by which the cluster can grow; None unless they are configured."""
     config = ray_state.get_cluster_config()
     if config is None:
         return None

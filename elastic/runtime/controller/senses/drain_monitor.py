@@ -1,6 +1,6 @@
-"""Which nodes are about to go away, as Ray knows it: preempted, drained, or about to leave `ray start --block`.
+"""Sense: which nodes are about to leave, according to Ray: preempted, drained, or leaving `ray start --block`.
 
-Ray pushes no notices, so its list is asked for once a second. The one private call of Ray for it is here.
+Ray pushes no notices, so its list is polled once a second. This is the only module with Ray's private call for it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SAME_S = 0.5
 
 
 def draining_nodes() -> dict[str, float]:
-    """Node id -> deadline in wall clock seconds, 0 where there is none."""
+    """Node id -> deadline in wall clock seconds, 0 for none."""
     listed: Mapping[str, int] = ray_state.get_draining_nodes()
     return {node: deadline_ms / 1000.0 for node, deadline_ms in listed.items()}
 
@@ -32,7 +32,7 @@ def dead_nodes() -> set[str]:
 
 
 class DrainMonitor:
-    """`emit` gets NodesDraining whenever the list has changed. `used` names the nodes that the run has slots on."""
+    """`emit` gets NodesDraining on each change of the list. `used` names the nodes on which the run has slots."""
 
     def __init__(
         self,
@@ -59,10 +59,10 @@ class DrainMonitor:
             try:
                 await self.look()
             except (ray.exceptions.RayError, OSError, RuntimeError) as error:
-                # The control store may be away; what was known stays known.
+                # The control store may be unavailable; the known list stays valid.
                 logger.debug("the list of draining nodes cannot be had: %s", error)
             except Exception:
-                # Whatever it is, the notice of the next node must not be missed for it.
+                # No error may end the watch: the next node's notice would be missed.
                 logger.exception("looking for draining nodes failed")
             await asyncio.sleep(_POLL_S)
 
@@ -70,7 +70,7 @@ class DrainMonitor:
         listed = self._deadlines(await asyncio.to_thread(self._listed))
         gone = self._known.keys() - listed.keys()
         if gone & set(self._used()):
-            # A node that has died is on no list either: it has not been told to stay. Its slots are about to be lost.
+            # A dead node is on no list either, although its drain was not cancelled. Its slots are about to be lost.
             dead = await asyncio.to_thread(self._dead)
             listed |= {node: self._known[node] for node in gone & dead & set(self._used())}
         if listed != self._known:
