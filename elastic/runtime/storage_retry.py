@@ -28,7 +28,7 @@ def retried(
         except StorageError as error:
             if time.monotonic() + pause > deadline:
                 raise
-            logger.warning("%s; asked again in %.1f s", error, pause)
+            logger.warning("%s; next try in %.1f s", error, pause)
             wait(pause)
             pause *= 2
 

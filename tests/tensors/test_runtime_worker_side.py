@@ -226,7 +226,7 @@ def test_a_member_of_a_generation_that_only_saves_does_no_step() -> None:
     assert stops.get(timeout=LIMIT_S) is Stop.DURABLE
     thread.join(LIMIT_S)
     assert told.events() == [ev.TrainingReached(4, 9, 13)]
-    with pytest.raises(GenerationEnded, match="did not say where to stop"):
+    with pytest.raises(GenerationEnded, match="did not commit a step to stop at"):
         member(Told(), 0.01, stops_at_start=True).boundary(13)
 
 
@@ -253,7 +253,7 @@ def test_a_member_does_not_hold_for_ever() -> None:
     one = member(Told(), timeout_s=0.01)
     one.boundary(5)
     one.propose_stop()
-    with pytest.raises(GenerationEnded, match="did not say where to stop"):
+    with pytest.raises(GenerationEnded, match="did not commit a step to stop at"):
         one.boundary(6)
 
 

@@ -19,7 +19,7 @@ _DETECTORS = {
     "worker-lost": "process watch",
     "node-frozen": "node heartbeats",
     "node-lost": "the connection to the node's agent, a survivor's collective, or node heartbeats",
-    "restore-failed": "the proof of the restored state",
+    "restore-failed": "the verification of the restored state",
     "resize": "scaling policy",
     "stop": "the user",
 }

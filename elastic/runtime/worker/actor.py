@@ -77,7 +77,7 @@ class WorkerActor:
         self._stores: dict[int, Rendezvous] = {}
         self._work: queue.SimpleQueue[_Current] = queue.SimpleQueue()
         self._heartbeats: HeartbeatSender | None = None
-        self._outbox = Outbox(self._deliver, on_fenced=lambda: self._quit("this worker was written off"))
+        self._outbox = Outbox(self._deliver, on_fenced=lambda: self._quit("it was removed from the run"))
         self._store: CheckpointStore | None = None
         self._writer: BackgroundWriter | None = None
         self._function: Callable[..., Any] | None = None
@@ -292,7 +292,7 @@ class WorkerActor:
                 raise cause if isinstance(cause, ElasticError) else StorageError(str(cause)) from None
             except (ray.exceptions.RayError, OSError) as error:
                 if time.monotonic() > deadline:
-                    raise StorageError(f"the controller has not said where {identifier} lies: {error}") from error
+                    raise StorageError(f"the controller did not report the holders of snapshot {identifier}: {error}") from error
                 if not isinstance(error, ray.exceptions.GetTimeoutError):
                     check(_ASK_AGAIN_S)
                     asked = self._controller.snapshot.remote(identifier)

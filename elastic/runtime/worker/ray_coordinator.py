@@ -152,7 +152,7 @@ class RayCoordinator:
         while self._stop_at is None:
             self._check()
             if not self._change.wait(max(0.0, limit - time.monotonic())) and time.monotonic() >= limit:
-                raise GenerationEnded(self._spec.generation, "the controller did not say where to stop")
+                raise GenerationEnded(self._spec.generation, "the controller did not commit a step to stop at")
 
     def _pause(self, seconds: float) -> None:
         with self._change:

@@ -67,7 +67,7 @@ class SnapshotDirectory:
         found = recoverable(self._held)
         self._found = {snapshot.id: snapshot for snapshot in found}
         silent = [node[:8] for node, held in zip(nodes, answers, strict=True) if held is None]
-        unanswered = (f"node {', '.join(silent)} has not said in time what its memory holds",) if silent else ()
+        unanswered = (f"node {', '.join(silent)} did not report its snapshots in time",) if silent else ()
         return found, (*unanswered, *not_whole(self._held))
 
     def collect(self, generation: int, identifier: str, nodes: Sequence[str]) -> None:
@@ -96,7 +96,7 @@ class SnapshotDirectory:
             held = await asyncio.wait_for(self._call(node, "memory_held"), self._limit_s)
             return tuple(held)
         except (ray.exceptions.RayError, asyncio.TimeoutError, OSError) as error:
-            logger.warning("node %s has not said what its memory holds: %s", node[:8], error or type(error).__name__)
+            logger.warning("node %s did not report its snapshots: %s", node[:8], error or type(error).__name__)
             return None
 
     async def _collect(self, identifier: str, nodes: Sequence[str]) -> Assembled:

@@ -148,7 +148,7 @@ class CapacityMonitor:
             del self._actors[name]
             return True, None
         except (ray.exceptions.RayError, OSError, asyncio.TimeoutError) as error:
-            logger.debug("%s has not said what it needs: %s", name, error or type(error).__name__)
+            logger.debug("no claim from %s: %s", name, error or type(error).__name__)
             return False, None
 
 

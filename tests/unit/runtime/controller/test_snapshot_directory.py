@@ -117,7 +117,7 @@ def test_a_node_that_does_not_answer_holds_nothing_and_that_is_said() -> None:
 
     found, missing = asyncio.run(scenario())
     assert found == ()
-    assert missing[0] == "node b, gone has not said in time what its memory holds"
+    assert missing[0] == "node b, gone did not report its snapshots in time"
     assert "no node that answers has the shard of rank 1" in missing[1]
 
 
