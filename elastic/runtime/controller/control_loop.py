@@ -102,7 +102,9 @@ class ControlLoop:
         """A worker's messages, in order. False, and all are ignored, when the worker was removed from the run."""
         if worker not in self.state.fleet.workers:
             self.fenced += len(items)
-            logger.warning("worker %d is not part of the run; %d of its messages refused, and it ends", worker, len(items))
+            logger.warning(
+                "worker %d is not part of the run; %d of its messages refused, and it ends", worker, len(items)
+            )
             return False
         self.heartbeats.worker_spoke(worker, now)
         for item in items:

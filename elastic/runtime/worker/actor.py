@@ -292,7 +292,9 @@ class WorkerActor:
                 raise cause if isinstance(cause, ElasticError) else StorageError(str(cause)) from None
             except (ray.exceptions.RayError, OSError) as error:
                 if time.monotonic() > deadline:
-                    raise StorageError(f"the controller did not report the holders of snapshot {identifier}: {error}") from error
+                    raise StorageError(
+                        f"the controller did not report the holders of snapshot {identifier}: {error}"
+                    ) from error
                 if not isinstance(error, ray.exceptions.GetTimeoutError):
                     check(_ASK_AGAIN_S)
                     asked = self._controller.snapshot.remote(identifier)

@@ -113,7 +113,9 @@ class Agents:
             limit_s = self._settings.failures.survey_timeout_s * 0.8
             return [(node, other) for other in await asyncio.wait_for(agent.reach.remote(known), limit_s)]
         except (ray.exceptions.RayError, asyncio.TimeoutError, OSError) as error:
-            logger.warning("node %s did not report which nodes it can reach: %s", node[:8], error or type(error).__name__)
+            logger.warning(
+                "node %s did not report which nodes it can reach: %s", node[:8], error or type(error).__name__
+            )
             return []
 
     async def _start(self, node: str) -> Known:
