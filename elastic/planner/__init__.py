@@ -3,7 +3,7 @@
 Pure: standard library and the core's errors only. docs/planner.md says what is modelled and how large the error is.
 """
 
-from elastic.planner.cost_model import Constants, CostModel, TimeBreakdown, fit_constants
+from elastic.planner.cost_model import Constants, CostModel, TimeBreakdown, fit_constants, priors_around
 from elastic.planner.devices import DEVICES, Cluster, Device, parse_cluster
 from elastic.planner.laws import optimum, shape_of
 from elastic.planner.links import Link, fit_link
@@ -41,6 +41,7 @@ __all__ = [
     "optimum",
     "parse_cluster",
     "parse_model",
+    "priors_around",
     "refusals",
     "shape_of",
     "state_bytes",

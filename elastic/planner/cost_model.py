@@ -57,6 +57,11 @@ PRIORS = (
 )
 
 
+def priors_around(constants: Constants, spread: float = 0.3) -> tuple[Prior, ...]:
+    """Priors for a fit on few steps of one's own: `constants`, each give or take a factor e^`spread`."""
+    return tuple(Prior(value, spread) for value in vars(constants).values())
+
+
 @dataclass(frozen=True)
 class CollectiveTime:
     """One row of a step as the collective ledger would have it. `sent_bytes` counts one rank's bytes on the wire."""

@@ -89,7 +89,7 @@ class Planner:
         work = workload(facts.model, strategy, mesh, self.memory.dtypes)
         time = cost.step(work)
         rate = work.model_flops / time.total_s / (mesh.world_size * facts.cluster.device.peak_flops)
-        return Candidate(strategy, mesh, memory, time, _praise(facts.cluster, memory, time, rate), utilisation=rate)
+        return Candidate(strategy, mesh, memory, time, _summary(facts.cluster, memory, time, rate), utilisation=rate)
 
     def _candidates(self, facts: PlanningFacts) -> Iterator[Candidate]:
         for mesh in meshes(facts):
@@ -211,7 +211,7 @@ def _memory_obstacle(cluster: Cluster, strategy: Strategy, memory: MemoryBreakdo
     return None
 
 
-def _praise(cluster: Cluster, memory: MemoryBreakdown, time: TimeBreakdown, rate: float) -> str:
+def _summary(cluster: Cluster, memory: MemoryBreakdown, time: TimeBreakdown, rate: float) -> str:
     spare = (cluster.device.memory_bytes - memory.total) / _GIB
     lost = (
         f"communication {time.exposed_s / time.total_s:.0%} and bubble {time.bubble_s / time.total_s:.0%} of the step"
