@@ -14,12 +14,21 @@ if TYPE_CHECKING:
 
     from elastic.core.errors import ElasticError, UsageError
     from elastic.core.settings import AnomalySettings, FailureSettings, SnapshotSettings, StragglerSettings
-    from elastic.training.api import epochs, get_context, initialize, prepare_data_loader, report, state
+    from elastic.training.api import (
+        busy,
+        epochs,
+        get_context,
+        initialize,
+        prepare_data_loader,
+        report,
+        state,
+    )
     from elastic.training.context import Context
 
 __all__ = [
     "AnomalySettings", "Context", "ElasticError", "ElasticTrainer", "FailureSettings", "SnapshotSettings",
-    "StragglerSettings", "UsageError", "epochs", "get_context", "initialize", "prepare_data_loader", "report", "state",
+    "StragglerSettings", "UsageError", "busy", "epochs", "get_context", "initialize", "prepare_data_loader", "report",
+    "state",
 ]  # fmt: skip
 
 _HOMES = {
@@ -31,6 +40,7 @@ _HOMES = {
     "SnapshotSettings": "elastic.core.settings",
     "StragglerSettings": "elastic.core.settings",
     "UsageError": "elastic.core.errors",
+    "busy": "elastic.training.api",
     "epochs": "elastic.training.api",
     "get_context": "elastic.training.api",
     "initialize": "elastic.training.api",

@@ -1,8 +1,9 @@
-"""What the training code calls: `initialize`, `prepare_data_loader`, `epochs`, `report`, `get_context`, `state`."""
+"""What the training code calls: `initialize`, `prepare_data_loader`, `epochs`, `busy`, `report`, `get_context`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -16,6 +17,7 @@ from elastic.engines.base import Config, Engine, ResolvedConfig
 from elastic.training import context
 from elastic.training.anomalies import AnomalyWatch
 from elastic.training.arguments import chosen_config, refuse_arguments
+from elastic.training.busy import reporting
 from elastic.training.context import Context, StateOfTheRun
 from elastic.training.data.data_loaders import DataSource, PreparedLoader, data_source, open_reader, taken_over
 from elastic.training.data.loader import ElasticLoader, elapsing_epochs
@@ -127,18 +129,30 @@ def epochs(count: int | None = None) -> Iterator[int]:
     return elapsing_epochs(generation.loader, generation.steps, count)
 
 
+def busy(what: str, limit_s: float = 3600.0) -> AbstractContextManager[None]:
+    """`with elastic.busy("evaluating"):` code in it may take `limit_s` without a step and is not taken for a hang.
+
+    Not needed around code that calls the engine, the loader or this module every now and then.
+    """
+    return reporting(_generation().scope, what, limit_s)
+
+
 def report(**metrics: Any) -> None:
     """Attach this rank's own metrics to the report of the current step (between two steps: of the next one).
 
     Values are numbers, text, None, tensors or arrays of one element, and lists and mappings of these. Raises UsageError
     for any other value, naming the metric.
     """
-    _generation().note({name: plain(name, value) for name, value in metrics.items()})
+    generation = _generation()
+    generation.scope.moved()
+    generation.note({name: plain(name, value) for name, value in metrics.items()})
 
 
 def get_context() -> Context:
     """Where this worker is now: rank, world size, generation, step, device, whether it resumed."""
-    return Context.of(_generation())
+    generation = _generation()
+    generation.scope.moved()
+    return Context.of(generation)
 
 
 # -- inside -----------------------------------------------------------------------------------------------------------

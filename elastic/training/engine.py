@@ -53,6 +53,7 @@ class ElasticEngine:
         engine = self._engine
         if engine is None:
             raise AttributeError(f"{name}: the generation of this engine is over")
+        self._scope.moved()
         return engine.native if name == engine.name else getattr(engine.native, name)
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -62,6 +63,7 @@ class ElasticEngine:
         """The model's forward pass. In training mode, with a batch of the loader at hand, its random stream is that of
         the micro-batch; evaluation passes are left alone."""
         self._scope.check()
+        self._scope.moved()
         engine, progress, last = self._open(), self._steps.progress, None
         if progress is not None and progress.active is not None and engine.module.training:
             self._before_forward(progress)

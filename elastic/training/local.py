@@ -62,6 +62,9 @@ class SilentCoordinator:
     def cadence(self, step: int, every_steps: int, cost_s: float, step_s: float) -> None:
         logger.debug("from step %d on a snapshot every %d steps", step, every_steps)
 
+    def moved(self, over: bool = False) -> None:
+        """Nobody watches for hangs."""
+
     def memory_lost(self, reason: str) -> None:
         logger.warning("no snapshots in memory: %s", reason)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +14,9 @@ from elastic.core.errors import CollectiveFailed, GenerationEnded, Where
 from elastic.core.generation_spec import GenerationSpec
 from elastic.training.result import BadStep
 from elastic.training.session import Coordinator, Phase
+
+# How often progress without steps is reported.
+MOVED_EVERY_S = 1.0
 
 
 @dataclass
@@ -33,6 +37,14 @@ class GenerationScope:
     planned: bool = False
     bad_step: BadStep | None = None
     _ended: str | None = None
+    _moved: float = 0.0
+
+    def moved(self) -> None:
+        """Called by everything that the user's code calls: what it does between two steps is no hang."""
+        now = time.monotonic()
+        if now - self._moved >= MOVED_EVERY_S:
+            self._moved = now
+            self.coordinator.moved()
 
     def end(self, reason: str) -> None:
         """Make every later `check` raise. The first reason stays."""

@@ -133,6 +133,11 @@ class Coordinator(Protocol):
         """From `step` on a snapshot is taken into memory every `every_steps` steps, for what one costs."""
         ...
 
+    def moved(self, over: bool = False) -> None:
+        """The user's code makes progress although no step ends: an evaluation, an export. At most about once a second;
+        from any thread. `over`: all steps of the run are done and saved, and whatever follows may take its time."""
+        ...
+
     def memory_lost(self, reason: str) -> None:
         """No more snapshots are taken into memory in this generation."""
         ...

@@ -231,6 +231,7 @@ class StepLoop:
         self._boundary()
         self._save()
         self.finished = True
+        self._scope.coordinator.moved(over=True)
 
     def _save(self, durable: bool = True) -> None:
         """Save the step just finished, unless it was saved already; to storage if `durable`."""

@@ -230,3 +230,31 @@ def returns_early(config: dict[str, Any]) -> None:
         engine.step()
         if elastic.get_context().step == config["stop_after"]:
             return
+
+
+def evaluates_and_exports(config: dict[str, Any]) -> None:
+    """After step 2 every rank evaluates for `slow_s`, after step 3 rank 0 alone does something else for as long, and
+    after the last step it exports for as long."""
+    engine, loader, data = build(config)
+    before = elastic.get_context().step
+    for _ in elastic.epochs():
+        for x, y in loader:
+            engine.backward(nn.functional.mse_loss(engine(x), y))
+            engine.step()
+            now = elastic.get_context()
+            if now.step == before:
+                continue
+            before = now.step
+            _finished_step(config, now, data)
+            until = time.monotonic() + config["slow_s"]
+            if now.step == 2:
+                engine.eval()
+                while time.monotonic() < until:
+                    with torch.no_grad():
+                        engine(x)
+                engine.train()
+            elif now.step == 3 and now.rank == 0:
+                with elastic.busy("talking to a tracker"):
+                    time.sleep(config["slow_s"])
+    if elastic.get_context().rank == 0:
+        time.sleep(config["slow_s"])

@@ -183,6 +183,8 @@ class ProgressWatch:
         self._first = True
         self._since: float | None = None
         self._checked: float | None = None
+        # The generation whose members have done all steps of the run: no further step is expected.
+        self._over = -1
 
     def step_ended(self, generation: int, step: int, now: float) -> None:
         """Some member has finished optimizer step `step`. Older generations and steps seen before change nothing."""
@@ -190,6 +192,13 @@ class ProgressWatch:
             return
         self._first = False
         self._generation, self._step, self._since = generation, step, now
+
+    def moved(self, generation: int, now: float, *, over: bool = False) -> None:
+        """A member's code makes progress although no step ended (an evaluation, say). `over`: all steps are done."""
+        if generation == self._generation and self._since is not None:
+            self._since = now
+        if over:
+            self._over = max(self._over, generation)
 
     def check(
         self, generation: int, step: int, now: float, training: bool, behind: Iterable[int] = ()
@@ -200,7 +209,7 @@ class ProgressWatch:
         if generation > self._generation:
             self._generation, self._step, self._first, self._since = generation, step, True, None
         limit_s = self._limit.limit(self._first)
-        if not training:
+        if not training or generation == self._over:
             self._since = None
         elif self._since is None or paused_s > limit_s / 2:
             # The observer slept: what it did not read is no proof that nothing happened.

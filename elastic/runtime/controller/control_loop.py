@@ -137,6 +137,8 @@ class ControlLoop:
                 self._emit(first)
             if done is not None:
                 self._completed(done, now)
+        elif item.kind == "moved":
+            self.telemetry.watch.moved(item.data["generation"], now, over=bool(item.data["over"]))
         elif item.kind == "cadence":
             self._records.note(cadence_record(item.data))
         elif item.kind == "restored":

@@ -98,6 +98,9 @@ class RayCoordinator:
         told = {"step": step, "every_steps": every_steps, "cost_s": cost_s, "step_s": step_s}
         self._outbox.put(Item("cadence", {**told, **self._place()}))
 
+    def moved(self, over: bool = False) -> None:
+        self._outbox.put(Item("moved", {"over": over, **self._place()}, urgent=over, replay=over))
+
     def memory_lost(self, reason: str) -> None:
         self._memory_works = False
         self._post(ev.MemoryLost(self._spec.generation, self._worker, reason))

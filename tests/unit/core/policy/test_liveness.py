@@ -295,3 +295,32 @@ def test_a_watcher_that_slept_does_not_call_it_a_hang() -> None:
     assert watch.check(3, 40, 100.0, training=True) is None
     assert watch_until(watch, 100.5, 105) == []
     assert len(watch_until(watch, 105.5, 105.5)) == 1
+
+
+def test_progress_without_steps_is_no_standstill() -> None:
+    watch = ProgressWatch(HangLimit(5.0, 10.0))
+    watch.step_ended(1, 1, 0.0)
+    found = []
+    for second in range(1, 40):
+        if second <= 20:
+            watch.moved(1, float(second))
+        stalled = watch.check(1, 0, float(second), True)
+        found += [second] if stalled else []
+    assert found[0] == 26
+
+
+def test_progress_of_an_older_generation_counts_for_nothing() -> None:
+    watch = ProgressWatch(HangLimit(5.0, 10.0))
+    watch.step_ended(2, 1, 0.0)
+    stalled = []
+    for second in range(1, 10):
+        watch.moved(1, float(second), over=True)
+        stalled.append(watch.check(2, 0, float(second), True))
+    assert any(stalled)
+
+
+def test_after_the_last_step_nothing_is_expected() -> None:
+    watch = ProgressWatch(HangLimit(5.0, 10.0))
+    watch.step_ended(3, 40, 0.0)
+    watch.moved(3, 0.0, over=True)
+    assert watch_until(watch, 0.0, 1000.0) == []
