@@ -77,6 +77,12 @@ class BackgroundWriter:
             self._changed.notify_all()
         return True
 
+    @property
+    def free(self) -> bool:
+        """True when no snapshot waits: the next one that is submitted replaces none."""
+        with self._changed:
+            return self._waiting is None
+
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until everything that was submitted is written, superseded or given up; False if that took too long."""
         with self._changed:

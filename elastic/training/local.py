@@ -74,6 +74,12 @@ class SilentCoordinator:
     def step_done(self, report: StepReport) -> None:
         logger.debug("step %d: loss %.6f %s", report.step, report.loss, dict(report.metrics))
 
+    def can_save(self) -> bool:
+        return True
+
+    def save_left_out(self, step: int) -> None:
+        logger.warning("the save of step %d is left out: storage is slower than the cadence", step)
+
     def save(self, snapshot: ShardSnapshot) -> None:
         """Nothing is kept: a plain script has no checkpoint storage."""
 

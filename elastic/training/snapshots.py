@@ -89,7 +89,7 @@ class Snapshots:
         self._applied = self._applied or applied
         every = self._scope.spec.checkpoint_every_steps
         if every is not None and step % every == 0:
-            self._to_storage(step)
+            self._to_storage_if_free(step)
         if self._memory is not None and self._applied:
             self._note(self._memory.after_step(step, duration_s))
         return time.perf_counter() - began if self._pending else 0.0
@@ -129,6 +129,16 @@ class Snapshots:
     def _note(self, copy: PendingCopy | None) -> None:
         if copy is not None:
             self._pending.append(copy)
+
+    def _to_storage_if_free(self, step: int) -> None:
+        """Collective. If every rank replaced its own waiting snapshots, hardly any checkpoint would become whole."""
+        (free,) = self._state.agreement.least([self._scope.coordinator.can_save()])
+        # Of a group that was aborted meanwhile, the answer may be this rank's own.
+        self._scope.check()
+        if free:
+            self._to_storage(step)
+        else:
+            self._scope.coordinator.save_left_out(step)
 
     def _to_storage(self, step: int) -> None:
         scope = self._scope

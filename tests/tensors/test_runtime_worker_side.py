@@ -168,7 +168,8 @@ def member(told: Told, timeout_s: float = LIMIT_S, stops_at_start: bool = False)
     spec = GenerationSpec("run", generation=4, rank=1, world_size=2, stops_at_start=stops_at_start)
     box: Any = told
     source: Any = None
-    return RayCoordinator(spec, 9, box, source, lambda snapshot: True, FailureSettings(drain_timeout_s=timeout_s))
+    writer: Any = None
+    return RayCoordinator(spec, 9, box, source, writer, FailureSettings(drain_timeout_s=timeout_s))
 
 
 def report(step: int) -> StepReport:

@@ -25,7 +25,7 @@ from elastic.runtime.controller.committer import Committer
 from elastic.runtime.controller.faults import fault_record, unreadable_record
 from elastic.runtime.controller.hands.executor import Executor
 from elastic.runtime.controller.incidents import IncidentBook
-from elastic.runtime.controller.progress import News, cadence_record, figures
+from elastic.runtime.controller.progress import News, cadence_record, figures, left_out_record
 from elastic.runtime.controller.records import Records
 from elastic.runtime.controller.replay import Replayed
 from elastic.runtime.controller.senses.heartbeat_table import HeartbeatTable
@@ -141,6 +141,8 @@ class ControlLoop:
             self.telemetry.watch.moved(item.data["generation"], now, over=bool(item.data["over"]))
         elif item.kind == "cadence":
             self._records.note(cadence_record(item.data))
+        elif item.kind == "save_left_out":
+            self._records.note(left_out_record(item.data))
         elif item.kind == "restored":
             restore = self.telemetry.restored(item.data)
             if restore is not None:

@@ -84,6 +84,19 @@ def _placement(state: RunState) -> list[dict[str, Any]]:
     ]
 
 
+def left_out_record(told: Mapping[str, Any]) -> records.Decision:
+    """The journal's record of a save that all ranks left out."""
+    step = told["step"]
+    return records.decision(
+        "save-left-out",
+        f"the checkpoint of step {step} is left out: storage is slower than the cadence, and an older one still waits",
+        step=step,
+        generation=told["generation"],
+        world_size=told["world_size"],
+        data={},
+    )
+
+
 def cadence_record(told: Mapping[str, Any]) -> records.Decision:
     """The journal's record of the snapshot cadence and its reason, from a member's report."""
     every = int(told["every_steps"])

@@ -149,7 +149,7 @@ class WorkerActor:
             assert self._writer is not None
             assert self._store is not None
             coordinator = RayCoordinator(
-                spec, self._worker, self._outbox, self._store, self._writer.submit,
+                spec, self._worker, self._outbox, self._store, self._writer,
                 self._settings.failures, self._memory, self._snapshot,
             )  # fmt: skip
             runner = GenerationRunner(spec, coordinator, rendezvous, on_result=self._announce)

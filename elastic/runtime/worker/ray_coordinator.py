@@ -11,6 +11,7 @@ from typing import Any
 
 from elastic.checkpoint.snapshot import ShardSnapshot
 from elastic.checkpoint.source import CheckpointSource
+from elastic.checkpoint.writer import BackgroundWriter
 from elastic.core import events as ev
 from elastic.core.checkpoint.snapshots import is_snapshot
 from elastic.core.data.steps import StepReport
@@ -41,7 +42,7 @@ class RayCoordinator:
         worker: int,
         outbox: Outbox,
         source: CheckpointSource,
-        submit: Callable[[ShardSnapshot], bool],
+        writer: BackgroundWriter,
         failures: FailureSettings,
         memory: SnapshotMemory | None = None,
         snapshot: Callable[[str, float, Callable[[float], None]], CheckpointSource] | None = None,
@@ -51,7 +52,7 @@ class RayCoordinator:
         self._worker = worker
         self._outbox = outbox
         self._source = source
-        self._submit = submit
+        self._writer = writer
         self._commit_timeout_s = failures.drain_timeout_s
         self._retry_s = failures.storage_backoff_s
         # `join_timeout_s` limits the whole start of a generation.
@@ -123,8 +124,16 @@ class RayCoordinator:
         self._outbox.put(Item("step", report, urgent=self._first_report, replay=True))
         self._first_report = False
 
+    def can_save(self) -> bool:
+        return self._writer.free
+
+    def save_left_out(self, step: int) -> None:
+        # All ranks agree, so one of them reports.
+        if self._spec.rank == 0:
+            self._outbox.put(Item("save_left_out", {"step": step, **self._place()}))
+
     def save(self, snapshot: ShardSnapshot) -> None:
-        self._submit(snapshot)
+        self._writer.submit(snapshot)
 
     # --- the controller, on other threads ---
 
