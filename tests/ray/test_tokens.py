@@ -24,7 +24,7 @@ max_workers: 1
 max_steps: 1
 checkpoint: {every_steps: 1}
 """
-_JOIN = "import sys; from elastic.runtime import client; client.connect(sys.argv[1]); print('joined')"
+_JOIN = "import sys; from elastic.runtime.driver import client; client.connect(sys.argv[1]); print('joined')"
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,8 @@ def guarded() -> Iterator[LocalCluster]:
 def _environment(folder: Path, **more: str) -> dict[str, str]:
     """Without any token of whoever runs this test."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
-    return {**kept, "PYTHONPATH": f"{_ROOT}{os.pathsep}{folder}", "HOME": str(folder), **more}
+    paths = os.pathsep.join(map(str, (_ROOT, _ROOT / "jobs", _ROOT / "cluster", folder)))
+    return {**kept, "PYTHONPATH": paths, "HOME": str(folder), **more}
 
 
 def _python(*arguments: str, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:

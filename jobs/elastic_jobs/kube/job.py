@@ -1,4 +1,5 @@
-"""A job of a job file as `elastic_cluster.kube` wants it: what the file leaves open is taken from the job itself."""
+"""A job file as `elastic_cluster.kube` takes it; what the `kubernetes` section leaves out follows from the job
+itself."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ from elastic_jobs.job_file.kubernetes_section import (
     SecretSpec,
 )
 from elastic_jobs.job_file.spec import JobSpec
+from elastic_jobs.job_file.yaml_lines import parse
 from elastic_jobs.submit.driver_command import DriverCommand
+from elastic_jobs.submit.package import digest, entry_file
 
 # Machines of Google and Azure are gone 30 s after their notice, Amazon's after 120 s.
 SPOT_DRAIN_S = 25
@@ -67,18 +70,19 @@ def kube_job(
     _check_storage(spec, section)
     refuse(check(spec.job(run, str(spec.storage_url), file)))
     place = posixpath.join(section.folder, file.name)
+    code = entry_file(file.parent, spec.entry_point)
     return kube.KubeJob(
         name=run,
         run_id=run,
         image=the_image,
         ray_version=metadata.version("ray"),
-        command=_driver(place, run, str(spec.storage_url)),
+        command=_driver(place, run, str(spec.storage_url), digest(code)),
         groups=tuple(_group(group, spec, section) for group in section.groups),
         namespace=namespace or section.namespace,
         as_cluster=as_cluster,
         slot=_slot(spec),
         min_slots=spec.min_workers // spec.workers_per_slot,
-        files={place: _text(file)},
+        files={place: _text(file), **_deepspeed_file(file, section.folder)},
         env={name: value.ref() if isinstance(value, SecretSpec) else value for name, value in section.env.items()},
         volumes=tuple(kube.Volume(v.claim, v.mount, v.read_only) for v in section.volumes),
         head=section.head.size(),
@@ -103,21 +107,31 @@ def kube_job(
     )
 
 
-def _driver(place: str, run_id: str, storage_url: str) -> tuple[str, ...]:
-    """Attaches to the run, else goes on from storage, else starts it; of a run that is over it only tells how it ended.
+def _deepspeed_file(file: Path, folder: str) -> dict[str, str]:
+    """The DeepSpeed configuration that the job names by path, by its path in the pods: the image may hold an older
+    one."""
+    named = parse(file.read_text(encoding="utf-8"), str(file)).data.get("deepspeed")
+    if not isinstance(named, str):
+        return {}
+    return {posixpath.normpath(posixpath.join(folder, named)): _text(file.parent / Path(named).expanduser())}
+
+
+def _driver(place: str, run_id: str, storage_url: str, code: str) -> tuple[str, ...]:
+    """Attaches to the run, else continues it from storage, else starts it; of a run that is over it reports the end.
 
     So KubeRay may call it again in every new cluster. `exec`, so that no shell stands between Ray's signals and it.
     """
-    command = DriverCommand(place, run_id, 1, "continue", storage_url, metadata.version("ray-elastic"))
+    version = metadata.version("ray-elastic")
+    command = DriverCommand(place, run_id, 1, "continue", storage_url, version, code=code)
     return tuple(shlex.split(command.line()))
 
 
 def _text(file: Path) -> str:
-    """The file goes to the cluster as it is, comments and all, so it must hold no secret. Raises UsageError."""
+    """The file goes to the cluster unchanged, comments included, so it must hold no secret. Raises UsageError."""
     try:
         text = file.read_text(encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"job file {file} cannot be read: {error.strerror}") from error
+        raise UsageError(f"{file} cannot be read: {error.strerror}") from error
     for number, (line, shown) in enumerate(zip(text.splitlines(), redact(text).splitlines(), strict=False), 1):
         if line != shown:
             raise UsageError(

@@ -40,6 +40,7 @@ from elastic_jobs.plan import Job, Output
 from elastic_jobs.run_folder import RunFolder
 from elastic_jobs.submit import driver_protocol
 from elastic_jobs.submit.driver_command import DriverCommand
+from elastic_jobs.submit.package import digest, entry_file
 from elastic_jobs.terminal import put, say
 
 # How soon a stop is passed on.
@@ -221,6 +222,7 @@ def check_job(spec: JobSpec, command: DriverCommand, folder: RunFolder) -> Job:
             f"there is a run {command.run_id!r} in {folder.url} already; go on with it by `elastic resume`, or submit "
             "under another --run-id"
         )
+    check_code(spec.entry_point, Path(command.job).absolute().parent, command.code)
     if command.mode == "resume":
         # A slip in the storage's address must not start the run anew under its old name.
         folder.job_record()
@@ -244,6 +246,15 @@ def check_entry_is_ours(entry_point: str, folder: Path, package: Path) -> None:
     found = [base] if entry.is_file else [base.with_name(f"{base.name}.py"), base / "__init__.py"]
     if not any(path.is_file() and path.resolve().is_relative_to(package.resolve()) for path in found):
         raise UsageError(f"entry point {entry_point!r} is not in the submitted package")
+
+
+def check_code(entry_point: str, folder: Path, expected: str | None) -> None:
+    """Raises UsageError where an image holds another entry point than the folder that the run was rendered from."""
+    if expected is not None and digest(file := entry_file(folder, entry_point)) != expected:
+        raise UsageError(
+            f"{file} in the image is not the file that this run was rendered from: build the image again, or render "
+            "the run from the code that the image holds"
+        )
 
 
 def check_version(command: DriverCommand) -> None:

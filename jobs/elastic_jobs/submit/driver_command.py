@@ -1,6 +1,6 @@
-"""The command line of a run's driver inside a Ray job: made by whoever submits, read by `elastic_jobs.submit.driver`.
+"""The command line of a run's driver inside a Ray job: made by the submitter, read by `elastic_jobs.submit.driver`.
 
-It says all that an attempt needs to know, so that another attempt is the same command with another number and mode.
+It holds all that an attempt needs to know, so that the next attempt is the same command with another number and mode.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
 @dataclass(frozen=True)
 class DriverCommand:
-    """`job` is the job file's path in the package; `version` is that of ray-elastic on the submitter's machine."""
+    """`job` is the job file's path in the package; `version` is that of ray-elastic on the submitter's machine; `code`
+    is the SHA-256 of the entry point's file there, where an image holds the code and may hold another one."""
 
     job: str
     run_id: str
@@ -37,12 +38,15 @@ class DriverCommand:
     storage: str
     version: str
     max_steps: int | None = None
+    code: str | None = None
 
     def line(self) -> str:
         words = [*_PREFIX, self.job, "--run-id", self.run_id, "--attempt", str(self.attempt), "--mode", self.mode]
         words += ["--storage", self.storage, "--client-version", self.version]
         if self.max_steps is not None:
             words += ["--max-steps", str(self.max_steps)]
+        if self.code is not None:
+            words += ["--code", self.code]
         return shlex.join(words)
 
     def was_submitted(self, environment: Mapping[str, str]) -> bool:
@@ -72,7 +76,7 @@ class DriverCommand:
             raise UsageError(f"--mode must be one of {', '.join(get_args(Mode))}, not {options.mode!r}")
         return cls(
             options.job, check_run_id(options.run_id), options.attempt, options.mode, options.storage,
-            options.client_version, options.max_steps,
+            options.client_version, options.max_steps, options.code,
         )  # fmt: skip
 
 
@@ -93,4 +97,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--storage", required=True)
     parser.add_argument("--client-version", required=True)
     parser.add_argument("--max-steps", type=int)
+    parser.add_argument("--code")
     return parser

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import os
 import stat
 import zipfile
@@ -173,22 +174,44 @@ def check_entry_point(package: Package, folder: str, text: str) -> None:
             f"entry point {text!r}: there is {where} in what {package.root} sends; entry points come from the "
             "submitted package only, so look whether .gitignore or submit.exclude leaves it out"
         )
+    _check_defines(package.root / file, function, text)
+
+
+def entry_file(folder: Path, text: str) -> Path:
+    """The file below `folder` that defines the entry point; nothing is imported. Raises UsageError."""
+    target, _, function = text.rpartition(":")
+    file = next((path for path in _candidates(str(folder), target) if Path(path).is_file()), None)
+    if file is None:
+        raise UsageError(f"entry point {text!r}: there is no such file or module in {folder}")
+    _check_defines(Path(file), function, text)
+    return Path(file)
+
+
+def digest(file: Path) -> str:
+    """SHA-256 of a file's content."""
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def _check_defines(file: Path, function: str, text: str) -> None:
     try:
-        tree = ast.parse((package.root / file).read_bytes(), file)
+        tree = ast.parse(file.read_bytes(), str(file))
     except (SyntaxError, ValueError) as error:
         raise UsageError(f"entry point {text!r} does not import: {error}") from error
     names = set(_top_level_names(tree))
     if function.split(".")[0] not in names and "*" not in names:
-        raise UsageError(f"entry point {text!r}: {file} has no {function.split('.')[0]!r}")
+        raise UsageError(f"entry point {text!r}: {file.name} has no {function.split('.')[0]!r}")
 
 
 def _file_of(package: Package, folder: str, target: str) -> str | None:
+    return next((path for path in _candidates(folder, target) if path in package), None)
+
+
+def _candidates(folder: str, target: str) -> list[str]:
+    """The files that a target of an entry point may mean."""
     if target.endswith(".py"):
-        tries = [os.path.normpath(f"{folder}/{target}")]
-    else:
-        path = target.replace(".", "/")
-        tries = [os.path.normpath(f"{folder}/{path}{end}") for end in (".py", "/__init__.py")]
-    return next((path for path in tries if path in package), None)
+        return [os.path.normpath(os.path.join(folder, target))]
+    path = target.replace(".", "/")
+    return [os.path.normpath(f"{folder}/{path}{end}") for end in (".py", "/__init__.py")]
 
 
 def _top_level_names(tree: ast.Module) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from elastic_jobs.commands.kube.render import as_yaml
 from elastic_jobs.job_file.kubernetes_section import ControlStoreSpec, GroupSpec, KubernetesSpec, NetworkSpec
 from elastic_jobs.job_file.spec import load_job
 from elastic_jobs.kube.job import SPOT_DRAIN_S, kube_job
+from elastic_jobs.submit import driver
+from elastic_jobs.submit.driver_command import DriverCommand
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
@@ -61,9 +64,32 @@ def test_what_is_left_out_is_taken_from_the_job(tmp_path: Path) -> None:
     assert (workers.min_replicas, workers.max_replicas) == (0, 4)
     assert (job.name, job.run_id, job.namespace, job.min_slots) == ("gpt", "gpt", "default", 1)
     told = ["--run-id", "gpt", "--attempt", "1", "--mode", "continue", "--storage", "s3://bucket/runs"]
-    assert list(job.command[:-2]) == ["exec", "python", "-m", "elastic_jobs.submit.driver", "/app/job.yaml", *told]
+    assert list(job.command[:-4]) == ["exec", "python", "-m", "elastic_jobs.submit.driver", "/app/job.yaml", *told]
     assert job.files == {"/app/job.yaml": (tmp_path / "job.yaml").read_text()}
     assert job.idle_timeout_s > job.node_start_s
+
+
+def test_code_and_deepspeed_configuration_are_those_of_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 8}')
+    before = read(tmp_path, deepspeed="ds.json")
+    assert before.files["/app/ds.json"] == '{"train_batch_size": 8}'
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 16}')
+    assert read(tmp_path, deepspeed="ds.json").files["/app/ds.json"] == '{"train_batch_size": 16}'
+    # An image with other code is refused by the driver.
+    command = DriverCommand.of_line(shlex.join(before.command))
+    driver.check_code("train.py:train", tmp_path, command.code)
+    (tmp_path / "train.py").write_text("def train(config): return 1\n")
+    with pytest.raises(UsageError, match="build the image again"):
+        driver.check_code("train.py:train", tmp_path, command.code)
+
+
+@pytest.mark.parametrize(
+    ("entry_point", "said"),
+    [("gone:train", "there is no such file or module"), ("train.py:tarin", "train.py has no 'tarin'")],
+)
+def test_an_entry_point_that_submit_refuses_is_not_rendered(tmp_path: Path, entry_point: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        read(tmp_path, entry_point=entry_point)
 
 
 def test_what_is_told_on_the_command_line_comes_first(tmp_path: Path) -> None:
@@ -163,8 +189,8 @@ def test_an_image_key_at_the_top_level_is_told_where_it_belongs(tmp_path: Path) 
 
 def test_the_example_is_rendered_as_it_was() -> None:
     job = kube_job(load_job(EXAMPLE), EXAMPLE)
-    # Versions of this installation are in it.
-    job = replace(job, ray_version="2.60.0", command=(*job.command[:-1], "0.1.0"))
+    # Versions of this installation and the digest of the code are in it.
+    job = replace(job, ray_version="2.60.0", command=(*job.command[:-3], "0.1.0", "--code", "0" * 64))
     assert as_yaml(render(job)) == GOLDEN.read_text(), f"if this is meant: write it to {GOLDEN}"
 
 
