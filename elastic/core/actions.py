@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from elastic.core.run.incident import Incident
+from elastic.core.incident import Incident
 
 
 @dataclass(frozen=True)

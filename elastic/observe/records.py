@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 from elastic.core import events as ev
 from elastic.core.data.sample_ledger import SampleCount
 from elastic.core.data.steps import CompletedStep, Range
-from elastic.core.run.incident import Incident
+from elastic.core.incident import Incident
 from elastic.observe.text import finite
 
 Record = Mapping[str, Any]

@@ -23,9 +23,9 @@ from elastic.training.data.data_loaders import DataSource, PreparedLoader, data_
 from elastic.training.data.loader import ElasticLoader, elapsing_epochs
 from elastic.training.engine import ElasticEngine
 from elastic.training.generation import Generation
-from elastic.training.resume import resume, run_state
+from elastic.training.saving.resume import resume, run_state
+from elastic.training.saving.snapshots import Snapshots
 from elastic.training.session import Phase
-from elastic.training.snapshots import Snapshots
 from elastic.training.state.engine_state import open_state
 from elastic.training.step_loop import StepLoop
 

@@ -17,7 +17,7 @@ from elastic.engines.select import engine_kind
 logger = logging.getLogger(__name__)
 
 # Imported at the first generation only.
-_IMPORTED_LATE = ("elastic.training.api", "elastic.training.snapshots", "elastic.training.state.engine_state")
+_IMPORTED_LATE = ("elastic.training.api", "elastic.training.saving.snapshots", "elastic.training.state.engine_state")
 _warm = False
 
 

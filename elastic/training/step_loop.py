@@ -15,9 +15,9 @@ from elastic.core.data.step_plan import StepPlan
 from elastic.core.data.steps import StepReport
 from elastic.core.errors import UsageError
 from elastic.training.result import BadStep
+from elastic.training.saving.snapshots import Snapshots
 from elastic.training.scope import GenerationScope
 from elastic.training.session import Phase, Stop
-from elastic.training.snapshots import Snapshots
 
 
 @dataclass

@@ -12,9 +12,9 @@ import torch
 from elastic.core.errors import GenerationEnded, StorageError, UsageError
 from elastic.core.generation_spec import GenerationSpec, MemoryPlan
 from elastic.training.local import SilentCoordinator
+from elastic.training.saving.snapshots import Snapshots
 from elastic.training.scope import GenerationScope
 from elastic.training.session import SnapshotMemory
-from elastic.training.snapshots import Snapshots
 from elastic.training.state.host import Transfer
 
 

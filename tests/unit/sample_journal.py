@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from elastic.core.run.incident import Incident
+from elastic.core.incident import Incident
 
 INCIDENT = Incident(
     id=1,

@@ -23,7 +23,7 @@ from elastic_jobs.job_file.submit_section import SubmitSpec
 from elastic_jobs.job_file.yaml_lines import parse
 from pydantic_core import PydanticUndefined
 
-from elastic.core.run import incident
+from elastic.core import incident
 from elastic.core.settings import FailureSettings
 from elastic.engines.deepspeed.refused import REFUSED
 from elastic.observe import time_ledger

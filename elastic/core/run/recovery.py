@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from elastic.core.actions import CloseIncident, EndGeneration, FinishRun, QuerySnapshots, ReleaseSlot
 from elastic.core.checkpoint.snapshots import is_snapshot
+from elastic.core.incident import Incident
 from elastic.core.run.budgets import anomaly_budget_spent, backoff_s, count_failure, most_node_losses
-from elastic.core.run.incident import Incident
 from elastic.core.run.phase import (
     GAVE_UP,
     INTEGRITY,

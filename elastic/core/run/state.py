@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from elastic.core.incident import Incident
 from elastic.core.policy.quarantine import Quarantine
-from elastic.core.run.incident import Incident
 from elastic.core.run.phase import RunPhase, Waiting
 from elastic.core.settings import RunSettings
 

@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from elastic.core.actions import Action, KillWorker, Note, ReleaseSlot, RequestSlot, StartWorker
+from elastic.core.incident import Incident
 from elastic.core.policy.quarantine import avoided, struck
-from elastic.core.run.incident import Incident
 from elastic.core.run.phase import RunPhase
 from elastic.core.run.state import Fleet, RunState, Saved, Slot, SlotPhase, Trouble, Worker, WorkerPhase
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from elastic.core.run.incident import Incident
+from elastic.core.incident import Incident
 from elastic.observe import records
 
 # What detects each kind of incident first.

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.core.run.incident import Incident
+from elastic.core.incident import Incident
 from elastic.core.run.phase import Closing, Ending, Finished, Joining, Pausing, RunPhase, Training, Waiting
 from elastic.core.run.state import Fleet, KnownCheckpoint, RunState, Slot, SlotPhase, Trouble, Worker, WorkerPhase
 from elastic.core.settings import RunSettings, ScalingSettings

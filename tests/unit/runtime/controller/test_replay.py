@@ -12,8 +12,8 @@ from elastic.core import actions as act
 from elastic.core import events as ev
 from elastic.core.data.steps import StepReport
 from elastic.core.errors import UsageError
+from elastic.core.incident import Incident
 from elastic.core.run import machine
-from elastic.core.run.incident import Incident
 from elastic.observe.journal import JournalReader, JournalWriter
 from elastic.runtime import names
 from elastic.runtime.controller.incidents import IncidentBook

@@ -15,7 +15,7 @@ from typing import Protocol
 from elastic.checkpoint.snapshot import ShardSnapshot
 from elastic.core.checkpoint.manifest import Json
 from elastic.core.errors import CollectiveFailed, IntegrityError
-from elastic.training.memory_tier import MemoryTier
+from elastic.training.saving.memory_tier import MemoryTier
 from elastic.training.scope import GenerationScope
 from elastic.training.session import Coordinator, Phase
 from elastic.training.state.copier import Copier
