@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 import torch
@@ -29,19 +29,35 @@ def digest(values: torch.Tensor, name: str, start: int = 0) -> int:
     return digest_bytes(_raw(values), _dtype_name(values), name, start)
 
 
-def digest_on_device(values: torch.Tensor, name: str) -> int:
-    """`digest` of a whole tensor of any shape, computed by its own device: one number comes to the host, and not it.
+def digest_on_device(values: torch.Tensor, name: str, start: int = 0) -> int:
+    """`digest` of a tensor of any shape, computed by its own device: one number is copied to the host."""
+    return unsigned([device_total(values, name, start)])[0]
+
+
+def unsigned(totals: Sequence[torch.Tensor]) -> list[int]:
+    """What `device_total` has returned, as digests in [0, 2**64); one copy to the host for all of one device."""
+    return [total % 2**64 for total in torch.stack(list(totals)).tolist()] if totals else []
+
+
+def device_total(values: torch.Tensor, name: str, start: int = 0) -> torch.Tensor:
+    """The digest of `values` as an int64 scalar on their device, without waiting for it.
 
     Takes 16 bytes of device memory per word, for at most `_BLOCKS_AT_ONCE` blocks of words at a time.
     """
     flat = values.detach().reshape(-1).contiguous()
     size = flat.element_size()
     words = flat.view(torch.uint8 if size == 1 else torch.int16 if size == 2 else torch.int32)
-    blocks = -(-words.numel() // BLOCK)
-    weights = torch.from_numpy(factors(_dtype_name(values), name, blocks)).to(words.device)
+    block, low = divmod(start * size // words.element_size(), BLOCK)
+    # From the place that `start` has in its block to the end of that block; then whole blocks.
+    head = min(BLOCK - low, words.numel()) if low else 0
+    blocks = -(-(low + words.numel()) // BLOCK)
+    weights = torch.from_numpy(factors(_dtype_name(values), name, blocks, block)).to(words.device)
     place = _places_on(words.device)
     total = torch.zeros((), dtype=torch.int64, device=words.device)
-    for first in range(0, blocks, _BLOCKS_AT_ONCE):
+    if head:
+        total += words[:head].to(torch.int64).add_(OFFSET).mul_(place[low : low + head]).sum() * weights[0]
+        words, weights = words[head:], weights[1:]
+    for first in range(0, len(weights), _BLOCKS_AT_ONCE):
         # Integers wrap around in torch, on every device: that is the modulus.
         wide = words[first * BLOCK : (first + _BLOCKS_AT_ONCE) * BLOCK].to(torch.int64).add_(OFFSET)
         whole = wide.numel() // BLOCK
@@ -49,7 +65,7 @@ def digest_on_device(values: torch.Tensor, name: str) -> int:
         total += (rows.mul_(place).sum(1) * weights[first : first + whole]).sum()
         if rest.numel():
             total += rest.mul_(place[: rest.numel()]).sum() * weights[first + whole]
-    return int(total.item()) % 2**64
+    return total
 
 
 @lru_cache(maxsize=8)

@@ -109,10 +109,10 @@ def places() -> npt.NDArray[np.int64]:
     return _table()[0]
 
 
-def factors(dtype: str, name: str, blocks: int) -> npt.NDArray[np.int64]:
-    """What the first `blocks` blocks of a tensor are multiplied with; modulo 2**64, as int64."""
+def factors(dtype: str, name: str, blocks: int, first: int = 0) -> npt.NDArray[np.int64]:
+    """The factors of `blocks` blocks of a tensor, from block `first` on; modulo 2**64, as int64."""
     seed = _seed(KEY_NAMES[dtype], name)
-    return np.array([_factor(seed, block) for block in range(blocks)], dtype=np.uint64).view(np.int64)
+    return np.array([_factor(seed, first + block) for block in range(blocks)], dtype=np.uint64).view(np.int64)
 
 
 def _word_type(dtype: str) -> type[np.generic]:

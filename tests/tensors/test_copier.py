@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +14,9 @@ import pytest
 import torch
 
 from elastic.core.errors import ElasticError
+from elastic.training.state import pins as pins_module
 from elastic.training.state.copier import Copier
-from elastic.training.state.host import Transfer
+from elastic.training.state.host import HostPool, Transfer, transfer
 from elastic.training.state.pins import Pins
 
 LIMIT_S = 20.0
@@ -152,6 +155,7 @@ class Driver:
 def test_memory_that_cannot_be_pinned_harms_nobody(refuses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(refuses)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(pins_module, "_done", lambda device: True)
     monkeypatch.setattr(torch, "ones", driver.launch)
     memory, pins = torch.zeros(64, dtype=torch.uint8), Pins(torch.device("cuda"))
     for _ in range(2):
@@ -161,3 +165,62 @@ def test_memory_that_cannot_be_pinned_harms_nobody(refuses: bool, monkeypatch: p
     pins.close()
     driver.launch()
     assert driver.registered == set()
+
+
+def test_memory_into_which_the_device_still_writes_stays_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(refuses=False)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: driver)
+    monkeypatch.setattr(driver, "record_event", lambda: SimpleNamespace(query=lambda: False), raising=False)
+    monkeypatch.setattr(pins_module, "_LIMIT_S", 0.0)
+    kept: list[Any] = []
+    monkeypatch.setattr(pins_module, "_KEPT", kept)
+    memory, pins = torch.zeros(64, dtype=torch.uint8), Pins(torch.device("cuda"))
+    pins.pin(memory)
+    pins.close()
+    pins.close()
+    assert driver.registered == {memory.data_ptr()}
+    assert [tensor is memory for found in kept for tensor in found.values()] == [True], (
+        "unmapped, it would be another's"
+    )
+
+
+def test_what_cannot_wait_is_enqueued_on_the_device_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the training thread waits once per tensor; in stage 0 these are the whole state."""
+    enqueued: list[bool] = []
+
+    class Source:
+        is_cuda = True
+
+        def detach(self) -> Source:
+            return self
+
+        def reshape(self, _: int) -> Source:
+            return self
+
+    class Target(Place):
+        def copy_(self, source: Any, non_blocking: bool) -> None:
+            enqueued.append(non_blocking)
+
+    wanted: Any = [SimpleNamespace(key="a", source=Source(), at_once=True, gaps=())]
+    targets: Any = {"a": Target([])}
+    made = transfer(wanted, targets)
+    assert enqueued == [True]
+    assert (list(made.moves), made.under_way) == ([], True)
+    waits: list[str] = []
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: waits.append("waited"))
+    )
+    made.run()
+    assert waits == ["waited"], "who wants it all at once waits for it"
+
+
+def test_memory_for_snapshots_is_not_inherited_by_data_workers() -> None:
+    slab = HostPool(torch.device("cpu"))._slab(5 << 20)
+    maps = Path("/proc/self/smaps").read_text(encoding="utf-8")
+    for area in re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", maps):
+        begin, end = (int(number, 16) for number in area.split(" ", 1)[0].split("-")) if area else (0, 0)
+        if begin <= slab.data_ptr() < end:
+            assert "dc" in area.partition("VmFlags:")[2].split(), "copied at each fork"
+            return
+    raise AssertionError("the slab is in no mapping")

@@ -15,6 +15,7 @@ from elastic.checkpoint.digest import digest, partial_digests
 from elastic.checkpoint.shards import DTYPE_NAMES
 from elastic.core.sharding.layout import Chunk, RankLayout
 from elastic.core.sharding.zero import zero3_layout, zero12_layout
+from elastic.training.state import digest_reader, verify_weights
 
 DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
@@ -80,6 +81,51 @@ def test_a_device_computes_the_same(monkeypatch: pytest.MonkeyPatch, dtype: torc
     tensor = values(count, dtype)
     assert digest_module.digest_on_device(tensor, "k/n") == digest(tensor, "k/n")
     assert digest_module.digest_on_device(tensor[None].expand(2, -1).T[:, 0], "k/n") == digest(tensor, "k/n")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("start", [1, 3, 65_535, 65_536, 70_001])
+def test_a_device_computes_the_digest_of_a_piece_from_any_place(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, start: int
+) -> None:
+    monkeypatch.setattr(digest_module, "_BLOCKS_AT_ONCE", 2)
+    for count in (0, 1, 40, 200_003):
+        tensor = values(count, dtype)
+        assert digest_module.digest_on_device(tensor, "k/n", start) == digest(tensor, "k/n", start), count
+
+
+def test_all_pieces_of_a_device_come_to_the_host_in_one_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks = [Chunk("a", 0, 5, "buffer", 0), Chunk("a", 5, 70_000, "buffer", 5), Chunk("b", 9, 11, "buffer", 70_005)]
+    tensors = {"fp32/buffer": values(70_020, torch.float32), "exp_avg/buffer": values(70_020, torch.float32)}
+    on_host = digest_reader.digests(chunks, tensors.items())
+    transfers: list[int] = []
+    unsigned = digest_module.unsigned
+    monkeypatch.setattr(digest_reader, "_reads_itself", lambda tensor: True)
+
+    def transfer(totals: list[torch.Tensor]) -> list[int]:
+        transfers.append(len(totals))
+        return unsigned(totals)
+
+    monkeypatch.setattr(digest_reader, "unsigned", transfer)
+    assert digest_reader.digests(chunks, tensors.items()) == on_host
+    assert transfers == [6]
+
+
+def test_fingerprints_of_a_device_come_to_the_host_in_one_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [torch.arange(5.0), torch.empty(0), torch.arange(5.0), torch.arange(6.0)]
+    transfers: list[int] = []
+    unsigned = digest_module.unsigned
+    monkeypatch.setattr(verify_weights, "_hashes_itself", lambda tensor: True)
+
+    def transfer(totals: list[torch.Tensor]) -> list[int]:
+        transfers.append(len(totals))
+        return unsigned(totals)
+
+    monkeypatch.setattr(verify_weights, "unsigned", transfer)
+    found = verify_weights.fingerprints(tensors)
+    assert transfers == [3]
+    assert found[0] == found[2] != found[3]
+    assert found[1] == 0
 
 
 # A second of the start of every agent, every controller and every command.

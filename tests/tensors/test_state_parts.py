@@ -78,6 +78,7 @@ class TestHostPool:
             cudaHostUnregister=lambda address: registered.pop(address) and 0,
         )
         monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+        monkeypatch.setattr("elastic.training.state.pins._done", lambda device: True)
         pool = HostPool(torch.device("cuda"))
         for _ in range(3):
             # A writer that is slow: more in use at once than an idle pool would keep.
@@ -294,7 +295,7 @@ def test_what_the_users_code_may_change_is_copied_before_it_can(monkeypatch: pyt
 
 
 class Slow:
-    """A tensor on a device: bringing it to the host takes until the test says so."""
+    """A tensor that can be read when the test says so."""
 
     def __init__(self) -> None:
         self.asked, self.go = threading.Event(), threading.Event()
@@ -302,10 +303,7 @@ class Slow:
     def detach(self) -> Slow:
         return self
 
-    def reshape(self, shape: int) -> Slow:
-        return self
-
-    def cpu(self) -> torch.Tensor:
+    def reshape(self, shape: int) -> torch.Tensor:
         self.asked.set()
         assert self.go.wait(20.0)
         return torch.zeros(0)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
-from elastic.checkpoint.digest import partial_digests
+from elastic.checkpoint.digest import device_total, partial_digests, unsigned
 from elastic.core.errors import IntegrityError
 from elastic.core.sharding.layout import Chunk, RankLayout
 
@@ -23,13 +23,29 @@ def digests(chunks: Iterable[Chunk], tensors: Iterable[tuple[str, torch.Tensor]]
     for chunk in chunks:
         by_buffer.setdefault(chunk.buffer, []).append(chunk)
     found: dict[str, int] = {}
+    names: list[str] = []
+    totals: list[torch.Tensor] = []
     for key, tensor in tensors:
-        buffer = key.split("/", 1)[1]
-        # One at a time, so that the device's state is never on the host twice.
-        host = tensor.detach().reshape(-1).cpu()
+        kind, buffer = key.split("/", 1)
+        flat, own = tensor.detach().reshape(-1), tuple(by_buffer.get(buffer, ()))
         del tensor
-        found |= partial_digests(RankLayout(tuple(by_buffer.get(buffer, ())), {buffer: host.numel()}), {key: host})
+        if _reads_itself(flat):
+            names += [f"{kind}/{chunk.name}" for chunk in own]
+            totals += [
+                device_total(flat[chunk.offset : chunk.offset + chunk.numel], f"{kind}/{chunk.name}", chunk.start)
+                for chunk in own
+            ]
+        else:
+            found |= partial_digests(RankLayout(own, {buffer: flat.numel()}), {key: flat})
+    # The only wait for a device. A parameter may have several chunks.
+    for name, total in zip(names, unsigned(totals), strict=True):
+        found[name] = (found.get(name, 0) + total) % 2**64
     return found
+
+
+def _reads_itself(tensor: torch.Tensor) -> bool:
+    """Is the digest computed where the tensor lies? Copying a device's state to pageable memory takes seconds."""
+    return tensor.device.type != "cpu"
 
 
 class Reader:

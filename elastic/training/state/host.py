@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -34,10 +35,14 @@ class HostCopy:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Copies (target, source) still to be made, and the targets' gaps, which are set to zero after them."""
+    """Copies (target, source) to make, and the targets' gaps, to be set to zero after them.
+
+    `under_way`: copies from a device were enqueued already, on the stream that was the current one then.
+    """
 
     moves: Sequence[tuple[torch.Tensor, torch.Tensor]]
     zeros: Sequence[torch.Tensor]
+    under_way: bool = False
 
     def enqueue(self) -> None:
         """On the current stream, where the sources are on a device and the targets are pinned."""
@@ -57,7 +62,7 @@ class Transfer:
     def run(self) -> None:
         """Make all copies; returns when they are made."""
         self.enqueue()
-        if any(source.is_cuda for _, source in self.moves):
+        if self.under_way or any(source.is_cuda for _, source in self.moves):
             torch.cuda.current_stream().synchronize()
         self.finish()
 
@@ -85,16 +90,31 @@ def placed(wanted: Sequence[HostCopy], begins: Sequence[int], memory: torch.Tens
 
 
 def transfer(wanted: Sequence[HostCopy], targets: Mapping[str, torch.Tensor]) -> Transfer:
-    """The copies of `wanted` into `targets`. Those that cannot wait are made before this returns."""
-    moves, zeros = [], []
+    """The copies of `wanted` into `targets`. Those that cannot wait are made or enqueued before this returns.
+
+    Enqueued, on the current stream, they precede whatever the training does to their sources next.
+    """
+    moves, zeros, under_way = [], [], False
     for item in wanted:
         move = (targets[item.key], item.source.detach().reshape(-1))
         if item.at_once:
-            move[0].copy_(move[1])
+            move[0].copy_(move[1], non_blocking=True)
+            under_way |= move[1].is_cuda
         else:
             moves.append(move)
         zeros += [targets[item.key][offset : offset + numel] for offset, numel in item.gaps]
-    return Transfer(moves, zeros)
+    return Transfer(moves, zeros, under_way)
+
+
+def host_memory(nbytes: int) -> torch.Tensor:
+    """Zeroed memory of its own mapping, 1-D uint8, that data workers do not inherit (MADV_DONTFORK).
+
+    A process that is forked shares private pages until one side writes. Where the parent writes, it gets another page;
+    a device goes on writing into the first one where the kernel does not know of pins, and the copy is torn.
+    """
+    mapping = mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapping.madvise(mmap.MADV_DONTFORK)
+    return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
 class HostPool:
@@ -130,7 +150,7 @@ class HostPool:
             slab = self._idle.popleft()
             if slab.numel() >= size:
                 return slab
-        made = torch.empty(max(size, 1), dtype=torch.uint8)
+        made = host_memory(size)
         self._pins.pin(made)
         return made
 

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 
 import torch
 
 logger = logging.getLogger(__name__)
+
+# What is enqueued when a generation ends are copies of a second; a collective that was not aborted never ends.
+_LIMIT_S = 5.0
+_POLL_S = 0.001
+# Memory that a device may still write into.
+_KEPT: list[dict[tuple[int, int], torch.Tensor]] = []
 
 
 class Pins:
@@ -36,7 +43,12 @@ class Pins:
         self._forget_error()
 
     def close(self) -> None:
-        """Call when no copy is pending."""
+        """Unregister all of it, unless the device is still at work: it stays registered until the process ends then."""
+        if self._pinned and not _done(self._device):
+            logger.warning("%d stretches of pinned memory are kept: the device is still at work", len(self._pinned))
+            _KEPT.append(self._pinned)
+            self._pinned = {}
+            return
         for address, _ in self._pinned:
             if int(torch.cuda.cudart().cudaHostUnregister(address)) != 0:  # type: ignore[no-untyped-call]
                 self._forget_error()
@@ -47,3 +59,17 @@ class Pins:
         it."""
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device=self._device)
+
+
+def _done(device: torch.device) -> bool:
+    """Has the device done everything that was enqueued on the current stream, copies into pinned memory among it?"""
+    try:
+        event = torch.cuda.current_stream(device).record_event()
+        deadline = time.monotonic() + _LIMIT_S
+        while not event.query():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_S)
+    except RuntimeError:
+        return False
+    return True

@@ -19,7 +19,7 @@ from elastic.engines.inventory import Inventory
 from elastic.engines.live_state import ShardedState
 from elastic.training.state.digest_reader import Reader, digests
 from elastic.training.state.verify_scalars import LiveGroups, wrong_groups, wrong_rest, wrong_scalars
-from elastic.training.state.verify_weights import fingerprint, replicas, unfaithful, whole_hashes
+from elastic.training.state.verify_weights import fingerprints, replicas, unfaithful, whole_hashes
 
 _SHOWN = 3
 _EXTRA = "optimizer state that was not saved"
@@ -110,10 +110,10 @@ def verify_replicas(state: ShardedState, inventory: Inventory, agreement: Agreem
     A snapshot carries one copy and a restore gives it to all ranks, so copies that have drifted apart would silently
     become another run. Module buffers are left out: rank 0's are the run's. Raises IntegrityError on every rank.
     """
-    found = {f"weights of {w.name}": fingerprint(w.tensor) for w in state.weights() if w.whole}
+    copies = {f"weights of {w.name}": w.tensor for w in state.weights() if w.whole}
     states = [own.tensors for own in inventory.states]
-    for what, tensor in replicas(inventory.masters, states, inventory.extras).items():
-        found[what] = fingerprint(tensor)
+    copies |= replicas(inventory.masters, states, inventory.extras)
+    found = dict(zip(copies, fingerprints(list(copies.values())), strict=True))
     _, unequal = agreement.any_and_unequal([], list(found.values()))
     failed = [what for what, flag in zip(found, unequal, strict=True) if flag]
     if failed:

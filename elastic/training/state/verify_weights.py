@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import xxhash
 
-from elastic.checkpoint.digest import digest_on_device
+from elastic.checkpoint.digest import device_total, unsigned
 from elastic.engines.live_state import BUFFER, MASTER, Extra, Master, Weight
 
 # One bit less than the hash: `Agreement` compares numbers that can be negated.
@@ -39,7 +39,8 @@ def unfaithful(masters: Iterable[Master], weights: Iterable[Weight]) -> set[str]
 
 def whole_hashes(names: Sequence[str], weights: Iterable[Weight]) -> list[int]:
     """For each name a 63-bit hash of the weights that this rank holds whole; 0 where it does not."""
-    found = {weight.name: fingerprint(weight.tensor) for weight in weights if weight.whole}
+    whole = {weight.name: weight.tensor for weight in weights if weight.whole}
+    found = dict(zip(whole, fingerprints(list(whole.values())), strict=True))
     return [found.get(name, 0) for name in names]
 
 
@@ -56,14 +57,32 @@ def replicas(
     return found | {f"{extra.kind}/{extra.chunk.name}": extra.tensor for extra in kept}
 
 
+def fingerprints(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """63-bit hashes of the tensors' bytes. They cannot be summed: they only tell whether whole tensors are equal.
+
+    Waits once for a device, however many tensors lie there.
+    """
+    # Copying all weights to the host would take seconds. Every rank has the same kind of device.
+    there = [number for number, tensor in enumerate(tensors) if tensor.numel() and _hashes_itself(tensor)]
+    totals = dict(zip(there, unsigned([device_total(tensors[number], "") for number in there]), strict=True))
+    return [
+        totals[number] & _MASK63 if number in totals else _host_fingerprint(tensor)
+        for number, tensor in enumerate(tensors)
+    ]
+
+
 def fingerprint(tensor: torch.Tensor) -> int:
-    """63-bit hash of the tensor's bytes. Hashes cannot be summed: they only tell whether whole tensors are equal."""
+    return fingerprints([tensor])[0]
+
+
+def _hashes_itself(tensor: torch.Tensor) -> bool:
+    return tensor.device.type != "cpu"
+
+
+def _host_fingerprint(tensor: torch.Tensor) -> int:
     if tensor.numel() == 0:
         return 0
-    if tensor.device.type != "cpu":
-        # Copying all weights to the host would take seconds. Every rank has the same kind of device.
-        return digest_on_device(tensor, "") & _MASK63
-    raw = tensor.detach().reshape(-1).cpu().contiguous().view(torch.uint8).numpy()
+    raw = tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy()
     return xxhash.xxh3_64_intdigest(raw.data) & _MASK63
 
 
