@@ -23,7 +23,7 @@ from elastic_jobs.live import forget_live, how_to_come_back
 from elastic_jobs.output_file import write_whole
 from elastic_jobs.plan import Output
 from elastic_jobs.run_folder import RunFolder
-from elastic_jobs.terminal import put, say
+from elastic_jobs.terminal import confirmed, put, say
 
 # How often the display is refreshed. The wait is in the handle, so the end of the run is noticed at once.
 _REFRESH_S = 0.25
@@ -74,9 +74,13 @@ def watch(
             result = follow(handle, display)
             break
         except KeyboardInterrupt:
-            with _uninterrupted():
+            with _uninterrupted() as again:
                 display.close()
                 if company.leave():
+                    if again and confirmed(
+                        f"Ctrl-C was pressed again: stop run {folder.run_id}, with a last checkpoint?"
+                    ):
+                        handle.stop("Ctrl-C")
                     say(f"detached; {how_to_come_back(folder, address)}")
                     return NOT_FINISHED
         finally:
@@ -87,11 +91,12 @@ def watch(
 
 
 @contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """A second Ctrl-C while the follower leaves must not end the run."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _uninterrupted() -> Iterator[list[int]]:
+    """A second Ctrl-C while the follower leaves must not end the run by chance: it is counted, and asked about."""
+    again: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: again.append(number))
     try:
-        yield
+        yield again
     finally:
         signal.signal(signal.SIGINT, before)
 

@@ -1,4 +1,4 @@
-"""Data on stdout, talk on stderr. The only place of the project that writes to either."""
+"""Data on stdout, messages on stderr. The only module of the command line that writes to either."""
 
 from __future__ import annotations
 
@@ -9,13 +9,21 @@ from typing import Any
 
 
 def say(text: str) -> None:
-    """Talk: one line for a person."""
+    """One line for a person."""
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
 
 
+def confirmed(question: str) -> bool:
+    """Asks on a terminal; elsewhere the answer is no."""
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return False
+    say(f"{question} [y/N]")
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
 def put(text: str) -> None:
-    """Data: one line for whoever reads the command's output."""
+    """One line of data for the reader of the command's output."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 import argparse
 import os
 import stat
-import sys
 from pathlib import Path
 
 from elastic.core.errors import UsageError
 from elastic.entrypoint import parse_entry_point
 from elastic.store.address import local_root
 from elastic_jobs.plan import Job
-from elastic_jobs.terminal import say
+from elastic_jobs.terminal import confirmed
 
 # Ray's own variable for the cluster that its drivers join.
 _CLUSTER = "RAY_ADDRESS"
@@ -40,7 +39,7 @@ def check_address(run_id: str, address: str, cluster_socket: str | None, trusted
     what = (
         f"storage says that run {run_id!r} is in the Ray cluster at {address}, which would get this machine's Ray token"
     )
-    if not _confirmed(f"{what}. Connect to it?"):
+    if not confirmed(f"{what}. Connect to it?"):
         raise UsageError(
             f"{what}; if it is yours, name it with --address {address} or {_CLUSTER}, or use --trust-storage"
         )
@@ -54,7 +53,7 @@ def check_code(job: Job, trusted: bool) -> None:
     if trusted or _is_own_code(job):
         return
     what = f"storage says that the run's training function is {job.entry_point}, in {job.folder}"
-    if not _confirmed(f"{what}, which is not in {Path.cwd()}. Import and run it?"):
+    if not confirmed(f"{what}, which is not in {Path.cwd()}. Import and run it?"):
         raise UsageError(
             f"{what}, which is not in {Path.cwd()}: resume in the job's own folder, name the job file with --job, or "
             "use --trust-storage"
@@ -83,11 +82,3 @@ def _is_own_socket(path: str) -> bool:
     except OSError:
         return False
     return stat.S_ISSOCK(about.st_mode) and about.st_uid == os.getuid()
-
-
-def _confirmed(question: str) -> bool:
-    """Asks on a terminal; elsewhere the answer is no."""
-    if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        return False
-    say(f"{question} [y/N]")
-    return sys.stdin.readline().strip().lower() in ("y", "yes")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -494,6 +495,32 @@ def test_a_second_ctrl_c_does_not_end_the_run_that_is_handed_over(job: Path, mon
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
+    assert backend.cluster.log == ["detach"]
+
+
+@pytest.mark.parametrize(("answer", "stopped"), [("y\n", "Ctrl-C"), ("\n", None)])
+def test_a_second_ctrl_c_asks_whether_to_stop(
+    job: Path, answer: str, stopped: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(handover, "hand_over", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr("elastic_jobs.terminal.sys.stdin", Terminal(answer))
+    asked = Terminal()
+    monkeypatch.setattr("elastic_jobs.terminal.sys.stderr", asked)
+    monkeypatch.setattr("elastic_jobs.follow.open_display", lambda stream: Display())
+    backend = FakeBackend()
+    backend.handle = InterruptedHandle()
+    backend.play = lambda writer: None  # type: ignore[method-assign]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert cli.main(["run", "job.yaml", "--run-id", "r1"], backend) == 101
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert "stop run r1, with a last checkpoint? [y/N]" in asked.getvalue()
+    assert backend.handle.stop_reason == stopped
     assert backend.cluster.log == ["detach"]
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from elastic_jobs import trust
+from elastic_jobs import terminal
 from elastic_jobs.plan import Job
 from elastic_jobs.trust import check_address, check_code
 
@@ -97,8 +97,8 @@ class Terminal(io.StringIO):
 @pytest.mark.parametrize(("answer", "goes_on"), [("y\n", True), ("yes\n", True), ("\n", False), ("", False)])
 def test_on_a_terminal_it_asks(own: Path, answer: str, goes_on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = Terminal()
-    monkeypatch.setattr(trust.sys, "stdin", Terminal(answer))
-    monkeypatch.setattr(trust.sys, "stderr", asked)
+    monkeypatch.setattr(terminal.sys, "stdin", Terminal(answer))
+    monkeypatch.setattr(terminal.sys, "stderr", asked)
     named = replace(job("evil:train", own.parent))
     if goes_on:
         check_code(named, trusted=False)
