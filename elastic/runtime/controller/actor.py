@@ -241,7 +241,15 @@ class ControllerActor:
         loop = self._loop = ControlLoop(settings, old, self._records, emit, self._step_done)
         self._links = AgentLinks(self._token, lambda: loop.state.fleet.slots, emit)
         self._executor = Executor(
-            settings, old.attempt, self._entry, here, self._token, emit, loop.steps_recovered, self._links.watch
+            settings,
+            old.attempt,
+            self._journal.incarnation,
+            self._entry,
+            here,
+            self._token,
+            emit,
+            loop.steps_recovered,
+            self._links.watch,
         )
         self._given_back.clear()
         self._committer = Committer(settings, store, versions(), emit, loop.note_checkpoint)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from elastic.core import events as ev
-from elastic.core.errors import ElasticError, StorageError
+from elastic.core.errors import ElasticError, Fenced, StorageError, UsageError
 from elastic.core.settings import RunSettings
 from elastic.runtime.messages import Item, NodeFacts, Reply
 from elastic.runtime.node.heartbeats import HeartbeatSender
@@ -56,11 +56,15 @@ class _Current:
     runner: GenerationRunner
 
 
+_COMMANDS = frozenset(("host_store", "begin", "end", "propose_stop", "commit_stop", "ping"))
+
+
 class WorkerActor:
     """Ray actor with several threads; created by the executor, detached, never restarted by Ray.
 
     Call order: `prepare` once; then for each generation `host_store` (rank 0 only), `begin`, and `end` to abort it,
     or `propose_stop` and `commit_stop` for a planned end. `ping` at any time; `reattach` by a restarted controller.
+    All but `prepare` and `reattach` come through `command`, which refuses a controller that was replaced.
     """
 
     def __init__(self, worker: int, settings: Mapping[str, Any], entry: Entry, controller: Any, token: bytes) -> None:
@@ -73,6 +77,7 @@ class WorkerActor:
         self._lock = threading.Lock()
         self._current: _Current | None = None
         self._over = 0
+        self._incarnation = 0
         self._last_step = 0
         self._stores: dict[int, Rendezvous] = {}
         self._work: queue.SimpleQueue[_Current] = queue.SimpleQueue()
@@ -128,6 +133,24 @@ class WorkerActor:
         self._function = self._entry.load()
         threading.Thread(target=self._train, name="elastic-training", daemon=True).start()
         return {"pid": os.getpid(), "host": address}
+
+    def command(self, incarnation: int, name: str, *args: Any) -> Any:
+        """One of the methods below, for the controller of that incarnation.
+
+        Raises Fenced when a newer controller has been heard of: one that was frozen or cut off may reach its workers
+        before it reaches the journal, which is where it would learn of its successor.
+        """
+        if name not in _COMMANDS:
+            raise UsageError(f"a worker has no command {name!r}")
+        self._heed(incarnation)
+        return getattr(self, name)(*args)
+
+    def _heed(self, incarnation: int) -> None:
+        with self._lock:
+            if incarnation < self._incarnation:
+                newest = self._incarnation
+                raise Fenced(f"controller {incarnation} was replaced: worker {self._worker} obeys controller {newest}")
+            self._incarnation = incarnation
 
     def host_store(self, generation: int) -> Rendezvous:
         """Open the rendezvous store of a generation in this process (that of rank 0)."""
@@ -187,6 +210,7 @@ class WorkerActor:
     def reattach(self, incarnation: int) -> int:
         """A controller was restarted: messages that it may lack are sent again. Returns the newest generation that
         this worker knows of; 0 for none."""
+        self._heed(incarnation)
         self._outbox.restarted(incarnation)
         with self._lock:
             running = self._current.generation if self._current else 0

@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from elastic.core import actions as act
 from elastic.core import events as ev
 from elastic.core.checkpoint.snapshots import is_snapshot
-from elastic.core.errors import UsageError
+from elastic.core.errors import Fenced, UsageError
 from elastic.core.run.state import RunState, SlotPhase, WorkerPhase
 from elastic.core.settings import RunSettings
 from elastic.runtime import names
@@ -53,6 +53,7 @@ class Executor:
         self,
         settings: RunSettings,
         attempt: int,
+        incarnation: int,
         entry: Entry,
         controller: Any,
         token: bytes,
@@ -63,6 +64,7 @@ class Executor:
         """`on_steps` gets the step reports that come with a snapshot from memory; `on_agent` see `Agents`."""
         self._settings = settings
         self._attempt = attempt
+        self._incarnation = incarnation
         self._entry = entry
         self._controller = controller
         self._token = token
@@ -275,19 +277,19 @@ class Executor:
         self._emit(ev.SnapshotsReported(action.survey, snapshots, unreachable, missing))
 
     async def _end(self, worker: int, generation: int, cause: str) -> None:
-        await self._call(worker, "end", generation, cause)
+        await self._call(worker, "end", generation, cause, retry_s=self._settings.failures.abort_timeout_s)
 
     async def _probe(self, worker: int) -> None:
         if await self._call(worker, "ping"):
             self._emit(ev.ProbeAnswered(worker))
 
     async def _propose_stop(self, worker: int, generation: int) -> None:
-        promise = await self._call(worker, "propose_stop", generation)
+        promise = await self._call(worker, "propose_stop", generation, retry_s=self._stop_retry_s)
         if promise is not None:
             self._emit(ev.StopPromised(generation, worker, *promise))
 
     async def _commit_stop(self, worker: int, generation: int, step: int, durable: bool) -> None:
-        await self._call(worker, "commit_stop", generation, step, durable)
+        await self._call(worker, "commit_stop", generation, step, durable, retry_s=self._stop_retry_s)
 
     # --- inside ---
 
@@ -296,15 +298,20 @@ class Executor:
     ) -> None:
         await asyncio.gather(*(function(worker, *args) for worker in workers))
 
-    async def _call(self, worker: int, method: str, *args: Any) -> Any:
-        """As `_reach`, but None when the worker cannot be reached."""
+    @property
+    def _stop_retry_s(self) -> float:
+        """A worker that cannot be reached for a moment must not cost a planned end its whole time limit."""
+        return self._settings.failures.drain_timeout_s / 2
+
+    async def _call(self, worker: int, method: str, *args: Any, retry_s: float = 0.0) -> Any:
+        """`_reach`, but None when the worker cannot be reached."""
         with contextlib.suppress(ConnectionError):
-            return await self._reach(worker, method, *args)
+            return await self._reach(worker, method, *args, retry_s=retry_s)
         return None
 
     async def _reach(self, worker: int, method: str, *args: Any, retry_s: float = 0.0) -> Any:
-        """Call a worker's method; if the connection breaks, retry once, and further for `retry_s`. None when the worker
-        is dead or does not answer. Raises ConnectionError when the call could not be delivered.
+        """Give a worker a command, twice and for `retry_s` if the connection breaks; None when the worker is dead, does
+        not answer, or obeys a newer controller. Raises ConnectionError when it could not be reached.
 
         Only Ray's statement that the actor is dead becomes an event here; unavailability is judged by the failure
         detector.
@@ -312,7 +319,12 @@ class Executor:
         limit, tries = time.monotonic() + retry_s, 0
         while (handle := self._workers.get(worker)) is not None:
             try:
-                return await asyncio.wait_for(getattr(handle, method).remote(*args), _CALL_TIMEOUT_S)
+                call = handle.command.remote(self._incarnation, method, *args)
+                return await asyncio.wait_for(call, _CALL_TIMEOUT_S)
+            except Fenced as error:
+                # This process may be unable to reach the journal, which would tell it so.
+                logger.warning("worker %d refuses %s: %s", worker, method, error)
+                return None
             except ray.exceptions.ActorUnavailableError as error:
                 tries += 1
                 logger.debug("worker %d did not take %s (try %d): %s", worker, method, tries, error)

@@ -12,6 +12,7 @@ import ray
 
 from elastic.core import actions as act
 from elastic.core import events as ev
+from elastic.core.errors import Fenced, UsageError
 from elastic.core.settings import RunSettings, SnapshotSettings
 from elastic.entrypoint import parse_entry_point
 from elastic.runtime.controller.hands import executor as executor_module
@@ -37,7 +38,8 @@ class Actor:
         class Method:
             @staticmethod
             async def remote(*args: Any) -> Any:
-                return self._answer(method, *args)
+                # A command is told by its own name; the incarnation comes before it.
+                return self._answer(*args[1:]) if method == "command" else self._answer(method, *args)
 
         return Method
 
@@ -51,7 +53,7 @@ def unavailable(*_: Any) -> Any:
 
 
 def made(events: list[ev.Event], settings: RunSettings = SETTINGS) -> Executor:
-    return Executor(settings, 1, Entry(), None, b"t" * 32, events.append, lambda *_: None, lambda *_: None)
+    return Executor(settings, 1, 1, Entry(), None, b"t" * 32, events.append, lambda *_: None, lambda *_: None)
 
 
 async def known(answer: Callable[..., Any]) -> tuple[Any, NodeFacts]:
@@ -122,6 +124,69 @@ def test_a_member_that_can_be_reached_again_is_told(monkeypatch: pytest.MonkeyPa
     asyncio.run(scenario())
     assert events == []
     assert told == ["host_store"] * 6 + ["begin"]
+
+
+@pytest.mark.parametrize(
+    ("action", "method", "limit_s"),
+    [
+        (act.ProposeStop(4, (0,)), "propose_stop", 30.0),
+        (act.CommitStop(4, (0,), 9), "commit_stop", 30.0),
+        (act.EndGeneration(4, (0,), "over"), "end", 3.0),
+    ],
+)
+def test_a_member_that_cannot_be_reached_for_a_moment_is_told_to_stop_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, action: act.Action, method: str, limit_s: float
+) -> None:
+    monkeypatch.setattr(executor_module, "_ASK_AGAIN_S", 0.0)
+    events: list[ev.Event] = []
+    told: list[str] = []
+
+    def later(name: str, *_: Any) -> Any:
+        told.append(name)
+        return (9, True) if len(told) > 7 else unavailable()
+
+    async def scenario() -> None:
+        work = made(events)
+        assert work._stop_retry_s == 30.0
+        work._workers[0] = Actor(later)
+        work.perform(action)
+        await settled(work)
+
+    asyncio.run(scenario())
+    assert told == [method] * 8
+    assert events == ([ev.StopPromised(4, 0, 9, True)] if method == "propose_stop" else [])
+
+
+def test_a_worker_that_obeys_a_newer_controller_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    events: list[ev.Event] = []
+
+    def refuses(*_: Any) -> Any:
+        raise Fenced("controller 1 was replaced")
+
+    async def scenario() -> None:
+        work = made(events)
+        work._workers[0] = Actor(refuses)
+        work.perform(act.EndGeneration(4, (0,), "over"))
+        work.perform(act.ProposeStop(4, (0,)))
+        await settled(work)
+
+    asyncio.run(scenario())
+    assert events == []
+    assert "worker 0 refuses end: controller 1 was replaced" in caplog.text
+
+
+def test_a_worker_obeys_the_newest_controller_that_it_has_heard_of() -> None:
+    worker = WorkerActor(0, SETTINGS.to_json(), Entry(parse_entry_point("json:dumps")), None, b"t" * 32)
+    assert worker.command(1, "ping")
+    assert worker.reattach(3) == 0
+    with pytest.raises(Fenced, match="controller 2 was replaced: worker 0 obeys controller 3"):
+        worker.command(2, "end", 1, "an old controller's word")
+    assert worker._over == 0
+    with pytest.raises(Fenced):
+        worker.reattach(2)
+    assert worker.command(4, "ping")
+    with pytest.raises(UsageError, match="no command 'prepare'"):
+        worker.command(4, "prepare")
 
 
 def test_all_nodes_are_tried_at_once() -> None:
