@@ -1,8 +1,8 @@
-"""Heartbeats from a worker to its node's agent: datagrams on an abstract Unix socket.
+"""Heartbeats from a worker to its node's agent: datagrams on a Unix socket in a folder of the user's own.
 
-Datagrams, because sending a heartbeat must never block, neither on a busy agent nor on a frozen one. An abstract name
-leaves nothing in the file system; the kernel attests the sender's process and user, so that no other user can forge a
-heartbeat.
+Datagrams, because sending a heartbeat must never block, neither on a busy agent nor on a frozen one. The folder keeps
+other users out: anybody can send to an abstract name, and a queue that others keep full drops the workers' datagrams.
+The kernel attests the sender's process and user, so that no process can forge a heartbeat of another one.
 """
 
 from __future__ import annotations
@@ -10,25 +10,47 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
+import shutil
 import socket
 import struct
+import tempfile
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 _CREDENTIALS = struct.Struct("3i")
+_PREFIX, _SOCKET = "elastic-agent-", "beats"
+_LONGEST_FOLDER = 107 - len(f"/{_PREFIX}12345678/{_SOCKET}")
 _MAX_BYTES = 4096
 
 
-def open_mailbox() -> tuple[socket.socket, str]:
-    """The agent's receiving end and the name that workers send to (without the leading NUL of abstract sockets)."""
-    name = f"elastic-agent-{os.getpid()}-{secrets.token_hex(8)}"
+def open_mailbox(folder: str | None = None) -> tuple[socket.socket, str]:
+    """The agent's receiving end and the path that workers send to, in a new folder (mode 0700) in `folder` (None: the
+    temporary folder). Folders that dead agents have left there are removed."""
+    where = folder or tempfile.gettempdir()
+    _remove_abandoned(where)
+    # A socket's path has at most 107 bytes.
+    if len(os.fsencode(where)) > _LONGEST_FOLDER:
+        where = "/tmp"
+    name = os.path.join(tempfile.mkdtemp(prefix=_PREFIX, dir=where), _SOCKET)
     box = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     box.setblocking(False)
     box.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-    box.bind(f"\0{name}")
+    box.bind(name)
     return box, name
+
+
+def _remove_abandoned(where: str) -> None:
+    """An agent is usually killed. A path that refuses datagrams has no agent behind it."""
+    for folder in Path(where).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
+            if folder.stat().st_uid != os.getuid():
+                continue
+            try:
+                probe.connect(str(folder / _SOCKET))
+            except ConnectionRefusedError:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def receive(box: socket.socket) -> list[tuple[int, dict[str, Any]]]:
@@ -59,7 +81,7 @@ class HeartbeatSender:
         self, worker: int, mailbox: str, interval_s: float, lease_s: float, on_orphaned: Callable[[], None]
     ) -> None:
         self._message = json.dumps({"worker": worker}).encode()
-        self._address = f"\0{mailbox}"
+        self._address = mailbox
         self._interval_s = interval_s
         self._tries = max(1, int(lease_s / interval_s))
         self._on_orphaned = on_orphaned
