@@ -12,6 +12,7 @@ import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any
 
 Record = dict[str, Any]
@@ -20,6 +21,8 @@ _SEAL = re.compile(r',"crc":"([0-9a-f]{8})"\}\n\Z')
 _TYPE = re.compile(r'\{"seq":[0-9]+,"incarnation":[0-9]+,"time":[0-9.]+,"type":"([a-z]+)"')
 # A month of training writes lines of some kilobytes; a longer one is no record of this project.
 _LONGEST = 64 << 20
+# So many lines tell whether a segment has checksums; of a sealed one they are not all damaged.
+_ENOUGH = 100
 
 
 @dataclass(frozen=True)
@@ -51,9 +54,10 @@ def to_line(record: Mapping[str, Any]) -> str:
 
 def parse(incarnation: int, lines: Iterable[str]) -> Iterator[Record | Problem]:
     """Each line of a segment as a record, or as what is wrong with it."""
-    lines = list(lines)
-    sealed = any(_sound(line) for line in lines)
-    for number, line in enumerate(lines, 1):
+    rest = iter(lines)
+    first = list(islice(rest, _ENOUGH))
+    sealed = any(_sound(line) for line in first)
+    for number, line in enumerate(chain(first, rest), 1):
         record = _record(line, sealed)
         if record is not None:
             yield {**record, "incarnation": incarnation}
