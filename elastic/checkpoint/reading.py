@@ -29,7 +29,7 @@ def requests(
 ) -> list[Request]:
     """The reads that fill all targets. Raises IntegrityError for a range that the manifest does not hold.
 
-    Ranges at most `max_gap_bytes` apart in one file become one read (what lies between is read and dropped); no read is
+    Ranges at most `max_gap_bytes` apart in one file become one read (bytes between are read and dropped); no read is
     longer than `max_bytes`, so that long ones run in parallel.
     """
     stored = {(shard.rank, tensor.key): (shard.file, tensor) for shard in manifest.shards for tensor in shard.tensors}

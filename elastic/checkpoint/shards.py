@@ -42,7 +42,7 @@ _CHUNK_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class ShardFile:
-    """The plan of a shard file: its header, and where each tensor will lie."""
+    """The plan of a shard file: its header, and the position of each tensor."""
 
     header: bytes
     tensors: tuple[StoredTensor, ...]
@@ -50,7 +50,7 @@ class ShardFile:
 
 
 def plan_file(snapshot: ShardSnapshot) -> ShardFile:
-    """Raises IntegrityError when the snapshot does not keep what `ShardSnapshot` promises."""
+    """Raises IntegrityError when the snapshot violates what `ShardSnapshot` promises."""
     _check(snapshot)
     # The widest elements first, as the library does, so that every tensor begins at a multiple of its element size.
     ordered = sorted(snapshot.tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
@@ -98,7 +98,7 @@ class ShardStream:
                 yield chunk
 
     def record(self) -> ShardRecord:
-        """What to report once all bytes are in storage."""
+        """The report for the time when all bytes are in storage."""
         snapshot = self._snapshot
         return ShardRecord(
             rank=snapshot.rank,

@@ -1,4 +1,4 @@
-"""A rank's part of the training state in host memory: what the training thread hands over and forgets."""
+"""A rank's part of the training state in host memory, handed over by the training thread."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Where the state of the next generation comes from.
 
-A `CheckpointSource` is the seam between tiers: object storage here, peer memory later. The call order for one restore
+A `CheckpointSource` is the seam between tiers: object storage and peer memory. The call order for one restore
 is numbered; all calls come from the restoring worker's training thread, none of them is collective.
 """
 
@@ -39,7 +39,7 @@ class CheckpointSource(Protocol):
         ...
 
     def manifest(self, checkpoint_id: str) -> Manifest:
-        """1. What the checkpoint holds. Does not promise that the shards are intact: the content checks do."""
+        """1. The manifest. The shards may still be damaged: the content checks detect that."""
         ...
 
     def read(self, manifest: Manifest, ranges: Sequence[ReadRange]) -> int:

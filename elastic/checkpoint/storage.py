@@ -3,8 +3,8 @@
     <url>/<run_id>/checkpoints/step-00000040-g0003/rank-00000-of-00004.safetensors
                                                   /manifest.json
 
-A checkpoint is what has a manifest. Shards are written first, by everybody; the manifest last, by one. Its name holds
-generation and step, so a late writer of an old generation cannot touch a newer checkpoint.
+A folder with a manifest is a checkpoint. Every rank writes its shard first; one process writes the manifest last. The
+folder's name holds generation and step, so that a late writer of an old generation cannot touch a newer checkpoint.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _VERIFY_BYTES = 16 << 20
 class CheckpointStore:
     """Checkpoints of one run; the `CheckpointSource` called "storage". Methods may be called from any thread.
 
-    `read_threads` reads run at once, none longer than `max_read_bytes`. `max_gap_bytes` is how much may be read in vain
-    to save a request; by default nothing on a local disk. No request takes longer than `timeout_s`.
+    `read_threads` reads run at once, none longer than `max_read_bytes`. `max_gap_bytes` is how many
+    unneeded bytes may be read to save a request; by default 0 on a local disk. `timeout_s` bounds each request.
     """
 
     def __init__(
@@ -78,9 +78,7 @@ class CheckpointStore:
         except (StorageError, IntegrityError) as error:
             raise StorageError(f"checkpoints cannot be kept at {self.url!r}: {error.message}") from error
         if found != data:
-            raise StorageError(
-                f"checkpoints cannot be kept at {self.url!r}: it gives back other bytes than were written"
-            )
+            raise StorageError(f"checkpoints cannot be kept at {self.url!r}: it returns other bytes than were written")
 
     def checkpoint_id(self, step: int, generation: int) -> str:
         return checkpoint_id(step, generation)
@@ -90,8 +88,8 @@ class CheckpointStore:
 
         Raises Fenced when the checkpoint is committed already: nothing may change below a manifest.
         """
-        # Not at the top, here and in `read`: who only lists, commits or removes needs no torch, which takes a second to
-        # import. That is the controller, and with it every process that is given a handle of it.
+        # Imported late, here and in `read`: listing, committing and removing need no torch, which takes a second to
+        # import. The controller does only these, and so does every process that gets a handle of it.
         from elastic.checkpoint.shards import ShardStream
 
         where = Where(rank=snapshot.rank, step=snapshot.step, generation=snapshot.generation)
@@ -111,7 +109,7 @@ class CheckpointStore:
             raise UsageError(f"a checkpoint of run {manifest.run_id!r} cannot be kept with run {self.run_id!r}")
         text = _read_back(manifest)
         self._check_shards(folder, manifest)
-        # The same manifest may be given again: of a first try it may not be known whether it arrived.
+        # The same manifest may be committed again: the answer of the first attempt may have been lost.
         self._objects.create(f"{folder}/{_MANIFEST}", text.encode())
         try:
             # Another controller may have abandoned the folder between the look and the creation.
@@ -147,7 +145,7 @@ class CheckpointStore:
         return manifest
 
     def read(self, manifest: Manifest, ranges: Sequence[ReadRange]) -> int:
-        """Fill all targets in parallel; returns the bytes fetched. What is read is not proven: the digests do that."""
+        """Fill all targets in parallel; returns the bytes fetched. The bytes are verified later, by the digests."""
         from elastic.checkpoint.reading import requests
 
         folder = self._folder(manifest.id)
@@ -160,7 +158,7 @@ class CheckpointStore:
                 for job in jobs:
                     job.result()
             finally:
-                # After a first error the rest is not worth waiting for.
+                # After a first error the rest is cancelled.
                 pool.shutdown(wait=True, cancel_futures=True)
         return sum(read.bytes for read in reads)
 
@@ -180,7 +178,7 @@ class CheckpointStore:
         return sum(shard.bytes for shard in manifest.shards)
 
     def delete(self, checkpoint_id: str) -> None:
-        """Manifest first: from then on it is no checkpoint, whatever happens to the rest."""
+        """Manifest first: without it the folder is not a checkpoint, whatever happens to the rest."""
         folder = self._folder(checkpoint_id)
         self._objects.remove([f"{folder}/{_MANIFEST}"])
         self._objects.remove(sorted(self._objects.sizes(folder, unfinished=True)))
@@ -190,7 +188,7 @@ class CheckpointStore:
         folder = self._folder(checkpoint_id)
         paths = sorted(self._objects.sizes(folder, unfinished=True))
         if f"{folder}/{_MANIFEST}" in paths:
-            raise IntegrityError(f"checkpoint {checkpoint_id} is complete and is not abandoned but deleted")
+            raise IntegrityError(f"checkpoint {checkpoint_id} is complete: delete it instead of abandoning it")
         self._objects.remove(paths)
         if self._is_committed(folder):
             # It was created meanwhile: a manifest whose shards are gone must not count as a checkpoint.
@@ -213,7 +211,7 @@ class CheckpointStore:
             try:
                 ref = parse_checkpoint_id(folder)
             except IntegrityError:
-                continue  # not ours: something else keeps its files here
+                continue  # a foreign file
             found[ref] = found.get(ref, False) or file == _MANIFEST
         return found
 

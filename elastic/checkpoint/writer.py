@@ -1,4 +1,4 @@
-"""Writes snapshots to storage beside the training: one thread, at most one snapshot in work and one waiting."""
+"""Writes snapshots to storage concurrently with training: one thread, at most one snapshot in work and one waiting."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ShardStore(Protocol):
 
 def retry_delay_s(failures: int, first_s: float, limit_s: float) -> float:
     """Seconds to wait after so many failures in a row: first_s, 2 * first_s, 4 * first_s, ... up to limit_s."""
-    # Bounded before raising to the power: a store that is away for days must not overflow a float.
+    # The exponent is bounded: storage that fails for days must not overflow a float.
     return min(limit_s, first_s * 2.0 ** min(failures - 1, 64))
 
 
@@ -129,7 +129,7 @@ class BackgroundWriter:
                 self._on_written(self._store.write_shard(snapshot))
                 return
             except (Fenced, IntegrityError) as error:
-                self._report(snapshot.step, error, None)  # no repetition can make it valid
+                self._report(snapshot.step, error, None)  # a retry cannot make it valid
                 return
             except Exception as error:  # noqa: BLE001 - the edge of the thread: whatever it is, it is reported
                 failures += 1
@@ -137,7 +137,7 @@ class BackgroundWriter:
                     return
 
     def _retry_later(self, snapshot: ShardSnapshot, error: ElasticError, failures: int) -> bool:
-        """Report the failure and wait; False when the snapshot is not to be tried again."""
+        """Report the failure and wait; False when the snapshot is given up."""
         delay_s = retry_delay_s(failures, *self._backoff_s)
         with self._changed:
             overtaken = self._waiting is not None or self._closing
@@ -171,7 +171,7 @@ def _guarded(callback: Callable[..., None], *arguments: object) -> None:
     try:
         callback(*arguments)
     except Exception:
-        # There is nobody left to tell but the log, and the next snapshot must still be written.
+        # Only the log is left to report to, and the next snapshot must still be written.
         logger.exception("a checkpoint writer's callback failed")
 
 

@@ -1,4 +1,4 @@
-"""From an address to fsspec: checked for credentials, with the options that make a driver tell the truth at once."""
+"""From an address to fsspec: checked for credentials, with options that disable stale caches and nested retries."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from elastic.core.errors import StorageError, UsageError
 from elastic.core.secrets import check_url, redact
 
 _EXTRAS = {"s3": "ray-elastic[s3]", "s3a": "ray-elastic[s3]"}
-# One layer tries again, and it is ours (`store.remote`): three on top of each other make minutes of seconds.
+# Only our own layer retries (`store.remote`): three nested layers would turn seconds into minutes.
 _S3_CONFIG = {
     "connect_timeout": 5.0,
     "read_timeout": 30.0,
@@ -39,13 +39,13 @@ def file_system(url: str) -> tuple[Any, str]:
 
 
 def local_root(url: str) -> str | None:
-    """The folder of this machine that an address means; None for storage elsewhere. Raises as `file_system`."""
+    """The folder of this machine that an address names; None for remote storage. Raises as `file_system` does."""
     fs, root = file_system(url)
     return root if isinstance(fs, LocalFileSystem) else None
 
 
 def is_s3(fs: Any) -> bool:
-    """Without importing the driver, which takes a second, where nobody uses it."""
+    """Does not import the driver, which takes a second."""
     return any(base.__name__ == "S3FileSystem" for base in type(fs).__mro__)
 
 
@@ -53,7 +53,7 @@ def _options(url: str) -> dict[str, Any]:
     if _scheme(url) not in ("s3", "s3a"):
         return {}
     given = fsspec.config.conf.get("s3", {}).get("config_kwargs", {})
-    # Other processes write here too: a listing from memory would hide what they wrote.
+    # Other processes write here too: a cached listing would hide their objects.
     return {"use_listings_cache": False, "config_kwargs": {**_S3_CONFIG, **given}}
 
 

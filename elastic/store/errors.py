@@ -1,4 +1,4 @@
-"""All errors of fsspec, its drivers and the operating system become ours here and nowhere else."""
+"""The one place where errors of fsspec, its drivers and the operating system are translated into ours."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 from elastic.core.errors import ElasticError, IntegrityError, StorageError, UsageError
 from elastic.core.secrets import redact
 
-# Another try with fresh credentials may well work, and drivers fetch fresh ones by themselves.
+# A retry may succeed: drivers fetch fresh credentials by themselves.
 _STALE = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestTimeTooSkewed"}
 _NO_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError"}
 
 
 @contextlib.contextmanager
 def translated(path: str, *, writing: bool = False) -> Iterator[None]:
-    """Foreign errors become ours. Writing, a missing folder is a fault of the storage; reading, of the checkpoint."""
+    """Translate foreign errors. A missing folder: a fault of storage when writing, of the checkpoint when reading."""
     try:
         yield
     except ElasticError:
@@ -28,7 +28,7 @@ def translated(path: str, *, writing: bool = False) -> Iterator[None]:
 
 
 def service_code(error: BaseException | None) -> str | None:
-    """What an AWS-like service called the error, for example "SlowDown"; drivers hide it in a cause."""
+    """The error code of an AWS-like service, for example "SlowDown"; drivers hide it in a cause."""
     while error is not None:
         response: Any = getattr(error, "response", None)
         if isinstance(response, dict):
@@ -67,8 +67,8 @@ def _reason(error: Exception) -> str:
     if isinstance(error, (TimeoutError, asyncio.TimeoutError)) and not str(error):
         return "it did not answer in time"
     code = service_code(error)
-    # Errors of the drivers' own libraries say little without their type.
+    # Errors of the drivers' own libraries mean little without their type.
     prefix = code if code else None if isinstance(error, OSError) else type(error).__name__
-    # Of an answer of a service, the number that the driver has made of it says nothing.
+    # The errno that a driver derives from a service's answer carries no information.
     text = error.strerror if code and isinstance(error, OSError) and error.strerror else str(error)
     return redact(text if prefix is None or prefix in text else f"{prefix}: {text}")

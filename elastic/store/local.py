@@ -34,7 +34,7 @@ class LocalObjects:
                 _link_new(temporary, final)
                 _sync_folder(os.path.dirname(final))
         except IntegrityError:
-            # Ours already, of a try whose answer was lost, or taken.
+            # It is ours from an attempt whose answer was lost, or another writer's.
             if self.get(path) != data:
                 raise
 
@@ -59,12 +59,12 @@ class LocalObjects:
         with translated(folder):
             top = self._at(folder)
             if os.path.isdir(top):
-                os.listdir(top)  # os.walk() would take an unreadable folder for an empty one
+                os.listdir(top)  # os.walk() takes an unreadable folder for an empty one
             for place, _, files in os.walk(top):
                 for file in files:
                     if _TEMPORARY.search(file) and not unfinished:
                         continue
-                    # A file may go away while we look: another process may be deleting an old checkpoint.
+                    # A file may disappear meanwhile: another process may be deleting an old checkpoint.
                     with contextlib.suppress(FileNotFoundError):
                         relative = os.path.relpath(os.path.join(place, file), self._root).replace(os.sep, "/")
                         found[relative] = os.path.getsize(os.path.join(place, file))
@@ -75,7 +75,7 @@ class LocalObjects:
             with translated(path), contextlib.suppress(FileNotFoundError):
                 os.unlink(self._at(path))
         for folder in {os.path.dirname(self._at(path)) for path in paths}:
-            with contextlib.suppress(OSError):  # not empty: then it stays
+            with contextlib.suppress(OSError):  # not empty
                 os.rmdir(folder)
 
     def _at(self, path: str) -> str:
@@ -84,7 +84,7 @@ class LocalObjects:
 
     @contextlib.contextmanager
     def _temporary(self, path: str, chunks: Iterable[Chunk]) -> Iterator[tuple[str, str]]:
-        """A complete, synced file beside its final name; removed at the end if it still has its temporary name."""
+        """A complete, synced file next to its final name; removed at the end if it was not renamed."""
         final = self._at(path)
         _make_folder(os.path.dirname(final))
         temporary = f"{final}.{uuid.uuid4().hex}.tmp"
@@ -95,7 +95,7 @@ class LocalObjects:
                 os.fsync(file.fileno())
             yield temporary, final
         finally:
-            # Also frees the space at once when the disk is full.
+            # On a full disk this frees the space at once.
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(temporary)
 
@@ -119,7 +119,7 @@ def _batches(views: Sequence[memoryview]) -> Iterator[Sequence[memoryview]]:
 
 
 def _read_batch(descriptor: int, path: str, begin: int, views: Sequence[memoryview]) -> int:
-    """Fill the views; a system call may return less than was asked for, and does above 2 GiB."""
+    """Fill the views; a system call may return less than requested, and does above 2 GiB."""
     total = sum(len(view) for view in views)
     done = 0
     left = [view for view in views if len(view)]
@@ -142,20 +142,20 @@ def _write_all(descriptor: int, chunk: memoryview) -> None:
 
 
 def _link_new(temporary: str, final: str) -> None:
-    """Give a file its final name unless that is taken."""
+    """Give a file its final name unless the name exists."""
     try:
-        os.link(temporary, final)  # unlike a rename, it fails when the name is taken
+        os.link(temporary, final)  # unlike a rename, it fails when the name exists
     except FileExistsError:
         raise
     except OSError:
-        # Some mounted file systems have no links. Then only two callers at the same moment would go unnoticed.
+        # Some mounted file systems have no links. There, only two concurrent callers go unnoticed.
         if os.path.exists(final):
             raise FileExistsError(errno.EEXIST, "exists already", final) from None
         os.replace(temporary, final)
 
 
 def _make_folder(folder: str) -> None:
-    """With the folders above it, all of them durable: a synced file in a folder that a crash forgets is lost too."""
+    """Create it and its parents durably: a synced file is lost with a folder that a crash forgets."""
     missing = []
     at = folder
     while at and not os.path.isdir(at):
@@ -164,14 +164,14 @@ def _make_folder(folder: str) -> None:
     try:
         os.makedirs(folder, exist_ok=True)
     except FileExistsError as error:
-        # In a caller's eyes an object that exists already would be another matter.
+        # For the caller, FileExistsError means that the object exists.
         raise NotADirectoryError(errno.ENOTDIR, "a file is in the way", folder) from error
     for made in reversed(missing):
         _sync_folder(os.path.dirname(made) or ".")
 
 
 def _sync_folder(folder: str) -> None:
-    """Makes a rename durable. Some file systems do not offer it, and then it is not needed."""
+    """Make a rename durable. File systems that do not offer it do not need it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Named byte strings in storage: the few things that checkpoints and journals need of a file system or object store."""
+"""Named byte strings in storage: the few operations that checkpoints and journals need of a storage."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class Objects(Protocol):
     """Paths are relative, with "/" between parts. Every method may be called from any thread.
 
     Raises IntegrityError where an object is missing or too short, or a path leads out of the storage; UsageError where
-    the address or the permissions must be changed; and StorageError for all else. What may have been a hiccup of a
-    network has been tried again by then.
+    the address or the permissions must be changed; and StorageError for all else. Transient network errors have been
+    retried by then.
     """
 
     def put(self, path: str, chunks: Iterable[Chunk]) -> None:
         """Write an object, or replace it. It is durable when this returns; a reader sees all of it or none, also when
-        `chunks` raises. Chunks may be looked at until then. What a killed process leaves is listed by `sizes`."""
+        `chunks` raises. Chunks must not change until then. Remains of a killed process are listed by `sizes`."""
         ...
 
     def create(self, path: str, data: bytes) -> None:
@@ -40,7 +40,7 @@ class Objects(Protocol):
     def sizes(self, folder: str, *, unfinished: bool = False) -> dict[str, int]:
         """Path and size in bytes of every object below a folder; empty when there is no such folder.
 
-        With `unfinished` also what writes have left that were killed, under names that `remove` understands.
+        With `unfinished` also the remains of killed writes, under names that `remove` understands.
         """
         ...
 

@@ -12,9 +12,9 @@ from elastic.store.s3 import S3Objects
 
 
 def open_objects(url: str, timeout_s: float = TIMEOUT_S) -> Objects:
-    """The objects below any fsspec URL or a plain local path; nothing is asked of the storage yet.
+    """The objects below any fsspec URL or a plain local path. Sends no request yet.
 
-    No request to a store elsewhere takes longer than `timeout_s`, further tries included.
+    No request to remote storage takes longer than `timeout_s`, including retries.
     """
     fs, root = file_system(url)
     if isinstance(fs, LocalFileSystem):

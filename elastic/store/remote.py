@@ -1,4 +1,4 @@
-"""Objects in any fsspec storage that is no disk of this machine, tried again where a network may have hiccuped."""
+"""Objects in any remote fsspec storage, with retries of transient errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from elastic.store.objects import TIMEOUT_S, Chunk
 
 logger = logging.getLogger(__name__)
 
-# What is no longer than this is one request, which can be repeated.
+# Objects up to this size are one request, which can be repeated.
 _WHOLE_BYTES = 8 << 20
 _TRIES = 5
 _FIRST_PAUSE_S = 0.2
@@ -28,8 +28,8 @@ _T = TypeVar("_T")
 class RemoteObjects:
     """`Objects` by fsspec's own methods. A PUT is atomic on object stores, so there is no temporary name.
 
-    Nothing that one of its requests asks for is changed by asking again: so a request that fails, or is not answered
-    within `timeout_s`, is repeated up to four times with growing pauses, as long as all of it stays within `timeout_s`.
+    All requests are idempotent: one that fails is repeated up to four times with growing pauses, within `timeout_s` for
+    all attempts together.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class RemoteObjects:
         try:
             self._tried(path, lambda limits: self._create(path, data, limits), writing=True)
         except IntegrityError:
-            # Ours already, of a try whose answer was lost, or taken.
+            # It is ours from an attempt whose answer was lost, or another writer's.
             if self.get(path) != data:
                 raise
 
@@ -88,7 +88,7 @@ class RemoteObjects:
 
     def sizes(self, folder: str, *, unfinished: bool = False) -> dict[str, int]:
         def found(limits: dict[str, Any]) -> dict[str, Any]:
-            # Listings are cached by many drivers, and other processes write here too.
+            # Many drivers cache listings, and other processes write here too.
             self._fs.invalidate_cache()
             try:
                 return dict(self._fs.find(self._at(folder), detail=True, **limits))
@@ -105,7 +105,7 @@ class RemoteObjects:
                 self._tried(path, functools.partial(self._remove, path))
 
     def _stream(self, path: str, chunks: Iterable[Chunk]) -> None:
-        """By the driver's own file object, whose tries and limits are the driver's."""
+        """By the driver's own file object, with the driver's retries and limits."""
         file = self._fs.open(self._at(path), "wb")
         try:
             for chunk in chunks:
@@ -127,8 +127,8 @@ class RemoteObjects:
         except FileNotFoundError:
             raise
         except Exception:
-            # Many stores answer a range behind the end with an error of their own: that is a damaged object, and
-            # asking again would not help.
+            # Many stores answer a range after the end with an error of their own. The object is damaged then, and a
+            # retry does not help.
             size = self._size(path)
             if size is not None and size < end:
                 raise cut_off(path, end, size) from None
@@ -141,23 +141,23 @@ class RemoteObjects:
             return None
 
     def _tried(self, path: str, ask: Callable[[dict[str, Any]], _T], *, writing: bool = False) -> _T:
-        """What `ask` returns; it is given the options that bound its time, where the driver knows any."""
+        """Call `ask` with retries; it gets the options that bound its time, where the driver knows any."""
         until = self._clock() + self._timeout_s
         for number in range(1, _TRIES + 1):
             try:
                 with translated(path, writing=writing):
                     return ask(self._limits(until))
             except StorageError as error:
-                # Spread, so that a thousand ranks that were told to slow down do not come back together.
+                # With jitter, so that a thousand ranks that were throttled do not come back together.
                 pause_s = _FIRST_PAUSE_S * 2.0 ** (number - 1) * random.uniform(0.5, 1.5)
                 if number == _TRIES or self._clock() + pause_s >= until:
                     raise
-                logger.debug("asking again in %.1f s: %s", pause_s, error)
+                logger.debug("retrying in %.1f s: %s", pause_s, error)
                 self._pause(pause_s)
-        raise AssertionError("the last try has returned or raised")
+        raise AssertionError("the last attempt has returned or raised")
 
     def _limits(self, until: float) -> dict[str, Any]:
-        # fsspec takes it out of the arguments of every method of an asynchronous driver; others cannot be interrupted.
+        # fsspec removes it from the arguments of every method of an asynchronous driver; others cannot be interrupted.
         return {"timeout": max(0.001, until - self._clock())} if getattr(self._fs, "async_impl", False) else {}
 
     def _at(self, path: str) -> str:
@@ -165,7 +165,7 @@ class RemoteObjects:
 
 
 def _split(chunks: Iterable[Chunk], most_bytes: int) -> tuple[bytes, Iterator[Chunk] | None]:
-    """All of it and None; or the first part, of more than so many bytes, and what comes after."""
+    """All bytes and None; or a first part of more than `most_bytes`, and the rest."""
     source, held, size = iter(chunks), [], 0
     for chunk in source:
         held.append(bytes(chunk))
@@ -176,9 +176,9 @@ def _split(chunks: Iterable[Chunk], most_bytes: int) -> tuple[bytes, Iterator[Ch
 
 
 def _discard(file: Any) -> None:
-    """Not close(), which would write what there is so far under the final name."""
+    """Not close(), which would write the unfinished object under its final name."""
     with contextlib.suppress(Exception):
         file.discard()
     with contextlib.suppress(AttributeError):
-        # Or its finalizer closes it. Files that do not let themselves be marked have nothing to commit.
+        # Otherwise its finalizer closes it. Files without a settable attribute have nothing to commit.
         file.closed = True

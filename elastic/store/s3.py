@@ -1,7 +1,7 @@
-"""Objects in S3 and in what speaks its language: as few requests as can be, and no wrong answer from a cache.
+"""Objects in S3 and compatible stores: as few requests as possible, and no stale answer from a cache.
 
-The driver's own file objects commit a half-written object when the writer fails, upload one part at a time, and leave
-parts behind for ever; so uploads are made here, of the service's own requests (`S3FileSystem.call_s3`).
+The driver's own file objects commit a half-written object when the writer fails, upload one part at a time, and never
+remove unfinished parts; so uploads are made here from the service's own requests (`S3FileSystem.call_s3`).
 Semantics: https://docs.aws.amazon.com/AmazonS3/latest/userguide/Welcome.html#ConsistencyModel
 """
 
@@ -25,11 +25,11 @@ from elastic.store.remote import RemoteObjects
 
 logger = logging.getLogger(__name__)
 
-# 10,000 parts are the most that S3 takes: 312 GiB in one object.
+# S3 takes at most 10,000 parts: 312 GiB in one object.
 PART_BYTES = 32 << 20
 _PARTS_AT_ONCE = 4
 _KEYS_PER_DELETE = 1000
-# Never part of a path of ours: names are checked to be without it.
+# Never part of a valid path: names are checked for it.
 _UPLOAD = "?upload="
 _WRITE = "elastic-write"
 
@@ -56,7 +56,7 @@ class S3Objects(RemoteObjects):
                 self._upload(path, itertools.chain([first, second], parts))
 
     def get(self, path: str) -> bytes:
-        # By one request: what is read whole is small, and asking for the size first would double its cost.
+        # One request: objects that are read whole are small, and a request for the size would double the cost.
         return self._tried(path, lambda limits: bytes(self._fs.cat_file(self._at(path), max_concurrency=1, **limits)))
 
     def names(self, folder: str) -> list[str]:
@@ -65,7 +65,7 @@ class S3Objects(RemoteObjects):
         for page in self._pages("list_objects_v2", folder, Prefix=prefix, Delimiter="/"):
             found |= {item["Key"] for item in page.get("Contents", ())}
             found |= {item["Prefix"] for item in page.get("CommonPrefixes", ())}
-        # Some tools write an empty object in the place of a folder.
+        # Some tools write an empty object for a folder.
         return sorted(name[len(prefix) :].rstrip("/") for name in found if name != prefix)
 
     def sizes(self, folder: str, *, unfinished: bool = False) -> dict[str, int]:
@@ -97,7 +97,7 @@ class S3Objects(RemoteObjects):
         except OSError as error:
             if service_code(error) not in ("NotImplemented", "501"):
                 raise
-            # A store that knows no conditions says so.
+            # The store does not support conditional writes.
             if self._size(path) is not None:
                 raise FileExistsError(path) from error
             self._request("put_object", path, limits, Body=data)
@@ -111,7 +111,7 @@ class S3Objects(RemoteObjects):
             raise cut_off(path, end, self._size(path) or 0) from None
 
     def _size(self, path: str) -> int | None:
-        # By a listing, which says "not there" where a HEAD cannot tell that from "not allowed".
+        # By a listing: a HEAD cannot tell a missing object from a forbidden one.
         for page in self._pages("list_objects_v2", path, Prefix=self._key(path), MaxKeys=1):
             for item in page.get("Contents", ()):
                 if item["Key"] == self._key(path):
@@ -134,7 +134,7 @@ class S3Objects(RemoteObjects):
             raise
 
     def _send(self, path: str, upload: str, parts: Iterator[bytes]) -> list[str]:
-        """The parts' tags, in order. No more parts than are on their way are held in memory."""
+        """The parts' tags, in order. Only parts that are being sent are held in memory."""
 
         def send(number: int, part: bytes) -> str:
             sent = self._call("upload_part", path, writing=True, UploadId=upload, PartNumber=number, Body=part)
@@ -157,12 +157,14 @@ class S3Objects(RemoteObjects):
         try:
             self._call("complete_multipart_upload", path, UploadId=upload, MultipartUpload=done)
         except IntegrityError:
-            # No such upload: it was aborted by somebody, or an earlier try was the one that ended it.
+            # No such upload: another process aborted it, or an earlier attempt completed it.
             if self._mark(path) != mark:
-                raise StorageError(f"the upload of {path} was ended by somebody else before it was whole") from None
+                raise StorageError(
+                    f"the upload of {path} was aborted by another process before it was complete"
+                ) from None
 
     def _mark(self, path: str) -> str | None:
-        """Which upload made the object that is there."""
+        """The upload that made the present object."""
         try:
             found: str | None = self._call("head_object", path).get("Metadata", {}).get(_WRITE)
         except IntegrityError:
@@ -175,7 +177,7 @@ class S3Objects(RemoteObjects):
                 for item in page.get("Uploads", ()):
                     yield item["Key"], item["UploadId"]
         except ElasticError as error:
-            # A right of its own that may not be granted; the bucket's own rule removes what is left then.
+            # A separate permission that may not be granted; a lifecycle rule of the bucket removes the remains then.
             logger.info("unfinished uploads cannot be listed: %s", error)
 
     # --- requests ---
@@ -229,7 +231,7 @@ def _next_uploads(page: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _parts(chunks: Iterable[Chunk], part_bytes: int) -> Iterator[bytes]:
-    """The same bytes in pieces of exactly `part_bytes`, but for the last."""
+    """The same bytes in parts of exactly `part_bytes`, except for the last."""
     held, size = [], 0
     for chunk in chunks:
         view = memoryview(chunk).cast("B") if len(chunk) else memoryview(b"")

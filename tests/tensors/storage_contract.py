@@ -152,7 +152,7 @@ def test_a_committed_checkpoint_is_closed(store: CheckpointStore) -> None:
         store.write_shard(one_snapshot())
     with pytest.raises(IntegrityError, match="exists already"):
         store.commit(replace(manifest, written_at=2.0))
-    with pytest.raises(IntegrityError, match="not abandoned but deleted"):
+    with pytest.raises(IntegrityError, match="delete it instead of abandoning it"):
         store.abandon(manifest.id)
     assert store.manifest(manifest.id) == manifest
 
