@@ -1,4 +1,4 @@
-"""The job file's `submit` section: what goes to the cluster with a job, and what its driver asks of a node."""
+"""The job file's `submit` section: what is sent with a job, and the resources of its driver."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from elastic.core.secrets import is_secret_name, redact
 from elastic.core.settings import FailureSettings
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-# Beyond a planned end and its last write: to read the journal once more and say how it went.
+# After a planned end and its last write: time to read the journal and report the end.
 _LAST_WORDS_S = 30.0
 _GRACE = "RAY_JOB_STOP_WAIT_TIME_S"
 _SIGNAL = "RAY_JOB_STOP_SIGNAL"
 
 
 class SubmitSpec(BaseModel):
-    """Sizes in decimal megabytes. An environment variable without a value gets it from whoever submits."""
+    """Sizes in decimal megabytes. An environment variable without a value is taken from the submitter."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -87,7 +87,7 @@ def environment(
         wanted[name] = value if given else None
     missing = [name for name, value in wanted.items() if value is None and name not in local]
     if missing:
-        raise UsageError(f"the environment variable {missing[0]!r} is to be sent to the job, but is not set here")
+        raise UsageError(f"the environment variable {missing[0]!r} should be sent to the job, but is not set here")
     return {name: local[name] if value is None else value for name, value in wanted.items()}
 
 

@@ -1,7 +1,7 @@
-"""Runs out of job records: how attempts are named, which records belong together, and what an ended attempt means.
+"""Runs from job records: names of attempts, which records belong together, and what an ended attempt means.
 
 The Jobs API binds a job to one driver and never retries. A run here is all jobs that carry its id; each is one attempt
-at being the run's driver, numbered from 1. The run itself lives in its controller, which no driver's end takes along.
+at being the run's driver, numbered from 1. The run itself lives in its controller, which outlives every driver.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ ATTEMPT_KEY = "elastic-attempt"
 STORAGE_KEY = "elastic-storage"
 VERSION_KEY = "elastic-version"
 
-# An attempt lost so soon after its start has done nothing; so many of them in a row, and another would not help.
+# An attempt lost this soon after its start has done nothing; after this many in a row another would not help.
 SHORT_LIFE_S = 60.0
 SHORT_LIVES = 3
 
 
 class JobState(str, Enum):
-    """As the Jobs API tells it."""
+    """As the Jobs API reports it."""
 
     PENDING = "PENDING"
     RUNNING = "RUNNING"
@@ -64,11 +64,11 @@ class JobRecord:
 
     @property
     def short_lived(self) -> bool:
-        """Lost before it could do anything. One that has told its run's end, or was stopped, is not lost."""
+        """Lost before it did anything. An attempt that reported the end of its run, or was stopped, is not lost."""
         if self.state is not JobState.FAILED or self.exit_code in FINAL_CODES:
             return False
         if self.exit_code == DRIVER_BLIND:
-            # It has tried for as long as storage is asked, and has done nothing either.
+            # It has waited for storage until the limit and done nothing.
             return True
         known = self.started_at is not None and self.ended_at is not None
         return known and self.ended_at - self.started_at < SHORT_LIFE_S  # type: ignore[operator]
@@ -102,7 +102,7 @@ class Run:
 
     @property
     def crash_loop(self) -> bool:
-        """Whether the last attempts have all been lost before they could do anything."""
+        """Whether all of the last attempts were lost before they did anything."""
         last = self.attempts[-SHORT_LIVES:]
         return len(last) == SHORT_LIVES and all(record.short_lived for record in last)
 
@@ -169,7 +169,7 @@ _NO_PLACE_TYPES = ("JOB_SUPERVISOR_ACTOR_UNSCHEDULABLE", "JOB_SUPERVISOR_ACTOR_S
 
 
 def judge(record: JobRecord, began: bool, told: Mapping[str, Any] | None) -> Outcome:
-    """`began`: the driver has reached its run. `told`: its last words, of the run's end, if it came to say them."""
+    """`began`: the driver has reached its run. `told`: its report of the run's end, if there is one."""
     if not record.state.ended:
         return Outcome(Verdict.GOES_ON)
     if told is not None:
@@ -182,7 +182,7 @@ def judge(record: JobRecord, began: bool, told: Mapping[str, Any] | None) -> Out
         return Outcome(Verdict.FAILED, NO_CAPACITY, f"no node could take the driver: {_last_line(record.message)}")
     if record.exit_code in FINAL_CODES:
         return Outcome(Verdict.OVER, _trusted(record.exit_code), _last_line(record.message))
-    # A driver that was killed may have started the run, and not have come to say so.
+    # A killed driver may have started the run without reporting it.
     if began or _signal(record) or _supervisor_lost(record) or record.exit_code in (DRIVER_LOST, DRIVER_BLIND):
         return Outcome(Verdict.LOST, reason=_how_lost(record))
     return Outcome(Verdict.FAILED, NOT_FINISHED, f"the driver did not start: {_last_line(record.message)}")
@@ -190,7 +190,7 @@ def judge(record: JobRecord, began: bool, told: Mapping[str, Any] | None) -> Out
 
 def _stopped(record: JobRecord, began: bool) -> Outcome:
     if not began and record.attempt > 1:
-        # The run may go on, and nobody has told it.
+        # The run may go on without knowing of the stop.
         return Outcome(Verdict.LOST, reason="its driver was stopped before it had reached its run")
     if not began:
         return Outcome(Verdict.OVER, STOPPED, "stopped before the run had begun")
@@ -212,7 +212,7 @@ def _how_lost(record: JobRecord) -> str:
 
 
 def _supervisor_lost(record: JobRecord) -> bool:
-    """Of a job that was running, a Jobs server that was restarted says that it did not start (read, 2.60)."""
+    """A restarted Jobs server reports of a running job that it did not start (read, 2.60)."""
     if record.error_type == "JOB_SUPERVISOR_ACTOR_START_FAILURE":
         return record.node is not None
     return record.error_type in _LOST_TYPES

@@ -43,7 +43,7 @@ from elastic_jobs.submit.driver_command import DriverCommand
 from elastic_jobs.submit.package import digest, entry_file
 from elastic_jobs.terminal import put, say
 
-# How soon a stop is passed on.
+# How soon a stop is forwarded.
 _REFRESH_S = 0.5
 # A month of these lines is a few megabytes; a supervisor or follower reads them again after a lost connection.
 _STEP_LINE_S = 60.0
@@ -52,14 +52,14 @@ Result = Mapping[str, Any]
 
 
 class StopRequest:
-    """Set by SIGTERM. Ray replaces handlers while it connects, so the signal is held back until ours is there."""
+    """Set by SIGTERM. Ray replaces handlers while it connects, so the signal is blocked until ours is installed."""
 
     def __init__(self) -> None:
         self.wanted = False
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        # A thread that was there before has nothing blocked and may be the one that gets it.
+        # An earlier thread has not blocked the signal and may receive it.
         signal.signal(signal.SIGTERM, self._take)
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
@@ -78,7 +78,7 @@ class Driver:
     def __init__(
         self, command: DriverCommand, backend: Backend, stop: StopRequest, address: str, submitted: bool = False
     ) -> None:
-        """`submitted`: this is an attempt of `elastic submit`, and another may be submitted when it is lost."""
+        """`submitted`: this is an attempt of `elastic submit`, and another is submitted if it is lost."""
         self._command = command
         self._submitted = submitted
         self._supervisor: SupervisorLike | None = None
@@ -92,10 +92,10 @@ class Driver:
         """Raises ElasticError only before the run was reached: nothing has been started then."""
         try:
             handle = self._attach()
-            # The controller of a run that is over stays for some minutes, to be asked.
+            # The controller of an ended run stays for some minutes to answer.
             mine = handle is not None and (self._command.mode in ("continue", "stop") or handle.result(0.0) is None)
         except NobodyAnswers as error:
-            # This process is on a node of the cluster: it is the head that is away.
+            # This process is on a node of the cluster, so the head is away.
             return self._lost("does not reach its run", error)
         except UsageError:
             raise
@@ -134,15 +134,15 @@ class Driver:
             return self._tell({"status": STOPPED, "reason": "stopped before the run was started"})
         job = check_job(load_job(self._command.job), self._command, self._folder)
         how = "started" if self._folder.read("job.json") is None else "resumed"
-        # First who would replace this driver, then the run: whatever is lost in between, the run is begun.
+        # The supervisor before the run: whatever is lost in between, the run is started.
         self._ensure_supervisor()
         self._folder.write("job.json", job.record())
-        # Before there is a run: whatever fails here has started nothing.
+        # Before the run starts, so that a failure here has started nothing.
         write_live(self._folder, Live(self._address))
         try:
             handle = self._backend.start_run(job, self._address)
         except UsageError:
-            # Another driver was quicker: the controller's name is taken once. Then it is that run that is followed.
+            # Another driver was faster: the controller's name is unique. Follow its run.
             try:
                 found = self._attach()
             except ElasticError as error:
@@ -160,7 +160,7 @@ class Driver:
             self._supervisor.ensure()
 
     def _lost(self, what: str, error: ElasticError, code: int = DRIVER_LOST) -> int:
-        """The run may well go on, and only another look can tell what became of it."""
+        """The run may still go on; only a new attempt can find out."""
         say(f"this driver {what}: {clean(str(error))}")
         return code
 
@@ -191,7 +191,7 @@ class Driver:
                 return result
 
     def _ended(self) -> Result | None:
-        """How the run ended by its journal; None where it has not, or never began."""
+        """How the run ended according to its journal; None if it has not ended or never began."""
         try:
             summary = summarize(JournalReader(self._folder.url, self._folder.run_id).records())
         except RunNotFound:
@@ -200,7 +200,7 @@ class Driver:
         return {**summary, "step": summary.get("steps")} if status in STATUSES else None
 
     def _tell(self, result: Result) -> int:
-        """The report for people, then the last words for programs."""
+        """The report for people, then the line for programs."""
         result = self._for_the_log(result)
         code = conclude(self._folder, result, Output())
         status, reason = str(result.get("status")), clean(result.get("reason") or "")
@@ -208,7 +208,7 @@ class Driver:
         return code
 
     def _for_the_log(self, told: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Without secrets: the sentences hold messages of user code's errors, and a job's log is for many to read."""
+        """Without secrets: the sentences hold messages of user code's errors, and many people may read a job's log."""
         return {**told, **{key: redact(str(told[key]), self._secrets) for key in ("doing", "reason") if told.get(key)}}
 
 

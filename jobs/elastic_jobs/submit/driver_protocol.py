@@ -1,7 +1,7 @@
-"""What a driver says in its log for programs: one line when it has reached its run, one when the run has ended.
+"""The lines for programs in a driver's log: one when the driver has reached its run, one when the run has ended.
 
-The Jobs API keeps no exit code of a job that was stopped, and none of its fields says whether a driver that ended had a
-run. Whoever follows reads both from here.
+The Jobs API keeps no exit code of a stopped job, and none of its fields says whether an ended driver had reached a run.
+Followers and supervisors read both from these lines.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def ended(run_id: str, status: str, exit_code: int, step: int | None, reason: st
 
 
 def parse(line: str) -> Mapping[str, Any] | None:
-    """What one of the two lines says; None for any other line."""
+    """The content of one of the two lines; None for any other line."""
     if not line.startswith(_MARK):
         return None
     try:
@@ -38,7 +38,7 @@ def parse(line: str) -> Mapping[str, Any] | None:
 
 
 class LogReader:
-    """The log of one attempt, as it comes in pieces: lines for people, and what was said for programs."""
+    """The log of one attempt, read in pieces: lines for people, and the lines for programs."""
 
     def __init__(self) -> None:
         self.chars = 0
@@ -47,13 +47,13 @@ class LogReader:
         self._rest = ""
 
     def feed(self, piece: str) -> list[str]:
-        """The lines that are whole now."""
+        """The lines that are complete now."""
         self.chars += len(piece)
         *lines, self._rest = (self._rest + piece).split("\n")
         return [line for line in lines if not self._hear(line)]
 
     def close(self) -> list[str]:
-        """What is left when nothing more can come."""
+        """The rest, at the end of the log."""
         rest, self._rest = self._rest, ""
         return [rest] if rest and not self._hear(rest) else []
 

@@ -37,7 +37,7 @@ _IDLE_S = 1.0
 _LEAVE_S = 0.2
 # The label that Ray gives a node from RAY_NODE_TYPE_NAME, which only those set that start nodes by their type.
 _NODE_GROUP = "ray.io/node-group"
-# Ray's client tells of every upload at a level of its own choosing; what is of use is said by the commands.
+# Ray's client logs every upload; the commands report what matters.
 for _name in ("ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk"):
     logging.getLogger(_name).setLevel(logging.WARNING)
 
@@ -53,7 +53,7 @@ class _Client(JobSubmissionClient):
     async def tail_job_logs(self, job_id: str) -> AsyncGenerator[str, None]:
         """As Ray's own, but the connection is closed also where the tail is left before its end."""
         limits = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
-        # The server does not answer a farewell before its next line.
+        # The server does not answer a close before its next line.
         leave = aiohttp.ClientWSTimeout(ws_close=_LEAVE_S)
         address = f"{self._address}/api/jobs/{job_id}/logs/tail"
         async with (
@@ -115,7 +115,7 @@ class RayJobsApi:
             time.sleep(_IDLE_S)
 
     def _try_submit(self, submission: Submission, runtime_env: Mapping[str, Any]) -> bool:
-        """False while the head node, which has just started, has no agent yet that could take the job."""
+        """False while a head node that has just started has no agent yet."""
         needs = submission.needs
         try:
             self._client.submit_job(
@@ -166,7 +166,7 @@ class RayJobsApi:
                 except StopAsyncIteration:
                     return
                 except (RuntimeError, aiohttp.ClientError, OSError) as error:
-                    # Whoever tails asks for the job next, and comes back if it still runs.
+                    # The caller queries the job next, and tails again if it still runs.
                     logger.debug("the tail of %s ended: %s", submission_id, error)
                     return
                 fresh, skip_chars = piece[skip_chars:], max(0, skip_chars - len(piece))
@@ -191,7 +191,7 @@ class RayJobsApi:
         return bool(self._checked(answer).get("stopped"))
 
     def _check_package(self, uri: str | None) -> None:
-        """Asking for a package also has the cluster keep it for some minutes more."""
+        """Checking a package also makes the cluster keep it for some more minutes."""
         if uri is not None and uri.startswith("gcs://") and not self._client._package_exists(uri):
             raise PackageGone(
                 "the cluster no longer has the package of this run: send it again by `elastic resume --job`"
@@ -210,7 +210,7 @@ class RayJobsApi:
 
 
 def own_server() -> str:
-    """The Jobs server of the cluster that this process has joined, as it says itself. Raises Unreachable."""
+    """The address of the Jobs server of the cluster that this process has joined. Raises Unreachable."""
     try:
         address = ray.experimental.internal_kv._internal_kv_get(DASHBOARD_ADDRESS, namespace=KV_NAMESPACE_DASHBOARD)
     except RayError as error:
@@ -269,7 +269,7 @@ async def _close(pieces: AsyncGenerator[str, None], awaited: asyncio.Task[str] |
 
 @contextlib.contextmanager
 def _without_addresses() -> Iterator[None]:
-    """The environment without Ray's addresses, which would take the place of the one that was given."""
+    """The environment without Ray's addresses, which would override the given one."""
     names = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
     held = {name: os.environ.pop(name) for name in names if name in os.environ}
     try:

@@ -127,7 +127,7 @@ def test_not_followed(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
     [
         ("", ["--storage", "runs"], 2, "lies in what is sent"),
         ("", ["--storage", "s3://key:secret@bucket/runs"], 2, "holds credentials"),
-        ("", ["--env", "NOT_THERE"], 2, "'NOT_THERE' is to be sent to the job, but is not set here"),
+        ("", ["--env", "NOT_THERE"], 2, "'NOT_THERE' should be sent to the job, but is not set here"),
         ("", ["--env", "HF_TOKEN=xyzzy"], 2, "write `--env HF_TOKEN` alone"),
         ("  pip: ['--extra-index-url https://me:xyzzy@host/simple', mine]\n", [], 2, "https://***@host/simple"),
         ("  py_modules: ['https://host/mine.zip?token=xyzzy']\n", [], 2, "mine.zip?token=***"),
