@@ -94,11 +94,12 @@ def _rebuilds(amount: Amount, folder: Path, node: Any, numbers: Any) -> list[Fig
     from benchmarks.workload import train
 
     config = _config(amount, folder / "rebuilds")
-    used, restores = [], []
+    used, reserved, restores = [], [], []
     for turn in range(amount.rebuilds + 1):
         lived = live(next(numbers), train, config, folder, end_at=2 * turn + 2, node=node, restore=turn > 0)
         restores += lived.restores
         used.append(_memory_bytes())
+        reserved.append(_reserved_bytes())
     seconds = [change.seconds for change in changes(read_marks(folder / "rebuilds"))]
     # The first generations fill caches that the process keeps.
     settled = len(used) // 2
@@ -106,7 +107,10 @@ def _rebuilds(amount: Amount, folder: Path, node: Any, numbers: Any) -> list[Fig
     return [
         Figure(CASE, "rebuild in the process: last step to next step", "s", tuple(seconds)),
         Figure(CASE, f"{_where()} memory grown over the last {len(used) - 1 - settled} rebuilds", "MB", (grown,),
-               details={"bytes": used}, targets=(Target("max", 1.0),) if _cuda() else ()),
+               details={"bytes": used, "reserved_bytes": reserved},
+               targets=(Target("max", 1.0),) if _cuda() else ()),
+        Figure(CASE, f"{_where()} memory reserved by the allocator, grown as often", "MB",
+               ((reserved[-1] - reserved[settled]) / 1e6,), targets=(Target("max", 64.0),) if _cuda() else ()),
         *_bandwidth(restores),
     ]  # fmt: skip
 
@@ -151,6 +155,13 @@ def _memory_bytes() -> int:
         torch.cuda.synchronize()
         return int(torch.cuda.memory_allocated())
     return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _reserved_bytes() -> int:
+    """What torch's allocator holds of the device, fragments included; without a device, `_memory_bytes`."""
+    import torch
+
+    return int(torch.cuda.memory_reserved()) if _cuda() else _memory_bytes()
 
 
 # -- durable saves ----------------------------------------------------------------------------------------------------

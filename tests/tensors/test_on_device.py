@@ -1,0 +1,134 @@
+"""What only a device can show, with the values that are expected; skipped with the reason where there is none."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from elastic.checkpoint.digest import digest, digest_on_device
+from elastic.comm import lost_peers
+from elastic.comm.device_check import device_error
+from elastic.comm.nccl import outlive_peers
+from elastic.training.state.copier import Copier
+from elastic.training.state.host import HostCopy, HostPool
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
+
+LIMIT_S = 120.0
+ASSERTS = """
+import os, sys, time
+os.environ.update({environment})
+import torch, torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+dist.init_process_group("nccl", store=HashStore(), rank=0, world_size=1)
+dist.all_reduce(torch.ones(1, device="cuda"))
+torch.cuda.synchronize()
+try:
+    torch.zeros(2, device="cuda")[torch.tensor([7], device="cuda")].cpu()
+except RuntimeError as error:
+    print("raised", getattr(error, "error_code", None), flush=True)
+# Longer than the watchdog's interval: this is when it would end the process.
+time.sleep(3.0)
+print("alive", flush=True)
+os._exit(0)
+"""
+
+
+def asserts(environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    code = ASSERTS.format(environment=environment)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, check=False)
+
+
+def test_a_device_assert_is_an_exception_and_not_the_end_of_the_process() -> None:
+    """Gone with TORCH_NCCL_RETHROW_CUDA_ERRORS at its default: exit code -6."""
+    done = asserts({"TORCH_NCCL_RETHROW_CUDA_ERRORS": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"})
+    assert (done.returncode, done.stdout.split()) == (0, ["raised", "710", "alive"]), done.stderr[-2000:]
+
+
+def test_a_device_assert_is_told_from_broken_hardware() -> None:
+    code = (
+        "import torch\nfrom elastic.comm.device_check import device_error\n"
+        "from elastic.comm.failures import is_of_device, is_of_hardware\n"
+        "try:\n    torch.zeros(2, device='cuda')[torch.tensor([7], device='cuda')].cpu()\n"
+        "except RuntimeError as error:\n    print(is_of_device(error), is_of_hardware(error))\n"
+        "later = device_error(torch.device('cuda'))\nprint(later is not None and later.error_code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.stdout.split() == ["True", "False", "710"], done.stderr[-2000:]
+    assert device_error(torch.device("cuda")) is None, "this process has its own context"
+
+
+@pytest.fixture
+def nccl() -> Iterator[dist.ProcessGroup]:
+    outlive_peers()
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", store=HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_nccl_and_gloo_groups_are_asked_side_by_side(nccl: dist.ProcessGroup) -> None:
+    dist.all_reduce(torch.ones(1, device="cuda"))
+    gloo = dist.new_group(backend="gloo")
+    assert lost_peers.first_error([nccl, gloo]) is None
+
+
+def test_groups_that_are_made_and_aborted_again_and_again_leave_no_device_memory() -> None:
+    outlive_peers()
+    torch.cuda.set_device(0)
+    free = []
+    for _ in range(20):
+        dist.init_process_group("nccl", store=HashStore(), rank=0, world_size=1)
+        dist.all_reduce(torch.ones(1, device="cuda"))
+        assert dist.group.WORLD is not None
+        dist.group.WORLD.abort()
+        dist.destroy_process_group()
+        free.append(torch.cuda.mem_get_info()[0])
+    # The first groups fill NCCL's own caches.
+    assert free[-1] >= free[4] - (16 << 20), free
+
+
+def test_the_device_and_the_host_compute_one_digest() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        tensor = torch.randn(1_000_003, device="cuda").to(dtype)
+        assert digest_on_device(tensor[5:], "k/n", 5) == digest(tensor[5:].cpu(), "k/n", 5)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_snapshot_neither_waits_for_the_training_nor_is_overtaken_by_it(at_once: bool) -> None:
+    device = torch.device("cuda", 0)
+    source, pool, copier = torch.ones(64 << 20, device=device), HostPool(device), Copier(device)
+    pool.copy([HostCopy("a", source)])
+    # About a second of work on the stream of the training.
+    torch.cuda._sleep(2_000_000_000)
+    work = torch.cuda.current_stream().record_event()
+    found, copies = pool.prepare([HostCopy("a", source, at_once=at_once)])
+    copier.start(copies, lambda: None)
+    copier.fence()
+    source.add_(1.0)
+    assert not work.query(), "the training thread has waited for the device"
+    assert copier.drain(LIMIT_S)
+    assert found["a"].min() == found["a"].max() == 1.0
+    copier.close()
+    pool.close()
+
+
+def test_memory_for_snapshots_can_be_pinned() -> None:
+    """A sandboxed kernel may refuse it; all figures of snapshots are those of pageable copies then."""
+    device = torch.device("cuda", 0)
+    pool = HostPool(device)
+    copied = pool.copy([HostCopy("a", torch.ones(1 << 20, device=device))])
+    assert pool._pins._pinned
+    assert not pool._pins._refused
+    assert copied["a"].sum() == 1 << 20
+    pool.close()
