@@ -154,6 +154,10 @@ def refuse(config: Mapping[str, Any]) -> None:
 def refuse_model(model: Any) -> None:
     """Raise UsageError for a model that cannot be resharded. Recognised by where its classes come from, so that
     DeepSpeed need not be imported."""
+    if type(model).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel"):
+        raise UsageError(
+            f"the model is wrapped in {type(model).__name__}; pass the model itself, whose gradients DeepSpeed averages"
+        )
     for module in model.modules():
         home = type(module).__module__
         if home.startswith(("deepspeed.pipe", "deepspeed.runtime.pipe")):

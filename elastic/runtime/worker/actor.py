@@ -25,7 +25,7 @@ from elastic.core.settings import RunSettings
 from elastic.runtime.messages import Item, NodeFacts, Reply
 from elastic.runtime.node.heartbeats import HeartbeatSender
 from elastic.runtime.train_function import Entry
-from elastic.runtime.worker import codec
+from elastic.runtime.worker import codec, ray_train_face
 from elastic.runtime.worker.device import check_device, look
 from elastic.runtime.worker.logs import log_file, redirect
 from elastic.runtime.worker.outbox import Outbox
@@ -219,6 +219,7 @@ class WorkerActor:
     # --- the training thread ---
 
     def _train(self) -> None:
+        ray_train_face.install()
         while True:
             current = self._work.get()
             assert self._function is not None
