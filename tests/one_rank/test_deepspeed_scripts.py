@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from elastic.checkpoint.storage import CheckpointStore
 from elastic.comm.rendezvous import host_store
+from elastic.core.errors import UsageError
 from elastic.core.generation_spec import BatchSettings, GenerationSpec
 from elastic.core.settings import AnomalySettings
-from elastic.engines.deepspeed import user_calls
+from elastic.engines.deepspeed import monitors, user_calls
 from elastic.training import engine as engine_module
 from elastic.training.local import run_local
 
@@ -46,6 +48,13 @@ def run(train: Any, url: Path, checkpoint: str | None = None, steps: int = 4, en
 def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
     model = nn.Linear(4, 1)
     return model, torch.optim.SGD(model.parameters(), lr=0.001)
+
+
+def every_batch(loader: Any) -> Iterator[Any]:
+    import elastic
+
+    for _ in elastic.epochs():
+        yield from loader
 
 
 def one_pass(engine: Any, x: torch.Tensor) -> None:
@@ -119,7 +128,7 @@ def test_save_and_load_checkpoint_are_the_platforms(tmp_path: Path, caplog: pyte
         )
         found.append(engine.load_checkpoint("anywhere"))
         assert engine.save_checkpoint("anywhere")
-        for number, (x, _) in enumerate(loader):
+        for number, (x, _) in enumerate(every_batch(loader)):
             one_pass(engine, x)
             if number == 1:
                 # After step 1, between two steps.
@@ -308,7 +317,7 @@ def test_extra_state_of_modules_is_carried(stage: int, tmp_path: Path) -> None:
             config=settings(stage),
         )
         seen.append((model.seen["forwards"], model.seen["scales"].tolist()))
-        for x, _ in loader:
+        for x, _ in every_batch(loader):
             one_pass(engine, x)
 
     run(train, tmp_path, end_at=3)
@@ -338,3 +347,90 @@ def test_sparse_embeddings_in_stage_0(policy: Any, tmp_path: Path) -> None:
     assert result.kind == "finished", result.traceback
     norm = coordinator.reports[0].grad_norm
     assert norm is None if policy == "off" else norm > 0.0
+
+
+class Growing(nn.Module):
+    """One buffer grows, another appears at the first forward pass."""
+
+    history: torch.Tensor
+    late: torch.Tensor
+
+    def __init__(self, first: int = 1) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 1)
+        self.register_buffer("history", torch.zeros(first))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.history = torch.cat([self.history, x.detach().mean().reshape(1)])
+        if not hasattr(self, "late"):
+            self.register_buffer("late", torch.zeros(2, dtype=torch.int64))
+        self.late += 1
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_buffers_that_grow_or_appear_are_restored(stage: int, tmp_path: Path) -> None:
+    """Seen: the run ended at its first recovery."""
+    seen: list[Any] = []
+
+    first = 1
+
+    def train() -> None:
+        import elastic
+
+        model = Growing(first)
+        engine, _, loader, _ = elastic.initialize(
+            model=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.001),
+            training_data=Numbers(),
+            config=settings(stage),
+        )
+        for x, _ in every_batch(loader):
+            one_pass(engine, x)
+        seen.append((model.history.tolist(), model.late.tolist()))
+
+    run(train, tmp_path / "whole", steps=4)
+    run(train, tmp_path, end_at=2)
+    newest = CheckpointStore(str(tmp_path), "script").list()[0].id
+    run(train, tmp_path, checkpoint=newest, steps=4)
+    assert len(seen[0][0]) == 5
+    assert seen[0] == seen[1]
+
+    first = 4
+    spec = GenerationSpec("script", 3, 0, 1, batch=BatchSettings(max_steps=4), checkpoint=newest)
+    result, _ = run_local(train, None, spec, host_store("127.0.0.1"), str(tmp_path))
+    assert "the checkpoint is of another model: 'history' has shape (4,) here" in result.message
+
+
+def test_the_curves_of_a_monitor_go_on_over_generations(tmp_path: Path) -> None:
+    """Seen: each generation wrote a header of its own, and repeated steps stood there twice."""
+    folder = tmp_path / "curves"
+
+    def train() -> None:
+        import elastic
+
+        model, optimizer = model_and_optimizer()
+        monitor = {"enabled": True, "output_path": str(folder), "job_name": "job"}
+        engine, _, loader, _ = elastic.initialize(
+            model=model, optimizer=optimizer, training_data=Numbers(), config=settings(csv_monitor=monitor)
+        )
+        for x in every_batch(loader):
+            one_pass(engine, x[0])
+            if engine.global_steps == 2:
+                engine.save_checkpoint("anywhere")
+
+    run(train, tmp_path, end_at=3)
+    first = next(entry.id for entry in CheckpointStore(str(tmp_path), "script").list() if entry.step == 2)
+    run(train, tmp_path, checkpoint=first, steps=4)
+    rows = (folder / "job" / "Train_Samples_lr.csv").read_text().split()
+    assert rows == ["step,lr", "6,0.001", "12,0.001", "18,0.001", "24,0.001"]
+
+
+@pytest.mark.parametrize(("section", "package"), [("tensorboard", "tensorboard"), ("wandb", "wandb")])
+def test_a_monitor_whose_package_is_missing_is_refused(
+    section: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(monitors.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=f"{section}.enabled: the package {package} is not installed"):
+        monitors.refuse_missing({section: {"enabled": True}})
+    monitors.refuse_missing({section: {"enabled": False}})

@@ -56,6 +56,8 @@ class DeepSpeedAdapter:
         if not self._last:
             self.native.step(*inputs, **named)
             return None
+        # DeepSpeed adds its nominal batch, which counts padding, and its monitors write at the sum.
+        self.native.global_samples = consumed - self.native.train_batch_size()
         if self._nonfinite is None:
             self.native.step(*inputs, **named)
             norm = self.native.get_global_grad_norm()
@@ -63,7 +65,6 @@ class DeepSpeedAdapter:
             with self._nonfinite.stepping():
                 self.native.step(*inputs, **named)
             norm = self._nonfinite.grad_norm
-        # DeepSpeed counts padding, too.
         self.native.global_samples = consumed
         began_s, self._began_s = self._began_s, None
         return StepOutcome(

@@ -7,6 +7,7 @@ from typing import Any
 
 from elastic.core.checkpoint.manifest import Json
 from elastic.engines.deepspeed.module_extra import install_modules, read_modules
+from elastic.engines.deepspeed.monitors import continue_csv
 from elastic.engines.json_values import decode, encode
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
@@ -42,6 +43,7 @@ def install(engine: Any, saved: Mapping[str, Json]) -> None:
         engine.lr_scheduler.load_state_dict(decode(saved["scheduler"]["state"]))
     for name, value in counters_of(engine, saved).items():
         setattr(engine, name, value)
+    continue_csv(engine, engine.global_samples)
 
 
 def counters_of(engine: Any, saved: Mapping[str, Json]) -> dict[str, int]:

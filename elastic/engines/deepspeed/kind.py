@@ -12,7 +12,7 @@ import torch
 from elastic.core.errors import UsageError
 from elastic.core.generation_spec import GenerationSpec
 from elastic.engines.base import Config, Nonfinite, ResolvedConfig
-from elastic.engines.deepspeed import startup, teardown, user_calls
+from elastic.engines.deepspeed import monitors, startup, teardown, user_calls
 from elastic.engines.deepspeed.adapter import DeepSpeedAdapter
 from elastic.engines.deepspeed.config import read_config, resolve
 from elastic.engines.deepspeed.refused import refuse_model
@@ -55,6 +55,7 @@ class DeepSpeed:
         if initialize is None:
             user_calls.answer(None, None)
         else:
+            monitors.name_run(spec.run_id)
             user_calls.answer(initialize, lambda config: dict(self.resolve(config, spec).native))
 
     def resolve(self, config: Config | None, spec: GenerationSpec, loader_batch: int | None = None) -> ResolvedConfig:
@@ -63,8 +64,10 @@ class DeepSpeed:
             raise UsageError(
                 "no DeepSpeed configuration: pass config= to elastic.initialize, or give the job's `deepspeed`"
             )
+        read = read_config(chosen)
+        monitors.refuse_missing(read)
         max_size = max(spec.max_world_size, spec.world_size)
-        return resolve(read_config(chosen), spec.batch, spec.world_size, max_size, loader_batch)
+        return resolve(read, spec.batch, spec.world_size, max_size, loader_batch)
 
     def build(
         self,

@@ -27,6 +27,7 @@ from elastic.engines.live_state import BUFFER, PARAM
 from elastic.engines.optimizer_state import decode_scalars, install_state, scalars_of
 from elastic.engines.optimizer_trial import try_optimizer
 from elastic.training.session import RestoreReport
+from elastic.training.state import late_buffers
 from elastic.training.state.dtypes import check_dtype
 from elastic.training.state.extra_state import check_extra, extra_of, install_extra, read_extra
 from elastic.training.state.host import HostCopy, HostPool, Transfer, packed, placed, transfer
@@ -73,6 +74,7 @@ class EngineState:
         live = {master.group: master.tensor for master in self._sharded.masters()}
         try_optimizer(self._sharded.base, self._sharded.zero_stage > 0, live)
         self._pool = HostPool(engine.device)
+        self._built = late_buffers.shapes(self._sharded.specs())
         self._verification: Verification | None = None
         inventory = self._inventory()
         for key, tensor in inventory.tensors().items():
@@ -175,7 +177,10 @@ class EngineState:
         return inventory, layout, wanted
 
     def _extra(self, inventory: Inventory, caller: Mapping[str, Json]) -> Mapping[str, Json] | None:
-        return read_extra(self._engine, self._sharded, inventory, caller) if self._sharded.rank == 0 else None
+        if self._sharded.rank != 0:
+            return None
+        grown = late_buffers.grown(self._built, late_buffers.shapes(self._sharded.specs()))
+        return {**read_extra(self._engine, self._sharded, inventory, caller), "grown_buffers": grown}
 
     def restore(
         self, source: CheckpointSource, checkpoint_id: str, later: bool = False
@@ -265,6 +270,7 @@ class EngineState:
         self._sharded.require_readable()
         manifest = source.manifest(checkpoint_id)
         saved = extra_of(manifest)
+        late_buffers.adopt(self._engine.module, manifest, saved.get("grown_buffers", {}), self._built)
         skipped = check_model(manifest, self._sharded.specs(), saved["fleeting_buffers"])
         check_extra(self._engine, self._sharded, saved)
         inventory = self._without(skipped)

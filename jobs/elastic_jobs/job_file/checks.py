@@ -62,6 +62,7 @@ def check_here(job: Job, output: Output) -> list[Finding]:
     found = [
         *_found("--summary", check_summary_file, output.summary_file),
         *_found("entry_point", _import_entry_point, job),
+        *_found("deepspeed", _check_monitors, job.settings),
     ]
     return found or list(_found("storage", check_storage, job.settings))
 
@@ -119,6 +120,16 @@ def _check_deepspeed(settings: RunSettings) -> None:
     batch = BatchSettings(settings.global_batch, settings.micro_batch, settings.max_steps, settings.epochs)
     try:
         resolve(settings.deepspeed_config, batch, settings.scaling.min_workers, settings.scaling.max_workers)
+    except UsageError as error:
+        raise UsageError(f"deepspeed: {error.message}") from error
+
+
+def _check_monitors(settings: RunSettings) -> None:
+    """Only where the workers have this machine's packages."""
+    from elastic.engines.deepspeed.monitors import refuse_missing
+
+    try:
+        refuse_missing(settings.deepspeed_config or {})
     except UsageError as error:
         raise UsageError(f"deepspeed: {error.message}") from error
 
