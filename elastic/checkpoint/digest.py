@@ -1,4 +1,4 @@
-"""Content checks of torch tensors, on the host or where they lie; the formula and its reasons are in `words.py`."""
+"""Content checks of torch tensors, on the host or on their device; formula and reasons are in `hashing.py`."""
 
 from __future__ import annotations
 

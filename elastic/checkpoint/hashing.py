@@ -81,12 +81,12 @@ def digest_bytes(data: memoryview, dtype: str, name: str, start: int = 0) -> int
 def piece_digests(
     chunks: Iterable[Chunk],
     buffers: Mapping[str, tuple[str, memoryview]],
-    told: Callable[[int], None] = lambda nbytes: None,
+    on_bytes: Callable[[int], None] = lambda nbytes: None,
 ) -> dict[str, int]:
     """What the chunks add to the digest of each "<kind>/<parameter>", each in [0, 2**64).
 
     `buffers` maps "<kind>/<buffer>" to its dtype's safetensors name and its bytes. Padding is not looked at.
-    `told` hears of the bytes of every chunk that is done.
+    `on_bytes` is called with the size of every chunk that is done.
     """
     by_buffer: dict[str, list[Chunk]] = {}
     for chunk in chunks:
@@ -99,7 +99,7 @@ def piece_digests(
             name = f"{kind}/{chunk.name}"
             with raw[chunk.offset * item : (chunk.offset + chunk.numel) * item] as part:
                 value = digest_bytes(part, dtype, name, chunk.start)
-                told(len(part))
+                on_bytes(len(part))
             digests[name] = (digests.get(name, 0) + value) & _MASK64
     return digests
 
