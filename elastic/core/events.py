@@ -213,7 +213,7 @@ class UserCodeFailed:
 
 @dataclass(frozen=True)
 class AnomalyFound:
-    """After `step` finished steps, the next one's loss or gradient is no number; nobody has saved that step.
+    """After `step` finished steps, the loss or gradient of the next one is non-finite; that step was not saved.
 
     `kind` is "loss", "gradient" or "loss scale", `value` what it was; `positions` are the ranges of the global sample
     order that the whole step consumed. Every member finds it, each with what it knows itself.
@@ -268,7 +268,7 @@ class RestoreFailed:
 
 @dataclass(frozen=True)
 class StopPromised:
-    """The worker promises not to go past `step` finished steps before it is told where to stop.
+    """The worker promises not to go past `step` finished steps before CommitStop says where to stop.
 
     `memory`: its node's memory takes snapshots, so that the end need not wait for storage.
     """

@@ -1,4 +1,4 @@
-"""What a run is told once, at its start: plain frozen data with exact JSON forms.
+"""The settings of a run, fixed at its start: plain frozen data with exact JSON forms.
 
 Every timeout and every budget of the project is in `FailureSettings`, and nowhere else. `elastic_jobs.job_file.spec`
 reads the same fields from a job file and checks them; what arrives here has been checked.
@@ -40,7 +40,7 @@ class FailureSettings:
     collective_timeout_s: float = 600.0
     # Asking the nodes what their memory holds; who has not answered by then counts as holding nothing.
     survey_timeout_s: float = 2.0
-    # A node that is lost again and again, or that others cannot reach, is left alone for base * 2**n, up to the limit.
+    # A node that is lost repeatedly, or that other nodes cannot reach, is quarantined for base * 2**n, up to the limit.
     quarantine_s: float = 60.0
     quarantine_limit_s: float = 3600.0
     # Planned ends (scale up, drain, stop) may take this long to save before they are forced.
@@ -144,7 +144,7 @@ class SnapshotSettings:
 
 @dataclass(frozen=True)
 class AnomalySettings:
-    """What is done about a step whose loss or gradient is no number (NaN or infinite).
+    """Handling of steps with a non-finite (NaN or infinite) loss or gradient.
 
     "rollback" goes back to the newest good state and does the step with the next samples instead; "skip" leaves the
     weights as they are and goes on with the next step; "stop" ends the run; "off" does not look.

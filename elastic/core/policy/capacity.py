@@ -19,7 +19,7 @@ class Outlook(str, Enum):
     ENOUGH = "enough"
     # An autoscaler can bring what is missing.
     COMING = "coming"
-    # Something is missing, and nobody is known to bring it; a node may still be added by hand.
+    # Something is missing, and no autoscaler is known to add it; a node may still be added by hand.
     MISSING = "missing"
     # It cannot be had here: the run is refused.
     NEVER = "never"

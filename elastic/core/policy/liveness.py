@@ -1,7 +1,7 @@
-"""Telling the living from the dead, the moving from the stuck: small tables fed with what was heard and when.
+"""Failure and hang detection: small tables of what was heard and when.
 
 They have no clock (every method takes the time) and decide nothing: what they return are facts that
-`machine.step` gets as events. Not journaled: a restarted controller starts with empty tables, which accuse nobody.
+`machine.step` gets as events. Not journaled: a restarted controller starts with empty tables, which raise no suspicion.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class LastSeen:
     """
 
     def __init__(self, heartbeat_s: float, alone_s: float = 0.0) -> None:
-        """Where all of several nodes fall silent together, nobody is accused for `alone_s`."""
+        """When all of several nodes fall silent together, no node is suspected for `alone_s`."""
         self._heartbeat_s = heartbeat_s
         self._alone_s = alone_s
         self._nodes: dict[str, float] = {}

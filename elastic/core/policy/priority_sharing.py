@@ -11,7 +11,7 @@ The places that the runs hold, and those that are free, are dealt out on paper:
    b. runs keep what they hold beyond;
    c. runs grow.
 
-Who holds more than it was dealt gives the rest back; meanwhile it asks for nothing that the others wait for.
+A run that holds more than its share releases the rest, and does not request what other runs wait for.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def decide(own: Claim, others: Sequence[Claim], free: int) -> Share:
     short = [claim for claim in pool if dealt[claim.run] > claim.held]
     if own in short:
         return Share()
-    # Who comes first and can use it is not raced for the next place that turns up either.
+    # Do not compete with a higher-priority run for the next free slot.
     using = [claim for claim in pool if claim.wanted and dealt[claim.run] >= claim.least]
     ahead = [claim for claim in using if claim.priority > own.priority]
     first = min([*short, *ahead], key=lambda claim: claim.order, default=None)

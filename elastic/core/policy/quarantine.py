@@ -15,7 +15,7 @@ _PATTERN_S = 600.0
 
 @dataclass(frozen=True)
 class Strikes:
-    """What is held against one node. `until`: it is left alone till then (0: it is not)."""
+    """The strikes against one node. `until`: it is quarantined until then (0: it is not quarantined)."""
 
     count: int
     last: float
@@ -28,7 +28,7 @@ Quarantine = Mapping[str, Strikes]
 def struck(
     quarantine: Quarantine, node: str, now: float, base_s: float, limit_s: float, *, certain: bool
 ) -> dict[str, Strikes]:
-    """The table after one more strike against `node`. `certain`: it is left alone at the first one already."""
+    """The table after one more strike against `node`. `certain`: the first strike quarantines it."""
     old = quarantine.get(node)
     count = 1 if old is None or now - max(old.last, old.until) > _PATTERN_S else old.count + 1
     rounds = count if certain else count - 1
@@ -39,7 +39,7 @@ def struck(
 
 
 def avoided(quarantine: Quarantine, now: float) -> tuple[str, ...]:
-    """The nodes to be left alone now, in a fixed order."""
+    """The quarantined nodes, in a fixed order."""
     return tuple(sorted(node for node, strikes in quarantine.items() if strikes.until > now))
 
 

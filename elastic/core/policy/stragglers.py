@@ -1,4 +1,4 @@
-"""Who is slower than its peers: medians of windows, several in a row, compared with how each worker began.
+"""Straggler detection: medians of windows, several in a row, compared with how each worker began.
 
 With synchronous collectives every rank shows the same step time, so what is compared is each rank's own time: what it
 spends outside of collectives. "Step > median + 3 MAD" alarms 51,000 times in 1,000 healthy rank-hours (64 ranks, steps

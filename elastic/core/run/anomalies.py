@@ -1,4 +1,4 @@
-"""What is done about a step whose loss or gradient is no number: the generation ends, the samples are left out."""
+"""Handling of steps with a non-finite loss or gradient: the generation ends, and the samples are left out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _KEPT = 100
 
 
 def anomaly_found(transition: Transition, event: AnomalyFound) -> None:
-    """Told by every member, all of the same step; the first one decides, the others add who saw what."""
+    """Reported by every member, for the same step. The first report decides; the others add evidence."""
     state = transition.state
     if event.worker not in state.members:
         return
@@ -30,7 +30,7 @@ def step_skipped(transition: Transition, event: StepSkipped) -> None:
     """The members have left the weights as they were and gone on. Bounded: a model that is lost would skip for ever."""
     known = ((a.generation, a.step, a.undone) for a in transition.trouble.anomalies)
     if (event.generation, event.step - 1, False) in known:
-        # Told once more after a restart of the controller.
+        # Reported again after a restart of the controller.
         return
     _remember(transition, Anomaly(event.generation, event.step - 1, f"step {event.step}: {event.what}", undone=False))
     transition.say(
@@ -57,7 +57,7 @@ def _leave_out(transition: Transition, event: AnomalyFound, evidence: str) -> No
 
 
 def _forget_what_lies_behind(transition: Transition, step: int) -> None:
-    """Usually nothing: the members do not save a step that they have found to be no good."""
+    """Usually nothing: the members do not save a non-finite step."""
     kept = tuple(known for known in transition.saved.checkpoints if known.step <= step)
     if len(kept) < len(transition.saved.checkpoints):
         transition.set_saved(checkpoints=kept)

@@ -36,7 +36,7 @@ def back(transition: Transition, event: ControlStoreBack) -> None:
 
 
 def restart_starts(transition: Transition) -> None:
-    """Nobody could start meanwhile, so nobody is late."""
+    """No worker could start in the meantime, so every start limit begins anew."""
     for worker in transition.fleet.workers.values():
         if worker.phase is WorkerPhase.STARTING:
             transition.put_worker(replace(worker, since=transition.now))

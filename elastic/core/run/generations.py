@@ -88,7 +88,7 @@ def training_reached(transition: Transition, event: TrainingReached) -> None:
 
 
 def _save_only(transition: Transition) -> None:
-    """All members hold where they have begun: that is where they stop, and what storage is to have."""
+    """All members wait at the step where they began: they stop there and save it to storage."""
     state, phase = transition.state, transition.state.phase
     assert isinstance(phase, Training)
     limit, at = transition.now + state.settings.failures.drain_timeout_s, state.start_step
@@ -154,7 +154,7 @@ def _promised(transition: Transition, phase: Pausing, worker: int, step: int) ->
 
 
 def memory_lost(transition: Transition, event: MemoryLost) -> None:
-    """Told by every member; said once."""
+    """Reported by every member; noted once."""
     if transition.saved.memory_lost_in < event.generation:
         transition.set_saved(memory_lost_in=event.generation)
         transition.say(
@@ -252,7 +252,7 @@ def restore_failed(transition: Transition, event: RestoreFailed) -> None:
 
 
 def progress_stalled(transition: Transition, event: ProgressStalled) -> None:
-    """Nobody is silent and nothing moves: all are told to leave, and who does not is replaced."""
+    """Hang: heartbeats continue but no step finishes. End the generation; members that do not leave are replaced."""
     if isinstance(transition.state.phase, Ending):
         return
     evidence = f"no step has ended for {event.stalled_s:.1f} s after step {event.step} (limit {event.limit_s:.1f} s)"

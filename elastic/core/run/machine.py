@@ -185,7 +185,7 @@ def _apply_to_generation(transition: Transition, event: ev.GenerationEvent) -> N
 
 
 def _restart_clocks(transition: Transition) -> None:
-    """Nobody listened while the controller was away, so nobody is late: every time limit starts anew."""
+    """No message was read while the controller was away, so every time limit begins anew."""
     # Ray has just placed this controller, so its control store is there.
     transition.set_trouble(suspicion=None)
     transition.set_fleet(control_store_away=False)
@@ -204,7 +204,7 @@ def _restart_clocks(transition: Transition) -> None:
 
 
 def _catch_up(transition: Transition, event: ev.ControllerRestarted) -> None:
-    """Numbers that the controller before gave out without living to write it down are not given out again."""
+    """Numbers that the previous controller used, but died before it could journal them, are not used again."""
     state = transition.state
     transition.set_fleet(next_slot=max(state.fleet.next_slot, event.next_slot))
     transition.set_fleet(next_worker=max(state.fleet.next_worker, event.next_worker))

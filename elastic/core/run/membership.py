@@ -27,7 +27,7 @@ def slot_placed(transition: Transition, event: SlotPlaced) -> None:
     if slot is None or slot.phase is SlotPhase.PLACED:
         return
     if event.node in avoided(transition.fleet.quarantine, transition.now):
-        transition.drop_slot(slot.id, f"node {event.node[:8]} is to be left alone")
+        transition.drop_slot(slot.id, f"node {event.node[:8]} is quarantined")
         return
     if event.node in transition.fleet.draining:
         transition.drop_slot(slot.id, f"node {event.node[:8]} is going away")
@@ -70,7 +70,7 @@ def lose_slot(transition: Transition, slot_id: int, evidence: str, kind: str) ->
         fail_generation(transition, kind, evidence, lost=members, node=slot.node)
         return
     if slot.phase is SlotPhase.PLACED and isinstance(transition.state.phase, Waiting):
-        # Between two generations nobody is a member, but what is being recovered from has become worse.
+        # Between two generations there are no members, but the incident has become worse.
         record_loss(transition, tuple(worker.id for worker in transition.workers_in(slot_id)), slot.node)
     transition.drop_slot(slot_id, evidence)
     transition.say(f"slot {slot_id} is lost: {evidence}")
@@ -158,7 +158,7 @@ def lose_worker(transition: Transition, worker_id: int, evidence: str, kind: str
         evidence = f"{transition.name_of(worker_id)}: {evidence}"
         # A process that ends after its training function raised is no loss of its own: the exception is the cause.
         raised = isinstance(phase, Ending) and worker_id in phase.raised
-        # Written off before the generation is ended, so that nobody waits for it to leave.
+        # Removed before the generation is ended, so that the ending does not wait for it to leave.
         transition.replace_worker(worker_id, evidence)
         fail_generation(transition, "user-error" if raised else kind, evidence, lost=(worker_id,))
     else:

@@ -1,4 +1,4 @@
-"""What the nodes answer when they are asked what they hold and whom they reach; and who is left out for it.
+"""Answers of the nodes about the snapshots that they hold and the nodes that they reach, and which node is left out.
 
 Nodes that cannot talk to each other cannot train together, however well the controller hears both of them. They are
 asked after a failure that nobody seems to be to blame for, and before a node with a history is let in beside a
@@ -29,7 +29,7 @@ def snapshots_reported(transition: Transition, event: SnapshotsReported) -> None
         _let_in(transition, event.unreachable)
         return
     if isinstance(transition.state.phase, Waiting):
-        # Of a generation that is in no journal, and in which nobody was who is left: its number is used as well.
+        # A snapshot may be of a generation that is in no journal and that no remaining worker was in: that counts too.
         newest = max((parse_snapshot_id(name)[1] for name, _ in event.snapshots), default=0)
         transition.set(generation=max(transition.state.generation, newest))
     for node in left_out(transition.fleet.nodes, event.unreachable):
@@ -50,7 +50,7 @@ def newcomers_reached(transition: Transition) -> bool:
 
 
 def unanswered(transition: Transition) -> None:
-    """Nobody has said anything in time; who is silent is for the heartbeats to judge."""
+    """No node has answered in time; heartbeats judge which nodes are silent."""
     if isinstance(transition.state.phase, Training):
         transition.set_fleet(reached=transition.fleet.reached | _doubtful(transition.state))
 

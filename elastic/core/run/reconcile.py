@@ -100,7 +100,7 @@ def _survey(transition: Transition) -> None:
         if isinstance(transition.state.phase, Training):
             unanswered(transition)
         else:
-            transition.say("no node has said in time what its memory holds: the newest checkpoint in storage is used")
+            transition.say("no node has reported its snapshots in time: the newest checkpoint in storage is used")
         transition.set_saved(survey=None)
 
 
@@ -153,7 +153,7 @@ def _ask_for_released(transition: Transition) -> None:
     pending = _pending(transition.state)
     shut = frozenset.intersection(*(frozenset(slot.avoid) for slot in pending)) if pending else frozenset()
     if shut - frozenset(avoided(transition.fleet.quarantine, transition.now)):
-        transition.drop_slot(pending[-1].id, "it is asked for anew: a node is not to be left alone any more")
+        transition.drop_slot(pending[-1].id, "it is requested anew: a node is no longer quarantined")
 
 
 def _pending(state: RunState) -> list[Slot]:
@@ -223,7 +223,7 @@ def _start(transition: Transition, phase: Waiting) -> None:
         # A worker that may be dead is not begun with; its probe has a deadline.
         verdict = Verdict(False, f"{len(state.trouble.suspicion.suspects)} silent workers are being probed")
     verdict = replace(verdict, reason=why_waiting(state, verdict.reason))
-    # Nobody can come while Ray's control store is away, so nobody is late.
+    # No worker can start while Ray's control store is away, so the limit does not apply.
     limit = None if state.fleet.control_store_away else state.settings.failures.capacity_timeout_s
     again = verdict.again_at
     again = again if again is not None and again > transition.now else None

@@ -1,4 +1,4 @@
-"""What is done about failures: incidents are opened, budgets are spent, the next attempt is decided.
+"""Failure handling: opens incidents, spends budgets, decides the next attempt.
 
 Escalation within one incident: the next generation starts in the same processes; if that fails without anybody being
 lost, in fresh processes; checkpoints that cannot be proven good are passed over for the one before.
@@ -192,7 +192,7 @@ def _go_on(transition: Transition, phase: Ending) -> None:
     transition.say(f"{lost}, {survivors} in good order (at least {low} needed): {what}{after}")
     transition.amend(action=what, alternatives=f"wait for {transition.state.settings.scaling.max_workers} workers")
     _escalate(transition)
-    # Where nobody was seen to be lost, it may be the way between two that is.
+    # If no member was seen to be lost, the connection between two members may be.
     wait(transition, what, pause, reach=phase.kind in ("hang", "collective-failed", "restore-failed"))
 
 
@@ -256,7 +256,7 @@ def reject_checkpoint(transition: Transition, checkpoint: str, error: str) -> No
 
 
 def _escalate(transition: Transition) -> None:
-    """A generation that failed twice with nobody lost may be the fault of the processes: start fresh ones."""
+    """Two generations that failed without a lost member may be the fault of the processes: start fresh ones."""
     if transition.trouble.streaks.in_place < 2:
         return
     failed = transition.trouble.streaks.in_place

@@ -78,7 +78,7 @@ class Suspicion:
 
 @dataclass(frozen=True)
 class Survey:
-    """The nodes are being asked what their memory holds. Who has not answered by `deadline` holds nothing."""
+    """A query for the snapshots in the nodes' memory. Nodes that do not answer by `deadline` count as holding none."""
 
     number: int
     deadline: float

@@ -17,7 +17,7 @@ _NAMED = 8
 
 
 def save_failing(transition: Transition, event: SaveFailing) -> None:
-    """Said of every worker once, until a checkpoint is complete again."""
+    """Noted once per worker, until a checkpoint is complete again."""
     state, worker = transition.state, event.worker
     news = not state.saved.storage_failing if worker is None else worker not in state.saved.cannot_save
     transition.set_saved(storage_failing=True)

@@ -77,7 +77,7 @@ class Transition:
         self.do(RequestSlot(slot.id, self.state.settings.scaling.workers_per_slot, avoid))
 
     def strike(self, node: str, why: str, *, certain: bool) -> None:
-        """Something is held against the node; it may be left alone for a while (core.quarantine)."""
+        """Record a strike against the node, which may quarantine it (core.policy.quarantine)."""
         limits = self.state.settings.failures
         table = struck(
             self.fleet.quarantine, node, self.now, limits.quarantine_s, limits.quarantine_limit_s, certain=certain
@@ -85,7 +85,7 @@ class Transition:
         self.set_fleet(quarantine=table)
         if table[node].until:
             pause_s = table[node].until - self.now
-            self.say(f"node {node[:8]} is left alone for {pause_s:.0f} s: {why}", kind="quarantine")
+            self.say(f"node {node[:8]} is quarantined for {pause_s:.0f} s: {why}", kind="quarantine")
 
     def drop_slot(self, slot: int, cause: str) -> None:
         """Forget the slot and its workers and have it released."""

@@ -173,7 +173,7 @@ def test_nobody_waits_for_ever_for_an_answer() -> None:
     assert isinstance(run.state.phase, Waiting)
     run.wait(run.state.settings.failures.survey_timeout_s)
     assert begun(run).checkpoint == "c10"
-    assert any(isinstance(a, act.Note) and "no node has said in time" in a.sentence for a in run.last)
+    assert any(isinstance(a, act.Note) and "no node has reported its snapshots in time" in a.sentence for a in run.last)
 
 
 def test_an_answer_to_an_older_question_changes_nothing() -> None:
