@@ -10,10 +10,10 @@ from types import TracebackType
 from typing import Any
 
 from elastic_cluster.source import NodeInfo, NodeState
-from elastic_jobs.backend import NodeShape
-from elastic_jobs.handle import RunHandle
-from elastic_jobs.plan import Job
-from elastic_jobs.ray_backend import RayBackend
+from elastic_jobs.running.backend import NodeShape
+from elastic_jobs.running.handle import RunHandle
+from elastic_jobs.running.ray_backend import RayBackend
+from elastic_jobs.running.run_plan import Job
 
 from benchmarks.children import ROOT, NotMeasured, until
 from benchmarks.marks import Change, completed, read_marks, recovered

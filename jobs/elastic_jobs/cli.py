@@ -11,33 +11,18 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from elastic.core.errors import ElasticError
-from elastic_jobs.backend import Backend
 from elastic_jobs.command_parser import CommandParser
-from elastic_jobs.commands import (
-    checkpoints,
-    completion,
-    drain,
-    laws,
-    list_runs,
-    logs,
-    plan,
-    report,
-    resume,
-    run,
-    status,
-    stop,
-    story,
-    submit,
-    trace,
-    watch,
-)
+from elastic_jobs.commands import completion, drain, resume, run, stop, submit
+from elastic_jobs.commands.inspect import checkpoints, list_runs, logs, report, status, story, trace, watch
 from elastic_jobs.commands.kube import group
+from elastic_jobs.commands.planning import laws, plan
 from elastic_jobs.exit_codes import NOT_FINISHED, TABLE
-from elastic_jobs.follow import printable
+from elastic_jobs.running.backend import Backend
+from elastic_jobs.running.follow import printable
 from elastic_jobs.terminal import put, say
 
 if TYPE_CHECKING:
-    from elastic_jobs.ray_backend import RayBackend
+    from elastic_jobs.running.ray_backend import RayBackend
 
 _COMMANDS: dict[str, Any] = {
     "run": run,
@@ -111,6 +96,8 @@ def parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         module.arguments(sub)
+    # For `elastic completion`, which tells what all of them take.
+    top.set_defaults(parser=top)
     return top
 
 
@@ -131,7 +118,7 @@ def quieten_drivers() -> None:
 
 
 def _real() -> RayBackend:
-    from elastic_jobs.ray_backend import RayBackend
+    from elastic_jobs.running.ray_backend import RayBackend
 
     return RayBackend()
 

@@ -19,7 +19,7 @@ from elastic.core.secrets import check_url
 from elastic.store.address import local_root
 from elastic.store.local import path_below
 from elastic.store.open import open_objects
-from elastic_jobs.plan import Job
+from elastic_jobs.running.run_plan import Job
 
 DEFAULT = "./runs"
 ENVIRONMENT = "ELASTIC_STORAGE"

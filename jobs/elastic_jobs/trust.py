@@ -15,7 +15,7 @@ from pathlib import Path
 from elastic.core.errors import UsageError
 from elastic.entrypoint import parse_entry_point
 from elastic.store.address import local_root
-from elastic_jobs.plan import Job
+from elastic_jobs.running.run_plan import Job
 from elastic_jobs.terminal import confirmed
 
 # Ray's own variable for the cluster that its drivers join.

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from elastic_cluster import LocalCluster, NodeState
 from elastic_jobs.cli import main
-from elastic_jobs.ray_backend import RayBackend
+from elastic_jobs.running.ray_backend import RayBackend
 from harness import Run, wait_until
 
 from elastic.core.settings import ScalingSettings

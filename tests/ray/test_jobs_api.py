@@ -25,7 +25,7 @@ import yaml
 from elastic_cluster import LocalCluster
 from elastic_cluster.local import processes
 from elastic_jobs import cli
-from elastic_jobs.ray_backend import RayBackend
+from elastic_jobs.running.ray_backend import RayBackend
 from elastic_jobs.submit import attempts
 from elastic_jobs.submit.attempts import JobState
 from elastic_jobs.submit.fake_jobs_api import FakeJobsApi

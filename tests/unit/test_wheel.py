@@ -91,7 +91,7 @@ def test_the_command_works_outside_of_the_checkout(installed: Path, job: Path) -
     ("words", "environment", "code", "said"),
     [
         (["elastic_jobs.cli", "kube", "render", "job.yaml"], {}, 0, "kind: RayJob"),
-        (["elastic_jobs.background"], {}, 1, "Expecting value"),
+        (["elastic_jobs.running.background"], {}, 1, "Expecting value"),
         (
             ["elastic_jobs.submit.driver", "job.yaml", "--run-id", "r", "--storage", "/x", "--client-version", "0"],
             {},

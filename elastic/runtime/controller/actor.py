@@ -91,7 +91,7 @@ class ControllerActor:
     # --- for clients ---
 
     async def progress(self) -> dict[str, Any]:
-        """The live figures; see `elastic_jobs.handle.RunHandle.progress`."""
+        """The live figures; see `elastic_jobs.running.handle.RunHandle.progress`."""
         await self._begun()
         status = self._result["status"] if self._result else "running"
         return {**self._loop.progress(), "status": status, "controller_pid": os.getpid()}

@@ -28,8 +28,8 @@ class News:
 
 
 def figures(state: RunState, telemetry: Telemetry, news: News, slow: Mapping[int, float]) -> dict[str, Any]:
-    """The keys of `elastic_jobs.handle.RunHandle.progress`, without the status. `slow` are the stragglers among the
-    members, with their factors."""
+    """The keys of `elastic_jobs.running.handle.RunHandle.progress`, without the status. `slow` are the stragglers
+    among the members, with their factors."""
     newest = state.saved.newest_checkpoint
     return {
         "step": telemetry.step,

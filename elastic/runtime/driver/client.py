@@ -105,8 +105,8 @@ def attach(run_id: str, address: str | None) -> RayRunHandle:
 
 
 class RayRunHandle:
-    """Implements `elastic_jobs.handle.RunHandle` on Ray. Every wait is limited; a restarting controller is waited
-    for."""
+    """Implements `elastic_jobs.running.handle.RunHandle` on Ray. Every wait is limited; a restarting controller is
+    waited for."""
 
     def __init__(self, run_id: str, actor: Any) -> None:
         self._run_id = run_id

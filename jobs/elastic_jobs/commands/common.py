@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from elastic.observe.journal import JournalReader, Record
-from elastic_jobs.fault_injection import parse_faults
-from elastic_jobs.plan import Output, Place
 from elastic_jobs.run_folder import DEFAULT, ENVIRONMENT, RunFolder, default_storage
+from elastic_jobs.running.fault_injection import parse_faults
+from elastic_jobs.running.run_plan import Output, Place
 from elastic_jobs.terminal import say
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import shlex
 
-from elastic_jobs.backend import Backend
 from elastic_jobs.command_parser import Words, words
+from elastic_jobs.running.backend import Backend
 from elastic_jobs.terminal import put
 
 HELP = "print a script that completes this command in bash, zsh or fish"
@@ -20,10 +20,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, backend: Backend) -> int:
-    # Late: the parser is made of all commands, this one included.
-    from elastic_jobs.cli import parser
-
-    known = words(parser())
+    known = words(options.parser)
     put(_fish(known) if options.shell == "fish" else _bash(known, options.shell == "zsh"))
     return 0
 

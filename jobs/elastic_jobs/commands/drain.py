@@ -8,10 +8,10 @@ from elastic_cluster.draining import drain
 from elastic_cluster.source import ClusterError
 
 from elastic.core.errors import RunNotFound, UsageError
-from elastic_jobs.backend import Backend
 from elastic_jobs.commands.common import storage_argument
-from elastic_jobs.live import read_live
 from elastic_jobs.run_folder import RunFolder, default_storage
+from elastic_jobs.running.backend import Backend
+from elastic_jobs.running.live import read_live
 from elastic_jobs.terminal import put_json, say
 from elastic_jobs.trust import check_address, trust_argument
 

@@ -13,7 +13,6 @@ from elastic.core.names import check_run_id
 from elastic.core.settings import CheckpointSettings, RunSettings
 from elastic.observe.journal import JournalReader
 from elastic.observe.summary import summarize
-from elastic_jobs.backend import Backend
 from elastic_jobs.commands.common import (
     folder_of,
     output_arguments,
@@ -24,13 +23,14 @@ from elastic_jobs.commands.common import (
     run_arguments,
 )
 from elastic_jobs.commands.submit import after, env_argument
-from elastic_jobs.follow import show
 from elastic_jobs.job_file.checks import check, check_here, check_new_end, check_seed, is_done, refuse
 from elastic_jobs.job_file.spec import load_job
-from elastic_jobs.launch import launch
-from elastic_jobs.live import OutOfReach, reach, read_live
-from elastic_jobs.plan import Job, RunPlan
 from elastic_jobs.run_folder import RunFolder
+from elastic_jobs.running.backend import Backend
+from elastic_jobs.running.follow import show
+from elastic_jobs.running.launch import launch
+from elastic_jobs.running.live import OutOfReach, reach, read_live
+from elastic_jobs.running.run_plan import Job, RunPlan
 from elastic_jobs.submit import attempts
 from elastic_jobs.submit.attempts import Verdict
 from elastic_jobs.submit.remote import is_jobs_address, jobs_address, looked_at, open_api

@@ -7,14 +7,14 @@ import time
 from pathlib import Path
 
 from elastic.core.errors import UsageError
-from elastic_jobs.backend import Backend, NotStarted
 from elastic_jobs.commands.common import output_arguments, output_of, place_arguments, place_of, storage_argument
 from elastic_jobs.job_file.checks import check, check_here, refuse
 from elastic_jobs.job_file.spec import load_job
-from elastic_jobs.launch import launch
-from elastic_jobs.live import remove_live
-from elastic_jobs.plan import RunPlan
 from elastic_jobs.run_folder import RunFolder, default_storage, new_run_id
+from elastic_jobs.running.backend import Backend, NotStarted
+from elastic_jobs.running.launch import launch
+from elastic_jobs.running.live import remove_live
+from elastic_jobs.running.run_plan import RunPlan
 
 HELP = "start a run and follow it to its end"
 EXAMPLE = """\

@@ -9,12 +9,12 @@ from typing import Any
 from elastic.core.errors import RunNotFound
 from elastic.observe.journal import JournalReader
 from elastic.observe.summary import summarize
-from elastic_jobs.backend import Backend
 from elastic_jobs.commands.common import address_argument, folder_of, run_arguments
 from elastic_jobs.exit_codes import NOT_FINISHED, STATUSES
-from elastic_jobs.handle import STOP_AGAIN_S
-from elastic_jobs.live import reach_patiently, read_live
 from elastic_jobs.run_folder import RunFolder
+from elastic_jobs.running.backend import Backend
+from elastic_jobs.running.handle import STOP_AGAIN_S
+from elastic_jobs.running.live import reach_patiently, read_live
 from elastic_jobs.submit.attempts import Verdict
 from elastic_jobs.submit.remote import (
     describe,

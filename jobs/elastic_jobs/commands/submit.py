@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from elastic.core.errors import UsageError
-from elastic_jobs.backend import Backend
 from elastic_jobs.run_folder import ENVIRONMENT as STORAGE
+from elastic_jobs.running.backend import Backend
 from elastic_jobs.submit import attempts
 from elastic_jobs.submit.attempts import Verdict
 from elastic_jobs.submit.jobs_api import JobsApi

@@ -17,9 +17,9 @@ from elastic.core.run.phase import FINISHED
 from elastic.core.secrets import check_options, check_url
 from elastic.core.settings import RunSettings
 from elastic.entrypoint import load_entry_point, parse_entry_point
-from elastic_jobs.backend import check_nodes, growth
-from elastic_jobs.follow import check_summary_file
-from elastic_jobs.plan import Job, Output, Place
+from elastic_jobs.running.backend import check_nodes, growth
+from elastic_jobs.running.follow import check_summary_file
+from elastic_jobs.running.run_plan import Job, Output, Place
 
 # A store that does not answer within this time is not usable; users should not wait for minutes to hear that.
 _CHECK_TIMEOUT_S = 60.0

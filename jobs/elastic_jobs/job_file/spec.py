@@ -27,8 +27,8 @@ from elastic_jobs.job_file.kubernetes_section import KubernetesSpec
 from elastic_jobs.job_file.submit_section import SubmitSpec
 from elastic_jobs.job_file.validation_messages import sentence
 from elastic_jobs.job_file.yaml_lines import Document, parse
-from elastic_jobs.plan import Job
 from elastic_jobs.run_folder import absolute_url
+from elastic_jobs.running.run_plan import Job
 from elastic_jobs.terminal import say
 
 Count = Annotated[int, Field(ge=1)]

@@ -28,16 +28,16 @@ from elastic.entrypoint import parse_entry_point
 from elastic.observe.journal import JournalReader
 from elastic.observe.summary import summarize
 from elastic.observe.text import clean
-from elastic_jobs.backend import Backend, SupervisorLike
 from elastic_jobs.display import LineDisplay
 from elastic_jobs.exit_codes import DRIVER_BLIND, DRIVER_LOST, STATUSES, exit_code
-from elastic_jobs.follow import conclude
-from elastic_jobs.handle import STOP_AGAIN_S, RunHandle
 from elastic_jobs.job_file.checks import check_new_end, check_seed, check_storage, is_done
 from elastic_jobs.job_file.spec import JobSpec, load_job
-from elastic_jobs.live import Live, forget_live, write_live
-from elastic_jobs.plan import Job, Output
 from elastic_jobs.run_folder import RunFolder
+from elastic_jobs.running.backend import Backend, SupervisorLike
+from elastic_jobs.running.follow import conclude
+from elastic_jobs.running.handle import STOP_AGAIN_S, RunHandle
+from elastic_jobs.running.live import Live, forget_live, write_live
+from elastic_jobs.running.run_plan import Job, Output
 from elastic_jobs.submit import driver_protocol
 from elastic_jobs.submit.driver_command import DriverCommand
 from elastic_jobs.submit.package import digest, entry_file
@@ -290,7 +290,7 @@ def _run_id(words: list[str] | None) -> str:
 
 
 def _real() -> Backend:
-    from elastic_jobs.ray_backend import RayBackend
+    from elastic_jobs.running.ray_backend import RayBackend
 
     return RayBackend()
 

@@ -7,10 +7,10 @@ import os
 from typing import Any
 
 from elastic.core.errors import UsageError
-from elastic_jobs.backend import Backend
 from elastic_jobs.exit_codes import NOT_FINISHED, exit_code, status_of
-from elastic_jobs.follow import printable
 from elastic_jobs.run_folder import RunFolder, default_storage
+from elastic_jobs.running.backend import Backend
+from elastic_jobs.running.follow import printable
 from elastic_jobs.submit import attempts
 from elastic_jobs.submit.attempts import JobState, Outcome, Run, Verdict
 from elastic_jobs.submit.driver_protocol import LogReader

@@ -15,8 +15,8 @@ from elastic.observe.text import plural, size
 from elastic_jobs.job_file.checks import check, refuse
 from elastic_jobs.job_file.spec import JobSpec, load_job
 from elastic_jobs.job_file.submit_section import environment, runtime_env
-from elastic_jobs.plan import Job
 from elastic_jobs.run_folder import ENVIRONMENT, absolute_url, new_run_id
+from elastic_jobs.running.run_plan import Job
 from elastic_jobs.submit import attempts
 from elastic_jobs.submit.driver_command import DriverCommand, Mode
 from elastic_jobs.submit.jobs_api import AlreadySubmitted, ClusterFacts, DriverNeeds, JobsApi, Submission, Unreachable

@@ -71,7 +71,7 @@ def _open_api() -> JobsApi:
 
 
 class RaySupervisor:
-    """Implements `elastic_jobs.backend.SupervisorLike`: the driver's side of the supervisor."""
+    """Implements `elastic_jobs.running.backend.SupervisorLike`: the driver's side of the supervisor."""
 
     def __init__(self, run_id: str, attempt: int) -> None:
         """The process must have joined the cluster."""

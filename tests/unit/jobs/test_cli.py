@@ -16,14 +16,15 @@ from typing import Any
 
 import pytest
 from elastic_cluster.source import ClusterError, NodeInfo, NodeState
-from elastic_jobs import cli, handover
-from elastic_jobs.backend import Growth, NodeShape, NotStarted
+from elastic_jobs import cli
 from elastic_jobs.commands import run as run_command
-from elastic_jobs.fault_injection import Faults, parse_faults
-from elastic_jobs.handle import FakeHandle
-from elastic_jobs.live import Live, read_live, write_live
-from elastic_jobs.plan import Job, RunPlan
 from elastic_jobs.run_folder import RunFolder, new_run_id
+from elastic_jobs.running import handover
+from elastic_jobs.running.backend import Growth, NodeShape, NotStarted
+from elastic_jobs.running.fault_injection import Faults, parse_faults
+from elastic_jobs.running.handle import FakeHandle
+from elastic_jobs.running.live import Live, read_live, write_live
+from elastic_jobs.running.run_plan import Job, RunPlan
 from elastic_jobs.submit.fake_jobs_api import FakeJobsApi
 
 import elastic
@@ -347,7 +348,7 @@ def refuse(run_id: str, address: str) -> FakeHandle:
 def test_watch_and_stop_wait_for_a_head_that_is_away(
     job: Path, error: ElasticError, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("elastic_jobs.live._PAUSE_S", 0.0)
+    monkeypatch.setattr("elastic_jobs.running.live._PAUSE_S", 0.0)
     write_live(RunFolder("runs", "r1"), Live("a:1"))
     JournalWriter("runs", "r1").append({"type": "run", "run_id": "r1", "status": "running"})
 
@@ -510,7 +511,7 @@ def test_a_second_ctrl_c_asks_whether_to_stop(
     monkeypatch.setattr("elastic_jobs.terminal.sys.stdin", Terminal(answer))
     asked = Terminal()
     monkeypatch.setattr("elastic_jobs.terminal.sys.stderr", asked)
-    monkeypatch.setattr("elastic_jobs.follow.open_display", lambda stream: Display())
+    monkeypatch.setattr("elastic_jobs.running.follow.open_display", lambda stream: Display())
     backend = FakeBackend()
     backend.handle = InterruptedHandle()
     backend.play = lambda writer: None  # type: ignore[method-assign]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from elastic_cluster.chaos import Chaos
-from elastic_jobs.plan import Job, Output, Place, RunPlan
+from elastic_jobs.running.run_plan import Job, Output, Place, RunPlan
 
 from elastic.core.errors import IntegrityError, UsageError
 from elastic.core.settings import RunSettings, SnapshotSettings

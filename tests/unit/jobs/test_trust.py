@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from elastic_jobs import terminal
-from elastic_jobs.plan import Job
+from elastic_jobs.running.run_plan import Job
 from elastic_jobs.trust import check_address, check_code
 
 from elastic.core.errors import UsageError

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from elastic_jobs.backend import Backend
 from elastic_jobs.commands.kube import apply, delete, logs, render, status
 from elastic_jobs.exit_codes import TABLE
+from elastic_jobs.running.backend import Backend
 
 HELP = "runs on Kubernetes with KubeRay: render, apply, status, logs, delete"
 EXAMPLE = apply.EXAMPLE

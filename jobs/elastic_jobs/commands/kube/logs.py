@@ -8,8 +8,8 @@ from collections.abc import Callable
 from elastic_cluster.kube.client.logs import Follower
 
 from elastic_jobs.exit_codes import NOT_FINISHED
-from elastic_jobs.follow import printable
 from elastic_jobs.kube.session import command, connected, place_arguments, result
+from elastic_jobs.running.follow import printable
 from elastic_jobs.terminal import put, put_json, say
 
 HELP = "print the log of a run on Kubernetes; exits with the run's own code"

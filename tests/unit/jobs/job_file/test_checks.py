@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from elastic_cluster.chaos import Chaos
 from elastic_jobs.job_file.checks import Finding, check, check_here, refuse
-from elastic_jobs.plan import Job, Output, Place
+from elastic_jobs.running.run_plan import Job, Output, Place
 
 from elastic.core.errors import UsageError
 from elastic.core.settings import CheckpointSettings, RunSettings, ScalingSettings

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from elastic_jobs import cli
 from elastic_jobs.exit_codes import DRIVER_BLIND, DRIVER_LOST
-from elastic_jobs.handle import FakeHandle
-from elastic_jobs.plan import Job
 from elastic_jobs.run_folder import RunFolder
+from elastic_jobs.running.handle import FakeHandle
+from elastic_jobs.running.run_plan import Job
 from elastic_jobs.submit import attempts, driver, driver_protocol
 from elastic_jobs.submit.driver_command import DriverCommand, Mode
 

@@ -22,9 +22,9 @@ from elastic.planner import (
     parse_model,
     refusals,
 )
-from elastic_jobs.backend import Backend
 from elastic_jobs.commands.common import positive
 from elastic_jobs.job_file.spec import JobSpec, load_job
+from elastic_jobs.running.backend import Backend
 from elastic_jobs.terminal import put, put_json, say
 
 HELP = "predict memory and step time of a job on a cluster, and rank what fits"

@@ -12,7 +12,7 @@ from elastic_cluster.source import ClusterError, NodeInfo
 
 from elastic.core.errors import ElasticError, UsageError
 from elastic_jobs.display import Display
-from elastic_jobs.handle import RunHandle
+from elastic_jobs.running.handle import RunHandle
 
 # How long one wait for a step lasts before the thread checks whether to stop.
 _WAIT_S = 0.5

@@ -1,5 +1,5 @@
-"""The process that keeps a local run when its follower has left: `python -m elastic_jobs.background`, the plan on
-stdin.
+"""The process that keeps a local run when its follower has left: `python -m elastic_jobs.running.background`, the plan
+on stdin.
 
 From "ready" on it owns the cluster together with the follower, so that the cluster is never without an owner.
 """
@@ -12,11 +12,11 @@ import signal
 import sys
 
 from elastic.core.errors import ElasticError
-from elastic_jobs.handover import READY
-from elastic_jobs.local_run import end, own
-from elastic_jobs.plan import RunPlan
-from elastic_jobs.ray_backend import RayBackend
 from elastic_jobs.run_folder import RunFolder
+from elastic_jobs.running.handover import READY
+from elastic_jobs.running.local_run import end, own
+from elastic_jobs.running.ray_backend import RayBackend
+from elastic_jobs.running.run_plan import RunPlan
 
 
 def main() -> int:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from elastic_jobs.backend import Backend
-from elastic_jobs.follow import watch
-from elastic_jobs.live import Live, write_live
-from elastic_jobs.local_run import run_locally
-from elastic_jobs.plan import RunPlan
 from elastic_jobs.run_folder import RunFolder
+from elastic_jobs.running.backend import Backend
+from elastic_jobs.running.follow import watch
+from elastic_jobs.running.live import Live, write_live
+from elastic_jobs.running.local_run import run_locally
+from elastic_jobs.running.run_plan import RunPlan
 from elastic_jobs.terminal import say
 
 

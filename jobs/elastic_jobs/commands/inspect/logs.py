@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from elastic.core.errors import UsageError
-from elastic_jobs.backend import Backend
 from elastic_jobs.commands.common import folder_of, storage_argument
 from elastic_jobs.exit_codes import exit_code
-from elastic_jobs.follow import printable, read_summary
+from elastic_jobs.running.backend import Backend
+from elastic_jobs.running.follow import printable, read_summary
 from elastic_jobs.submit.attempts import Run
 from elastic_jobs.submit.driver_protocol import LogReader
 from elastic_jobs.submit.jobs_api import JobsApi

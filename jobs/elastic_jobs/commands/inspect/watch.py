@@ -7,13 +7,13 @@ import argparse
 from elastic.core.errors import RunNotFound
 from elastic.observe.journal import JournalReader
 from elastic.observe.summary import summarize
-from elastic_jobs.backend import Backend
 from elastic_jobs.commands.common import address_argument, folder_of, output_arguments, output_of, run_arguments
 from elastic_jobs.exit_codes import exit_code
-from elastic_jobs.follow import check_summary_file, show, watch, write_summary
-from elastic_jobs.live import reach_patiently
-from elastic_jobs.plan import Output
 from elastic_jobs.run_folder import RunFolder
+from elastic_jobs.running.backend import Backend
+from elastic_jobs.running.follow import check_summary_file, show, watch, write_summary
+from elastic_jobs.running.live import reach_patiently
+from elastic_jobs.running.run_plan import Output
 from elastic_jobs.terminal import say
 from elastic_jobs.trust import trust_argument
 

@@ -12,10 +12,10 @@ from typing import Any
 from elastic.core.errors import ElasticError, NobodyAnswers, RunNotFound, StorageError, UsageError
 from elastic.observe.journal import JournalReader
 from elastic.observe.summary import summarize
-from elastic_jobs.backend import Backend
 from elastic_jobs.exit_codes import STATUSES
-from elastic_jobs.handle import RunHandle
 from elastic_jobs.run_folder import RunFolder
+from elastic_jobs.running.backend import Backend
+from elastic_jobs.running.handle import RunHandle
 from elastic_jobs.terminal import say
 from elastic_jobs.trust import check_address
 

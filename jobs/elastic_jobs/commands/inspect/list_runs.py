@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from elastic.observe.text import clean, date, plural, table
-from elastic_jobs.backend import Backend
+from elastic_jobs.running.backend import Backend
 from elastic_jobs.submit import attempts
 from elastic_jobs.submit.attempts import Run
 from elastic_jobs.submit.remote import jobs_address_argument, open_api

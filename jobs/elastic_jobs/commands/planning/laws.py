@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from elastic.planner import Planner, PlanningFacts, optimum, refusals, shape_of
 from elastic.planner.laws import Optimum
-from elastic_jobs.backend import Backend
 from elastic_jobs.commands.common import positive
-from elastic_jobs.commands.plan import cluster_arguments, cluster_of
+from elastic_jobs.commands.planning.plan import cluster_arguments, cluster_of
+from elastic_jobs.running.backend import Backend
 from elastic_jobs.terminal import put
 
 HELP = "give the compute-optimal model and data for a number of FLOPs, and their cost"

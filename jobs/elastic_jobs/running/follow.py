@@ -18,11 +18,11 @@ from elastic.observe.report import report
 from elastic.observe.summary import summarize, with_faults, with_result
 from elastic_jobs.display import Display, open_display
 from elastic_jobs.exit_codes import NOT_FINISHED, exit_code
-from elastic_jobs.handle import RunHandle
-from elastic_jobs.live import forget_live, how_to_come_back
 from elastic_jobs.output_file import write_whole
-from elastic_jobs.plan import Output
 from elastic_jobs.run_folder import RunFolder
+from elastic_jobs.running.handle import RunHandle
+from elastic_jobs.running.live import forget_live, how_to_come_back
+from elastic_jobs.running.run_plan import Output
 from elastic_jobs.terminal import confirmed, put, say
 
 # How often the display is refreshed. The wait is in the handle, so the end of the run is noticed at once.

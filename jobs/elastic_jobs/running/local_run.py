@@ -1,6 +1,6 @@
 """A run on a local cluster that this process started or took over: from the cluster's start to its end.
 
-On Ctrl-C a background process (`elastic_jobs.background`) takes the cluster over and the run goes on.
+On Ctrl-C a background process (`elastic_jobs.running.background`) takes the cluster over and the run goes on.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import Any
 from elastic_cluster.source import ClusterError
 
 from elastic.observe.text import plural
-from elastic_jobs import handover
-from elastic_jobs.backend import Backend, ClusterLike, NotStarted, growth, node_shape
 from elastic_jobs.display import Display
-from elastic_jobs.fault_injection import Faults
-from elastic_jobs.follow import watch
-from elastic_jobs.handle import RunHandle
-from elastic_jobs.live import Live, write_live
-from elastic_jobs.plan import RunPlan
 from elastic_jobs.run_folder import RunFolder
+from elastic_jobs.running import handover
+from elastic_jobs.running.backend import Backend, ClusterLike, NotStarted, growth, node_shape
+from elastic_jobs.running.fault_injection import Faults
+from elastic_jobs.running.follow import watch
+from elastic_jobs.running.handle import RunHandle
+from elastic_jobs.running.live import Live, write_live
+from elastic_jobs.running.run_plan import RunPlan
 from elastic_jobs.terminal import say
 
 
@@ -66,7 +66,8 @@ def own(plan: RunPlan, cluster: ClusterLike, handle: RunHandle, folder: RunFolde
 
 
 class _Owner:
-    """Implements `elastic_jobs.follow.Company`: faults are injected meanwhile, and the cluster needs a new owner."""
+    """Implements `elastic_jobs.running.follow.Company`: faults are injected meanwhile, and the cluster needs a new
+    owner."""
 
     def __init__(self, plan: RunPlan, cluster: ClusterLike, handle: RunHandle, folder: RunFolder) -> None:
         self._plan = plan

@@ -6,12 +6,12 @@ import argparse
 import time
 
 from elastic.observe.text import clean, date, duration, table
-from elastic_jobs.backend import Backend
 from elastic_jobs.commands.common import folder_of, storage_argument
 from elastic_jobs.exit_codes import STATUSES, exit_code
-from elastic_jobs.follow import read_summary, show
-from elastic_jobs.live import how_to_come_back as how_to_follow
-from elastic_jobs.live import read_live
+from elastic_jobs.running.backend import Backend
+from elastic_jobs.running.follow import read_summary, show
+from elastic_jobs.running.live import how_to_come_back as how_to_follow
+from elastic_jobs.running.live import read_live
 from elastic_jobs.submit.attempts import JobRecord, Run, Verdict
 from elastic_jobs.submit.remote import (
     describe,

@@ -11,9 +11,9 @@ from typing import Any
 from elastic_cluster.source import ClusterError
 
 from elastic.core.errors import ElasticError
-from elastic_jobs.backend import ClusterLike, Growth, NodeShape, NotStarted, SupervisorLike
-from elastic_jobs.handle import RunHandle
-from elastic_jobs.plan import Job
+from elastic_jobs.running.backend import ClusterLike, Growth, NodeShape, NotStarted, SupervisorLike
+from elastic_jobs.running.handle import RunHandle
+from elastic_jobs.running.run_plan import Job
 from elastic_jobs.submit.jobs_api import JobsApi
 
 logger = logging.getLogger(__name__)

@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 
 from elastic.observe.html.page import page
-from elastic_jobs.backend import Backend
 from elastic_jobs.commands.common import history_of, run_arguments
 from elastic_jobs.output_file import write_whole
+from elastic_jobs.running.backend import Backend
 from elastic_jobs.terminal import put
 
 HELP = "write a run's curves, incidents and causes as one HTML file"

@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 
 from elastic.observe.trace import trace
-from elastic_jobs.backend import Backend
 from elastic_jobs.commands.common import history_of, run_arguments
 from elastic_jobs.output_file import write_whole
+from elastic_jobs.running.backend import Backend
 from elastic_jobs.terminal import put
 
 HELP = "write a run's steps, incidents and checkpoints as a trace for Perfetto"

@@ -50,8 +50,8 @@ class Job:
 class Place:
     """The Ray cluster at `address`, or a local cluster of `nodes` nodes that is started for the run.
 
-    With `autoscale` the local cluster grows to `max_nodes`; see `elastic_jobs.backend.growth`. `faults` are injected by
-    step.
+    With `autoscale` the local cluster grows to `max_nodes`; see `elastic_jobs.running.backend.growth`. `faults` are
+    injected by step.
     """
 
     address: str | None = None

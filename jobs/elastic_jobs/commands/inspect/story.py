@@ -6,8 +6,8 @@ import argparse
 from dataclasses import asdict
 
 from elastic.observe.story import heading, story
-from elastic_jobs.backend import Backend
 from elastic_jobs.commands.common import history_of, run_arguments
+from elastic_jobs.running.backend import Backend
 from elastic_jobs.terminal import put, put_json
 
 HELP = "print a run's history as sentences with times and reasons"

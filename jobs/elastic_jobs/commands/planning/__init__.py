@@ -1,0 +1,1 @@
+"""Subcommands that predict: memory and time of a plan, compute-optimal sizes."""
