@@ -11,8 +11,10 @@ import json
 import os
 import threading
 import time
+import weakref
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -69,6 +71,10 @@ def deepspeed_config(config: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
+# The engine of this process's generation, not kept alive from here.
+_engine: Callable[[], Any] = lambda: None
+
+
 def build(config: dict[str, Any]) -> tuple[Any, Any, Numbers]:
     dtype = torch.bfloat16 if config.get("dtype") == "bf16" else torch.float32
     data = Numbers(config["size"], dtype)
@@ -81,6 +87,8 @@ def build(config: dict[str, Any]) -> tuple[Any, Any, Numbers]:
     engine, _, loader, _ = elastic.initialize(
         model=model, training_data=data, optimizer=optimizer, config=deepspeed_config(config)
     )
+    global _engine
+    _engine = weakref.ref(engine)
     return engine, loader, data
 
 
@@ -172,19 +180,18 @@ def _leave_a_zombie(folder: Path, now: Any) -> None:
     """A thread of this generation that outlives it, in a process that goes on to the next one."""
     generation = context.current()
     if generation is not None and _first_time(folder, "zombie"):
-        engine: Any = generation.engine
-        snapshot = engine._state.snapshot(
-            run_id=generation.spec.run_id, generation=generation.spec.generation, step=generation.step,
-            client=engine._client(),
-        )  # fmt: skip
-        threading.Thread(target=_haunt, args=(folder, generation, generation.engine, snapshot), daemon=True).start()
+        scope, saving = generation.scope, cast(Any, generation.steps)._snapshots
+        snapshot = saving._state.snapshot(
+            run_id=scope.spec.run_id, generation=scope.spec.generation, step=scope.step, client=saving._run_state()
+        )
+        threading.Thread(target=_haunt, args=(folder, scope, _engine(), snapshot), daemon=True).start()
 
 
-def _haunt(folder: Path, generation: Any, engine: Any, snapshot: Any) -> None:
+def _haunt(folder: Path, scope: Any, engine: Any, snapshot: Any) -> None:
     """When the test says so: everything that a rank of a generation that is over might still try."""
     while not (folder / "zombie-go").exists():
         time.sleep(_POLL_S)
-    member, spec = generation.coordinator, generation.spec
+    member, spec = scope.coordinator, scope.spec
     committed = dataclasses.replace(snapshot, step=5)
     ahead = StepReport(snapshot.step + 1, 1e9, ((0, 127),), 127, 0.1)
     last_words = [
