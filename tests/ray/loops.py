@@ -71,8 +71,8 @@ def deepspeed_config(config: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
-# The engine of this process's generation, not kept alive from here.
-_engine: Callable[[], Any] = lambda: None
+# The engines that this process has built, the newest last; not kept alive from here.
+_ENGINES: list[Callable[[], Any]] = []
 
 
 def build(config: dict[str, Any]) -> tuple[Any, Any, Numbers]:
@@ -87,8 +87,7 @@ def build(config: dict[str, Any]) -> tuple[Any, Any, Numbers]:
     engine, _, loader, _ = elastic.initialize(
         model=model, training_data=data, optimizer=optimizer, config=deepspeed_config(config)
     )
-    global _engine
-    _engine = weakref.ref(engine)
+    _ENGINES.append(weakref.ref(engine))
     return engine, loader, data
 
 
@@ -184,7 +183,7 @@ def _leave_a_zombie(folder: Path, now: Any) -> None:
         snapshot = saving._state.snapshot(
             run_id=scope.spec.run_id, generation=scope.spec.generation, step=scope.step, client=saving._run_state()
         )
-        threading.Thread(target=_haunt, args=(folder, scope, _engine(), snapshot), daemon=True).start()
+        threading.Thread(target=_haunt, args=(folder, scope, _ENGINES[-1](), snapshot), daemon=True).start()
 
 
 def _haunt(folder: Path, scope: Any, engine: Any, snapshot: Any) -> None:
