@@ -180,7 +180,7 @@ def extra_state_goes_round(kind: EngineKind, resolved: ResolvedConfig, device: t
     for step in range(2):
         one_step(used, step, rank)
     saved = json.loads(json.dumps(used.extra_state(), allow_nan=False))
-    assert saved.keys() == {"engine", "loss_scaler", "scheduler"}
+    assert saved.keys() == {"engine", "loss_scaler", "modules", "scheduler"}
     assert saved["scheduler"]["state"]["last_epoch"] == schedule.last_epoch == 2
     used.close()
     fresh, _ = build(kind, resolved, device)

@@ -75,6 +75,7 @@ def _engine(scheduler: Any) -> Any:
     return SimpleNamespace(
         lr_scheduler=scheduler,
         optimizer=SimpleNamespace(),
+        module=torch.nn.Module(),
         managed_gradient_accumulation=lambda: False,
         **counters,
     )

@@ -150,7 +150,7 @@ cluster = AutoscaledCluster.launch(2, at_hand=1, cpus_per_node=1)
 ray.init(cluster.address, log_to_driver=False)
 for _ in range(2):
     ray.util.placement_group([{"CPU": 1}], lifetime="detached")
-while not any(node.state is NodeState.ALIVE and not node.head for node in elastic_cluster.local.node_table()):
+while not any(node.state is NodeState.ALIVE and not node.head for node in cluster.nodes()):
     pass
 print(json.dumps(str(cluster.socket_path)), flush=True)
 sys.stdin.read()

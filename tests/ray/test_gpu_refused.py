@@ -22,13 +22,13 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[LocalCluster]:
     """One node with a logical GPU."""
-    yield from harness.module_cluster(1, cpus_per_node=2, gpus_per_node=1)
+    with pytest.MonkeyPatch.context() as patch:
+        # Its processes inherit the environment, and a test before this one may have asked for the CPU.
+        patch.delenv("DS_ACCELERATOR", raising=False)
+        yield from harness.module_cluster(1, cpus_per_node=2, gpus_per_node=1)
 
 
-def test_a_gpu_that_torch_does_not_see_ends_the_run_naming_both(
-    cluster: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+def test_a_gpu_that_torch_does_not_see_ends_the_run_naming_both(cluster: LocalCluster, tmp_path: Path) -> None:
     run = Run(cluster, tmp_path, scaling=ScalingSettings(1, 1), resources={"GPU": 1, "CPU": 1}).start()
     reason = run.ended("usage")["reason"]
     assert "Ray reserves GPU 0 of node" in reason

@@ -91,5 +91,5 @@ def test_the_trainer_takes_and_gives_what_ray_trains_does(cluster: LocalCluster,
     with pytest.raises(UserCodeError, match="the user's own mistake on rank 0") as raised:
         trainer("bad", {"fault": {"kind": "raise", "rank": 0, "step": 3}}).fit()
     assert "loops.py" in str(raised.value.__cause__)
-    with pytest.raises(UsageError, match="at least 1"):
+    with pytest.raises(UsageError, match="greater than or equal to 1"):
         ElasticTrainer(loops.train, scaling_config=ScalingConfig(num_workers=(0, 2)))

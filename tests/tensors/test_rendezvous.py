@@ -32,4 +32,4 @@ def test_behind_a_forwarded_address_it_listens_everywhere_and_says_so(caplog: py
     with caplog.at_level(logging.WARNING):
         # Of a range that is nobody's (RFC 5737).
         assert rendezvous._listen("192.0.2.1", 0) is None
-    assert "192.0.2.1 is no address of this machine" in caplog.text
+    assert "192.0.2.1 is not an address of this machine" in caplog.text

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from elastic.training.snapshots import Snapshots
 
 from elastic.checkpoint.snapshot import ShardSnapshot
 from elastic.checkpoint.writer import BackgroundWriter
 from elastic.core.generation_spec import GenerationSpec
 from elastic.training.local import SilentCoordinator
+from elastic.training.saving.snapshots import Snapshots
 from elastic.training.scope import GenerationScope
 from elastic.training.state.host import Transfer
 
