@@ -134,6 +134,8 @@ class SnapshotDirectory:
         """The records of the shards on one node. Raises TimeoutError when the node's work on them makes no progress."""
         asked = (self._call(node, "memory_record", h, {rank: addresses[rank] for rank in h.others}) for h in wanted)
         work = asyncio.ensure_future(asyncio.gather(*asked))
+        # After a timeout nobody awaits it, and its outcome would be logged as never retrieved.
+        work.add_done_callback(lambda done: done.cancelled() or done.exception())
         pace, since = -1, self._clock()
         try:
             while not (await asyncio.wait((work,), timeout=self._look_s))[0]:
