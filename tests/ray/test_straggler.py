@@ -43,7 +43,7 @@ def test_a_slow_rank_is_left_out_without_a_lost_step(cluster: LocalCluster, tmp_
     assert (evicted["kind"], evicted["planned"], evicted["steps_repeated"]) == ("resize", True, 0)
     assert (evicted["world_size"], evicted["next_world_size"], evicted["source"]) == (4, 3, "memory")
     # Its node was not asked for again at once.
-    assert any(f"node {slow['node'][:8]} is left alone" in sentence for sentence in run.decisions("quarantine"))
+    assert any(f"node {slow['node'][:8]} is quarantined" in sentence for sentence in run.decisions("quarantine"))
     placed = [event["node"] for event in run.events("SlotPlaced")]
     assert placed.count(slow["node"]) == 1
     # What the others have waited for it has an owner.
