@@ -58,7 +58,7 @@ class GenerationSpec:
     checkpoint_every_steps: int | None = None
     deepspeed_config: Mapping[str, Any] | None = None
     memory: MemoryPlan | None = None
-    # Ranges of positions that the run leaves out; and what is done about a loss of no number (None: not looked for).
+    # Ranges of positions that the run leaves out; and the handling of a non-finite loss (None: not watched).
     skips: tuple[Range, ...] = ()
     anomalies: AnomalySettings | None = None
     # No step is done before the coordinator says where to stop: the generation only saves what it begins with.

@@ -37,7 +37,7 @@ def plain(name: str, value: Any, level: int = 0) -> Any:
 
 
 def _one_number(name: str, value: Any) -> bool | int | float:
-    """Of a tensor, an array or a numpy scalar; these are told by what they can do, since the core imports neither."""
+    """Of a tensor, an array or a numpy scalar; recognised by their methods, since the core imports neither library."""
     what = f"elastic.report: the metric {name!r} is a {type(value).__module__}.{type(value).__name__}"
     shape = tuple(getattr(value, "shape", ()))
     if any(size != 1 for size in shape):

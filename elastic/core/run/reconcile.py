@@ -147,7 +147,7 @@ def _slots(transition: Transition) -> None:
 def _ask_for_released(transition: Transition) -> None:
     """A node that has done its time is open again to one request at least: that one is made anew.
 
-    Not all of them, and none when a node is to be left alone (a slot that gets it is given back): where a hundred slots
+    Not all of them, and none when a node is quarantined (a slot that gets it is given back): where a hundred slots
     wait and nodes fail in a burst, each failure would have them all asked for again.
     """
     pending = _pending(transition.state)

@@ -121,8 +121,8 @@ def fail_generation(
 
 
 def end_unknown_generation(transition: Transition, number: int) -> None:
-    """There was a generation of which this journal tells nothing: nobody here knows who its members are, how far they
-    came, or whether it goes on. All who are left are told to leave it, and the next one has a number above it."""
+    """End a generation that the journal does not contain: its members, their last step and whether it continues are
+    unknown. The members that are left are told to leave it, and the next generation gets a higher number."""
     for worker in [worker for worker in transition.fleet.workers.values() if worker.phase is WorkerPhase.STARTING]:
         # It may have been ready since, and a member.
         transition.replace_worker(worker.id, "it is not known what has become of it")

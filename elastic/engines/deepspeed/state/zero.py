@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from elastic.core.sharding.layout import Layout
 from elastic.engines.live_state import Extra, Master, TensorSpec, Weight, parameter_names, specs_of
 
 
-class ZeroState:
+class ZeroState(ABC):
     """`elastic.engines.live_state.ShardedState` of a DeepSpeedEngine; one subclass for each way of partitioning."""
 
     zero_stage: int
@@ -46,27 +47,27 @@ class ZeroState:
                 "the engine's state is offloaded; call engine.reload_states() before a snapshot or a restore"
             )
 
-    def groups(self) -> list[list[str]]:
-        raise NotImplementedError
+    @abstractmethod
+    def groups(self) -> list[list[str]]: ...
 
-    def masters(self) -> list[Master]:
-        raise NotImplementedError
+    @abstractmethod
+    def masters(self) -> list[Master]: ...
 
-    def frozen(self) -> list[Extra]:
-        raise NotImplementedError
+    @abstractmethod
+    def frozen(self) -> list[Extra]: ...
 
-    def weights(self) -> list[Weight]:
-        raise NotImplementedError
+    @abstractmethod
+    def weights(self) -> list[Weight]: ...
 
+    @abstractmethod
     def expected(self) -> Layout | None:
         """The pure layout that this rank's chunks of `masters` must equal, if there is one; others' may be missing."""
-        raise NotImplementedError
 
     def begin_install(self) -> None:
         return None
 
-    def finish_install(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def finish_install(self) -> None: ...
 
 
 def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
