@@ -439,5 +439,7 @@ def test_many_generations_leave_nothing_behind(stack: ExitStack) -> None:
     assert (stats["segments"], stats["lines"], stats["connections"]) == (2, 1, 3)
     assert before is not None
     fds, threads, segments = used()
-    assert (fds, segments) == (before[0], before[2])
+    # At most: descriptors of tests before this one may still have been open at the first count.
+    assert fds <= before[0]
+    assert segments <= before[2]
     assert threads <= before[1] + 3  # senders of an older generation may be about to end

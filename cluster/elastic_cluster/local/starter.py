@@ -18,6 +18,7 @@ Every private use of Ray is in this module.
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import logging
 import os
@@ -55,6 +56,8 @@ _REGISTER_LIMIT_S = 30.0
 _IDLE_AGENT = "/bin/cat"
 _NODE_INIT = str(Path(__file__).with_name("node_init.py"))
 _CONTROL_STORE = ray_constants.PROCESS_TYPE_GCS_SERVER
+# What Ray's processes write between the reason of a crash and the stack.
+_STACK_TRACE = "*** StackTrace Information ***"
 _AGENT_OPTION = "--dashboard_agent_command="
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 # The last part of the folder that a runtime environment agent unpacks packages in.
@@ -110,7 +113,9 @@ def _last_words() -> str:
         # One file per life of the node.
         lives = sorted(Path(_thread.logs).glob(f"raylet.{_thread.name}.*{kind}"), key=lambda path: path.stat().st_mtime)
         for path in lives[-1:]:
-            lines = [line.strip() for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]
+            text = path.read_text(encoding="utf-8", errors="replace")
+            # The failed check stands before the addresses of the stack.
+            lines = [line.strip() for line in text.partition(_STACK_TRACE)[0].splitlines()]
             if said := [line for line in lines if line]:
                 return f"its last words: {said[-1][:300]}"
     return "it said nothing"
@@ -160,8 +165,14 @@ def _start_node(request: dict[str, Any], temp_dir: str) -> dict[str, Any]:
         **options,
     )
     _thread.name, _thread.dashboard = name, parameters.include_dashboard
-    # spawn_reaper asks the kernel to kill the node's processes when the thread that started them ends.
-    node = _LeanNode(parameters, head=head, shutdown_at_exit=False, spawn_reaper=True)
+    # Ray writes the ports that it finds into the parameters that it is given: each try gets its own.
+    try:
+        node = _LeanNode(copy.copy(parameters), head=head, shutdown_at_exit=False, spawn_reaper=True)
+    except ChildProcessError as error:
+        if head:  # its control store has started already
+            raise
+        logger.warning("%s is started a second time: %s", name, error)
+        node = _LeanNode(copy.copy(parameters), head=head, shutdown_at_exit=False, spawn_reaper=True)
     if autoscaling is not None:
         _tell_node_types(node.gcs_address, json.loads(Path(autoscaling).read_text()))
     if head:
