@@ -111,7 +111,7 @@ class ShardStream:
             tensors=self._file.tensors,
             chunks=snapshot.layout.chunks,
             digests=partial_digests(snapshot.layout, snapshot.tensors),
-            client=snapshot.client,
+            extra_state=snapshot.extra_state,
             zero_stage=snapshot.zero_stage,
             # Equal on all ranks, so one report of it is enough.
             parameters=snapshot.parameters if snapshot.rank == 0 else None,

@@ -223,8 +223,8 @@ def _read_back(manifest: Manifest) -> str:
     """The manifest's JSON. Raises IntegrityError unless a reader gets from it what was written."""
     text = to_json(manifest)
     found = from_json(text)
-    # Tuples in `client` become lists, and NaN is not equal to itself: their text is compared.
-    same = replace(found, client={}) == replace(manifest, client={})
+    # Tuples in `extra_state` become lists, and NaN is not equal to itself: their text is compared.
+    same = replace(found, extra_state={}) == replace(manifest, extra_state={})
     if not same or to_json(found) != text:
         raise IntegrityError(f"the manifest of {manifest.id} would not be read as it was written")
     return text

@@ -75,7 +75,7 @@ def full_record(record: ShardRecord, step: int) -> ShardRecord:
     return replace(
         record,
         step=step,
-        client={"cursor": step} if record.rank == 0 else None,
+        extra_state={"cursor": step} if record.rank == 0 else None,
         xxh3=xxhash.xxh3_64(content(record, step)).hexdigest(),
         digests=partial_digests(record.layout, tensors(record, step)),
     )

@@ -206,7 +206,7 @@ class Cluster:
         template = self.templates[generation, number]
         with node.shards.reading(generation, step, number) as reading, reading.segment.map() as view:
             assert np.array_equal(np.frombuffer(view, np.uint8), samples.content(template, step))
-            assert reading.content.client == {"of": step}
+            assert reading.content.extra_state == {"of": step}
         record = node.shards.record(replace(held, stripe=()), digests=True)
         assert record.digests == samples.full_record(template, step).digests
 

@@ -243,7 +243,7 @@ def test_reads_while_new_snapshots_come(stack: ExitStack) -> None:
             step = memory.complete()
             if step < 1:
                 continue
-            manifest = assemble([replace(samples.full_record(record, step), client=None)], run_id="run")
+            manifest = assemble([replace(samples.full_record(record, step), extra_state=None)], run_id="run")
             targets = {t.key: torch.zeros(t.numel) for t in record.tensors}
             ranges = [ReadRange(0, key, 0, len(target), target) for key, target in targets.items()]
             try:

@@ -122,8 +122,8 @@ def check_rank(zero: dict[str, Any], rank: int, world_size: int) -> None:
     # And what we derive from the live engine agrees with the pure layout (open_state compares them).
     state = open_state(engine)
     assert set(layout.chunks) <= set(state.layout.chunks)
-    snapshot = state.snapshot(run_id="run", generation=1, step=0, client={})
-    assert (snapshot.client is not None) == (rank == 0)
+    snapshot = state.snapshot(run_id="run", generation=1, step=0, caller={})
+    assert (snapshot.extra_state is not None) == (rank == 0)
     _leave(engine)
 
 

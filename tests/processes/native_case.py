@@ -69,7 +69,7 @@ def run_case(case: Case, rank: int, folder: Path) -> None:
             _restore(case, rank, world_size, folder, f"{case.name}-{number}", reference, checkpoint)
 
 
-def save_checkpoint(engine: Any, folder: Path, run_id: str, step: int, client: dict[str, Any]) -> str:
+def save_checkpoint(engine: Any, folder: Path, run_id: str, step: int, caller: dict[str, Any]) -> str:
     """Snapshot, shard, manifest. Collective; returns the checkpoint's id."""
     from deepspeed_ranks import open_state
 
@@ -77,9 +77,9 @@ def save_checkpoint(engine: Any, folder: Path, run_id: str, step: int, client: d
     from elastic.core.checkpoint.assembly import assemble
 
     state = open_state(engine)
-    snapshot = state.snapshot(run_id=run_id, generation=1, step=step, client=client)
+    snapshot = state.snapshot(run_id=run_id, generation=1, step=step, caller=caller)
     # The engine goes on before the snapshot is written: it must not change under the writer.
-    second = state.snapshot(run_id=run_id, generation=1, step=step, client=client)
+    second = state.snapshot(run_id=run_id, generation=1, step=step, caller=caller)
     for tensor in second.tensors.values():
         tensor.zero_()
     store = CheckpointStore(folder.as_uri(), run_id)
@@ -124,9 +124,9 @@ def _restore(
     dist.broadcast_object_list(names, src=0)
     if case.used:
         train_step(engine, 90)
-    report, client = open_state(engine).restore(store, names[0])
+    report, caller = open_state(engine).restore(store, names[0])
     assert report.bytes_read == report.bytes_needed > 0
-    assert client == CALLER
+    assert caller == CALLER
     tensors = full_tensors(engine, setup)
     counters = _counters(engine)
     losses, rates = [], []

@@ -66,7 +66,7 @@ def proven_beside_the_first_step(rank: int, folder: Path) -> None:
         after = full_tensors(engine, setup)
         assert all(torch.equal(before[key], after[key]) for key in before if not key.startswith("buffer/"))
         # Swallowing the error does not help: nothing can be saved either.
-        message = _raised(IntegrityError, partial(state.snapshot, run_id=run, generation=1, step=2, client={}))
+        message = _raised(IntegrityError, partial(state.snapshot, run_id=run, generation=1, step=2, caller={}))
         assert "differ" in message, message
         leave(engine)
 

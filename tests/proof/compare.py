@@ -29,7 +29,7 @@ def _elsewhere(places: Sequence[Place], step: int) -> list[str]:
     wanted = place(0, 1, None, step)[0]
     passes = sorted(one for own in places for one in own.passes)
     found = [] if tuple(passes) == tuple(sorted(wanted.passes)) else ["samples or seeds of the next step"]
-    return found + ["what it would save next" for own in places if own.client != wanted.client]
+    return found + ["what it would save next" for own in places if own.caller != wanted.caller]
 
 
 def _differs(engine: Any, setup: Setup, version: str, wanted: dict[str, Any]) -> list[str]:
@@ -96,12 +96,12 @@ def _plain(engine: Any) -> dict[str, Any]:
     from elastic.training.state.extra_state import read_extra
 
     stage = stage_of(engine)
-    client = read_extra(DeepSpeedAdapter(engine), stage, Inventory.of(stage), {})
-    scalars = {name: entry["values"] for entry in client["optimizer"]["scalars"] for name in entry["names"]}
-    groups = {f"group {i}: {k}": v for i, g in enumerate(client["optimizer"]["groups"]) for k, v in g["hyper"].items()}
+    extra = read_extra(DeepSpeedAdapter(engine), stage, Inventory.of(stage), {})
+    scalars = {name: entry["values"] for entry in extra["optimizer"]["scalars"] for name in entry["names"]}
+    groups = {f"group {i}: {k}": v for i, g in enumerate(extra["optimizer"]["groups"]) for k, v in g["hyper"].items()}
     steps = {f"scalars of {name}": values for name, values in scalars.items()}
-    counters = {name: number for name, number in client["engine"].items() if name != "micro_steps"}
-    return {**steps, **groups, **counters, "scaler": client["loss_scaler"], "scheduler": client["scheduler"]}
+    counters = {name: number for name, number in extra["engine"].items() if name != "micro_steps"}
+    return {**steps, **groups, **counters, "scaler": extra["loss_scaler"], "scheduler": extra["scheduler"]}
 
 
 def _not_live(engine: Any, stage: Any) -> list[str]:

@@ -119,7 +119,7 @@ def open_state(engine: Any) -> Any:
 class Place:
     """Where one rank would go on: its state to be saved, and (micro-batch, samples, seed) of its next passes."""
 
-    client: dict[str, Any]
+    caller: dict[str, Any]
     passes: tuple[Any, ...]
 
 
@@ -135,7 +135,7 @@ def place(rank: int, world_size: int, saved: dict[str, Any] | None, step: int) -
     order, user = SampleOrder(37, seed=7), State()
     user.load(saved["user"] if saved is not None else {"best": 0.5})
     data = {"seed": 7, "global_batch": 10, "micro_batch": 3, "dataset_size": 37}
-    client = {"step": step, "position": plan.position(step), "data": data, "user": user.dump()}
+    caller = {"step": step, "position": plan.position(step), "data": data, "user": user.dump()}
     drawn = [
         (
             batch.index,
@@ -145,7 +145,7 @@ def place(rank: int, world_size: int, saved: dict[str, Any] | None, step: int) -
         for batch in plan.deal(step)
         if batch.weight > 0
     ]
-    return Place(client, tuple(drawn)), plan, order
+    return Place(caller, tuple(drawn)), plan, order
 
 
 def save(source: World, store_url: str | None = None) -> tuple[Any, str]:
@@ -159,8 +159,8 @@ def save(source: World, store_url: str | None = None) -> tuple[Any, str]:
     def shard(engine: Any, rank: int) -> Any:
         state = open_state(engine)
         state.verify_replicas()
-        caller = place(rank, source.crowd.world_size, None, step)[0].client
-        return store.write_shard(state.snapshot(run_id=RUN, generation=1, step=step, client=caller))
+        caller = place(rank, source.crowd.world_size, None, step)[0].caller
+        return store.write_shard(state.snapshot(run_id=RUN, generation=1, step=step, caller=caller))
 
     manifest = assemble(require(source.run(shard)), run_id=RUN)
     store.commit(manifest)
@@ -179,7 +179,7 @@ def restore(target: World, source_of: Callable[[int], Any], checkpoint: str, lat
         state = open_state(engine)
         _, saved = state.restore(source_of(rank), checkpoint, later=later)
         own, plan, order = place(rank, target.crowd.world_size, dict(saved), saved["step"])
-        cursor.verify(saved, own.client, plan, order, state.agreement)
+        cursor.verify(saved, own.caller, plan, order, state.agreement)
         state.verified()
         return own
 

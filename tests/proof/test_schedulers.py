@@ -45,11 +45,11 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("name", list(MAKERS))
 def test_what_was_saved_is_found_again(name: str) -> None:
     used = _stepped(MAKERS[name], 5)
-    client = _client(used)
+    saved = _extra_of(used)
     fresh = _stepped(MAKERS[name], 0)
-    assert _wrong(fresh, client) == {"learning-rate scheduler"}
-    fresh.load_state_dict(decode(client["scheduler"]["state"]))
-    assert _wrong(fresh, client) == set()
+    assert _wrong(fresh, saved) == {"learning-rate scheduler"}
+    fresh.load_state_dict(decode(saved["scheduler"]["state"]))
+    assert _wrong(fresh, saved) == set()
 
 
 def _wrong(scheduler: Any, saved: dict[str, Any]) -> set[str]:
@@ -81,7 +81,7 @@ def _engine(scheduler: Any) -> Any:
     )
 
 
-def _client(scheduler: Any) -> dict[str, Any]:
+def _extra_of(scheduler: Any) -> dict[str, Any]:
     counters = dict.fromkeys(("global_steps", "global_samples", "skipped_steps", "micro_steps"), 3)
     saved = {
         "engine": counters,

@@ -181,7 +181,7 @@ def _leave_a_zombie(folder: Path, now: Any) -> None:
     if generation is not None and _first_time(folder, "zombie"):
         scope, saving = generation.scope, cast(Any, generation.steps)._snapshots
         snapshot = saving._state.snapshot(
-            run_id=scope.spec.run_id, generation=scope.spec.generation, step=scope.step, client=saving._run_state()
+            run_id=scope.spec.run_id, generation=scope.spec.generation, step=scope.step, caller=saving._run_state()
         )
         threading.Thread(target=_haunt, args=(folder, scope, _ENGINES[-1](), snapshot), daemon=True).start()
 

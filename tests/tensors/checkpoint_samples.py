@@ -89,7 +89,7 @@ def snapshots(
             layout=own,
             tensors=cut(own, full),
             parameters=SHAPES,
-            client={"cursor": step} if rank == 0 else None,
+            extra_state={"cursor": step} if rank == 0 else None,
         )
         for rank, own in enumerate(layout.ranks)
     ]

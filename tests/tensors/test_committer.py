@@ -98,5 +98,7 @@ def test_a_manifest_that_reads_differently_is_not_written(tmp_path: Path) -> Non
         store.commit(renamed)
     assert store.list() == ()
     # NaN and tuples in what the user keeps are no reason.
-    store.commit(replace(manifest, client={**manifest.client, "user": {"loss": float("nan"), "pair": (1, 2)}}))
+    store.commit(
+        replace(manifest, extra_state={**manifest.extra_state, "user": {"loss": float("nan"), "pair": (1, 2)}})
+    )
     assert [ref.id for ref in store.list()] == [manifest.id]

@@ -34,7 +34,7 @@ class Node:
         self._reach()
         return memoryview(bytearray(self.nbytes))
 
-    def commit(self, step: int, client: Mapping[str, Any] | None) -> None:
+    def commit(self, step: int, extra_state: Mapping[str, Any] | None) -> None:
         self._reach()
         self.committed.append(step)
 
@@ -72,9 +72,9 @@ class State:
     def record(self, generation: int) -> tuple[Any, int]:
         return SimpleNamespace(), self.nbytes
 
-    def capture_into(self, memory: torch.Tensor, record: Any, client: Any) -> tuple[Any, Transfer]:
+    def capture_into(self, memory: torch.Tensor, record: Any, caller: Any) -> tuple[Any, Transfer]:
         self.targets.append(memory)
-        return client, Transfer([(memory, torch.ones(self.nbytes, dtype=torch.uint8))], [])
+        return caller, Transfer([(memory, torch.ones(self.nbytes, dtype=torch.uint8))], [])
 
 
 class Rank(SilentCoordinator):
@@ -142,7 +142,7 @@ def test_a_snapshot_that_could_not_be_handed_over_is_told(monkeypatch: pytest.Mo
     rank = Rank()
     rank.step()
 
-    def commit(step: int, client: Any) -> None:
+    def commit(step: int, extra_state: Any) -> None:
         raise StorageError("the connection broke")
 
     monkeypatch.setattr(rank.node, "commit", commit)

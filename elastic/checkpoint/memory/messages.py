@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, TypeVar, cast, get_args
 
-from elastic.checkpoint.memory.records import count, extra_state, template_from_json, template_to_json, text
+from elastic.checkpoint.memory.records import count, extra_state_from_json, template_from_json, template_to_json, text
 from elastic.checkpoint.memory.shard_buffers import SnapshotRef
 from elastic.core.checkpoint.manifest import Json, ShardRecord
 from elastic.core.errors import IntegrityError
@@ -116,7 +116,7 @@ class CommitSnapshot:
 
     do: ClassVar[str] = "commit"
     step: int = field(metadata=_read(count))
-    extra_state: dict[str, Json] | None = field(metadata=_read(extra_state))
+    extra_state: dict[str, Json] | None = field(metadata=_read(extra_state_from_json))
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class PushReplica:
 
     do: ClassVar[str] = "push"
     step: int = field(metadata=_read(count))
-    extra_state: dict[str, Json] | None = field(metadata=_read(extra_state))
+    extra_state: dict[str, Json] | None = field(metadata=_read(extra_state_from_json))
     settled: SnapshotRef | None = field(metadata=_read(_ref))
 
 
@@ -185,7 +185,7 @@ class PushShare:
 
     do: ClassVar[str] = "share"
     step: int = field(metadata=_read(count))
-    extra_state: dict[str, Json] | None = field(metadata=_read(extra_state))
+    extra_state: dict[str, Json] | None = field(metadata=_read(extra_state_from_json))
     settled: SnapshotRef | None = field(metadata=_read(_ref))
 
 

@@ -65,7 +65,7 @@ def check_template(record: ShardRecord) -> None:
     check_rank(record.layout)
 
 
-def extra_state(value: Json) -> dict[str, Json] | None:
+def extra_state_from_json(value: Json) -> dict[str, Json] | None:
     """What is not a tensor. Raises IntegrityError unless it is None or an object that JSON carries exactly."""
     if value is not None and not isinstance(value, dict):
         raise IntegrityError("a snapshot's extra state is not a JSON object")

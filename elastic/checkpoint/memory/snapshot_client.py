@@ -23,7 +23,7 @@ from elastic.checkpoint.memory.messages import (
     WorkerRequest,
     from_json,
 )
-from elastic.checkpoint.memory.records import check_template, extra_state
+from elastic.checkpoint.memory.records import check_template, extra_state_from_json
 from elastic.checkpoint.memory.segments import map_segment
 from elastic.checkpoint.memory.shard_buffers import SnapshotRef
 from elastic.core.checkpoint.manifest import Json, ShardRecord
@@ -115,9 +115,9 @@ class SnapshotClient:
         self._writing = number
         return memoryview(self._maps[number])[:nbytes]
 
-    def commit(self, step: int, client: Mapping[str, Json] | None) -> None:
+    def commit(self, step: int, extra_state: Mapping[str, Json] | None) -> None:
         """The segment holds step `step`. Returns at once; replication continues without this process."""
-        self._ask(CommitSnapshot(step, extra_state(None if client is None else dict(client))), Done)
+        self._ask(CommitSnapshot(step, extra_state_from_json(None if extra_state is None else dict(extra_state))), Done)
         self._committed, self._writing = step, None
 
     def complete(self) -> int:

@@ -46,9 +46,9 @@ def assemble(
         world_size=first.world_size,
         zero_stage=first.zero_stage,
         parameters=dict(first.parameters),
-        shards=tuple(replace(shard, digests={}, client=None, parameters=None) for shard in ordered),
+        shards=tuple(replace(shard, digests={}, extra_state=None, parameters=None) for shard in ordered),
         digests=_summed(ordered),
-        client=dict(first.client or {}),
+        extra_state=dict(first.extra_state or {}),
         versions=dict(versions or {}),
         written_at=written_at,
     )

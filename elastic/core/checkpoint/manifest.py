@@ -38,7 +38,7 @@ class ShardRecord:
 
     `digests` holds the rank's *partial* content check of each "<kind>/<parameter>"; the sum over all ranks modulo 2**64
     does not depend on how the parameter was cut. `chunks` map parameters to buffers (see `core.layout`).
-    `client` is what is equal on all ranks (counters, hyper-parameters, scheduler...); only rank 0 sends it, and
+    `extra_state` is what is equal on all ranks (counters, hyper-parameters, scheduler...); only rank 0 sends it, and
     `parameters` (name to shape) with it. `file` is a plain name inside the checkpoint's folder.
     """
 
@@ -52,7 +52,7 @@ class ShardRecord:
     tensors: tuple[StoredTensor, ...]
     chunks: tuple[Chunk, ...]
     digests: Mapping[str, int]
-    client: Mapping[str, Json] | None = None
+    extra_state: Mapping[str, Json] | None = None
     zero_stage: int = 0
     parameters: Mapping[str, tuple[int, ...]] | None = None
 
@@ -67,9 +67,9 @@ class Manifest:
     """A complete checkpoint. `digests` are whole-tensor content checks, keyed "<kind>/<parameter>".
 
     `parameters` maps each name to its shape, in the model's own order; this is what a resume is compared with.
-    `client` carries what is not a flat tensor: optimizer scalars and hyper-parameters, scheduler, loss scaler,
+    `extra_state` carries what is not a flat tensor: optimizer scalars and hyper-parameters, scheduler, loss scaler,
     counters, the data cursor and the user's state. In `shards`, by rank, what is said here is left out: partial
-    digests, client state and shapes.
+    digests, extra state and shapes.
     """
 
     id: str
@@ -81,6 +81,6 @@ class Manifest:
     parameters: Mapping[str, tuple[int, ...]]
     shards: tuple[ShardRecord, ...]
     digests: Mapping[str, int]
-    client: Mapping[str, Json] = field(default_factory=dict)
+    extra_state: Mapping[str, Json] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     written_at: float = 0.0

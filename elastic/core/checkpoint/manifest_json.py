@@ -2,7 +2,9 @@
 
     {"format": 1, "check": <blake2b of the compact form of "manifest">, "manifest": {...}}
 
-Pieces are kept as columns of numbers: names and buffers are indices into one table, and equal columns are written
+Format 1 keeps the keys that its first manifests have: the extra state is under "client", chunks under "pieces".
+
+Chunks are kept as columns of numbers: names and buffers are indices into one table, and equal columns are written
 once. A stage-3 checkpoint of 1,000 ranks and 500 parameters has half a million chunks and takes about 3 MB.
 """
 
@@ -27,11 +29,11 @@ _T = TypeVar("_T")
 
 
 def to_json(manifest: Manifest) -> str:
-    """One line of JSON. Raises IntegrityError when `client` holds something that JSON does not give back as it was.
+    """One line of JSON. Raises IntegrityError when `extra_state` holds a value that does not survive a round trip.
 
-    Tuples in `client` become lists; that is the one difference that `from_json(to_json(m))` may show.
+    Tuples in `extra_state` become lists; that is the one difference that `from_json(to_json(m))` may show.
     """
-    check_json(manifest.client, "client")
+    check_json(manifest.extra_state, "extra_state")
     columns = _Columns()
     body = {
         "id": manifest.id,
@@ -43,7 +45,7 @@ def to_json(manifest: Manifest) -> str:
         "written_at": manifest.written_at,
         "parameters": {name: list(shape) for name, shape in manifest.parameters.items()},
         "digests": {key: f"{digest:016x}" for key, digest in manifest.digests.items()},
-        "client": manifest.client,
+        "client": manifest.extra_state,
         "versions": dict(manifest.versions),
         "shards": [_shard_to_json(shard, columns) for shard in manifest.shards],
         "words": list(columns.words),
@@ -107,7 +109,7 @@ def _manifest(body: dict[str, Any]) -> Manifest:
         parameters=_shapes(_get(body, "parameters", dict)),
         shards=shards,
         digests=_digests(_get(body, "digests", dict)),
-        client=_get(body, "client", dict),
+        extra_state=_get(body, "client", dict),
         versions={key: _typed(value, str, key) for key, value in _get(body, "versions", dict).items()},
         written_at=_number(body, "written_at"),
     )
@@ -149,9 +151,9 @@ def _shard_to_json(shard: ShardRecord, columns: _Columns) -> dict[str, Json]:
     }
     if shard.digests:
         data["digests"] = {key: f"{digest:016x}" for key, digest in shard.digests.items()}
-    if shard.client is not None:
-        check_json(shard.client, "client")
-        data["client"] = shard.client
+    if shard.extra_state is not None:
+        check_json(shard.extra_state, "extra_state")
+        data["client"] = shard.extra_state
     if shard.parameters is not None:
         data["parameters"] = {name: list(shape) for name, shape in shard.parameters.items()}
     return data
@@ -177,7 +179,7 @@ def _shard(data: Json, words: list[str], columns: list[list[int]]) -> ShardRecor
             for name, start, numel, buffer, offset in zip(*numbers, strict=True)
         ),
         digests=_digests(_get(data, "digests", dict) if "digests" in data else {}),
-        client=_get(data, "client", dict) if "client" in data else None,
+        extra_state=_get(data, "client", dict) if "client" in data else None,
         parameters=_shapes(_get(data, "parameters", dict)) if "parameters" in data else None,
     )
     if len({tensor.key for tensor in shard.tensors}) != len(shard.tensors):

@@ -149,7 +149,7 @@ class Snapshots:
             # The restored state was good and has drifted since: the way back is the same as from a lost peer.
             raise CollectiveFailed(error.message, scope.where()) from error
         snapshot, transfer = self._state.capture(
-            run_id=scope.spec.run_id, generation=scope.spec.generation, step=step, client=self._run_state()
+            run_id=scope.spec.run_id, generation=scope.spec.generation, step=step, caller=self._run_state()
         )
         self.saved_step = step
         self._note(_StorageCopy(transfer, snapshot, scope.coordinator))

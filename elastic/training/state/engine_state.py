@@ -89,18 +89,18 @@ class EngineState:
         """Every carried tensor's name -> full shape: parameters in the model's order, then buffers."""
         return {spec.name: spec.shape for spec in self._sharded.specs()}
 
-    def snapshot(self, *, run_id: str, generation: int, step: int, client: Mapping[str, Json]) -> ShardSnapshot:
-        """A copy of this rank's state in host memory; `client` (JSON) comes back from `restore`. Not collective.
+    def snapshot(self, *, run_id: str, generation: int, step: int, caller: Mapping[str, Json]) -> ShardSnapshot:
+        """A copy of this rank's state in host memory; `caller` (JSON) comes back from `restore`. Not collective.
 
         Of replicated tensors each is carried by one rank; module buffers by rank 0, whose values are the run's. The
         snapshot owns its memory, which is reused only after the last tensor of it is gone.
         """
-        snapshot, copies = self.capture(run_id=run_id, generation=generation, step=step, client=client)
+        snapshot, copies = self.capture(run_id=run_id, generation=generation, step=step, caller=caller)
         copies.run()
         return snapshot
 
     def capture(
-        self, *, run_id: str, generation: int, step: int, client: Mapping[str, Json]
+        self, *, run_id: str, generation: int, step: int, caller: Mapping[str, Json]
     ) -> tuple[ShardSnapshot, Transfer]:
         """The same, with tensors still to be filled: the Transfer must run before the next optimizer step."""
         inventory, layout, wanted = self._wanted()
@@ -115,7 +115,7 @@ class EngineState:
             layout=layout,
             tensors=tensors,
             parameters=self.parameters,
-            client=self._extra(inventory, client),
+            extra_state=self._extra(inventory, caller),
         )
         return snapshot, copies
 
@@ -148,7 +148,7 @@ class EngineState:
         return record, size
 
     def capture_into(
-        self, memory: torch.Tensor, record: ShardRecord, client: Mapping[str, Json]
+        self, memory: torch.Tensor, record: ShardRecord, caller: Mapping[str, Json]
     ) -> tuple[Mapping[str, Json] | None, Transfer] | None:
         """Fill `memory` (1-D uint8) as `record` says: rank 0's extra state and the Transfer; None if it no longer
         fits."""
@@ -157,7 +157,7 @@ class EngineState:
         if shapes != [(tensor.key, tensor.dtype, tensor.numel) for tensor in record.tensors]:
             return None
         targets = placed(wanted, [tensor.begin for tensor in record.tensors], memory)
-        return self._extra(inventory, client), transfer(wanted, targets)
+        return self._extra(inventory, caller), transfer(wanted, targets)
 
     def _wanted(self) -> tuple[Inventory, RankLayout, list[HostCopy]]:
         """What this rank's part of a snapshot is copied from, now."""
@@ -187,7 +187,7 @@ class EngineState:
     ) -> tuple[RestoreReport, Mapping[str, Json]]:
         """Read this rank's part of a checkpoint of any world size and stage, install it, verify it. Collective.
 
-        Returns the times and the `client` of the snapshot. Raises on all ranks or on none: ModelMismatch (another
+        Returns the times and the `caller` of the snapshot. Raises on all ranks or on none: ModelMismatch (another
         model: the first difference is named), StorageError, IntegrityError. Until all ranks have read all they need,
         nothing is installed; after a failed verification the engine must be thrown away.
 
@@ -218,7 +218,7 @@ class EngineState:
             verify_s=monotonic() - installed,
         )
         _log.info("restored %s at world size %d: %s", checkpoint_id, self._sharded.world_size, report)
-        return report, staged.manifest.client["caller"]
+        return report, staged.manifest.extra_state["caller"]
 
     def verified(self) -> None:
         """The verdict on a restore that is verified `later`. Collective until it was given, then nothing.
@@ -291,7 +291,7 @@ class EngineState:
         self._sharded.finish_install()
 
     def _install(self, staged: Staged, skipped: frozenset[str]) -> None:
-        sharded, saved = self._sharded, staged.manifest.client
+        sharded, saved = self._sharded, staged.manifest.extra_state
         sharded.begin_install()
         install_extra(self._engine, sharded, saved)
         by_name = decode_scalars(saved["optimizer"]["scalars"])

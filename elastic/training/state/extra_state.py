@@ -34,11 +34,11 @@ def read_extra(
 
 
 def extra_of(manifest: Manifest) -> Mapping[str, Json]:
-    """The extra state of a checkpoint ("client" in its manifest). Raises IntegrityError where a part is missing."""
-    missing = set(_KEYS) - set(manifest.client)
+    """The extra state of a checkpoint. Raises IntegrityError where a part is missing."""
+    missing = set(_KEYS) - set(manifest.extra_state)
     if missing:
-        raise IntegrityError(f"checkpoint {manifest.id} lacks the client state {sorted(missing)}")
-    return manifest.client
+        raise IntegrityError(f"checkpoint {manifest.id} lacks the extra state {sorted(missing)}")
+    return manifest.extra_state
 
 
 def check_extra(engine: Engine, state: ShardedState, saved: Mapping[str, Json]) -> None:

@@ -57,7 +57,7 @@ class Verification:
             self._reader = Reader(chunks, tensors.steady, engine.device)
             self._partial = digests(chunks, tensors.sliced.items())
             self._whole = digests(chunks, tensors.whole.items())
-            self._flags, self._hashes = _flags_and_hashes(engine, state, inventory, manifest.client, groups)
+            self._flags, self._hashes = _flags_and_hashes(engine, state, inventory, manifest.extra_state, groups)
         except Exception as error:  # noqa: BLE001 - the other ranks wait for the verdict: it is raised there
             self._error = error
 

@@ -25,7 +25,7 @@ class Content:
     """
 
     template: ShardRecord
-    client: Mapping[str, Json] | None
+    extra_state: Mapping[str, Json] | None
     xxh3: str
     record: ShardRecord | None = None
 
@@ -69,13 +69,13 @@ class NodeShards:
         finally:
             self._pool.release(buffer)
 
-    def commit(self, key: ShardKey, number: int, step: int, client: Mapping[str, Json] | None) -> None:
+    def commit(self, key: ShardKey, number: int, step: int, extra_state: Mapping[str, Json] | None) -> None:
         """The buffer holds the complete snapshot of that step."""
         with self._pool.changed:
             buffer = self._pool.table.buffers.get(number)
             if buffer is None or buffer.key != key:
                 raise IntegrityError(f"step {step} was committed in memory that was not assigned to it", key.where)
-            self._complete(buffer, step, client, "")
+            self._complete(buffer, step, extra_state, "")
 
     @contextmanager
     def receiving(self, key: ShardKey) -> Iterator[Receiving]:
@@ -87,10 +87,10 @@ class NodeShards:
         finally:
             self._pool.release(buffer)
 
-    def finish(self, receiving: Receiving, step: int, client: Mapping[str, Json] | None, xxh3: str) -> None:
+    def finish(self, receiving: Receiving, step: int, extra_state: Mapping[str, Json] | None, xxh3: str) -> None:
         """Every byte has arrived. Raises Fenced when the generation ended meanwhile."""
         with self._pool.changed:
-            self._complete(receiving.buffer, step, client, xxh3)
+            self._complete(receiving.buffer, step, extra_state, xxh3)
 
     @contextmanager
     def reading(self, generation: int, step: int, rank: int, replica: bool | None = None) -> Iterator[Reading]:
@@ -122,7 +122,7 @@ class NodeShards:
         with self._pool.changed:
             buffers = [c for c in self._pool.table.buffers.values() if c.key == key and not c.dropped]
             buffer = max((c for c in buffers if c.step is not None), key=lambda c: c.step or 0, default=None)
-            return None if buffer is None else (buffer.step or 0, buffer.id, buffer.content.client)
+            return None if buffer is None else (buffer.step or 0, buffer.id, buffer.content.extra_state)
 
     def record(self, held: Held, digests: bool) -> ShardRecord:
         """See `SnapshotServer.record`."""
@@ -130,17 +130,17 @@ class NodeShards:
             content = reading.content
             if content.record is not None:
                 return content.record
-            known = replace(content.template, step=held.step, client=content.client, xxh3=content.xxh3)
+            known = replace(content.template, step=held.step, extra_state=content.extra_state, xxh3=content.xxh3)
             if digests:
                 known = _checked(known, reading, self._pool.work)
                 with self._pool.changed:
                     reading.buffer.content = replace(reading.buffer.content, record=known)
             return known
 
-    def _complete(self, buffer: ShardBuffer, step: int, client: Mapping[str, Json] | None, xxh3: str) -> None:
+    def _complete(self, buffer: ShardBuffer, step: int, extra_state: Mapping[str, Json] | None, xxh3: str) -> None:
         table = self._pool.table
         table.complete(buffer, step)
-        buffer.content = Content(table.shards[buffer.key].templates[buffer.key.rank], client, xxh3)
+        buffer.content = Content(table.shards[buffer.key].templates[buffer.key.rank], extra_state, xxh3)
 
 
 def _checked(record: ShardRecord, reading: Reading, work: WorkCounter) -> ShardRecord:

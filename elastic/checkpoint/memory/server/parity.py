@@ -77,7 +77,7 @@ class Parity:
 
     @contextmanager
     def contributing(
-        self, key: ShardKey, rank: int, step: int, client: Mapping[str, Json] | None
+        self, key: ShardKey, rank: int, step: int, extra_state: Mapping[str, Json] | None
     ) -> Iterator[Contribution | None]:
         """A rank's share of the parity of a step; None when it is complete already.
 
@@ -89,7 +89,7 @@ class Parity:
             return
         try:
             block: Block = buffer.content
-            attempt = block.enter(rank, client)
+            attempt = block.enter(rank, extra_state)
             part = block.parts[rank]
             with self._pool.segment(buffer.id).map() as memory:
                 yield Contribution(rank, part.done_bytes, part.nbytes, block, attempt, memory)
@@ -193,7 +193,7 @@ class Parity:
                 if buffer.dropped:
                     raise IntegrityError("the parity of a shard was dropped while it was used", _where(held))
                 shape = ShardShape(held.world_size, template.bytes, {held.rank: template})
-                pool.table.adopt(key, shape, number, held.step).content = Content(template, part.client, found)
+                pool.table.adopt(key, shape, number, held.step).content = Content(template, part.extra_state, found)
         except BaseException:
             pool.give_back(number)
             raise

@@ -41,7 +41,7 @@ class Part:
     nbytes: int
     done_bytes: int = 0
     attempt: int = 0
-    client: Mapping[str, Json] | None = None
+    extra_state: Mapping[str, Json] | None = None
     hash: Any = field(default_factory=xxhash.xxh3_64)
     complete: bool = False
 
@@ -66,12 +66,12 @@ class Block:
     def whole(self) -> bool:
         return all(part.complete for part in self.parts.values())
 
-    def enter(self, rank: int, client: Mapping[str, Json] | None) -> int:
+    def enter(self, rank: int, extra_state: Mapping[str, Json] | None) -> int:
         """Begin or continue a rank's share; returns the number of the attempt."""
         with self._lock:
             part = self.parts[rank]
             part.attempt += 1
-            part.client = client
+            part.extra_state = extra_state
             return part.attempt
 
     def add(self, rank: int, attempt: int, memory: memoryview, chunk: memoryview) -> None:

@@ -125,7 +125,7 @@ class SnapshotDirectory:
             raise StorageError(f"a node that holds a part of {identifier} does not answer: {cause}") from error
         # Takes seconds for a thousand ranks: not in the event loop.
         text = await asyncio.to_thread(self._assembled, records)
-        steps = {record.rank: (record.client or {}).get(STEPS, ()) for record in records}
+        steps = {record.rank: (record.extra_state or {}).get(STEPS, ()) for record in records}
         self._on_steps(snapshot.generation, len(records), steps)
         logger.info("snapshot %s was put together in %.3f s", identifier, time.perf_counter() - began)
         return Assembled(identifier, text, addresses)
@@ -157,7 +157,9 @@ class SnapshotDirectory:
 
     def _assembled(self, records: Sequence[ShardRecord]) -> str:
         whole = assemble(records, run_id=self._run_id, written_at=time.time())
-        return to_json(replace(whole, client={key: value for key, value in whole.client.items() if key != STEPS}))
+        return to_json(
+            replace(whole, extra_state={key: value for key, value in whole.extra_state.items() if key != STEPS})
+        )
 
     def _copy(self, snapshot: Snapshot, rank: int) -> Held:
         node = snapshot.holders[rank]

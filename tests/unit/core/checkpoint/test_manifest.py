@@ -52,7 +52,7 @@ def records(
                 tensors=tuple(tensors),
                 chunks=rank.chunks,
                 digests=digests,
-                client={"cursor": step} if number == 0 else None,
+                extra_state={"cursor": step} if number == 0 else None,
                 zero_stage=2,
                 parameters=shapes if number == 0 else None,
             )
@@ -72,10 +72,10 @@ def test_assembles_in_any_order() -> None:
     found = assemble(example()[::-1], run_id="run-1", versions={"torch": "2"}, written_at=1.5)
     assert found == manifest()
     assert found.id == checkpoint_id(40, 3)
-    assert (found.world_size, found.zero_stage, found.client) == (4, 2, {"cursor": 40})
+    assert (found.world_size, found.zero_stage, found.extra_state) == (4, 2, {"cursor": 40})
     assert found.parameters == SHAPES
     assert [shard.rank for shard in found.shards] == [0, 1, 2, 3]
-    assert all(not shard.digests and shard.client is None and shard.parameters is None for shard in found.shards)
+    assert all(not shard.digests and shard.extra_state is None and shard.parameters is None for shard in found.shards)
     assert found.digests == {
         f"{kind}/{name}": sum(2**63 + i for i in range(math.prod(SHAPES[name]))) % 2**64
         for kind in KINDS
@@ -87,6 +87,16 @@ def test_assembles_in_any_order() -> None:
 def test_digests_do_not_depend_on_the_world_size(world: int) -> None:
     for layout in (zero12_layout(GROUPS, world), zero3_layout(GROUPS, world, 3)):
         assert assemble(records(layout, SHAPES), run_id="r").digests == manifest().digests
+
+
+def test_format_1_keeps_the_keys_of_its_first_manifests() -> None:
+    """Earlier versions wrote the extra state under "client"; manifests of format 1 stay readable both ways."""
+    body = json.loads(to_json(manifest()))["manifest"]
+    assert body["client"] == {"cursor": 40}
+    assert "extra_state" not in body
+    reported = json.loads(to_json(replace(manifest(), shards=tuple(example()))))["manifest"]["shards"]
+    assert [shard.get("client") for shard in reported] == [{"cursor": 40}, None, None, None]
+    assert all("pieces" in shard for shard in reported)
 
 
 def without(records_: list[ShardRecord], rank: int) -> list[ShardRecord]:
@@ -152,15 +162,17 @@ JSON = st.recursive(
     sizes=st.lists(st.integers(0, 40), min_size=1, max_size=6),
     world=st.integers(1, 9),
     stage3=st.booleans(),
-    client=st.dictionaries(TEXT, JSON, max_size=3),
+    extra_state=st.dictionaries(TEXT, JSON, max_size=3),
     written_at=st.floats(0, 2e9),
     strip=st.booleans(),
 )
-def test_json_gives_back_what_was_written(sizes, world, stage3, client, written_at, strip) -> None:
+def test_json_gives_back_what_was_written(sizes, world, stage3, extra_state, written_at, strip) -> None:
     group = [(f"p{number}", numel) for number, numel in enumerate(sizes)]
     layout = zero3_layout([group], world, 5) if stage3 else zero12_layout([group], world)
     reported = records(layout, {name: (numel,) for name, numel in group})
-    found = assemble(change(reported, 0, client=client), run_id="run-1", versions={"x": "1"}, written_at=written_at)
+    found = assemble(
+        change(reported, 0, extra_state=extra_state), run_id="run-1", versions={"x": "1"}, written_at=written_at
+    )
     if not strip:  # records with everything in them have an exact form as well
         found = replace(found, shards=tuple(reported))
     assert from_json(to_json(found)) == found
@@ -211,8 +223,8 @@ BAD = {
     "negative": (put("shards", 0, "bytes", value=-1), "at least 0"),
     "rank missing": (lambda body: body["shards"].pop(), "one shard for each"),
     "field missing": (lambda body: body["shards"][0].pop("xxh3"), "lacks the field 'xxh3'"),
-    "client missing": (lambda body: body.pop("client"), "lacks the field 'client'"),
-    "client is a list": (put("client", value=[]), "'client' is a list"),
+    "extra state missing": (lambda body: body.pop("client"), "lacks the field 'client'"),
+    "extra state is a list": (put("client", value=[]), "'client' is a list"),
     "unknown dtype": (put("shards", 0, "tensors", 0, 1, value="PICKLE"), "none that is written here"),
     "tensor behind the end": (put("shards", 0, "tensors", 0, 3, value=10**9), "would end behind its file"),
     "tensor twice": (put("shards", 0, "tensors", 0, 0, value="exp_avg/group0"), "two tensors of one name"),
@@ -270,9 +282,11 @@ def test_any_damage_is_found(data: st.DataObject) -> None:
 
 
 def test_client_state_without_an_exact_form_is_named() -> None:
-    with pytest.raises(IntegrityError, match=r"client\.user\.best has the key 3"):
-        check_json({"user": {"best": {3: 1}}}, "client")
-    with pytest.raises(IntegrityError, match=r"client\.x\[1\] is a set"):
-        to_json(replace(manifest(), client={"x": [1, {2}]}))
-    assert from_json(to_json(replace(manifest(), client={"betas": (0.9, 0.999)}))).client == {"betas": [0.9, 0.999]}
-    assert from_json(to_json(replace(manifest(), client={"best": math.inf}))).client == {"best": math.inf}
+    with pytest.raises(IntegrityError, match=r"extra_state\.user\.best has the key 3"):
+        check_json({"user": {"best": {3: 1}}}, "extra_state")
+    with pytest.raises(IntegrityError, match=r"extra_state\.x\[1\] is a set"):
+        to_json(replace(manifest(), extra_state={"x": [1, {2}]}))
+    assert from_json(to_json(replace(manifest(), extra_state={"betas": (0.9, 0.999)}))).extra_state == {
+        "betas": [0.9, 0.999]
+    }
+    assert from_json(to_json(replace(manifest(), extra_state={"best": math.inf}))).extra_state == {"best": math.inf}

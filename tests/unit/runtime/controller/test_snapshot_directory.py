@@ -25,7 +25,7 @@ def record(rank: int) -> ShardRecord:
     return ShardRecord(
         rank=rank, world_size=2, generation=1, step=8, file=f"rank-{rank}", bytes=8, xxh3="0",
         tensors=(StoredTensor("fp32/group0", "F32", 2, 0),), chunks=(Chunk("w", 2 * rank, 2, "group0", 0),),
-        digests={"fp32/w": 5}, client={STEPS: [{"step": 8}], "lr": 0.5} if rank == 0 else {STEPS: []},
+        digests={"fp32/w": 5}, extra_state={STEPS: [{"step": 8}], "lr": 0.5} if rank == 0 else {STEPS: []},
         parameters={"w": (4,)} if rank == 0 else None,
     )  # fmt: skip
 
@@ -98,7 +98,7 @@ def test_a_snapshot_is_put_together_once_for_all_workers() -> None:
     first, second = asyncio.run(scenario())
     assert first is second
     manifest = first.manifest()
-    assert (manifest.id, manifest.client, manifest.parameters) == (IDENTIFIER, {"lr": 0.5}, {"w": (4,)})
+    assert (manifest.id, manifest.extra_state, manifest.parameters) == (IDENTIFIER, {"lr": 0.5}, {"w": (4,)})
     assert first.holders == (("10.0.0.1", 1), ("10.0.0.1", 2))
     assert told == [(1, 2, {0: [{"step": 8}], 1: []})], "what a lost worker had not told any more"
     assert b"Chunk" not in pickle.dumps(first), "a worker is sent text, not half a million objects"
