@@ -71,11 +71,16 @@ def next_position(consumed: int, skips: Sequence[Range] = ()) -> int:
     return position
 
 
+def micro_batches_in(samples: int, micro_batch: int) -> int:
+    """Micro-batches that a step of `samples` is cut into; the last may be short."""
+    _positive("micro_batch", micro_batch)
+    return _ceil_div(samples, micro_batch)
+
+
 def micro_steps_per_rank(samples: int, micro_batch: int, world_size: int) -> int:
     """Micro-batches that every rank runs for a step of `samples`: ceil(micro-batches of the step / world size)."""
-    _positive("micro_batch", micro_batch)
     _positive("world_size", world_size)
-    return _ceil_div(_ceil_div(samples, micro_batch), world_size)
+    return _ceil_div(micro_batches_in(samples, micro_batch), world_size)
 
 
 def deal(
@@ -91,7 +96,7 @@ def deal(
     micro_steps = micro_steps_per_rank(stop - start, micro_batch, world_size)
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} is not one of {world_size} ranks")
-    count = _ceil_div(stop - start, micro_batch)
+    count = micro_batches_in(stop - start, micro_batch)
 
     def numbered(index: int, weighted: bool = True) -> MicroBatch:
         begin = start + index * micro_batch
