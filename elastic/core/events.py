@@ -281,7 +281,7 @@ class StopPromised:
 
 @dataclass(frozen=True)
 class MemoryLost:
-    """The members take no more snapshots into memory in this generation; training goes on."""
+    """No more snapshots are taken into memory in this generation. `reason` is empty where another member has it."""
 
     generation: int
     worker: int

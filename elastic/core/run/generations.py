@@ -154,13 +154,15 @@ def _promised(transition: Transition, phase: Pausing, worker: int, step: int) ->
 
 
 def memory_lost(transition: Transition, event: MemoryLost) -> None:
-    """Reported by every member; noted once."""
-    if transition.saved.memory_lost_in < event.generation:
-        transition.set_saved(memory_lost_in=event.generation)
-        transition.say(
-            f"no more snapshots are taken into memory: {event.reason}; a failure now goes back to storage",
-            kind="memory",
-        )
+    """Reported by every member, with a reason by those that have one; noted once."""
+    if not event.reason or transition.saved.memory_lost_in >= event.generation:
+        return
+    transition.set_saved(memory_lost_in=event.generation)
+    lost = f"no more snapshots are taken into memory: {transition.name_of(event.worker)} reports: {event.reason}"
+    if transition.state.settings.snapshots.required:
+        fail_generation(transition, "usage-error", f"{lost}; the job's snapshots.required ends the run")
+    else:
+        transition.say(f"{lost}; a failure now goes back to storage", kind="memory")
 
 
 def worker_left(transition: Transition, event: WorkerLeft) -> None:

@@ -19,10 +19,13 @@ class News:
 
     doing: str = "starting"
     storage: str = ""
+    memory: str = ""
 
     def hear(self, note: Note) -> None:
         if note.kind == "storage":
             self.storage = note.sentence
+        elif note.kind == "memory":
+            self.memory = note.sentence
         elif note.kind in ("decision", "waiting", "start"):
             self.doing = note.sentence
 
@@ -56,7 +59,9 @@ def figures(state: RunState, telemetry: Telemetry, news: News, slow: Mapping[int
 def _doing(state: RunState, news: News) -> str | None:
     """What the run does besides training, in one sentence."""
     if isinstance(state.phase, Training):
-        return news.storage if state.saved.storage_failing else None
+        if state.saved.storage_failing:
+            return news.storage
+        return news.memory if state.saved.memory_lost_in == state.generation else None
     if isinstance(state.phase, Closing):
         return f"waiting for the checkpoint of step {state.phase.step}, the last one"
     return news.doing

@@ -28,6 +28,10 @@ logger = logging.getLogger(__name__)
 # generation that ends as planned, without which steps would be repeated: many gigabytes take their time.
 _WAIT_S = 10.0
 _LAST_WAIT_S = 30.0
+# A committed snapshot that is not complete after so long, and the time that its bytes take at the slowest rate, will
+# never be: a node that keeps its replica lives but does not take it. Longer than a sender's own tries.
+_COMPLETE_LIMIT_S = 60.0
+_SLOWEST_BYTES_S = 20e6
 _CHECK_S = 0.1
 _MICROSECONDS = 1e6
 
@@ -67,6 +71,8 @@ class MemoryTier:
         self._pins = Pins(scope.device)
         self._record: ShardRecord | None = None
         self._taken: int | None = None
+        # When the snapshot of `_taken` was committed, on the monotonic clock.
+        self._committed_at: float | None = None
         self._complete = -1
         self._steps = 0
         self._reported_interval = 0
@@ -104,6 +110,7 @@ class MemoryTier:
         steps = self._scope.coordinator.recent_steps()
         try:
             self._memory.commit(step, {**(extra or {}), STEPS: steps})
+            self._committed_at = time.monotonic()
         except (StorageError, IntegrityError, Fenced) as error:
             logger.warning("the snapshot of step %d is not in this node's memory: %s", step, error)
             self._problem = str(error)
@@ -156,7 +163,7 @@ class MemoryTier:
 
     def _capture(self, step: int) -> MemoryCopy | None:
         """A problem of this rank alone is told at the next agreement: until then the others go on."""
-        self._taken = step
+        self._taken, self._committed_at = step, None
         self._scope.enter(Phase.SAVING)
         try:
             return self._captured(step)
@@ -216,9 +223,24 @@ class MemoryTier:
             self._problem = str(error)
         except StorageError as error:
             self._problem = str(error)
+        else:
+            self._problem = self._problem or self._overdue()
+
+    def _overdue(self) -> str | None:
+        """Why the last snapshot will not become complete, where it has had its time."""
+        if self._taken is None or self._complete >= self._taken or self._committed_at is None:
+            return None
+        limit_s = _COMPLETE_LIMIT_S + (self._record.bytes if self._record is not None else 0) / _SLOWEST_BYTES_S
+        waited_s = time.monotonic() - self._committed_at
+        if waited_s <= limit_s:
+            return None
+        keepers = ", ".join(f"{host}:{port}" for host, port in self._plan.targets) or "this node alone"
+        why = self._memory.failed() or f"{keepers} keeps it, and takes it too slowly or not at all"
+        return f"the snapshot of step {self._taken} is not complete after {waited_s:.0f} s: {why}"
 
     def _give_up(self) -> None:
         self._off = True
-        reason = self._problem or "another rank's node cannot"
-        logger.warning("no more snapshots are taken into the nodes' memory: %s", reason)
-        self._scope.coordinator.memory_lost(reason)
+        logger.warning(
+            "no more snapshots are taken into the nodes' memory: %s", self._problem or "another rank says why"
+        )
+        self._scope.coordinator.memory_lost(self._problem or "")

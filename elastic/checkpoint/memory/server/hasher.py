@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 
@@ -10,17 +11,20 @@ from elastic.checkpoint.memory.server.sender import Job
 from elastic.checkpoint.memory.shard_buffers import ShardKey
 from elastic.core.errors import IntegrityError
 
+logger = logging.getLogger(__name__)
+
 
 class Hasher(threading.Thread):
     """Used as a `Sender` is. A snapshot counts as sent once its hash is known: from then on damage is detected."""
 
     sent_bytes = 0
-    problem: str | None = None
-    lost = lacks_memory = False
+    lacks_memory = False
 
     def __init__(self, shards: NodeShards, key: ShardKey, on_change: Callable[[], None]) -> None:
         super().__init__(name=f"hash of rank {key.rank}", daemon=True)
         self.sent_step = -1
+        self.problem: str | None = None
+        self.lost = False
         self._shards = shards
         self._key = key
         self._on_change = on_change
@@ -45,6 +49,14 @@ class Hasher(threading.Thread):
             self._changed.notify_all()
 
     def run(self) -> None:
+        try:
+            self._hash_all()
+        except Exception as error:
+            logger.exception("%s ends", self.name)
+            self.lost, self.problem = True, f"the {self.name} could not be computed: {error!r}"
+            self._on_change()
+
+    def _hash_all(self) -> None:
         while (job := self._next()) is not None:
             try:
                 self._shards.hash_own(self._key, job.number, job.step)

@@ -93,6 +93,17 @@ class Sender(threading.Thread):
                 self._channel.shut()
 
     def run(self) -> None:
+        try:
+            self._send_all()
+        except Exception as error:
+            # A thread that ended without a word would leave every later snapshot incomplete.
+            logger.exception("%s ends", self.name)
+            self.lost = True
+            self._report(self._refusal(repr(error)), None)
+        finally:
+            self._close()
+
+    def _send_all(self) -> None:
         pauses = 0
         # Connect before the first snapshot: a holder that lacks the memory is reported early.
         job: Job | None = None
@@ -115,7 +126,6 @@ class Sender(threading.Thread):
                 job = self._next(job)
                 if job is None:
                     break
-        self._close()
 
     def _connect(self) -> None:
         if self._channel is not None:
@@ -161,10 +171,13 @@ class Sender(threading.Thread):
             self.lost, self.lacks_memory = True, isinstance(error, UsageError)
         # The other side may have closed an idle connection: only a second failure in a row counts.
         if pauses or self.lost:
-            what = "parity" if self._request.stripe else "replica"
-            host, port = self._target
-            self._report(f"{host}:{port} takes no {what} of rank {self._key.rank}: {error}", None)
+            self._report(self._refusal(str(error)), None)
         return self.lost or (self._retiring and pauses > 0)
+
+    def _refusal(self, why: str) -> str:
+        what = "parity" if self._request.stripe else "replica"
+        host, port = self._target
+        return f"{host}:{port} takes no {what} of rank {self._key.rank}: {why}"
 
     def _pause(self, pauses: int) -> None:
         if pauses:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from machine_scenario import Scenario
 
 from elastic.core import actions as act
 from elastic.core import events as ev
-from elastic.core.run.phase import Closing, Ending, Joining, Pausing, Training, Waiting
+from elastic.core.run.phase import USAGE, Closing, Ending, Joining, Pausing, Training, Waiting
 
 
 def test_growth_holds_everybody_at_one_step_and_goes_on_from_its_checkpoint() -> None:
@@ -49,6 +51,25 @@ def test_growth_does_not_wait_for_storage_where_memory_takes_the_last_step() -> 
     assert isinstance(s.phase, Pausing)
     s = Scenario(2, 3, memory=True).started(2).do(ev.SaveFailing(5, "503", 1.0, 1), ev.MemoryLost(1, 0, "full"))
     assert isinstance(s.nodes(1).phase, Training)
+
+
+def test_the_reason_for_lost_snapshots_is_noted_and_not_that_another_rank_has_it() -> None:
+    s = Scenario(2, 2, memory=True).started(2).do(ev.MemoryLost(1, 0, ""))
+    assert not s.said()
+    s.do(ev.MemoryLost(1, 1, "10.0.0.2:5 takes no replica of rank 1"))
+    assert "rank 1 on node node-1 reports: 10.0.0.2:5 takes no replica" in s.said()
+    assert not s.do(ev.MemoryLost(1, 0, "also lost")).said(), "said once"
+    assert isinstance(s.phase, Training)
+
+
+def test_lost_snapshots_that_are_required_end_the_run() -> None:
+    s = Scenario(2, 2, memory=True)
+    settings = s.state.settings
+    s.state = replace(s.state, settings=replace(settings, snapshots=replace(settings.snapshots, required=True)))
+    s.started(2).do(ev.MemoryLost(1, 1, "10.0.0.2:5 takes no replica of rank 1")).left(3)
+    status, reason = s.end
+    assert status == USAGE
+    assert "10.0.0.2:5 takes no replica of rank 1" in reason
 
 
 def test_failing_storage_of_an_earlier_generation_does_not_forbid_growth_for_ever() -> None:
