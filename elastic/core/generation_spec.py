@@ -56,6 +56,8 @@ class GenerationSpec:
     batch: BatchSettings = field(default_factory=BatchSettings)
     checkpoint: str | None = None
     checkpoint_every_steps: int | None = None
+    # The kind of engine; see `elastic.engines.select`.
+    engine: str = "deepspeed"
     deepspeed_config: Mapping[str, Any] | None = None
     memory: MemoryPlan | None = None
     # Ranges of positions that the run leaves out; and the handling of a non-finite loss (None: not watched).

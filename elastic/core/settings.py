@@ -208,6 +208,8 @@ class RunSettings:
     stragglers: StragglerSettings = field(default_factory=StragglerSettings)
     sinks: tuple[SinkSettings, ...] = ()
     resources_per_worker: Mapping[str, float] = field(default_factory=lambda: {"CPU": 1.0})
+    # The kind of engine that every worker trains with; `deepspeed_config` is for the one of that name.
+    engine: str = "deepspeed"
     deepspeed_config: Mapping[str, Json] | None = None
     storage_url: str = "./runs"
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from elastic.core.checkpoint.manifest import Json
     from elastic.core.generation_spec import GenerationSpec
+    from elastic.core.settings import RunSettings
     from elastic.engines.live_state import ShardedState
 
 # AnomalySettings.policy.
@@ -137,8 +138,9 @@ class EngineKind(GroupHooks, Protocol):
 
     name: str
 
-    def warm_up(self) -> None:
-        """Import what the first engine would import, so that a recovery does not wait for it."""
+    def warm_up(self, settings: RunSettings | None) -> None:
+        """Import what the first engine would import, and compile the kernels that the configuration in `settings`
+        needs (None: it is not known yet), so that neither a join nor a recovery waits for it."""
         ...
 
     def answer_user_calls(self, initialize: Callable[..., Any] | None, spec: GenerationSpec) -> None:

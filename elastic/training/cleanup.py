@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from elastic.core.settings import RunSettings
 from elastic.engines.base import EngineKind
-from elastic.engines.select import engine_kind
 
 logger = logging.getLogger(__name__)
 
@@ -21,8 +21,9 @@ _IMPORTED_LATE = ("elastic.training.api", "elastic.training.saving.snapshots", "
 _warm = False
 
 
-def warm_up(kind: EngineKind | None = None) -> None:
-    """Import all that a generation needs and hide it from the garbage collector. Once per process.
+def warm_up(kind: EngineKind, settings: RunSettings | None = None) -> None:
+    """Import all that a generation of this kind of engine needs and hide it from the garbage collector. Once per
+    process. `settings`: see `EngineKind.warm_up`.
 
     torch and DeepSpeed create some 10**6 objects that every full collection would otherwise walk (0.1 s and more, in
     every recovery). Called before any user code runs, so that nothing of the user's is kept alive by it; the runtime
@@ -32,7 +33,7 @@ def warm_up(kind: EngineKind | None = None) -> None:
     if _warm:
         return
     _warm = True
-    (kind or engine_kind()).warm_up()
+    kind.warm_up(settings)
     for name in _IMPORTED_LATE:
         importlib.import_module(name)
     gc.collect()

@@ -36,7 +36,7 @@ class Generation:
         local_rank: int = 0,
         kind: EngineKind | None = None,
     ) -> None:
-        self.kind = kind or engine_kind()
+        self.kind = kind or engine_kind(spec.engine)
         self.group = ProcessGroup(spec, rendezvous, self.kind, local_rank)
         self.scope = GenerationScope(spec, coordinator, self.kind.device(local_rank)[1], local_rank)
         self.state = State()

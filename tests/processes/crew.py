@@ -168,9 +168,10 @@ def _live(pipe: Connection) -> None:
     # Data workers are to be forked, as they are in a process that was not spawned itself.
     multiprocessing.set_start_method("fork", force=True)
     from elastic.comm.rendezvous import host_store
+    from elastic.engines.deepspeed.kind import KIND
     from elastic.training.cleanup import warm_up
 
-    warm_up()
+    warm_up(KIND)
     runner: dict[str, Any] = {}
     thread: threading.Thread | None = None
     while True:

@@ -59,6 +59,7 @@ def _silent() -> Iterator[None]:
 
 
 def _table(only: list[str] | None) -> int:
+    from elastic.engines.deepspeed.kind import KIND
     from elastic.training.cleanup import warm_up
     from proof.corpus import corpus
     from proof.run import examine
@@ -68,7 +69,7 @@ def _table(only: list[str] | None) -> int:
     failed = 0
     with _silent():
         # Imports, not part of anyone's seconds.
-        warm_up()
+        warm_up(KIND)
         chosen = [mutation for mutation in corpus() if not only or mutation.id in only]
         for mutation in chosen:
             verdict = examine(mutation)

@@ -37,11 +37,12 @@ class World:
 @contextmanager
 def world(setup: Setup, world_size: int, version: str) -> Iterator[World]:
     """Engines as a run has them after some steps (or, for FRESH, before the first), holding `version`'s values."""
+    from elastic.engines.deepspeed.kind import KIND
     from elastic.engines.deepspeed.teardown import release_engine
     from elastic.training.cleanup import warm_up
 
     # Stage 3 collects garbage for every engine: what was imported must be out of its sight.
-    warm_up()
+    warm_up(KIND)
     engines: list[Any] = []
     try:
         for rank in range(world_size):

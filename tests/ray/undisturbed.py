@@ -130,10 +130,11 @@ def _live(pipe: Connection) -> None:
 
     from elastic.comm.rendezvous import host_store
     from elastic.core.generation_spec import BatchSettings, GenerationSpec
+    from elastic.engines.deepspeed.kind import KIND
     from elastic.training.cleanup import warm_up
     from elastic.training.local import run_local
 
-    warm_up()
+    warm_up(KIND)
     while True:
         try:
             order = pipe.recv()

@@ -11,10 +11,12 @@ import torch
 
 from elastic.core.errors import UsageError
 from elastic.core.generation_spec import GenerationSpec
-from elastic.engines.base import Config, Nonfinite, ResolvedConfig
+from elastic.core.settings import RunSettings
+from elastic.engines.base import Config, EngineKind, Nonfinite, ResolvedConfig
 from elastic.engines.deepspeed import monitors, startup, teardown, user_calls
 from elastic.engines.deepspeed.adapter import DeepSpeedAdapter
 from elastic.engines.deepspeed.config import read_config, resolve
+from elastic.engines.deepspeed.operators import build_ahead
 from elastic.engines.deepspeed.refused import refuse_model
 
 
@@ -23,8 +25,10 @@ class DeepSpeed:
 
     name = "deepspeed"
 
-    def warm_up(self) -> None:
+    def warm_up(self, settings: RunSettings | None) -> None:
         startup.warm_up()
+        if settings is not None:
+            build_ahead(settings.deepspeed_config)
 
     def device(self, local_rank: int) -> tuple[str, torch.device]:
         """As DeepSpeed's accelerator says: the variable DS_ACCELERATOR may choose another one than the machine has."""
@@ -99,3 +103,6 @@ class DeepSpeed:
             raise
         engine.time_collectives()
         return engine, wrapped, scheduler
+
+
+KIND: EngineKind = DeepSpeed()

@@ -129,7 +129,7 @@ class WorkerActor:
         self._import()
         if gpus:
             node_id = ray.get_runtime_context().get_node_id()
-            check_device(gpus, look(), os.environ, f"{node_id[:8]} ({address})")
+            check_device(gpus, look(self._settings.engine), os.environ, f"{node_id[:8]} ({address})")
         self._function = self._entry.load()
         threading.Thread(target=self._train, name="elastic-training", daemon=True).start()
         return {"pid": os.getpid(), "host": address}
@@ -255,15 +255,14 @@ class WorkerActor:
         from elastic.checkpoint.storage import CheckpointStore
         from elastic.checkpoint.writer import BackgroundWriter
         from elastic.comm.nccl import outlive_peers
-        from elastic.engines.deepspeed.operators import build_ahead
+        from elastic.engines.select import engine_kind
         from elastic.runtime.worker import ray_coordinator
         from elastic.training import api, cleanup, loop
 
         logger.debug("imported %s", (elastic, api, loop, ray_coordinator))
         outlive_peers()
-        cleanup.warm_up()
-        # Compiled now, while nobody waits for this worker: within a join it would count as a hang.
-        build_ahead(self._settings.deepspeed_config)
+        # Kernels are compiled now, while nobody waits for this worker: within a join it would count as a hang.
+        cleanup.warm_up(engine_kind(self._settings.engine), self._settings)
         failures = self._settings.failures
         if self._settings.snapshots.enabled:
             from elastic.checkpoint.memory import source

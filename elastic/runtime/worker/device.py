@@ -21,7 +21,7 @@ class Seen:
     used: str
 
 
-def look() -> Seen:
+def look(engine: str) -> Seen:
     """Imports torch and the engine, and initialises neither the device nor a context on it."""
     import torch
 
@@ -32,7 +32,7 @@ def look() -> Seen:
         torch=str(torch.__version__),
         built_for=None if built_for is None else built_for.type,
         devices=torch.accelerator.device_count(),
-        used=engine_kind().device(0)[1].type,
+        used=engine_kind(engine).device(0)[1].type,
     )
 
 

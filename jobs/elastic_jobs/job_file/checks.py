@@ -16,6 +16,7 @@ from elastic.core.names import check_run_id
 from elastic.core.run.phase import FINISHED
 from elastic.core.secrets import check_options, check_url
 from elastic.core.settings import RunSettings
+from elastic.engines.select import check_engine
 from elastic.entrypoint import load_entry_point, parse_entry_point
 from elastic_jobs.running.backend import check_nodes, growth
 from elastic_jobs.running.follow import check_summary_file
@@ -51,6 +52,7 @@ def check(job: Job, place: Place | None = None) -> list[Finding]:
         *_found("checkpoint.url", check_url, settings.checkpoint.url),
         # Options are stored beside the journal, so they must hold no secret.
         *_found("config", check_options, job.config, "config"),
+        *_found("engine", check_engine, settings.engine),
         *_found("deepspeed", check_options, settings.deepspeed_config or {}, "deepspeed"),
         *_found("deepspeed", _check_deepspeed, settings),
         *(_found("place", _check_place, settings, place) if place is not None else ()),

@@ -152,6 +152,7 @@ class JobSpec(BaseModel):
     share_after_s: Annotated[float, Field(gt=0)] = ScalingSettings.share_after_s
     scaling_policy: Literal["eager", "patient"] = ScalingSettings.policy
     resources_per_worker: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=lambda: {"CPU": 1.0})
+    engine: str = RunSettings.engine
     deepspeed: dict[str, Any] | str | None = None
     global_batch: Count | None = None
     micro_batch: Count | None = None
@@ -242,6 +243,7 @@ class JobSpec(BaseModel):
             stragglers=StragglerSettings(**dict(self.stragglers)),
             sinks=tuple(SinkSettings(sink.kind, sink.path.replace("{run_id}", run_id)) for sink in self.sinks),
             resources_per_worker=self.resources_per_worker,
+            engine=self.engine,
             deepspeed_config=self.deepspeed if isinstance(self.deepspeed, dict) else None,
             storage_url=self.storage_url or self.checkpoint.url or storage_url,
         )

@@ -29,6 +29,7 @@ def generation_specs(
             batch=batch,
             checkpoint=action.checkpoint,
             checkpoint_every_steps=settings.checkpoint.every_steps,
+            engine=settings.engine,
             deepspeed_config=settings.deepspeed_config,
             memory=plan,
             skips=action.skips,

@@ -35,6 +35,7 @@ def test_a_good_job_has_no_findings() -> None:
         (changed(storage_url="s3://me:pass@b/x"), None, "storage_url", "holds credentials"),
         (changed(checkpoint=CheckpointSettings("s3://me:pass@b/x")), None, "checkpoint.url", "holds credentials"),
         (replace(JOB, config={"api_key": "abc"}), None, "config", "config.api_key looks like a secret"),
+        (changed(engine="fsdp"), None, "engine", "engine 'fsdp' is unknown; the engines are: deepspeed"),
         (changed(deepspeed_config={"elasticity": {}}), None, "deepspeed", "deepspeed: DeepSpeed option elasticity"),
         (changed(deepspeed_config={"x": {"password": "p"}}), None, "deepspeed", "deepspeed.x.password looks like"),
         (JOB, Place(nodes=1), "place", "1 node can hold 1 worker, but min_workers is 2"),
