@@ -163,7 +163,7 @@ def _unchecked() -> Iterator[None]:
         for owner, name, instead in (
             (engine_state, "Verification", lambda *_: SimpleNamespace(verdict=nothing)),
             (cursor, "verify", nothing),
-            (engine_state, "verify_replicas", nothing),
+            (engine_state.EngineState, "verify_replicas", nothing),
             (engine_state, "check_extra", nothing),
             (engine_state, "check_model", lambda *_: frozenset()),
             (opening, "check_layout", nothing),

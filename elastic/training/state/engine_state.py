@@ -33,7 +33,8 @@ from elastic.training.state.extra_state import check_extra, extra_of, install_ex
 from elastic.training.state.host import HostCopy, HostPool, Transfer, packed, placed, transfer
 from elastic.training.state.model_check import check_model
 from elastic.training.state.reading import Staged, check_dtypes, read_checkpoint
-from elastic.training.state.verification import Verification, verify_replicas
+from elastic.training.state.replicas import Replicas
+from elastic.training.state.verification import Verification
 from elastic.training.state.verify_scalars import LiveGroups
 
 _log = logging.getLogger(__name__)
@@ -234,8 +235,19 @@ class EngineState:
 
         Raises IntegrityError on all ranks: a snapshot would carry one copy and a restore would give it to all.
         """
-        if self._sharded.world_size > 1:
-            verify_replicas(self._sharded, self._inventory(), self.agreement)
+        replicas = self.replicas()
+        if replicas is None:
+            return
+        own = replicas.fingerprint()
+        low, high = self.agreement.least([own, -own])
+        if low != -high:
+            raise replicas.difference(self.agreement)
+
+    def replicas(self, turn: int | None = None) -> Replicas | None:
+        """This rank's copies of whatever is not partitioned, to be compared; None where there is one rank only."""
+        if self._sharded.world_size == 1:
+            return None
+        return Replicas(self._engine, self._sharded, self._inventory(), turn)
 
     def close(self) -> None:
         if self._verification is not None:
