@@ -27,7 +27,7 @@ class StepReport:
     that the sum over ranks is the loss of the global batch. `grad_norm` is the engine's (None if it has none).
     `duration_s` ends with the optimizer step; `save_stall_s` is how long snapshots delayed the training thread: for
     this step after it, and for the previous one during it.
-    `own_s` is the part of `duration_s` that this rank did not spend in collectives (0.0: not measured).
+    `noncollective_s` is the part of `duration_s` that this rank did not spend in collectives (0.0: not measured).
     `anomaly` says why the step was not applied; `skipped` is then what it would have consumed.
     `metrics` is what the user attached with `elastic.report`.
     """
@@ -44,7 +44,7 @@ class StepReport:
     save_stall_s: float = 0.0
     anomaly: str = ""
     skipped: tuple[Range, ...] = ()
-    own_s: float = 0.0
+    noncollective_s: float = 0.0
     metrics: Mapping[str, Any] = field(default_factory=dict)
     generation: int = 0
     rank: int = 0
@@ -68,8 +68,8 @@ class CompletedStep:
 
     `positions` are joined half-open ranges of the global sample order; `loss` is the mean over the global batch.
     `anomaly` says why the step was not applied; `skipped` is then what it would have consumed.
-    `own_s[rank]` is what the rank did not spend in collectives (0.0: not measured), `straggler_s` how much longer the
-    slowest rank worked than the median, apart from waiting for data.
+    `noncollective_s[rank]` is the rank's time outside of collectives (0.0: not measured), `straggler_s` how much
+    longer the slowest rank worked than the median, apart from waiting for data.
     `metrics` has one value per name: the mean over the ranks that reported a number; otherwise the value of the lowest
     rank that reported the name. `metrics_by_rank` has the single values of names whose values differ between ranks, of
     the lowest `RANKS_PER_METRIC` ranks.
@@ -89,7 +89,7 @@ class CompletedStep:
     learning_rates: tuple[float, ...]
     anomaly: str = ""
     skipped: tuple[Range, ...] = ()
-    own_s: tuple[float, ...] = ()
+    noncollective_s: tuple[float, ...] = ()
     straggler_s: float = 0.0
     metrics: Mapping[str, Any] = field(default_factory=dict)
     metrics_by_rank: Mapping[str, Mapping[int, Any]] = field(default_factory=dict)
@@ -174,7 +174,7 @@ class StepTable:
             # A rank with a non-finite loss says so; the others know the gradient only.
             anomaly=max((report.anomaly for report in reports), key=lambda text: (bool(text), "loss" in text)),
             skipped=join(position for report in reports for position in report.skipped),
-            own_s=tuple(report.own_s for report in reports),
+            noncollective_s=tuple(report.noncollective_s for report in reports),
             straggler_s=_excess(reports),
             metrics=metrics,
             metrics_by_rank=metrics_by_rank,
@@ -205,10 +205,10 @@ def _mean(values: Sequence[Any]) -> Any:
 
 
 def _excess(reports: Sequence[StepReport]) -> float:
-    if min(report.own_s for report in reports) <= 0.0:
+    if min(report.noncollective_s for report in reports) <= 0.0:
         return 0.0
     # Waiting for data has its own owner.
-    working = [report.own_s - report.data_wait_s for report in reports]
+    working = [report.noncollective_s - report.data_wait_s for report in reports]
     return max(working) - median(working)
 
 

@@ -265,7 +265,7 @@ class ControllerActor:
                 if node is not None and worker.phase is not WorkerPhase.STARTING:
                     loop.heartbeats.expect(worker.id, node, loop.clock.now())
         else:
-            await self._executor.sweep()
+            await self._executor.remove_orphans()
             self._records.note(run_began(settings.run_id, old.attempt))
             found = await self._from_storage(store.list)
             known = tuple((ref.id, ref.step) for ref in found)
