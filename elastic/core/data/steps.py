@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 from elastic.core.events import FirstStepDone
+from elastic.core.typed_json import NOT_KEPT
 
 Range = tuple[int, int]
 
@@ -100,22 +101,26 @@ class CompletedStep:
         return FirstStepDone(self.generation, self.step) if self.first else None
 
 
+@dataclass
 class StepTable:
     """The reports of one generation, joined step by step. Reports of other generations are dropped."""
 
-    def __init__(self) -> None:
-        # The generation that is being counted; -1 before the first.
-        self.generation = -1
-        self._world_size = 0
-        self._reports: dict[int, dict[int, StepReport]] = {}
-        self._done: set[int] = set()
-        self._done_below = 0
-        self._first = True
+    # The generation that is being counted; -1 before the first.
+    generation: int = -1
+    _world_size: int = 0
+    # Workers send again what is not complete.
+    _reports: dict[int, dict[int, StepReport]] = field(default_factory=dict, metadata=NOT_KEPT)
+    _done: set[int] = field(default_factory=set)
+    _done_below: int = 0
+    # The next complete step is reported to the state machine as the generation's first.
+    _first: bool = True
+    # The state machine knows of the first step.
+    _first_known: bool = False
 
     def begin(self, generation: int, world_size: int, start_step: int = 0) -> None:
         """A generation of `world_size` ranks begins after `start_step` finished steps."""
         self.generation, self._world_size, self._done_below = generation, world_size, start_step + 1
-        self._reports, self._done, self._first = {}, set(), True
+        self._reports, self._done, self._first, self._first_known = {}, set(), True, False
 
     def add(self, report: StepReport) -> CompletedStep | None:
         """One rank's report of a finished step; the completed step when it was the last one missing.
@@ -138,7 +143,13 @@ class StepTable:
         """The state machine knows of the generation's first step. A step in the journal does not imply that: a
         controller may have ended between the two."""
         if generation == self.generation:
-            self._first = False
+            self._first, self._first_known = False, True
+
+    def restored(self) -> StepTable:
+        """After a restart of the controller: a first step that the state machine did not get to know is reported with
+        the next one."""
+        self._first = not self._first_known
+        return self
 
     def _mark_done(self, step: int) -> None:
         if not self._is_done(step):
