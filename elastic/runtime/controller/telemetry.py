@@ -14,7 +14,7 @@ from elastic.core.run.state import RunState
 from elastic.core.settings import RunSettings
 from elastic.observe import records
 from elastic.observe.text import finite
-from elastic.observe.time_ledger import PROVE, RESHARD, RESTORE, SampleLedger, TimeLedger, owner_of
+from elastic.observe.time_ledger import RESHARD, RESTORE, VERIFY, SampleLedger, TimeLedger, owner_of
 
 # A record of steps holds at most this many steps and is delayed by at most this long.
 _STEPS_PER_RECORD = 100
@@ -54,7 +54,7 @@ class Telemetry:
         self._recent: deque[tuple[float, int, int]] = deque(maxlen=20)
         self._stalls: dict[int, float] = {}
         self._restores: dict[int, Mapping[str, Any]] = {}
-        self._proof_s = 0.0
+        self._verify_s = 0.0
         self.step = 0
         self.loss: float | None = None
         self.grad_norm: float | None = None
@@ -97,8 +97,8 @@ class Telemetry:
         if done.first:
             # The time of verification is known only after the restore; until then it is booked as the restore's.
             for owner in (RESHARD, RESTORE):
-                self._proof_s -= self.time.move(owner, PROVE, self._proof_s)
-            self._proof_s = 0.0
+                self._verify_s -= self.time.move(owner, VERIFY, self._verify_s)
+            self._verify_s = 0.0
         self._reached(done.step, finite(done.loss))
         self.metrics.update(done.metrics)
         self.samples.add(done.step, done.positions, done.skipped)
@@ -129,7 +129,7 @@ class Telemetry:
         if known or len(self._restores) < data["world_size"]:
             return None
         record = records.restore([self._restores[rank] for rank in sorted(self._restores)])
-        self._proof_s = record["verify_s"]
+        self._verify_s = record["verify_s"]
         self._record(record)
         return record
 

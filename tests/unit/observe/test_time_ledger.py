@@ -88,9 +88,9 @@ def test_a_late_report_owns_no_time() -> None:
 def test_what_is_learned_afterwards_can_be_moved() -> None:
     ledger = TimeLedger(0.0, own.RESTORE)
     ledger.switch(own.DECIDE, 2.0)
-    ledger.move(own.RESTORE, own.PROVE, 0.5)
-    ledger.move(own.RESTORE, own.PROVE, 99.0)
-    assert ledger.totals(2.0) == {own.PROVE: 2.0}
+    ledger.move(own.RESTORE, own.VERIFY, 0.5)
+    ledger.move(own.RESTORE, own.VERIFY, 99.0)
+    assert ledger.totals(2.0) == {own.VERIFY: 2.0}
 
 
 def test_an_owner_that_does_not_exist_is_an_error() -> None:

@@ -13,9 +13,9 @@ from elastic.core.generation_spec import GenerationSpec, MemoryPlan
 from elastic.training.local import SilentCoordinator
 from elastic.training.saving.snapshots import Snapshots
 from elastic.training.scope import GenerationScope
-from proof import scene
-from proof.corpus import BF2, FP16, Z0, Z2, Z3
-from proof.model import Setup
+from verification import scene
+from verification.corpus import BF2, FP16, Z0, Z2, Z3
+from verification.model import Setup
 
 pytestmark = [pytest.mark.processes, pytest.mark.filterwarnings("ignore")]
 
