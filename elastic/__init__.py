@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from elastic.core.errors import ElasticError, UsageError
     from elastic.core.settings import AnomalySettings, FailureSettings, SnapshotSettings, StragglerSettings
+    from elastic.interchange.export import export
     from elastic.training.api import (
         busy,
         epochs,
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AnomalySettings", "Context", "ElasticError", "ElasticTrainer", "FailureSettings", "SnapshotSettings",
-    "StragglerSettings", "UsageError", "busy", "epochs", "get_context", "initialize", "prepare_data_loader", "report",
-    "state",
+    "StragglerSettings", "UsageError", "busy", "epochs", "export", "get_context", "initialize", "prepare_data_loader",
+    "report", "state",
 ]  # fmt: skip
 
 _HOMES = {
@@ -42,6 +43,7 @@ _HOMES = {
     "UsageError": "elastic.core.errors",
     "busy": "elastic.training.api",
     "epochs": "elastic.training.api",
+    "export": "elastic.interchange.export",
     "get_context": "elastic.training.api",
     "initialize": "elastic.training.api",
     "prepare_data_loader": "elastic.training.api",

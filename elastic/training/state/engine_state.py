@@ -24,6 +24,7 @@ from elastic.core.sharding.layout import RankLayout
 from elastic.engines.base import Engine
 from elastic.engines.inventory import Inventory, gaps
 from elastic.engines.live_state import BUFFER, PARAM
+from elastic.engines.model_description import describe
 from elastic.engines.optimizer_state import decode_scalars, install_state, scalars_of
 from elastic.engines.optimizer_trial import try_optimizer
 from elastic.training.session import RestoreReport
@@ -76,6 +77,7 @@ class EngineState:
         try_optimizer(self._sharded.base, self._sharded.zero_stage > 0, live)
         self._pool = HostPool(engine.device)
         self._built = late_buffers.shapes(self._sharded.specs())
+        self._model = describe(self._sharded.module)
         self._verification: Verification | None = None
         inventory = self._inventory()
         for key, tensor in inventory.tensors().items():
@@ -181,7 +183,8 @@ class EngineState:
         if self._sharded.rank != 0:
             return None
         grown = late_buffers.grown(self._built, late_buffers.shapes(self._sharded.specs()))
-        return {**read_extra(self._engine, self._sharded, inventory, caller), "grown_buffers": grown}
+        extra = read_extra(self._engine, self._sharded, inventory, caller)
+        return {**extra, "model": self._model, "grown_buffers": grown}
 
     def restore(
         self, source: CheckpointSource, checkpoint_id: str, later: bool = False
