@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from elastic_jobs.trainer import ElasticTrainer
 
+    from elastic import data
     from elastic.core.errors import ElasticError, UsageError
     from elastic.core.settings import AnomalySettings, FailureSettings, SnapshotSettings, StragglerSettings
-    from elastic.interchange.export import export
     from elastic.training.api import (
         busy,
         epochs,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AnomalySettings", "Context", "ElasticError", "ElasticTrainer", "FailureSettings", "SnapshotSettings",
-    "StragglerSettings", "UsageError", "busy", "epochs", "export", "get_context", "initialize", "prepare_data_loader",
+    "StragglerSettings", "UsageError", "busy", "data", "epochs", "get_context", "initialize", "prepare_data_loader",
     "report", "state",
 ]  # fmt: skip
 
@@ -43,7 +43,6 @@ _HOMES = {
     "UsageError": "elastic.core.errors",
     "busy": "elastic.training.api",
     "epochs": "elastic.training.api",
-    "export": "elastic.interchange.export",
     "get_context": "elastic.training.api",
     "initialize": "elastic.training.api",
     "prepare_data_loader": "elastic.training.api",
@@ -55,6 +54,8 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return version("ray-elastic")
+    if name == "data":
+        return import_module("elastic.data")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -18,7 +18,7 @@ class ShardSnapshot:
     `tensors` maps "<kind>/<buffer>" to 1-D contiguous CPU tensors; every buffer named there is in `layout.buffers` with
     that length. Kinds of sharded state are "fp32" (or the master's real dtype) and the optimizer's own names; kinds of
     replicated state are "param" (frozen parameters) and "buffer" (module buffers), of which each tensor is given by
-    exactly one rank. `parameters` maps every tensor name to its shape. `extra_state` is set on rank 0 only.
+    exactly one rank. `parameters` maps every tensor name to its shape. `extra_state` is as in `ShardRecord`.
     """
 
     run_id: str

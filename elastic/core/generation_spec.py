@@ -65,6 +65,9 @@ class GenerationSpec:
     anomalies: AnomalySettings | None = None
     # No step is done before the coordinator says where to stop: the generation only saves what it begins with.
     stops_at_start: bool = False
+    # Of a stream: what completed steps beyond the checkpoint have read, by their first position. Done again, they must
+    # read the same.
+    content: Mapping[int, int] = field(default_factory=dict)
     # A collective that makes no progress for this long fails by itself, whatever else goes wrong. Over NCCL it is only
     # noticed then, and has to be aborted: torch would end the process instead (`comm.nccl`).
     collective_timeout_s: float = 600.0

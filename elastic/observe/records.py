@@ -84,11 +84,13 @@ class _StepAlways(TypedDict):
 
 
 class Step(_StepAlways, total=False):
-    """One step in a "steps" record; see `CompletedStep`. `anomaly` and `skipped`: the step was not applied."""
+    """One step in a "steps" record; see `CompletedStep`. `anomaly` and `skipped`: the step was not applied. `content`:
+    64 bits in hexadecimal form, of a stream."""
 
     metrics_by_rank: Mapping[str, Mapping[str, Any]]
     anomaly: str
     skipped: Sequence[Range]
+    content: str
 
 
 class Steps(TypedDict):
@@ -208,6 +210,8 @@ def step(done: CompletedStep, now: float) -> Step:
         }
     if done.anomaly:
         record |= {"anomaly": done.anomaly, "skipped": done.skipped}
+    if done.content:
+        record["content"] = f"{done.content:016x}"
     return record
 
 

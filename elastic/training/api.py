@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from elastic.core.checkpoint.snapshots import is_snapshot
 from elastic.core.data.metrics import plain
+from elastic.core.data.readers import READERS
 from elastic.core.data.step_plan import StepPlan, total_samples
 from elastic.core.errors import UsageError
 from elastic.core.generation_spec import GenerationSpec
@@ -21,6 +22,9 @@ from elastic.training.busy import reporting
 from elastic.training.context import Context, StateOfTheRun
 from elastic.training.data.data_loaders import DataSource, PreparedLoader, data_source, open_reader, taken_over
 from elastic.training.data.loader import ElasticLoader, elapsing_epochs
+from elastic.training.data.reader import MicroBatchReader
+from elastic.training.data.stream.repeated import RepeatedSteps
+from elastic.training.data.stream.spec import Stream
 from elastic.training.engine import ElasticEngine
 from elastic.training.generation import Generation
 from elastic.training.saving.resume import resume, run_state
@@ -52,10 +56,11 @@ def initialize(
 ) -> tuple[ElasticEngine, Any, ElasticLoader, Any]:
     """`deepspeed.initialize`, elastic: returns (engine, optimizer, loader, scheduler).
 
-    The arguments are DeepSpeed's, in its order. `training_data` is a map-style dataset or a torch DataLoader; without
-    it, the loader given to `prepare_data_loader` is used. `config` is a DeepSpeed configuration, the path of one, or
-    None for `args.deepspeed_config` or the job's own. `num_workers` and `prefetch_factor` are those of torch's
-    DataLoader. With a checkpoint to resume from, everything is restored when this returns, `elastic.state` included.
+    The arguments are DeepSpeed's, in its order. `training_data` is a map-style dataset, a torch DataLoader, a stream of
+    `elastic.data` or a Hugging Face IterableDataset; without it, the loader given to `prepare_data_loader` is
+    used. `config` is a DeepSpeed configuration, the path of one, or None for `args.deepspeed_config` or the job's own.
+    `num_workers` and `prefetch_factor` are those of torch's DataLoader. With a checkpoint to resume from, everything is
+    restored when this returns, `elastic.state` included.
 
     Outside of a run (`python train.py`, torchrun) it trains as DeepSpeed would, at the world size that the environment
     gives, without saving.
@@ -84,8 +89,7 @@ def initialize(
     )
     generation.own(engine)
     generation.group.seal()
-    steps, watch = _opened(generation, engine, _plan(scope.spec, resolved, source))
-    reader = open_reader(source, steps.plan, scope, generation.group.close_in_child())
+    steps, watch, reader = _opened(generation, engine, _plan(scope.spec, resolved, source), source)
     users = ElasticEngine(engine, scope, steps, generation.state, watch)
     loader = ElasticLoader(scope, steps, reader, source)
     if prepared is not None:
@@ -138,7 +142,7 @@ def busy(what: str, limit_s: float = 3600.0) -> AbstractContextManager[None]:
 
 
 def report(**metrics: Any) -> None:
-    """Attach this rank's own metrics to the report of the current step (between two steps: of the one just finished).
+    """Attach this rank's own metrics to the report of the current step (between two steps: of the next one).
 
     Values are numbers, text, None, tensors or arrays of one element, and lists and mappings of these. Raises UsageError
     for any other value, naming the metric.
@@ -193,25 +197,38 @@ def _plan(spec: GenerationSpec, resolved: ResolvedConfig, source: DataSource) ->
         micro_steps=resolved.micro_steps,
         skips=spec.skips,
         shuffle=source.shuffle,
+        stream=source.dataset.facts if isinstance(source.dataset, Stream) else (),
     )
 
 
-def _opened(generation: Generation, engine: Engine, plan: StepPlan) -> tuple[StepLoop, AnomalyWatch | None]:
-    """The engine's state is opened and, when the spec names a checkpoint, restored. Collective.
+def _opened(
+    generation: Generation, engine: Engine, plan: StepPlan, source: DataSource
+) -> tuple[StepLoop, AnomalyWatch | None, MicroBatchReader]:
+    """The engine's state is opened and, when the spec names a checkpoint, restored; the data is opened where it
+    stands. Collective.
 
     Raises UsageError, ModelMismatch, IntegrityError or StorageError.
     """
     scope = generation.scope
     state = open_state(engine)
     generation.closing.callback(state.close)
-    saved_step = None
+    saved_step, readers = None, None
     if scope.spec.checkpoint is not None:
-        plan = resume(scope, state, plan, generation.state)
+        plan, readers = resume(scope, state, plan, generation.state)
         # A snapshot in memory is not in storage yet: a run that ends here still has to save it.
         saved_step = None if is_snapshot(scope.spec.checkpoint) else scope.step
-    snapshots = Snapshots(scope, state, lambda: run_state(scope, plan, generation.state), saved_step)
+    reader = open_reader(source, plan, scope, generation.group.close_in_child(), readers)
+    generation.closing.callback(reader.close)
+    snapshots = Snapshots(
+        scope,
+        state,
+        lambda: run_state(scope, plan, generation.state),
+        saved_step,
+        lambda: {} if (own := reader.states()) is None else {READERS: own.to_json()},
+    )
     generation.closing.callback(snapshots.close)
     anomalies = scope.spec.anomalies
     watched = anomalies is not None and anomalies.policy != "off"
     watch = AnomalyWatch(engine, anomalies, state.agreement) if anomalies is not None and watched else None
-    return StepLoop(scope, plan, snapshots, generation.take_metrics), watch
+    repeated = RepeatedSteps(scope.spec.content, state.agreement) if plan.stream else None
+    return StepLoop(scope, plan, snapshots, generation.take_metrics, repeated), watch, reader

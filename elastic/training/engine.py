@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from elastic.core.data.micro_batches import loss_scale
+from elastic.core.data.readers import MODULUS
 from elastic.core.data.step_plan import StepPlan
 from elastic.core.data.steps import StepReport
 from elastic.core.errors import UsageError
@@ -244,7 +245,8 @@ def _report(
         grad_norm=None if outcome.grad_norm is None else float(outcome.grad_norm),
         learning_rates=outcome.learning_rates,
         tokens=progress.tokens,
+        content=progress.content % MODULUS,
         anomaly=str(bad) if bad else "",
         skipped=positions if bad else (),
-        noncollective_s=0.0 if outcome.collective_s is None else duration_s - outcome.collective_s,
+        own_s=0.0 if outcome.collective_s is None else duration_s - outcome.collective_s,
     )

@@ -86,7 +86,7 @@ def test_a_subset_sampler_becomes_a_subset() -> None:
         (DataLoader(DATA, 2, sampler=[3, 1]), "is a list, whose order"),
         (DataLoader(DATA, batch_size=None), "batches are made by no batch size"),
         (DataLoader(DATA, batch_sampler=[[1, 2], [3]]), "batches are made by list"),
-        (DataLoader(Streamed(), 2), "must be a map-style dataset"),
+        (DataLoader(Streamed(), 2), "is not map-style"),
     ],
 )
 def test_an_order_that_cannot_be_kept_is_refused_by_name(loader: DataLoader[Any], message: str) -> None:

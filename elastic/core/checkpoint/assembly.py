@@ -1,4 +1,4 @@
-"""Builds a manifest from shard records, and checks that all ranks together wrote one complete checkpoint."""
+"""Shard records in, manifest out: the proof that what all ranks wrote is one complete checkpoint."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 
-from elastic.core.checkpoint.manifest import Manifest, ShardRecord
+from elastic.core.checkpoint.manifest import Json, Manifest, ShardRecord
+from elastic.core.data.readers import READERS, ReaderStates, merged
 from elastic.core.errors import IntegrityError, Where
 from elastic.core.names import checkpoint_id
 from elastic.core.sharding.layout import check_cover, check_rank
@@ -31,7 +32,8 @@ def assemble(
     """The manifest of a checkpoint from what every rank of one generation reported, in any order.
 
     Raises IntegrityError when a rank is missing or doubled, when records differ in generation, step, world size or
-    stage, or when any element of any kind of any parameter is not held exactly once.
+    stage, when any element of any kind of any parameter is not held exactly once, or when the state of a stream's
+    reader is missing or doubled.
     """
     ordered = _one_checkpoint(shards)
     first = ordered[0]
@@ -48,10 +50,18 @@ def assemble(
         parameters=dict(first.parameters),
         shards=tuple(replace(shard, digests={}, extra_state=None, parameters=None) for shard in ordered),
         digests=_summed(ordered),
-        extra_state=dict(first.extra_state or {}),
+        extra_state=_extra_state(ordered),
         versions=dict(versions or {}),
         written_at=written_at,
     )
+
+
+def _extra_state(shards: Sequence[ShardRecord]) -> dict[str, Json]:
+    """Rank 0's, with the states of all ranks' readers where the run reads a stream."""
+    own = ((shard.rank, (shard.extra_state or {}).get(READERS)) for shard in shards)
+    readers = merged((rank, None if data is None else ReaderStates.from_json(data)) for rank, data in own)
+    extra_state = dict(shards[0].extra_state or {})
+    return extra_state if readers is None else {**extra_state, READERS: readers.to_json()}
 
 
 def _one_checkpoint(shards: Sequence[ShardRecord]) -> list[ShardRecord]:

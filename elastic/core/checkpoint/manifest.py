@@ -39,7 +39,8 @@ class ShardRecord:
     `digests` holds the rank's *partial* content check of each "<kind>/<parameter>"; the sum over all ranks modulo 2**64
     does not depend on how the parameter was cut. `chunks` map parameters to buffers (see `core.layout`).
     `extra_state` is what is equal on all ranks (counters, hyper-parameters, scheduler...); only rank 0 sends it, and
-    `parameters` (name to shape) with it. `file` is a plain name inside the checkpoint's folder.
+    `parameters` (name to shape) with it. Every rank adds the states of its own readers of a stream, "readers".
+    `file` is a plain name inside the checkpoint's folder.
     """
 
     rank: int
@@ -68,8 +69,8 @@ class Manifest:
 
     `parameters` maps each name to its shape, in the model's own order; this is what a resume is compared with.
     `extra_state` carries what is not a flat tensor: optimizer scalars and hyper-parameters, scheduler, loss scaler,
-    counters, the data cursor and the user's state. In `shards`, by rank, what is said here is left out: partial
-    digests, extra state and shapes.
+    counters, the data cursor, the user's state, and the states of a stream's readers from all ranks. In `shards`, by
+    rank, what is said here is left out: partial digests, extra state and shapes.
     """
 
     id: str

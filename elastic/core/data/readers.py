@@ -15,6 +15,8 @@ from elastic.core.data.micro_batches import micro_batches_in
 from elastic.core.errors import IntegrityError, Where
 
 MODULUS = 1 << 64
+# The key under which the states of a rank's readers travel with its shard, and those of all in a manifest.
+READERS = "readers"
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,17 @@ class ReaderStates:
 
     total: int
     states: Mapping[int, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"total": self.total, "states": {str(reader): state for reader, state in self.states.items()}}
+
+    @classmethod
+    def from_json(cls, data: Any) -> ReaderStates:
+        """The inverse of `to_json`. Raises IntegrityError for anything else."""
+        try:
+            return cls(int(data["total"]), {int(reader): state for reader, state in data["states"].items()})
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise IntegrityError(f"the states of a stream's readers cannot be read: {error!r}") from error
 
 
 def merged(by_rank: Iterable[tuple[int, ReaderStates | None]]) -> ReaderStates | None:

@@ -6,9 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from elastic.core.data.micro_batches import MicroBatch, deal, next_position, step_positions, steps_in
+from elastic.core.data.readers import Slots
 from elastic.core.data.samples import SampleOrder
 from elastic.core.data.steps import Range
 from elastic.core.errors import UsageError
+
+_ENDLESS = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -17,21 +20,32 @@ class StepPlan:
     and `micro_steps` (the micro-batches of a full step on each rank: the gradient accumulation steps).
 
     `total_samples` is what the run consumes; None where the training function alone decides when the run ends. `skips`
-    are the ranges of positions that the run leaves out. Without `shuffle` every epoch has the dataset's own order."""
+    are the ranges of positions that the run leaves out. Without `shuffle` every epoch has the dataset's own order.
+
+    A stream has no `dataset_size`: its positions are those of its readers (`core.data.readers`), it has one endless
+    epoch, and `stream` names what else defines its order."""
 
     global_batch: int
     micro_batch: int
     world_size: int
     rank: int
-    dataset_size: int
+    dataset_size: int | None
     total_samples: int | None
     micro_steps: int
     skips: tuple[Range, ...] = ()
     shuffle: bool = True
+    stream: tuple[tuple[str, str], ...] = ()
 
     def order(self, seed: int) -> SampleOrder:
-        """The dataset index of every position."""
+        """The dataset index of every position; of a stream, the position itself."""
+        if self.dataset_size is None:
+            return SampleOrder(_ENDLESS, seed, shuffle=False)
         return SampleOrder(self.dataset_size, seed, self.shuffle)
+
+    @property
+    def slots(self) -> Slots:
+        """The readers of a stream."""
+        return Slots(self.global_batch, self.micro_batch)
 
     @property
     def last_step(self) -> int | None:
@@ -63,20 +77,28 @@ class StepPlan:
 
     def epoch(self, step: int) -> int:
         """The epoch in which the step's first sample lies; a step may reach over into the next."""
+        if self.dataset_size is None:
+            return 0
         return next_position(step * self.global_batch, self.skips) // self.dataset_size
 
-    def first_step(self, epoch: int) -> int:
+    def _first_step(self, epoch: int, dataset_size: int) -> int:
         """The first step that begins in `epoch` or, where none does, in a later one; not limited by the run's end."""
-        low, high = 0, (epoch + 1) * self.dataset_size // self.global_batch + 1
+        low, high = 0, (epoch + 1) * dataset_size // self.global_batch + 1
         while low < high:
             middle = (low + high) // 2
             low, high = (low, middle) if self.epoch(middle) >= epoch else (middle + 1, high)
         return low
 
     def batches_in(self, epoch: int) -> int:
-        """Micro-batches of this rank in the steps that begin in `epoch`, padding included."""
-        first, end = self.first_step(epoch), self.first_step(epoch + 1)
+        """Micro-batches of this rank in the steps that begin in `epoch`, padding included. Raises TypeError for a
+        stream without an end: it has no length."""
         last = self.last_step
+        if self.dataset_size is None:
+            if last is None:
+                raise TypeError("the loader of a stream has no length where the job has no max_steps")
+            first, end = 0, last if epoch == 0 else 0
+        else:
+            first, end = (self._first_step(number, self.dataset_size) for number in (epoch, epoch + 1))
         if last is None or end < last:
             return (end - first) * self.micro_steps
         # The run's last step may be short.
@@ -84,12 +106,13 @@ class StepPlan:
 
 
 def total_samples(
-    dataset_size: int, global_batch: int, max_steps: int | None, epochs: int | None, skips: Iterable[Range] = ()
+    dataset_size: int | None, global_batch: int, max_steps: int | None, epochs: int | None, skips: Iterable[Range] = ()
 ) -> int | None:
     """How many samples the run consumes: whichever of `max_steps` and `epochs` ends first; None without both, where the
     training function decides.
 
-    Samples that are skipped are missing from an epoch, not from a number of steps.
+    Samples that are skipped are missing from an epoch, not from a number of steps. Raises UsageError for epochs of a
+    stream, whose length nobody knows (`dataset_size` None).
     """
     for name, value in (("max_steps", max_steps), ("epochs", epochs)):
         if value is not None and value < 1:
@@ -98,6 +121,8 @@ def total_samples(
     if max_steps is not None:
         limits.append(max_steps * global_batch)
     if epochs is not None:
+        if dataset_size is None:
+            raise UsageError("the job's epochs cannot bound a stream, whose length is not known: set max_steps instead")
         whole = epochs * dataset_size
         limits.append(whole - sum(max(0, min(stop, whole) - start) for start, stop in skips))
     return min(limits, default=None)

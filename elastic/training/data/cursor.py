@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from elastic.comm.agreement import Agreement
+from elastic.core.data.readers import MODULUS, ReaderStates, merged, owned
 from elastic.core.data.samples import SampleOrder
 from elastic.core.data.step_plan import StepPlan, total_samples
 from elastic.core.data.steps import Range, union
@@ -14,8 +16,6 @@ from elastic.core.errors import IntegrityError, UsageError
 from elastic.core.generation_spec import BatchSettings
 from elastic.training import rng
 from elastic.training.state.verification import listed
-
-_MODULUS = 1 << 64
 
 
 def to_state(plan: StepPlan, seed: int, step: int) -> dict[str, Any]:
@@ -80,6 +80,24 @@ def verify(
         raise IntegrityError(f"the run would not go on where the snapshot of step {step} was taken: {listed(failed)}")
 
 
+def readers_of(saved: Any, plan: StepPlan, agreement: Agreement) -> ReaderStates | None:
+    """The states of all readers of a stream, from the JSON in a manifest. Collective.
+
+    Raises IntegrityError, on every rank, unless the ranks own every reader once and go on from what was saved.
+    """
+    if not plan.stream:
+        return None
+    states = merged([(0, None if saved is None else ReaderStates.from_json(saved))])
+    if states is None or states.total != plan.slots.readers:
+        found = "none" if states is None else str(states.total)
+        raise IntegrityError(f"the checkpoint has states of {found} readers, the run reads with {plan.slots.readers}")
+    hashes = {reader: rng.derive(reader, json.dumps(state, sort_keys=True)) for reader, state in states.states.items()}
+    mine = owned(states.total, plan.world_size, plan.rank)
+    if agreement.sums([sum(hashes[reader] for reader in mine)]) != [sum(hashes.values()) % MODULUS]:
+        raise IntegrityError("the ranks do not go on from the reader states that were saved")
+    return states
+
+
 def next_step(plan: StepPlan, order: SampleOrder, step: int) -> int:
     """Samples, weights and random streams of this rank's micro-batches in `step` as one number below 2**64.
 
@@ -93,7 +111,7 @@ def next_step(plan: StepPlan, order: SampleOrder, step: int) -> int:
         samples = ",".join(map(str, order.indices(batch.start, batch.stop)))
         stream = rng.derive(*rng.forward_stream(order.seed, step, batch.index, 0))
         total += rng.derive(batch.index, batch.start, batch.stop, batch.weight.hex(), samples, stream)
-    return total % _MODULUS
+    return total % MODULUS
 
 
 def whole_step(plan: StepPlan, order: SampleOrder, step: int) -> int:
@@ -101,9 +119,10 @@ def whole_step(plan: StepPlan, order: SampleOrder, step: int) -> int:
     return next_step(replace(plan, world_size=1, rank=0), order, step)
 
 
-def _order(plan: StepPlan, seed: int) -> dict[str, int]:
+def _order(plan: StepPlan, seed: int) -> dict[str, Any]:
     """What defines the order in which positions count samples, and the random streams."""
     return {
+        **dict(plan.stream),
         "seed": seed,
         "global_batch": plan.global_batch,
         "micro_batch": plan.micro_batch,

@@ -18,9 +18,19 @@ from torch.utils.data import (
     SubsetRandomSampler,
 )
 
+from elastic.core.data.readers import ReaderStates
 from elastic.core.data.step_plan import StepPlan
 from elastic.core.errors import UsageError
-from elastic.training.data.reader import BatchReader, Collate, require_map_style
+from elastic.training.data.reader import (
+    BatchReader,
+    Collate,
+    MicroBatchReader,
+    has_random_access,
+    require_map_style,
+)
+from elastic.training.data.stream.foreign import streamed
+from elastic.training.data.stream.loading import stream_reader
+from elastic.training.data.stream.spec import Stream
 from elastic.training.scope import GenerationScope
 
 logger = logging.getLogger(__name__)
@@ -31,7 +41,8 @@ class DataSource:
     """What samples come from, and how they are read. `micro_batch` is a DataLoader's batch size, None for a dataset."""
 
     dataset: Any
-    size: int
+    # None: a stream, which is `dataset`.
+    size: int | None
     shuffle: bool = True
     micro_batch: int | None = None
     collate_fn: Collate | None = None
@@ -80,9 +91,10 @@ def data_source(
     elif isinstance(training_data, DataLoader):
         source = taken_over(training_data)
     else:
+        stream = None if has_random_access(training_data) else streamed(training_data)
         return DataSource(
-            training_data,
-            require_map_style(training_data),
+            training_data if stream is None else stream,
+            require_map_style(training_data) if stream is None else None,
             collate_fn=collate_fn,
             num_workers=num_workers,
             prefetch_factor=prefetch_factor,
@@ -122,21 +134,25 @@ def taken_over(loader: DataLoader[Any]) -> DataSource:
 
 
 def open_reader(
-    source: DataSource, plan: StepPlan, scope: GenerationScope, in_child: Callable[[int], None]
-) -> BatchReader:
-    """Reads `source` from the scope's step on; `in_child` is called in every reading process, before the user's own."""
+    source: DataSource,
+    plan: StepPlan,
+    scope: GenerationScope,
+    in_child: Callable[[int], None],
+    states: ReaderStates | None = None,
+) -> MicroBatchReader:
+    """Reads `source` from the scope's step on, a stream from `states`; `in_child` is called in every reading process,
+    before the user's own. Raises UsageError for a stream that cannot be shared between the readers of a step."""
     init = in_child if source.worker_init_fn is None else _Both(in_child, source.worker_init_fn)
-    return BatchReader(
-        source.dataset,
-        plan,
-        plan.order(scope.spec.seed),
-        scope.step,
-        source.collate_fn,
-        source.num_workers,
-        source.prefetch_factor,
-        pin_memory=scope.device.type == "cuda",
-        worker_init_fn=init,
-    )
+    how: dict[str, Any] = {
+        "num_workers": source.num_workers,
+        "prefetch_factor": source.prefetch_factor,
+        "pin_memory": scope.device.type == "cuda",
+        "worker_init_fn": init,
+    }
+    if isinstance(source.dataset, Stream):
+        source.dataset.check(plan.slots.readers)
+        return stream_reader(source.dataset.parts, plan, scope.spec.seed, scope.step, states, source.collate_fn, **how)
+    return BatchReader(source.dataset, plan, plan.order(scope.spec.seed), scope.step, source.collate_fn, **how)
 
 
 class _Both:

@@ -13,7 +13,7 @@ from elastic.core.data.step_plan import StepPlan
 from elastic.core.errors import RunOver, UsageError
 from elastic.training import rng
 from elastic.training.data.data_loaders import DataSource
-from elastic.training.data.reader import BatchReader
+from elastic.training.data.reader import MicroBatchReader
 from elastic.training.scope import GenerationScope
 from elastic.training.step_loop import StepLoop
 
@@ -37,7 +37,7 @@ class ElasticLoader:
     """
 
     def __init__(
-        self, scope: GenerationScope, steps: StepLoop, reader: BatchReader, source: DataSource | None = None
+        self, scope: GenerationScope, steps: StepLoop, reader: MicroBatchReader, source: DataSource | None = None
     ) -> None:
         self._source = source
         self._scope = scope
@@ -128,7 +128,7 @@ class ElasticLoader:
     def _refuse_endless(self) -> None:
         """`while True: for batch in loader` does not notice that the run is over."""
         self._empty_in_a_row += 1
-        if self._steps.over and self._empty_in_a_row > _MOST_EMPTY:
+        if self.finished and self._empty_in_a_row > _MOST_EMPTY:
             raise RunOver(self._scope.step)
 
     def _next_batch(self) -> Any:
@@ -140,6 +140,7 @@ class ElasticLoader:
         progress.data_wait_s += time.perf_counter() - begun
         if batch.weight > 0:
             progress.tokens += _tokens(content)
+            progress.content += self._reader.sum
         # For what the user's loop draws between here and the forward pass.
         rng.seed_everything(self._scope.spec.seed, "loop", progress.step, batch.index)
         return content
@@ -148,22 +149,14 @@ class ElasticLoader:
 def elapsing_epochs(loader: ElasticLoader, steps: StepLoop, count: int | None = None) -> Iterator[int]:
     """The number of each epoch that is left, below `count` and up to the end of the run.
 
-    An epoch whose iteration was left early is given again. Raises UsageError for one that was not iterated over. The
-    run is finished when the epoch after its last one is asked for.
+    An epoch whose iteration was left early is given again. Raises UsageError for one that was not iterated over.
     """
-    steps.ended_by_epochs = True
-    try:
-        while not steps.over and (count is None or steps.epoch < count):
-            before, epoch = steps.step, loader.begin_epoch()
-            yield epoch
-            steps.require_between_batches()
-            if steps.step == before:
-                raise UsageError(f"epoch {epoch} was not iterated over before the next one was asked for")
-        if steps.over:
-            steps.finish()
-            loader.close()
-    finally:
-        steps.ended_by_epochs = False
+    while not loader.finished and (steps.over or count is None or steps.epoch < count):
+        before, epoch = steps.step, loader.begin_epoch()
+        yield epoch
+        steps.require_between_batches()
+        if steps.step == before and not loader.finished:
+            raise UsageError(f"epoch {epoch} was not iterated over before the next one was asked for")
 
 
 def _tokens(content: Any) -> int:

@@ -6,12 +6,13 @@ import copy
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from elastic.core.data.micro_batches import MicroBatch
+from elastic.core.data.readers import ReaderStates
 from elastic.core.data.samples import SampleOrder
 from elastic.core.data.step_plan import StepPlan
 from elastic.core.errors import UsageError
@@ -24,12 +25,36 @@ Collate = Callable[[list[Any]], Any]
 Place = tuple[int, int]
 
 
+class MicroBatchReader(Protocol):
+    """Reads the micro-batches of one rank in the order in which they are dealt: `BatchReader` for random access,
+    `stream.loading.StreamReader` for a stream."""
+
+    sum: int
+
+    def read(self, batches: Sequence[MicroBatch], number: int) -> Any:
+        """The content of `batches[number]`; `sum` is then what it adds to `StepReport.content`."""
+        ...
+
+    def states(self) -> ReaderStates | None:
+        """What is saved of this rank's readers, after the micro-batches read so far; None without a stream."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def has_random_access(dataset: Any) -> bool:
+    """Does it have `__len__` and a `__getitem__` of its own? Then it is read by index, even if it is iterable too:
+    LitData, mosaic, wids, tables of Arrow, Megatron's indexed datasets."""
+    own = getattr(type(dataset), "__getitem__", None)
+    return own is not None and own is not Dataset.__getitem__ and hasattr(type(dataset), "__len__")
+
+
 def require_map_style(dataset: Any) -> int:
     """The dataset's length. Raises UsageError for a dataset without random access."""
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+    if not has_random_access(dataset):
         raise UsageError(
-            "training_data must be a map-style dataset with __len__ and __getitem__: only then can every sample be "
-            "seen exactly once when the number of workers changes"
+            f"a {type(dataset).__qualname__} is not map-style, it lacks __len__ or __getitem__: give what streams to "
+            "elastic.initialize(training_data=elastic.data.stream(...)) itself, without a DataLoader"
         )
     size = len(dataset)
     if size < 1:
@@ -75,6 +100,9 @@ class BatchReader:
     A padding pass gets a copy of a batch that this rank has read already, so that every sample is read once; only a
     rank that never had a batch of its own reads the one that it repeats.
     """
+
+    # Of random access, positions say everything.
+    sum = 0
 
     def __init__(
         self,
@@ -123,6 +151,9 @@ class BatchReader:
             # A copy: the user may modify the batch, and padding passes need it whole.
             self._spare = copy.deepcopy(content)
         return content
+
+    def states(self) -> ReaderStates | None:
+        return None
 
     def close(self) -> None:
         """Stop the worker processes now, not when the garbage collector finds them."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from elastic.core.checkpoint.manifest import Json, ShardRecord
 from elastic.core.checkpoint.snapshots import STEPS, is_snapshot, parse_snapshot_id
-from elastic.core.errors import CollectiveFailed, Fenced, IntegrityError, StorageError, UsageError
+from elastic.core.errors import Fenced, IntegrityError, StorageError, UsageError
 from elastic.core.generation_spec import MemoryPlan
 from elastic.core.policy.snapshot_interval import Cadence, Costs
 from elastic.training.scope import GenerationScope
@@ -38,7 +38,7 @@ _MICROSECONDS = 1e6
 
 @dataclass(frozen=True)
 class MemoryCopy:
-    """A snapshot of `step`, to be committed when it is copied; `extra` is rank 0's extra state."""
+    """A snapshot of `step`, to be committed when it is copied; `extra` is what of this rank's state is no tensor."""
 
     transfer: Transfer
     step: int
@@ -60,10 +60,12 @@ class MemoryTier:
         run_state: Callable[[], Mapping[str, Json]],
         plan: MemoryPlan,
         memory: SnapshotMemory,
+        own_state: Callable[[], Mapping[str, Json]] = dict,
     ) -> None:
         self._scope = scope
         self._state = state
         self._run_state = run_state
+        self._own_state = own_state
         self._plan = plan
         self._memory = memory
         self._cadence = Cadence(plan.every_steps, plan.cost_limit)
@@ -74,7 +76,6 @@ class MemoryTier:
         # When the snapshot of `_taken` was committed, on the monotonic clock.
         self._committed_at: float | None = None
         self._complete = -1
-        self._captures = 0
         self._steps = 0
         self._reported_interval = 0
         # Why this rank takes no snapshots; all ranks stop when one of them has a reason.
@@ -123,8 +124,7 @@ class MemoryTier:
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _ready(self, wait_s: float) -> bool:
-        """Collective. True when every rank takes a snapshot of this step. Raises CollectiveFailed where their copies of
-        what is replicated have drifted apart: the way back is the same as from a lost peer."""
+        """Collective. True when every rank takes a snapshot of this step."""
         ready = self._agree()
         if not ready and wait_s and not self._off:
             self._await_last(wait_s)
@@ -135,20 +135,14 @@ class MemoryTier:
         """Collective. True when the last snapshot is complete everywhere: the next may replace the one before it."""
         self._look()
         cost_s = self._costs.cost_s
-        # Of no interest where a rank is not ready; it costs one number then.
-        ready = self._taken is None or self._complete >= self._taken
-        replicas = self._state.replicas(self._captures) if ready else None
-        fingerprint = replicas.fingerprint() if replicas is not None else 0
         own = (
             self._complete,
             self._problem is None,
             cost_s is not None,
             -round((cost_s or 0.0) * _MICROSECONDS),
             -round(self._costs.step_s * _MICROSECONDS),
-            fingerprint,
-            -fingerprint,
         )
-        complete, works, known, cost, step, low, high = self._state.agreement.least(own)
+        complete, works, known, cost, step = self._state.agreement.least(own)
         # The reduction of a group that was aborted meanwhile may return this rank's own figures only.
         self._scope.check()
         if not works:
@@ -159,11 +153,7 @@ class MemoryTier:
         cost_s, step_s = -cost / _MICROSECONDS, -step / _MICROSECONDS
         self._cadence.agreed(cost_s if known else None, step_s)
         self._report_interval(cost_s, step_s)
-        if self._taken is not None and complete < self._taken:
-            return False
-        if replicas is not None and low != -high:
-            raise CollectiveFailed(replicas.difference(self._state.agreement).message, self._scope.where())
-        return True
+        return self._taken is None or complete >= self._taken
 
     def _report_interval(self, cost_s: float, step_s: float) -> None:
         """All ranks agree, so rank 0 reports; a small change is not worth a line."""
@@ -176,7 +166,6 @@ class MemoryTier:
     def _capture(self, step: int) -> MemoryCopy | None:
         """A problem of this rank alone is told at the next agreement: until then the others go on."""
         self._taken, self._committed_at = step, None
-        self._captures += 1
         self._scope.enter(Phase.SAVING)
         try:
             return self._captured(step)
@@ -197,7 +186,7 @@ class MemoryTier:
                 captured = state.capture_into(target, self._record, run_state)
                 if captured is not None:
                     extra, transfer = captured
-                    return MemoryCopy(transfer, step, extra, self)
+                    return MemoryCopy(transfer, step, {**(extra or {}), **self._own_state()}, self)
             # The first snapshot, or the optimizer keeps more than it did at the one before.
             self._record, size = state.record(self._scope.spec.generation)
             self._memory.open(self._record, size, self._plan.targets, self._base(), self._plan.stripe)

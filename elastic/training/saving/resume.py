@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from elastic.core.data.readers import READERS, ReaderStates
 from elastic.core.data.step_plan import StepPlan
 from elastic.training.data import cursor
 from elastic.training.scope import GenerationScope
@@ -17,23 +18,28 @@ def run_state(scope: GenerationScope, plan: StepPlan, user: State) -> dict[str, 
     return {**cursor.to_state(plan, scope.spec.seed, scope.step), "user": user.dump()}
 
 
-def resume(scope: GenerationScope, state: EngineState, plan: StepPlan, user: State) -> StepPlan:
-    """Restore the spec's checkpoint into the engine, `scope` and `user`; returns the plan that the run resumes with.
+def resume(
+    scope: GenerationScope, state: EngineState, plan: StepPlan, user: State
+) -> tuple[StepPlan, ReaderStates | None]:
+    """Restore the spec's checkpoint into the engine, `scope` and `user`; returns the plan that the run resumes with,
+    and the states of all readers of a stream.
 
     Collective. Raises UsageError, ModelMismatch, IntegrityError or StorageError, on all ranks or on none.
     """
     assert scope.spec.checkpoint is not None
     scope.enter(Phase.RESTORING)
-    report, saved = state.restore(scope.coordinator.source(), scope.spec.checkpoint, later=True)
+    report, restored = state.restore(scope.coordinator.source(), scope.spec.checkpoint, later=True)
+    saved = {key: value for key, value in restored.items() if key != READERS}
     cursor.validate(saved, plan, scope.spec.seed)
     plan = cursor.from_state(saved, plan, scope.spec.batch)
     scope.step = int(saved["step"])
     user.load(saved["user"])
-    here, kept = run_state(scope, plan, user), dict(saved)
+    here, kept = run_state(scope, plan, user), saved
     if here["skips"] != saved.get("skips", []):
         # Samples that were left out since then move what comes next, which is the purpose of it.
         kept = {key: value for key, value in saved.items() if key not in ("skips", "position")}
     cursor.verify(kept, here, plan, plan.order(scope.spec.seed), state.agreement)
+    readers = cursor.readers_of(restored.get(READERS), plan, state.agreement)
     scope.coordinator.restored(report)
     scope.enter(Phase.BUILDING)
-    return plan
+    return plan, readers

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from elastic.checkpoint.snapshot import ShardSnapshot
@@ -53,8 +53,8 @@ class Snapshots:
     1. `before_update` before the optimizer step
     2. `prepare` after it, then `start` when the step was reported
 
-    `run_state` gives what is saved besides the engine's state, as JSON. `saved_step` is the last step that storage has
-    or was given.
+    `run_state` gives what is saved besides the engine's state, as JSON: rank 0's is the run's. `own_state` gives what
+    every rank saves for itself. `saved_step` is the last step that storage has or was given.
     """
 
     def __init__(
@@ -63,10 +63,12 @@ class Snapshots:
         state: EngineState,
         run_state: Callable[[], Mapping[str, Json]],
         saved_step: int | None = None,
+        own_state: Callable[[], Mapping[str, Json]] = dict,
     ) -> None:
         self._scope = scope
         self._state = state
         self._run_state = run_state
+        self._own_state = own_state
         self._copier = Copier(scope.device)
         self._pending: list[PendingCopy] = []
         # Was any optimizer step of this run applied? Before that there is no optimizer state.
@@ -74,7 +76,7 @@ class Snapshots:
         self.saved_step = saved_step
         self._memory: MemoryTier | None = None
         if scope.spec.memory is not None and (memory := scope.coordinator.memory()) is not None:
-            self._memory = MemoryTier(scope, state, run_state, scope.spec.memory, memory)
+            self._memory = MemoryTier(scope, state, run_state, scope.spec.memory, memory, own_state)
 
     def before_update(self) -> float:
         """The state is verified if it was restored, and copied where a copy was begun. Returns the seconds that the
@@ -152,4 +154,6 @@ class Snapshots:
             run_id=scope.spec.run_id, generation=scope.spec.generation, step=step, caller=self._run_state()
         )
         self.saved_step = step
+        if own := self._own_state():
+            snapshot = replace(snapshot, extra_state={**(snapshot.extra_state or {}), **own})
         self._note(_StorageCopy(transfer, snapshot, scope.coordinator))

@@ -19,12 +19,12 @@ from elastic.checkpoint.snapshot import ShardSnapshot
 from elastic.checkpoint.source import CheckpointSource
 from elastic.comm.agreement import Agreement
 from elastic.core.checkpoint.manifest import Json, ShardRecord, StoredTensor
+from elastic.core.data.readers import READERS
 from elastic.core.names import shard_file
 from elastic.core.sharding.layout import RankLayout
 from elastic.engines.base import Engine
 from elastic.engines.inventory import Inventory, gaps
 from elastic.engines.live_state import BUFFER, PARAM
-from elastic.engines.model_description import describe
 from elastic.engines.optimizer_state import decode_scalars, install_state, scalars_of
 from elastic.engines.optimizer_trial import try_optimizer
 from elastic.training.session import RestoreReport
@@ -34,8 +34,7 @@ from elastic.training.state.extra_state import check_extra, extra_of, install_ex
 from elastic.training.state.host import HostCopy, HostPool, Transfer, packed, placed, transfer
 from elastic.training.state.model_check import check_model
 from elastic.training.state.reading import Staged, check_dtypes, read_checkpoint
-from elastic.training.state.replicas import Replicas
-from elastic.training.state.verification import Verification
+from elastic.training.state.verification import Verification, verify_replicas
 from elastic.training.state.verify_scalars import LiveGroups
 
 _log = logging.getLogger(__name__)
@@ -77,7 +76,6 @@ class EngineState:
         try_optimizer(self._sharded.base, self._sharded.zero_stage > 0, live)
         self._pool = HostPool(engine.device)
         self._built = late_buffers.shapes(self._sharded.specs())
-        self._model = describe(self._sharded.module)
         self._verification: Verification | None = None
         inventory = self._inventory()
         for key, tensor in inventory.tensors().items():
@@ -183,17 +181,17 @@ class EngineState:
         if self._sharded.rank != 0:
             return None
         grown = late_buffers.grown(self._built, late_buffers.shapes(self._sharded.specs()))
-        extra = read_extra(self._engine, self._sharded, inventory, caller)
-        return {**extra, "model": self._model, "grown_buffers": grown}
+        return {**read_extra(self._engine, self._sharded, inventory, caller), "grown_buffers": grown}
 
     def restore(
         self, source: CheckpointSource, checkpoint_id: str, later: bool = False
     ) -> tuple[RestoreReport, Mapping[str, Json]]:
         """Read this rank's part of a checkpoint of any world size and stage, install it, verify it. Collective.
 
-        Returns the times and the `caller` of the snapshot. Raises on all ranks or on none: ModelMismatch (another
-        model: the first difference is named), StorageError, IntegrityError. Until all ranks have read all they need,
-        nothing is installed; after a failed verification the engine must be thrown away.
+        Returns the times and the `caller` of the snapshot, with the states of a stream's readers under "readers".
+        Raises on all ranks or on none: ModelMismatch (another model: the first difference is named), StorageError,
+        IntegrityError. Until all ranks have read all they need, nothing is installed; after a failed verification the
+        engine must be thrown away.
 
         `later`: masters and optimizer state are read again on a thread, concurrently with the first forward and
         backward pass. The verdict is given before the first optimizer step changes anything; that step raises what
@@ -222,7 +220,9 @@ class EngineState:
             verify_s=monotonic() - installed,
         )
         _log.info("restored %s at world size %d: %s", checkpoint_id, self._sharded.world_size, report)
-        return report, staged.manifest.extra_state["caller"]
+        extra_state = staged.manifest.extra_state
+        readers = {READERS: extra_state[READERS]} if READERS in extra_state else {}
+        return report, {**extra_state["caller"], **readers}
 
     def verified(self) -> None:
         """The verdict on a restore that is verified `later`. Collective until it was given, then nothing.
@@ -238,19 +238,8 @@ class EngineState:
 
         Raises IntegrityError on all ranks: a snapshot would carry one copy and a restore would give it to all.
         """
-        replicas = self.replicas()
-        if replicas is None:
-            return
-        own = replicas.fingerprint()
-        low, high = self.agreement.least([own, -own])
-        if low != -high:
-            raise replicas.difference(self.agreement)
-
-    def replicas(self, turn: int | None = None) -> Replicas | None:
-        """This rank's copies of whatever is not partitioned, to be compared; None where there is one rank only."""
-        if self._sharded.world_size == 1:
-            return None
-        return Replicas(self._engine, self._sharded, self._inventory(), turn)
+        if self._sharded.world_size > 1:
+            verify_replicas(self._sharded, self._inventory(), self.agreement)
 
     def close(self) -> None:
         if self._verification is not None:

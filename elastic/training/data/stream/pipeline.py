@@ -1,0 +1,162 @@
+"""From one reader's documents to its samples: windows that are shuffled, a transform, packing; the state is O(1)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from elastic.core.data.samples import SampleOrder
+from elastic.core.errors import UsageError
+from elastic.training import rng
+from elastic.training.data.stream.content import chained, content_hash
+from elastic.training.data.stream.documents import Documents, Mark, Open
+
+Transform = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Documents, sequences of token ids, are joined, each followed by `eos` (None: by nothing), and cut into samples of
+    exactly `tokens` ids: 1-D int64 tensors. A document may go on in the next sample of the same reader."""
+
+    tokens: int
+    eos: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise UsageError(f"Pack(tokens={self.tokens}): a sample needs at least one token")
+
+
+@dataclass(frozen=True)
+class Stages:
+    """What is made of documents. Windows of `window` documents of one epoch are shuffled; 1 leaves their order."""
+
+    open: Open
+    window: int = 1
+    pack: Pack | None = None
+    transform: Transform | None = None
+
+
+class Pipeline:
+    """The samples of one reader, without end.
+
+    Its state is the mark before the current window, the number of its documents that are used up, and the tokens of
+    the next one that are. On resume the window is read again, and must be the same.
+    """
+
+    def __init__(
+        self, stages: Stages, seed: int, reader: int, readers: int, state: Mapping[str, Any] | None = None
+    ) -> None:
+        """Raises UsageError where what was read before is not read again."""
+        self._stages = stages
+        self._reader = reader
+        self._seed = seed
+        self._mark = Mark() if state is None else Mark(state["epoch"], state["document"], state["source"])
+        self._documents = Documents(stages.open, reader, readers, self._mark)
+        self._window: list[Any] = []
+        self._order: list[int] = []
+        self._hash = 0
+        self._used = 0
+        # Tokens of the document under way: all of them, and how many are in samples already.
+        self._tokens = np.empty(0, np.int64)
+        self._offset = 0
+        if state is not None and (state["used"] or state["offset"]):
+            self._resume(state)
+
+    def state(self) -> dict[str, Any]:
+        """JSON: where the next sample begins."""
+        mark = self._mark
+        return {
+            "epoch": mark.epoch,
+            "document": mark.document,
+            "source": mark.state,
+            "used": self._used,
+            "offset": self._offset,
+            "window": f"{self._hash:x}",
+        }
+
+    def next(self) -> Any:
+        """The next sample. Raises UsageError for documents that cannot be packed, and what source and transform do."""
+        return self._document() if self._stages.pack is None else self._packed(self._stages.pack)
+
+    def _packed(self, pack: Pack) -> torch.Tensor:
+        sample = np.empty(pack.tokens, np.int64)
+        filled = 0
+        while filled < pack.tokens:
+            if self._offset == 0:
+                self._tokens = self._tokenized(pack)
+            part = self._tokens[self._offset : self._offset + pack.tokens - filled]
+            sample[filled : filled + len(part)] = part
+            filled += len(part)
+            self._offset += len(part)
+            if self._offset == len(self._tokens):
+                self._offset = 0
+                self._use_up()
+        return torch.from_numpy(sample)
+
+    def _document(self) -> Any:
+        document = self._current()
+        self._use_up()
+        return document
+
+    def _current(self) -> Any:
+        """The next document, transformed. It stays the next one until it is used up."""
+        if not self._window:
+            self._fill()
+        number = self._order[self._used]
+        document, transform = self._window[number], self._stages.transform
+        if transform is None:
+            return document
+        # Named by the document, so that it is the same whoever transforms it, and how often.
+        rng.seed_host(self._seed, "transform", self._reader, self._mark.epoch, self._mark.document + number)
+        return transform(document)
+
+    def _use_up(self) -> None:
+        self._used += 1
+        if self._used == len(self._window):
+            self._window, self._used, self._hash = [], 0, 0
+            self._mark = self._documents.mark()
+
+    def _fill(self) -> None:
+        """Read the next window. An epoch's last one may be short: no window reaches over into the next epoch."""
+        while not (window := self._documents.take(self._stages.window)):
+            self._documents.next_epoch()
+            self._mark = self._documents.mark()
+        self._window, self._hash = window, 0
+        for document in window:
+            self._hash = chained(self._hash, content_hash(document, strict=False))
+        stream = rng.derive(self._seed, "window", self._reader, self._mark.epoch, self._mark.document)
+        self._order = SampleOrder(len(window), stream, self._stages.window > 1).indices(0, len(window))
+
+    def _resume(self, state: Mapping[str, Any]) -> None:
+        mark = self._mark
+        self._fill()
+        if (self._mark, f"{self._hash:x}") != (mark, state["window"]):
+            raise UsageError(
+                f"reader {self._reader} reads other documents than before from document {mark.document} of epoch "
+                f"{mark.epoch} on: its files have changed since the checkpoint, or what it reads is random; "
+                "random changes belong into transform=, which is seeded"
+            )
+        self._used, self._offset = state["used"], state["offset"]
+        if self._offset:
+            assert self._stages.pack is not None
+            self._tokens = self._tokenized(self._stages.pack)
+
+    def _tokenized(self, pack: Pack) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """The tokens of the next document that has any, its `eos` included."""
+        while True:
+            document = self._current()
+            tokens = np.asarray(document)
+            if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
+                raise UsageError(
+                    f"Pack needs token ids, but a document of reader {self._reader} is a {type(document).__name__}: "
+                    "transform= must return a list or a 1-D array of integers"
+                )
+            whole = tokens.astype(np.int64) if pack.eos is None else np.append(tokens, pack.eos).astype(np.int64)
+            if whole.size:
+                return whole
+            self._use_up()

@@ -1,0 +1,77 @@
+"""One reader of a run: its samples by count, the chain of their hashes, and mixtures of streams."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from elastic.training import rng
+from elastic.training.data.stream.content import chained, content_hash, reader_sum
+from elastic.training.data.stream.pipeline import Pipeline, Stages
+
+_DRAWS = 1 << 63
+
+
+@dataclass(frozen=True)
+class Parts:
+    """One or more streams; each sample is of one of them, chosen by (seed, reader, count) with these weights."""
+
+    stages: tuple[Stages, ...]
+    weights: tuple[float, ...]
+
+    def chosen(self, seed: int, reader: int, count: int) -> int:
+        """The part of which the reader's sample `count` is."""
+        if len(self.stages) == 1:
+            return 0
+        reached = list(accumulate(self.weights))
+        drawn = rng.derive(seed, "mixture", reader, count) / _DRAWS * reached[-1]
+        return min(bisect_right(reached, drawn), len(self.stages) - 1)
+
+    def begin(self) -> dict[str, Any]:
+        """The state of a reader that has read nothing yet."""
+        return {"count": 0, "chain": "0", "parts": [None] * len(self.stages)}
+
+
+class Reader:
+    """`count` samples were read; `chain` is over the content of all of them, from the beginning of the run."""
+
+    def __init__(
+        self, parts: Parts, seed: int, reader: int, readers: int, state: Mapping[str, Any] | None = None
+    ) -> None:
+        """`state` is what `state()` gave. Raises UsageError where what was read before is not read again."""
+        state = state or parts.begin()
+        self._parts = parts
+        self._seed = seed
+        self.number = reader
+        self.count = int(state["count"])
+        self.chain = int(state["chain"], 16)
+        self._pipelines = [
+            Pipeline(stages, rng.derive(seed, "stream", number), reader, readers, part)
+            for number, (stages, part) in enumerate(zip(parts.stages, state["parts"], strict=True))
+        ]
+
+    def state(self) -> dict[str, Any]:
+        """JSON: what the next sample is, for this reader in another process."""
+        parts = [pipeline.state() for pipeline in self._pipelines]
+        return {"count": self.count, "chain": f"{self.chain:x}", "parts": parts}
+
+    def read(self, count: int, samples: int) -> list[Any]:
+        """The samples from `count` on. Samples before it, which the run leaves out, are read and dropped."""
+        assert count >= self.count, f"reader {self.number} is at sample {self.count} and cannot go back to {count}"
+        while self.count < count:
+            self._next()
+        return [self._next() for _ in range(samples)]
+
+    @property
+    def sum(self) -> int:
+        """What this reader adds to the sum of the step that it has just read for."""
+        return reader_sum(self.number, self.count, self.chain)
+
+    def _next(self) -> Any:
+        sample = self._pipelines[self._parts.chosen(self._seed, self.number, self.count)].next()
+        self.chain = chained(self.chain, content_hash(sample))
+        self.count += 1
+        return sample
