@@ -121,7 +121,7 @@ def _job(options: argparse.Namespace, folder: RunFolder) -> Job:
         check_code(job, options.trust_storage)
         return job
     file = Path(options.job)
-    job = load_job(file).stored_at(folder.url).job(folder.run_id, folder.url, file)
+    job = load_job(file).job(file, folder.run_id, folder.url)
     check_seed(folder.run_id, stored.settings.seed, job.settings.seed)
     return job
 

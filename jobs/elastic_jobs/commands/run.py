@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import time
 from pathlib import Path
 
 from elastic.core.errors import UsageError
 from elastic_jobs.commands.common import output_arguments, output_of, place_arguments, place_of, storage_argument
 from elastic_jobs.job_file.checks import check, check_here, refuse
 from elastic_jobs.job_file.spec import load_job
-from elastic_jobs.run_folder import RunFolder, default_storage, new_run_id
+from elastic_jobs.run_folder import RunFolder
 from elastic_jobs.running.backend import Backend, NotStarted
 from elastic_jobs.running.launch import launch
 from elastic_jobs.running.live import remove_live
@@ -49,7 +48,6 @@ def run(options: argparse.Namespace, backend: Backend) -> int:
 def prepare(options: argparse.Namespace) -> RunPlan:
     """The plan, checked before any node is requested. Raises UsageError."""
     file, output, place = Path(options.job), output_of(options), place_of(options)
-    spec = load_job(file).stored_at(options.storage and default_storage(options.storage))
-    job = spec.job(options.run_id or new_run_id(spec.name or file.stem, time.time()), default_storage(None), file)
+    job = load_job(file).job(file, options.run_id, options.storage)
     refuse(check(job, place) or check_here(job, output))
     return RunPlan(job, place, output)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -27,7 +28,7 @@ from elastic_jobs.job_file.kubernetes_section import KubernetesSpec
 from elastic_jobs.job_file.submit_section import SubmitSpec
 from elastic_jobs.job_file.validation_messages import sentence
 from elastic_jobs.job_file.yaml_lines import Document, parse
-from elastic_jobs.run_folder import absolute_url
+from elastic_jobs.run_folder import absolute_url, default_storage, new_run_id
 from elastic_jobs.running.run_plan import Job
 from elastic_jobs.terminal import say
 
@@ -204,14 +205,17 @@ class JobSpec(BaseModel):
             raise ValueError("max_steps and epochs are both given; a run has one end")
         return self
 
-    def stored_at(self, storage_url: str | None) -> JobSpec:
-        """The job with another storage, None: with its own."""
-        return self if storage_url is None else self.model_copy(update={"storage_url": storage_url})
+    def job(self, file: Path, run_id: str | None, storage_url: str | None) -> Job:
+        """The job of one run. `file` is where it was read from; `storage_url` replaces the job's own storage.
 
-    def job(self, run_id: str, storage_url: str, file: Path) -> Job:
-        """The job of one run. `file` is where it was read from; `storage_url` is used if the job names no storage."""
+        None: a new id, made of the job's name and the time; the job's own storage, or else the default. Raises
+        UsageError for an entry point or a storage address that cannot be used.
+        """
         entry = parse_entry_point(self.entry_point, file.absolute().parent)
-        return Job(self.settings(run_id, storage_url), str(entry), self.config, entry.folder)
+        named = run_id or new_run_id(self.name or file.stem, time.time())
+        where = default_storage(storage_url)
+        spec = self if storage_url is None else self.model_copy(update={"storage_url": where})
+        return Job(spec.settings(named, where), str(entry), self.config, entry.folder)
 
     def settings(self, run_id: str, storage_url: str) -> RunSettings:
         """The settings of a run; `storage_url` is used if the job names no storage."""

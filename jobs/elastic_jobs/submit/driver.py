@@ -226,11 +226,10 @@ def check_job(spec: JobSpec, command: DriverCommand, folder: RunFolder) -> Job:
     if command.mode == "resume":
         # A slip in the storage's address must not start the run anew under its old name.
         folder.job_record()
-    spec = spec.stored_at(command.storage)
     if command.max_steps is not None:
         spec = spec.model_copy(update={"max_steps": command.max_steps, "epochs": None})
     file = Path(command.job)
-    job = spec.job(command.run_id, command.storage, file)
+    job = spec.job(file, command.run_id, command.storage)
     check_entry_is_ours(spec.entry_point, file.absolute().parent, Path.cwd())
     before = (folder.read("job.json") or {}).get("settings")
     if before is not None:

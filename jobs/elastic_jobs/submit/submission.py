@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-import time
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -15,7 +14,7 @@ from elastic.observe.text import plural, size
 from elastic_jobs.job_file.checks import check, refuse
 from elastic_jobs.job_file.spec import JobSpec, load_job
 from elastic_jobs.job_file.submit_section import environment, runtime_env
-from elastic_jobs.run_folder import ENVIRONMENT, absolute_url, new_run_id
+from elastic_jobs.run_folder import ENVIRONMENT, absolute_url
 from elastic_jobs.running.run_plan import Job
 from elastic_jobs.submit import attempts
 from elastic_jobs.submit.driver_command import DriverCommand, Mode
@@ -50,7 +49,7 @@ def prepare(file: str, run_id: str | None, storage: str | None, env: list[str]) 
     path = Path(file).absolute()
     spec = load_job(path)
     where = storage_of(spec, storage)
-    job = spec.stored_at(where).job(run_id or new_run_id(spec.name or path.stem, time.time()), where, path)
+    job = spec.job(path, run_id, where)
     refuse(check(job))
     root = Path(os.path.normpath(path.parent / Path(spec.submit.working_dir or ".").expanduser()))
     package = list_package(root, spec.submit.exclude)
