@@ -358,6 +358,35 @@ class Run:
         assert told[-1]["last_step"] == max(self.steps())
 
 
+def four_three_two_four(run: Run) -> list[str]:
+    """A run of more than 20 steps: two nodes are killed, two are added. Returns Ray's ids of those that were lost."""
+    run.allow(7)
+    run.start()
+    run.reach(7)
+    if run.settings.snapshots.enabled:
+        run.wait_snapshot(7)
+    else:
+        run.wait_checkpoint(5)
+    # All ranks are in the user's own code: nothing fails by itself, the loss has to be noticed.
+    first = run.node_of(run.away_from_head()[-1])
+    run.cluster.kill_node(first.name)
+    run.wait_generation(2)
+    assert run.handle.progress()["world_size"] == 3
+    second = run.node_of(run.away_from_head()[0])
+    run.allow(20)
+    run.reach(9)
+    # All ranks are training: the others are somewhere in a step.
+    run.cluster.kill_node(second.name)
+    run.wait_generation(3)
+    assert run.handle.progress()["world_size"] == 2
+    run.reach(20)
+    run.cluster.add_node()
+    run.cluster.add_node()
+    run.grow_to(4)
+    run.finish()
+    return [first.node_id, second.node_id]
+
+
 def given_samples(folder: Path) -> dict[int, dict[int, dict[int, list[int]]]]:
     """step -> generation -> rank -> dataset indices, as the workers' datasets were asked for them."""
     found: dict[int, dict[int, dict[int, list[int]]]] = {}

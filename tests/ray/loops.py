@@ -115,10 +115,10 @@ def _finished_step(config: dict[str, Any], now: Any, data: Numbers) -> None:
     fault = config.get("fault")
     if fault is not None and (now.step, now.rank) == (fault["step"], fault["rank"]):
         _FAULTS[fault["kind"]](folder, now)
-    _gate(folder, now.step)
+    gate(folder, now.step)
 
 
-def _gate(folder: Path, step: int) -> None:
+def gate(folder: Path, step: int) -> None:
     """Wait until the test lets training pass `step`, or until the generation ends."""
     generation, until = context.current(), time.monotonic() + _PATIENCE_S
     while step >= allowed(folder):

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from elastic_cluster import LocalCluster
-from harness import Run
+from harness import Run, four_three_two_four
 from undisturbed import Outcome, Undisturbed, whole_state
 
 from elastic.checkpoint.storage import CheckpointStore
@@ -66,7 +66,7 @@ def test_a_run_through_killed_and_added_nodes_is_the_undisturbed_run(
         run = Run(cluster, tmp_path, config=config, memory={"every_steps": 1}, every_steps=None)
     else:
         run = Run(cluster, tmp_path, config=config)
-    lost = _four_three_two_four(run)
+    lost = four_three_two_four(run)
     _assert_incidents_are_told(run, lost, source)
     run.assert_whole()
 
@@ -76,35 +76,6 @@ def test_a_run_through_killed_and_added_nodes_is_the_undisturbed_run(
     ceiling, noise = CEILING[config["dtype"]], still.distance(other)
     assert noise < ceiling
     assert still.distance(moved) <= min(MARGIN * noise, ceiling)
-
-
-def _four_three_two_four(run: Run) -> list[str]:
-    """Returns Ray's ids of the two nodes that were lost."""
-    run.allow(7)
-    run.start()
-    run.reach(7)
-    if run.settings.snapshots.enabled:
-        run.wait_snapshot(7)
-    else:
-        run.wait_checkpoint(5)
-    # All ranks are in the user's own code: nothing fails by itself, the loss has to be noticed.
-    first = run.node_of(run.away_from_head()[-1])
-    run.cluster.kill_node(first.name)
-    run.wait_generation(2)
-    assert run.handle.progress()["world_size"] == 3
-    second = run.node_of(run.away_from_head()[0])
-    run.allow(20)
-    run.reach(9)
-    # All ranks are training: the others are somewhere in a step.
-    run.cluster.kill_node(second.name)
-    run.wait_generation(3)
-    assert run.handle.progress()["world_size"] == 2
-    run.reach(20)
-    run.cluster.add_node()
-    run.cluster.add_node()
-    run.grow_to(4)
-    run.finish()
-    return [first.node_id, second.node_id]
 
 
 def _assert_incidents_are_told(run: Run, lost: list[str], source: str) -> None:

@@ -250,6 +250,7 @@ class ControllerActor:
             emit,
             loop.steps_recovered,
             self._links.watch,
+            lambda step: loop.telemetry.contents.after(step),
         )
         self._given_back.clear()
         self._committer = Committer(settings, store, versions(), emit, loop.note_checkpoint)

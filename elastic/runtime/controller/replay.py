@@ -63,9 +63,9 @@ class Replayed:
         return self._telemetry
 
     def _begin(self, attempt: int, now: float) -> None:
-        samples = self._telemetry.samples
+        samples, contents = self._telemetry.samples, self._telemetry.contents
         self._telemetry = Telemetry(self._settings, now, lambda _: None)
-        self._telemetry.samples = samples
+        self._telemetry.samples, self._telemetry.contents = samples, contents
         self.state = machine.initial(self._settings, now)
         self.attempt, self.begun, self.unknown = attempt, True, False
 

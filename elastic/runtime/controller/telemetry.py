@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from elastic.core import events as ev
+from elastic.core.data.step_contents import StepContents
 from elastic.core.data.steps import CompletedStep, Range, StepReport, StepTable
 from elastic.core.policy.liveness import HangLimit, ProgressWatch
 from elastic.core.run.state import RunState
@@ -29,6 +30,7 @@ class Telemetry:
         self.table = StepTable()
         self.generation = 0
         self.samples = SampleLedger()
+        self.contents = StepContents()
         self.time = TimeLedger(now)
         self._hang = HangLimit(limits.hang_floor_s, limits.hang_factor, limits.join_timeout_s)
         self.watch = ProgressWatch(self._hang)
@@ -86,6 +88,7 @@ class Telemetry:
         self._reached(done.step, finite(done.loss))
         self.metrics.update(done.metrics)
         self.samples.add(done.step, done.positions, done.skipped)
+        self.contents.add(done.step, (*done.positions, *done.skipped), done.content)
         self.time.step_done(done.step, now, done.save_stall_s, done.data_wait_s, done.straggler_s)
         if not done.first:
             self._hang.add(done.duration_s)
@@ -128,6 +131,7 @@ class Telemetry:
             for part in reports:
                 done = table.add(StepReport.from_json(part, generation, rank))
                 if done is not None and self.samples.add(done.step, done.positions, done.skipped):
+                    self.contents.add(done.step, (*done.positions, *done.skipped), done.content)
                     self._unwritten.append(records.step(done, now))
                     last = max(last, done.step)
         self.flush(now, force=True)
@@ -157,6 +161,7 @@ class Telemetry:
     def _recall_samples(self, step: Mapping[str, Any]) -> None:
         positions, skipped = step["positions"], step.get("skipped", ())
         self.samples.add(step["step"], [(a, b) for a, b in positions], [(a, b) for a, b in skipped])
+        self.contents.add(step["step"], [(a, b) for a, b in (*positions, *skipped)], int(step.get("content", "0"), 16))
 
     def write_to(self, record: Callable[[records.Record], None]) -> None:
         self._record = record

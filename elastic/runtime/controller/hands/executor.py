@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -60,8 +60,10 @@ class Executor:
         emit: Callable[[ev.Event], None],
         on_steps: OnSteps,
         on_agent: OnAgent,
+        content_after: Callable[[int], Mapping[int, int]] = lambda step: {},
     ) -> None:
-        """`on_steps` gets the step reports that come with a snapshot from memory; `on_agent` see `Agents`."""
+        """`on_steps` gets the step reports that come with a snapshot from memory; `on_agent` see `Agents`;
+        `content_after` see `StepContents.after`."""
         self._settings = settings
         self._attempt = attempt
         self._incarnation = incarnation
@@ -69,6 +71,7 @@ class Executor:
         self._controller = controller
         self._token = token
         self._emit = emit
+        self._content_after = content_after
         self._slots = SlotKeeper(settings.run_id, attempt, settings.resources_per_worker, emit)
         self._nodes: dict[int, str] = {}
         self._worker_slot: dict[int, int] = {}
@@ -264,7 +267,7 @@ class Executor:
         rendezvous = await self._reach(first, "host_store", action.generation, retry_s=_BEGIN_RETRY_S)
         if rendezvous is None:
             return
-        specs = generation_specs(self._settings, action, plans)
+        specs = generation_specs(self._settings, action, plans, self._content_after(action.step))
         members = zip(action.members, specs, strict=True)
         begun = (self._reach(worker, "begin", spec, rendezvous, retry_s=_BEGIN_RETRY_S) for worker, spec in members)
         await asyncio.gather(*begun)

@@ -14,9 +14,12 @@ from elastic.runtime.messages import NodeFacts
 
 
 def generation_specs(
-    settings: RunSettings, action: BeginGeneration, plans: Sequence[MemoryPlan | None]
+    settings: RunSettings,
+    action: BeginGeneration,
+    plans: Sequence[MemoryPlan | None],
+    content: Mapping[int, int] | None = None,
 ) -> tuple[GenerationSpec, ...]:
-    """By rank; `plans` are those of the ranks' snapshots."""
+    """By rank; `plans` are those of the ranks' snapshots, `content` is what repeated steps must read."""
     batch = BatchSettings(settings.global_batch, settings.micro_batch, settings.max_steps, settings.epochs)
     return tuple(
         GenerationSpec(
@@ -34,6 +37,7 @@ def generation_specs(
             memory=plan,
             skips=action.skips,
             stops_at_start=action.stops_at_start,
+            content=content or {},
             anomalies=settings.anomalies if settings.anomalies.policy != "off" else None,
             collective_timeout_s=settings.failures.collective_timeout_s,
         )
