@@ -12,7 +12,7 @@ FAST ?= -m 'not slow'
 SIDE_BY_SIDE ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 # All but the pure tests, those first that take longest.
-OTHERS := $(addprefix tests/,ray processes one_rank store memory proof tensors kube)
+OTHERS := $(addprefix tests/,ray processes one_rank store memory verification tensors kube)
 
 # One thread per process: the tests start many processes on few cores.
 export OMP_NUM_THREADS ?= 1
@@ -21,7 +21,7 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 # Else each of them would compile all that it imports, and the tests', by itself.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all slow unit lint bench proof wheel clean
+.PHONY: demo test test-all slow unit lint bench verification wheel clean
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -65,9 +65,9 @@ $(BENCH_READY): benchmarks/peers.txt pyproject.toml
 	$(BENCH_VENV)/bin/python -m pip install --quiet --editable .
 	touch $@
 
-# Known bugs of resharders, each put in on purpose: what catches it, and that a thousand healthy reshards pass.
-proof: $(READY)
-	cd tests && ../$(BIN)/python -m proof --reshards 1000
+# Mutation tests of the verification: known bugs of resharders, each injected and caught; a thousand healthy reshards pass.
+verification: $(READY)
+	cd tests && ../$(BIN)/python -m verification --reshards 1000
 
 # dist/ray_elastic-VERSION-py3-none-any.whl
 wheel: $(READY)

@@ -122,8 +122,8 @@ def _bandwidth(restores: Sequence[Any]) -> list[Figure]:
     reached = [report.bytes_needed / (report.read_s + report.install_s) / 1e9 for report in restores]
     restore = Figure(CASE, "restore from memory, reading and installing", "GB/s", tuple(reached),
                      notes=(f"{size / 1e6:.1f} MB per restore",))  # fmt: skip
-    proof = Figure(CASE, "proof of the restored state", "s", tuple(report.verify_s for report in restores))
-    return [restore, limit, ratio(CASE, "restore over that copy", restore, limit), proof]
+    verified = Figure(CASE, "verification of the restored state", "s", tuple(report.verify_s for report in restores))
+    return [restore, limit, ratio(CASE, "restore over that copy", restore, limit), verified]
 
 
 def _copy_in(size: int, repetitions: int = 5) -> list[float]:

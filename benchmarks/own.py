@@ -216,15 +216,15 @@ _NAMES = {"group_ready": "rebuilt", "state_ready": "verified", "proven": "verifi
 def timeline(incident: Record, records: Sequence[Record], start: float) -> dict[str, float]:
     """Seconds from `start` to each mark of the incident, in their order.
 
-    *aborted* is when the last member left its generation, and *restored* when the proof of the state began: neither is
-    among the incident's own times in every version, so both are taken from the records beside it where they are not.
+    *aborted* is when the last member left its generation, *restored* when the verification of the state began. Some
+    versions do not have them among the incident's own times; they are then taken from other records.
     """
     times = {_NAMES.get(name, name): float(at) for name, at in incident["times"].items()}
     left = [r["now"] for r in records if r["type"] == "event" and r["event"] == "WorkerLeft"
             and r["generation"] == incident["generation"]]  # fmt: skip
-    proof_s = (incident.get("restore") or {}).get("verify_s")
+    verifying_s = (incident.get("restore") or {}).get("verify_s")
     derived = {
         **({"aborted": max(left)} if left else {}),
-        **({"restored": times["verified"] - proof_s} if proof_s is not None and "verified" in times else {}),
+        **({"restored": times["verified"] - verifying_s} if verifying_s is not None and "verified" in times else {}),
     }
     return {name: round(at - start, 3) for name, at in sorted({**derived, **times}.items(), key=lambda item: item[1])}

@@ -118,12 +118,13 @@ def train(config: dict[str, Any]) -> None:
         for windows in loader:
             time.sleep(config.get("elsewhere_s", 0.0))
             engine.backward(engine(windows.to(engine.device)))
+            if engine.is_gradient_accumulation_boundary():
+                # What an accelerator would compute meanwhile, without the processor.
+                time.sleep(max(0.0, begun + pace_s - time.monotonic()))
             engine.step()
             here = elastic.get_context()
             if here.step != done:
                 done = here.step
-                # What an accelerator would compute meanwhile, without the processor.
-                time.sleep(max(0.0, begun + pace_s - time.monotonic()))
                 marks.step_done(done, here.rank, here.world_size, here.generation)
                 if after_step is not None:
                     after_step(engine, done)

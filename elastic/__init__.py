@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from elastic import data
     from elastic.core.errors import ElasticError, UsageError
     from elastic.core.settings import AnomalySettings, FailureSettings, SnapshotSettings, StragglerSettings
+    from elastic.interchange.export import export
     from elastic.training.api import (
         busy,
         epochs,
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AnomalySettings", "Context", "ElasticError", "ElasticTrainer", "FailureSettings", "SnapshotSettings",
-    "StragglerSettings", "UsageError", "busy", "data", "epochs", "get_context", "initialize", "prepare_data_loader",
+    "StragglerSettings", "UsageError", "busy", "data", "epochs", "export", "get_context", "initialize",
+    "prepare_data_loader",
     "report", "state",
 ]  # fmt: skip
 
@@ -43,6 +45,7 @@ _HOMES = {
     "UsageError": "elastic.core.errors",
     "busy": "elastic.training.api",
     "epochs": "elastic.training.api",
+    "export": "elastic.interchange.export",
     "get_context": "elastic.training.api",
     "initialize": "elastic.training.api",
     "prepare_data_loader": "elastic.training.api",

@@ -41,7 +41,7 @@ def measure(options: Options) -> list[Figure]:
 
 
 def _own(size: str, same: list[dict[str, Any]], other: list[dict[str, Any]]) -> list[Figure]:
-    note = f"{size} model, ZeRO-{STAGE}; the slowest rank's reading, installing and proof; files are in the page cache"
+    note = f"{size} model, ZeRO-{STAGE}; the slowest rank reads, installs and verifies; files are in the page cache"
     loads = [load for rank in other for load in rank["loads"]]
     excess = tuple(load["bytes_read"] / load["bytes_needed"] for load in loads)
     at_same = Figure(CASE, f"load at the same world size, {OLD} -> {OLD}", "s", _slowest(same), notes=(note,))

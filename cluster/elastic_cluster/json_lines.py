@@ -12,7 +12,7 @@ from elastic_cluster.source import ClusterEnded, ClusterError
 _MAX_LINE_BYTES = 16 * 1024 * 1024
 
 
-class Wire:
+class JsonLines:
     """One end. `feed` is for an event loop, `receive` for a caller that waits."""
 
     def __init__(self, connection: socket.socket) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from elastic.checkpoint.shards import DTYPE_NAMES, bytes_of
 from elastic.checkpoint.source import ReadRange
 from elastic.core.checkpoint.manifest import Manifest, StoredTensor
 from elastic.core.errors import IntegrityError, Where
+from elastic.store.objects import Objects
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,24 @@ def requests(
         for at in range(0, len(view), max_bytes):
             wanted.append((file, begin + at, view[at : at + max_bytes]))
     return _joined(sorted(wanted, key=lambda part: part[:2]), max_bytes, max_gap_bytes)
+
+
+def fetch(objects: Objects, folder: str, reads: Sequence[Request], threads: int) -> int:
+    """Make the reads, so many at once, from the files in `folder` ("" is the storage's top); returns the bytes."""
+    if not reads:
+        return 0
+    with ThreadPoolExecutor(min(threads, len(reads)), "checkpoint-read") as pool:
+        paths = [f"{folder}/{read.file}" if folder else read.file for read in reads]
+        jobs = [
+            pool.submit(objects.read_into, at, read.begin, read.views) for at, read in zip(paths, reads, strict=True)
+        ]
+        try:
+            for job in jobs:
+                job.result()
+        finally:
+            # After a first error the rest is cancelled.
+            pool.shutdown(wait=True, cancel_futures=True)
+    return sum(read.bytes for read in reads)
 
 
 def _joined(wanted: Sequence[tuple[str, int, memoryview]], max_bytes: int, max_gap_bytes: int) -> list[Request]:

@@ -1,13 +1,7 @@
-"""One rank's snapshot as one safetensors file, streamed from the snapshot's own memory.
-
-The header is written here and not by the safetensors library, which either needs a local file name or makes a second
-copy of the whole state; the tests read every file back with the library.
-Format: https://huggingface.co/docs/safetensors (8 bytes of header length, JSON header, tensors without gaps).
-"""
+"""One rank's snapshot as one safetensors file, streamed from the snapshot's own memory."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,6 +9,7 @@ import torch
 import xxhash
 
 from elastic.checkpoint.digest import partial_digests
+from elastic.checkpoint.safetensors_header import FileTensor, in_file_order, make_header
 from elastic.checkpoint.snapshot import ShardSnapshot
 from elastic.core.checkpoint.manifest import ShardRecord, StoredTensor
 from elastic.core.errors import IntegrityError, Where
@@ -52,8 +47,6 @@ class ShardFile:
 def plan_file(snapshot: ShardSnapshot) -> ShardFile:
     """Raises IntegrityError when the snapshot violates what `ShardSnapshot` promises."""
     _check(snapshot)
-    # The widest elements first, as the library does, so that every tensor begins at a multiple of its element size.
-    ordered = sorted(snapshot.tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     metadata = {
         "run": snapshot.run_id,
         "generation": str(snapshot.generation),
@@ -61,21 +54,12 @@ def plan_file(snapshot: ShardSnapshot) -> ShardFile:
         "rank": str(snapshot.rank),
         "world_size": str(snapshot.world_size),
     }
-    entries: dict[str, object] = {"__metadata__": metadata}
-    at = 0
-    for key, tensor in ordered:
-        end = at + tensor.numel() * tensor.element_size()
-        entries[key] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": [tensor.numel()], "data_offsets": [at, end]}
-        at = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    header = len(text).to_bytes(8, "little") + text
-    stored = []
-    begin = len(header)
-    for key, tensor in ordered:
-        stored.append(StoredTensor(key, DTYPE_NAMES[tensor.dtype], tensor.numel(), begin))
-        begin += tensor.numel() * tensor.element_size()
-    return ShardFile(header, tuple(stored), begin)
+    tensors = (
+        FileTensor(key, DTYPE_NAMES[tensor.dtype], (tensor.numel(),)) for key, tensor in snapshot.tensors.items()
+    )
+    header, placed = make_header(in_file_order(tensors), metadata)
+    stored = tuple(StoredTensor(tensor.name, tensor.dtype, tensor.numel, tensor.begin) for tensor in placed)
+    return ShardFile(header, stored, len(header) + sum(tensor.bytes for tensor in placed))
 
 
 class ShardStream:

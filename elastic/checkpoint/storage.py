@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -146,21 +145,10 @@ class CheckpointStore:
 
     def read(self, manifest: Manifest, ranges: Sequence[ReadRange]) -> int:
         """Fill all targets in parallel; returns the bytes fetched. The bytes are verified later, by the digests."""
-        from elastic.checkpoint.reading import requests
+        from elastic.checkpoint.reading import fetch, requests
 
-        folder = self._folder(manifest.id)
         reads = requests(manifest, ranges, max_bytes=self._max_read_bytes, max_gap_bytes=self._max_gap_bytes)
-        if not reads:
-            return 0
-        with ThreadPoolExecutor(min(self._read_threads, len(reads)), "checkpoint-read") as pool:
-            jobs = [pool.submit(self._objects.read_into, f"{folder}/{r.file}", r.begin, r.views) for r in reads]
-            try:
-                for job in jobs:
-                    job.result()
-            finally:
-                # After a first error the rest is cancelled.
-                pool.shutdown(wait=True, cancel_futures=True)
-        return sum(read.bytes for read in reads)
+        return fetch(self._objects, self._folder(manifest.id), reads, self._read_threads)
 
     def verify_shards(self, manifest: Manifest) -> int:
         """Read every byte of every shard; returns how many. Raises IntegrityError naming the first that is damaged."""

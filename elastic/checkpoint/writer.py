@@ -20,7 +20,7 @@ OnSuperseded = Callable[[int, int], None]
 Wait = Callable[[threading.Condition, Callable[[], bool], float], object]
 
 
-class ShardStore(Protocol):
+class ShardWriter(Protocol):
     """What the writer needs of `CheckpointStore`."""
 
     def write_shard(self, snapshot: ShardSnapshot) -> ShardRecord: ...
@@ -43,7 +43,7 @@ class BackgroundWriter:
 
     def __init__(
         self,
-        store: ShardStore,
+        store: ShardWriter,
         on_written: OnWritten,
         on_failed: OnFailed,
         *,

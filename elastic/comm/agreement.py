@@ -61,6 +61,13 @@ class Agreement:
         unequal = [high != -low for high, low in zip(largest, least, strict=True)]
         return [bool(flag) for flag in reduced[:count]], unequal
 
+    def by_rank(self, values: Sequence[int]) -> list[list[int]]:
+        """Every rank's values, of 63 bits and as many on each rank."""
+        table = torch.zeros((self.world_size, len(values)), dtype=torch.int64)
+        table[self.rank] = torch.tensor(values, dtype=torch.int64)
+        found = self._reduce(table.reshape(-1), "SUM")
+        return [found[begin : begin + len(values)] for begin in range(0, len(found), len(values))]
+
     def least(self, values: Sequence[int | bool]) -> list[int]:
         """The least of each value over the ranks."""
         return self._reduce(torch.tensor([int(value) for value in values], dtype=torch.int64), "MIN")

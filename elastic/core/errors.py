@@ -10,7 +10,7 @@
     |-- for the operator, who must look at the cluster or the storage
     |   |-- NoCapacity            (exit 105)  fewer than min_workers could be had
     |   |-- GaveUp                (exit 104)  crash loop, or no progress
-    |   |-- IntegrityError        (exit 106)  no checkpoint could be proven good
+    |   |-- IntegrityError        (exit 106)  no checkpoint passed its verification
     |   |-- StorageError          (exit 101)  storage could not be reached; retried first
     |   `-- RunNotFound           (exit 102)
     `-- for nobody: handled inside, seen in logs

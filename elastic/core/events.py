@@ -161,7 +161,7 @@ class GroupJoined:
 
 @dataclass(frozen=True)
 class TrainingReached:
-    """The worker's state is installed and proven (or freshly initialised); its next step is `step`."""
+    """The worker's state is installed and verified (or freshly initialised); its next step is `step`."""
 
     generation: int
     worker: int

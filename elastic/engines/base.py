@@ -71,7 +71,8 @@ class Engine(Protocol):
        `expected_extra_state` and `extra_state` to verify it
     2. for every micro-batch: `forward` (any number of times), `backward` once, `step` once
     3. `state()`'s object and `extra_state` between any two steps, for snapshots
-    4. `close` at the end of the generation, before the process groups are destroyed
+    4. `close` at the end of the generation, before the process groups are destroyed; or `detach`, where `obstacle` has
+       none to tell and the next generation builds an engine on the same model and optimizer
 
     `forward`, `backward` and `step` may be collective, and raise what torch raises when a peer is lost. Nothing here
     scales losses, seeds random streams or deals samples: that is done by `elastic.training`.
@@ -121,6 +122,16 @@ class Engine(Protocol):
 
     def load_extra_state(self, saved: Mapping[str, Json]) -> None:
         """The inverse of `extra_state`, from any world size."""
+        ...
+
+    def obstacle(self) -> str | None:
+        """Why no other engine can be built on this model and optimizer after `detach`, in one sentence; None where one
+        can."""
+        ...
+
+    def detach(self) -> None:
+        """`close`, and give model and optimizer back as they were before `build`, but for the parameters' values: the
+        objects are the same, and whatever the user has added to them since stays."""
         ...
 
     def close(self) -> None:

@@ -13,18 +13,20 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from elastic.core.errors import Fenced, RunNotFound
 from elastic.core.secrets import redact_values
 from elastic.observe.journal_lines import Problem as Problem
 from elastic.observe.journal_lines import Record as Record
-from elastic.observe.journal_lines import parse, to_line
-from elastic.observe.open_segments import open_segments
+from elastic.observe.journal_lines import limits, parse, sift, to_line, whole
+from elastic.observe.open_segments import open_points, open_segments
 from elastic.observe.records import begin
-from elastic.observe.segments import Segments
+from elastic.observe.replay_points import ReplayPoint, refused
+from elastic.observe.segments import START, Mark, Segments
 from elastic.store.objects import TIMEOUT_S
 
 logger = logging.getLogger(__name__)
@@ -48,9 +50,10 @@ class _Unsure:
 class JournalWriter:
     """The one writer of a run's journal: one controller. Methods may be called from any thread.
 
-    `incarnation` None claims the next number, whatever it is. `replayed` holds the records of all incarnations before.
-    `problems` say what of them was left out. `secrets` are texts that must not be written; what looks like a credential
-    is not written either. Raises Fenced when the incarnation is taken or is not the newest.
+    `incarnation` None claims the next number, whatever it is. `replayed` holds the records of all incarnations before,
+    or, where `read_point` is given and there is a `point` that it can read, those after that point. `problems` say what
+    of them was left out. `secrets` are texts that must not be written; what looks like a credential is not written
+    either. Raises Fenced when the incarnation is taken or is not the newest.
     """
 
     def __init__(
@@ -62,8 +65,10 @@ class JournalWriter:
         *,
         timeout_s: float = TIMEOUT_S,
         secrets: Sequence[str] = (),
+        read_point: Callable[[Mapping[str, Any]], Any] | None = None,
     ) -> None:
         self._segments = open_segments(url, run_id, timeout_s)
+        self._points = open_points(url, run_id, timeout_s)
         self._clock = clock
         self._secrets = tuple(secrets)
         self._unsure: list[_Unsure] = []
@@ -73,11 +78,49 @@ class JournalWriter:
             self._check_newest()
             self._segments.claim(incarnation)
         # Read after the claim: from here on an older writer that looks finds itself fenced.
-        parsed = {i: items for i, items in _parse_all(self._segments).items() if i < self.incarnation}
-        records, self.problems = _sift(parsed, self._segments)
+        self.point: ReplayPoint | None = None
+        self.problems: tuple[Problem, ...] = _foreign(self._segments)
+        # Characters of the journal's lines: those read at the start, and those written since.
+        self.read_and_written = 0
+        parsed = self._parse(read_point)
+        point = self.point
+        records, left_out = sift(parsed, {} if point is None else {point.incarnation: point.lines})
         self.replayed: tuple[Record, ...] = tuple(records)
-        self._seq = max((int(record["seq"]) for record in records), default=0)
-        self.append(begin({i: _whole(items) for i, items in parsed.items()}))
+        self.problems += left_out
+        self._seq = max((int(record["seq"]) for record in records), default=0 if point is None else point.seq)
+        self._read = {i: whole(items) for i, items in parsed.items()}
+        if point is not None:
+            self._read[point.incarnation] += point.lines
+            self._read = {**point.read, **self._read}
+        self._first_seq = self._seq + 1
+        self.append(begin(self._read))
+
+    def _parse(self, read_point: Callable[[Mapping[str, Any]], Any] | None) -> dict[int, list[Record | Problem]]:
+        """The segments before this one, from the newest usable point on."""
+        older = [i for i in _incarnations(self._segments) if i < self.incarnation]
+        for point in self._points.newest_first(read_point) if read_point is not None else ():
+            if isinstance(point, Problem):
+                self.problems += (point,)
+                continue
+            parsed = {i: list(self._segment(i, point)) for i in older if i >= point.incarnation}
+            if point.incarnation in parsed and limits(parsed).get(point.incarnation, point.lines) >= point.lines:
+                self.point = point
+                return parsed
+            what = f"a replay point of journal segment {point.incarnation} covers lines that do not count"
+            self.problems += (refused(point.incarnation, what),)
+        self.read_and_written = 0
+        return {i: list(self._segment(i, None)) for i in older}
+
+    def _segment(self, incarnation: int, point: ReplayPoint | None) -> Iterator[Record | Problem]:
+        inside = point is not None and point.incarnation == incarnation
+        known, start = (point.lines, point.mark) if point is not None and inside else (0, START)
+        lines = self._counted(self._segments.lines(incarnation, start))
+        return parse(incarnation, islice(lines, known - start.lines, None), known)
+
+    def _counted(self, lines: Iterable[str]) -> Iterator[str]:
+        for line in lines:
+            self.read_and_written += len(line)
+            yield line
 
     def append(self, record: Mapping[str, Any]) -> Record:
         """Durable on return; gives the record as stamped. Raises Fenced when a newer controller has taken over, and
@@ -88,13 +131,31 @@ class JournalWriter:
         """`append` for several at once: all of them or none. A record is serialised once, however often it is tried."""
         with self._lock:
             self._check_newest()
-            self._unsure = unsure = self._lines(records)
+            self._unsure = unsure = self._stamped(records)
             self._segments.append(self.incarnation, "".join(one.line for one in unsure))
             self._unsure = []
             self._seq += len(unsure)
+            self.read_and_written += sum(len(one.line) for one in unsure)
             return [one.stamped for one in unsure]
 
-    def _lines(self, records: Sequence[Mapping[str, Any]]) -> list[_Unsure]:
+    def mark(self) -> Mark:
+        """For `save_point`: where the lines that are written now end, or earlier."""
+        return self._segments.mark(self.incarnation)
+
+    def save_point(self, content: Mapping[str, Any], count: int, mark: Mark) -> int:
+        """Keep `content` as what is known after the first `count` records that were appended here; all of them are
+        durable, and `mark` was taken when no more were written. Returns the size in bytes.
+
+        Raises Fenced as `append` does, and what `Objects.put` raises.
+        """
+        self._check_newest()
+        lines = count + 1  # the "begin" record
+        point = ReplayPoint(self.incarnation, lines, mark, self._first_seq + count, self._read, 0, content)
+        line = to_line(self._stamp(redact_values(point.record(), self._secrets), 0))
+        self._points.save(self.incarnation, lines, line)
+        return len(line)
+
+    def _stamped(self, records: Sequence[Mapping[str, Any]]) -> list[_Unsure]:
         """Those that were given before keep their stamps, so that they are written as the same bytes."""
         known = len(self._unsure)
         same = known <= len(records) and all(
@@ -135,7 +196,8 @@ class JournalReader:
         """
         if not self.exists():
             raise RunNotFound(f"run {self._run_id!r} has no journal here")
-        records, self.problems = _sift(_parse_all(self._segments), self._segments)
+        records, left_out = sift(_parse_all(self._segments), {})
+        self.problems = (*_foreign(self._segments), *left_out)
         for problem in self.problems:
             if problem.sentence not in self._said:
                 self._said.add(problem.sentence)
@@ -167,47 +229,9 @@ def _parse_all(segments: Segments) -> dict[int, list[Record | Problem]]:
     return {i: list(parse(i, segments.lines(i))) for i in _incarnations(segments)}
 
 
-def _sift(
-    parsed: Mapping[int, Sequence[Record | Problem]], segments: Segments
-) -> tuple[list[Record], tuple[Problem, ...]]:
-    limits = _limits(parsed)
-    records: list[Record] = []
-    problems = [_foreign(found) for found in segments.incarnations() if found > _HIGHEST]
-    for incarnation, items in sorted(parsed.items()):
-        limit = limits.get(incarnation, len(items))
-        for item in items[:limit]:
-            if isinstance(item, Problem):
-                problems.append(replace(item, place=len(records)))
-            else:
-                records.append(item)
-        problems += [replace(_fenced(incarnation, item), place=len(records)) for item in items[limit:]]
-    return records, tuple(problems)
-
-
-def _limits(parsed: Mapping[int, Sequence[Record | Problem]]) -> dict[int, int]:
-    """How many lines of each segment count: the fewest that any later "begin" record had read of it."""
-    limits: dict[int, int] = {}
-    for incarnation, items in parsed.items():
-        first = items[0] if items else None
-        if isinstance(first, dict) and first["type"] == "begin":
-            for older, count in first.get("read", {}).items():
-                if int(older) < incarnation:
-                    limits[int(older)] = min(count, limits.get(int(older), count))
-    return limits
-
-
-def _fenced(incarnation: int, item: Record | Problem) -> Problem:
-    if isinstance(item, Problem):
-        # Nothing of it would have counted.
-        return replace(item, maybe_event=False)
-    sentence = f"record {item['seq']} of incarnation {incarnation} was written after a newer one began; left out"
-    return Problem("fenced", incarnation, sentence, item)
-
-
-def _foreign(incarnation: int) -> Problem:
-    return Problem("foreign", incarnation, f"journal segment {incarnation} was not made by a controller; left out")
-
-
-def _whole(items: Sequence[Record | Problem]) -> int:
-    """How many lines were read whole. A torn last line may yet be completed by a writer that still lives."""
-    return sum(1 for item in items if not (isinstance(item, Problem) and item.kind == "torn"))
+def _foreign(segments: Segments) -> tuple[Problem, ...]:
+    return tuple(
+        Problem("foreign", i, f"journal segment {i} was not made by a controller; left out")
+        for i in segments.incarnations()
+        if i > _HIGHEST
+    )

@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any
 
@@ -33,7 +33,7 @@ class Problem:
     is the number of records before it, in the order of the whole journal.
     """
 
-    kind: str  # "torn", "damaged", "fenced" or "foreign"
+    kind: str  # "torn", "damaged", "fenced", "foreign" or "point"
     incarnation: int
     sentence: str
     record: Mapping[str, Any] | None = None
@@ -52,12 +52,15 @@ def to_line(record: Mapping[str, Any]) -> str:
     return f'{text[:-1]},"crc":"{_crc(text)}"}}\n'
 
 
-def parse(incarnation: int, lines: Iterable[str]) -> Iterator[Record | Problem]:
-    """Each line of a segment as a record, or as what is wrong with it."""
+def parse(incarnation: int, lines: Iterable[str], before: int = 0) -> Iterator[Record | Problem]:
+    """Each line of a segment as a record, or as what is wrong with it.
+
+    `before`: so many lines of the segment are known already; only a segment with checksums is read in parts.
+    """
     rest = iter(lines)
     first = list(islice(rest, _ENOUGH))
-    sealed = any(_sound(line) for line in first)
-    for number, line in enumerate(chain(first, rest), 1):
+    sealed = before > 0 or any(_sound(line) for line in first)
+    for number, line in enumerate(chain(first, rest), before + 1):
         record = _record(line, sealed)
         if record is not None:
             yield {**record, "incarnation": incarnation}
@@ -65,6 +68,52 @@ def parse(incarnation: int, lines: Iterable[str]) -> Iterator[Record | Problem]:
             yield _damaged(incarnation, number, line)
         else:
             yield Problem("torn", incarnation, f"the last line of journal segment {incarnation} is torn; left out")
+
+
+def sift(
+    parsed: Mapping[int, Sequence[Record | Problem]], before: Mapping[int, int]
+) -> tuple[list[Record], tuple[Problem, ...]]:
+    """The records of parsed segments that count, in order, and what was left out.
+
+    `before`: of these segments so many first lines are not among the parsed ones.
+    """
+    found = limits(parsed)
+    records: list[Record] = []
+    problems: list[Problem] = []
+    for incarnation, items in sorted(parsed.items()):
+        limit = max(0, found[incarnation] - before.get(incarnation, 0)) if incarnation in found else len(items)
+        for item in items[:limit]:
+            if isinstance(item, Problem):
+                problems.append(replace(item, place=len(records)))
+            else:
+                records.append(item)
+        problems += [replace(_fenced(incarnation, item), place=len(records)) for item in items[limit:]]
+    return records, tuple(problems)
+
+
+def limits(parsed: Mapping[int, Sequence[Record | Problem]]) -> dict[int, int]:
+    """How many lines of each segment count: the fewest that any later "begin" record had read of it."""
+    found: dict[int, int] = {}
+    for incarnation, items in parsed.items():
+        first = items[0] if items else None
+        if isinstance(first, dict) and first["type"] == "begin":
+            for older, count in first.get("read", {}).items():
+                if int(older) < incarnation:
+                    found[int(older)] = min(count, found.get(int(older), count))
+    return found
+
+
+def whole(items: Sequence[Record | Problem]) -> int:
+    """How many lines were read whole. A torn last line may yet be completed by a writer that still lives."""
+    return sum(1 for item in items if not (isinstance(item, Problem) and item.kind == "torn"))
+
+
+def _fenced(incarnation: int, item: Record | Problem) -> Problem:
+    if isinstance(item, Problem):
+        # Nothing of it would have counted.
+        return replace(item, maybe_event=False)
+    sentence = f"record {item['seq']} of incarnation {incarnation} was written after a newer one began; left out"
+    return Problem("fenced", incarnation, sentence, item)
 
 
 def _crc(text: str) -> str:

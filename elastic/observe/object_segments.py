@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from elastic.core.errors import ElasticError, IntegrityError, StorageError, UsageError
-from elastic.observe.segments import taken
+from elastic.observe.segments import START, Mark, taken
 from elastic.store.objects import Objects
 
 logger = logging.getLogger(__name__)
@@ -50,6 +50,8 @@ class ObjectSegments:
         self._failed: dict[int, tuple[str, str]] = {}
         # The number of the first append that is not joined yet, and these appends.
         self._single: dict[int, tuple[int, list[str]]] = {}
+        # The first append that is not joined yet, with the lines before it: joined appends are read together.
+        self._mark: dict[int, Mark] = {}
         # A reader that polls fetches each object once.
         self._seen: dict[str, str] = {}
 
@@ -72,6 +74,7 @@ class ObjectSegments:
             raise taken(incarnation)
         self._next[incarnation] = 1
         self._single[incarnation] = (1, [])
+        self._mark[incarnation] = Mark(1, 0)
 
     def append(self, incarnation: int, text: str) -> None:
         sent, unsure = self._failed.pop(incarnation, ("", ""))
@@ -86,8 +89,11 @@ class ObjectSegments:
         if len(self._single[incarnation][1]) >= self._joined:
             self._join(incarnation)
 
-    def lines(self, incarnation: int) -> Iterator[str]:
-        for path in self._fetched(self._of(incarnation)):
+    def mark(self, incarnation: int) -> Mark:
+        return self._mark[incarnation]
+
+    def lines(self, incarnation: int, start: Mark = START) -> Iterator[str]:
+        for path in self._fetched(self._of(incarnation), start.place):
             yield from self._seen[path].splitlines(keepends=True)
 
     def _put(self, incarnation: int, text: str) -> None:
@@ -105,14 +111,16 @@ class ObjectSegments:
         try:
             self._objects.put(f"{folder}/{first:08d}-{_object(last)}", [text.encode() for text in texts])
             self._single[incarnation] = (last + 1, [])
+            lines = sum(text.count("\n") for text in texts)
+            self._mark[incarnation] = Mark(last + 1, self._mark[incarnation].lines + lines)
             self._objects.remove([f"{folder}/{_object(number)}" for number in range(first, last + 1)])
         except ElasticError as error:
             logger.info("objects of the journal are not joined yet: %s", error)
 
-    def _fetched(self, folder: str) -> list[str]:
-        """The valid paths in order; their content is in `_seen`."""
+    def _fetched(self, folder: str, start: int) -> list[str]:
+        """The valid paths in order, from append `start` on; their content is in `_seen`."""
         while True:
-            paths = [f"{folder}/{name}" for name in _counted(self._names(folder))]
+            paths = [f"{folder}/{name}" for name in _counted(self._names(folder), start)]
             try:
                 self._fetch([path for path in paths if path not in self._seen])
                 return paths
@@ -137,14 +145,14 @@ class ObjectSegments:
         return f"{self._folder}/{incarnation:06d}"
 
 
-def _counted(names: Sequence[str]) -> list[str]:
-    """The objects of a segment in order, without those that are covered by a joined one."""
+def _counted(names: Sequence[str], start: int) -> list[str]:
+    """The objects of a segment in order, without those that are covered by a joined one or are before `start`."""
     spans = []
     for name in names:
         if found := _OBJECT.fullmatch(name):
             first = int(found[1])
             spans.append((first, -int(found[2] or first), name))
-    counted, covered = [], -1
+    counted, covered = [], start - 1
     for first, last, name in sorted(spans):
         if first > covered:
             counted.append(name)

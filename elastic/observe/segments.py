@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -19,8 +20,20 @@ from elastic.store.local import path_below
 _FILE = re.compile(r"([0-9]{6,18})\.jsonl")
 
 
+@dataclass(frozen=True)
+class Mark:
+    """A place in a segment at which reading can begin: `lines` lines are before it."""
+
+    place: int = 0
+    lines: int = 0
+
+
+START = Mark()
+
+
 class Segments(Protocol):
-    """All segments of one journal. 1. `claim` by a new controller; 2. `append` by it alone; the rest by any reader.
+    """All segments of one journal. 1. `claim` by a new controller; 2. `append` and `mark` by it alone; the rest by any
+    reader.
 
     Every method raises StorageError when the store cannot be reached; appended lines are durable on return.
     """
@@ -37,8 +50,12 @@ class Segments(Protocol):
         """`text` is whole lines. After a failed append the next one begins with the same lines, and may have more."""
         ...
 
-    def lines(self, incarnation: int) -> Iterator[str]:
-        """With their line ends; a last line without one was torn."""
+    def mark(self, incarnation: int) -> Mark:
+        """The last place of the claimed segment at which reading can begin. Sends no request."""
+        ...
+
+    def lines(self, incarnation: int, start: Mark = START) -> Iterator[str]:
+        """From `start` on, with their line ends; a last line without one was torn."""
         ...
 
 
@@ -50,7 +67,8 @@ class LocalSegments:
         self._root, self._name = root, folder
         self._folder = Path(root) / folder
         self._open: dict[int, int] = {}
-        self._good: dict[int, int] = {}
+        # The end of what was appended whole.
+        self._good: dict[int, Mark] = {}
 
     def incarnations(self) -> list[int]:
         path_below(self._root, self._name)
@@ -67,7 +85,7 @@ class LocalSegments:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._open[incarnation] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-            self._good[incarnation] = 0
+            self._good[incarnation] = START
             _fsync_folder(self._folder)
         except FileExistsError as error:
             raise taken(incarnation) from error
@@ -78,19 +96,23 @@ class LocalSegments:
         descriptor, good, data = self._open[incarnation], self._good[incarnation], text.encode()
         try:
             # Cuts off the rest of an append that failed half way (a full disk).
-            os.ftruncate(descriptor, good)
+            os.ftruncate(descriptor, good.place)
             written = 0
             while written < len(data):
-                written += os.pwrite(descriptor, data[written:], good + written)
+                written += os.pwrite(descriptor, data[written:], good.place + written)
             os.fsync(descriptor)
         except OSError as error:
             raise _storage(error, self._path(incarnation)) from error
-        self._good[incarnation] = good + len(data)
+        self._good[incarnation] = Mark(good.place + len(data), good.lines + text.count("\n"))
 
-    def lines(self, incarnation: int) -> Iterator[str]:
+    def mark(self, incarnation: int) -> Mark:
+        return self._good[incarnation]
+
+    def lines(self, incarnation: int, start: Mark = START) -> Iterator[str]:
         try:
-            with open(self._path(incarnation), encoding="utf-8", errors="replace", newline="\n") as file:
-                yield from file
+            with open(self._path(incarnation), "rb") as file:
+                file.seek(start.place)
+                yield from (line.decode(errors="replace") for line in file)
         except FileNotFoundError:
             return
         except OSError as error:

@@ -141,6 +141,10 @@ def time_ledger(attempts: Sequence[Sequence[Record]]) -> dict[str, float]:
     return {**total, "paused": total.get("paused", 0.0) + sum(gaps)} if total and gaps else total
 
 
+# Owners under the names of journals of 0.1.
+_RENAMED = {"prove": "verify"}
+
+
 def _ledger(records: Sequence[Record]) -> dict[str, float]:
     ledgers = of(records, "ledger")
     if not ledgers:
@@ -148,7 +152,9 @@ def _ledger(records: Sequence[Record]) -> dict[str, float]:
     last = ledgers[-1]
     nested = next((last[key] for key in ("seconds", "owners", "ledger") if isinstance(last.get(key), Mapping)), None)
     owners = nested if nested is not None else {key: value for key, value in last.items() if key not in _STAMPS}
-    return {str(owner): float(value) for owner, value in owners.items() if finite(value) is not None}
+    return {
+        _RENAMED.get(owner, str(owner)): float(value) for owner, value in owners.items() if finite(value) is not None
+    }
 
 
 def _attempts(records: Sequence[Record]) -> list[list[Record]]:

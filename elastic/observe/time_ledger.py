@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from elastic.core.data.sample_ledger import SampleCount as SampleCount
 from elastic.core.data.sample_ledger import SampleLedger as SampleLedger
 from elastic.core.run.phase import Closing, Ending, Joining, Pausing, Training, Waiting
@@ -13,7 +15,7 @@ START = "start"
 INIT = "init"
 RESTORE = "restore"
 RESHARD = "reshard"
-PROVE = "prove"
+VERIFY = "verify"
 PRODUCTIVE = "productive"
 REPLAY = "replay"
 DETECT = "detect"
@@ -26,14 +28,18 @@ PAUSED = "paused"
 UNKNOWN = "unknown"
 
 OWNERS = (
-    QUEUE, PROVISION, START, INIT, RESTORE, RESHARD, PROVE, PRODUCTIVE, REPLAY, DETECT, DECIDE, WAIT_FOR_CAPACITY,
+    QUEUE, PROVISION, START, INIT, RESTORE, RESHARD, VERIFY, PRODUCTIVE, REPLAY, DETECT, DECIDE, WAIT_FOR_CAPACITY,
     CHECKPOINT_STALL, DATA_STALL, STRAGGLER_EXCESS, PAUSED, UNKNOWN,
 )  # fmt: skip
+
+# A ledger keeps the time of at most so many steps one by one; of older ones that of so many steps together.
+_MOST_PARTS, _TOGETHER = 4_000, 100
 
 # Steps may end while these own the time: a planned end waits for the current step.
 _STEPPING = (PRODUCTIVE, PAUSED)
 
 
+@dataclass(init=False)
 class TimeLedger:
     """Gives every instant exactly one owner. Times are wall clock seconds and may stand still, never decrease.
 
@@ -42,14 +48,25 @@ class TimeLedger:
     to the whole exactly.
     """
 
+    _start: int
+    _now: int
+    _owner: str
+    _totals: dict[str, int]
+    # Time since the last step ended: part of the next step, if there is one.
+    _open: dict[str, int]
+    # (step, nanoseconds) of steps that no checkpoint covers yet, and of steps up to a checkpoint.
+    _tentative: list[tuple[int, int]]
+    _covered: list[tuple[int, int]]
+    _last_step: int
+    _usual: int
+
     def __init__(self, now: float, owner: str = QUEUE) -> None:
         self._start = self._now = _nanoseconds(now)
         self._owner = owner
         self._totals = dict.fromkeys(OWNERS, 0)
-        # Time since the last step ended: part of the next step, if there is one.
         self._open = dict.fromkeys(_STEPPING, 0)
-        self._tentative: list[tuple[int, int]] = []
-        self._covered: list[tuple[int, int]] = []
+        self._tentative = []
+        self._covered = []
         self._last_step = 0
         self._usual = 0
 
@@ -79,6 +96,7 @@ class TimeLedger:
             self._totals[owner] += part
             rest -= part
         self._tentative.append((step, rest))
+        _fold(self._tentative)
         # Steps that are reported together share one instant: the first one gets the time of all.
         self._last_step, self._usual = step, rest or self._usual
 
@@ -88,6 +106,7 @@ class TimeLedger:
         self._tentative = [part for part in self._tentative if part[0] > step]
         if covered:
             self._covered.append((step, covered))
+            _fold(self._covered)
 
     def rollback(self, to_step: int) -> None:
         """The run continues after step `to_step`: the time of every later step was lost."""
@@ -174,6 +193,18 @@ def _waiting(state: RunState) -> str:
         return WAIT_FOR_CAPACITY
     placed = any(slot.phase is SlotPhase.PLACED for slot in state.fleet.slots.values())
     return PROVISION if placed else QUEUE
+
+
+def _fold(parts: list[tuple[int, int]]) -> None:
+    """Join the older half of too many parts, so that a run of any length keeps a bounded number.
+
+    A joined part counts as its last step: a rollback of more than 2,000 steps is exact to `_TOGETHER` steps, and the
+    sum is always exact.
+    """
+    if len(parts) > _MOST_PARTS:
+        old = parts[: _MOST_PARTS // 2]
+        groups = [old[first : first + _TOGETHER] for first in range(0, len(old), _TOGETHER)]
+        parts[: len(old)] = [(max(step for step, _ in group), sum(length for _, length in group)) for group in groups]
 
 
 def _nanoseconds(seconds: float) -> int:

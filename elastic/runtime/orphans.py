@@ -15,7 +15,7 @@ from elastic.runtime import names
 logger = logging.getLogger(__name__)
 
 
-def sweep(run_id: str, keep: Collection[str] = ()) -> tuple[str, ...]:
+def remove_orphans(run_id: str, keep: Collection[str] = ()) -> tuple[str, ...]:
     """Kill every named actor and remove every placement group of the run except its controller and the names in `keep`.
     Returns the names of all that were removed.
 

@@ -142,7 +142,7 @@ def busy(what: str, limit_s: float = 3600.0) -> AbstractContextManager[None]:
 
 
 def report(**metrics: Any) -> None:
-    """Attach this rank's own metrics to the report of the current step (between two steps: of the next one).
+    """Attach this rank's own metrics to the report of the current step (between two steps: of the one just finished).
 
     Values are numbers, text, None, tensors or arrays of one element, and lists and mappings of these. Raises UsageError
     for any other value, naming the metric.

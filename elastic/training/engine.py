@@ -248,5 +248,5 @@ def _report(
         content=progress.content % MODULUS,
         anomaly=str(bad) if bad else "",
         skipped=positions if bad else (),
-        own_s=0.0 if outcome.collective_s is None else duration_s - outcome.collective_s,
+        noncollective_s=0.0 if outcome.collective_s is None else duration_s - outcome.collective_s,
     )

@@ -71,7 +71,7 @@ class Generation:
         self.closing.callback(loader.close)
 
     def note(self, metrics: dict[str, Any]) -> None:
-        """Of the user's: for the report of the current step (of the next one, between two steps)."""
+        """Of the user's: for the report of the current step (between two steps: of the one just finished)."""
         self._metrics.update(metrics)
 
     def take_metrics(self) -> dict[str, Any]:

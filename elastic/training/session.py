@@ -102,7 +102,7 @@ class Coordinator(Protocol):
     2. `phase` whenever it changes
     3. `restored` once, when state from a checkpoint has been installed; its verification may still run
     4. `boundary` before the first micro-batch of every step, and once more after the last step
-    5. `step_done` after every optimizer step
+    5. `step_done` for every optimizer step, when the loop asks for the batch after it
     6. `save` after a step whose checkpoint is due, from any thread; must return at once (the shard is written
        concurrently with training)
 

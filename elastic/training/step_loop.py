@@ -1,6 +1,10 @@
 """The steps of one rank: which micro-batch is in the user's hands, what a finished step means, and where steps end.
 
 The loader takes micro-batches from it and the engine tells it what was done with them, so that neither knows the other.
+
+A step is *finished* when the optimizer has made it, and *closed* when the loop asks for the next batch (or ends): what
+the user's code does in between, such as updating an average of the weights, belongs to the step. Snapshots, saves and
+reports are made when it is closed.
 """
 
 from __future__ import annotations
@@ -87,6 +91,15 @@ class StepProgress:
         return tuple(joined)
 
 
+@dataclass(frozen=True)
+class FinishedStep:
+    """A step that the optimizer has made, or skipped where it was not `applied`, and that is not closed yet."""
+
+    report: StepReport
+    applied: bool
+    fenced_s: float
+
+
 class StepLoop:
     """`progress` is the current step, None before the first. `finished`: the run's last step is done and saved.
 
@@ -107,8 +120,11 @@ class StepLoop:
         self._scope = scope
         self._snapshots: Snapshots | None = snapshots
         self._take_metrics = take_metrics
+        # The loop that runs over epochs ends the run: what it does after the last epoch belongs to the last step.
+        self.ended_by_epochs = False
         self._repeated = repeated
         self._save_asked = False
+        self._open_step: FinishedStep | None = None
 
     # -- for the loader ------------------------------------------------------------------------------------------------
 
@@ -128,10 +144,12 @@ class StepLoop:
         return self.plan.over(self._scope.step)
 
     def advance(self, epoch: int | None = None) -> bool:
-        """Get ready for the next micro-batch; begins a step where the last one is complete.
+        """Get ready for the next micro-batch; closes the last step where it is complete, and begins the next.
 
-        False where the run is over, its last step being saved then, or where the next step is not of `epoch`. Raises
-        GenerationEnded where the generation ends here, and UsageError where the last micro-batch was not finished.
+        False where the run is over, its last step being saved then (not yet where `ended_by_epochs`), or where the next
+        step is not of `epoch`: what the user's code does between two epochs belongs to the last step of the first.
+        Raises GenerationEnded where the generation ends here, and UsageError where the last micro-batch was not
+        finished.
         """
         if self.finished:
             return False
@@ -139,14 +157,26 @@ class StepLoop:
         self.require_between_batches()
         if self.progress is None or self.progress.complete:
             if self.over:
-                self._finish()
+                if not self.ended_by_epochs:
+                    self.finish()
                 return False
             if epoch is not None and self.epoch != epoch:
                 return False
+            self._close_step()
             self._boundary()
             self._scope.enter(Phase.TRAINING)
             self.progress = StepProgress(self._scope.step, self.plan.deal(self._scope.step))
         return True
+
+    def finish(self) -> None:
+        """The run is over: close its last step and save it. Raises GenerationEnded where the generation ends here."""
+        if not self.finished:
+            self._scope.check()
+            self._close_step()
+            self._boundary()
+            self._save()
+            self.finished = True
+            self._scope.coordinator.moved(over=True)
 
     def require_between_batches(self) -> None:
         if self.progress is not None:
@@ -167,17 +197,10 @@ class StepLoop:
         progress.fenced_s += self._saving().before_update()
 
     def step_finished(self, report: StepReport, applied: bool) -> None:
-        """The current step is done: take the snapshots that are due, report it, begin the copies."""
+        """The optimizer has made the current step, or skipped it. It is closed when the loop comes back."""
         assert self.progress is not None
-        scope, snapshots = self._scope, self._saving()
-        scope.step = report.step
-        with scope.translating():
-            stall_s = self.progress.fenced_s + snapshots.prepare(report.duration_s, applied)
-        scope.coordinator.step_done(replace(report, save_stall_s=stall_s, metrics=self._take_metrics()))
-        snapshots.start()
-        if self._save_asked:
-            self._save_asked = False
-            self._save()
+        self._scope.step = report.step
+        self._open_step = FinishedStep(report, applied, self.progress.fenced_s)
 
     @property
     def on_boundary(self) -> bool:
@@ -190,8 +213,8 @@ class StepLoop:
         return (self.plan.micro_steps if self.over else len(self.plan.deal(self._scope.step))) == 1
 
     def ask_save(self) -> None:
-        """Save the last finished step now or, within a step, the step when it is finished. Collective."""
-        if self.progress is not None and not self.progress.complete:
+        """Save the current step, or the one just finished, when it is closed; a closed one at once. Collective."""
+        if self._open_step is not None or (self.progress is not None and not self.progress.complete):
             self._save_asked = True
         elif self._scope.step > 0:
             self._save()
@@ -220,8 +243,12 @@ class StepLoop:
                 f"{progress.next_batch} of {len(progress.batches)} batches; leave the loop between steps, for example "
                 "when engine.is_gradient_accumulation_boundary() was true before engine.step()"
             )
-        self._save()
-        self.finished = self.plan.last_step is None
+        if self.over:
+            self.finish()
+        else:
+            self._close_step()
+            self._save()
+            self.finished = self.plan.last_step is None
         return self.finished
 
     def close(self) -> None:
@@ -229,18 +256,26 @@ class StepLoop:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
+    def _close_step(self) -> None:
+        """Take the snapshots that are due after the step just finished, report it, begin the copies. Collective."""
+        done, self._open_step = self._open_step, None
+        if done is None:
+            return
+        snapshots = self._saving()
+        with self._scope.translating():
+            stall_s = done.fenced_s + snapshots.prepare(done.report.duration_s, done.applied)
+        self._scope.coordinator.step_done(replace(done.report, save_stall_s=stall_s, metrics=self._take_metrics()))
+        snapshots.start()
+        if self._save_asked:
+            self._save_asked = False
+            self._save()
+
     def _boundary(self) -> None:
         """Ask whether the generation ends here as planned; if so, save exactly this step and leave."""
         stop = self._scope.coordinator.boundary(self._scope.step)
         if stop is not None:
             self._save(durable=stop is Stop.DURABLE)
             self._scope.end_as_planned()
-
-    def _finish(self) -> None:
-        self._boundary()
-        self._save()
-        self.finished = True
-        self._scope.coordinator.moved(over=True)
 
     def _save(self, durable: bool = True) -> None:
         """Save the step just finished, unless it was saved already; to storage if `durable`."""

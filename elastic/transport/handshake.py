@@ -46,7 +46,7 @@ def connect(target: Address | str, token: bytes, *, limit_s: float = CONNECT_LIM
         sock.connect(address)
         channel = Channel(sock)
         channel.limit(limit_s)
-        _prove(channel, token, time.monotonic() + limit_s)
+        _authenticate(channel, token, time.monotonic() + limit_s)
         channel.limit(IO_LIMIT_S)
     except BaseException:
         sock.close()
@@ -74,7 +74,7 @@ def big_buffers(sock: socket.socket) -> None:
         sock.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BUFFER_BYTES)
 
 
-def _prove(channel: Channel, token: bytes, until: float) -> None:
+def _authenticate(channel: Channel, token: bytes, until: float) -> None:
     greeting = channel.exactly(len(_MAGIC) + _NONCE_BYTES, until)
     if greeting[: len(_MAGIC)] != _MAGIC:
         raise Refused("the server there is not a snapshot server of this version")

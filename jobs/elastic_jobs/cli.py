@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from elastic.core.errors import ElasticError
 from elastic_jobs.command_parser import CommandParser
-from elastic_jobs.commands import completion, drain, resume, run, stop, submit
+from elastic_jobs.commands import completion, drain, export, resume, run, stop, submit
 from elastic_jobs.commands.inspect import checkpoints, list_runs, logs, report, status, story, trace, watch
 from elastic_jobs.commands.kube import group
 from elastic_jobs.commands.planning import laws, plan
@@ -36,6 +36,7 @@ _COMMANDS: dict[str, Any] = {
     "stop": stop,
     "story": story,
     "checkpoints": checkpoints,
+    "export": export,
     "report": report,
     "trace": trace,
     "plan": plan,

@@ -11,6 +11,7 @@ from typing import Any
 
 from ray.train import Checkpoint, Result, RunConfig, ScalingConfig
 
+from elastic.checkpoint.folder import explain
 from elastic.checkpoint.storage import CheckpointStore
 from elastic.core.errors import (
     ElasticError,
@@ -134,7 +135,7 @@ class ElasticTrainer:
         store = CheckpointStore(self.settings.checkpoint.url, self.settings.run_id)
         newest = next(iter(store.list()), None)
         folder = f"{self.settings.checkpoint.url.rstrip('/')}/{self.settings.run_id}"
-        checkpoint = Checkpoint(f"{folder}/checkpoints/{newest.id}") if newest else None
+        checkpoint = _checkpoint(f"{folder}/checkpoints/{newest.id}") if newest else None
         error_type = _ERRORS.get(str(result["status"]))
         if error_type is not None:
             remote = result.get("error")
@@ -144,6 +145,14 @@ class ElasticTrainer:
         # The run's own names win: a user's metric `step` is in the table under `metrics.step`.
         metrics = {**(result.get("metrics") or {}), **own}
         return Result(metrics=metrics, checkpoint=checkpoint, path=folder, error=None, metrics_dataframe=frame)
+
+
+def _checkpoint(url: str) -> Checkpoint:
+    try:
+        explain(url)
+    except ElasticError as error:
+        logger.warning("no README was put into %s: %s", url, error)
+    return Checkpoint(url)
 
 
 def _frame(settings: RunSettings) -> Any:

@@ -375,7 +375,7 @@ def test_an_acceptor_that_can_start_no_thread_accepts_again(
     assert failures == 0
     assert_serves(node)
     assert "can't start new thread" in caplog.text
-    assert not node._unproven
+    assert not node._unauthenticated
 
 
 def test_a_peer_that_sends_byte_by_byte_has_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -401,7 +401,7 @@ def test_a_peer_that_sends_byte_by_byte_has_one_deadline(monkeypatch: pytest.Mon
 
 
 def test_strangers_do_not_keep_others_out(node: SnapshotServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "_MOST_UNPROVEN", 3)
+    monkeypatch.setattr(server_module, "_MOST_UNAUTHENTICATED", 3)
     with ExitStack() as stack:
         strangers = [stack.enter_context(socket.create_connection(node.address, 30)) for _ in range(5)]
         for stranger in strangers[:2]:

@@ -61,6 +61,7 @@ class Rank(SilentCoordinator):
         agreement = SimpleNamespace(least=lambda values: [int(value) for value in values])
         state: Any = SimpleNamespace(
             agreement=agreement,
+            replicas=lambda turn: None,
             record=lambda generation: (record, record.bytes),
             capture_into=lambda memory, record, client: (client, Transfer([], [])),
         )

@@ -121,6 +121,7 @@ def hold(kind: EngineKind, resolved: ResolvedConfig, device: torch.device) -> No
     extra_state_goes_round(kind, resolved, device)
     a_non_finite_step_is_not_applied(kind, resolved, device)
     nothing_outlives_close(kind, resolved, device)
+    another_is_built_on_the_same_model(kind, resolved, device)
 
 
 def trains_as_plain_torch_does(kind: EngineKind, resolved: ResolvedConfig, device: torch.device) -> None:
@@ -221,3 +222,76 @@ def nothing_outlives_close(kind: EngineKind, resolved: ResolvedConfig, device: t
     gc.collect()
     gc.collect()
     assert native() is None, "something keeps the engine alive"
+
+
+def another_is_built_on_the_same_model(kind: EngineKind, resolved: ResolvedConfig, device: torch.device) -> None:
+    """What the user holds stays: model, parameters, optimizer, hooks, and a loss with its graph."""
+    model = Small()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE, momentum=0.9)
+    calls: list[int] = []
+    model.layer.register_forward_hook(lambda *_: calls.append(1))
+    held = dict(model.named_parameters()), [group["params"] for group in optimizer.param_groups]
+    marks = _marks(model)
+    for _ in range(3):
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        engine, *_ = kind.build(
+            resolved,
+            "rollback",
+            device,
+            model=model,
+            optimizer=optimizer,
+            lr_scheduler=scheduler,
+            model_parameters=None,
+        )
+        _install(engine, Small())
+        rank, world_size = torch.distributed.get_rank(engine.data_group), torch.distributed.get_world_size()
+        wanted, norms, rates = expected(2, world_size)
+        for step, (norm, rate) in enumerate(zip(norms, rates, strict=True)):
+            outcome = one_step(engine, step, rank)
+            assert outcome.grad_norm is not None
+            torch.testing.assert_close(float(outcome.grad_norm), norm, rtol=1e-4, atol=1e-6)
+            assert outcome.learning_rates == (rate,)
+        model.layer.register_buffer("late", torch.ones(()))
+        for name, value in whole(engine).items():
+            torch.testing.assert_close(value, dict(wanted.named_parameters())[name].detach(), rtol=1e-4, atol=1e-5)
+        assert len(calls) == 2 * MICRO_STEPS
+        calls.clear()
+        # The step that is abandoned: gradients were added up, and the user holds output and loss.
+        output = engine.forward((batch(5, 0, rank),), {}, False)
+        loss = output.square().mean()
+        engine.backward(loss, {})
+        calls.clear()
+        native = weakref.ref(engine.native)
+        assert engine.obstacle() is None
+        engine.detach()
+        gc.collect()
+        assert not vars(native()) if native() is not None else True, "something keeps the engine's shards alive"
+        assert "late" in model.layer._buffers, "what the user added is gone"
+        del model.layer.late
+        assert _marks(model) == marks, "something of the engine is left on the model"
+        assert all(parameter is held[0][name] for name, parameter in model.named_parameters())
+        assert [group["params"] for group in optimizer.param_groups] == held[1]
+        assert not optimizer.state
+        assert optimizer.param_groups[0]["lr"] == RATE
+
+
+def _marks(model: nn.Module) -> list[Any]:
+    """Everything about a model but values and what is called differently after it was shown once."""
+    modules = [
+        (type(module), sorted(set(vars(module)) - {"_is_full_backward_hook"}), type(module._parameters),
+         {name: len(value) for name, value in vars(module).items() if "_hooks" in name})
+        for module in model.modules()
+    ]  # fmt: skip
+    return modules + [(vars(p), tuple(p.shape), p.dtype, p.requires_grad, p.grad) for p in model.parameters()]
+
+
+@torch.no_grad()
+def _install(engine: Engine, model: nn.Module) -> None:
+    """The values of `model` as the engine's masters."""
+    values, state = {name: value.detach().flatten() for name, value in model.named_parameters()}, engine.state()
+    state.begin_install()
+    for master in state.masters():
+        for chunk in master.chunks:
+            part = values[chunk.name][chunk.start : chunk.stop]
+            master.tensor.view(-1)[chunk.offset : chunk.offset + chunk.numel].copy_(part)
+    state.finish_install()

@@ -1,4 +1,4 @@
-"""Cases of restores that are proven beside the first step, and of replicas that have drifted apart, on real ranks."""
+"""Restores that are verified concurrently with the first step, and replicas that have drifted apart, on real ranks."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Flipping:
         return read
 
 
-def proven_beside_the_first_step(rank: int, folder: Path) -> None:
-    """The same losses as with a proof at once; a bad state is refused by the first step, before it changes anything."""
+def verified_concurrently(rank: int, folder: Path) -> None:
+    """The same losses as when verified before the step; the first step refuses a bad state before changing anything."""
     from deepspeed_ranks import open_state
 
     from elastic.checkpoint.storage import CheckpointStore
@@ -106,4 +106,4 @@ def _raised(kind: type[Exception], call: Any, *arguments: Any) -> str:
     raise AssertionError(f"expected a {kind.__name__}")
 
 
-CASES = {run.__name__.replace("_", "-"): run for run in (proven_beside_the_first_step, drifted_replicas_are_refused)}
+CASES = {run.__name__.replace("_", "-"): run for run in (verified_concurrently, drifted_replicas_are_refused)}

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from crew import Crew
+import torch
+from crew import Crew, Outcome
 
 from elastic.checkpoint.storage import CheckpointStore
 from elastic.core.generation_spec import BatchSettings
@@ -143,6 +144,38 @@ def test_how_user_code_can_go_wrong(crew: Crew, tmp_path: Path, fn: str, kind: s
     assert outcome.result.kind == kind, outcome.result.traceback
     assert words in outcome.result.message
     assert outcome.clean
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("how", ["planned", "aborted", "returned"])
+def test_what_follows_a_step_is_kept_through_a_change_of_the_world_size(
+    crew: Crew, tmp_path: Path, stage: int, how: str
+) -> None:
+    """Step 4 is the last of epoch 0 (37 samples, 10 a step): what is done between the epochs belongs to it as well."""
+    fn, saving = "train_with_more_after_each_step", {"batch": BATCH, "checkpoint_every_steps": 4}
+    config = _config(stage, tmp_path / "cut")
+    whole = crew.run([0, 1, 2], fn, _config(stage, tmp_path / "whole"), **saving)
+    if how == "planned":
+        crew.run([0, 1, 2], fn, config, end_at=4, **saving)
+    elif how == "aborted":
+        # The checkpoint that the cadence gives, of a generation that goes on after it.
+        crew.run([0, 1, 2], fn, config, end_at=5, **saving)
+    else:
+        crew.run([0, 1, 2], fn, {**config, "leave_after": 3}, **saving)
+    step = 3 if how == "returned" else 4
+    [checkpoint] = [found.id for found in CheckpointStore(str(tmp_path / "cut"), "run").list() if found.step == step]
+    rest = crew.run([2, 0], fn, config, checkpoint=checkpoint, **saving)
+    told, expected = rest[0].told, whole[0].told
+    assert expected["state"] == {"counter": 6, "epochs": 2}
+    assert told["state"] == expected["state"]
+    assert torch.allclose(torch.tensor(told["weights"]), torch.tensor(expected["weights"]), atol=1e-6)
+    assert torch.allclose(torch.tensor(told["average"]), torch.tensor(expected["average"]), atol=1e-6)
+    assert _losses(rest) == pytest.approx(_losses(whole)[step:], rel=1e-4, abs=1e-5)
+
+
+def _losses(outcomes: list[Outcome]) -> list[float]:
+    """Of each step, the mean over the global batch: every rank reports its part."""
+    return [sum(report.loss for report in step) for step in zip(*(found.reports for found in outcomes), strict=True)]
 
 
 def test_an_unreadable_checkpoint_fails_on_every_rank(crew: Crew, tmp_path: Path) -> None:

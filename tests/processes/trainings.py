@@ -125,6 +125,37 @@ def train(config: dict[str, Any]) -> None:
     crew.told.update(starts=elastic.state["starts"], passes=float(engine.module.passes), epoch=loader.epoch)
 
 
+def train_with_more_after_each_step(config: dict[str, Any]) -> None:
+    """What people do between engine.step() and the next batch: an average of the weights, clipped weights, a counter;
+    and a figure after each epoch."""
+    model = Small(0.1)
+    model.register_buffer("average", torch.zeros_like(model.second.weight))
+    engine, _, loader, _ = elastic.initialize(
+        model=model,
+        training_data=Numbers(37, torch.float32),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+        config=deepspeed_config(config),
+    )
+    before = elastic.get_context().step
+    for _ in elastic.epochs():
+        for batch in loader:
+            one_pass(engine, batch)
+            if elastic.get_context().step == before:
+                continue
+            before += 1
+            with torch.no_grad():
+                if config["stage"] == 0:
+                    model.second.weight.clamp_(-0.05, 0.05)
+                model.average.mul_(0.5).add_(model.second.weight, alpha=0.5)
+            elastic.state["counter"] = elastic.state.get("counter", 0) + 1
+            if before == config.get("leave_after"):
+                return
+        elastic.state["epochs"] = elastic.state.get("epochs", 0) + 1
+    crew.told.update(
+        average=model.average.tolist(), weights=model.second.weight.tolist(), state=dict(elastic.state), step=before
+    )
+
+
 def train_until_fault(config: dict[str, Any]) -> None:
     """Rank `config["victim"]` stays for ever in the middle of step `config["at"]`; all tell when they get there."""
     engine, loader = build(config)

@@ -13,14 +13,9 @@ import elastic
 def train(config: dict[str, Any]) -> None:
     """`config["bad"]` are dataset indices: the loss over a batch that holds one of them is no number."""
     engine, loader, data = loops.build(config)
-    before = elastic.get_context().step
     for _ in elastic.epochs():
         for x, y in loader:
             loss = nn.functional.mse_loss(engine(x), y)
             bad = not set(data.given[-len(x) :]).isdisjoint(config["bad"])
             engine.backward(loss * float("nan") if bad else loss)
             engine.step()
-            now = elastic.get_context()
-            if now.step > before:
-                before = now.step
-                loops._finished_step(config, now, data)

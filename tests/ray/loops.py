@@ -88,27 +88,41 @@ def build(config: dict[str, Any]) -> tuple[Any, Any, Numbers]:
         model=model, training_data=data, optimizer=optimizer, config=deepspeed_config(config)
     )
     _ENGINES.append(weakref.ref(engine))
+    _between_steps(config, data)
     return engine, loader, data
+
+
+def _between_steps(config: dict[str, Any], data: Numbers) -> None:
+    """Have `_closed_step` called after every step of this generation: it is closed then, and the next has not begun.
+
+    The user's code does not run at that moment: what it does after engine.step() belongs to the step.
+    """
+    generation = context.current()
+    assert generation is not None
+    coordinator: Any = generation.scope.coordinator
+    ask, begun = coordinator.boundary, generation.scope.step
+
+    def boundary(step: int) -> Any:
+        if step > begun:
+            _closed_step(config, elastic.get_context(), data)
+        return ask(step)
+
+    coordinator.boundary = boundary
 
 
 def train(config: dict[str, Any]) -> None:
     """The whole run. `config["fault"]` = {"kind", "rank", "step"}: what that rank does after that step."""
-    engine, loader, data = build(config)
-    before = elastic.get_context().step
+    engine, loader, _ = build(config)
     for _ in elastic.epochs():
         for x, y in loader:
             loss = nn.functional.mse_loss(engine(x).float(), y.float())
             engine.backward(loss)
             if config.get("metrics"):
-                elastic.report(rank=before % 2 + elastic.get_context().rank)
+                elastic.report(rank=elastic.get_context().step % 2 + elastic.get_context().rank)
             engine.step()
-            now = elastic.get_context()
-            if now.step > before:
-                before = now.step
-                _finished_step(config, now, data)
 
 
-def _finished_step(config: dict[str, Any], now: Any, data: Numbers) -> None:
+def _closed_step(config: dict[str, Any], now: Any, data: Numbers) -> None:
     folder = Path(config["folder"])
     given, data.given = data.given, []
     _put(folder / f"given-{now.generation}-{now.rank}-{now.step}.json", json.dumps(given))
@@ -204,7 +218,7 @@ def _haunt(folder: Path, scope: Any, engine: Any, snapshot: Any) -> None:
         "write into a complete checkpoint": lambda: member._source.write_shard(committed),
         "save a shard": lambda: member.save(snapshot),
         "report a step": lambda: member.step_done(ahead),
-        "go on": lambda: member.boundary(snapshot.step),
+        "go on": lambda: type(member).boundary(member, snapshot.step),
         "use the engine": lambda: engine(torch.zeros(2, 16)),
         "say last words": lambda: [member._post(event) for event in last_words],
     }
@@ -241,7 +255,7 @@ def returns_early(config: dict[str, Any]) -> None:
 def evaluates_and_exports(config: dict[str, Any]) -> None:
     """After step 2 every rank evaluates for `slow_s`, after step 3 rank 0 alone does something else for as long, and
     after the last step it exports for as long."""
-    engine, loader, data = build(config)
+    engine, loader, _ = build(config)
     before = elastic.get_context().step
     for _ in elastic.epochs():
         for x, y in loader:
@@ -251,7 +265,6 @@ def evaluates_and_exports(config: dict[str, Any]) -> None:
             if now.step == before:
                 continue
             before = now.step
-            _finished_step(config, now, data)
             until = time.monotonic() + config["slow_s"]
             if now.step == 2:
                 engine.eval()

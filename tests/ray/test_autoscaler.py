@@ -76,7 +76,7 @@ def test_a_run_starts_with_what_there_is_grows_as_nodes_arrive_and_gives_up_its_
 ) -> None:
     run = start(cloud, tmp_path, "grows", ScalingSettings(1, 2, gather_s=0.5))
     wait_until(lambda: len(there(cloud)) == 2, "the autoscaler to have asked for a node per slot")
-    said = "the nodes have room for 0: 1 short; the autoscaler is asked for more"
+    said = "the nodes have room for 0: 1 short; waiting for the autoscaler"
     run.wait_for("what is short to be said", lambda _: any(said in told for told in run.decisions("waiting")))
     cloud.offer(1)
     run.reach(4)

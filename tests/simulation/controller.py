@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from random import Random
 from typing import TYPE_CHECKING
 
 from elastic.core import actions as act
@@ -11,6 +13,7 @@ from elastic.core.run import machine
 from elastic.core.run.phase import Finished
 from elastic.core.run.state import RunState
 from elastic.core.settings import RunSettings
+from elastic.core.typed_json import decode, encode
 from simulation.invariants import Invariants
 from simulation.processes import Group
 
@@ -121,6 +124,7 @@ class Controller:
         for event, now in self.journal:
             replayed, _ = machine.step(replayed, event, now)
         assert replayed == self.state or self.lost, "the journal does not lead to the state that the controller had"
+        assert self._from_point() == replayed, "a replay point and what follows it do not lead to the same state"
         self.state, self.up = replayed, True
         self.incarnation += 1
         self.handle(self._found(self.world.reattach(self.state)))
@@ -129,6 +133,17 @@ class Controller:
         waiting, self.waiting = self.waiting, []
         for event in waiting:
             self.deliver(event)
+
+    def _from_point(self) -> RunState:
+        """From what a controller would have kept in the journal after some event, and the events after that."""
+        count = Random(f"point {len(self.journal)} {self.world.clock.now}").randrange(len(self.journal) + 1)
+        before, state = self.journal[:count], machine.initial(self.settings, self.began)
+        for event, now in before:
+            state, _ = machine.step(state, event, now)
+        state = decode(RunState, json.loads(json.dumps(encode(state))), settings=self.settings)
+        for event, now in self.journal[count:]:
+            state, _ = machine.step(state, event, now)
+        return state
 
     def _found(self, restarted: ev.ControllerRestarted) -> ev.ControllerRestarted:
         """What the journal does not tell: the rules about numbers begin anew where it and those who are left end."""

@@ -12,7 +12,7 @@ from simulation import trace
 from simulation.faults import Fault, Plan, draw
 from simulation.world import World
 
-# Every branch of interest must be reached by some run, or the thousand prove less than they seem to.
+# Every branch of interest must be reached by some run, or the thousand runs cover less than they seem to.
 SOMETIMES = {
     *(f"phase {phase}" for phase in ("Waiting", "Joining", "Training", "Pausing", "Ending", "Closing", "Finished")),
     *(f"controller restart in {phase}" for phase in ("Waiting", "Joining", "Training", "Pausing", "Ending", "Closing")),

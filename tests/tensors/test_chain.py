@@ -71,7 +71,7 @@ def test_state_survives_another_world_size(source_stage: str, target_stage: str,
 
 
 @pytest.mark.parametrize(("before", "after"), WORLDS)
-def test_content_checks_prove_what_was_restored(before: int, after: int) -> None:
+def test_content_checks_verify_what_was_restored(before: int, after: int) -> None:
     store = CheckpointStore(f"memory://{uuid.uuid4().hex}", "run")
     manifest = save(store, "zero12", before, state())
     # Dealt, not replicated, so that every element is on one rank and the sum over the ranks is the whole.

@@ -30,7 +30,7 @@ def values(count: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tor
 
 
 def test_never_changes() -> None:
-    # Printed once: a checkpoint must be proven by a newer release as well.
+    # Printed once: a newer release must verify it, too.
     assert digest(torch.arange(5.0), "fp32/w") == 9614092307833815040
     assert digest(torch.arange(5, dtype=torch.bfloat16), "fp32/w", 70000) == 17188821286573969984
     assert digest(torch.arange(5), "fp32/w") == 14097483341604635568

@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset
 from elastic.core.data.micro_batches import micro_steps_per_rank
 from elastic.core.data.samples import SampleOrder
 from elastic.core.data.step_plan import StepPlan, total_samples
+from elastic.core.data.steps import StepReport
 from elastic.core.errors import GenerationEnded, RunOver, UsageError
 from elastic.core.generation_spec import GenerationSpec
 from elastic.training.data.loader import ElasticLoader, elapsing_epochs
@@ -44,20 +45,34 @@ class Recorded:
 class Coordinator(SilentCoordinator):
     def __init__(self, end_at: int | None = None) -> None:
         self.boundaries: list[int] = []
+        self.reports: list[StepReport] = []
         self.end_at = end_at
 
     def boundary(self, step: int) -> Stop | None:
         self.boundaries.append(step)
         return Stop.MEMORY if step == self.end_at else None
 
+    def step_done(self, report: StepReport) -> None:
+        self.reports.append(report)
+
 
 class Saver:
-    """In the place of the snapshots: counts what is saved at the end."""
+    """In the place of the snapshots: counts what is saved at the end, and what each snapshot would hold of the user's
+    own state."""
 
     def __init__(self, scope: GenerationScope) -> None:
         self.scope = scope
         self.saved: list[int] = []
         self.durable: list[bool] = []
+        self.users = 0
+        self.snapshots: list[tuple[int, int]] = []
+
+    def prepare(self, duration_s: float, applied: bool) -> float:
+        self.snapshots.append((self.scope.step, self.users))
+        return 0.0
+
+    def start(self) -> None:
+        pass
 
     def at_end(self, durable: bool) -> None:
         self.durable.append(durable)
@@ -69,7 +84,7 @@ class Engine:
     """In the place of the engine: finishes micro-batches."""
 
     def __init__(self, scope: GenerationScope, steps: StepLoop, saver: Saver) -> None:
-        self.scope, self.steps = scope, steps
+        self.scope, self.steps, self.saver = scope, steps, saver
         self.saved, self.durable = saver.saved, saver.durable
 
     def step(self) -> None:
@@ -79,7 +94,7 @@ class Engine:
         progress.require_backward()
         progress.finish_batch()
         if progress.complete:
-            self.scope.step += 1
+            self.steps.step_finished(StepReport(progress.step + 1, 0.5, progress.positions(), 4, 0.1), applied=True)
 
 
 Made = tuple[GenerationScope, Engine, ElasticLoader, Recorded]
@@ -378,6 +393,79 @@ def test_the_end_of_an_aborted_generation_reaches_the_loop() -> None:
     made[0].end("a node was lost")
     with pytest.raises(GenerationEnded, match="a node was lost"):
         next(batches)
+
+
+def counts_between_steps(made: Made, until: int = 1 << 30) -> Made:
+    """A loop of the user's that counts each step after engine.step(), by itself; it leaves after step `until`."""
+    scope, engine, loader, _ = made
+    for _ in elapsing_epochs(loader, engine.steps):
+        for _ in loader:
+            before = scope.step
+            engine.step()
+            if scope.step > before:
+                engine.saver.users += 1
+            if scope.step == until:
+                return made
+        # Between two epochs, and after the last one.
+        engine.saver.users += 100
+    return made
+
+
+def test_what_follows_a_step_belongs_to_it() -> None:
+    """Steps 1 to 3 are of epoch 0, 4 and 5 of epoch 1: each snapshot holds what was done until the next batch."""
+    scope, engine, _, _ = counts_between_steps(make(epochs=2))
+    assert engine.saver.snapshots == [(1, 1), (2, 2), (3, 103), (4, 104), (5, 205)]
+    assert [report.step for report in scope.coordinator.reports] == [1, 2, 3, 4, 5]  # type: ignore[attr-defined]
+    assert engine.saved == [5]
+
+
+def test_a_loop_that_is_left_closes_its_step_when_the_function_returns() -> None:
+    scope, engine, _, _ = counts_between_steps(make(epochs=2), until=2)
+    engine.saver.users += 10
+    assert scope.step == 2
+    assert engine.saver.snapshots == [(1, 1)]
+    assert not engine.steps.returned()
+    assert engine.saver.snapshots == [(1, 1), (2, 12)]
+    assert engine.saved == [2]
+    # The run's last step, without another batch asked for.
+    _, engine, _, _ = counts_between_steps(make(epochs=2), until=5)
+    assert engine.steps.returned()
+    assert engine.saver.snapshots[-1] == (5, 105)
+    assert engine.saved == [5]
+
+
+def test_a_save_that_is_asked_for_after_a_step_is_made_when_it_is_closed() -> None:
+    scope, engine, loader, _ = make(max_steps=3)
+    for _ in loader:
+        engine.step()
+        if scope.step == 1 and engine.steps.progress is not None and engine.steps.progress.complete:
+            engine.steps.ask_save()
+            assert engine.saved == []
+            engine.saver.users += 7
+    assert engine.saver.snapshots[0] == (1, 7)
+    assert engine.saved == [1, 3]
+    engine.steps.ask_save()
+    assert engine.durable == [True, True, True]
+
+
+def test_a_planned_end_holds_what_followed_its_step() -> None:
+    made = make(max_steps=3, end_at=1)
+    with pytest.raises(GenerationEnded, match="planned at step 1"):
+        counts_between_steps(made)
+    assert made[1].saver.snapshots == [(1, 1)]
+    assert made[1].saved == [1]
+
+
+def test_a_generation_that_is_aborted_after_a_step_does_not_close_it() -> None:
+    scope, engine, loader, _ = make(max_steps=3)
+    for _ in loader:
+        engine.step()
+        if scope.step == 1:
+            break
+    scope.end("a node was lost")
+    with pytest.raises(GenerationEnded):
+        engine.steps.advance()
+    assert (scope.step, engine.saver.snapshots) == (1, [])
 
 
 class Stream(IterableDataset[int]):

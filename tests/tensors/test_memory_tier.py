@@ -69,6 +69,9 @@ class State:
         self.agreement = Alone()
         self.targets: list[torch.Tensor] = []
 
+    def replicas(self, turn: int) -> None:
+        return None
+
     def record(self, generation: int) -> tuple[Any, int]:
         return SimpleNamespace(), self.nbytes
 

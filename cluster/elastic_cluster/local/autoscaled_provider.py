@@ -19,7 +19,7 @@ from ray.autoscaler.tags import (
     TAG_RAY_USER_NODE_TYPE,
 )
 
-from elastic_cluster.json_lines import Wire
+from elastic_cluster.json_lines import JsonLines
 from elastic_cluster.local.autoscaled_cloud import HEAD_TYPE
 from elastic_cluster.source import ClusterError
 
@@ -81,9 +81,9 @@ class KeeperProvider(NodeProvider):
         """A connection per call: the keeper answers in the order in which it is done."""
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(self._socket)
-            wire = Wire(connection)
-            wire.send({"id": 1, "do": command, **arguments})
-            reply = wire.receive(_LIMIT_S, f"the keeper's answer to {command}")
+            lines = JsonLines(connection)
+            lines.send({"id": 1, "do": command, **arguments})
+            reply = lines.receive(_LIMIT_S, f"the keeper's answer to {command}")
         if "error" in reply:
             raise ClusterError(reply["error"])
         return reply["result"]

@@ -17,7 +17,7 @@ from typing import Any
 from typing_extensions import Self
 
 from elastic_cluster.draining import drain
-from elastic_cluster.json_lines import Wire
+from elastic_cluster.json_lines import JsonLines
 from elastic_cluster.local.features import DURABLE, TOKEN, token_file
 from elastic_cluster.source import ClusterEnded, ClusterError, NodeInfo
 
@@ -50,7 +50,7 @@ class LocalCluster:
 
     def __init__(self, connection: socket.socket, keeper: subprocess.Popen[bytes] | None) -> None:
         """Use `start` or `attach`."""
-        self._wire = Wire(connection)
+        self._lines = JsonLines(connection)
         self._keeper = keeper
         self._ids = itertools.count(1)
         self._about: dict[str, Any] = {}
@@ -228,7 +228,7 @@ class LocalCluster:
 
     def detach(self) -> None:
         """Stop owning the cluster. It ends unless another process owns it."""
-        self._wire.connection.close()
+        self._lines.connection.close()
         if self._keeper is not None:
             _let_go.append(self._keeper)
 
@@ -237,18 +237,18 @@ class LocalCluster:
 
         Raises ClusterError when that takes too long; it goes on being ended.
         """
-        if self._wire.connection.fileno() < 0:
+        if self._lines.connection.fileno() < 0:
             return
         with contextlib.suppress(OSError):
-            self._wire.send({"id": 0, "do": "shutdown"})
+            self._lines.send({"id": 0, "do": "shutdown"})
         try:
             with contextlib.suppress(ClusterEnded):
                 while True:  # Late replies, then the end of the connection, which comes with the end of the keeper.
-                    self._wire.receive(_END_LIMIT_S, "the cluster to end")
+                    self._lines.receive(_END_LIMIT_S, "the cluster to end")
         except BaseException:
             self.detach()
             raise
-        self._wire.connection.close()
+        self._lines.connection.close()
         if self._keeper is not None:
             self._keeper.wait(COMMAND_LIMIT_S)
 
@@ -267,11 +267,11 @@ class LocalCluster:
     def _ask(self, command: str, wait_s: float, awaited: str, /, **arguments: Any) -> Any:
         request_id = next(self._ids)
         try:
-            self._wire.send({"id": request_id, "do": command, **arguments})
+            self._lines.send({"id": request_id, "do": command, **arguments})
         except OSError as error:
             raise ClusterEnded(f"the cluster has ended; asked for {awaited}") from error
         while True:
-            reply = self._wire.receive(wait_s, awaited)
+            reply = self._lines.receive(wait_s, awaited)
             if reply["id"] != request_id:  # A reply that came after its asker had stopped waiting.
                 continue
             if "error" in reply:

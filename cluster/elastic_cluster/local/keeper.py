@@ -133,7 +133,7 @@ class Keeper:
             return
         self._owners.remove(owner)
         self._waiting = [waiting for waiting in self._waiting if waiting.owner is not owner]
-        self._selector.unregister(owner.wire.connection)
+        self._selector.unregister(owner.lines.connection)
         if owner.handle is not None:
             self._selector.unregister(owner.handle)
         owner.close()
@@ -144,7 +144,7 @@ class Keeper:
         if owner not in self._owners:
             return
         try:
-            requests, closed = owner.wire.feed()
+            requests, closed = owner.lines.feed()
             for request in requests:
                 self._handle(owner, **request)
         except (ValueError, TypeError) as error:

@@ -9,7 +9,7 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
-from elastic_cluster.json_lines import Wire
+from elastic_cluster.json_lines import JsonLines
 from elastic_cluster.local import processes
 from elastic_cluster.local.node_table import Entry
 
@@ -22,7 +22,7 @@ class Owner:
 
     def __init__(self, connection: socket.socket, keeper_pid: int) -> None:
         connection.settimeout(5.0)
-        self.wire = Wire(connection)
+        self.lines = JsonLines(connection)
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         self.pid: int = struct.unpack("3i", credentials)[0]
         self.inside = self.pid in processes.descendants([keeper_pid], processes.table())
@@ -33,10 +33,10 @@ class Owner:
 
     def reply(self, request_id: int, **content: Any) -> None:
         with contextlib.suppress(OSError):  # An owner that is gone is noticed by its connection.
-            self.wire.send({"id": request_id, **content})
+            self.lines.send({"id": request_id, **content})
 
     def close(self) -> None:
-        self.wire.connection.close()
+        self.lines.connection.close()
         if self.handle is not None:
             os.close(self.handle)
 

@@ -1,4 +1,4 @@
-"""Shard records in, manifest out: the proof that what all ranks wrote is one complete checkpoint."""
+"""Builds a manifest from shard records, and checks that all ranks together wrote one complete checkpoint."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from elastic.core.data.steps import Range, union
 
@@ -48,6 +48,7 @@ class _Stretch:
         return self.start + self.count * self.size
 
 
+@dataclass
 class SampleLedger:
     """Which positions of the global sample order the steps of the final timeline consumed.
 
@@ -55,11 +56,15 @@ class SampleLedger:
     irregular is kept as it came.
     """
 
-    def __init__(self) -> None:
-        self._stretches: list[_Stretch] = []
-        self._odd: dict[int, tuple[Range, ...]] = {}
-        self._skips: tuple[Range, ...] = ()
-        self._passed: dict[int, tuple[Range, ...]] = {}
+    _stretches: list[_Stretch] = field(default_factory=list)
+    _odd: dict[int, tuple[Range, ...]] = field(default_factory=dict)
+    _skips: tuple[Range, ...] = ()
+    _passed: dict[int, tuple[Range, ...]] = field(default_factory=dict)
+
+    @property
+    def skips(self) -> tuple[Range, ...]:
+        """The ranges that the run leaves out, as sorted, non-adjacent ranges."""
+        return self._skips
 
     def skip(self, ranges: Iterable[Range]) -> None:
         """All ranges that the run leaves out, whatever is rolled back: the whole list, which only grows."""

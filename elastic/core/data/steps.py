@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 from elastic.core.events import FirstStepDone
+from elastic.core.typed_json import NOT_KEPT
 
 Range = tuple[int, int]
 
@@ -28,7 +29,7 @@ class StepReport:
     that the sum over ranks is the loss of the global batch. `grad_norm` is the engine's (None if it has none).
     `duration_s` ends with the optimizer step; `save_stall_s` is how long snapshots delayed the training thread: for
     this step after it, and for the previous one during it.
-    `own_s` is the part of `duration_s` that this rank did not spend in collectives (0.0: not measured).
+    `noncollective_s` is the part of `duration_s` that this rank did not spend in collectives (0.0: not measured).
     `anomaly` says why the step was not applied; `skipped` is then what it would have consumed.
     `metrics` is what the user attached with `elastic.report`.
     `content` stands for what was read from a stream (0: none): the sum over its readers, modulo 2**64.
@@ -46,7 +47,7 @@ class StepReport:
     save_stall_s: float = 0.0
     anomaly: str = ""
     skipped: tuple[Range, ...] = ()
-    own_s: float = 0.0
+    noncollective_s: float = 0.0
     metrics: Mapping[str, Any] = field(default_factory=dict)
     content: int = 0
     generation: int = 0
@@ -71,8 +72,8 @@ class CompletedStep:
 
     `positions` are joined half-open ranges of the global sample order; `loss` is the mean over the global batch.
     `anomaly` says why the step was not applied; `skipped` is then what it would have consumed.
-    `own_s[rank]` is what the rank did not spend in collectives (0.0: not measured), `straggler_s` how much longer the
-    slowest rank worked than the median, apart from waiting for data.
+    `noncollective_s[rank]` is the rank's time outside of collectives (0.0: not measured), `straggler_s` how much
+    longer the slowest rank worked than the median, apart from waiting for data.
     `metrics` has one value per name: the mean over the ranks that reported a number; otherwise the value of the lowest
     rank that reported the name. `metrics_by_rank` has the single values of names whose values differ between ranks, of
     the lowest `RANKS_PER_METRIC` ranks.
@@ -93,7 +94,7 @@ class CompletedStep:
     learning_rates: tuple[float, ...]
     anomaly: str = ""
     skipped: tuple[Range, ...] = ()
-    own_s: tuple[float, ...] = ()
+    noncollective_s: tuple[float, ...] = ()
     straggler_s: float = 0.0
     metrics: Mapping[str, Any] = field(default_factory=dict)
     metrics_by_rank: Mapping[str, Mapping[int, Any]] = field(default_factory=dict)
@@ -105,22 +106,26 @@ class CompletedStep:
         return FirstStepDone(self.generation, self.step) if self.first else None
 
 
+@dataclass
 class StepTable:
     """The reports of one generation, joined step by step. Reports of other generations are dropped."""
 
-    def __init__(self) -> None:
-        # The generation that is being counted; -1 before the first.
-        self.generation = -1
-        self._world_size = 0
-        self._reports: dict[int, dict[int, StepReport]] = {}
-        self._done: set[int] = set()
-        self._done_below = 0
-        self._first = True
+    # The generation that is being counted; -1 before the first.
+    generation: int = -1
+    _world_size: int = 0
+    # Workers send again what is not complete.
+    _reports: dict[int, dict[int, StepReport]] = field(default_factory=dict, metadata=NOT_KEPT)
+    _done: set[int] = field(default_factory=set)
+    _done_below: int = 0
+    # The next complete step is reported to the state machine as the generation's first.
+    _first: bool = True
+    # The state machine knows of the first step.
+    _first_known: bool = False
 
     def begin(self, generation: int, world_size: int, start_step: int = 0) -> None:
         """A generation of `world_size` ranks begins after `start_step` finished steps."""
         self.generation, self._world_size, self._done_below = generation, world_size, start_step + 1
-        self._reports, self._done, self._first = {}, set(), True
+        self._reports, self._done, self._first, self._first_known = {}, set(), True, False
 
     def add(self, report: StepReport) -> CompletedStep | None:
         """One rank's report of a finished step; the completed step when it was the last one missing.
@@ -143,7 +148,13 @@ class StepTable:
         """The state machine knows of the generation's first step. A step in the journal does not imply that: a
         controller may have ended between the two."""
         if generation == self.generation:
-            self._first = False
+            self._first, self._first_known = False, True
+
+    def restored(self) -> StepTable:
+        """After a restart of the controller: a first step that the state machine did not get to know is reported with
+        the next one."""
+        self._first = not self._first_known
+        return self
 
     def _mark_done(self, step: int) -> None:
         if not self._is_done(step):
@@ -179,7 +190,7 @@ class StepTable:
             # A rank with a non-finite loss says so; the others know the gradient only.
             anomaly=max((report.anomaly for report in reports), key=lambda text: (bool(text), "loss" in text)),
             skipped=join(position for report in reports for position in report.skipped),
-            own_s=tuple(report.own_s for report in reports),
+            noncollective_s=tuple(report.noncollective_s for report in reports),
             straggler_s=_excess(reports),
             metrics=metrics,
             metrics_by_rank=metrics_by_rank,
@@ -211,10 +222,10 @@ def _mean(values: Sequence[Any]) -> Any:
 
 
 def _excess(reports: Sequence[StepReport]) -> float:
-    if min(report.own_s for report in reports) <= 0.0:
+    if min(report.noncollective_s for report in reports) <= 0.0:
         return 0.0
     # Waiting for data has its own owner.
-    working = [report.own_s - report.data_wait_s for report in reports]
+    working = [report.noncollective_s - report.data_wait_s for report in reports]
     return max(working) - median(working)
 
 

@@ -1,7 +1,7 @@
-"""Can the cluster ever hold the workers that a run needs at least? A pure function of the nodes that are and may come.
+"""Can the cluster ever hold a run's `min_workers`? A pure function of its nodes and of those an autoscaler may add.
 
-Whole nodes are compared, not what is free on them: what another job uses now, it gives back some day. A slot that no
-node can hold and that nobody could bring a node for is refused; anything else is waited for, and what is short is said.
+The total resources of nodes count, not the free ones: another job releases its share some day. A slot that fits on no
+node and on no node type of the autoscaler is refused; for anything else the run waits and reports the shortage.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from enum import Enum
 Resources = Mapping[str, float]
 
 
-class Outlook(str, Enum):
-    # The nodes that are there can hold what the run needs at least.
+class Supply(str, Enum):
+    """How the cluster compares with the minimum that the run needs."""
+
+    # The present nodes can hold the minimum.
     ENOUGH = "enough"
     # An autoscaler can bring what is missing.
     COMING = "coming"
-    # Something is missing, and no autoscaler is known to add it; a node may still be added by hand.
+    # Something is missing and no autoscaler is known to add it; an operator may add a node.
     MISSING = "missing"
-    # It cannot be had here: the run is refused.
+    # The cluster can never hold it: the run is refused.
     NEVER = "never"
 
 
@@ -67,28 +69,28 @@ class Need:
 
 @dataclass(frozen=True)
 class Judgement:
-    """`sentence` says what is short and by how much; empty where nothing is."""
+    """`sentence` names the shortage; empty if there is none."""
 
-    outlook: Outlook
+    supply: Supply
     sentence: str = ""
 
 
 def judge(need: Need, cluster: Cluster) -> Judgement:
-    """What can be hoped for. Of nodes that are being started by an autoscaler only the limit of their type counts."""
+    """Nodes that an autoscaler is starting count through the limit of their type only."""
     slot, types = need.slot, cluster.types or ()
     here = sum(fits(slot, node) for node in cluster.nodes.values())
     if here >= need.min_slots:
-        return Judgement(Outlook.ENOUGH)
+        return Judgement(Supply.ENOUGH)
     if not here and not any(fits(slot, node_type.resources) for node_type in types):
         return _no_place(need, cluster)
     return _too_few(need, cluster, here)
 
 
 def fits(slot: Resources, node: Resources) -> int:
-    """How many such slots a node holds. A slot that wants nothing fits once."""
+    """How many such slots a node holds. A slot that needs no resources counts once."""
     if not slot:
         return 1
-    # A tenth of a CPU ten times is a CPU.
+    # Tolerance for float sums: ten times 0.1 CPU must fit on 1 CPU.
     return min(int(node.get(name, 0.0) / count + 1e-9) for name, count in slot.items())
 
 
@@ -96,11 +98,10 @@ def _no_place(need: Need, cluster: Cluster) -> Judgement:
     """No node and no node type can hold a single slot."""
     what = f"{need.who} wants {_why(need.slot, cluster)}"
     if not cluster.autoscaled:
-        return Judgement(Outlook.NEVER, f"{what}, and no autoscaler is there to bring another one")
+        return Judgement(Supply.NEVER, f"{what}, and there is no autoscaler to add one")
     if cluster.types is None:
-        unknown = "whether its autoscaler has a type of node that can, it does not say"
-        return Judgement(Outlook.MISSING, f"{what}; {unknown}")
-    return Judgement(Outlook.NEVER, f"{what}, and no node type of the autoscaler offers more")
+        return Judgement(Supply.MISSING, f"{what}; its autoscaler does not report whether it has a larger node type")
+    return Judgement(Supply.NEVER, f"{what}, and no node type of the autoscaler offers more")
 
 
 def _why(slot: Resources, cluster: Cluster) -> str:
@@ -116,21 +117,21 @@ def _why(slot: Resources, cluster: Cluster) -> str:
             return f"{name}: {_number(count)}, the largest node has {name}: {_number(largest)}"
     if not nodes:
         return f"{told(slot)}, and there is no node"
-    # Each resource can be had, but not all of them on one node.
+    # Each resource is available, but not all of them on one node.
     lacking = min(nodes, key=lambda node: sum(node.get(name, 0.0) < count for name, count in slot.items()))
     name = next(name for name, count in slot.items() if lacking.get(name, 0.0) < count)
-    has = f"the node that comes nearest has {name}: {_number(lacking.get(name, 0.0))}"
+    has = f"the closest node has {name}: {_number(lacking.get(name, 0.0))}"
     return f"{told(slot)} together, {has}"
 
 
 def _is_rays_own(name: str) -> bool:
-    """Names of nodes, what placement groups have taken, and what nobody asks for."""
+    """Resources that Ray itself adds: node names, placement groups' shares, and object store memory."""
     return ":" in name or "_group_" in name or name == "object_store_memory"
 
 
 def _hint(name: str, known: list[str]) -> str:
     by_lower = {other.lower(): other for other in known}
-    # A GPU is no slip of a CPU.
+    # The cutoff keeps CPU from being suggested for GPU.
     near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.7)
     if near:
         return f" (did you mean {by_lower[near[0]]}?)"
@@ -138,20 +139,22 @@ def _hint(name: str, known: list[str]) -> str:
 
 
 def _too_few(need: Need, cluster: Cluster, here: int) -> Judgement:
-    """Some place fits, but those that are there are not enough."""
+    """Single slots fit, but fewer than the minimum."""
     slot, missing = need.slot, need.min_slots - here
     what = (
         f"the run needs {_slots(need.min_slots)} of {told(slot)} at least and the nodes have room for {here}: "
         f"{missing} short"
     )
     if not cluster.autoscaled:
-        return Judgement(Outlook.MISSING, f"{what}; no autoscaler is there to bring nodes, they can be added by hand")
+        return Judgement(Supply.MISSING, f"{what}; there is no autoscaler, so nodes must be added by hand")
     if cluster.types is None:
-        return Judgement(Outlook.COMING, f"{what}; the autoscaler is asked for more")
+        return Judgement(Supply.COMING, f"{what}; waiting for the autoscaler")
     limit = _limit(slot, cluster)
     if limit is not None and limit < need.min_slots:
-        return Judgement(Outlook.NEVER, f"{what}, and with all that its autoscaler may start there is room for {limit}")
-    return Judgement(Outlook.COMING, f"{what}; the autoscaler is asked for more")
+        return Judgement(
+            Supply.NEVER, f"{what}, and with every node that its autoscaler may start there is room for {limit}"
+        )
+    return Judgement(Supply.COMING, f"{what}; waiting for the autoscaler")
 
 
 def _limit(slot: Resources, cluster: Cluster) -> int | None:

@@ -212,7 +212,7 @@ class ProgressWatch:
         if not training or generation == self._over:
             self._since = None
         elif self._since is None or paused_s > limit_s / 2:
-            # The observer slept: what it did not read is no proof that nothing happened.
+            # The observer slept: heartbeats that it did not read say nothing about their senders.
             self._since = now
         elif now - self._since > limit_s:
             stalled_s, self._since = now - self._since, now

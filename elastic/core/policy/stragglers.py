@@ -1,10 +1,10 @@
 """Straggler detection: medians of windows, several in a row, compared with how each worker began.
 
-With synchronous collectives every rank shows the same step time, so what is compared is each rank's own time: what it
-spends outside of collectives. "Step > median + 3 MAD" alarms 51,000 times in 1,000 healthy rank-hours (64 ranks, steps
+With synchronous collectives every rank shows the same step time, so ranks are compared by their own time, the time
+outside of collectives. "Step > median + 3 MAD" alarms 51,000 times in 1,000 healthy rank-hours (64 ranks, steps
 of 2 s, 3 % noise); medians of 30 steps above 1.05 times the peers' in three windows running not once in 12,800.
 
-Like the tables in `detector.py` this has no clock and decides nothing, and a restarted controller begins anew.
+Like the tables of `liveness.py` this has no clock and decides nothing; a restarted controller has no history.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Worker:
 
 
 class StragglerWatch:
-    """`begin` with every generation, then `step` with every finished step; what is returned are the events."""
+    """Call `begin` for every generation, then `step` for every finished step; both feed the state machine."""
 
     def __init__(self, settings: StragglerSettings) -> None:
         self._settings = settings
@@ -39,33 +39,33 @@ class StragglerWatch:
         self._window: list[Sequence[float]] = []
 
     def begin(self, generation: int, members: Sequence[int]) -> None:
-        """`members[rank]` is a worker. What is known of those that stay is kept: they are compared with each other."""
+        """`members[rank]` is a worker. The history of members that stay is kept."""
         self._generation, self._members, self._window = generation, tuple(members), []
         self._known = {worker: self._known.get(worker, _Worker()) for worker in members}
 
-    def step(self, generation: int, own_s: Sequence[float]) -> tuple[StragglerFound, ...]:
-        """`own_s[rank]` is the rank's own time in a step, 0.0 where it is not measured. Not for a first step."""
-        comparable = len(own_s) == len(self._members) > 1 and min(own_s) > 0.0
+    def step(self, generation: int, noncollective_s: Sequence[float]) -> tuple[StragglerFound, ...]:
+        """By rank: seconds of a step outside of collectives, 0.0 where they are not measured. Not for a first step."""
+        comparable = len(noncollective_s) == len(self._members) > 1 and min(noncollective_s) > 0.0
         if self._settings.policy == "off" or generation != self._generation or not comparable:
             return ()
-        self._window.append(own_s)
+        self._window.append(noncollective_s)
         if len(self._window) < self._settings.window_steps:
             return ()
         window, self._window = self._window, []
         return self._judge([median(times) for times in zip(*window, strict=True)])
 
     def known(self) -> dict[int, float]:
-        """Members that are stragglers by the last window, and how many times as long as their peers they take."""
+        """The stragglers of the last window: worker -> its own time as a multiple of its peers'."""
         return {worker: known.factor for worker, known in self._known.items() if known.slow >= self._settings.windows}
 
     def _judge(self, typical_s: Sequence[float]) -> tuple[StragglerFound, ...]:
-        """One window is full; the medians of the ranks' own times."""
+        """`typical_s`: the medians of the ranks' own times in a full window."""
         events = []
         for worker, own_s, peers_s in zip(self._members, typical_s, _medians_of_others(typical_s), strict=True):
             factor = own_s / peers_s
             count = self._windows_slow(self._known[worker], factor)
             needed = self._settings.windows
-            # Once when it is found, and once more when one more window has confirmed it.
+            # One event when the straggler is found, and one when another window confirms it.
             if count in (needed, needed + 1):
                 confirmed = count > needed
                 found = StragglerFound(self._generation, worker, round(factor, 4), own_s, peers_s, count, confirmed)
@@ -73,12 +73,12 @@ class StragglerWatch:
         return tuple(events)
 
     def _windows_slow(self, worker: _Worker, factor: float) -> int:
-        """How many windows running the worker has been slow, this one included."""
+        """The number of consecutive slow windows of the worker, this one included."""
         worker.factor = round(factor, 4)
         if worker.usual is None:
             worker.first.append(factor)
             if len(worker.first) >= self._settings.calibration_windows:
-                # A rank may have more to do than others (it writes the logs); what begins too slow is not usual.
+                # A rank may have more to do than others (it writes the logs); slower than `factor` is never usual.
                 worker.usual = min(max(1.0, fmean(worker.first)), self._settings.factor)
             return 0
         worker.slow = worker.slow + 1 if factor > self._settings.factor * worker.usual else 0

@@ -167,7 +167,7 @@ def lose_worker(transition: Transition, worker_id: int, evidence: str, kind: str
 
 
 def workers_silent(transition: Transition, event: WorkersSilent) -> None:
-    """Silence is suspicion, not proof: probe. A generation that has failed already needs no second proof."""
+    """Silence is only suspicion: probe. A generation that has failed already needs no further evidence."""
     known = [transition.fleet.workers[w] for w in event.workers if w in transition.fleet.workers]
     silent = frozenset(w.id for w in known if w.phase is not WorkerPhase.STARTING)
     if not silent:

@@ -1,7 +1,7 @@
 """Failure handling: opens incidents, spends budgets, decides the next attempt.
 
 Escalation within one incident: the next generation starts in the same processes; if that fails without anybody being
-lost, in fresh processes; checkpoints that cannot be proven good are passed over for the one before.
+lost, in fresh processes; checkpoints that fail their verification are passed over for the one before.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from elastic.core.incident import Incident
 from elastic.core.policy.quarantine import Quarantine
 from elastic.core.run.phase import RunPhase, Waiting
 from elastic.core.settings import RunSettings
+from elastic.core.typed_json import NOT_KEPT
 
 
 class SlotPhase(str, Enum):
@@ -225,7 +226,7 @@ class Trouble:
 
 @dataclass(frozen=True)
 class RunState:
-    settings: RunSettings
+    settings: RunSettings = field(metadata=NOT_KEPT)
     phase: RunPhase
     # When this attempt at the run began, in wall clock seconds: of runs of one priority the earlier comes first.
     started_at: float = 0.0

@@ -11,11 +11,12 @@ import torch.distributed as dist
 from elastic.core.checkpoint.manifest import Json
 from elastic.engines.base import StepOutcome
 from elastic.engines.deepspeed import extra_state
+from elastic.engines.deepspeed.belongings import Belongings
 from elastic.engines.deepspeed.collective_clock import CollectiveClock
 from elastic.engines.deepspeed.nonfinite import NonFinite
 from elastic.engines.deepspeed.state.open import open_zero_state
 from elastic.engines.deepspeed.state.zero import ZeroState
-from elastic.engines.deepspeed.teardown import release_engine
+from elastic.engines.deepspeed.teardown import hollow_out, release_engine
 
 
 class DeepSpeedAdapter:
@@ -23,9 +24,10 @@ class DeepSpeedAdapter:
 
     name = "deepspeed"
 
-    def __init__(self, native: Any, nonfinite: str | None = None) -> None:
+    def __init__(self, native: Any, nonfinite: str | None = None, belongings: Belongings | None = None) -> None:
         """Raises UsageError where `nonfinite` is "skip" and the configuration does not allow it."""
         self.native = native
+        self._belongings = belongings
         self.module: torch.nn.Module = native.module
         self.device: torch.device = torch.device(native.device)
         self.data_group: dist.ProcessGroup = native.seq_data_parallel_group
@@ -90,8 +92,20 @@ class DeepSpeedAdapter:
     def load_extra_state(self, saved: Mapping[str, Json]) -> None:
         extra_state.install(self.native, saved)
 
+    def obstacle(self) -> str | None:
+        if self._belongings is None or self.native is None:
+            return "this engine does not know what it was built on"
+        return self._belongings.obstacle(self.native)
+
+    def detach(self) -> None:
+        native, belongings = self.native, self._belongings
+        self.close()
+        if native is not None and belongings is not None:
+            belongings.give_back()
+            hollow_out(native)
+
     def close(self) -> None:
-        native, self.native = self.native, None
+        native, self.native, self._belongings = self.native, None, None
         if native is not None:
             release_engine(native)
         # Before the groups are destroyed: DeepSpeed does so through the object that the clock stands in for.

@@ -73,7 +73,7 @@ def resolve(
     if _get(config, "comms_logger.enabled"):
         logger.warning("comms_logger makes every collective synchronous: the run will be slower while it is on")
     batch = _with_loader(config, batch, loader_batch)
-    micro, total = settle_batch(config, batch, max_world_size or world_size)
+    micro, total = resolve_batch(config, batch, max_world_size or world_size)
     micro_steps = micro_steps_per_rank(total, micro, world_size)
     resolved = copy.deepcopy(dict(config))
     resolved[_MICRO] = micro
@@ -84,7 +84,7 @@ def resolve(
     return ResolvedConfig(resolved, total, micro, micro_steps)
 
 
-def settle_batch(config: Mapping[str, Any], batch: BatchSettings, max_world_size: int) -> tuple[int, int]:
+def resolve_batch(config: Mapping[str, Any], batch: BatchSettings, max_world_size: int) -> tuple[int, int]:
     """(micro batch, global batch) in samples, neither of which depends on the present world size."""
     total, micro, accumulation = (_count(config, key) for key in (_GLOBAL, _MICRO, _ACCUMULATION))
     if total and micro and accumulation and total != micro * accumulation * max_world_size:

@@ -15,6 +15,7 @@ from elastic.core.settings import RunSettings
 from elastic.engines.base import Config, EngineKind, Nonfinite, ResolvedConfig
 from elastic.engines.deepspeed import monitors, startup, teardown, user_calls
 from elastic.engines.deepspeed.adapter import DeepSpeedAdapter
+from elastic.engines.deepspeed.belongings import Belongings, fill_placeholders
 from elastic.engines.deepspeed.config import read_config, resolve
 from elastic.engines.deepspeed.operators import build_ahead
 from elastic.engines.deepspeed.refused import refuse_model
@@ -87,6 +88,8 @@ class DeepSpeed:
         import deepspeed
 
         refuse_model(model)
+        fill_placeholders(model)
+        belongings = Belongings(model, optimizer)
         with user_calls.building():
             native, wrapped, _, scheduler = deepspeed.initialize(
                 model=model,
@@ -97,10 +100,11 @@ class DeepSpeed:
                 dist_init_required=False,
             )
         try:
-            engine = DeepSpeedAdapter(native, nonfinite)
+            engine = DeepSpeedAdapter(native, nonfinite, belongings)
         except UsageError:
             teardown.release_engine(native)
             raise
+        belongings.built(native)
         engine.time_collectives()
         return engine, wrapped, scheduler
 

@@ -26,6 +26,19 @@ def release_engine(engine: Any) -> None:
     clear_stage3_globals()
 
 
+def hollow_out(engine: Any) -> None:
+    """Empty a destroyed engine whose model stays in use.
+
+    The graph of a loss or an output that the user still holds refers to the engine and to its optimizer through
+    hooks: whatever they hold, shards and groups, would live as long.
+    """
+    optimizer = engine.optimizer
+    offload = getattr(optimizer, "parameter_offload", None)
+    for part in (offload, getattr(offload, "param_coordinator", None), optimizer, engine):
+        if part is not None and not isinstance(part, torch.optim.Optimizer):
+            vars(part).clear()
+
+
 def clear_stage3_globals() -> None:
     """Make a process that has been through stage 3 like one that has not. Called before and after every generation.
 

@@ -36,6 +36,7 @@ from elastic.runtime.controller.exits import end_actor, end_fenced, restart_proc
 from elastic.runtime.controller.hands.executor import Executor
 from elastic.runtime.controller.records import Records
 from elastic.runtime.controller.replay import Replayed, replay
+from elastic.runtime.controller.replay_state import reader
 from elastic.runtime.controller.senses.agent_links import AgentLinks
 from elastic.runtime.controller.senses.capacity_monitor import CapacityMonitor
 from elastic.runtime.controller.senses.drain_monitor import DrainMonitor
@@ -224,19 +225,20 @@ class ControllerActor:
         limit_s = settings.failures.storage_timeout_s
         store = CheckpointStore(settings.checkpoint.url, settings.run_id, timeout_s=limit_s)
         secrets = secret_values(os.environ)
-        journal = partial(JournalWriter, settings.storage_url, settings.run_id, timeout_s=limit_s, secrets=secrets)
+        journal = partial(JournalWriter, settings.storage_url, settings.run_id, timeout_s=limit_s, secrets=secrets,
+                          read_point=reader(settings))  # fmt: skip
         self._journal = await self._from_storage(journal)
         self._sinks = Sinks(file_sinks(settings.sinks), secrets)
         self._records.open(self._journal, self._sinks)
         journal_of = self._journal
         old = (
-            replay(journal_of.replayed, settings, journal_of.problems)
+            replay(journal_of.replayed, settings, journal_of.problems, journal_of.point)
             if reconstructed
             else Replayed.nothing(settings, journal_of)
         )
         self._sinks.open(RunInfo(settings.run_id, old.attempt, self._journal.incarnation))
         # Dropped: a run of a month has many.
-        self._journal.replayed = ()
+        self._journal.replayed, self._journal.point = (), None
         emit = self._events.put_nowait
         loop = self._loop = ControlLoop(settings, old, self._records, emit, self._step_done)
         self._links = AgentLinks(self._token, lambda: loop.state.fleet.slots, emit)
@@ -266,7 +268,7 @@ class ControllerActor:
                 if node is not None and worker.phase is not WorkerPhase.STARTING:
                     loop.heartbeats.expect(worker.id, node, loop.clock.now())
         else:
-            await self._executor.sweep()
+            await self._executor.remove_orphans()
             self._records.note(run_began(settings.run_id, old.attempt))
             found = await self._from_storage(store.list)
             known = tuple((ref.id, ref.step) for ref in found)

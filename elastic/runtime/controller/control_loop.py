@@ -28,6 +28,7 @@ from elastic.runtime.controller.incidents import IncidentBook
 from elastic.runtime.controller.progress import News, cadence_record, figures, left_out_record
 from elastic.runtime.controller.records import Records
 from elastic.runtime.controller.replay import Replayed
+from elastic.runtime.controller.replay_state import ReplayState
 from elastic.runtime.controller.senses.heartbeat_table import HeartbeatTable
 from elastic.runtime.messages import Item
 
@@ -64,6 +65,7 @@ class ControlLoop:
         self._news = News()
         self._acks = Acks()
         self._user_traceback: str | None = None
+        self._attempt = old.attempt
         self._faults = old.faults
         # The number of the last event of this attempt, and the event that is being handled with its number.
         self._number = old.events
@@ -152,7 +154,7 @@ class ControlLoop:
         """Every rank has finished the step."""
         if done.anomaly:
             self._emit(ev.StepSkipped(done.generation, done.step, done.anomaly, done.skipped))
-        for found in () if done.first else self._stragglers.step(done.generation, done.own_s):
+        for found in () if done.first else self._stragglers.step(done.generation, done.noncollective_s):
             self._emit(found)
         self._incidents.step_done(done.step, now)
         self._stepped()
@@ -205,6 +207,16 @@ class ControlLoop:
             self._follow(before, event, now)
             for action in actions:
                 self._act(action, now)
+        self._handling = None
+        if self._records.point_is_due:
+            self._keep_point(now)
+
+    def _keep_point(self, now: float) -> None:
+        """What a replay of all records so far would give becomes a replay point."""
+        self.telemetry.flush(now, force=True)
+        books, state = self.telemetry.books(), self.state
+        kept = ReplayState(self._attempt, state.generation, self._number, now, self._faults, state, books)
+        self._records.keep_point(kept.writer())
 
     def fault(self, error: Exception) -> records.Record | None:
         """The record of what `turn` has raised; None where the budget for such faults is spent."""
@@ -243,6 +255,8 @@ class ControlLoop:
             self._executor.placed(event.slot, event.node)
         if isinstance(event, ev.CheckpointCommitted):
             self.telemetry.time.commit(event.step)
+        elif isinstance(event, ev.FirstStepDone):
+            self.telemetry.table.first_known(event.generation)
         if before.fleet.slots is not state.fleet.slots or before.fleet.workers is not state.fleet.workers:
             self.heartbeats.retain(state.fleet.workers.keys(), state.fleet.nodes)
             self._acks.retain(state.fleet.workers.keys())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from elastic.core import events as ev
@@ -20,22 +21,31 @@ MOST_IN_A_ROW = 3
 _KEY_CHARACTERS = 2000
 
 
+@dataclass(frozen=True)
 class Faults:
-    """The faults of this attempt at the run, as its journal knows them."""
+    """The faults of this attempt at the run, as its journal knows them: after which step each came, the numbers of the
+    events that could not be handled, and the events themselves."""
 
-    def __init__(self, records: Iterable[Mapping[str, Any]] = ()) -> None:
+    steps: tuple[int, ...] = ()
+    numbers: frozenset[int] = frozenset()
+    keys: frozenset[str] = frozenset()
+
+    def more(self, records: Iterable[Mapping[str, Any]]) -> Faults:
+        """With those of further records."""
         own = [r for r in records if r.get("type") == "decision" and r.get("kind") == KIND]
-        self._steps = [int(r.get("step") or 0) for r in own]
-        self.numbers = frozenset(r["data"]["event_number"] for r in own if r["data"]["event_number"] is not None)
-        self._keys = frozenset(r["data"]["event"] for r in own)
+        return Faults(
+            (*self.steps, *(int(r.get("step") or 0) for r in own)),
+            self.numbers | {r["data"]["event_number"] for r in own if r["data"]["event_number"] is not None},
+            self.keys | {r["data"]["event"] for r in own},
+        )
 
     def refuses(self, event: ev.Event) -> bool:
         """True for a poisoned event that its worker sends again. Events without a worker are never the same twice."""
-        return bool(self._keys) and hasattr(event, "worker") and _key(event) in self._keys
+        return bool(self.keys) and hasattr(event, "worker") and _key(event) in self.keys
 
     def budget_spent(self, step: int) -> bool:
         """Whether one more fault, with `step` finished steps, is one too many."""
-        return sum(known >= step for known in self._steps) >= MOST_IN_A_ROW
+        return sum(known >= step for known in self.steps) >= MOST_IN_A_ROW
 
 
 def fault_record(

@@ -6,14 +6,16 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from elastic.core.errors import StorageError
+from elastic.core.errors import Fenced, StorageError
 from elastic.observe.journal import JournalWriter
 from elastic.observe.records import Record, decision
+from elastic.observe.segments import Mark
 from elastic.observe.sinks import Sinks
 
 logger = logging.getLogger(__name__)
@@ -24,6 +26,8 @@ WRITE_LIMIT_S = 5.0
 _FAILING_LIMIT_S = 0.5
 # A failed write is tried again after this pause, however many turns there are meanwhile.
 _RETRY_S = 0.5
+# Characters of the journal after which a replay point is due: some thousand steps or events, 0.1 s of a restart.
+UNABRIDGED = 1 << 20
 
 
 @dataclass
@@ -33,6 +37,17 @@ class _Writing:
     call: asyncio.Future[Any]
     count: int
     late: bool = False
+
+
+@dataclass
+class _Point:
+    """A replay point after the first `count` records (see `JournalWriter.save_point`) or `abridges` characters."""
+
+    make: Callable[[], Mapping[str, Any]]
+    count: int
+    mark: Mark
+    abridges: int
+    saving: bool = False
 
 
 class Records:
@@ -51,9 +66,54 @@ class Records:
         self._writing: _Writing | None = None
         # A thread of its own: the loop's threads may all be waiting for something else.
         self._thread = ThreadPoolExecutor(1, "elastic-journal")
+        # And one for replay points: a slow one must not delay an append.
+        self._points = ThreadPoolExecutor(1, "elastic-points")
+        self._point: _Point | None = None
+        # Of what the journal has read and written, so much is in a replay point; beyond the limit another one is due.
+        self._abridged, self._unabridged_limit = 0, UNABRIDGED
         self.failing = False
         self.noted = 0
         self.durable = 0
+
+    @property
+    def point_is_due(self) -> bool:
+        """So much has been written since the last replay point that a restart would take long to read it."""
+        return self._point is None and self._unabridged > self._unabridged_limit
+
+    @property
+    def _unabridged(self) -> int:
+        return self._journal.read_and_written - self._abridged if self._journal is not None else 0
+
+    def keep_point(self, make: Callable[[], Mapping[str, Any]]) -> None:
+        """What is known after all records noted so far becomes a replay point once they are durable. `make` gives its
+        content, on another thread. Never waited for; after a failure the next one that is due is tried."""
+        assert self._journal is not None
+        self._point = _Point(make, self.noted, self._journal.mark(), self._journal.read_and_written)
+        self._save_point()
+
+    def _save_point(self) -> None:
+        """Begin to save the waiting point, if its records are durable."""
+        point, journal = self._point, self._journal
+        if point is None or journal is None or point.saving or self.durable < point.count:
+            return
+        point.saving = True
+
+        def save() -> int:
+            return journal.save_point(point.make(), point.count, point.mark)
+
+        call = asyncio.get_running_loop().run_in_executor(self._points, save)
+        call.add_done_callback(partial(self._point_saved, point))
+
+    def _point_saved(self, point: _Point, call: asyncio.Future[int]) -> None:
+        self._point = None
+        if call.cancelled():
+            return
+        error = call.exception()
+        if error is None:
+            self._abridged, self._unabridged_limit = point.abridges, max(UNABRIDGED, call.result())
+        elif not isinstance(error, Fenced):
+            self._unabridged_limit = self._unabridged + UNABRIDGED
+            logger.warning("no replay point was written, so a restart reads more of the journal: %s", error)
 
     def open(self, journal: JournalWriter, sinks: Sinks | None = None) -> None:
         """`sinks` get every record too; they are never waited for."""
@@ -131,6 +191,7 @@ class Records:
             raise
         del self._waiting[: writing.count]
         self.durable += writing.count
+        self._save_point()
         self.failing = False
         return True
 

@@ -12,7 +12,9 @@ from elastic.core.run.state import RunState
 from elastic.core.settings import RunSettings
 from elastic.observe.journal import JournalWriter, Problem
 from elastic.observe.records import Record, begins_generation, skips_of, steps_of
+from elastic.observe.replay_points import ReplayPoint
 from elastic.runtime.controller.faults import Faults
+from elastic.runtime.controller.replay_state import ReplayState
 from elastic.runtime.controller.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -22,10 +24,10 @@ class Replayed:
     """What the journal says of a run, read record by record.
 
     `attempt` numbers the starts of a run (resumes included); it is the incarnation that wrote RunStarted. `begun`: the
-    journal has this attempt's start. `generation` is the highest number that any record names, and `skips` what the
-    run leaves out. `unknown`: events are missing, and what came after the first missing one is not in `state`; the
-    controller then has to ask the cluster and storage, as after an outage of the journal. `events` is the number of the
-    attempt's last event, `last_time` the latest time that its controllers went by, `faults` what they could not handle.
+    journal has this attempt's start. `generation` is the highest number that any record names. `unknown`: events are
+    missing, and what came after the first missing one is not in `state`; the controller then has to ask the cluster and
+    storage, as after an outage of the journal. `events` is the number of the attempt's last event, `last_time` the
+    latest time that its controllers went by, `faults` what they could not handle.
     """
 
     def __init__(self, settings: RunSettings, now: float = 0.0) -> None:
@@ -35,7 +37,6 @@ class Replayed:
         self.attempt = 0
         self.begun = False
         self.generation = 0
-        self.skips: tuple[Range, ...] = ()
         self.unknown = False
         self.events = 0
         self.last_time = 0.0
@@ -45,14 +46,29 @@ class Replayed:
     def nothing(cls, settings: RunSettings, journal: JournalWriter) -> Replayed:
         """A new attempt. Of those before it count the generation numbers (a number is never used again), which samples
         were consumed, and what was left out."""
-        made = cls(settings)
+        made = cls._from(settings, journal.point)
         for record in journal.replayed:
             made._account(record)
         # A damaged line may have named a newer generation than all others.
         made.generation += sum(problem.kind == "damaged" for problem in journal.problems)
-        made._begin(journal.incarnation, 0.0)
-        made.begun = False
+        made._forget(journal.incarnation)
         return made
+
+    @classmethod
+    def _from(cls, settings: RunSettings, point: ReplayPoint | None) -> Replayed:
+        """What was known at the replay point, or nothing."""
+        made = cls(settings)
+        if point is not None:
+            kept: ReplayState = point.content
+            made.attempt, made.begun, made.generation, made.events = kept.attempt, True, kept.generation, kept.events
+            made.last_time, made.faults, made.state = kept.last_time, kept.faults, kept.state
+            made._telemetry.take(kept.books)
+        return made
+
+    @property
+    def skips(self) -> tuple[Range, ...]:
+        """What the run leaves out."""
+        return self._telemetry.samples.skips
 
     def telemetry(self, settings: RunSettings, now: float, record: Callable[[Record], None]) -> Telemetry:
         """Losses, samples, times and the running generation; what is new goes to `record`."""
@@ -69,13 +85,16 @@ class Replayed:
         self.state = machine.initial(self._settings, now)
         self.attempt, self.begun, self.unknown = attempt, True, False
 
+    def _forget(self, attempt: int) -> None:
+        """A new attempt: nothing of the one before goes on."""
+        self._begin(attempt, 0.0)
+        self.begun, self.events, self.last_time, self.faults = False, 0, 0.0, Faults()
+
     def _account(self, record: Record) -> None:
         """A record of an earlier attempt. What of it was rolled back shows when a generation begins."""
         self._telemetry.replay_samples((record,))
         if record["type"] == "generation":
             self.generation = max(self.generation, int(record.get("number", 0)))
-        if begins_generation(record):
-            self.skips = skips_of(record)
 
     def _add(self, record: Record) -> None:
         """A record of the attempt that is replayed."""
@@ -115,21 +134,28 @@ class Replayed:
             self._telemetry.table.first_known(event.generation)
 
 
-def replay(records: Sequence[Record], settings: RunSettings, problems: Sequence[Problem] = ()) -> Replayed:
+def replay(
+    records: Sequence[Record], settings: RunSettings, problems: Sequence[Problem] = (), point: ReplayPoint | None = None
+) -> Replayed:
     """The state after the last attempt's events. Nothing is carried out again: `machine.reissue` finds what is open.
 
-    `problems` are the journal's: an event that was lost is unknown, and so is what depends on it.
+    `problems` are the journal's: an event that was lost is unknown, and so is what depends on it. `records` are those
+    after `point`, if there is one.
     """
     starts = [i for i, r in enumerate(records) if r["type"] == "event" and r.get("event") == "RunStarted"]
     holes = [problem.place for problem in problems if problem.maybe_event]
-    if not starts or _another_began(records[starts[-1] :], holes):
-        made = Replayed(settings)
+    made = Replayed._from(settings, point)
+    # The attempt of the point goes on where no other one has begun: then all holes come after its start.
+    first = starts[-1] if starts else -1
+    began = bool(starts) or made.begun
+    attempt = int(records[first]["incarnation"]) if starts else made.attempt
+    if not began or _another_began(records[max(0, first) :], attempt, holes):
         for record in records:
             made._account(record)
-        made.attempt, made.unknown = _incarnation(records), bool(holes)
+        made._forget(max(_incarnation(records), made.attempt + 1))
+        made.unknown = bool(holes)
         return made
-    first, made = starts[-1], Replayed(settings)
-    made.faults = Faults(records[first:])
+    made.faults = (Faults() if starts else made.faults).more(records[max(0, first) :])
     hole = min((place for place in holes if place > first), default=len(records) + 1)
     for place, record in enumerate(records):
         if place < first:
@@ -142,10 +168,9 @@ def replay(records: Sequence[Record], settings: RunSettings, problems: Sequence[
     return made
 
 
-def _another_began(records: Sequence[Record], holes: Sequence[int]) -> bool:
-    """Whether a later attempt began whose RunStarted is lost. Its "run" record is written beside it."""
-    attempt = records[0]["incarnation"]
-    later = (r for r in records[1:] if r["type"] == "run" and r.get("status") == "running")
+def _another_began(records: Sequence[Record], attempt: int, holes: Sequence[int]) -> bool:
+    """Whether a later attempt began whose RunStarted is lost. Its "run" record is written with it."""
+    later = (r for r in records if r["type"] == "run" and r.get("status") == "running")
     return bool(holes) and any(record.get("attempt", attempt) != attempt for record in later)
 
 

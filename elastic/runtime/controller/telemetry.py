@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from elastic.core import events as ev
@@ -14,11 +15,26 @@ from elastic.core.run.state import RunState
 from elastic.core.settings import RunSettings
 from elastic.observe import records
 from elastic.observe.text import finite
-from elastic.observe.time_ledger import PROVE, RESHARD, RESTORE, SampleLedger, TimeLedger, owner_of
+from elastic.observe.time_ledger import RESHARD, RESTORE, VERIFY, SampleLedger, TimeLedger, owner_of
 
 # A record of steps holds at most this many steps and is delayed by at most this long.
 _STEPS_PER_RECORD = 100
 _FLUSH_S = 2.0
+# Steps whose save's stall is remembered until their checkpoint is complete.
+_STALLS = 10_000
+
+
+@dataclass(frozen=True)
+class Books:
+    """What a replay of the journal knows of steps, samples and times."""
+
+    generation: int
+    table: StepTable
+    samples: SampleLedger
+    time: TimeLedger
+    step: int
+    loss: float | None
+    metrics: dict[str, Any]
 
 
 class Telemetry:
@@ -40,7 +56,7 @@ class Telemetry:
         self._recent: deque[tuple[float, int, int]] = deque(maxlen=20)
         self._stalls: dict[int, float] = {}
         self._restores: dict[int, Mapping[str, Any]] = {}
-        self._proof_s = 0.0
+        self._verify_s = 0.0
         self.step = 0
         self.loss: float | None = None
         self.grad_norm: float | None = None
@@ -83,8 +99,8 @@ class Telemetry:
         if done.first:
             # The time of verification is known only after the restore; until then it is booked as the restore's.
             for owner in (RESHARD, RESTORE):
-                self._proof_s -= self.time.move(owner, PROVE, self._proof_s)
-            self._proof_s = 0.0
+                self._verify_s -= self.time.move(owner, VERIFY, self._verify_s)
+            self._verify_s = 0.0
         self._reached(done.step, finite(done.loss))
         self.metrics.update(done.metrics)
         self.samples.add(done.step, done.positions, done.skipped)
@@ -94,6 +110,9 @@ class Telemetry:
             self._hang.add(done.duration_s)
         if done.save_stall_s:
             self._stalls[done.step] = done.save_stall_s
+            if len(self._stalls) > _STALLS:
+                # Oldest first: no checkpoint of so old a step will come.
+                del self._stalls[next(iter(self._stalls))]
         self._recent.append((now, done.tokens, done.samples))
         self.grad_norm = done.grad_norm
         self.learning_rate = done.learning_rates[0] if done.learning_rates else None
@@ -113,7 +132,7 @@ class Telemetry:
         if known or len(self._restores) < data["world_size"]:
             return None
         record = records.restore([self._restores[rank] for rank in sorted(self._restores)])
-        self._proof_s = record["verify_s"]
+        self._verify_s = record["verify_s"]
         self._record(record)
         return record
 
@@ -162,6 +181,16 @@ class Telemetry:
         positions, skipped = step["positions"], step.get("skipped", ())
         self.samples.add(step["step"], [(a, b) for a, b in positions], [(a, b) for a, b in skipped])
         self.contents.add(step["step"], [(a, b) for a, b in (*positions, *skipped)], int(step.get("content", "0"), 16))
+
+    def books(self) -> Books:
+        """A view of what goes on being changed; complete where nothing is unwritten."""
+        return Books(self.generation, self.table, self.samples, self.time, self.step, self.loss, self.metrics)
+
+    def take(self, books: Books) -> None:
+        """Continue with the books of the controller before."""
+        self.generation, self.samples, self.time = books.generation, books.samples, books.time
+        self.table = books.table.restored()
+        self.step, self.loss, self.metrics = books.step, books.loss, books.metrics
 
     def write_to(self, record: Callable[[records.Record], None]) -> None:
         self._record = record

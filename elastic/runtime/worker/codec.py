@@ -28,7 +28,7 @@ def outcome(result: GenerationResult, generation: int, worker: int) -> ev.Event 
         usage = result.kind == "usage_error"
         return ev.UserCodeFailed(generation, worker, result.step, error, result.traceback or "", usage)
     if result.kind == "restore_failed":
-        # Unreachable storage proves nothing about the checkpoint in it.
+        # Unreachable storage says nothing about the checkpoint in it.
         away = (result.error_type or "").endswith(".StorageError")
         return ev.RestoreFailed(
             generation, worker, "" if away else result.checkpoint or "", _first_line(result.message)

@@ -128,7 +128,7 @@ class ElasticLoader:
     def _refuse_endless(self) -> None:
         """`while True: for batch in loader` does not notice that the run is over."""
         self._empty_in_a_row += 1
-        if self.finished and self._empty_in_a_row > _MOST_EMPTY:
+        if self._steps.over and self._empty_in_a_row > _MOST_EMPTY:
             raise RunOver(self._scope.step)
 
     def _next_batch(self) -> Any:
@@ -149,14 +149,22 @@ class ElasticLoader:
 def elapsing_epochs(loader: ElasticLoader, steps: StepLoop, count: int | None = None) -> Iterator[int]:
     """The number of each epoch that is left, below `count` and up to the end of the run.
 
-    An epoch whose iteration was left early is given again. Raises UsageError for one that was not iterated over.
+    An epoch whose iteration was left early is given again. Raises UsageError for one that was not iterated over. The
+    run is finished when the epoch after its last one is asked for.
     """
-    while not loader.finished and (steps.over or count is None or steps.epoch < count):
-        before, epoch = steps.step, loader.begin_epoch()
-        yield epoch
-        steps.require_between_batches()
-        if steps.step == before and not loader.finished:
-            raise UsageError(f"epoch {epoch} was not iterated over before the next one was asked for")
+    steps.ended_by_epochs = True
+    try:
+        while not steps.over and (count is None or steps.epoch < count):
+            before, epoch = steps.step, loader.begin_epoch()
+            yield epoch
+            steps.require_between_batches()
+            if steps.step == before:
+                raise UsageError(f"epoch {epoch} was not iterated over before the next one was asked for")
+        if steps.over:
+            steps.finish()
+            loader.close()
+    finally:
+        steps.ended_by_epochs = False
 
 
 def _tokens(content: Any) -> int:

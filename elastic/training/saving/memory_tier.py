@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from elastic.core.checkpoint.manifest import Json, ShardRecord
 from elastic.core.checkpoint.snapshots import STEPS, is_snapshot, parse_snapshot_id
-from elastic.core.errors import Fenced, IntegrityError, StorageError, UsageError
+from elastic.core.errors import CollectiveFailed, Fenced, IntegrityError, StorageError, UsageError
 from elastic.core.generation_spec import MemoryPlan
 from elastic.core.policy.snapshot_interval import Cadence, Costs
 from elastic.training.scope import GenerationScope
@@ -76,6 +76,7 @@ class MemoryTier:
         # When the snapshot of `_taken` was committed, on the monotonic clock.
         self._committed_at: float | None = None
         self._complete = -1
+        self._captures = 0
         self._steps = 0
         self._reported_interval = 0
         # Why this rank takes no snapshots; all ranks stop when one of them has a reason.
@@ -124,7 +125,8 @@ class MemoryTier:
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _ready(self, wait_s: float) -> bool:
-        """Collective. True when every rank takes a snapshot of this step."""
+        """Collective. True when every rank takes a snapshot of this step. Raises CollectiveFailed where their copies of
+        what is replicated have drifted apart: the way back is the same as from a lost peer."""
         ready = self._agree()
         if not ready and wait_s and not self._off:
             self._await_last(wait_s)
@@ -135,14 +137,20 @@ class MemoryTier:
         """Collective. True when the last snapshot is complete everywhere: the next may replace the one before it."""
         self._look()
         cost_s = self._costs.cost_s
+        # Of no interest where a rank is not ready; it costs one number then.
+        ready = self._taken is None or self._complete >= self._taken
+        replicas = self._state.replicas(self._captures) if ready else None
+        fingerprint = replicas.fingerprint() if replicas is not None else 0
         own = (
             self._complete,
             self._problem is None,
             cost_s is not None,
             -round((cost_s or 0.0) * _MICROSECONDS),
             -round(self._costs.step_s * _MICROSECONDS),
+            fingerprint,
+            -fingerprint,
         )
-        complete, works, known, cost, step = self._state.agreement.least(own)
+        complete, works, known, cost, step, low, high = self._state.agreement.least(own)
         # The reduction of a group that was aborted meanwhile may return this rank's own figures only.
         self._scope.check()
         if not works:
@@ -153,7 +161,11 @@ class MemoryTier:
         cost_s, step_s = -cost / _MICROSECONDS, -step / _MICROSECONDS
         self._cadence.agreed(cost_s if known else None, step_s)
         self._report_interval(cost_s, step_s)
-        return self._taken is None or complete >= self._taken
+        if self._taken is not None and complete < self._taken:
+            return False
+        if replicas is not None and low != -high:
+            raise CollectiveFailed(replicas.difference(self._state.agreement).message, self._scope.where())
+        return True
 
     def _report_interval(self, cost_s: float, step_s: float) -> None:
         """All ranks agree, so rank 0 reports; a small change is not worth a line."""
@@ -166,6 +178,7 @@ class MemoryTier:
     def _capture(self, step: int) -> MemoryCopy | None:
         """A problem of this rank alone is told at the next agreement: until then the others go on."""
         self._taken, self._committed_at = step, None
+        self._captures += 1
         self._scope.enter(Phase.SAVING)
         try:
             return self._captured(step)

@@ -25,6 +25,7 @@ from elastic.core.sharding.layout import RankLayout
 from elastic.engines.base import Engine
 from elastic.engines.inventory import Inventory, gaps
 from elastic.engines.live_state import BUFFER, PARAM
+from elastic.engines.model_description import describe
 from elastic.engines.optimizer_state import decode_scalars, install_state, scalars_of
 from elastic.engines.optimizer_trial import try_optimizer
 from elastic.training.session import RestoreReport
@@ -34,7 +35,8 @@ from elastic.training.state.extra_state import check_extra, extra_of, install_ex
 from elastic.training.state.host import HostCopy, HostPool, Transfer, packed, placed, transfer
 from elastic.training.state.model_check import check_model
 from elastic.training.state.reading import Staged, check_dtypes, read_checkpoint
-from elastic.training.state.verification import Verification, verify_replicas
+from elastic.training.state.replicas import Replicas
+from elastic.training.state.verification import Verification
 from elastic.training.state.verify_scalars import LiveGroups
 
 _log = logging.getLogger(__name__)
@@ -76,6 +78,7 @@ class EngineState:
         try_optimizer(self._sharded.base, self._sharded.zero_stage > 0, live)
         self._pool = HostPool(engine.device)
         self._built = late_buffers.shapes(self._sharded.specs())
+        self._model = describe(self._sharded.module)
         self._verification: Verification | None = None
         inventory = self._inventory()
         for key, tensor in inventory.tensors().items():
@@ -181,7 +184,8 @@ class EngineState:
         if self._sharded.rank != 0:
             return None
         grown = late_buffers.grown(self._built, late_buffers.shapes(self._sharded.specs()))
-        return {**read_extra(self._engine, self._sharded, inventory, caller), "grown_buffers": grown}
+        extra = read_extra(self._engine, self._sharded, inventory, caller)
+        return {**extra, "model": self._model, "grown_buffers": grown}
 
     def restore(
         self, source: CheckpointSource, checkpoint_id: str, later: bool = False
@@ -238,8 +242,19 @@ class EngineState:
 
         Raises IntegrityError on all ranks: a snapshot would carry one copy and a restore would give it to all.
         """
-        if self._sharded.world_size > 1:
-            verify_replicas(self._sharded, self._inventory(), self.agreement)
+        replicas = self.replicas()
+        if replicas is None:
+            return
+        own = replicas.fingerprint()
+        low, high = self.agreement.least([own, -own])
+        if low != -high:
+            raise replicas.difference(self.agreement)
+
+    def replicas(self, turn: int | None = None) -> Replicas | None:
+        """This rank's copies of whatever is not partitioned, to be compared; None where there is one rank only."""
+        if self._sharded.world_size == 1:
+            return None
+        return Replicas(self._engine, self._sharded, self._inventory(), turn)
 
     def close(self) -> None:
         if self._verification is not None:

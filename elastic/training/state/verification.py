@@ -19,7 +19,7 @@ from elastic.engines.inventory import Inventory
 from elastic.engines.live_state import ShardedState
 from elastic.training.state.digest_reader import Reader, digests
 from elastic.training.state.verify_scalars import LiveGroups, wrong_groups, wrong_rest, wrong_scalars
-from elastic.training.state.verify_weights import fingerprints, replicas, unfaithful, whole_hashes
+from elastic.training.state.verify_weights import unfaithful, whole_hashes
 
 _SHOWN = 3
 _EXTRA = "optimizer state that was not saved"
@@ -102,25 +102,6 @@ class Verification:
         flagged, unequal = agreement.any_and_unequal(list(wrong.values()), list(self._hashes.values()))
         failed = [what for what, flag in zip(wrong, flagged, strict=True) if flag]
         return failed + [what for what, flag in zip(self._hashes, unequal, strict=True) if flag]
-
-
-def verify_replicas(state: ShardedState, inventory: Inventory, agreement: Agreement) -> None:
-    """Before a snapshot: are the ranks' copies of every replicated tensor equal? Collective.
-
-    A snapshot carries one copy and a restore gives it to all ranks, so copies that have drifted apart would silently
-    become another run. Module buffers are left out: rank 0's are the run's. Raises IntegrityError on every rank.
-    """
-    copies = {f"weights of {w.name}": w.tensor for w in state.weights() if w.whole}
-    states = [own.tensors for own in inventory.states]
-    copies |= replicas(inventory.masters, states, inventory.extras)
-    found = dict(zip(copies, fingerprints(list(copies.values())), strict=True))
-    _, unequal = agreement.any_and_unequal([], list(found.values()))
-    failed = [what for what, flag in zip(found, unequal, strict=True) if flag]
-    if failed:
-        raise IntegrityError(
-            f"the ranks' copies of one tensor have drifted apart: {listed(failed)}. A snapshot would carry one of "
-            "them only; go back to an older checkpoint, and look for code that changes weights on some ranks alone"
-        )
 
 
 def _flags_and_hashes(

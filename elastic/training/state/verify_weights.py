@@ -6,17 +6,17 @@ all ranks compare hashes of the parameters that they hold whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 import xxhash
 
 from elastic.checkpoint.digest import device_total, unsigned
-from elastic.engines.live_state import BUFFER, MASTER, Extra, Master, Weight
+from elastic.engines.live_state import Master, Weight
 
 # One bit less than the hash: `Agreement` compares numbers that can be negated.
-_MASK63 = (1 << 63) - 1
+MASK63 = (1 << 63) - 1
 # Elements per comparison on the host.
 _BLOCK = 1 << 20
 
@@ -44,19 +44,6 @@ def whole_hashes(names: Sequence[str], weights: Iterable[Weight]) -> list[int]:
     return [found.get(name, 0) for name in names]
 
 
-def replicas(
-    masters: Iterable[Master], states: Iterable[Mapping[str, torch.Tensor]], extras: Iterable[Extra]
-) -> dict[str, torch.Tensor]:
-    """Replicated tensors that are not derived from others: "<kind>/<name>" -> tensor; no module buffers."""
-    found: dict[str, torch.Tensor] = {}
-    for master, state in zip(masters, states, strict=True):
-        if master.replicated:
-            found[f"{MASTER}/{master.buffer}"] = master.tensor
-            found |= {f"{kind}/{master.buffer}": tensor for kind, tensor in state.items()}
-    kept = (extra for extra in extras if extra.replicated and extra.kind != BUFFER)
-    return found | {f"{extra.kind}/{extra.chunk.name}": extra.tensor for extra in kept}
-
-
 def fingerprints(tensors: Sequence[torch.Tensor]) -> list[int]:
     """63-bit hashes of the tensors' bytes. They cannot be summed: they only tell whether whole tensors are equal.
 
@@ -66,7 +53,7 @@ def fingerprints(tensors: Sequence[torch.Tensor]) -> list[int]:
     there = [number for number, tensor in enumerate(tensors) if tensor.numel() and _hashes_itself(tensor)]
     totals = dict(zip(there, unsigned([device_total(tensors[number], "") for number in there]), strict=True))
     return [
-        totals[number] & _MASK63 if number in totals else _host_fingerprint(tensor)
+        totals[number] & MASK63 if number in totals else _host_fingerprint(tensor)
         for number, tensor in enumerate(tensors)
     ]
 
@@ -83,7 +70,7 @@ def _host_fingerprint(tensor: torch.Tensor) -> int:
     if tensor.numel() == 0:
         return 0
     raw = tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy()
-    return xxhash.xxh3_64_intdigest(raw.data) & _MASK63
+    return xxhash.xxh3_64_intdigest(raw.data) & MASK63
 
 
 def _follows(weight: Weight, start: int, part: torch.Tensor) -> bool:

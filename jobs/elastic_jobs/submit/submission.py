@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 
 from elastic.core.errors import NoCapacity, UsageError
-from elastic.core.policy.capacity import Cluster, Need, Outlook, judge
+from elastic.core.policy.capacity import Cluster, Need, Supply, judge
 from elastic.observe.text import plural, size
 from elastic_jobs.job_file.checks import check, refuse
 from elastic_jobs.job_file.spec import JobSpec, load_job
@@ -103,7 +103,7 @@ def check_cluster(facts: ClusterFacts, draft: Draft) -> None:
     workers = Need(settings.resources_per_worker, scaling.workers_per_slot, scaling.min_slots)
     for need, who in ((driver, "the driver"), (workers, workers.who)):
         judgement = judge(need, nodes)
-        if judgement.outlook is Outlook.NEVER:
+        if judgement.supply is Supply.NEVER:
             raise NoCapacity(judgement.sentence.replace(need.who, who, 1))
 
 

@@ -68,6 +68,11 @@ def test_a_flat_ledger_is_read_too() -> None:
     assert summarize(records)["time_ledger"] == {"productive": 2.0}
 
 
+def test_a_ledger_of_an_earlier_version_has_todays_names() -> None:
+    records = [{"type": "ledger", "seq": 1, "time": 3.0, "incarnation": 1, "seconds": {"prove": 0.5, "restore": 2.0}}]
+    assert summarize(records)["time_ledger"] == {"verify": 0.5, "restore": 2.0}
+
+
 def test_a_resumed_run_keeps_the_incidents_and_the_time_of_every_attempt() -> None:
     again = [{**record, "time": record["time"] + 50.0} for record in journal()]
     summary = summarize([*journal(), *again])

@@ -88,9 +88,9 @@ def test_a_late_report_owns_no_time() -> None:
 def test_what_is_learned_afterwards_can_be_moved() -> None:
     ledger = TimeLedger(0.0, own.RESTORE)
     ledger.switch(own.DECIDE, 2.0)
-    ledger.move(own.RESTORE, own.PROVE, 0.5)
-    ledger.move(own.RESTORE, own.PROVE, 99.0)
-    assert ledger.totals(2.0) == {own.PROVE: 2.0}
+    ledger.move(own.RESTORE, own.VERIFY, 0.5)
+    ledger.move(own.RESTORE, own.VERIFY, 99.0)
+    assert ledger.totals(2.0) == {own.VERIFY: 2.0}
 
 
 def test_an_owner_that_does_not_exist_is_an_error() -> None:
@@ -248,3 +248,17 @@ def test_any_timeline_counts_as_the_plain_list_does(data: st.DataObject) -> None
     assert count.repeated == len(inside) - len(set(inside))
     assert count.outside == len(consumed) - len(inside)
     assert ledger.end() == max(consumed, default=-1) + 1
+
+
+def test_a_run_of_any_length_keeps_a_bounded_ledger_and_exact_sums() -> None:
+    ledger = TimeLedger(0.0, "productive")
+    for step in range(1, 10_001):
+        ledger.step_done(step, float(step))
+    assert len(ledger._tentative) <= 4_000
+    ledger.rollback(9_500)
+    totals = ledger.nanoseconds(10_000.0)
+    assert totals["replay"] == 500 * 10**9
+    ledger.commit(9_500)
+    totals = ledger.nanoseconds(10_000.0)
+    assert totals["productive"] == 9_500 * 10**9
+    assert sum(totals.values()) == 10_000 * 10**9

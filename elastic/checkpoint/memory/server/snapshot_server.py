@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 _BACKLOG = 512
 _JOIN_LIMIT_S = 15.0
 # Connections whose handshake is not over; each has a thread. A holder of the token needs milliseconds for it.
-_MOST_UNPROVEN = 256
+_MOST_UNAUTHENTICATED = 256
 _PAUSE_S = 0.1
 
 
@@ -52,7 +52,7 @@ class SnapshotServer:
         self._lock = threading.Lock()
         self._channels: set[Channel] = set()
         # In the order of their arrival.
-        self._unproven: dict[Channel, None] = {}
+        self._unauthenticated: dict[Channel, None] = {}
         self._threads: set[threading.Thread] = set()
         self._replications: list[Replication] = []
         self._sent_bytes = self._received_bytes = 0
@@ -166,18 +166,18 @@ class SnapshotServer:
         with self._lock:
             self._channels.add(channel)
             self._threads.add(thread)
-            self._unproven[channel] = None
+            self._unauthenticated[channel] = None
             if self._closed:
                 channel.shut()
-            while len(self._unproven) > _MOST_UNPROVEN:
-                self._drop_oldest_unproven()
+            while len(self._unauthenticated) > _MOST_UNAUTHENTICATED:
+                self._drop_oldest_unauthenticated()
         try:
             thread.start()
         except RuntimeError as error:  # out of processes, perhaps because of strangers that keep their threads
             with self._lock:
                 self._forget(channel, thread)
-                if self._unproven:
-                    self._drop_oldest_unproven()
+                if self._unauthenticated:
+                    self._drop_oldest_unauthenticated()
             channel.close()
             self._wait_for_resources(error)
 
@@ -186,15 +186,15 @@ class SnapshotServer:
         logger.warning("a connection could not be accepted: %s", error)
         select.select([self._wake], [], [], _PAUSE_S)
 
-    def _drop_oldest_unproven(self) -> None:
-        channel = next(iter(self._unproven))
-        del self._unproven[channel]
+    def _drop_oldest_unauthenticated(self) -> None:
+        channel = next(iter(self._unauthenticated))
+        del self._unauthenticated[channel]
         channel.shut()
 
     def _forget(self, channel: Channel, thread: threading.Thread) -> None:
         self._channels.discard(channel)
         self._threads.discard(thread)
-        self._unproven.pop(channel, None)
+        self._unauthenticated.pop(channel, None)
         self._sent_bytes += channel.sent_bytes
 
     def _serve(self, channel: Channel, sock: socket.socket) -> None:
@@ -204,7 +204,7 @@ class SnapshotServer:
                 raise Refused(f"it belongs to user {_user_of(sock)}")
             admit(channel, self._token)
             with self._lock:
-                self._unproven.pop(channel, None)
+                self._unauthenticated.pop(channel, None)
             if local:
                 WorkerSession(self._pool, channel, self._replicate).serve()
             else:

@@ -25,7 +25,7 @@ from elastic.runtime.controller.hands.agents import Agents, OnAgent
 from elastic.runtime.controller.hands.generation_specs import generation_specs, memory_plans
 from elastic.runtime.controller.hands.placement_groups import SlotKeeper
 from elastic.runtime.controller.hands.snapshot_directory import OnSteps, SnapshotDirectory
-from elastic.runtime.orphans import sweep
+from elastic.runtime.orphans import remove_orphans
 from elastic.runtime.train_function import Entry
 from elastic.runtime.worker.actor import WorkerActor
 
@@ -123,7 +123,7 @@ class Executor:
         Actors that exist but are not in the replayed state are leftovers: the previous controller died before it could
         remove them, or before it could journal their creation.
         """
-        strangers = await asyncio.to_thread(sweep, self._settings.run_id, self._names(state))
+        strangers = await asyncio.to_thread(remove_orphans, self._settings.run_id, self._names(state))
         for slot in state.fleet.slots.values():
             if slot.phase is SlotPhase.PLACED and slot.node is not None:
                 self._nodes[slot.id] = slot.node
@@ -172,12 +172,12 @@ class Executor:
             await self._release(slot)
         self._agents.close()
         await self._slots.close()
-        await self.sweep()
+        await self.remove_orphans()
         self._store.close()
 
-    async def sweep(self) -> None:
+    async def remove_orphans(self) -> None:
         """Remove leftovers of a controller that was killed while it released resources."""
-        await asyncio.to_thread(sweep, self._settings.run_id)
+        await asyncio.to_thread(remove_orphans, self._settings.run_id)
 
     # --- slots, agents, workers ---
 

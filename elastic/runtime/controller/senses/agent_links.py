@@ -1,7 +1,7 @@
 """Sense: one connection from the controller to each node's agent. The kernel closes it when the agent's process ends.
 
 This is the fastest failure detector, and it works without a collective in progress. A broken connection alone does not
-prove that the process ended, so the agent's port is tried again at once: only a refusal by a living kernel is proof.
+prove that the process ended, so the agent's port is tried again at once: only a living kernel's refusal is conclusive.
 Every other failure (no answer, no route) is silence, which the heartbeat table judges.
 """
 

@@ -17,7 +17,7 @@ import ray
 
 from elastic.core.events import CapacityJudged, Event, SlotsShared
 from elastic.core.policy import priority_sharing
-from elastic.core.policy.capacity import Judgement, Need, Outlook, fits, judge
+from elastic.core.policy.capacity import Judgement, Need, Supply, fits, judge
 from elastic.core.policy.priority_sharing import Claim
 from elastic.core.run.state import RunState, SlotPhase
 from elastic.runtime import names
@@ -53,7 +53,7 @@ class CapacityMonitor:
         self._state = state
         self._emit = emit
         self._look = look
-        self._thread = StoreThreads(1, "elastic-outlook")
+        self._thread = StoreThreads(1, "elastic-supply")
         self._clock = clock
         self._shortage = state().fleet.shortage
         self._limit = state().fleet.slot_limit
@@ -111,7 +111,7 @@ class CapacityMonitor:
             self._emit(SlotsShared(share.limit, share.reason))
 
     def _tell_shortage(self, judged: Judgement, sure_s: float, now: float) -> None:
-        never = judged.outlook is Outlook.NEVER
+        never = judged.supply is Supply.NEVER
         self._hopeless_since = (self._hopeless_since or now) if never else None
         sure = self._hopeless_since is not None and now - self._hopeless_since >= sure_s
         if judged.sentence != self._shortage or (sure and not self._refused):

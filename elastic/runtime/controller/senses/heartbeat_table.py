@@ -78,7 +78,7 @@ class HeartbeatTable:
         silence = self._seen.silent(now, limit_s)
         if silence is not None:
             self._emit(silence)
-        # With no heartbeats at all, missing step reports prove nothing.
+        # With no heartbeats at all, missing step reports mean nothing.
         training = isinstance(state.phase, Training) and not self._seen.alone(now, failures.suspect_after_s)
         stalled = telemetry.watch.check(state.generation, telemetry.step, now, training)
         if stalled is not None:

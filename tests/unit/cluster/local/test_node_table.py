@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from elastic_cluster.json_lines import Wire
+from elastic_cluster.json_lines import JsonLines
 from elastic_cluster.local import features, leftovers, processes
 from elastic_cluster.local.cluster import LocalCluster, object_store
 from elastic_cluster.local.node_table import Entry, Nodes
@@ -84,31 +84,31 @@ def test_a_node_reads_back_from_the_wire(nodes: Nodes) -> None:
 
 
 @pytest.fixture
-def wires() -> Iterator[tuple[Wire, Wire]]:
+def ends() -> Iterator[tuple[JsonLines, JsonLines]]:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        yield Wire(ours), Wire(theirs)
+        yield JsonLines(ours), JsonLines(theirs)
 
 
 class TestWire:
-    def test_messages_arrive_one_by_one(self, wires: tuple[Wire, Wire]) -> None:
-        here, there = wires
+    def test_messages_arrive_one_by_one(self, ends: tuple[JsonLines, JsonLines]) -> None:
+        here, there = ends
         here.send({"a": 1})
         here.send({"b": "x" * 200_000})
         assert there.receive(5.0, "a") == {"a": 1}
         assert there.receive(5.0, "b") == {"b": "x" * 200_000}
 
-    def test_a_wait_names_what_it_waited_for(self, wires: tuple[Wire, Wire]) -> None:
+    def test_a_wait_names_what_it_waited_for(self, ends: tuple[JsonLines, JsonLines]) -> None:
         with pytest.raises(ClusterError, match=r"waited 0\.01 s for the moon"):
-            wires[0].receive(0.01, "the moon")
+            ends[0].receive(0.01, "the moon")
 
-    def test_the_end_is_told_from_silence(self, wires: tuple[Wire, Wire]) -> None:
-        wires[1].connection.close()
+    def test_the_end_is_told_from_silence(self, ends: tuple[JsonLines, JsonLines]) -> None:
+        ends[1].connection.close()
         with pytest.raises(ClusterEnded, match="ended while waiting for the moon"):
-            wires[0].receive(5.0, "the moon")
+            ends[0].receive(5.0, "the moon")
 
-    def test_feed_takes_what_is_there(self, wires: tuple[Wire, Wire]) -> None:
-        here, there = wires
+    def test_feed_takes_what_is_there(self, ends: tuple[JsonLines, JsonLines]) -> None:
+        here, there = ends
         here.connection.sendall(b'{"a": 1}\n{"b"')
         assert there.feed() == ([{"a": 1}], False)
         here.connection.sendall(b": 2}\n")

@@ -24,7 +24,7 @@ def stripes_of(placed: tuple[Stripe | None, ...]) -> list[Stripe]:
     return sorted({stripe for stripe in placed if stripe is not None}, key=lambda stripe: stripe.ranks)
 
 
-def holdings(ranks: list[str], placed: tuple[Stripe | None, ...], lost: set[str]) -> dict[str, list[Held]]:
+def survivors(ranks: list[str], placed: tuple[Stripe | None, ...], lost: set[str]) -> dict[str, list[Held]]:
     """What the nodes that are left hold of one snapshot."""
     held: dict[str, list[Held]] = {node: [] for node in ranks if node not in lost}
     for rank, node in enumerate(ranks):
@@ -38,7 +38,7 @@ def holdings(ranks: list[str], placed: tuple[Stripe | None, ...], lost: set[str]
 
 
 def assert_survives(ranks: list[str], placed: tuple[Stripe | None, ...], lost: set[str]) -> None:
-    (found,) = recoverable(holdings(ranks, placed, lost))
+    (found,) = recoverable(survivors(ranks, placed, lost))
     assert (found.step, found.generation) == (5, 1)
     assert not lost.intersection(found.holders)
 
@@ -143,7 +143,7 @@ def test_whatever_is_lost(ranks: list[str], width: int, data: st.DataObject) -> 
     """A rank is in one stripe only, so that making a shard never waits for another one that is made."""
     placed = place_parity(ranks, width)
     lost = data.draw(st.sets(st.sampled_from(sorted(set(ranks)))))
-    held = holdings(ranks, placed, lost)
+    held = survivors(ranks, placed, lost)
     found = recoverable(held)
     assert bool(found) == by_trying(held, len(ranks))
     # A model of the loss itself: of each stripe at most one part.

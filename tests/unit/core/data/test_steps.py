@@ -24,7 +24,7 @@ def test_a_step_is_complete_when_every_rank_has_reported_it() -> None:
     assert table.add(report(2, 11, 1, tokens=5, grad_norm=2.0, save_stall_s=0.3)) is None
     done = table.add(report(2, 11, 0, tokens=6, grad_norm=2.0, learning_rates=(1e-3,)))
     assert done == CompletedStep(
-        2, 11, True, 1.5, ((88, 96),), 8, 2.0, 0.0, 0.3, 11, 2.0, (1e-3,), own_s=(0.0, 0.0)
+        2, 11, True, 1.5, ((88, 96),), 8, 2.0, 0.0, 0.3, 11, 2.0, (1e-3,), noncollective_s=(0.0, 0.0)
     )  # fmt: skip
     assert done.first_step_done == FirstStepDone(2, 11)
     table.add(report(2, 12, 0))
@@ -55,12 +55,12 @@ def test_a_norm_that_is_not_finite_on_one_rank_is_not_finite() -> None:
 def test_the_slowest_rank_is_compared_with_the_median_apart_from_its_data() -> None:
     table = StepTable()
     table.begin(1, 3)
-    for rank, (own_s, data_wait_s) in enumerate([(2.0, 0.5), (1.5, 0.0), (1.75, 0.0)]):
-        done = table.add(report(1, 1, rank, own_s=own_s, data_wait_s=data_wait_s))
+    for rank, (noncollective_s, data_wait_s) in enumerate([(2.0, 0.5), (1.5, 0.0), (1.75, 0.0)]):
+        done = table.add(report(1, 1, rank, noncollective_s=noncollective_s, data_wait_s=data_wait_s))
     assert done is not None
-    assert (done.own_s, done.straggler_s) == ((2.0, 1.5, 1.75), 0.25)
-    for rank, own_s in enumerate([2.0, 0.0, 1.0]):
-        done = table.add(report(1, 2, rank, own_s=own_s))
+    assert (done.noncollective_s, done.straggler_s) == ((2.0, 1.5, 1.75), 0.25)
+    for rank, noncollective_s in enumerate([2.0, 0.0, 1.0]):
+        done = table.add(report(1, 2, rank, noncollective_s=noncollective_s))
     assert done is not None
     assert done.straggler_s == 0.0, "one rank has not measured it"
 

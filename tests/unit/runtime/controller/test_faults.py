@@ -80,9 +80,9 @@ def test_the_budget_counts_faults_in_a_row_without_a_new_step() -> None:
     def record(step: int) -> dict[str, Any]:
         return {"type": "decision", "kind": KIND, "step": step, "data": {"event_number": None, "event": ""}}
 
-    assert not Faults([record(5)] * (MOST_IN_A_ROW - 1)).budget_spent(5)
-    assert Faults([record(5)] * MOST_IN_A_ROW).budget_spent(5)
-    assert not Faults([record(5)] * MOST_IN_A_ROW).budget_spent(6)
+    assert not Faults().more([record(5)] * (MOST_IN_A_ROW - 1)).budget_spent(5)
+    assert Faults().more([record(5)] * MOST_IN_A_ROW).budget_spent(5)
+    assert not Faults().more([record(5)] * MOST_IN_A_ROW).budget_spent(6)
 
 
 def test_a_spent_budget_writes_no_further_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

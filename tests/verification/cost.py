@@ -1,4 +1,4 @@
-"""What the proof costs: the seconds per GB of state that one core needs, by part."""
+"""The cost of the verification: seconds per GB of state on one core, by part."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ROUNDS = 5
 
 
 def seconds_per_gb() -> dict[str, tuple[float, float]]:
-    """Part of the proof -> (median, spread) in processor seconds per GB that it reads, on one thread."""
+    """Part of the verification -> (median, spread) in processor seconds per GB that it reads, on one thread."""
     from elastic.checkpoint.digest import digest
     from elastic.core.sharding.layout import Chunk
     from elastic.engines.live_state import Master, Weight

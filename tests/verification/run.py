@@ -12,10 +12,10 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from proof import scene
-from proof.compare import differences, plain
-from proof.crowd import LeftAlone
-from proof.tools import Mutation, Reading
+from verification import scene
+from verification.compare import differences, plain
+from verification.crowd import LeftAlone
+from verification.tools import Mutation, Reading
 
 # The function in which an error began -> what the table calls that check. The innermost one counts.
 _CHECKS = {
@@ -28,11 +28,11 @@ _CHECKS = {
     "_copy": "plan cover",
     "check_dtypes": "dtype check",
     "raise_together": "agreement of all ranks",
-    "_judge": "proof",
-    "verify": "proof of the place",
-    "verify_replicas": "proof of replicas, before the snapshot",
+    "_judge": "verification",
+    "verify": "verification of the data position",
+    "verify_replicas": "verification of replicas, before the snapshot",
 }
-# How what differs begins in the proof's message -> which part of the proof that is.
+# Start of the verification's message -> the part of the verification that raised it.
 _PARTS = {
     "weights of": "weights follow masters",
     "replicas of": "replicas equal",
@@ -48,7 +48,7 @@ _PARTS = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """`caught` is empty where nothing refused it; `difference` is what it did with the proof switched off."""
+    """`caught` is empty where nothing refused it; `difference` is what it did with the verification switched off."""
 
     caught: str
     message: str
@@ -150,7 +150,7 @@ def _restored(
 
 @contextmanager
 def _unchecked() -> Iterator[None]:
-    """Without the proof and the checks before it: what would the mutation have done?"""
+    """The mutation's effect without the verification and the checks before it."""
     from elastic.core.checkpoint import assembly
     from elastic.engines.deepspeed.state import open as opening
     from elastic.training.data import cursor
@@ -163,7 +163,7 @@ def _unchecked() -> Iterator[None]:
         for owner, name, instead in (
             (engine_state, "Verification", lambda *_: SimpleNamespace(verdict=nothing)),
             (cursor, "verify", nothing),
-            (engine_state, "verify_replicas", nothing),
+            (engine_state.EngineState, "verify_replicas", nothing),
             (engine_state, "check_extra", nothing),
             (engine_state, "check_model", lambda *_: frozenset()),
             (opening, "check_layout", nothing),
@@ -180,9 +180,11 @@ def _caught_by(errors: Sequence[Exception]) -> tuple[str, str]:
     frames = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
     message = str(error).splitlines()[0]
     names = [_CHECKS[frame] for frame in frames if frame in _CHECKS]
-    return (_part_of_proof(message) if names[-1:] == ["proof"] else names[-1] if names else "nothing of ours"), message
+    return (_part(message) if names[-1:] == ["verification"] else names[-1] if names else "nothing of ours"), message
 
 
-def _part_of_proof(message: str) -> str:
+def _part(message: str) -> str:
     first = message.split(": ", 1)[1]
-    return next((f"proof: {name}" for start, name in _PARTS.items() if first.startswith(start)), "proof: content")
+    return next(
+        (f"verification: {name}" for start, name in _PARTS.items() if first.startswith(start)), "verification: content"
+    )

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from proof.tools import Change, changed, modules, together
+from verification.tools import Change, changed, modules, together
 
 
 def kept_old(kind: str) -> Change:
@@ -85,7 +85,7 @@ def state_only_where_there_is_some() -> Change:
 
 
 def without_moments(world: Any) -> None:
-    from proof.scene import stage_of
+    from verification.scene import stage_of
 
     def clear(engine: Any, _: int) -> None:
         stage_of(engine).base.state.clear()

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from proof.model import Setup
+from verification.model import Setup
 
 Change = Callable[[], AbstractContextManager[Any]]
 

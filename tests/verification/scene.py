@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from proof.crowd import Crowd, as_rank
-from proof.model import DTYPES, KINDS, Setup, make_engine, rate, steps_done, value
+from verification.crowd import Crowd, as_rank
+from verification.model import DTYPES, KINDS, Setup, make_engine, rate, steps_done, value
 
 SAVED, FRESH, OLDER = "saved", "fresh", "older"
-RUN = "proof"
+RUN = "verification"
 _numbers = itertools.count()
 # What padding may hold: stage 3 never sets it.
 _JUNK = 777.0
@@ -154,7 +154,7 @@ def save(source: World, store_url: str | None = None) -> tuple[Any, str]:
     from elastic.checkpoint.storage import CheckpointStore
     from elastic.core.checkpoint.assembly import assemble
 
-    store = CheckpointStore(store_url or f"memory://proof-{next(_numbers)}", RUN)
+    store = CheckpointStore(store_url or f"memory://verification-{next(_numbers)}", RUN)
     step = steps_done(source.version, 0)
 
     def shard(engine: Any, rank: int) -> Any:

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from proof import bugs_install as install
-from proof import bugs_layout as layout
-from proof import bugs_plain as plain
-from proof import bugs_read as read
-from proof.model import PLAIN, Parameter, Setup
-from proof.tools import Mutation
+from verification import bugs_install as install
+from verification import bugs_layout as layout
+from verification import bugs_plain as plain
+from verification import bugs_read as read
+from verification.model import PLAIN, Parameter, Setup
+from verification.tools import Mutation
 
 _SUBS = {"sub_group_size": 60, "stage3_param_persistence_threshold": 10}
 _TINY = (*PLAIN[:2], Parameter("one", (1,)), Parameter("two", (2,)), Parameter("seven", (7,), group=1))

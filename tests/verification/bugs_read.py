@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from proof.tools import Lying, Reading
+from verification.tools import Lying, Reading
 
 
 def _after(change: Callable[[Any, Any], None]) -> Callable[[Reading], Any]:

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from proof import scene
-from proof.compare import differences, plain
-from proof.model import DTYPES, KINDS, Buffer, Parameter, Setup
+from verification import scene
+from verification.compare import differences, plain
+from verification.model import DTYPES, KINDS, Buffer, Parameter, Setup
 
 _WORLDS = (1, 2, 3, 4, 5, 6, 7, 12)
 # Less than a rank's part, primes, and a few that can be cut evenly.

@@ -1,4 +1,4 @@
-"""Print what caught each mutation: `python -m proof [--only M1 M2] [--reshards 1000]`, in the folder `tests`.
+"""Print what caught each mutation: `python -m verification [--only M1 M2] [--reshards 1000]`, in the folder `tests`.
 
 Ends with 1 when a mutation was not caught, made no difference or hung a rank, or when a healthy reshard was refused.
 """
@@ -19,7 +19,7 @@ _ROW = "{:<5} {:<40} {:<50} {:<6} {:<39} {:>4}"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m proof", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m verification", description=__doc__)
     parser.add_argument("--only", nargs="*", metavar="ID", help="these mutations only")
     parser.add_argument("--reshards", type=int, default=0, metavar="N", help="healthy reshards after the table")
     options = parser.parse_args()
@@ -61,8 +61,8 @@ def _silent() -> Iterator[None]:
 def _table(only: list[str] | None) -> int:
     from elastic.engines.deepspeed.kind import KIND
     from elastic.training.cleanup import warm_up
-    from proof.corpus import corpus
-    from proof.run import examine
+    from verification.corpus import corpus
+    from verification.run import examine
 
     say = _to(sys.stdout)
     say(_ROW.format("id", "mutation", "configuration", "W", "caught by", "s"))
@@ -78,12 +78,12 @@ def _table(only: list[str] | None) -> int:
             row = (mutation.id, mutation.what, str(mutation.setup), worlds, caught, f"{verdict.seconds:.1f}")
             say(_ROW.format(*row))
             failed += not verdict.good
-    say(f"{len(chosen) - failed} of {len(chosen)} caught before the first step; each matters with the proof off")
+    say(f"{len(chosen) - failed} of {len(chosen)} caught before the first step; unverified, each does harm")
     return failed
 
 
 def _healthy(wanted: int) -> int:
-    from proof.healthy import PER_SETUP, reshards
+    from verification.healthy import PER_SETUP, reshards
 
     say = _to(sys.stdout)
     began, wrong = time.perf_counter(), []
@@ -99,7 +99,7 @@ def _healthy(wanted: int) -> int:
 
 
 def _cost() -> None:
-    from proof.cost import seconds_per_gb
+    from verification.cost import seconds_per_gb
 
     say = _to(sys.stdout)
     parts = (f"{name} {median:.2f} (+-{spread / 2:.2f})" for name, (median, spread) in seconds_per_gb().items())

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from proof import corpus as configurations
-from proof.run import Verdict, examine
-from proof.tools import Mutation
+from verification import corpus as configurations
+from verification.run import Verdict, examine
+from verification.tools import Mutation
 
 pytestmark = [
     pytest.mark.processes,

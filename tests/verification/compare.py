@@ -1,4 +1,4 @@
-"""What restored engines hold, by name, against what they should: shares nothing with the proof but the look at them."""
+"""What restored engines hold, by name, against what they should: shares only the inventory with the verification."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from proof.model import DTYPES, KINDS, Setup, steps_done, value
-from proof.scene import Place, World, place, require, stage_of
+from verification.model import DTYPES, KINDS, Setup, steps_done, value
+from verification.scene import Place, World, place, require, stage_of
 
 
 def plain(world: World) -> dict[str, Any]:

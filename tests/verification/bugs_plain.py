@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from proof.tools import Change, changed, modules
+from verification.tools import Change, changed, modules
 
 
 def first_group_for_all() -> Change:
@@ -82,7 +82,7 @@ def one_stream_for_all() -> Change:
     """Every rank draws what rank 0 draws: its passes have the numbers that rank 0's have."""
     from elastic.core.data.micro_batches import deal
     from elastic.training import rng as streams
-    from proof.crowd import own_rank
+    from verification.crowd import own_rank
 
     def stream(original: Any, seed: int, step: int, batch: int, number: int) -> Any:
         rank, world_size = own_rank()
@@ -105,7 +105,7 @@ def remainder_dropped() -> Change:
 
 def user_state_on_rank_0() -> Change:
     from elastic.training.user_state import State
-    from proof.crowd import own_rank
+    from verification.crowd import own_rank
 
     return changed(State, "load", lambda original, self, values: original(self, values if own_rank()[0] == 0 else {}))
 

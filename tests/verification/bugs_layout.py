@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from proof.tools import Change, changed, modules, together
+from verification.tools import Change, changed, modules, together
 
 
 def names(pairs: dict[str, str]) -> Change:
@@ -143,7 +143,7 @@ def drifted(name: str) -> Callable[[Any], None]:
 
 
 def _writes(engine: Any, rank: int, world: Any, name: str) -> bool:
-    from proof.scene import stage_of
+    from verification.scene import stage_of
 
     inventory = modules().inventory.Inventory.of(stage_of(engine))
     return any(chunk.name == name for chunk in inventory.written(rank, world.crowd.world_size).chunks)

@@ -1,4 +1,4 @@
-"""The proof compares a scheduler's state with the saved one: every scheduler must give back what it was given."""
+"""The verification compares a scheduler's state with the saved one: every scheduler must return what it was given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No false abort. The number of reshards is small here; `python -m proof` does a thousand."""
+"""No false abort. The number of reshards is small here; `python -m verification` does a thousand."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from proof.healthy import reshards
+from verification.healthy import reshards
 
 pytestmark = [pytest.mark.processes, pytest.mark.filterwarnings("ignore")]
 

@@ -1,0 +1,126 @@
+"""What must be equal on all ranks, compared before a snapshot: replicated tensors, scalars, hyper-parameters, counters.
+
+A snapshot carries one rank's copy and a restore gives it to all ranks, so copies that have drifted apart would silently
+become another run. Module buffers and extra state of modules are left out: those of rank 0 are the run's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+import xxhash
+
+from elastic.comm.agreement import Agreement
+from elastic.core.errors import IntegrityError
+from elastic.engines.base import Engine
+from elastic.engines.inventory import Inventory
+from elastic.engines.live_state import BUFFER, MASTER, ShardedState
+from elastic.training.state.verification import listed
+from elastic.training.state.verify_weights import MASK63, fingerprints
+
+# Weights that follow from masters are not carried, so a snapshot compares so many bytes of them, in turn.
+_SAMPLE_BYTES = 64 << 20
+
+
+class Replicas:
+    """This rank's copies at one moment. `turn` chooses the sample of the weights and is the same number on all ranks;
+    None: all of them."""
+
+    def __init__(self, engine: Engine, state: ShardedState, inventory: Inventory, turn: int | None) -> None:
+        carried = _carried(inventory)
+        weights = _sample(_derived(state, carried), turn)
+        self._tensors = carried | weights
+        self._texts = _texts(engine, state)
+        self._hashes = fingerprints(list(self._tensors.values()))
+
+    def fingerprint(self) -> int:
+        """One number of 63 bits for all of them."""
+        return _hash(repr((self._hashes, self._texts)))
+
+    def difference(self, agreement: Agreement) -> IntegrityError:
+        """After fingerprints were found to differ: which rank's copy of what. Collective; every rank gets the same."""
+        values = dict(zip(self._tensors, self._hashes, strict=True))
+        values |= {what: _hash(text) for what, text in self._texts.items()}
+        # Where ranks hold different things, there is nothing to compare one by one.
+        lists = [hashed for (hashed,) in agreement.by_rank([_hash(repr([*values]))])]
+        found = {"the list of what it holds": outliers(lists)}
+        if len(set(lists)) == 1:
+            by_rank = agreement.by_rank(list(values.values()))
+            found = {what: outliers(column) for what, column in zip(values, zip(*by_rank, strict=True), strict=True)}
+        what = listed([f"{what} on rank {', '.join(map(str, ranks))}" for what, ranks in found.items() if ranks])
+        return IntegrityError(
+            f"the ranks' copies of one state have drifted apart: {what} differs from the other ranks'. A snapshot "
+            "would carry one of them only; go back to an older checkpoint, and look for code that changes state on "
+            "some ranks alone"
+        )
+
+
+def outliers(values: Sequence[int]) -> list[int]:
+    """The ranks whose value is not the most common one; between equally common ones that of the lowest rank counts."""
+    common = Counter(values).most_common(1)[0][0]
+    return [rank for rank, value in enumerate(values) if value != common]
+
+
+def _carried(inventory: Inventory) -> dict[str, torch.Tensor]:
+    """Replicated tensors that snapshots carry: "<kind>/<name>" -> tensor."""
+    found: dict[str, torch.Tensor] = {}
+    for master, state in zip(inventory.masters, inventory.states, strict=True):
+        if master.replicated:
+            found[f"{MASTER}/{master.buffer}"] = master.tensor
+            found |= {f"{kind}/{master.buffer}": tensor for kind, tensor in sorted(state.tensors.items())}
+    kept = (extra for extra in inventory.extras if extra.replicated and extra.kind != BUFFER)
+    return found | {f"{extra.kind}/{extra.chunk.name}": extra.tensor for extra in kept}
+
+
+def _derived(state: ShardedState, carried: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights that this rank holds whole, but for those that are masters themselves."""
+    known = {tensor.data_ptr() for tensor in carried.values()}
+    whole = (weight for weight in state.weights() if weight.whole)
+    return {f"weights of {weight.name}": weight.tensor for weight in whole if weight.tensor.data_ptr() not in known}
+
+
+def _sample(tensors: Mapping[str, torch.Tensor], turn: int | None) -> dict[str, torch.Tensor]:
+    """Neighbours of at most `_SAMPLE_BYTES` together, or one tensor; consecutive turns take all of them."""
+    if turn is None:
+        return dict(tensors)
+    bins: list[dict[str, torch.Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        nbytes = tensor.numel() * tensor.element_size()
+        if bins[-1] and size + nbytes > _SAMPLE_BYTES:
+            bins.append({})
+            size = 0
+        bins[-1][name] = tensor
+        size += nbytes
+    return bins[turn % len(bins)]
+
+
+def _texts(engine: Engine, state: ShardedState) -> dict[str, str]:
+    """What is no tensor, read from where it lives: name -> text, with the same names on every rank."""
+    base, extra = state.base, engine.extra_state()
+    found = {}
+    for master in state.masters():
+        kept = base.state.get(master.tensor) or {}
+        scalars = {
+            key: value.tolist() if isinstance(value, torch.Tensor) else value
+            for key, value in kept.items()
+            if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.numel() != master.tensor.numel()
+        }
+        found[f"optimizer scalars of {master.buffer}"] = repr(sorted(scalars.items()))
+    for number, group in enumerate(base.param_groups):
+        hyper = ((key, _plain(value)) for key, value in group.items() if key != "params")
+        found[f"hyper-parameters of group {number}"] = repr(sorted(hyper, key=lambda item: item[0]))
+    for what, key in (("loss scaler", "loss_scaler"), ("learning-rate scheduler", "scheduler"), ("counters", "engine")):
+        found[what] = json.dumps(extra[key], sort_keys=True)
+    return found
+
+
+def _plain(value: object) -> object:
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
+def _hash(text: str) -> int:
+    return xxhash.xxh3_64_intdigest(text.encode()) & MASK63

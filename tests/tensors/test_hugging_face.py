@@ -1,0 +1,121 @@
+"""Exports for Hugging Face, read by transformers. The model's description in the checkpoint needs no transformers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import elastic
+from elastic.checkpoint.snapshot import ShardSnapshot
+from elastic.checkpoint.storage import CheckpointStore
+from elastic.core.checkpoint.assembly import assemble
+from elastic.core.errors import UsageError
+from elastic.core.sharding.layout import merged
+from elastic.core.sharding.zero import owner_layout, zero3_layout
+from elastic.engines.model_description import describe
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(3, 3)
+        self.two = nn.Linear(3, 3)
+        self.two.weight = self.one.weight
+
+
+class TestDescription:
+    def test_every_further_name_of_a_shared_tensor_is_kept(self) -> None:
+        assert describe(Tied()) == {"class": "Tied", "aliases": {"two.weight": "one.weight"}, "hugging_face": None}
+
+    def test_a_configuration_that_cannot_be_read_costs_the_export_only(self) -> None:
+        class Broken:
+            def to_json_string(self) -> str:
+                raise ValueError("a set is not JSON")
+
+        model = Tied()
+        model.config = Broken()
+        model.save_pretrained = lambda: None
+        assert describe(model)["hugging_face"] is None
+
+
+def checkpoint_of(model: nn.Module, storage: Path, world: int = 2) -> Path:
+    """A checkpoint of the model as `world` ranks of stage 3 write it, without training."""
+    trained = {name: p.detach() for name, p in model.named_parameters()}
+    buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.numel()}
+    layout = zero3_layout([[(name, p.numel()) for name, p in trained.items()]], world)
+    ours = owner_layout([(name, buffer.numel()) for name, buffer in buffers.items()], world)
+    extra = {"model": describe(model), "fleeting_buffers": [n for n in buffers if n not in model.state_dict()]}
+    shapes = {name: tuple(tensor.shape) for name, tensor in (trained | buffers).items()}
+    store, records = CheckpointStore(str(storage), "run"), []
+    for rank, own in enumerate(layout.ranks):
+        tensors = {f"master/{name}": torch.zeros(length) for name, length in own.buffers.items()}
+        for chunk in own.chunks:
+            part = trained[chunk.name].reshape(-1)[chunk.start : chunk.stop]
+            tensors[f"master/{chunk.buffer}"][chunk.offset : chunk.offset + chunk.numel] = part
+        held = ours.ranks[rank] if buffers else own
+        if buffers:
+            tensors |= {f"buffer/{name}": buffers[name].reshape(-1) for name in held.buffers}
+        snapshot = ShardSnapshot(
+            run_id="run", generation=1, rank=rank, world_size=world, step=1, zero_stage=3,
+            layout=merged(own, held) if buffers else own, tensors=tensors, parameters=shapes,
+        )  # fmt: skip
+        records.append(store.write_shard(replace(snapshot, extra_state=extra if rank == 0 else None)))
+    manifest = assemble(records, run_id="run")
+    store.commit(manifest)
+    return storage / "run" / "checkpoints" / manifest.id
+
+
+class TestFromPretrained:
+    @pytest.fixture
+    def transformers(self) -> Any:
+        return pytest.importorskip("transformers", reason="the extra `hf` is not installed")
+
+    def tiny(self, transformers: Any) -> Any:
+        torch.manual_seed(3)
+        config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=17, n_positions=12)
+        return transformers.GPT2LMHeadModel(config).eval()
+
+    @pytest.mark.filterwarnings("ignore")
+    @pytest.mark.parametrize("wrapped", [False, True])
+    def test_the_model_is_the_one_that_was_trained(self, tmp_path: Path, transformers: Any, wrapped: bool) -> None:
+        model = self.tiny(transformers)
+        trained = nn.ModuleDict({"lm": model, "extra": nn.Linear(2, 2)}) if wrapped else model
+        folder = elastic.export(checkpoint_of(trained, tmp_path), tmp_path / "hf", to="hf", max_file_bytes=2000)
+        found = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+        tokens = torch.arange(10).reshape(2, 5)
+        assert type(found) is type(model)
+        assert torch.equal(found(tokens).logits, model(tokens).logits)
+        assert found.lm_head.weight is found.transformer.wte.weight
+
+    @pytest.mark.filterwarnings("ignore")
+    def test_a_dtype_is_said_in_the_configuration_too(self, tmp_path: Path, transformers: Any) -> None:
+        model = self.tiny(transformers)
+        folder = elastic.export(checkpoint_of(model, tmp_path), tmp_path / "hf", to="hf", dtype="bf16")
+        assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+        assert transformers.AutoModelForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
+
+
+class TestConfigurationFromAFolder:
+    def test_is_copied_and_weights_are_not(self, tmp_path: Path) -> None:
+        base = tmp_path / "base"
+        base.mkdir()
+        (base / "config.json").write_text('{"model_type": "gpt2", "torch_dtype": "float16"}')
+        (base / "tokenizer.json").write_text("{}")
+        (base / "model.safetensors.index.json").write_text("{}")
+        (base / "model.safetensors").write_bytes(b"old")
+        folder = elastic.export(checkpoint_of(Tied(), tmp_path), tmp_path / "hf", to="hf", config=base)
+        assert sorted(path.name for path in folder.iterdir()) == [
+            "config.json", "elastic-export.json", "model.safetensors", "tokenizer.json",
+        ]  # fmt: skip
+        assert json.loads((folder / "config.json").read_text()) == {"model_type": "gpt2", "dtype": "float32"}
+        assert (folder / "model.safetensors").read_bytes() != b"old"
+
+    def test_without_config_json_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match=r"no config\.json"):
+            elastic.export(checkpoint_of(Tied(), tmp_path), tmp_path / "hf", to="hf", config=tmp_path)
