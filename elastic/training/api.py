@@ -20,6 +20,7 @@ from elastic.training.anomalies import AnomalyWatch
 from elastic.training.arguments import chosen_config, refuse_arguments
 from elastic.training.busy import reporting
 from elastic.training.context import Context, StateOfTheRun
+from elastic.training.data.blocks import InBlocks
 from elastic.training.data.data_loaders import DataSource, PreparedLoader, data_source, open_reader, taken_over
 from elastic.training.data.loader import ElasticLoader, elapsing_epochs
 from elastic.training.data.reader import MicroBatchReader
@@ -185,6 +186,7 @@ def _prepared(generation: Generation, training_data: Any) -> PreparedLoader | No
 
 
 def _plan(spec: GenerationSpec, resolved: ResolvedConfig, source: DataSource) -> StepPlan:
+    blocks = source.dataset if isinstance(source.dataset, InBlocks) else None
     return StepPlan(
         global_batch=resolved.global_batch,
         micro_batch=resolved.micro_batch,
@@ -198,6 +200,8 @@ def _plan(spec: GenerationSpec, resolved: ResolvedConfig, source: DataSource) ->
         skips=spec.skips,
         shuffle=source.shuffle,
         stream=source.dataset.facts if isinstance(source.dataset, Stream) else (),
+        block=blocks.block if blocks is not None else 0,
+        blocks_at_once=blocks.at_once if blocks is not None else 1,
     )
 
 

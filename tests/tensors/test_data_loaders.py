@@ -21,6 +21,7 @@ from torch.utils.data import (
 
 from elastic.core.errors import UsageError
 from elastic.training.arguments import chosen_config, refuse_arguments
+from elastic.training.data.blocks import in_blocks
 from elastic.training.data.data_loaders import PreparedLoader, data_source, taken_over
 
 DATA: Any = list(range(12))
@@ -79,6 +80,10 @@ def test_a_subset_sampler_becomes_a_subset() -> None:
 @pytest.mark.parametrize(
     ("loader", "message"),
     [
+        (
+            DataLoader(in_blocks(DATA, 4), 2, sampler=SubsetRandomSampler([1, 2])),
+            "a SubsetRandomSampler over blocks",
+        ),
         (DataLoader(DATA, 2, sampler=WeightedRandomSampler([1.0] * 12, 12)), "a WeightedRandomSampler, whose order"),
         (DataLoader(DATA, 2, sampler=RandomSampler(DATA, replacement=True)), "RandomSampler with replacement"),
         (DataLoader(DATA, 2, sampler=RandomSampler(DATA, num_samples=5)), "RandomSampler with num_samples=5"),
@@ -150,3 +155,13 @@ def test_every_sampler_of_torch_is_decided_on() -> None:
         *("BatchSampler", "DistributedSampler", "RandomSampler", "Sampler", "SequentialSampler"),
         *("SubsetRandomSampler", "WeightedRandomSampler"),
     }
+
+
+def test_samples_in_blocks_are_those_of_the_dataset() -> None:
+    blocks = in_blocks(DATA, 4, at_once=2)
+    source = data_source(blocks, None, 0, None)
+    assert (source.dataset, source.size) == (blocks, 12)
+    assert [blocks[index] for index in range(12)] == DATA
+    for wrong in ((0, 1), (1, 0)):
+        with pytest.raises(UsageError, match="block and at_once must be at least 1"):
+            in_blocks(DATA, *wrong)

@@ -23,7 +23,7 @@ class StepPlan:
     are the ranges of positions that the run leaves out. Without `shuffle` every epoch has the dataset's own order.
 
     A stream has no `dataset_size`: its positions are those of its readers (`core.data.readers`), it has one endless
-    epoch, and `stream` names what else defines its order."""
+    epoch, and `stream` names what else defines its order. `block` and `blocks_at_once`: see `SampleOrder`."""
 
     global_batch: int
     micro_batch: int
@@ -35,12 +35,14 @@ class StepPlan:
     skips: tuple[Range, ...] = ()
     shuffle: bool = True
     stream: tuple[tuple[str, str], ...] = ()
+    block: int = 0
+    blocks_at_once: int = 1
 
     def order(self, seed: int) -> SampleOrder:
         """The dataset index of every position; of a stream, the position itself."""
         if self.dataset_size is None:
             return SampleOrder(_ENDLESS, seed, shuffle=False)
-        return SampleOrder(self.dataset_size, seed, self.shuffle)
+        return SampleOrder(self.dataset_size, seed, self.shuffle, self.block, self.blocks_at_once)
 
     @property
     def slots(self) -> Slots:

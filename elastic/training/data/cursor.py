@@ -30,9 +30,10 @@ def to_state(plan: StepPlan, seed: int, step: int) -> dict[str, Any]:
 
 def validate(saved: Mapping[str, Any], plan: StepPlan, seed: int) -> None:
     """Raises UsageError where the saved state was trained with another order of samples than this run's."""
-    for name, value in _order(plan, seed).items():
+    order = _order(plan, seed)
+    for name in {**order, **saved["data"]}:
         # Checkpoints from before `shuffle` was saved were shuffled.
-        before = saved["data"].get(name, True if name == "shuffle" else None)
+        value, before = order.get(name), saved["data"].get(name, True if name == "shuffle" else None)
         if before != value:
             raise UsageError(
                 f"the checkpoint was made with {name} {before}, this run has {value}: it cannot go on "
@@ -123,6 +124,7 @@ def _order(plan: StepPlan, seed: int) -> dict[str, Any]:
     """What defines the order in which positions count samples, and the random streams."""
     return {
         **dict(plan.stream),
+        **({"blocks of samples": f"{plan.block}, {plan.blocks_at_once} at once"} if plan.block else {}),
         "seed": seed,
         "global_batch": plan.global_batch,
         "micro_batch": plan.micro_batch,

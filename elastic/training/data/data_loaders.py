@@ -21,6 +21,7 @@ from torch.utils.data import (
 from elastic.core.data.readers import ReaderStates
 from elastic.core.data.step_plan import StepPlan
 from elastic.core.errors import UsageError
+from elastic.training.data.blocks import InBlocks
 from elastic.training.data.reader import (
     BatchReader,
     Collate,
@@ -176,9 +177,9 @@ def _order(dataset: Any, sampler: Any) -> tuple[Any, bool]:
         return dataset, True
     if kind is DistributedSampler:
         return dataset, bool(sampler.shuffle)
-    if kind is SubsetRandomSampler:
+    if kind is SubsetRandomSampler and not isinstance(dataset, InBlocks):
         return Subset(dataset, list(sampler.indices)), True
-    what = kind.__qualname__
+    what = f"{kind.__qualname__} over blocks" if kind is SubsetRandomSampler else kind.__qualname__
     if kind is RandomSampler:
         what += " with replacement" if sampler.replacement else f" with num_samples={sampler.num_samples}"
     raise UsageError(

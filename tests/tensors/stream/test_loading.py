@@ -126,7 +126,10 @@ def test_states_of_a_manifest_are_all_there() -> None:
         cursor.readers_of(END.to_json(), plan(2, 0), agreement)
 
 
-@pytest.mark.parametrize("change", [{"micro_batch": 3}, {"stream": (("pack", "6"),)}, {"dataset_size": 9}])
+@pytest.mark.parametrize(
+    "change",
+    [{"micro_batch": 3}, {"stream": (("pack", "6"),)}, {"dataset_size": 9}, {"stream": ()}, {"block": 5}],
+)
 def test_another_stream_does_not_go_on(change: Any) -> None:
     saved = cursor.to_state(plan(), SEED, 2)
     cursor.validate(saved, plan(3, 1), SEED)

@@ -35,6 +35,28 @@ def test_every_epoch_holds_every_sample_once(size: int, seed: int, epoch: int, s
     assert sorted(index for _, index in places) == list(range(size))
 
 
+@given(st.integers(1, 300), st.integers(1, 40), st.integers(1, 9), st.integers(0, 10**6))
+def test_a_local_order_holds_every_sample_once(size: int, block: int, at_once: int, epoch: int) -> None:
+    order = SampleOrder(size, 3, block=block, at_once=at_once)
+    indices = order.indices(epoch * size, (epoch + 1) * size)
+    assert sorted(indices) == list(range(size))
+    whole = size // block * block
+    for begin in range(0, whole, at_once * block):
+        window = indices[begin : min(begin + at_once * block, whole)]
+        # Whole blocks, all of which lie in this window.
+        assert Counter(index // block for index in window) == dict.fromkeys({i // block for i in window}, block)
+    assert sorted(indices[whole:]) == list(range(whole, size))
+
+
+def test_a_local_order_is_another_one_in_each_epoch_and_within_each_block() -> None:
+    order = SampleOrder(800, 3, block=100, at_once=2)
+    first, second = order.indices(0, 800), order.indices(800, 1600)
+    assert [i // 100 for i in first[::200]] != [i // 100 for i in second[::200]]
+    assert first[:200] != sorted(first[:200])
+    # Both blocks of a window are mixed.
+    assert len({index // 100 for index in first[:20]}) == 2
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 255, 256, 257, 4095, 4097])
 def test_bijection_around_powers_of_two(size: int) -> None:
     assert sorted(SampleOrder(size, 11).indices(size, 2 * size)) == list(range(size))
