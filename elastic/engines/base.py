@@ -7,7 +7,7 @@ generation. docs/extending.md says how to add a kind; tests/processes/engine_con
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from elastic.core.checkpoint.manifest import Json
     from elastic.core.generation_spec import GenerationSpec
     from elastic.core.settings import RunSettings
-    from elastic.engines.live_state import ShardedState
+    from elastic.engines.live_state import Fragment, ShardedState
 
 # AnomalySettings.policy.
 Nonfinite = Literal["stop", "skip", "rollback"]
@@ -113,6 +113,16 @@ class Engine(Protocol):
 
         Raises UsageError for what JSON cannot hold.
         """
+        ...
+
+    def fragments(self, names: Collection[str] | None = None) -> Iterable[Fragment]:
+        """This rank's live tensors of these names, or all, one for each kind and name. For verification: looked up
+        parameter by parameter, by another way than those of `state()`, which snapshots and restores go."""
+        ...
+
+    def wrong_numbers(self, saved: Mapping[str, Json], names: Collection[str] | None = None) -> list[str]:
+        """What differs between `saved`, which rank 0 is about to save ("optimizer" and all of `extra_state`), and the
+        objects that own it, read by another way; scalars of the optimizer for the parameters in `names`, or all."""
         ...
 
     def expected_extra_state(self, saved: Mapping[str, Json]) -> dict[str, Json]:

@@ -57,6 +57,16 @@ class Extra:
 
 
 @dataclass(frozen=True)
+class Fragment:
+    """Elements of one tensor of one kind from `start` on, 1-D and live: this rank's part of it, or all."""
+
+    kind: str
+    name: str
+    start: int
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
 class TensorSpec:
     """One tensor of the model, whole. `kind` is MASTER (trained), PARAM (frozen) or BUFFER; `persistent` is False for
     buffers that a state_dict leaves out."""

@@ -63,7 +63,7 @@ class Rank(SilentCoordinator):
             agreement=agreement,
             replicas=lambda turn: None,
             record=lambda generation: (record, record.bytes),
-            capture_into=lambda memory, record, client: (client, Transfer([], [])),
+            capture_into=lambda memory, record, step, caller: (caller, Transfer([], [])),
         )
         self.snapshots = Snapshots(self.scope, state, dict)
 

@@ -75,7 +75,7 @@ class State:
     def record(self, generation: int) -> tuple[Any, int]:
         return SimpleNamespace(), self.nbytes
 
-    def capture_into(self, memory: torch.Tensor, record: Any, caller: Any) -> tuple[Any, Transfer]:
+    def capture_into(self, memory: torch.Tensor, record: Any, step: int, caller: Any) -> tuple[Any, Transfer]:
         self.targets.append(memory)
         return caller, Transfer([(memory, torch.ones(self.nbytes, dtype=torch.uint8))], [])
 

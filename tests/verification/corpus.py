@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from verification import bugs_capture as capture
 from verification import bugs_install as install
 from verification import bugs_layout as layout
 from verification import bugs_plain as plain
@@ -22,6 +23,7 @@ _ONE_GROUP = tuple(replace(parameter, group=None if parameter.group is None else
 Z0, Z1, Z2, Z3 = Setup(0), Setup(1), Setup(2), Setup(3, zero=_SUBS)
 BF2, BF3 = Setup(2, "bf16"), Setup(3, "bf16", zero=_SUBS)
 FP16 = Setup(2, "fp16")
+WHOLE3 = Setup(3)
 SGD, LION = Setup(2, optimizer="sgd"), Setup(3, optimizer="lion", zero=_SUBS)
 TINY = Setup(3, parameters=_TINY, zero={"sub_group_size": 30})
 ROUND = Setup(1, parameters=_ONE_GROUP, zero={"round_robin_gradients": True})
@@ -31,7 +33,7 @@ ACCUMULATED = Setup(1, "bf16", extra={"data_types": {"grad_accum_dtype": "fp32"}
 
 def corpus() -> list[Mutation]:
     """Made when asked for: changes look up what they change, and that imports DeepSpeed."""
-    return [*_mixed_up(), *_written(), *_installed(), *_plain()]
+    return [*_mixed_up(), *_captured(), *_written(), *_installed(), *_plain()]
 
 
 def _mixed_up() -> Iterator[Mutation]:
@@ -56,6 +58,31 @@ def _mixed_up() -> Iterator[Mutation]:
     yield Mutation("G6", "cast through bf16", Z1, (2, 1), reading=read.through_bf16)
     yield Mutation("G6s", "momentum cast through bf16", SGD, (3, 2), reading=read.through_bf16)
     yield Mutation("G7", "one piece from an older step", Z2, (2, 2), reading=read.OneStale)
+
+
+def _captured() -> Iterator[Mutation]:
+    """What is copied out of the live engine."""
+    tied, frozen = capture.stale("master/embedding.weight"), capture.stale("param/frozen.weight")
+    yield Mutation("S1", "a stale tied tensor saved", Z0, (2, 3), saving=tied)
+    yield Mutation("S2", "a stale frozen tensor saved", BF2, (3, 2), saving=frozen)
+    yield Mutation("S2s", "a stale frozen slice saved", WHOLE3, (1, 2), saving=frozen)
+    yield Mutation("S3", "moments of one group left out", Z1, (2, 3), saving=capture.moments_left_out())
+    yield Mutation("S3r", "moments of one group left out", Z0, (3, 2), saving=capture.moments_left_out())
+    yield Mutation("S4", "exp_avg and exp_avg_sq saved swapped", Z3, (4, 6), saving=capture.swapped())
+    yield Mutation("S5", "masters saved through bf16", BF3, (3, 2), saving=capture.through_bf16())
+    yield Mutation("S6", "a scheduler one step old saved", Z2, (2, 3), saving=capture.scheduler_one_step_old())
+    yield Mutation("S7", "counters of the step before saved", Z1, (3, 2), saving=capture.counters_one_step_old())
+    yield Mutation("S8", "a loss scaler one step old saved", FP16, (2, 3), saving=capture.scaler_one_step_old())
+    yield Mutation("S9", "learning rates one step old saved", Z2, (2, 1), saving=capture.rate_one_step_old())
+    yield Mutation("S10", "step counts one step old saved", Z0, (2, 3), saving=capture.count_one_step_old())
+    yield Mutation(
+        "S11",
+        "another rank's buffers saved",
+        Z2,
+        (3, 2),
+        saving=capture.buffers_of_rank_1(),
+        before_save=capture.drifted_buffers,
+    )
 
 
 def _written() -> Iterator[Mutation]:

@@ -31,6 +31,7 @@ _CHECKS = {
     "_judge": "verification",
     "verify": "verification of the data position",
     "verify_replicas": "verification of replicas, before the snapshot",
+    "compare": "verification of the capture",
 }
 # Start of the verification's message -> the part of the verification that raised it.
 _PARTS = {
@@ -164,6 +165,7 @@ def _unchecked() -> Iterator[None]:
             (engine_state, "Verification", lambda *_: SimpleNamespace(verdict=nothing)),
             (cursor, "verify", nothing),
             (engine_state.EngineState, "verify_replicas", nothing),
+            (engine_state.EngineState, "_check", nothing),
             (engine_state, "check_extra", nothing),
             (engine_state, "check_model", lambda *_: frozenset()),
             (opening, "check_layout", nothing),

@@ -75,6 +75,7 @@ def take(engine: Any, rank: int, world_size: int, drift: Callable[[Any], None] |
             snapshots.prepare(0.1, True)
             snapshots.start()
             snapshots.drain()
+            engine.global_steps += 1
             if drift is not None and rank == 1:
                 drift(engine)
     finally:

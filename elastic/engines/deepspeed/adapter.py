@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +14,12 @@ from elastic.engines.deepspeed import extra_state
 from elastic.engines.deepspeed.belongings import Belongings
 from elastic.engines.deepspeed.collective_clock import CollectiveClock
 from elastic.engines.deepspeed.nonfinite import NonFinite
+from elastic.engines.deepspeed.state.fragments import fragments
+from elastic.engines.deepspeed.state.live_numbers import wrong_numbers
 from elastic.engines.deepspeed.state.open import open_zero_state
 from elastic.engines.deepspeed.state.zero import ZeroState
 from elastic.engines.deepspeed.teardown import hollow_out, release_engine
+from elastic.engines.live_state import Fragment
 
 
 class DeepSpeedAdapter:
@@ -85,6 +88,12 @@ class DeepSpeedAdapter:
 
     def extra_state(self) -> dict[str, Json]:
         return extra_state.read(self.native)
+
+    def fragments(self, names: Collection[str] | None = None) -> Iterator[Fragment]:
+        return fragments(self.native, names)
+
+    def wrong_numbers(self, saved: Mapping[str, Json], names: Collection[str] | None = None) -> list[str]:
+        return wrong_numbers(self.native, saved, names)
 
     def expected_extra_state(self, saved: Mapping[str, Json]) -> dict[str, Json]:
         return extra_state.expected(self.native, saved)

@@ -196,7 +196,7 @@ class MemoryTier:
             if self._record is not None:
                 target = over(self._memory.segment())
                 self._pins.pin(target)
-                captured = state.capture_into(target, self._record, run_state)
+                captured = state.capture_into(target, self._record, step, run_state)
                 if captured is not None:
                     extra, transfer = captured
                     return MemoryCopy(transfer, step, {**(extra or {}), **self._own_state()}, self)

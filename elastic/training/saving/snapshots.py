@@ -82,7 +82,10 @@ class Snapshots:
         """The state is verified if it was restored, and copied where a copy was begun. Returns the seconds that the
         copies took. Collective while a verdict is missing."""
         self._state.verified()
-        return self._copier.fence()
+        try:
+            return self._copier.fence()
+        except IntegrityError as error:
+            raise self._lost(error) from error
 
     def prepare(self, duration_s: float, applied: bool) -> float:
         """After a step of `duration_s`, `applied` or skipped: prepare the snapshots that are due. Returns the seconds
@@ -115,6 +118,10 @@ class Snapshots:
             self._to_storage(step)
         self.start()
         self.drain()
+        try:
+            self._copier.raise_failure()
+        except IntegrityError as error:
+            raise self._lost(error) from error
 
     def drain(self) -> None:
         """Before the generation ends: hand over every snapshot that was begun, those of earlier steps too."""
@@ -127,6 +134,10 @@ class Snapshots:
         self._copier.close()
         if self._memory is not None:
             self._memory.close()
+
+    def _lost(self, error: IntegrityError) -> CollectiveFailed:
+        """The restored state was good, what was to be saved is not: the way back is the same as from a lost peer."""
+        return CollectiveFailed(error.message, self._scope.where())
 
     def _note(self, copy: PendingCopy | None) -> None:
         if copy is not None:
@@ -148,8 +159,7 @@ class Snapshots:
         try:
             self._state.verify_replicas()
         except IntegrityError as error:
-            # The restored state was good and has drifted since: the way back is the same as from a lost peer.
-            raise CollectiveFailed(error.message, scope.where()) from error
+            raise self._lost(error) from error
         snapshot, transfer = self._state.capture(
             run_id=scope.spec.run_id, generation=scope.spec.generation, step=step, caller=self._run_state()
         )

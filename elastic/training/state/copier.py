@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from elastic.core.errors import ElasticError
+from elastic.core.errors import ElasticError, IntegrityError
 from elastic.training.state.host import Transfer
 
 logger = logging.getLogger(__name__)
@@ -48,6 +48,7 @@ class Copier:
         self._idle = threading.Condition()
         self._unfinished = 0
         self._thread: threading.Thread | None = None
+        self._failure: IntegrityError | None = None
 
     def start(self, transfer: Transfer, then: Callable[[], None]) -> None:
         """Begin to copy; `then` is called on the copier's thread when the copies are made. An exception is logged."""
@@ -58,6 +59,8 @@ class Copier:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._stream):
                 job.enqueued.enqueue()
+                if transfer.check is not None:
+                    transfer.check.look(cuda=True)
                 job.event = self._stream.record_event()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="elastic-copier", daemon=True)
@@ -70,18 +73,26 @@ class Copier:
     def fence(self) -> float:
         """Before the state changes: wait until every copy that was started has read it. Returns the seconds waited.
 
-        For tensors on a CUDA device the stream waits, not this thread. Raises ElasticError when a copy failed.
+        For tensors on a CUDA device the stream waits, not this thread. Raises ElasticError when a copy failed, and
+        IntegrityError from the first verified copy on that was not what the engine holds.
         """
+        self.raise_failure()
         began, pending = time.perf_counter(), self._pending
         self._pending = []
         for job in pending:
             if job.event is not None:
                 torch.cuda.current_stream(self._device).wait_event(job.event)
-            if job.transfer.moves and not job.copied.wait(_LIMIT_S):
+            if (job.transfer.moves or job.transfer.check is not None) and not job.copied.wait(_LIMIT_S):
                 raise ElasticError(f"a copy of the state to host memory has not ended for {_LIMIT_S:.0f} s")
+            self.raise_failure()
             if job.error is not None:
                 raise ElasticError(f"the state could not be copied to host memory: {job.error}") from job.error
         return time.perf_counter() - began if pending else 0.0
+
+    def raise_failure(self) -> None:
+        """Raises the IntegrityError of a copy that was not what the engine holds; it was not handed over."""
+        if self._failure is not None:
+            raise self._failure
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until every copy was made and every `then` has returned."""
@@ -108,10 +119,19 @@ class Copier:
     def _finish(self, job: _Job) -> None:
         try:
             job.transfer.enqueue()
+            if job.transfer.check is not None:
+                job.transfer.check.look(cuda=False)
             job.copied.set()
             if job.event is not None:
                 job.event.synchronize()
             job.transfer.finish()
+            if job.transfer.check is not None:
+                job.transfer.check.compare()
+        except IntegrityError as error:
+            logger.error("%s", error)
+            job.error = self._failure = error
+            job.copied.set()
+            return
         except Exception as error:
             logger.exception("a copy to host memory failed")
             job.error = error

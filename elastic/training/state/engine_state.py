@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Mapping
+from dataclasses import replace
 from time import monotonic
 from typing import Any
 
@@ -20,6 +21,7 @@ from elastic.checkpoint.source import CheckpointSource
 from elastic.comm.agreement import Agreement
 from elastic.core.checkpoint.manifest import Json, ShardRecord, StoredTensor
 from elastic.core.data.readers import READERS
+from elastic.core.errors import Where
 from elastic.core.names import shard_file
 from elastic.core.sharding.layout import RankLayout
 from elastic.engines.base import Engine
@@ -30,6 +32,7 @@ from elastic.engines.optimizer_state import decode_scalars, install_state, scala
 from elastic.engines.optimizer_trial import try_optimizer
 from elastic.training.session import RestoreReport
 from elastic.training.state import late_buffers
+from elastic.training.state.capture_check import CaptureCheck, views
 from elastic.training.state.dtypes import check_dtype
 from elastic.training.state.extra_state import check_extra, extra_of, install_extra, read_extra
 from elastic.training.state.host import HostCopy, HostPool, Transfer, packed, placed, transfer
@@ -80,6 +83,8 @@ class EngineState:
         self._built = late_buffers.shapes(self._sharded.specs())
         self._model = describe(self._sharded.module)
         self._verification: Verification | None = None
+        self._captures = 0
+        self._ahead: int | None = None
         inventory = self._inventory()
         for key, tensor in inventory.tensors().items():
             check_dtype(key, tensor.dtype)
@@ -109,6 +114,7 @@ class EngineState:
         """The same, with tensors still to be filled: the Transfer must run before the next optimizer step."""
         inventory, layout, wanted = self._wanted()
         tensors, copies = self._pool.prepare(wanted)
+        extra = self._extra(inventory, caller)
         snapshot = ShardSnapshot(
             run_id=run_id,
             generation=generation,
@@ -119,9 +125,9 @@ class EngineState:
             layout=layout,
             tensors=tensors,
             parameters=self.parameters,
-            extra_state=self._extra(inventory, caller),
+            extra_state=extra,
         )
-        return snapshot, copies
+        return snapshot, replace(copies, check=self._check(generation, step, layout, tensors, extra))
 
     def record(self, generation: int) -> tuple[ShardRecord, int]:
         """The record of this rank's part as it would lie in memory of this many bytes, without a step or digests.
@@ -152,7 +158,7 @@ class EngineState:
         return record, size
 
     def capture_into(
-        self, memory: torch.Tensor, record: ShardRecord, caller: Mapping[str, Json]
+        self, memory: torch.Tensor, record: ShardRecord, step: int, caller: Mapping[str, Json]
     ) -> tuple[Mapping[str, Json] | None, Transfer] | None:
         """Fill `memory` (1-D uint8) as `record` says: rank 0's extra state and the Transfer; None if it no longer
         fits."""
@@ -161,7 +167,33 @@ class EngineState:
         if shapes != [(tensor.key, tensor.dtype, tensor.numel) for tensor in record.tensors]:
             return None
         targets = placed(wanted, [tensor.begin for tensor in record.tensors], memory)
-        return self._extra(inventory, caller), transfer(wanted, targets)
+        extra, copies = self._extra(inventory, caller), transfer(wanted, targets)
+        # The places that a reader of the shard will look at, whatever the copies are made to.
+        stored = views(record.tensors, memory)
+        return extra, replace(copies, check=self._check(record.generation, step, record.layout, stored, extra))
+
+    def _check(
+        self,
+        generation: int,
+        step: int,
+        layout: RankLayout,
+        targets: Mapping[str, torch.Tensor],
+        extra: Mapping[str, Json] | None,
+    ) -> CaptureCheck:
+        turn, self._captures = self._captures, self._captures + 1
+        where = Where(rank=self._sharded.rank, step=step, generation=generation)
+        check = CaptureCheck.of(self._engine, where, layout, targets, extra, turn, at_once=self.zero_stage == 0)
+        check.wrong += [] if extra is None else self._miscounted(extra, step)
+        return check
+
+    def _miscounted(self, extra: Mapping[str, Json], step: int) -> list[str]:
+        """The engine counts what the run counts, from wherever it began: as restored, or as first found."""
+        ahead = extra["engine"].get("global_steps", step) - step
+        if self._ahead is None:
+            self._ahead = ahead
+        return (
+            [] if ahead == self._ahead else [f"the engine's count of {step + ahead} steps, not {step + self._ahead},"]
+        )
 
     def _wanted(self) -> tuple[Inventory, RankLayout, list[HostCopy]]:
         """What this rank's part of a snapshot is copied from, now."""
@@ -207,6 +239,7 @@ class EngineState:
         groups = LiveGroups.of(self._sharded)
         self._install_together(staged, skipped)
         installed = monotonic()
+        self._ahead = staged.manifest.extra_state["engine"].get("global_steps", 0) - staged.manifest.step
         inventory = self._without(skipped)
         self._verification = Verification(self._engine, self._sharded, inventory, staged.manifest, skipped, groups)
         if later:

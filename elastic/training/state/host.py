@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from elastic.training.state.capture_check import CaptureCheck
 from elastic.training.state.pins import Pins
 
 # Tensors begin on cache lines, so that every dtype is aligned.
@@ -37,12 +38,14 @@ class HostCopy:
 class Transfer:
     """Copies (target, source) to make, and the targets' gaps, to be set to zero after them.
 
-    `under_way`: copies from a device were enqueued already, on the stream that was the current one then.
+    `under_way`: copies from a device were enqueued already, on the stream that was the current one then. `check` reads
+    the sources once more, between the copies and the next optimizer step, and then compares.
     """
 
     moves: Sequence[tuple[torch.Tensor, torch.Tensor]]
     zeros: Sequence[torch.Tensor]
     under_way: bool = False
+    check: CaptureCheck | None = None
 
     def enqueue(self) -> None:
         """On the current stream, where the sources are on a device and the targets are pinned."""
@@ -52,7 +55,8 @@ class Transfer:
     def parted(self) -> tuple[Transfer, Transfer]:
         """The copies from a device; and the copies from host memory, with the gaps of both."""
         device = [move for move in self.moves if move[1].is_cuda]
-        return Transfer(device, ()), Transfer([move for move in self.moves if not move[1].is_cuda], self.zeros)
+        host = [move for move in self.moves if not move[1].is_cuda]
+        return Transfer(device, ()), Transfer(host, self.zeros, check=self.check)
 
     def finish(self) -> None:
         """After every copy has arrived."""
@@ -62,9 +66,14 @@ class Transfer:
     def run(self) -> None:
         """Make all copies; returns when they are made."""
         self.enqueue()
+        if self.check is not None:
+            self.check.look(cuda=True)
+            self.check.look(cuda=False)
         if self.under_way or any(source.is_cuda for _, source in self.moves):
             torch.cuda.current_stream().synchronize()
         self.finish()
+        if self.check is not None:
+            self.check.compare()
 
 
 def over(memory: memoryview) -> torch.Tensor:
