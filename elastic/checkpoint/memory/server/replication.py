@@ -10,9 +10,10 @@ import time
 from collections.abc import Callable
 
 from elastic.checkpoint.memory.messages import OpenShard, Progress
+from elastic.checkpoint.memory.server.commit_thread import CommitThread, Job
 from elastic.checkpoint.memory.server.hasher import Hasher
 from elastic.checkpoint.memory.server.node_shards import NodeShards
-from elastic.checkpoint.memory.server.sender import Job, Sender
+from elastic.checkpoint.memory.server.sender import Sender
 from elastic.checkpoint.memory.shard_buffers import ShardKey
 
 
@@ -28,7 +29,7 @@ class Replication:
         self._complete_step = -1
         self._committed_at = self._seconds = 0.0
         key = ShardKey(self.generation, self.rank, replica=False)
-        self._senders: list[Sender | Hasher] = [
+        self._senders: list[CommitThread] = [
             Sender(shards, request, target, token, self._update) for target in request.targets
         ] or [Hasher(shards, key, self._update)]
         for sender in self._senders:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from elastic.checkpoint.memory.messages import (
     Accepted,
@@ -18,10 +16,10 @@ from elastic.checkpoint.memory.messages import (
     from_json,
     request_to_json,
 )
+from elastic.checkpoint.memory.server.commit_thread import CommitThread, Job
 from elastic.checkpoint.memory.server.node_shards import NodeShards
 from elastic.checkpoint.memory.server.transfer import send_replica, send_share
 from elastic.checkpoint.memory.shard_buffers import ShardKey
-from elastic.core.checkpoint.manifest import Json
 from elastic.core.errors import ElasticError, Fenced, IntegrityError, UsageError
 from elastic.transport.channel import Channel
 from elastic.transport.handshake import Address, connect
@@ -34,18 +32,8 @@ _LONGEST_PAUSE_S = 5.0
 GIVE_UP_S = 30.0
 
 
-@dataclass(frozen=True)
-class Job:
-    step: int
-    number: int
-    extra_state: Mapping[str, Json] | None
-
-
-class Sender(threading.Thread):
-    """The target keeps a replica of each snapshot, or with a `stripe` in the request parity of these ranks' shards.
-
-    `on_change` is called from this thread whenever `sent_step` or `problem` has changed.
-    """
+class Sender(CommitThread):
+    """The target keeps a replica of each snapshot, or with a `stripe` in the request parity of these ranks' shards."""
 
     def __init__(
         self,
@@ -55,42 +43,19 @@ class Sender(threading.Thread):
         token: bytes,
         on_change: Callable[[], None],
     ) -> None:
-        super().__init__(name=f"rank {request.template.rank} to {target[0]}:{target[1]}", daemon=True)
-        self.sent_step = -1
-        self.sent_bytes = 0
-        self.problem: str | None = None
-        # The target was given up, perhaps because it lacks the memory.
-        self.lost = self.lacks_memory = False
+        super().__init__(f"rank {request.template.rank} to {target[0]}:{target[1]}", on_change)
         self._failing_since = 0.0
         self._shards = shards
         self._request = request
         self._key = ShardKey(request.template.generation, request.template.rank, replica=False)
         self._target = target
         self._token = token
-        self._on_change = on_change
-        self._changed = threading.Condition()
-        self._job: Job | None = None
-        self._retiring = self._stopped = False
         self._channel: Channel | None = None
 
-    def send(self, job: Job) -> None:
-        with self._changed:
-            self._job = job
-            self._changed.notify_all()
-
-    def retire(self) -> None:
-        """End the thread once the last commit is sent, or the first attempt to send it has failed."""
-        with self._changed:
-            self._retiring = True
-            self._changed.notify_all()
-
-    def stop(self) -> None:
-        """End the thread soon, also in the middle of a transfer. Does not wait for it."""
-        with self._changed:
-            self._stopped = True
-            self._changed.notify_all()
-            if self._channel is not None:
-                self._channel.shut()
+    def _interrupt(self) -> None:
+        """Also in the middle of a transfer."""
+        if self._channel is not None:
+            self._channel.shut()
 
     def run(self) -> None:
         try:
@@ -155,12 +120,6 @@ class Sender(threading.Thread):
                 xxh3 = send_replica(channel, reading.segment)
         self.sent_bytes += channel.sent_bytes - before
         self._shards.hashed(job.number, job.step, xxh3)
-
-    def _next(self, done: Job | None) -> Job | None:
-        """The next job; None when no more will come."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._stopped or self._retiring or self._job is not done)
-            return None if self._stopped or self._job is done else self._job
 
     def _gives_up(self, error: Exception, pauses: int) -> bool:
         if self._stopped:

@@ -37,11 +37,11 @@ from elastic.checkpoint.memory.messages import (
     to_json,
     worker_request,
 )
+from elastic.checkpoint.memory.server.commit_thread import Job
 from elastic.checkpoint.memory.server.node_shards import NodeShards
 from elastic.checkpoint.memory.server.parity import Parity
 from elastic.checkpoint.memory.server.replication import Replication
 from elastic.checkpoint.memory.server.segment_pool import SegmentPool
-from elastic.checkpoint.memory.server.sender import Job
 from elastic.checkpoint.memory.server.transfer import receive_share
 from elastic.checkpoint.memory.shard_buffers import ShardKey
 from elastic.core.errors import ElasticError, IntegrityError

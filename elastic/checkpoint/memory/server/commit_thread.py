@@ -1,0 +1,65 @@
+"""A thread that works on the newest commit of one rank, one at a time, until it is retired or stopped."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from elastic.core.checkpoint.manifest import Json
+
+
+@dataclass(frozen=True)
+class Job:
+    """One commit: step `step` is in the segment with this number."""
+
+    step: int
+    number: int
+    extra_state: Mapping[str, Json] | None
+
+
+class CommitThread(threading.Thread):
+    """Base of `Sender` and `Hasher`, whose `run` takes jobs by `_next`.
+
+    `send` replaces a job that has not been taken yet: only the newest commit matters. `on_change` is called from this
+    thread whenever `sent_step` or `problem` has changed.
+    """
+
+    def __init__(self, name: str, on_change: Callable[[], None]) -> None:
+        super().__init__(name=name, daemon=True)
+        self.sent_step = -1
+        self.sent_bytes = 0
+        self.problem: str | None = None
+        # The target was given up, perhaps because it lacks the memory.
+        self.lost = self.lacks_memory = False
+        self._on_change = on_change
+        self._changed = threading.Condition()
+        self._job: Job | None = None
+        self._retiring = self._stopped = False
+
+    def send(self, job: Job) -> None:
+        with self._changed:
+            self._job = job
+            self._changed.notify_all()
+
+    def retire(self) -> None:
+        """End the thread once the last commit is done, or the first attempt at it has failed."""
+        with self._changed:
+            self._retiring = True
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """End the thread soon, without its last commit. Does not wait for it."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+            self._interrupt()
+
+    def _interrupt(self) -> None:
+        """Wake `run` from I/O. Called with the lock held."""
+
+    def _next(self, done: Job | None) -> Job | None:
+        """Wait for a job other than `done`; None when there will be none."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or self._retiring or self._job is not done)
+            return None if self._stopped or self._job is done else self._job
