@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elastic.core.data.steps import Range
-from elastic.core.settings import AnomalySettings
+from elastic.core.settings import AnomalySettings, WeightsSettings
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,8 @@ class GenerationSpec:
     # The kind of engine; see `elastic.engines.select`.
     engine: str = "deepspeed"
     deepspeed_config: Mapping[str, Any] | None = None
+    # What a generation without a checkpoint begins with.
+    weights: WeightsSettings | None = None
     memory: MemoryPlan | None = None
     # Ranges of positions that the run leaves out; and the handling of a non-finite loss (None: not watched).
     skips: tuple[Range, ...] = ()

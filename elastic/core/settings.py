@@ -186,6 +186,28 @@ class SinkSettings:
 
 
 @dataclass(frozen=True)
+class WeightsSettings:
+    """What a new run begins with instead of the values that the model was built with.
+
+    `source` is a folder (path or URL, the same for every worker): a run or checkpoint, safetensors, a DeepSpeed
+    checkpoint, a torch file. Names and shapes must be the model's, but for those that match a pattern (`head.*`):
+    `allow_missing` keep the values they were built with, `allow_unexpected` are left out. `allow_pickle` reads
+    DeepSpeed's pickles with a restricted unpickler.
+    """
+
+    source: str
+    allow_missing: tuple[str, ...] = ()
+    allow_unexpected: tuple[str, ...] = ()
+    allow_pickle: bool = False
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Json]) -> WeightsSettings:
+        """Inverse of `dataclasses.asdict`, with lists for tuples. Raises UsageError on unknown fields."""
+        patterns = {key: tuple(data[key]) for key in ("allow_missing", "allow_unexpected") if key in data}
+        return _build(cls, {**data, **patterns})
+
+
+@dataclass(frozen=True)
 class RunSettings:
     """Everything the controller knows about a run besides the user's function and its config.
 
@@ -211,6 +233,7 @@ class RunSettings:
     # The kind of engine that every worker trains with; `deepspeed_config` is for the one of that name.
     engine: str = "deepspeed"
     deepspeed_config: Mapping[str, Json] | None = None
+    weights: WeightsSettings | None = None
     storage_url: str = "./runs"
 
     def __post_init__(self) -> None:
@@ -236,6 +259,8 @@ class RunSettings:
         }  # fmt: skip
         values = {key: _build(parts[key], value) if key in parts else value for key, value in data.items()}
         values["sinks"] = tuple(_build(SinkSettings, sink) for sink in values.get("sinks") or ())
+        if values.get("weights") is not None:
+            values["weights"] = WeightsSettings.from_json(values["weights"])
         return _build(cls, values)
 
 

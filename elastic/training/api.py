@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,10 +15,11 @@ from elastic.core.data.readers import READERS
 from elastic.core.data.step_plan import StepPlan, total_samples
 from elastic.core.errors import UsageError
 from elastic.core.generation_spec import GenerationSpec
+from elastic.core.settings import WeightsSettings
 from elastic.engines.base import Config, Engine, ResolvedConfig
 from elastic.training import context
 from elastic.training.anomalies import AnomalyWatch
-from elastic.training.arguments import chosen_config, refuse_arguments
+from elastic.training.arguments import chosen_config, chosen_weights, refuse_arguments
 from elastic.training.busy import reporting
 from elastic.training.context import Context, StateOfTheRun
 from elastic.training.data.blocks import InBlocks
@@ -54,14 +56,16 @@ def initialize(
     *,
     num_workers: int = 0,
     prefetch_factor: int | None = None,
+    weights: str | os.PathLike[str] | Mapping[str, Any] | None = None,
 ) -> tuple[ElasticEngine, Any, ElasticLoader, Any]:
     """`deepspeed.initialize`, elastic: returns (engine, optimizer, loader, scheduler).
 
     The arguments are DeepSpeed's, in its order. `training_data` is a map-style dataset, a torch DataLoader, a stream of
     `elastic.data` or a Hugging Face IterableDataset; without it, the loader given to `prepare_data_loader` is
     used. `config` is a DeepSpeed configuration, the path of one, or None for `args.deepspeed_config` or the job's own.
-    `num_workers` and `prefetch_factor` are those of torch's DataLoader. With a checkpoint to resume from, everything is
-    restored when this returns, `elastic.state` included.
+    `num_workers` and `prefetch_factor` are those of torch's DataLoader. `weights` is what a new run begins with: a
+    folder (see `WeightsSettings`), or the job key `weights` as a dictionary. With a checkpoint to resume from,
+    everything is restored when this returns, `elastic.state` included.
 
     Outside of a run (`python train.py`, torchrun) it trains as DeepSpeed would, at the world size that the environment
     gives, without saving.
@@ -74,6 +78,7 @@ def initialize(
     scope.check()
     if generation.has_engine:
         raise UsageError("elastic.initialize was called twice; one generation trains one engine")
+    chosen = chosen_weights(weights, scope.spec)
     scope.enter(Phase.BUILDING)
     prepared = _prepared(generation, training_data)
     source = data_source(training_data if prepared is None else prepared, collate_fn, num_workers, prefetch_factor)
@@ -90,7 +95,7 @@ def initialize(
     )
     generation.own(engine)
     generation.group.seal()
-    steps, watch, reader = _opened(generation, engine, _plan(scope.spec, resolved, source), source)
+    steps, watch, reader = _opened(generation, engine, _plan(scope.spec, resolved, source), source, chosen)
     users = ElasticEngine(engine, scope, steps, generation.state, watch)
     loader = ElasticLoader(scope, steps, reader, source)
     if prepared is not None:
@@ -206,10 +211,10 @@ def _plan(spec: GenerationSpec, resolved: ResolvedConfig, source: DataSource) ->
 
 
 def _opened(
-    generation: Generation, engine: Engine, plan: StepPlan, source: DataSource
+    generation: Generation, engine: Engine, plan: StepPlan, source: DataSource, weights: WeightsSettings | None
 ) -> tuple[StepLoop, AnomalyWatch | None, MicroBatchReader]:
-    """The engine's state is opened and, when the spec names a checkpoint, restored; the data is opened where it
-    stands. Collective.
+    """The engine's state is opened and, when the spec names a checkpoint, restored, else `weights` go in; the
+    data is opened where it stands. Collective.
 
     Raises UsageError, ModelMismatch, IntegrityError or StorageError.
     """
@@ -221,6 +226,10 @@ def _opened(
         plan, readers = resume(scope, state, plan, generation.state)
         # A snapshot in memory is not in storage yet: a run that ends here still has to save it.
         saved_step = None if is_snapshot(scope.spec.checkpoint) else scope.step
+    elif weights is not None:
+        scope.enter(Phase.RESTORING)
+        state.begin_from(weights)
+        scope.enter(Phase.BUILDING)
     reader = open_reader(source, plan, scope, generation.group.close_in_child(), readers)
     generation.closing.callback(reader.close)
     snapshots = Snapshots(

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Mapping
 from typing import Any
 
 from elastic.core.errors import UsageError
+from elastic.core.generation_spec import GenerationSpec
+from elastic.core.settings import WeightsSettings
 from elastic.engines.base import Config
 
 logger = logging.getLogger(__name__)
@@ -28,6 +32,27 @@ def chosen_config(args: Any, config: Config | None, config_params: Config | None
     if len(found) > 1:
         raise UsageError(f"the DeepSpeed configuration was given as {' and as '.join(found)}; give it once")
     return next(iter(found.values()), None)
+
+
+def chosen_weights(
+    weights: str | os.PathLike[str] | Mapping[str, Any] | None, spec: GenerationSpec
+) -> WeightsSettings | None:
+    """What a new run begins with: the argument of `initialize`, or the job's. Raises UsageError where they differ."""
+    if weights is None:
+        return spec.weights
+    data = dict(weights) if isinstance(weights, Mapping) else {"source": os.fspath(weights)}
+    source = data.get("source")
+    if not isinstance(source, (str, os.PathLike)):
+        raise UsageError("elastic.initialize: weights needs a `source`, the folder of the weights")
+    if "://" not in os.fspath(source):
+        data["source"] = os.path.abspath(os.path.expanduser(source))
+    given = WeightsSettings.from_json(data)
+    if spec.weights is not None and spec.weights != given:
+        raise UsageError(
+            f"the weights to begin with were given to elastic.initialize ({given.source}) and by the job "
+            f"({spec.weights.source}); give them once"
+        )
+    return given
 
 
 def refuse_arguments(args: Any, model: Any, mpu: Any, mesh_param: Any, distributed_port: int) -> None:

@@ -23,6 +23,7 @@ from elastic.core.checkpoint.manifest import Json, ShardRecord, StoredTensor
 from elastic.core.data.readers import READERS
 from elastic.core.errors import Where
 from elastic.core.names import shard_file
+from elastic.core.settings import WeightsSettings
 from elastic.core.sharding.layout import RankLayout
 from elastic.engines.base import Engine
 from elastic.engines.inventory import Inventory, gaps
@@ -36,6 +37,7 @@ from elastic.training.state.capture_check import CaptureCheck, views
 from elastic.training.state.dtypes import check_dtype
 from elastic.training.state.extra_state import check_extra, extra_of, install_extra, read_extra
 from elastic.training.state.host import HostCopy, HostPool, Transfer, packed, placed, transfer
+from elastic.training.state.initial_weights import install_weights
 from elastic.training.state.model_check import check_model
 from elastic.training.state.reading import Staged, check_dtypes, read_checkpoint
 from elastic.training.state.replicas import Replicas
@@ -66,7 +68,7 @@ def open_state(engine: Engine) -> EngineState:
 class EngineState:
     """Called from the training thread only, between optimizer steps.
 
-    1. `restore` at most once, before the first step, by all ranks together
+    1. `restore` or `begin_from` at most once, before the first step, by all ranks together
     2. `snapshot` after any step, by any rank by itself
     3. `close` when the engine is closed: nobody reads its tensors any more
 
@@ -260,6 +262,10 @@ class EngineState:
         extra_state = staged.manifest.extra_state
         readers = {READERS: extra_state[READERS]} if READERS in extra_state else {}
         return report, {**extra_state["caller"], **readers}
+
+    def begin_from(self, weights: WeightsSettings) -> None:
+        """Parameters and buffers from elsewhere; see `install_weights`. Collective: raises on all ranks or on none."""
+        install_weights(self._sharded, weights, self.agreement)
 
     def verified(self) -> None:
         """The verdict on a restore that is verified `later`. Collective until it was given, then nothing.

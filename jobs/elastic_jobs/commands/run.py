@@ -8,8 +8,8 @@ from pathlib import Path
 from elastic.core.errors import UsageError
 from elastic_jobs.commands.common import output_arguments, output_of, place_arguments, place_of, storage_argument
 from elastic_jobs.job_file.checks import check, check_here, refuse
-from elastic_jobs.job_file.spec import load_job
-from elastic_jobs.run_folder import RunFolder
+from elastic_jobs.job_file.spec import WeightsSpec, load_job
+from elastic_jobs.run_folder import RunFolder, absolute_url, default_storage
 from elastic_jobs.running.backend import Backend, NotStarted
 from elastic_jobs.running.launch import launch
 from elastic_jobs.running.live import remove_live
@@ -28,7 +28,43 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--run-id", metavar="ID", help="the run's name (default: made from the job's name and the time)"
     )
     storage_argument(parser)
+    _weights_arguments(parser)
     output_arguments(parser)
+
+
+def _weights_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--from", dest="weights", metavar="DIR|RUN",
+        help="begin with the weights of another run, of safetensors or of a DeepSpeed checkpoint",
+    )  # fmt: skip
+    for name, what in (("missing", "may keep the values they were built with"), ("unexpected", "are left out")):
+        parser.add_argument(
+            f"--allow-{name}", action="append", default=[], metavar="NAMES",
+            help=f"with --from: tensors that match the pattern (head.*) {what}",
+        )  # fmt: skip
+    parser.add_argument(
+        "--allow-pickle", action="store_true", help="with --from: read DeepSpeed's pickles, by a restricted unpickler"
+    )
+
+
+def _weights(options: argparse.Namespace) -> WeightsSpec | None:
+    """Raises UsageError where neither a folder nor a run has the name."""
+    given = options.weights
+    if given is None:
+        if options.allow_missing or options.allow_unexpected or options.allow_pickle:
+            raise UsageError("--allow-missing, --allow-unexpected and --allow-pickle go with --from")
+        return None
+    if "/" in given or Path(given).is_dir():
+        source = absolute_url(given, ".")
+    else:
+        settings = RunFolder(default_storage(options.storage), given).read_job().settings
+        source = f"{settings.checkpoint.url.rstrip('/')}/{settings.run_id}"
+    return WeightsSpec(
+        source=source,
+        allow_missing=options.allow_missing,
+        allow_unexpected=options.allow_unexpected,
+        allow_pickle=options.allow_pickle,
+    )
 
 
 def run(options: argparse.Namespace, backend: Backend) -> int:
@@ -48,6 +84,6 @@ def run(options: argparse.Namespace, backend: Backend) -> int:
 def prepare(options: argparse.Namespace) -> RunPlan:
     """The plan, checked before any node is requested. Raises UsageError."""
     file, output, place = Path(options.job), output_of(options), place_of(options)
-    job = load_job(file).job(file, options.run_id, options.storage)
+    job = load_job(file).begun_from(_weights(options)).job(file, options.run_id, options.storage)
     refuse(check(job, place) or check_here(job, output))
     return RunPlan(job, place, output)

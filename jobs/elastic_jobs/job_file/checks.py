@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from elastic.core.errors import StorageError, UsageError
+from elastic.core.errors import IntegrityError, StorageError, UsageError
 from elastic.core.names import check_run_id
 from elastic.core.run.phase import FINISHED
 from elastic.core.secrets import check_options, check_url
@@ -52,6 +52,7 @@ def check(job: Job, place: Place | None = None) -> list[Finding]:
         *_found("checkpoint.url", check_url, settings.checkpoint.url),
         # Options are stored beside the journal, so they must hold no secret.
         *_found("config", check_options, job.config, "config"),
+        *(_found("weights.source", check_url, settings.weights.source) if settings.weights is not None else ()),
         *_found("engine", check_engine, settings.engine),
         *_found("deepspeed", check_options, settings.deepspeed_config or {}, "deepspeed"),
         *_found("deepspeed", _check_deepspeed, settings),
@@ -65,6 +66,7 @@ def check_here(job: Job, output: Output) -> list[Finding]:
         *_found("--summary", check_summary_file, output.summary_file),
         *_found("entry_point", _import_entry_point, job),
         *_found("deepspeed", _check_monitors, job.settings),
+        *_found("weights", _check_weights, job.settings),
     ]
     return found or list(_found("storage", check_storage, job.settings))
 
@@ -134,6 +136,21 @@ def _check_monitors(settings: RunSettings) -> None:
         refuse_missing(settings.deepspeed_config or {})
     except UsageError as error:
         raise UsageError(f"deepspeed: {error.message}") from error
+
+
+def _check_weights(settings: RunSettings) -> None:
+    """Something must be there. Names and shapes are compared by the workers, which have the model, before any step."""
+    from elastic.store.open import open_objects
+
+    if settings.weights is None:
+        return
+    source = settings.weights.source
+    try:
+        empty = not open_objects(source, _CHECK_TIMEOUT_S).names("")
+    except (StorageError, IntegrityError) as error:
+        raise UsageError(f"weights: {source} cannot be read: {error.message}") from error
+    if empty:
+        raise UsageError(f"weights: there is nothing in {source} to begin from")
 
 
 def _check_place(settings: RunSettings, place: Place) -> None:

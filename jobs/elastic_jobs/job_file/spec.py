@@ -20,6 +20,7 @@ from elastic.core.settings import (
     SinkSettings,
     SnapshotSettings,
     StragglerSettings,
+    WeightsSettings,
     refused_resources,
 )
 from elastic.entrypoint import parse_entry_point
@@ -136,6 +137,20 @@ class SinkSpec(BaseModel):
     path: Annotated[str, Field(pattern=r"^/.*[^/]$")]
 
 
+class WeightsSpec(BaseModel):
+    """See `WeightsSettings`."""
+
+    model_config = _CONFIG
+
+    source: Annotated[str, Field(min_length=1)]
+    allow_missing: list[str] = Field(default_factory=list)
+    allow_unexpected: list[str] = Field(default_factory=list)
+    allow_pickle: bool = False
+
+    def settings(self) -> WeightsSettings:
+        return WeightsSettings.from_json(dict(self))
+
+
 class JobSpec(BaseModel):
     """One job. Batches count samples; None leaves them to the DeepSpeed config of the user's script."""
 
@@ -155,6 +170,7 @@ class JobSpec(BaseModel):
     resources_per_worker: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=lambda: {"CPU": 1.0})
     engine: str = RunSettings.engine
     deepspeed: dict[str, Any] | str | None = None
+    weights: WeightsSpec | None = None
     global_batch: Count | None = None
     micro_batch: Count | None = None
     max_steps: Count | None = None
@@ -205,6 +221,10 @@ class JobSpec(BaseModel):
             raise ValueError("max_steps and epochs are both given; a run has one end")
         return self
 
+    def begun_from(self, weights: WeightsSpec | None) -> JobSpec:
+        """The job with other weights to begin from, None: with its own."""
+        return self if weights is None else self.model_copy(update={"weights": weights})
+
     def job(self, file: Path, run_id: str | None, storage_url: str | None) -> Job:
         """The job of one run. `file` is where it was read from; `storage_url` replaces the job's own storage.
 
@@ -249,6 +269,7 @@ class JobSpec(BaseModel):
             resources_per_worker=self.resources_per_worker,
             engine=self.engine,
             deepspeed_config=self.deepspeed if isinstance(self.deepspeed, dict) else None,
+            weights=self.weights.settings() if self.weights is not None else None,
             storage_url=self.storage_url or self.checkpoint.url or storage_url,
         )
 
@@ -300,6 +321,7 @@ def _keys() -> dict[tuple[str, ...], list[str]]:
         ("snapshots",): list(SnapshotSpec.model_fields),
         ("anomalies",): list(AnomalySpec.model_fields),
         ("stragglers",): list(StragglerSpec.model_fields),
+        ("weights",): list(WeightsSpec.model_fields),
         ("sinks",): list(SinkSpec.model_fields),
         ("submit",): list(SubmitSpec.model_fields),
         ("failures",): [f.name for f in dataclasses.fields(FailureSettings)],
@@ -315,7 +337,11 @@ def _resolve(spec: JobSpec, document: Document, folder: Path) -> JobSpec:
     if checkpoint.url is not None:
         checkpoint = checkpoint.model_copy(update={"url": absolute_url(checkpoint.url, folder)})
     storage = absolute_url(spec.storage_url, folder) if spec.storage_url is not None else None
-    return spec.model_copy(update={"deepspeed": deepspeed, "checkpoint": checkpoint, "storage_url": storage})
+    weights = spec.weights
+    if weights is not None:
+        weights = weights.model_copy(update={"source": absolute_url(weights.source, folder)})
+    changes = {"deepspeed": deepspeed, "checkpoint": checkpoint, "storage_url": storage, "weights": weights}
+    return spec.model_copy(update=changes)
 
 
 def _read_deepspeed(path: Path, place: str) -> dict[str, Any]:

@@ -34,6 +34,7 @@ def generation_specs(
             checkpoint_every_steps=settings.checkpoint.every_steps,
             engine=settings.engine,
             deepspeed_config=settings.deepspeed_config,
+            weights=settings.weights,
             memory=plan,
             skips=action.skips,
             stops_at_start=action.stops_at_start,
