@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import tarfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from elastic.training.data.stream.files import FileDocuments, Files, jsonl, text
 
 FILES = 3
 LINES = 4
+# Longer than a header of a tar file has room for: an extended header comes before it.
+LONG = "x" * 120
 
 
 def lines_of(number: int) -> list[dict[str, Any]]:
@@ -46,7 +49,7 @@ def write_tars(folder: Path, ending: str = "") -> None:
             archive.addfile(folders)
             for line in lines_of(number):
                 for name, content in (("json", json.dumps(line).encode()), ("seg.png", b"\x00" * 700)):
-                    member = tarfile.TarInfo(f"images/{line['id']}.{name}")
+                    member = tarfile.TarInfo(f"images/{LONG}{line['id']}.{name}")
                     member.size = len(content)
                     archive.addfile(member, io.BytesIO(content))
 
@@ -95,7 +98,40 @@ def test_readers_share_all_documents(striped: bool, readers: int, tmp_path: Path
 def test_a_sample_of_a_tar_file_has_its_files_by_ending(tmp_path: Path) -> None:
     write_tars(tmp_path)
     sample = next(iter(webdataset(str(tmp_path))(0, 3)))
-    assert sample == {"__key__": "images/0-0", "json": json.dumps(lines_of(0)[0]).encode(), "seg.png": b"\x00" * 700}
+    assert sample == {
+        "__key__": f"images/{LONG}0-0",
+        "json": json.dumps(lines_of(0)[0]).encode(),
+        "seg.png": b"\x00" * 700,
+    }
+
+
+def add_file(archive: tarfile.TarFile, name: str, content: bytes) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(content)
+    archive.addfile(member, io.BytesIO(content))
+
+
+def test_tar_files_are_read_as_by_webdataset(tmp_path: Path) -> None:
+    library = pytest.importorskip("webdataset", reason="webdataset is not installed")
+    names = ["a/1.JPG", "a/1.seg.png", "README", "a.b/2.x", "__index__/3.y", "a/1.cls", "4.tar.gz", "4.x"]
+    with tarfile.open(tmp_path / "part.tar", "w") as archive:
+        for number, name in enumerate(names):
+            add_file(archive, name, bytes([number]) * 600)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        shards = library.WebDataset(str(tmp_path / "part.tar"), shardshuffle=False)
+        expected = [{key: value for key, value in sample.items() if key not in ("__url__", "__local_path__")}
+                    for sample in shards]  # fmt: skip
+    assert [sample["__key__"] for sample in expected] == ["a/1", "a.b/2", "a/1", "4"]
+    assert list(webdataset(str(tmp_path))(0, 1)) == expected
+
+
+def test_two_files_of_one_name_in_a_sample_are_refused(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "part.tar", "w") as archive:
+        for name in ("1.jpg", "1.JPG"):
+            add_file(archive, name, b"")
+    with pytest.raises(UsageError, match=r"part\.tar cannot be read from byte 0 on: it has two files '1\.JPG'"):
+        list(webdataset(str(tmp_path))(0, 1))
 
 
 def test_the_fingerprint_is_that_of_names_and_sizes(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import posixpath
+import re
 import tarfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,10 @@ from elastic.training.data.stream.striped import Striped
 
 # Read at once: a request to S3 takes tens of milliseconds whatever its length.
 _READ_BYTES = 1 << 20
+# Of a sample, in WebDataset's form: its key up to the first dot of the name, and the ending. Files without a dot, and
+# those of the format itself, are left out.
+_SAMPLE_FILE = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)$")
+_META_FILE = re.compile(r"__[^/]*__($|/)")
 # Yields (document, where the next one begins): an open file and its place, both in bytes without compression.
 _Parse = Callable[[IO[bytes], int], Iterator[tuple[Any, int]]]
 
@@ -170,14 +175,15 @@ def _tar_samples(file: IO[bytes], begin: int) -> Iterator[tuple[dict[str, Any], 
         while (member := archive.next()) is not None:
             # Of every member it has seen the archive keeps an entry: a shard of millions would fill the memory.
             archive.members = []  # type: ignore[attr-defined]
-            if not member.isfile():
+            named = _SAMPLE_FILE.match(member.name)
+            if named is None or not member.isfile() or _META_FILE.match(member.name):
                 continue
-            folder, name = posixpath.split(member.name)
-            stem, _, ending = name.partition(".")
-            key = posixpath.join(folder, stem)
+            key, ending = named[1], named[2].lower()
             if sample and sample["__key__"] != key:
                 yield sample, member.offset
                 sample = {}
+            if ending in sample:
+                raise tarfile.ReadError(f"it has two files {member.name!r}")
             content = archive.extractfile(member)
             assert content is not None
             sample = {**(sample or {"__key__": key}), ending: content.read()}
