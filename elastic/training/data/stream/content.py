@@ -18,6 +18,8 @@ import xxhash
 from elastic.core.data.readers import MODULUS
 from elastic.core.errors import UsageError
 
+_NUMBERS: dict[type, str] = {int: "int64", float: "float64"}
+
 
 def content_hash(value: Any, strict: bool = True) -> int:
     """A 64-bit hash (xxh3) of a sample's content: tensors, arrays, numbers, text, bytes, None, images, and lists,
@@ -60,7 +62,16 @@ def _feed(digest: xxhash.xxh3_64, value: Any, strict: bool) -> None:
             _feed(digest, key, strict)
             _feed(digest, item, strict)
     elif isinstance(value, list | tuple | np.ndarray):
-        _tag(digest, "list", len(value))
+        # One by one, the token ids of a document would take longer than everything else together.
+        numbers = _NUMBERS.get(type(value[0])) if len(value) and len(set(map(type, value))) == 1 else None
+        try:
+            packed = None if numbers is None else np.array(value, numbers).tobytes()
+        except OverflowError:
+            packed = None
+        _tag(digest, "list" if packed is None else numbers, len(value))
+        if packed is not None:
+            digest.update(packed)
+            return
         for item in value:
             _feed(digest, item, strict)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
