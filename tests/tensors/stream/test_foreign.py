@@ -12,9 +12,12 @@ from stream_samples import SEED, Numbers
 from torch.utils.data import IterableDataset
 
 import elastic
+from elastic.core.data.readers import ReaderStates
+from elastic.core.data.step_plan import StepPlan
 from elastic.core.errors import UsageError
 from elastic.training.data.data_loaders import data_source
 from elastic.training.data.stream.foreign import streamed
+from elastic.training.data.stream.loading import StreamReader, stream_reader
 from elastic.training.data.stream.reader import Reader
 from elastic.training.data.stream.spec import Stream
 
@@ -175,6 +178,30 @@ def test_a_hugging_face_dataset_that_is_split_by_node_is_refused() -> None:
         source_of(distributed.split_dataset_by_node(dataset, rank=0, world_size=2))
     with pytest.raises(UsageError, match=r"takes a datasets\.IterableDataset, not a builtins\.list"):
         elastic.data.hugging_face([1, 2])
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+@pytest.mark.filterwarnings("ignore")
+def test_hugging_face_streams_are_read_in_loading_processes(processes: int) -> None:
+    """There the library shares shards out by itself, between the loading processes that it believes in."""
+    stream = elastic.data.stream(elastic.data.hugging_face(hugging_face()), shuffle_window=3)
+    plan = StepPlan(4, 2, 1, 0, None, None, 2, stream=stream.facts)
+    expected = [[row["x"] for row in Reader(stream.parts, SEED, reader, 2).read(0, 24)] for reader in (0, 1)]
+
+    def opened(step: int, states: ReaderStates | None) -> StreamReader:
+        return stream_reader(stream.parts, plan, SEED, step, states, None, num_workers=processes)
+
+    first = opened(0, None)
+    read: list[list[int]] = [[], []]
+    for step in range(12):
+        if step in (1, 5, 7):
+            states = first.states()
+            first.close()
+            first = opened(step, states)
+        for number in range(2):
+            read[number] += first.read(plan.deal(step), number)["x"].tolist()
+    first.close()
+    assert read == expected
 
 
 def test_nodes_of_torchdata_are_read_by_their_state() -> None:
