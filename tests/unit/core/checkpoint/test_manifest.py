@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from elastic.core.checkpoint.assembly import assemble
 from elastic.core.checkpoint.manifest import Manifest, ShardRecord, StoredTensor
 from elastic.core.checkpoint.manifest_json import check_json, from_json, to_json
+from elastic.core.data.readers import READERS, ReaderStates
 from elastic.core.errors import IntegrityError
 from elastic.core.names import checkpoint_id, shard_file
 from elastic.core.sharding.layout import Chunk, Layout
@@ -178,6 +179,45 @@ def test_json_gives_back_what_was_written(sizes, world, stage3, extra_state, wri
     assert from_json(to_json(found)) == found
     assert from_json(to_json(found).encode()) == found
     assert from_json(json.dumps(json.loads(to_json(found)), indent=2)) == found
+
+
+def with_readers(*owned: list[int] | None, total: int = 5) -> list[ShardRecord]:
+    """What ranks report that read a stream with these readers."""
+    found = []
+    for shard, readers in zip(example(len(owned)), owned, strict=True):
+        states = {} if readers is None else {READERS: ReaderStates(total, {r: {"count": r} for r in readers}).to_json()}
+        found.append(replace(shard, extra_state={**(shard.extra_state or {}), **states}))
+    return found
+
+
+def test_the_manifest_has_the_reader_states_of_all_ranks() -> None:
+    found = assemble(with_readers([0, 1], [2], [3, 4]), run_id="run-1")
+    assert found.extra_state["cursor"] == 40
+    assert ReaderStates.from_json(found.extra_state[READERS]).states == {
+        reader: {"count": reader} for reader in range(5)
+    }
+    assert from_json(to_json(found)) == found
+    assert all(shard.extra_state is None for shard in found.shards)
+
+
+@pytest.mark.parametrize(
+    ("owned", "message"),
+    [
+        (([0, 1], [2], [4]), r"of 5 readers, the states of \[3\] are missing"),
+        (([0, 1], [1, 2], [3, 4]), "ranks 0 and 1 both have a state of reader 1"),
+        (([0, 1, 2], None, [3, 4]), "rank 1 has no reader states"),
+    ],
+)
+def test_a_missing_or_doubled_reader_state_is_no_checkpoint(owned: Any, message: str) -> None:
+    with pytest.raises(IntegrityError, match=message):
+        assemble(with_readers(*owned), run_id="run-1")
+
+
+def test_reader_states_that_cannot_be_read_are_no_checkpoint() -> None:
+    first, *others = with_readers([0, 1], [2, 3, 4])
+    for broken in ({}, {"total": 5}, {"total": "x", "states": {}}, {"total": 5, "states": {"x": 1}}, 3):
+        with pytest.raises(IntegrityError, match="the states of a stream's readers cannot be read"):
+            assemble([replace(first, extra_state={READERS: broken}), *others], run_id="run-1")
 
 
 def test_a_thousand_ranks_fit() -> None:
