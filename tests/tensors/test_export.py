@@ -16,6 +16,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
+from elastic_jobs import cli
 
 import elastic
 from elastic.checkpoint.folder import explain
@@ -231,6 +232,8 @@ class TestRefused:
 _MEASURE = """
 import sys, torch
 from pathlib import Path
+from elastic_jobs import cli
+
 import elastic
 import torch.distributed.checkpoint
 from elastic.interchange import export as module
@@ -285,3 +288,31 @@ def big_model(storage: Path, count: int, numel: int) -> str:
         )  # fmt: skip
     store.commit(assemble(records, run_id="run"))
     return str(storage / "run")
+
+
+class TestCommand:
+    """`elastic export`, as it is typed."""
+
+    def test_a_checkpoint_by_its_folder(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        folder = write(tmp_path / "runs")
+        assert cli.main(["export", str(folder), "--to", "safetensors", str(tmp_path / "out")], backend=None) == 0
+        assert capsys.readouterr().out.strip() == str(tmp_path / "out")
+        same(safetensors.torch.load_file(tmp_path / "out" / "model.safetensors"))
+
+    def test_a_run_by_its_name_and_one_of_its_checkpoints(self, tmp_path: Path) -> None:
+        from elastic_jobs.run_folder import RunFolder
+        from elastic_jobs.running.run_plan import Job
+
+        from elastic.core.settings import CheckpointSettings, RunSettings
+
+        older = write(tmp_path / "runs", step=40)
+        write(tmp_path / "runs", step=60)
+        runs = str(tmp_path / "runs")
+        settings = RunSettings("run", checkpoint=CheckpointSettings(runs), storage_url=runs)
+        RunFolder(runs, "run").claim(Job(settings, "train:main", {}, str(tmp_path)).record())
+        common = ["export", "run", "--storage", runs, "--to", "torch"]
+        assert cli.main([*common, str(tmp_path / "newest")]) == 0
+        assert cli.main([*common, str(tmp_path / "older"), "--checkpoint", older.name]) == 0
+        steps = [json.loads((tmp_path / n / "elastic-export.json").read_text())["step"] for n in ("newest", "older")]
+        assert steps == [60, 40]
+        assert cli.main([*common, str(tmp_path / "x"), "--checkpoint", "../../other"]) != 0
