@@ -22,6 +22,7 @@ from elastic.training.anomalies import AnomalyWatch
 from elastic.training.arguments import chosen_config, chosen_weights, refuse_arguments
 from elastic.training.busy import reporting
 from elastic.training.context import Context, StateOfTheRun
+from elastic.training.data import cursor
 from elastic.training.data.blocks import InBlocks
 from elastic.training.data.data_loaders import DataSource, PreparedLoader, data_source, open_reader, taken_over
 from elastic.training.data.loader import ElasticLoader, elapsing_epochs
@@ -221,6 +222,7 @@ def _opened(
     scope = generation.scope
     state = open_state(engine)
     generation.closing.callback(state.close)
+    cursor.require_equal(plan, scope.spec.seed, state.agreement)
     saved_step, readers = None, None
     if scope.spec.checkpoint is not None:
         plan, readers = resume(scope, state, plan, generation.state)

@@ -28,6 +28,16 @@ def to_state(plan: StepPlan, seed: int, step: int) -> dict[str, Any]:
     }
 
 
+def require_equal(plan: StepPlan, seed: int, agreement: Agreement) -> None:
+    """Do all ranks read the same data in the same order? Collective. Raises UsageError on every rank, naming its own:
+    a folder that is still being filled, for example, is another stream on each of them."""
+    order = _order(plan, seed)
+    _, (unequal,) = agreement.any_and_unequal([], [rng.derive(json.dumps(order, sort_keys=True))])
+    if unequal:
+        told = ", ".join(f"{name} {value}" for name, value in order.items())
+        raise UsageError(f"the ranks do not read the same training data: rank {plan.rank} has {told}")
+
+
 def validate(saved: Mapping[str, Any], plan: StepPlan, seed: int) -> None:
     """Raises UsageError where the saved state was trained with another order of samples than this run's."""
     order = _order(plan, seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import replace
 from typing import Any
@@ -124,6 +125,24 @@ def test_states_of_a_manifest_are_all_there() -> None:
     with pytest.raises(IntegrityError, match="do not go on from the reader states"):
         # The other rank does not sum up what it owns.
         cursor.readers_of(END.to_json(), plan(2, 0), agreement)
+
+
+@pytest.mark.parametrize("unequal", [False, True])
+def test_ranks_that_read_other_data_are_refused(unequal: bool) -> None:
+    class Ranks:
+        def any_and_unequal(self, flags: list[bool], values: list[int]) -> tuple[list[bool], list[bool]]:
+            told.append(values)
+            return [], [unequal]
+
+    told: list[list[int]] = []
+    agreement: Any = Ranks()
+    if unequal:
+        with pytest.raises(UsageError, match="rank 1 has pack 5, seed 11, global_batch 7"):
+            cursor.require_equal(plan(2, 1), SEED, agreement)
+    for other in (plan(2, 1), plan(2, 0), replace(plan(2, 0), stream=(("pack", "6"),))):
+        with contextlib.suppress(UsageError):
+            cursor.require_equal(other, SEED, agreement)
+    assert told[-3] == told[-2] != told[-1]
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,8 @@ def generation_specs(
             memory=plan,
             skips=action.skips,
             stops_at_start=action.stops_at_start,
-            content=content or {},
+            # A run that begins anew may have been given other data.
+            content=(content or {}) if action.checkpoint is not None else {},
             anomalies=settings.anomalies if settings.anomalies.policy != "off" else None,
             collective_timeout_s=settings.failures.collective_timeout_s,
         )
