@@ -160,6 +160,15 @@ class GroupJoined:
 
 
 @dataclass(frozen=True)
+class RestoreProgressed:
+    """The worker has read `bytes` of the state that it restores so far; reported while a restore takes long."""
+
+    generation: int
+    worker: int
+    bytes: int
+
+
+@dataclass(frozen=True)
 class TrainingReached:
     """The worker's state is installed and verified (or freshly initialised); its next step is `step`."""
 
@@ -341,9 +350,9 @@ class ControlStoreBack:
 
 
 GenerationEvent = (
-    GroupJoined | TrainingReached | FirstStepDone | ProgressStalled | CollectiveFailed | UserCodeFailed |
-    AnomalyFound | StepSkipped | StragglerFound | RestoreFailed | StopPromised | MemoryLost | WorkerLeft |
-    WorkerCompleted
+    GroupJoined | RestoreProgressed | TrainingReached | FirstStepDone | ProgressStalled | CollectiveFailed |
+    UserCodeFailed | AnomalyFound | StepSkipped | StragglerFound | RestoreFailed | StopPromised | MemoryLost |
+    WorkerLeft | WorkerCompleted
 )  # fmt: skip
 
 Event = (

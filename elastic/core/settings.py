@@ -32,7 +32,7 @@ class FailureSettings:
     hang_factor: float = 10.0
     # How long a worker may take to leave its generation, before it is left out.
     abort_timeout_s: float = 3.0
-    # From the start of a generation to every member's first sign of training.
+    # From the start of a generation to every member's first sign of training; reading state counts from its last byte.
     join_timeout_s: float = 120.0
     # From asking for a worker process to its first heartbeat; imports of a large script are in it.
     worker_start_timeout_s: float = 180.0

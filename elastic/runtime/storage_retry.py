@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from elastic.checkpoint.source import CheckpointSource, ReadRange
@@ -14,6 +16,8 @@ from elastic.core.errors import StorageError
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+_FIRST_PART_BYTES = 4 << 20
+_PART_S = 1.0
 
 
 def retried(
@@ -34,18 +38,26 @@ def retried(
 
 
 class RetryingSource:
-    """Implements `CheckpointSource`. StorageError is raised only after `limit_s`, any other error at once.
+    """Implements `CheckpointSource`. StorageError is raised only after `limit_s` without progress, any other error at
+    once.
 
-    `wait(seconds)` pauses between two tries, and raises when the generation ends meanwhile.
+    State is read in parts, each with its own limit: a large state may take as long as it moves. `moved` gets the bytes
+    of each part. `wait(seconds)` pauses between two tries, and raises when the generation ends meanwhile.
     """
 
     def __init__(
-        self, source: CheckpointSource, backoff_s: float, limit_s: float, wait: Callable[[float], object]
+        self,
+        source: CheckpointSource,
+        backoff_s: float,
+        limit_s: float,
+        wait: Callable[[float], object],
+        moved: Callable[[int], None] = lambda count: None,
     ) -> None:
         self._source = source
         self._backoff_s = backoff_s
         self._limit_s = limit_s
         self._wait = wait
+        self._moved = moved
 
     @property
     def name(self) -> str:
@@ -55,7 +67,37 @@ class RetryingSource:
         return self._retried(lambda: self._source.manifest(checkpoint_id))
 
     def read(self, manifest: Manifest, ranges: Sequence[ReadRange]) -> int:
-        return self._retried(lambda: self._source.read(manifest, ranges))
+        fetched, size, rest = 0, _FIRST_PART_BYTES, list(ranges)
+        while True:
+            part, rest = _split(rest, size)
+            begun = time.monotonic()
+            fetched += self._retried(partial(self._source.read, manifest, part))
+            self._moved(sum(_bytes(read) for read in part))
+            # Few parts where storage is fast, and progress every few seconds where it is slow.
+            size = size * 4 if time.monotonic() - begun < _PART_S else max(_FIRST_PART_BYTES, size // 4)
+            if not rest:
+                return fetched
 
     def _retried(self, ask: Callable[[], _T]) -> _T:
         return retried(ask, self._backoff_s, self._limit_s, self._wait)
+
+
+def _split(ranges: Sequence[ReadRange], size: int) -> tuple[list[ReadRange], list[ReadRange]]:
+    """The first `size` bytes of all ranges, and the others; one element at least."""
+    first: list[ReadRange] = []
+    for number, read in enumerate(ranges):
+        elements = max(1, size // read.target.element_size()) if not first else size // read.target.element_size()
+        if elements < read.numel:
+            if elements:
+                first.append(replace(read, numel=elements, target=read.target[:elements]))
+                read = replace(
+                    read, offset=read.offset + elements, numel=read.numel - elements, target=read.target[elements:]
+                )
+            return first, [read, *ranges[number + 1 :]]
+        first.append(read)
+        size -= _bytes(read)
+    return first, []
+
+
+def _bytes(read: ReadRange) -> int:
+    return read.target.numel() * read.target.element_size()

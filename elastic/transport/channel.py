@@ -45,6 +45,8 @@ class Channel:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self.sent_bytes = 0
+        # Counts what `exactly`, `recv_into` and `receive` have taken; other threads may look.
+        self.received_bytes = 0
         # Not settimeout(): it makes the descriptor non-blocking, which sendfile and MSG_WAITALL do not support.
         sock.settimeout(None)
         self.limit(IO_LIMIT_S)
@@ -131,6 +133,7 @@ class Channel:
                 count = self._sock.recvmsg_into(pending[:MAX_PARTS], 0, socket.MSG_WAITALL)[0]
                 if not count:
                     raise ConnectionError("the connection was closed")
+                self.received_bytes += count
                 pending = split_views(pending, count)[1]
 
     def _wake_after(self, count: int) -> None:

@@ -20,8 +20,10 @@ import torch
 from torch import nn
 
 import elastic
+from elastic.checkpoint.storage import CheckpointStore
 from elastic.core import events as ev
 from elastic.core.data.steps import StepReport
+from elastic.runtime import storage_retry
 from elastic.training import context
 
 _POLL_S = 0.005
@@ -250,6 +252,25 @@ def returns_early(config: dict[str, Any]) -> None:
         engine.step()
         if elastic.get_context().step == config["stop_after"]:
             return
+
+
+def restores_slowly(config: dict[str, Any]) -> None:
+    """Storage is slow from the second generation on: `part_s` for every few bytes of a shard."""
+    if elastic.get_context().generation > 1:
+        storage_retry._FIRST_PART_BYTES = 64
+        read_into = CheckpointStore.read
+
+        def slow(store: CheckpointStore, manifest: Any, ranges: Any) -> int:
+            time.sleep(config["part_s"])
+            return read_into(store, manifest, ranges)
+
+        CheckpointStore.read = slow  # type: ignore[assignment, method-assign]
+        try:
+            train(config)
+        finally:
+            CheckpointStore.read = read_into  # type: ignore[method-assign]
+    else:
+        train(config)
 
 
 def evaluates_and_exports(config: dict[str, Any]) -> None:

@@ -1,7 +1,9 @@
-"""Evaluation, work of one rank alone, and an export after the last step take longer than a hang, and are none."""
+"""Evaluation, work of one rank alone, an export after the last step, and a restore from slow storage are no hangs."""
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -21,3 +23,23 @@ def test_what_takes_long_without_a_step_is_no_hang(cluster: LocalCluster, tmp_pa
     run.finish()
     run.assert_whole()
     assert run.incidents() == []
+
+
+def test_a_restore_from_slow_storage_may_take_longer_than_a_join(cluster: LocalCluster, tmp_path: Path) -> None:
+    """A second for every 64 bytes: as a whole twice `join_timeout_s`, which limits how long nothing moves."""
+    run = Run(
+        cluster, tmp_path, "loops:restores_slowly", scaling=ScalingSettings(1, 1), config={"part_s": 1.0},
+        epochs=1, failures={"join_timeout_s": 30.0},
+    )  # fmt: skip
+    run.allow(6)
+    run.start()
+    run.reach(6)
+    run.wait_checkpoint(5)
+    os.kill(run.worker(0)["pid"], signal.SIGKILL)
+    run.wait_generation(2)
+    run.finish()
+    run.assert_whole()
+    (incident,) = (incident for incident in run.incidents() if not incident["planned"])
+    assert incident["kind"] == "worker-lost"
+    assert incident["restore"]["read_s"] > 30.0
+    assert len(run.events("RestoreProgressed")) > 3

@@ -78,6 +78,9 @@ class Plan:
     snapshot_every: int = 1
     lost_surveys: float = 0.0
     memory_failures: float = 0.0
+    # Every restore moves so many parts of the state, each of which takes `part_s`.
+    restore_parts: int = 0
+    part_s: float = 0.0
     # Batches (numbered in the order of samples) that make a step's loss no number.
     bad_batches: frozenset[int] = frozenset()
     # A run that is resumed: its checkpoints (id, step) and the last generation of the attempt before.

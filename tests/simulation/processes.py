@@ -141,8 +141,14 @@ class Process:
             self.say(ev.GroupJoined(group.number, self.worker))
             group.joined()
 
-    def restore(self, group: Group) -> None:
-        if self.status != "joined" or self.group is not group or group.broken:
+    def restore(self, group: Group, parts: int = 0) -> None:
+        if self.status != "joined" or self.group is not group or group.broken or self.hung:
+            return
+        plan = self.world.plan
+        if parts > 0:
+            self.say(ev.RestoreProgressed(group.number, self.worker, parts << 20))
+        if group.base is not None and parts < plan.restore_parts:
+            self.act(plan.part_s, self.restore, group, parts + 1)
             return
         if group.base is not None and not self.world.restorable(group.base):
             self.status = "raised"

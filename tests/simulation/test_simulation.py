@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elastic.core import actions as act
+from elastic.core import events as ev
 from elastic.core.settings import AnomalySettings, FailureSettings, RunSettings, ScalingSettings, SnapshotSettings
 from simulation import trace
 from simulation.faults import Fault, Plan, draw
@@ -92,6 +93,26 @@ def test_a_lost_node_costs_seconds_and_the_steps_since_the_checkpoint() -> None:
     assert world.controller.state.trouble.incidents == 1
     assert world.controller.state.generation == 2
     assert world.clock.now - world.begin_s < 50
+
+
+@pytest.mark.parametrize("memory", [True, False])
+def test_a_restore_may_take_as_long_as_it_moves(memory: bool) -> None:
+    """Ten times `join_timeout_s` as a whole, less than that between two parts."""
+    for seed in range(20):
+        plan = calm((Fault("kill_node", 12.0, seed / 20),), memory, horizon_s=900.0, restore_parts=20, part_s=60.0)
+        assert plan.settings.failures.join_timeout_s == 120.0
+        world = World(seed, plan)
+        world.run()
+        assert "failure in Joining" not in world.sometimes
+        assert sum(isinstance(event, ev.RestoreProgressed) for event, _ in world.controller.journal) >= 3 * 20
+
+
+def test_a_restore_that_does_not_move_is_a_hang() -> None:
+    for seed in range(20):
+        plan = calm((Fault("kill_node", 12.0, seed / 20),), liveness=False, restore_parts=20, part_s=130.0)
+        world = World(seed, plan)
+        world.run()
+        assert "failure in Joining" in world.sometimes
 
 
 def test_with_memory_a_lost_node_costs_one_step_at_most() -> None:

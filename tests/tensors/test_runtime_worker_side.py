@@ -13,12 +13,15 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 
+from elastic.checkpoint.source import ReadRange
 from elastic.core import events as ev
 from elastic.core.data.steps import StepReport
 from elastic.core.errors import GenerationEnded, IntegrityError, StorageError
 from elastic.core.generation_spec import GenerationSpec
 from elastic.core.settings import FailureSettings
+from elastic.runtime import storage_retry
 from elastic.runtime.messages import Item, Reply
 from elastic.runtime.node.agent import _is_stopped
 from elastic.runtime.node.heartbeats import HeartbeatSender, open_mailbox, receive
@@ -298,3 +301,33 @@ def test_storage_that_stays_away_and_damage_are_passed_on() -> None:
     with pytest.raises(IntegrityError, match="short"):
         patient(Flaky(99, IntegrityError("short")), waits).read(anything, ())
     assert waits == []
+
+
+def test_a_large_state_is_read_in_parts_each_with_its_own_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage_retry, "_FIRST_PART_BYTES", 40)
+    moved: list[int] = []
+    reads: list[Any] = []
+
+    class Throttled:
+        name = "storage"
+
+        def read(self, manifest: Any, ranges: Sequence[ReadRange]) -> int:
+            reads.append([(r.rank, r.key, r.offset, r.numel) for r in ranges])
+            if len(reads) % 2:
+                raise StorageError("away")
+            for r in ranges:
+                r.target.copy_(torch.arange(r.offset, r.offset + r.numel, dtype=r.target.dtype))
+            return sum(r.target.nbytes for r in ranges)
+
+    waits: list[float] = []
+    # One failure a part: as a whole longer than the limit.
+    source: Any = Throttled()
+    patient = RetryingSource(source, 1.0, 1.5, waits.append, moved.append)
+    first, second = torch.zeros(100), torch.zeros(7, dtype=torch.float64)
+    anything: Any = None
+    ranges = [ReadRange(0, "a", 0, 100, first), ReadRange(1, "b", 5, 7, second)]
+    assert patient.read(anything, ranges) == sum(moved) == first.nbytes + second.nbytes
+    assert torch.equal(first, torch.arange(100.0))
+    assert torch.equal(second, torch.arange(5.0, 12.0, dtype=torch.float64))
+    assert len(moved) > 2
+    assert waits == [1.0] * len(moved)

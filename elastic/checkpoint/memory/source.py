@@ -39,8 +39,9 @@ class Holder:
 class MemorySource:
     """`holders[rank]` is where that rank's shard is read from; `manifest` returns the manifest of an id.
 
-    A holder counts as gone when no byte has come from it for `timeout_s`; `limit_s` bounds one `read` as a whole, also
-    where a holder delivers very slowly. `check` is called meanwhile and may raise.
+    A holder counts as gone when no byte has come from it for `timeout_s`, and a `read` has failed when none has come
+    from any holder for `limit_s`; a large state may take as long as it moves. Meanwhile `check` is called, which may
+    raise, and `moved` with the number of bytes that have come since it was last called.
     """
 
     name = "memory"
@@ -54,6 +55,7 @@ class MemorySource:
         timeout_s: float,
         limit_s: float = math.inf,
         check: Callable[[], None] = lambda: None,
+        moved: Callable[[int], None] = lambda count: None,
     ) -> None:
         self._manifest = manifest
         self._holders = holders
@@ -61,6 +63,7 @@ class MemorySource:
         self._timeout_s = timeout_s
         self._limit_s = limit_s
         self._check = check
+        self._moved = moved
 
     def manifest(self, checkpoint_id: str) -> Manifest:
         return self._manifest(checkpoint_id)
@@ -104,7 +107,7 @@ class MemorySource:
                         fetch.cancel()
 
     def _await(self, futures: Mapping[Future[None], _Fetch]) -> None:
-        deadline = time.monotonic() + self._limit_s
+        deadline, before = time.monotonic() + self._limit_s, 0
         late = set(futures)
         while late:
             done, late = wait(late, timeout=_LOOK_S, return_when=FIRST_EXCEPTION)
@@ -112,9 +115,13 @@ class MemorySource:
                 if future in done:
                     future.result()
             self._check()
+            moved = sum(fetch.moved for fetch in futures.values())
+            if moved > before:
+                self._moved(moved - before)
+                deadline, before = time.monotonic() + self._limit_s, moved
             if late and time.monotonic() > deadline:
                 fetch = futures[next(iter(late))]
-                what = f"{fetch.holder} has not delivered its part of a snapshot within {self._limit_s} s"
+                what = f"{fetch.holder} has delivered nothing of its part of a snapshot for {self._limit_s} s"
                 raise StorageError(what, fetch.where)
 
 
@@ -132,6 +139,13 @@ class _Fetch:
         self._lock = threading.Lock()
         self._channel: Channel | None = None
         self._cancelled = False
+        self._copied = 0
+
+    @property
+    def moved(self) -> int:
+        """Bytes so far; from any thread."""
+        channel = self._channel
+        return self._copied + (channel.received_bytes if channel is not None else 0)
 
     def run(self, timeout_s: float) -> None:
         try:
@@ -149,6 +163,7 @@ class _Fetch:
                     self._receive(channel)
             finally:
                 with self._lock:
+                    self._copied = self.moved
                     self._channel = None
                 channel.close()
         except OSError as error:
@@ -178,6 +193,7 @@ class _Fetch:
             from_json(answer["answer"], Leased)
             for request in self._requests:
                 _read_at(fd, request)
+                self._copied += request.bytes
         finally:
             os.close(fd)
         channel.send(request_to_json(Release()))

@@ -14,6 +14,7 @@ from elastic.core.events import (
     MemoryLost,
     ProgressStalled,
     RestoreFailed,
+    RestoreProgressed,
     StopPromised,
     TrainingReached,
     UserCodeFailed,
@@ -72,6 +73,15 @@ def group_joined(transition: Transition, event: GroupJoined) -> None:
     transition.enter(replace(phase, joined=joined))
     if len(joined) == transition.state.world_size:
         transition.mark("group_ready")
+
+
+def restore_progressed(transition: Transition, event: RestoreProgressed) -> None:
+    """Only new bytes count: reading the same ones again and again is no progress."""
+    phase = transition.state.phase
+    if not isinstance(phase, Joining) or event.bytes <= phase.restored.get(event.worker, 0):
+        return
+    restored = {**phase.restored, event.worker: event.bytes}
+    transition.enter(replace(phase, restored=restored, moved_at=transition.now))
 
 
 def training_reached(transition: Transition, event: TrainingReached) -> None:

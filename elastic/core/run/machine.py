@@ -152,6 +152,8 @@ def _apply(transition: Transition, event: ev.Event) -> None:
 
 def _apply_to_generation(transition: Transition, event: ev.GenerationEvent) -> None:
     match event:
+        case ev.RestoreProgressed():
+            generations.restore_progressed(transition, event)
         case ev.GroupJoined():
             generations.group_joined(transition, event)
         case ev.TrainingReached():

@@ -42,6 +42,14 @@ class Joining:
     since: float
     joined: frozenset[int] = frozenset()
     training: frozenset[int] = frozenset()
+    # Bytes of state that each member has read so far, and when one of these numbers has grown (0: not yet).
+    restored: Mapping[int, int] = field(default_factory=dict)
+    moved_at: float = 0.0
+
+    @property
+    def progress_at(self) -> float:
+        """When the generation has last come nearer to training: what it restores may be of any size."""
+        return max(self.since, self.moved_at)
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ def next_deadline(state: RunState) -> float | None:
     if isinstance(phase, Pausing | Ending | Closing):
         times.append(phase.deadline)
     elif isinstance(phase, Joining):
-        times.append(phase.since + failures.join_timeout_s)
+        times.append(phase.progress_at + failures.join_timeout_s)
     elif isinstance(phase, Waiting):
         if phase.not_before:
             times.append(phase.not_before)
@@ -179,10 +179,11 @@ def _stage(transition: Transition) -> None:
         _waiting(transition, phase)
     elif isinstance(phase, Joining):
         limit = transition.state.settings.failures.join_timeout_s
-        if transition.passed(phase.since + limit):
+        if transition.passed(phase.progress_at + limit):
             late = [m for m in transition.state.members_inside if m not in phase.training]
             names = ", ".join(transition.name_of(m) for m in late)
-            fail_generation(transition, "hang", f"not training after {limit:.0f} s: {names}")
+            so_far = f", {sum(phase.restored.values())} bytes of state restored" if phase.restored else ""
+            fail_generation(transition, "hang", f"not training, and no progress for {limit:.0f} s{so_far}: {names}")
     elif isinstance(phase, Training):
         _training(transition, phase)
     elif isinstance(phase, Pausing):

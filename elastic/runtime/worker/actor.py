@@ -282,7 +282,9 @@ class WorkerActor:
             backoff_limit_s=failures.storage_backoff_limit_s,
         )
 
-    def _snapshot(self, identifier: str, limit_s: float, check: Callable[[float], None]) -> CheckpointSource:
+    def _snapshot(
+        self, identifier: str, limit_s: float, check: Callable[[float], None], moved: Callable[[int], None]
+    ) -> CheckpointSource:
         """The source of a snapshot in the nodes' memory. Raises IntegrityError or StorageError.
 
         `check(seconds)` waits, and raises when the generation is over.
@@ -299,7 +301,7 @@ class WorkerActor:
         manifest = assembled.manifest()
         return MemorySource(
             lambda _: manifest, holders, self._token,
-            timeout_s=_READ_TIMEOUT_S, limit_s=limit_s, check=lambda: check(0.0),
+            timeout_s=_READ_TIMEOUT_S, limit_s=limit_s, check=lambda: check(0.0), moved=moved,
         )  # fmt: skip
 
     def _assembled(self, identifier: str, limit_s: float, check: Callable[[float], None]) -> Assembled:

@@ -45,9 +45,11 @@ class RayCoordinator:
         writer: BackgroundWriter,
         failures: FailureSettings,
         memory: SnapshotMemory | None = None,
-        snapshot: Callable[[str, float, Callable[[float], None]], CheckpointSource] | None = None,
+        snapshot: Callable[[str, float, Callable[[float], None], Callable[[int], None]], CheckpointSource]
+        | None = None,
     ) -> None:
-        """`snapshot(id, limit_s, check)` gives the source of a snapshot in the nodes' memory; `check` is `_pause`."""
+        """`snapshot(id, limit_s, check, moved)` gives the source of a snapshot in the nodes' memory; `check` is
+        `_pause`, `moved` is `_restoring`."""
         self._spec = spec
         self._worker = worker
         self._outbox = outbox
@@ -55,8 +57,10 @@ class RayCoordinator:
         self._writer = writer
         self._commit_timeout_s = failures.drain_timeout_s
         self._retry_s = failures.storage_backoff_s
-        # `join_timeout_s` limits the whole start of a generation.
+        # `join_timeout_s` limits how long a generation's start makes no progress.
         self._restore_limit_s = failures.join_timeout_s / 2
+        self._restored_bytes = 0
+        self._restore_told = time.monotonic()
         self._change = threading.Condition()
         self._promised: int | None = 0 if spec.stops_at_start else None
         self._stop_at: int | None = None
@@ -77,8 +81,8 @@ class RayCoordinator:
         wanted = self._spec.checkpoint
         if wanted is not None and is_snapshot(wanted) and self._snapshot is not None:
             # Not retried: a node that does not answer may be gone, and another one then holds its data.
-            return self._snapshot(wanted, self._restore_limit_s, self._pause)
-        return RetryingSource(self._source, self._retry_s, self._restore_limit_s, self._pause)
+            return self._snapshot(wanted, self._restore_limit_s, self._pause, self._restoring)
+        return RetryingSource(self._source, self._retry_s, self._restore_limit_s, self._pause, self._restoring)
 
     def phase(self, phase: Phase) -> None:
         if phase is Phase.BUILDING:
@@ -158,6 +162,14 @@ class RayCoordinator:
             self._change.notify_all()
 
     # --- inside ---
+
+    def _restoring(self, count: int) -> None:
+        """So many more bytes of state were read. Reported only while that takes long."""
+        self._restored_bytes += count
+        now = time.monotonic()
+        if now - self._restore_told > self._restore_limit_s / 4:
+            self._restore_told = now
+            self._post(ev.RestoreProgressed(self._spec.generation, self._worker, self._restored_bytes))
 
     def _await_commit(self) -> None:
         limit = time.monotonic() + self._commit_timeout_s

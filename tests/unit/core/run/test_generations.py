@@ -280,3 +280,16 @@ def test_a_member_that_completes_while_its_generation_ends_has_left() -> None:
     s = Scenario(2, 2).started(2).do(ev.CollectiveFailed(1, 0, 8, "peer closed")).left(8, 0).completed(9, 1)
     assert s.acts(act.BeginGeneration)[0].members == (0, 1)
     assert s.state.furthest_step == 9
+
+
+def test_only_new_bytes_give_a_restore_more_time() -> None:
+    s = Scenario(2, 2, join_timeout_s=60).do(ev.RunStarted()).nodes(2).do(ev.GroupJoined(1, 0), ev.GroupJoined(1, 1))
+    for read in (10, 20, 30):
+        s.wait(50).do(ev.RestoreProgressed(1, 0, read))
+    assert isinstance(s.state.phase, Joining)
+    s.wait(50).do(ev.RestoreProgressed(1, 0, 30), ev.RestoreProgressed(1, 0, 5), ev.RestoreProgressed(0, 1, 99))
+    assert isinstance(s.state.phase, Joining)
+    s.wait(10)
+    assert isinstance(s.state.phase, Ending)
+    assert s.state.phase.kind == "hang"
+    assert "no progress for 60 s, 30 bytes of state restored" in s.state.phase.evidence
