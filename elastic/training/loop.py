@@ -166,7 +166,12 @@ class GenerationRunner:
     def _watch_group(self) -> None:
         """Concurrently with the training thread, which may be blocked in a collective or wait for its device."""
         while not self._left.wait(_ASK_EVERY_S):
-            error = self._group.error()
+            try:
+                error = self._group.error()
+            except Exception:
+                # Without this watch a collective that fails silently would be noticed as a hang only.
+                logger.exception("generation %d: the groups cannot be asked for errors", self.spec.generation)
+                error = None
             if self._announced or self._scope.ended is not None:
                 # An abort makes groups report errors as well.
                 return

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import memory_samples as samples
 import pytest
@@ -201,6 +202,26 @@ def test_a_holder_that_is_out_of_reach_is_given_up_aloud(stack: ExitStack, monke
     wait_lost(memory)
     with pytest.raises(StorageError, match=f"127.0.0.1:{address[1]} takes no replica of rank 0: .*refused"):
         memory.complete()
+
+
+def test_a_snapshot_that_cannot_be_sent_does_not_end_replication(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was dropped or damaged meanwhile; the next one is sent to the same holder."""
+    record, send, failures = template(0, 1), sender.send_replica, iter([True])
+
+    def damaged_once(*arguments: Any) -> str:
+        if next(failures, False):
+            raise IntegrityError("the snapshot is not what was committed")
+        return send(*arguments)
+
+    monkeypatch.setattr(sender, "send_replica", damaged_once)
+    _, other, memory = pair(stack, limit_bytes=10 * record.bytes)
+    memory.open(record, record.bytes, [other.address])
+    take(memory, record, 1)
+    snap(memory, record, 2)
+    assert memory.wait_complete(2, 30)
+    assert memory.failed() is None
 
 
 def wait_lost(memory: SnapshotClient) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 import ray
 from elastic_cluster import NodeInfo, NodeState
-from harness import HERE, Run, actors_among, left_of_run, remove_runs, wait_until
+from harness import HERE, PACKAGES, Run, actors_among, left_of_run, remove_runs, wait_until
 from namespaces import LINK, Network
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -38,7 +38,7 @@ _ENVIRONMENT = {
     "DS_ACCELERATOR": "cpu",
     "GLOO_SOCKET_IFNAME": LINK,
     "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": str(HERE.parents[1]),
+    "PYTHONPATH": PACKAGES,
     "PYTHONWARNINGS": "ignore",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     # A user's own token, where there is one, would be asked for by the head and shown by nobody.

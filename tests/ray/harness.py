@@ -44,6 +44,8 @@ _BRISK_STEPS = 40
 # Actors whose process is still being set up are titled by Ray as idle: their names are in the list of actors.
 _ACTORS = ("ray::ControllerActor", "ray::WorkerActor", "ray::AgentActor", "ray::SupervisorActor")
 HERE = Path(__file__).resolve().parent
+# Where the three packages are: child processes find these, whatever is installed.
+PACKAGES = os.pathsep.join(str(HERE.parents[1] / folder) for folder in ("", "jobs", "cluster"))
 
 Record = Mapping[str, Any]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from elastic_cluster import LocalCluster
-from harness import HERE, LIMIT_S, Run, given_samples, module_cluster, wait_until
+from harness import HERE, LIMIT_S, PACKAGES, Run, given_samples, module_cluster, wait_until
 
 from elastic.runtime.driver import client
 from elastic.runtime.driver.controller_placement import Place
@@ -156,7 +156,7 @@ def test_a_run_whose_whole_cluster_is_killed_goes_on_from_storage_on_a_new_one(t
 
 
 def _elastic(*arguments: str, folder: Path) -> subprocess.Popen[str]:
-    paths = os.pathsep.join([str(HERE.parents[1]), str(folder)])
+    paths = os.pathsep.join([PACKAGES, str(folder)])
     environment = {**os.environ, "PYTHONPATH": paths, "ELASTIC_STORAGE": str(folder / "runs")}
     command = [sys.executable, "-m", "elastic_jobs.cli", *arguments]
     pipe = subprocess.PIPE

@@ -31,7 +31,7 @@ from elastic_jobs.submit.attempts import JobState
 from elastic_jobs.submit.fake_jobs_api import FakeJobsApi
 from elastic_jobs.submit.jobs_api import AlreadySubmitted, Denied, DriverNeeds, JobsApi, Submission, Unreachable
 from elastic_jobs.submit.ray_jobs_api import RayJobsApi
-from harness import HERE, Footprint, Run, actor_processes, wait_until
+from harness import HERE, PACKAGES, Footprint, Run, actor_processes, wait_until
 
 from elastic.core.errors import UsageError
 
@@ -80,7 +80,7 @@ def _place_of(nodes: int, **options: Any) -> Iterator[Place]:
         "RAY_AUTH_TOKEN": token,
         # What a driver's `python` is, and where it finds this checkout.
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([PACKAGES, os.environ.get("PYTHONPATH", "")]),
     }
     with LocalCluster.start(nodes, cpus_per_node=1, dashboard=True, environment=environment, **options) as cluster:
         footprint = Footprint(cluster)
@@ -320,7 +320,7 @@ def test_bad_tokens_and_addresses(place: Place) -> None:
 
 def test_the_token_of_the_environment(place: Place) -> None:
     words = [sys.executable, "-m", "elastic_jobs.cli", "list", "--address", place.address, "--json"]
-    right = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": place.token, "PYTHONPATH": str(HERE.parents[1])}
+    right = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": place.token, "PYTHONPATH": PACKAGES}
     listed = subprocess.run(words, env=right, capture_output=True, text=True, timeout=60, check=False)
     assert listed.returncode == 0, listed.stderr
     assert place.token not in listed.stdout + listed.stderr

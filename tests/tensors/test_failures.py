@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -140,6 +142,24 @@ def test_a_device_that_failed_while_its_generation_was_aborted_is_not_used_again
     runner.abort("a peer was lost")
     result = runner.run(lambda: None)
     assert (result.kind, runner.clean) == ("ended", False)
+
+
+def test_groups_that_cannot_be_asked_do_not_end_the_watch_over_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, where = GenerationSpec("run", 3, 0, 2), Rendezvous("127.0.0.1", 1)
+    told: list[Any] = []
+    runner = loop.GenerationRunner(spec, SilentCoordinator(), where, told.append, kind=NoEngine("gloo"))
+    answers = iter([AttributeError("torn down"), None, "nccl reports COMM_ERROR"])
+
+    def error() -> str | None:
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(loop, "_ASK_EVERY_S", 0.0)
+    monkeypatch.setattr(runner._group, "error", error)
+    runner._watch_group()
+    assert [result.kind for result in told] == ["collective_failed"]
 
 
 def test_the_cpu_is_not_asked() -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,12 +22,12 @@ import torch
 from elastic.checkpoint.source import ReadRange
 from elastic.core import events as ev
 from elastic.core.data.steps import StepReport
-from elastic.core.errors import GenerationEnded, IntegrityError, StorageError
+from elastic.core.errors import Fenced, GenerationEnded, IntegrityError, StorageError
 from elastic.core.generation_spec import GenerationSpec
 from elastic.core.settings import FailureSettings
 from elastic.runtime import storage_retry
 from elastic.runtime.messages import Item, Reply
-from elastic.runtime.node.agent import _is_stopped
+from elastic.runtime.node.agent import AgentActor, _is_stopped
 from elastic.runtime.node.heartbeats import HeartbeatSender, open_mailbox, receive
 from elastic.runtime.storage_retry import RetryingSource
 from elastic.runtime.worker.logs import log_file
@@ -331,3 +335,23 @@ def test_a_large_state_is_read_in_parts_each_with_its_own_limit(monkeypatch: pyt
     assert torch.equal(second, torch.arange(5.0, 12.0, dtype=torch.float64))
     assert len(moved) > 2
     assert waits == [1.0] * len(moved)
+
+
+def test_an_agent_kills_no_worker_for_a_controller_that_was_replaced() -> None:
+    sleeper = subprocess.Popen(["sleep", "600"])
+    try:
+        agent: Any = SimpleNamespace(
+            _incarnation=3, _node="node-a", _pids={7: sleeper.pid}, _forget=lambda worker: None
+        )
+        agent._heed = partial(AgentActor._heed, agent)
+        with pytest.raises(Fenced, match="controller 2 was replaced: node node-a obeys controller 3"):
+            asyncio.run(AgentActor.kill(agent, 2, 7))
+        with pytest.raises(Fenced, match="controller 2"):
+            asyncio.run(AgentActor.watch(agent, 2, 7, sleeper.pid))
+        assert sleeper.poll() is None
+        asyncio.run(AgentActor.kill(agent, 4, 7))
+        assert sleeper.wait(30) == -signal.SIGKILL
+        assert agent._incarnation == 4
+    finally:
+        sleeper.kill()
+        sleeper.wait()

@@ -23,6 +23,7 @@ import ray
 from elastic.checkpoint.memory.server.snapshot_server import SnapshotServer
 from elastic.core.checkpoint.manifest import ShardRecord
 from elastic.core.checkpoint.snapshots import Held
+from elastic.core.errors import Fenced
 from elastic.core.settings import RunSettings
 from elastic.runtime.messages import BEAT_LIMIT_S, Beat, NodeFacts
 from elastic.runtime.niceness import raise_priority
@@ -57,6 +58,8 @@ class AgentActor:
         self._node = node
         self._failures = failures
         self._controller = controller
+        # The newest controller that was heard of.
+        self._incarnation = 0
         self._pids: dict[int, int] = {}
         self._watched: dict[int, int] = {}
         self._heard: dict[int, float] = {}
@@ -110,8 +113,9 @@ class AgentActor:
     async def memory_stats(self) -> dict[str, Any]:
         return dict(self._memory.stats())
 
-    async def watch(self, worker: int, pid: int) -> None:
-        """Report to the controller at once when process `pid` of `worker` ends."""
+    async def watch(self, incarnation: int, worker: int, pid: int) -> None:
+        """Report to the controller at once when process `pid` of `worker` ends. Raises Fenced as `kill` does."""
+        self._heed(incarnation)
         if worker in self._watched:
             return
         self._pids[worker] = pid
@@ -124,8 +128,13 @@ class AgentActor:
         self._watched[worker] = handle
         asyncio.get_event_loop().add_reader(handle, self._ended, worker)
 
-    async def kill(self, worker: int) -> None:
-        """SIGKILL, which also ends a stopped process. The worker is no longer watched."""
+    async def kill(self, incarnation: int, worker: int) -> None:
+        """SIGKILL, which also ends a stopped process. The worker is no longer watched.
+
+        Raises Fenced for a controller that was replaced: cut off from storage it may still reach this node, and must
+        not end workers of its successor.
+        """
+        self._heed(incarnation)
         pid = self._pids.get(worker)
         self._forget(worker)
         if pid is not None:
@@ -136,6 +145,12 @@ class AgentActor:
         return True
 
     # --- inside ---
+
+    def _heed(self, incarnation: int) -> None:
+        if incarnation < self._incarnation:
+            newest = self._incarnation
+            raise Fenced(f"controller {incarnation} was replaced: node {self._node[:8]} obeys controller {newest}")
+        self._incarnation = incarnation
 
     def _collect(self) -> None:
         now = time.monotonic()

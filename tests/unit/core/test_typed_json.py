@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Literal
 
@@ -12,6 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic.core.checkpoint.manifest import ShardRecord, StoredTensor
+from elastic.core.sharding.layout import Chunk
 from elastic.core.typed_json import NOT_KEPT, decode, encode
 
 
@@ -83,3 +85,15 @@ def test_only_the_members_of_a_union_are_made() -> None:
     data = encode(Whole(Left(1), None, None, {}, frozenset(), [], "a", 1))
     with pytest.raises(ValueError, match="'Whole' is none of Left, Right"):
         decode(Whole, {**data, "side": ["Whole", {}]})
+
+
+def test_a_shards_record_travels_between_plain_processes() -> None:
+    record = ShardRecord(
+        1, 2, 3, 40, "rank-00001-of-00002.safetensors", 4096, "0" * 16, (StoredTensor("fp32/group0", "F32", 7, 128),),
+        (Chunk("w", 0, 7, "group0", 0),), {"fp32/w": 2**64 - 1}, {"lr": 0.1, "readers": [[1, {"at": None}]]}, 2,
+        {"w": (7,)},
+    )  # fmt: skip
+    assert decode(ShardRecord, json.loads(json.dumps(encode(record)))) == record
+    assert decode(ShardRecord, encode(replace(record, extra_state=None, parameters=None))).parameters is None
+    with pytest.raises(ValueError, match="expected"):
+        decode(ShardRecord, {**encode(record), "rank": "1"})

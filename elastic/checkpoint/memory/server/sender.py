@@ -20,7 +20,7 @@ from elastic.checkpoint.memory.server.commit_thread import CommitThread, Job
 from elastic.checkpoint.memory.server.node_shards import NodeShards
 from elastic.checkpoint.memory.server.transfer import send_replica, send_share
 from elastic.checkpoint.memory.shard_buffers import ShardKey
-from elastic.core.errors import ElasticError, Fenced, IntegrityError, UsageError
+from elastic.core.errors import ElasticError, Fenced, UsageError
 from elastic.transport.channel import Channel
 from elastic.transport.handshake import Address, connect
 
@@ -85,6 +85,9 @@ class Sender(CommitThread):
                     break
                 self._pause(pauses)
                 pauses += 1
+                with self._changed:
+                    # A newer snapshot takes the place of one that cannot be sent.
+                    job = self._job
             else:
                 pauses = 0
                 self._report(None, job)
@@ -124,9 +127,8 @@ class Sender(CommitThread):
     def _gives_up(self, error: Exception, pauses: int) -> bool:
         if self._stopped:
             return True
-        # The generation or the snapshot is over: no later attempt can succeed.
-        final = isinstance(error, (Fenced, IntegrityError))
-        if final or (pauses and time.monotonic() - self._failing_since >= GIVE_UP_S):
+        # The generation is over: no later attempt can succeed. A snapshot that is dropped or damaged is one of many.
+        if isinstance(error, Fenced) or (pauses and time.monotonic() - self._failing_since >= GIVE_UP_S):
             self.lost, self.lacks_memory = True, isinstance(error, UsageError)
         # The other side may have closed an idle connection: only a second failure in a row counts.
         if pauses or self.lost:

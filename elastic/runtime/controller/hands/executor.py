@@ -214,7 +214,7 @@ class Executor:
 
     async def _watch_over(self, node: str, agent: Any, worker: int, pid: int) -> None:
         try:
-            await agent.watch.remote(worker, pid)
+            await agent.watch.remote(self._incarnation, worker, pid)
         except ray.exceptions.RayActorError:
             # The next try starts another agent. Never because of a dead worker: the agent holds the node's snapshots.
             self._agents.forget(node)
@@ -248,7 +248,7 @@ class Executor:
         agent = self._agents.at_hand(where or "")
         if agent is not None:
             # The agent kills it too: SIGKILL ends a stopped process, which does not react to Ray's request.
-            agent.kill.remote(worker)
+            agent.kill.remote(self._incarnation, worker)
         if handle is not None:
             _kill(handle)
 
