@@ -54,7 +54,6 @@ CASES = (
     Case("save", "benchmarks.cases.save", "stalls of durable saves against DCP's async_save", 1.5, 1.0, peer=True),
     Case("reshard", "benchmarks.cases.reshard", "a checkpoint read at another world size", 1.5, 1.5, peer=True),
     Case("goodput", "benchmarks.cases.goodput", "steps that count, under a kill every 60 s and every 15 s", 21.5, 0.8),
-    Case("restart", "benchmarks.cases.restart", "a controller restarts after a million steps", 3.0, 0.3),
     Case("data", "benchmarks.cases.data", "a streamed corpus: read alone, and beside training", 2.0, 0.5, peer=True),
     Case("restart", "benchmarks.cases.restart", "a controller restarts after a million steps", 6.0, 0.3),
     Case("smoke", "benchmarks.cases.smoke", "one node lost, once", 0.5, 0.5, usual=False),

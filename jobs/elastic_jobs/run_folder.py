@@ -20,6 +20,7 @@ from elastic.store.address import local_root
 from elastic.store.local import path_below
 from elastic.store.open import open_objects
 from elastic_jobs.running.run_plan import Job
+from elastic_jobs.signing import key_from_environment, sign, verified
 
 DEFAULT = "./runs"
 ENVIRONMENT = "ELASTIC_STORAGE"
@@ -53,17 +54,27 @@ def new_run_id(name: str, now: float) -> str:
 
 class RunFolder:
     """The small files of one run in storage. Raises UsageError for a wrong address or missing rights, else
-    StorageError."""
+    StorageError.
+
+    With a signing key in the environment (`elastic_jobs.signing`) all files are signed, and reading one that is not
+    raises UsageError.
+    """
 
     def __init__(self, url: str, run_id: str) -> None:
         self.url = url
         self.run_id = check_run_id(run_id)
         self._objects = open_objects(url, _TIMEOUT_S)
+        self._key = key_from_environment()
+
+    @property
+    def signed(self) -> bool:
+        """What is read here was written with the operator's key."""
+        return self._key is not None
 
     def write(self, name: str, data: Mapping[str, Any]) -> None:
         """Write a JSON file, whole or not at all."""
         with self._named("written"):
-            self._objects.put(f"{self.run_id}/{name}", [json.dumps(data, indent=2).encode()])
+            self._objects.put(f"{self.run_id}/{name}", [self._text(name, data)])
 
     def claim(self, job: Mapping[str, Any]) -> None:
         """Write the job of a new run; of several at the same instant only one succeeds. Raises UsageError.
@@ -74,7 +85,7 @@ class RunFolder:
         data = {**job, "claim": secrets.token_hex(8)}
         try:
             with self._named("written"):
-                self._objects.create(f"{self.run_id}/job.json", json.dumps(data, indent=2).encode())
+                self._objects.create(f"{self.run_id}/job.json", self._text("job.json", data))
         except IntegrityError as error:
             raise self.taken() from error
 
@@ -84,14 +95,16 @@ class RunFolder:
             "--run-id"
         )
 
-    def read(self, name: str) -> dict[str, Any] | None:
-        """None if the file does not exist or is incomplete."""
+    def read(self, name: str, *, unsigned: bool = False) -> dict[str, Any] | None:
+        """None if the file does not exist or is incomplete. `unsigned`: also one without the right signature."""
         try:
             with self._named("read"):
                 data = json.loads(self._objects.get(f"{self.run_id}/{name}"))
         except (IntegrityError, ValueError):
             return None
-        return data if isinstance(data, dict) else None
+        if not isinstance(data, dict):
+            return None
+        return verified(None if unsigned else self._key, self.run_id, name, data)
 
     def remove(self, name: str) -> None:
         with self._named("written"):
@@ -105,13 +118,13 @@ class RunFolder:
         root = local_root(self.url)
         return None if root is None else path_below(root, f"{self.run_id}/{name}")
 
-    def read_job(self) -> Job:
+    def read_job(self, *, unsigned: bool = False) -> Job:
         """The job as it was started. Raises RunNotFound, and IntegrityError if job.json holds something else."""
-        return Job.from_json(self.job_record())
+        return Job.from_json(self.job_record(unsigned=unsigned))
 
-    def job_record(self) -> dict[str, Any]:
+    def job_record(self, *, unsigned: bool = False) -> dict[str, Any]:
         """The content of job.json. Raises RunNotFound, and IntegrityError where it is cut off or no JSON."""
-        job = self.read("job.json")
+        job = self.read("job.json", unsigned=unsigned)
         if job is None:
             with self._named("read"):
                 damaged = "job.json" in self._objects.names(self.run_id)
@@ -123,6 +136,9 @@ class RunFolder:
                 )
             raise RunNotFound(f"there is no run {self.run_id!r} in {self.url}{self._others()}")
         return job
+
+    def _text(self, name: str, data: Mapping[str, Any]) -> bytes:
+        return json.dumps(sign(self._key, self.run_id, name, data), indent=2).encode()
 
     def _others(self) -> str:
         try:

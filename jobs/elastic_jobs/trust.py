@@ -2,7 +2,7 @@
 
 `job.json` names code, and `live.json` names a cluster: connecting there sends this machine's Ray token and reads what
 the cluster answers with pickle. So both count only if the operator's own folder or environment names the same, if they
-are confirmed, or with `--trust-storage`.
+are signed with the operator's key (`elastic_jobs.signing`), confirmed, or with `--trust-storage`.
 """
 
 from __future__ import annotations

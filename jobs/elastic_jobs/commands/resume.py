@@ -115,11 +115,12 @@ def _resume_job(options: argparse.Namespace, backend: Backend) -> int:
 
 def _job(options: argparse.Namespace, folder: RunFolder) -> Job:
     """From the job file, else as the run's folder has it, once its code is trusted. Raises UsageError."""
-    stored = folder.read_job()
     if options.job is None:
-        job = _moved(stored, folder)
-        check_code(job, options.trust_storage)
+        job = _moved(folder.read_job(), folder)
+        check_code(job, options.trust_storage or folder.signed)
         return job
+    # Of the stored job only the seed is compared.
+    stored = folder.read_job(unsigned=True)
     file = Path(options.job)
     job = load_job(file).job(file, folder.run_id, folder.url)
     check_seed(folder.run_id, stored.settings.seed, job.settings.seed)

@@ -79,7 +79,7 @@ def reach(backend: Backend, folder: RunFolder, address: str | None, trusted: boo
             f"run {folder.run_id!r} is not going on: its local cluster is gone; continue it with `elastic resume`"
         )
     if address is None and live is not None:
-        check_address(folder.run_id, live.address, live.cluster_socket, trusted)
+        check_address(folder.run_id, live.address, live.cluster_socket, trusted or folder.signed)
     try:
         return backend.attach_run(folder.run_id, where)
     except RunNotFound:

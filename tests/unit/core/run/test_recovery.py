@@ -122,7 +122,7 @@ def test_who_does_not_leave_a_hanging_generation_is_left_out() -> None:
 def test_a_generation_that_does_not_get_to_training_in_time_fails() -> None:
     s = Scenario(2, 2, join_timeout_s=60).do(ev.RunStarted()).nodes(2).do(ev.TrainingReached(1, 0, 0)).wait(60)
     assert isinstance(s.phase, Ending)
-    assert "not training after 60 s: rank 1 on node node-1" in s.said()
+    assert "not training, and no progress for 60 s: rank 1 on node node-1" in s.said()
 
 
 def test_two_failures_in_the_same_processes_without_a_loss_bring_fresh_processes() -> None:
