@@ -103,30 +103,32 @@ def avoid_compiling() -> None:
 
 def train(config: dict[str, Any]) -> None:
     """This project's body. `config`: size (a name), stage and marks (a folder); and where wanted gate (a file), pace_s
-    (the least time of a step), elsewhere_s (what every pass sleeps), bf16 and after_step(engine, step)."""
+    (the least time of a step), elsewhere_s (what every pass sleeps), set_up_s (what the function sleeps before it
+    builds), bf16 and after_step(engine, step)."""
     import elastic
     from benchmarks.marks import MarkWriter, pass_gate
 
     size = SIZES[config["size"]]
+    time.sleep(config.get("set_up_s", 0.0))
     model, optimizer, data = build(size)
     resolved = deepspeed_config(size, config["stage"], bf16=config.get("bf16", False))
     engine, _, loader, _ = elastic.initialize(model=model, optimizer=optimizer, training_data=data, config=resolved)
-    marks, done = MarkWriter(config["marks"]), elastic.get_context().step
+    marks = MarkWriter(config["marks"])
     gate, pace_s, after_step = config.get("gate"), config.get("pace_s", 0.0), config.get("after_step")
     begun = time.monotonic()
     for _ in elastic.epochs():
         for windows in loader:
             time.sleep(config.get("elsewhere_s", 0.0))
             engine.backward(engine(windows.to(engine.device)))
-            if engine.is_gradient_accumulation_boundary():
+            last = engine.is_gradient_accumulation_boundary()
+            if last:
                 # What an accelerator would compute meanwhile, without the processor.
                 time.sleep(max(0.0, begun + pace_s - time.monotonic()))
             engine.step()
             here = elastic.get_context()
-            if here.step != done:
-                done = here.step
-                marks.step_done(done, here.rank, here.world_size, here.generation)
+            if last and not here.abandoned:
+                marks.step_done(here.step, here.rank, here.world_size, here.generation)
                 if after_step is not None:
-                    after_step(engine, done)
-                pass_gate(gate, done + 1)
+                    after_step(engine, here.step)
+                pass_gate(gate, here.step + 1)
                 begun = time.monotonic()

@@ -21,17 +21,18 @@ if TYPE_CHECKING:
         epochs,
         get_context,
         initialize,
+        keep,
         prepare_data_loader,
         report,
         state,
+        step,
     )
     from elastic.training.context import Context
 
 __all__ = [
     "AnomalySettings", "Context", "ElasticError", "ElasticTrainer", "FailureSettings", "SnapshotSettings",
-    "StragglerSettings", "UsageError", "busy", "data", "epochs", "export", "get_context", "initialize",
-    "prepare_data_loader",
-    "report", "state",
+    "StragglerSettings", "UsageError", "busy", "data", "epochs", "export", "get_context", "initialize", "keep",
+    "prepare_data_loader", "report", "state", "step",
 ]  # fmt: skip
 
 _HOMES = {
@@ -48,9 +49,11 @@ _HOMES = {
     "export": "elastic.interchange.export",
     "get_context": "elastic.training.api",
     "initialize": "elastic.training.api",
+    "keep": "elastic.training.api",
     "prepare_data_loader": "elastic.training.api",
     "report": "elastic.training.api",
     "state": "elastic.training.api",
+    "step": "elastic.training.api",
 }
 
 

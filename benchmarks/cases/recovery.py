@@ -25,7 +25,8 @@ _STEPS_BETWEEN = 6
 class Plan:
     """One run with one kind of fault, `repetitions` times. `source`: "memory" or "storage".
 
-    Without `grows` the run ends with the last recovery and not with the node's return.
+    Without `grows` the run ends with the last recovery and not with the node's return. `set_up_s`: what the training
+    function does before it builds its model.
     """
 
     what: str
@@ -36,10 +37,12 @@ class Plan:
     targets: tuple[Target, ...] = ()
     spares: int = 0
     grows: bool = True
+    set_up_s: float = 0.0
 
     @property
     def name(self) -> str:
-        return f"{self.what}, ZeRO-{self.stage}, from {self.source}"
+        set_up = f", {self.set_up_s:g} s of set-up" if self.set_up_s else ""
+        return f"{self.what}, ZeRO-{self.stage}, from {self.source}{set_up}"
 
 
 @dataclass
@@ -62,6 +65,7 @@ def plans(options: Options) -> list[Plan]:
         *(Plan("node SIGKILL -> next step, 4 -> 3", "kill_node", stage, "memory", times, targets)
           for stage, times, targets in ((1, killed, fast), (2, killed, fast), (3, slower, slow))),
         *(Plan("node SIGKILL -> next step, 4 -> 3", "kill_node", stage, "storage", few) for stage in (1, 2, 3)),
+        Plan("node SIGKILL -> next step, 4 -> 3", "kill_node", 1, "memory", few, fast, set_up_s=20.0),
     ]  # fmt: skip
     return every[:1] if options.quick else every
 
@@ -83,7 +87,7 @@ def measure_plans(options: Options, wanted: Sequence[Plan]) -> list[Figure]:
 def _measure(options: Options, cluster: Cluster, plan: Plan) -> Found:
     memory = plan.source == "memory"
     made = settings(
-        f"{plan.fault}-{plan.stage}-{plan.source}-{plan.spares}".replace("_", "-"),
+        f"{plan.fault}-{plan.stage}-{plan.source}-{plan.spares}-{plan.set_up_s:g}".replace("_", "-"),
         options.folder,
         workers=(2, NODES),
         snapshots=SnapshotSettings(enabled=memory, every_steps=1 if memory else None),
@@ -96,7 +100,7 @@ def _measure(options: Options, cluster: Cluster, plan: Plan) -> Found:
         return Found(failure="the time was over before its turn came")
     try:
         cluster.heal()
-        with OwnRun(cluster, made, SMALL.name, plan.stage) as run:
+        with OwnRun(cluster, made, SMALL.name, plan.stage, set_up_s=plan.set_up_s) as run:
             for turn in range(plan.repetitions):
                 if options.over:
                     raise NotMeasured(f"the time was over after {turn} of {plan.repetitions} repetitions")

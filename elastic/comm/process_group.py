@@ -34,7 +34,8 @@ _ABORT_LIMIT_S = 10.0
 
 
 class ProcessGroup:
-    """Call order, on the training thread: 1. `join` 2. `seal` after the engine made its groups 3. `close`.
+    """Call order, on the training thread: 1. `join` 2. `before_engine` and `seal` before and after the engine
+    makes its groups 3. `close`.
     `abort` may be called by any thread at any time and any number of times.
     """
 
@@ -47,6 +48,9 @@ class ProcessGroup:
         self._communicators: nccl.Communicators | None = None
         self._backend = ""
         self._aborting: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+        # Groups that are the platform's or the engine's; every other one is the script's.
+        self._known: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+        self._of_script = False
         self._foreign: frozenset[str] = frozenset()
         self._listening: frozenset[Address] = frozenset()
         self._peers_listening: frozenset[Address] = frozenset()
@@ -89,7 +93,17 @@ class ProcessGroup:
             self._communicators = nccl.Communicators(device)
             self._connect("world")
         self._hooks.after_join(backend)
+        self._known.update(_groups())
         return device
+
+    def before_engine(self) -> None:
+        """The engine is about to make its groups: those that appeared since `join` are the script's."""
+        self._of_script = self.has_groups_of_script
+
+    @property
+    def has_groups_of_script(self) -> bool:
+        """Has the user's code made groups (torch.distributed.new_group)? They end with the generation."""
+        return self._of_script or any(group not in self._known for group in _groups())
 
     def seal(self) -> None:
         """After the engine made its groups: set their timeouts and exchange socket addresses. Collective."""
@@ -98,6 +112,7 @@ class ProcessGroup:
             dist.distributed_c10d._set_pg_timeout(self._timeout(), group)
         if self.fails_silently:
             self._connect("engine")
+        self._known.update(_groups())
         self._exchange_addresses()
         self._building = False
 

@@ -111,6 +111,8 @@ class CommitStop:
     workers: tuple[int, ...]
     step: int
     durable: bool = True
+    # The run stops here: the users' functions are left.
+    last: bool = False
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,8 @@ class FailureSettings:
     hang_factor: float = 10.0
     # How long a worker may take to leave its generation, before it is left out.
     abort_timeout_s: float = 3.0
+    # Survivors stay in their training loop while the generation changes; false: their function is called again.
+    in_loop: bool = True
     # From the start of a generation to every member's first sign of training; reading state counts from its last byte.
     join_timeout_s: float = 120.0
     # From asking for a worker process to its first heartbeat; imports of a large script are in it.

@@ -92,6 +92,11 @@ class Engine(Protocol):
         """The model's forward pass. `last`: does this micro-batch end the step? None: not part of a step."""
         ...
 
+    def forward_alone(self, inputs: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        """A forward pass without collectives, in a step that is abandoned. Where that takes weights of other ranks: the
+        zeros in the shape of the last pass; RuntimeError where there was none."""
+        ...
+
     def backward(self, loss: torch.Tensor, named: Mapping[str, Any]) -> Any:
         """The backward pass of a loss that is scaled already: gradients are averaged over the ranks and over
         `ResolvedConfig.micro_steps`, and added up within the step."""

@@ -1,4 +1,4 @@
-"""What the training code calls: `initialize`, `prepare_data_loader`, `epochs`, `busy`, `report`, `get_context`."""
+"""What the training code calls: `initialize`, `prepare_data_loader`, `epochs`, `step`, `keep`, `busy`, `report`, ..."""
 
 from __future__ import annotations
 
@@ -9,33 +9,20 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from elastic.core.checkpoint.snapshots import is_snapshot
 from elastic.core.data.metrics import plain
-from elastic.core.data.readers import READERS
-from elastic.core.data.step_plan import StepPlan, total_samples
 from elastic.core.errors import UsageError
-from elastic.core.generation_spec import GenerationSpec
-from elastic.core.settings import WeightsSettings
-from elastic.engines.base import Config, Engine, ResolvedConfig
+from elastic.engines.base import Config
 from elastic.training import context
-from elastic.training.anomalies import AnomalyWatch
 from elastic.training.arguments import chosen_config, chosen_weights, refuse_arguments
 from elastic.training.busy import reporting
 from elastic.training.context import Context, StateOfTheRun
-from elastic.training.data import cursor
-from elastic.training.data.blocks import InBlocks
-from elastic.training.data.data_loaders import DataSource, PreparedLoader, data_source, open_reader, taken_over
+from elastic.training.data.data_loaders import PreparedLoader, data_source, taken_over
 from elastic.training.data.loader import ElasticLoader, elapsing_epochs
-from elastic.training.data.reader import MicroBatchReader
-from elastic.training.data.stream.repeated import RepeatedSteps
-from elastic.training.data.stream.spec import Stream
 from elastic.training.engine import ElasticEngine
 from elastic.training.generation import Generation
-from elastic.training.saving.resume import resume, run_state
-from elastic.training.saving.snapshots import Snapshots
+from elastic.training.in_loop import kept
+from elastic.training.in_loop.assembly import Given, assemble
 from elastic.training.session import Phase
-from elastic.training.state.engine_state import open_state
-from elastic.training.step_loop import StepLoop
 
 state = StateOfTheRun()
 
@@ -81,28 +68,25 @@ def initialize(
         raise UsageError("elastic.initialize was called twice; one generation trains one engine")
     chosen = chosen_weights(weights, scope.spec)
     scope.enter(Phase.BUILDING)
+    generation.group.before_engine()
+    if generation.in_loop is not None:
+        generation.in_loop.initializing()
     prepared = _prepared(generation, training_data)
-    source = data_source(training_data if prepared is None else prepared, collate_fn, num_workers, prefetch_factor)
-    resolved = generation.kind.resolve(chosen_config(args, config, config_params), scope.spec, source.micro_batch)
-    nonfinite = scope.spec.anomalies.policy if scope.spec.anomalies is not None else None
-    engine, wrapped_optimizer, scheduler = generation.kind.build(
-        resolved,
-        nonfinite if nonfinite != "off" else None,
-        scope.device,
-        model=model,
-        optimizer=optimizer,
-        lr_scheduler=lr_scheduler,
-        model_parameters=model_parameters,
+    given = Given(
+        model,
+        optimizer,
+        lr_scheduler,
+        None if model_parameters is None else list(model_parameters),
+        chosen_config(args, config, config_params),
+        data_source(training_data if prepared is None else prepared, collate_fn, num_workers, prefetch_factor),
+        chosen,
     )
-    generation.own(engine)
-    generation.group.seal()
-    steps, watch, reader = _opened(generation, engine, _plan(scope.spec, resolved, source), source, chosen)
-    users = ElasticEngine(engine, scope, steps, generation.state, watch)
-    loader = ElasticLoader(scope, steps, reader, source)
+    handles = assemble(generation, given)
     if prepared is not None:
-        prepared.loader = loader
-    generation.began(steps, users, loader)
-    return users, wrapped_optimizer, loader, scheduler
+        prepared.loader = handles.loader
+    if generation.in_loop is not None:
+        generation.in_loop.keep(given, handles)
+    return handles.engine, handles.optimizer, handles.loader, handles.scheduler
 
 
 def prepare_data_loader(loader: Any) -> PreparedLoader:
@@ -137,7 +121,29 @@ def epochs(count: int | None = None) -> Iterator[int]:
     generation = _generation()
     if generation.loader is None or generation.steps is None:
         raise UsageError("elastic.epochs() comes after elastic.initialize(), which makes the loader")
-    return elapsing_epochs(generation.loader, generation.steps, count)
+    return elapsing_epochs(generation.loader, count)
+
+
+def keep(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`make(*args, **kwargs)`, made once for each process: `data = elastic.keep(load_data, config)`.
+
+    A training function that is called again gets the same object for the same function and equal arguments. For
+    data, tokenizers and the like; not for models and optimizers. Raises UsageError for a function with a closure, and
+    for arguments that cannot be copied and compared.
+    """
+    return kept.keep(make, args, kwargs)
+
+
+def step() -> AbstractContextManager[None]:
+    """`with elastic.step(): ...` around forward, backward and step: where a peer is lost in it, the block is left, and
+    the loop goes on with its next batch. Nothing is computed from outputs of an abandoned step.
+
+    Without it such a step runs to its end: see docs/in-loop.md. Raises UsageError before `initialize`.
+    """
+    generation = _generation()
+    if generation.engine is None:
+        raise UsageError("elastic.step() comes after elastic.initialize(), which makes the engine")
+    return generation.engine.leaving_failed_steps()
 
 
 def busy(what: str, limit_s: float = 3600.0) -> AbstractContextManager[None]:
@@ -189,61 +195,3 @@ def _prepared(generation: Generation, training_data: Any) -> PreparedLoader | No
     if prepared is not None and training_data is not None and training_data is not prepared:
         raise UsageError("training_data was given although a DataLoader was prepared; give one of them")
     return prepared
-
-
-def _plan(spec: GenerationSpec, resolved: ResolvedConfig, source: DataSource) -> StepPlan:
-    blocks = source.dataset if isinstance(source.dataset, InBlocks) else None
-    return StepPlan(
-        global_batch=resolved.global_batch,
-        micro_batch=resolved.micro_batch,
-        world_size=spec.world_size,
-        rank=spec.rank,
-        dataset_size=source.size,
-        total_samples=total_samples(
-            source.size, resolved.global_batch, spec.batch.max_steps, spec.batch.epochs, spec.skips
-        ),
-        micro_steps=resolved.micro_steps,
-        skips=spec.skips,
-        shuffle=source.shuffle,
-        stream=source.dataset.facts if isinstance(source.dataset, Stream) else (),
-        block=blocks.block if blocks is not None else 0,
-        blocks_at_once=blocks.at_once if blocks is not None else 1,
-    )
-
-
-def _opened(
-    generation: Generation, engine: Engine, plan: StepPlan, source: DataSource, weights: WeightsSettings | None
-) -> tuple[StepLoop, AnomalyWatch | None, MicroBatchReader]:
-    """The engine's state is opened and, when the spec names a checkpoint, restored, else `weights` go in; the
-    data is opened where it stands. Collective.
-
-    Raises UsageError, ModelMismatch, IntegrityError or StorageError.
-    """
-    scope = generation.scope
-    state = open_state(engine)
-    generation.closing.callback(state.close)
-    cursor.require_equal(plan, scope.spec.seed, state.agreement)
-    saved_step, readers = None, None
-    if scope.spec.checkpoint is not None:
-        plan, readers = resume(scope, state, plan, generation.state)
-        # A snapshot in memory is not in storage yet: a run that ends here still has to save it.
-        saved_step = None if is_snapshot(scope.spec.checkpoint) else scope.step
-    elif weights is not None:
-        scope.enter(Phase.RESTORING)
-        state.begin_from(weights)
-        scope.enter(Phase.BUILDING)
-    reader = open_reader(source, plan, scope, generation.group.close_in_child(), readers)
-    generation.closing.callback(reader.close)
-    snapshots = Snapshots(
-        scope,
-        state,
-        lambda: run_state(scope, plan, generation.state),
-        saved_step,
-        lambda: {} if (own := reader.states()) is None else {READERS: own.to_json()},
-    )
-    generation.closing.callback(snapshots.close)
-    anomalies = scope.spec.anomalies
-    watched = anomalies is not None and anomalies.policy != "off"
-    watch = AnomalyWatch(engine, anomalies, state.agreement) if anomalies is not None and watched else None
-    repeated = RepeatedSteps(scope.spec.content, state.agreement) if plan.stream else None
-    return StepLoop(scope, plan, snapshots, generation.take_metrics, repeated), watch, reader

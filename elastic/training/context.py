@@ -28,6 +28,8 @@ class Context:
     run_id: str
     local_rank: int
     epoch: int = 0
+    # The current step is abandoned: its outputs do not count, and its samples are dealt again with the next batch.
+    abandoned: bool = False
 
     @classmethod
     def of(cls, generation: Generation) -> Context:
@@ -42,6 +44,7 @@ class Context:
             run_id=scope.spec.run_id,
             local_rank=scope.local_rank,
             epoch=0 if steps is None else steps.epoch,
+            abandoned=scope.broken,
         )
 
 
@@ -64,6 +67,14 @@ def install(generation: Generation) -> None:
         generation.state.load(_early_state)
         _early_state.clear()
         _current = generation
+
+
+def replace(old: Generation, new: Generation) -> None:
+    """`new` takes the place of `old`, which has been left."""
+    global _current
+    with _lock:
+        if _current is old:
+            _current = new
 
 
 def uninstall(generation: Generation) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -14,12 +15,13 @@ from elastic.core.data.micro_batches import loss_scale
 from elastic.core.data.readers import MODULUS
 from elastic.core.data.step_plan import StepPlan
 from elastic.core.data.steps import StepReport
-from elastic.core.errors import UsageError
+from elastic.core.errors import GenerationEnded, UsageError
 from elastic.engines.base import Engine, StepOutcome
 from elastic.training import rng
 from elastic.training.anomalies import AnomalyWatch
 from elastic.training.result import BadStep
 from elastic.training.scope import GenerationScope
+from elastic.training.session import InLoop
 from elastic.training.step_loop import StepLoop, StepProgress
 from elastic.training.user_state import State
 
@@ -31,10 +33,26 @@ _CLIENT_STATE = "client_state"
 
 class ElasticEngine:
     """Every attribute that is not here is the underlying engine's own. That object itself is found under the engine's
-    name: `engine.deepspeed` is the DeepSpeedEngine."""
+    name: `engine.deepspeed` is the DeepSpeedEngine. The object stays while generations change: `close` and then `open`
+    on the next one."""
 
     def __init__(
-        self, engine: Engine, scope: GenerationScope, steps: StepLoop, state: State, watch: AnomalyWatch | None = None
+        self,
+        engine: Engine,
+        scope: GenerationScope,
+        steps: StepLoop,
+        state: State,
+        watch: AnomalyWatch | None = None,
+        in_loop: InLoop | None = None,
+    ) -> None:
+        self._in_loop = in_loop
+        self._strict = False
+        self._native_was_given = False
+        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.open(engine, scope, steps, state, watch)
+
+    def open(
+        self, engine: Engine, scope: GenerationScope, steps: StepLoop, state: State, watch: AnomalyWatch | None
     ) -> None:
         self._engine: Engine | None = engine
         self._scope = scope
@@ -42,7 +60,6 @@ class ElasticEngine:
         self._state = state
         self._watch = watch
         self._loss: torch.Tensor | float = 0.0
-        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @property
     def plan(self) -> StepPlan:
@@ -55,14 +72,29 @@ class ElasticEngine:
         if engine is None:
             raise AttributeError(f"{name}: the generation of this engine is over")
         self._scope.moved()
-        return engine.native if name == engine.name else getattr(engine.native, name)
+        if name == engine.name:
+            self._native_was_given = True
+            return engine.native
+        return getattr(engine.native, name)
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         return self.forward(*inputs, **kwargs)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The model's forward pass. In training mode, with a batch of the loader at hand, its random stream is that of
-        the micro-batch; evaluation passes are left alone."""
+        the micro-batch; evaluation passes are left alone.
+
+        In a step that is abandoned (see docs/in-loop.md) it is the model's own pass or, where the weights are out of
+        reach, zeros in the shape of the pass before.
+        """
+        try:
+            return self._forward(inputs, kwargs)
+        except (Exception, GenerationEnded) as error:
+            if not self._training or not self._abandoned(error):
+                raise
+            return self._open().forward_alone(inputs, kwargs)
+
+    def _forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._scope.check()
         self._scope.moved()
         engine, progress, last = self._open(), self._steps.progress, None
@@ -74,7 +106,16 @@ class ElasticEngine:
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> Any:
         """`loss` is the mean over the micro-batch. It is scaled so that the step's gradient is exactly the mean over
-        the global batch (see `core.data.micro_batches.loss_scale`). Returns what the underlying engine returns."""
+        the global batch (see `core.data.micro_batches.loss_scale`). Returns what the underlying engine returns; the
+        loss in a step that is abandoned."""
+        try:
+            return self._backward(loss, kwargs)
+        except (Exception, GenerationEnded) as error:
+            if not self._abandoned(error):
+                raise
+            return loss
+
+    def _backward(self, loss: torch.Tensor, kwargs: dict[str, Any]) -> Any:
         self._scope.check()
         progress = self._steps.progress
         if progress is None or progress.active is None:
@@ -96,7 +137,15 @@ class ElasticEngine:
         return result
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """After the last micro-batch of a step: the optimizer's step, the report, and the snapshot when it is due."""
+        """After the last micro-batch of a step: the optimizer's step, the report, and the snapshot when it is due.
+        Nothing in a step that is abandoned."""
+        try:
+            self._step(args, kwargs)
+        except (Exception, GenerationEnded) as error:
+            if not self._abandoned(error):
+                raise
+
+    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._scope.check()
         progress = self._steps.progress
         if progress is None:
@@ -179,7 +228,36 @@ class ElasticEngine:
         self._buffers.clear()
         self._loss = 0.0
 
+    def obstacle(self) -> str | None:
+        """Why no other engine can be built on the same model; None where one can, and where this one is closed."""
+        if self._native_was_given and self._engine is not None:
+            return f"it has used engine.{self._engine.name}, which belongs to one generation"
+        return None if self._engine is None else self._engine.obstacle()
+
+    @contextmanager
+    def leaving_failed_steps(self) -> Iterator[None]:
+        """A failure inside leaves the block; nothing in it is computed in an abandoned step."""
+        before, self._strict = self._strict, True
+        try:
+            yield
+        except (Exception, GenerationEnded) as error:
+            self._strict = before
+            if not self._abandoned(error):
+                raise
+        finally:
+            self._strict = before
+
     # -- inside --------------------------------------------------------------------------------------------------------
+
+    @property
+    def _training(self) -> bool:
+        """Evaluation passes are never invented: the function is left instead."""
+        progress = self._steps.progress
+        training: bool = self._engine is not None and self._engine.module.training
+        return training and progress is not None and progress.active is not None
+
+    def _abandoned(self, error: BaseException) -> bool:
+        return self._in_loop is not None and not self._strict and self._in_loop.abandon(error)
 
     def _open(self) -> Engine:
         if self._engine is None:

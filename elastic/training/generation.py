@@ -19,7 +19,7 @@ from elastic.training.data.data_loaders import PreparedLoader
 from elastic.training.data.loader import ElasticLoader
 from elastic.training.engine import ElasticEngine
 from elastic.training.scope import GenerationScope
-from elastic.training.session import Coordinator
+from elastic.training.session import Coordinator, InLoop
 from elastic.training.step_loop import StepLoop
 from elastic.training.user_state import State
 
@@ -40,13 +40,17 @@ class Generation:
         self.group = ProcessGroup(spec, rendezvous, self.kind, local_rank)
         self.scope = GenerationScope(spec, coordinator, self.kind.device(local_rank)[1], local_rank)
         self.state = State()
+        # None: the user's function is left with the generation.
+        self.in_loop: InLoop | None = None
         self.steps: StepLoop | None = None
         # The DataLoader that the user's code prepared before the engine is built.
         self.prepared: PreparedLoader | None = None
+        self.engine: ElasticEngine | None = None
         self.loader: ElasticLoader | None = None
         # What `close` closes, the last first.
         self.closing = ExitStack()
         self._metrics: dict[str, Any] = {}
+        self._stays = False
         self._native: weakref.ReferenceType[Any] | None = None
 
     def join(self) -> None:
@@ -63,10 +67,10 @@ class Generation:
     def own(self, engine: Engine) -> None:
         """From here on the engine is closed however the generation ends."""
         self._native = weakref.ref(engine.native)
-        self.closing.callback(engine.close)
+        self.closing.callback(lambda: engine.detach() if self._stays else engine.close())
 
     def began(self, steps: StepLoop, engine: ElasticEngine, loader: ElasticLoader) -> None:
-        self.steps, self.loader = steps, loader
+        self.steps, self.engine, self.loader = steps, engine, loader
         self.closing.callback(engine.close)
         self.closing.callback(loader.close)
 
@@ -78,14 +82,23 @@ class Generation:
         metrics, self._metrics = self._metrics, {}
         return metrics
 
-    def close(self) -> bool:
-        """Close the loader, the engine and the groups; True when nothing of the engine is left in this process."""
-        self.steps = self.loader = None
+    def close(self, stays: bool = False) -> bool:
+        """Close the loader, the engine and the groups; True when nothing of the engine is left in this process.
+
+        `stays`: the user's function stays in its loop, and the next engine is built on the same model and optimizer.
+        """
+        self.steps = self.engine = self.loader = None
+        self._stays = stays
         try:
             self.closing.close()
         finally:
             self.scope.failure = None
             self.group.close()
+        # An engine that was detached is empty: what still refers to it keeps nothing alive.
+        return cleanup.collect(None if stays else self._native)
+
+    def collect(self) -> bool:
+        """The user's function has been left since `close`: the same verdict again."""
         return cleanup.collect(self._native)
 
 

@@ -18,7 +18,7 @@ from elastic.engines.base import EngineKind
 from elastic.training import cleanup, context, rng
 from elastic.training.generation import Generation
 from elastic.training.result import GenerationResult, Kind
-from elastic.training.session import Coordinator, Phase
+from elastic.training.session import Coordinator, InLoop, Phase
 
 logger = logging.getLogger(__name__)
 
@@ -48,11 +48,11 @@ class GenerationRunner:
     ) -> None:
         self.spec = spec
         self.clean = True
+        self.generation = Generation(spec, coordinator, rendezvous, local_rank, kind)
         self._device_works = True
         self._on_result = on_result
-        self._generation = Generation(spec, coordinator, rendezvous, local_rank, kind)
-        self._scope = self._generation.scope
-        self._group = self._generation.group
+        self._scope = self.generation.scope
+        self._group = self.generation.group
         self._left = threading.Event()
         self._abort_lock = threading.Lock()
         self._aborted = False
@@ -60,9 +60,17 @@ class GenerationRunner:
 
     def run(self, fn: Callable[..., Any], config: Mapping[str, Any] | None = None) -> GenerationResult:
         """Run `fn(config)`, or `fn()` if it has no parameters. Returns after everything is closed; never raises."""
-        result = self._attempt(fn, config)
-        self._announce(result)
-        self._leave(result)
+        try:
+            context.install(self.generation)
+            self.join()
+            with suppress(RunOver):
+                call(fn, config)
+            result = self.returned()
+        except BaseException as error:  # noqa: BLE001 - the shell's edge: everything becomes a result
+            result = self.classify(error)
+            cleanup.forget(error)
+        self.announce(result)
+        self.leave(result)
         return result
 
     def abort(self, reason: str) -> None:
@@ -83,39 +91,33 @@ class GenerationRunner:
         """Finished optimizer steps so far; any thread may ask."""
         return self._scope.step
 
-    # -- inside -------------------------------------------------------------------------------------------------------
+    # -- the parts of `run`, for a function that stays in its loop: see `in_loop` --------------------------------------
 
-    def _attempt(self, fn: Callable[..., Any], config: Mapping[str, Any] | None) -> GenerationResult:
+    def join(self, in_loop: InLoop | None = None) -> None:
+        """Form the process group, with this generation installed. Raises what forming it raises."""
         scope = self._scope
-        try:
-            scope.check()
-            cleanup.warm_up(self._generation.kind)
-            context.install(self._generation)
-            scope.enter(Phase.JOINING)
-            self._generation.join()
-            if self._group.fails_silently:
-                threading.Thread(target=self._watch_group, name="elastic-group", daemon=True).start()
-            scope.enter(Phase.BUILDING)
-            # The user's function builds the model: equal weights on every rank and at every world size.
-            rng.seed_everything(self.spec.seed, "build")
-            with suppress(RunOver):
-                _call(fn, config)
-            return self._returned()
-        except BaseException as error:  # noqa: BLE001 - the shell's edge: everything becomes a result
-            result = self._classify(error)
-            cleanup.forget(error)
-            return result
+        scope.check()
+        cleanup.warm_up(self.generation.kind)
+        self.generation.in_loop = in_loop
+        scope.enter(Phase.JOINING)
+        self.generation.join()
+        if self._group.fails_silently:
+            threading.Thread(target=self._watch_group, name="elastic-group", daemon=True).start()
+        scope.enter(Phase.BUILDING)
+        # The user's function builds the model: equal weights on every rank and at every world size.
+        rng.seed_everything(self.spec.seed, "build")
 
-    def _returned(self) -> GenerationResult:
+    def returned(self) -> GenerationResult:
         """The user's function returned. `except BaseException` in it may have swallowed an end: check again."""
-        steps = self._generation.steps
+        steps = self.generation.steps
         completed = steps is not None and steps.finished
         if not completed:
             self._scope.check()
             completed = steps is not None and steps.returned()
         return GenerationResult("finished", self._scope.step, completed, where=self._scope.where())
 
-    def _classify(self, error: BaseException) -> GenerationResult:
+    def classify(self, error: BaseException) -> GenerationResult:
+        """What `error`, raised in this generation, means."""
         scope = self._scope
         if is_of_device(error):
             self._device_works = False
@@ -177,11 +179,12 @@ class GenerationRunner:
                 return
             if error is not None:
                 failure = CollectiveFailed(f"a collective failed: {error}", self._scope.where())
-                self._announce(self._collective_failed(failure))
+                self.announce(self._collective_failed(failure))
                 self.abort(failure.message)
                 return
 
-    def _announce(self, result: GenerationResult) -> None:
+    def announce(self, result: GenerationResult) -> None:
+        """Once; later calls do nothing."""
         with self._abort_lock:
             first, self._announced = not self._announced, True
         if self._on_result is None or not first:
@@ -191,8 +194,9 @@ class GenerationRunner:
         except Exception:
             logger.exception("generation %d: the outcome could not be reported", self.spec.generation)
 
-    def _leave(self, result: GenerationResult) -> None:
-        scope, generation = self._scope, self._generation
+    def leave(self, result: GenerationResult, stays: bool = False) -> None:
+        """Close everything. `stays`: the user's function goes on with the next generation, on the same model."""
+        scope, generation = self._scope, self.generation
         if result.kind not in ("finished", "ended", "anomaly") or (result.kind == "ended" and not scope.planned):
             # Pending collectives of this rank would block the destruction of the groups. After a normal end nothing is
             # aborted: a slower rank may still be reading what this one has sent.
@@ -204,20 +208,26 @@ class GenerationRunner:
         except BaseException as error:  # noqa: BLE001 - the coordinator may refuse an ended generation
             logger.debug("the coordinator was not told of the end: %s", error)
         try:
-            self.clean = generation.close() and self._device_works
+            self.clean = generation.close(stays) and self._device_works
         except Exception:
             logger.exception("generation %d was not left cleanly", self.spec.generation)
             self.clean = False
         finally:
-            context.uninstall(generation)
+            if not stays:
+                context.uninstall(generation)
             self._left.set()
+
+    def left_behind(self) -> None:
+        """The user's function, which was to stay after `leave`, has been left after all."""
+        self.clean = self.generation.collect() and self._device_works
+        context.uninstall(self.generation)
 
     def _keep_aborting(self) -> None:
         while not self._left.wait(_ABORT_EVERY_S):
             self._group.abort()
 
 
-def _call(fn: Callable[..., Any], config: Mapping[str, Any] | None) -> None:
+def call(fn: Callable[..., Any], config: Mapping[str, Any] | None) -> None:
     takes_config = bool(inspect.signature(fn).parameters)
     if takes_config:
         fn(dict(config or {}))

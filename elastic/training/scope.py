@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from elastic.comm.failures import as_collective_failure
-from elastic.core.errors import CollectiveFailed, GenerationEnded, Where
+from elastic.core.errors import GenerationEnded, Where
 from elastic.core.generation_spec import GenerationSpec
 from elastic.training.result import BadStep
 from elastic.training.session import Coordinator, Phase
@@ -32,9 +32,12 @@ class GenerationScope:
     local_rank: int = 0
     step: int = 0
     phase: Phase = Phase.IDLE
-    failure: CollectiveFailed | None = None
+    # What this rank met, where it cannot go on: a lost peer, or a restored state that was not verified.
+    failure: Exception | None = None
     # How it ended, where it ended by itself: at a planned step, or because of a non-finite one. Every rank alike.
     planned: bool = False
+    # The run stops with this generation.
+    last: bool = False
     bad_step: BadStep | None = None
     _ended: str | None = None
     _moved: float = 0.0
@@ -51,9 +54,14 @@ class GenerationScope:
         if self._ended is None:
             self._ended = reason
 
-    def end_as_planned(self) -> None:
-        """The step just finished was the last one and is saved. Raises GenerationEnded."""
-        self.planned = True
+    def fail(self, error: BaseException) -> None:
+        """This rank has met `error`: later checks raise it. The first reason stays."""
+        if isinstance(error, Exception) and self.failure is None and self._ended is None:
+            self.failure = error
+
+    def end_as_planned(self, last: bool = False) -> None:
+        """The step just finished was the last one (of the run, if `last`) and is saved. Raises GenerationEnded."""
+        self.planned, self.last = True, last
         self.end(f"planned at step {self.step}")
         self.check()
 
@@ -67,8 +75,13 @@ class GenerationScope:
     def ended(self) -> str | None:
         return self._ended
 
+    @property
+    def broken(self) -> bool:
+        """Nothing that is still computed in this generation counts."""
+        return self._ended is not None or self.failure is not None
+
     def check(self) -> None:
-        """Raise GenerationEnded or the collective's failure once this generation cannot go on.
+        """Raise GenerationEnded or the failure once this generation cannot go on.
 
         Called by everything that the user's loop calls, so that an `except Exception` in it cannot keep a dead
         generation running.

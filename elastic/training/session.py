@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 
 class Stop(str, Enum):
-    """Where the last step of a generation that ends as planned must be kept."""
+    """Where the last step of a generation that ends as planned must be kept. LAST: in storage, and the run stops."""
 
+    LAST = "last"
     DURABLE = "durable"
     MEMORY = "memory"
 
@@ -92,6 +93,29 @@ class SnapshotMemory(Protocol):
 
     def settled(self, step: int) -> None:
         """Every rank's snapshot of `step` is complete: older ones can be dropped."""
+        ...
+
+
+class InLoop(Protocol):
+    """Keeps the user's function in its loop while generations change. On the training thread."""
+
+    def initializing(self) -> None:
+        """`elastic.initialize` was called: the function's set-up is done."""
+        ...
+
+    def keep(self, given: Any, handles: Any) -> None:
+        """What `elastic.initialize` was given and what it returned: the next generation is built from it."""
+        ...
+
+    def abandon(self, error: BaseException) -> bool:
+        """The current step failed with `error`. True: the step is abandoned, later calls of it do nothing, and
+        `recover` follows. False: `error` must be raised."""
+        ...
+
+    def recover(self, error: BaseException) -> None:
+        """Leave the generation that ended with `error`, wait for the next one and build it underneath the handles.
+
+        Raises `error`, or GenerationEnded, where the user's function must be left."""
         ...
 
 

@@ -160,7 +160,8 @@ class StepLoop:
                 if not self.ended_by_epochs:
                     self.finish()
                 return False
-            if epoch is not None and self.epoch != epoch:
+            if epoch is not None and self.epoch > epoch:
+                # An earlier one, after a recovery: its steps are repeated in this iteration.
                 return False
             self._close_step()
             self._boundary()
@@ -179,7 +180,7 @@ class StepLoop:
             self._scope.coordinator.moved(over=True)
 
     def require_between_batches(self) -> None:
-        if self.progress is not None:
+        if self.progress is not None and not self._scope.broken:
             self.progress.require_stepped()
 
     # -- for the engine ------------------------------------------------------------------------------------------------
@@ -274,8 +275,8 @@ class StepLoop:
         """Ask whether the generation ends here as planned; if so, save exactly this step and leave."""
         stop = self._scope.coordinator.boundary(self._scope.step)
         if stop is not None:
-            self._save(durable=stop is Stop.DURABLE)
-            self._scope.end_as_planned()
+            self._save(durable=stop is not Stop.MEMORY)
+            self._scope.end_as_planned(last=stop is Stop.LAST)
 
     def _save(self, durable: bool = True) -> None:
         """Save the step just finished, unless it was saved already; to storage if `durable`."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import queue
 import signal
 import sys
 import threading
@@ -172,8 +173,7 @@ def _live(pipe: Connection) -> None:
     from elastic.training.cleanup import warm_up
 
     warm_up(KIND)
-    runner: dict[str, Any] = {}
-    thread: threading.Thread | None = None
+    training = Training()
     while True:
         try:
             command, value = pipe.recv()
@@ -182,18 +182,11 @@ def _live(pipe: Connection) -> None:
         if command == "host":
             tell("hosted", host_store("127.0.0.1"))
         elif command == "run":
-            if thread is not None:
-                thread.join()
-            made = threading.Event()
-            thread = threading.Thread(target=_run, args=(value, runner, made), daemon=True)
-            thread.start()
-            made.wait()
+            training.begin(value)
         elif command == "abort":
-            runner["now"].abort(value)
+            training.runner.abort(value)
         elif command == "where":
-            assert thread is not None
-            assert thread.ident is not None
-            frame = sys._current_frames().get(thread.ident)
+            frame = sys._current_frames().get(training.thread.ident or 0)
             files = []
             while frame is not None:
                 files.append(frame.f_code.co_filename)
@@ -201,10 +194,18 @@ def _live(pipe: Connection) -> None:
             tell("where", any("torch/distributed/" in file for file in files))
 
 
-def _run(value: Any, runner: dict[str, Any], made: threading.Event) -> None:
-    try:
-        import trainings
+class Training:
+    """The training thread, as a worker has one. With `in_loop` in the configuration the function stays in its loop."""
 
+    def __init__(self) -> None:
+        self.runner: Any = None
+        self._coordinators: dict[Any, Any] = {}
+        self._begun: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._call: Any = None
+        self.thread = threading.Thread(target=self._train, daemon=True)
+        self.thread.start()
+
+    def begin(self, value: Any) -> None:
         from elastic.core.generation_spec import GenerationSpec
         from elastic.training.local import LocalCoordinator
         from elastic.training.loop import GenerationRunner
@@ -213,7 +214,7 @@ def _run(value: Any, runner: dict[str, Any], made: threading.Event) -> None:
             def committed(self, manifest: Any) -> None:
                 point(f"committed step {manifest.step}")
 
-        fn, config, fields, rendezvous, end_at = value
+        _, config, fields, rendezvous, end_at = value
         spec = GenerationSpec(**fields)
         coordinator = Telling(spec, rendezvous, config["url"], end_at)
 
@@ -222,16 +223,47 @@ def _run(value: Any, runner: dict[str, Any], made: threading.Event) -> None:
                 wait=result.kind in ("finished", "anomaly") or (result.kind == "ended" and result.step == end_at)
             )
 
-        runner["now"] = GenerationRunner(spec, coordinator, rendezvous, on_result)
-        made.set()
+        self.runner = GenerationRunner(spec, coordinator, rendezvous, on_result)
+        self._coordinators[self.runner] = coordinator
+        self._begun.put((value, self.runner))
+
+    def _train(self) -> None:
+        while True:
+            (fn, config, *_), runner = self._begun.get()
+            try:
+                self._run(fn, config, runner)
+            except BaseException:
+                tell("broken", traceback.format_exc())
+                raise
+
+    def _run(self, fn: str, config: dict[str, Any], runner: Any) -> None:
+        import trainings
+
+        from elastic.training.in_loop.function_call import FunctionCall
+
         told.clear()
         indices.clear()
-        result = runner["now"].run(getattr(trainings, fn), config)
+        function = getattr(trainings, fn)
+        if config.get("in_loop"):
+            made = FunctionCall(function, config, self._next, lambda why: tell("point", f"left: {why}"))
+            runner, result = made.run(runner)
+        else:
+            result = runner.run(function, config)
+        self._left(runner, result)
+
+    def _next(self, runner: Any, result: Any) -> Any:
+        self._left(runner, result)
+        _, following = self._begun.get()
+        indices.clear()
+        return following
+
+    def _left(self, runner: Any, result: Any) -> None:
+        coordinator = self._coordinators.pop(runner)
         tell(
             "outcome",
             Outcome(
                 result,
-                runner["now"].clean,
+                runner.clean,
                 coordinator.reports,
                 coordinator.restores,
                 list(indices),
@@ -240,7 +272,3 @@ def _run(value: Any, runner: dict[str, Any], made: threading.Event) -> None:
                 len(os.listdir("/proc/self/fd")),
             ),
         )
-    except BaseException:
-        made.set()
-        tell("broken", traceback.format_exc())
-        raise

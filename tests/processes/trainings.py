@@ -156,6 +156,50 @@ def train_with_more_after_each_step(config: dict[str, Any]) -> None:
     )
 
 
+def train_in_loop(config: dict[str, Any]) -> None:
+    """Holds on to everything that a loop may hold. Rank `config["victim"]` stays in step `config["at"]` for ever."""
+    crew.told["calls"] = crew.told.get("calls", 0) + 1
+    model = Small(config["dropout"])
+    held = dict(model.named_parameters())
+    engine, optimizer, loader, scheduler = elastic.initialize(
+        model=model,
+        model_parameters=model.parameters(),
+        optimizer=torch.optim.AdamW(model.parameters(), lr=0.02),
+        training_data=Numbers(37, torch.float32),
+        config=deepspeed_config(config),
+        num_workers=config.get("num_workers", 0),
+    )
+    elastic.state["starts"] = elastic.state.get("starts", 0) + 1
+    passed: dict[str, Any] = {"abandoned": 0, "world sizes": []}
+    for _ in elastic.epochs():
+        for x, y in loader:
+            context = elastic.get_context()
+            if passed["world sizes"][-1:] != [context.world_size]:
+                passed["world sizes"].append(context.world_size)
+            assert engine.module is model
+            assert all(parameter is held[name] for name, parameter in model.named_parameters())
+            assert [group["lr"] for group in optimizer.param_groups] == engine.get_lr()
+            assert scheduler.last_batch_iteration == context.step - 1
+            last = engine.is_gradient_accumulation_boundary()
+            at_fault = config.get("at") == context.step and passed["world sizes"] == [3] and last
+            for name in ("forward", "backward", "step"):
+                if at_fault and config["where"] == name:
+                    crew.point("there")
+                    if context.rank == config["victim"]:
+                        crew.stay()
+                if name == "forward":
+                    output = engine(x)
+                    assert output.isfinite().all()
+                    loss = nn.functional.mse_loss(output, y)
+                elif name == "backward":
+                    engine.backward(loss)
+                else:
+                    engine.step()
+            passed["abandoned"] += elastic.get_context().abandoned
+            elastic.report(rank=context.rank)
+    crew.told.update(passed, starts=elastic.state["starts"])
+
+
 def train_until_fault(config: dict[str, Any]) -> None:
     """Rank `config["victim"]` stays for ever in the middle of step `config["at"]`; all tell when they get there."""
     engine, loader = build(config)

@@ -94,22 +94,39 @@ def build(config: dict[str, Any]) -> tuple[Any, Any, Numbers]:
     return engine, loader, data
 
 
-def _between_steps(config: dict[str, Any], data: Numbers) -> None:
-    """Have `_closed_step` called after every step of this generation: it is closed then, and the next has not begun.
+# The coordinator's own, and what `_between_steps` was last given.
+_ASK: list[Callable[[Any, int], Any]] = []
+_LOOP: list[tuple[dict[str, Any], Numbers]] = []
+_calls = 0
 
-    The user's code does not run at that moment: what it does after engine.step() belongs to the step.
+
+def _between_steps(config: dict[str, Any], data: Numbers) -> None:
+    """Have `_closed_step` called after every step of this process: it is closed then, and the next has not begun.
+
+    The user's code does not run at that moment: what it does after engine.step() belongs to the step. For the class,
+    since the training function stays in its loop while coordinators change.
     """
     generation = context.current()
     assert generation is not None
-    coordinator: Any = generation.scope.coordinator
-    ask, begun = coordinator.boundary, generation.scope.step
+    kind: Any = type(generation.scope.coordinator)
+    _LOOP[:] = [(config, data)]
+    global _calls
+    _calls += 1
+    _put(Path(config["folder"]) / f"called-{os.getpid()}", str(_calls))
+    if not _ASK:
+        _ASK.append(kind.boundary)
+        kind.boundary = _boundary
 
-    def boundary(step: int) -> Any:
-        if step > begun:
-            _closed_step(config, elastic.get_context(), data)
-        return ask(step)
 
-    coordinator.boundary = boundary
+def _boundary(coordinator: Any, step: int) -> Any:
+    config, data = _LOOP[0]
+    if "begun" not in vars(coordinator):
+        coordinator.begun = step
+        # Of a step that was abandoned.
+        data.given.clear()
+    elif step > coordinator.begun:
+        _closed_step(config, elastic.get_context(), data)
+    return _ASK[0](coordinator, step)
 
 
 def train(config: dict[str, Any]) -> None:
@@ -220,7 +237,7 @@ def _haunt(folder: Path, scope: Any, engine: Any, snapshot: Any) -> None:
         "write into a complete checkpoint": lambda: member._source.write_shard(committed),
         "save a shard": lambda: member.save(snapshot),
         "report a step": lambda: member.step_done(ahead),
-        "go on": lambda: type(member).boundary(member, snapshot.step),
+        "go on": lambda: _ASK[0](member, snapshot.step),
         "use the engine": lambda: engine(torch.zeros(2, 16)),
         "say last words": lambda: [member._post(event) for event in last_words],
     }

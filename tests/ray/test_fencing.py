@@ -28,7 +28,7 @@ pytestmark = pytest.mark.ray
 
 def test_nothing_of_a_generation_or_a_controller_that_is_over_counts(cluster: LocalCluster, tmp_path: Path) -> None:
     fault = {"kind": "zombie", "rank": 0, "step": 6}
-    run = Run(cluster, tmp_path, config={"fault": fault}, scaling=ScalingSettings(2, 3))
+    run = Run(cluster, tmp_path, config={"fault": fault}, scaling=ScalingSettings(2, 3), failures={"in_loop": False})
     old_controller = JournalWriter(run.url, "run")
     run.allow(6)
     run.start()

@@ -94,8 +94,8 @@ def test_broken_hardware_is_not_the_users_and_its_process_not_used_again(
 ) -> None:
     spec, where = GenerationSpec("run", 3, 0, 1), Rendezvous("127.0.0.1", 1)
     runner = loop.GenerationRunner(spec, SilentCoordinator(), where, kind=NoEngine("gloo"))
-    result = runner._classify(error)
-    runner._leave(result)
+    result = runner.classify(error)
+    runner.leave(result)
     assert (result.kind, runner.clean) == (kind, clean)
     event = codec.outcome(result, 3, 7)
     if kind == "device_failed":
@@ -122,12 +122,12 @@ def test_a_collective_that_failed_for_the_device_is_not_told_as_a_lost_peer(
     runner = loop.GenerationRunner(spec, SilentCoordinator(), where, kind=NoEngine("gloo"))
     error = dist.DistBackendError("NCCL error: unhandled cuda error")
     if noticed == "raised":
-        result = runner._classify(error)
+        result = runner.classify(error)
     else:
         result = runner._collective_failed(CollectiveFailed("a collective failed: nccl reports COMM_ERROR"))
         # What the training thread raises later does not make the device healthy.
-        runner._classify(error)
-    runner._leave(result)
+        runner.classify(error)
+    runner.leave(result)
     assert (result.kind, runner.clean) == (kind, clean)
     if device is not None:
         assert result.message == str(device)

@@ -288,7 +288,7 @@ def test_a_function_that_begins_again_trains_what_is_left(bounds: dict[str, Any]
 def test_elapsing_epochs_begin_at_the_one_that_the_run_is_in(step: int) -> None:
     made = make(step=step, bounded=False)
     numbers = []
-    for epoch in elapsing_epochs(made[2], made[1].steps, 3):
+    for epoch in elapsing_epochs(made[2], 3):
         numbers.append(epoch)
         for _ in made[2]:
             assert made[2].epoch == epoch
@@ -398,7 +398,7 @@ def test_the_end_of_an_aborted_generation_reaches_the_loop() -> None:
 def counts_between_steps(made: Made, until: int = 1 << 30) -> Made:
     """A loop of the user's that counts each step after engine.step(), by itself; it leaves after step `until`."""
     scope, engine, loader, _ = made
-    for _ in elapsing_epochs(loader, engine.steps):
+    for _ in elapsing_epochs(loader):
         for _ in loader:
             before = scope.step
             engine.step()

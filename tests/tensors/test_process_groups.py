@@ -237,12 +237,12 @@ def test_what_the_end_of_a_generation_makes_a_group_report_is_no_failure(
             runner.abort("the controller has said so")
             fail()
 
-    def close() -> bool:
+    def close(stays: bool) -> bool:
         if way == "finished":
             fail()
         return True
 
-    monkeypatch.setattr(runner._generation, "close", close)
+    monkeypatch.setattr(runner.generation, "close", close)
     assert runner.run(train).kind == way
     assert [result.kind for result in runner.results] == [way]
     assert [watch.is_alive() for watch in watches] == [False]

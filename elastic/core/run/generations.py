@@ -104,7 +104,7 @@ def _save_only(transition: Transition) -> None:
     limit, at = transition.now + state.settings.failures.drain_timeout_s, state.start_step
     answers = dict.fromkeys(state.members, at)
     transition.enter(Pausing(transition.now, limit, "stop", was=phase, answers=answers, stop_at=at, durable=True))
-    transition.do(CommitStop(state.generation, state.members, at, True))
+    transition.do(CommitStop(state.generation, state.members, at, True, last=True))
 
 
 def first_step_done(transition: Transition, event: FirstStepDone) -> None:
@@ -160,7 +160,9 @@ def _promised(transition: Transition, phase: Pausing, worker: int, step: int) ->
     if len(answers) == transition.state.world_size:
         stop_at = max(answers.values())
         transition.enter(replace(phase, answers=answers, stop_at=stop_at))
-        transition.do(CommitStop(transition.state.generation, transition.state.members_inside, stop_at, phase.durable))
+        last = phase.purpose == "stop"
+        members = transition.state.members_inside
+        transition.do(CommitStop(transition.state.generation, members, stop_at, phase.durable, last))
 
 
 def memory_lost(transition: Transition, event: MemoryLost) -> None:

@@ -93,7 +93,8 @@ def reissue(state: RunState) -> tuple[Action, ...]:
     elif isinstance(phase, Pausing) and phase.stop_at is None:
         actions.append(ProposeStop(state.generation, state.members_inside))
     elif isinstance(phase, Pausing) and phase.stop_at is not None:
-        actions.append(CommitStop(state.generation, state.members_inside, phase.stop_at, phase.durable))
+        last = phase.purpose == "stop"
+        actions.append(CommitStop(state.generation, state.members_inside, phase.stop_at, phase.durable, last))
     if state.saved.survey is not None:
         actions.append(QuerySnapshots(state.saved.survey.number, state.fleet.nodes, state.saved.survey.reach))
     if isinstance(phase, Finished):

@@ -23,7 +23,7 @@ _HOOK_OPTIONS = ("_with_kwargs", "_always_called")
 
 class Belongings:
     """Call order: 1. made before `deepspeed.initialize` 2. `built` after it 3. `give_back` when the engine is
-    destroyed."""
+    destroyed; or `failed` instead of both."""
 
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
         self._model = model
@@ -31,16 +31,32 @@ class Belongings:
         self._optimizer = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
         self._groups = [] if self._optimizer is None else [(g, _copied(g)) for g in self._optimizer.param_groups]
         self._names, self._hooks = _names(model), _hooks(model)
+        self._gradient_hooks = {
+            id(parameter): frozenset(parameter._post_accumulate_grad_hooks or ()) for parameter in model.parameters()
+        }
+        self._shapes = {id(parameter): parameter.shape for parameter in model.parameters()}
         # What DeepSpeed has added, by the object's id.
         self._added: dict[int, frozenset[str]] = {}
         self._added_hooks: dict[int, frozenset[int]] = {}
         self._engine_hooks: frozenset[int] = frozenset()
 
     def built(self, native: nn.Module) -> None:
+        self._engine_hooks = _hooks_of(native)
+        self._compare()
+
+    def failed(self) -> None:
+        """The engine could not be built: `give_back` of what there is of it."""
+        self._compare()
+        for parameter in self._model.parameters():
+            hooks = parameter._post_accumulate_grad_hooks
+            for number in set(hooks or ()) - self._gradient_hooks.get(id(parameter), frozenset()):
+                del hooks[number]
+        self.give_back()
+
+    def _compare(self) -> None:
         none: frozenset[Any] = frozenset()
         self._added = {key: names - self._names.get(key, none) for key, names in _names(self._model).items()}
         self._added_hooks = {key: hooks - self._hooks.get(key, none) for key, hooks in _hooks(self._model).items()}
-        self._engine_hooks = _hooks_of(native)
 
     def obstacle(self, native: nn.Module) -> str | None:
         """Why no other engine can be built on this model; None where one can."""
@@ -77,9 +93,9 @@ class Belongings:
 
     def _clean_parameter(self, parameter: torch.Tensor) -> None:
         parameter.grad = None
-        shape = getattr(parameter, "ds_shape", None)
         self._remove_added(parameter)
-        if shape is not None:
+        shape = self._shapes.get(id(parameter), parameter.shape)
+        if parameter.shape != shape:
             # Stage 3 keeps a part only. A placeholder of the whole shape takes no memory: see `fill_placeholders`.
             parameter.data = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(shape)
 

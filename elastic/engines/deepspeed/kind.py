@@ -90,15 +90,21 @@ class DeepSpeed:
         refuse_model(model)
         fill_placeholders(model)
         belongings = Belongings(model, optimizer)
-        with user_calls.building():
-            native, wrapped, _, scheduler = deepspeed.initialize(
-                model=model,
-                optimizer=optimizer,
-                lr_scheduler=lr_scheduler,
-                model_parameters=model_parameters,
-                config=dict(resolved.native),
-                dist_init_required=False,
-            )
+        try:
+            with user_calls.building():
+                native, wrapped, _, scheduler = deepspeed.initialize(
+                    model=model,
+                    optimizer=optimizer,
+                    lr_scheduler=lr_scheduler,
+                    model_parameters=model_parameters,
+                    config=dict(resolved.native),
+                    dist_init_required=False,
+                )
+        except BaseException:
+            # A peer was lost, say: the next generation builds on the same model.
+            belongings.failed()
+            teardown.clear_stage3_globals()
+            raise
         try:
             engine = DeepSpeedAdapter(native, nonfinite, belongings)
         except UsageError:

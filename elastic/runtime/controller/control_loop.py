@@ -25,7 +25,7 @@ from elastic.runtime.controller.committer import Committer
 from elastic.runtime.controller.faults import fault_record, unreadable_record
 from elastic.runtime.controller.hands.executor import Executor
 from elastic.runtime.controller.incidents import IncidentBook
-from elastic.runtime.controller.progress import News, cadence_record, figures, left_out_record
+from elastic.runtime.controller.progress import News, cadence_record, figures, function_left_record, left_out_record
 from elastic.runtime.controller.records import Records
 from elastic.runtime.controller.replay import Replayed
 from elastic.runtime.controller.replay_state import ReplayState
@@ -130,6 +130,8 @@ class ControlLoop:
             self._emit(event)
         elif item.kind == "shard":
             self._take_shard(item.data)
+        elif item.kind == "function_left":
+            self._records.note(function_left_record({**item.data, **self._place(), "step": self.telemetry.step}))
         elif _generation_of(item) != self.state.generation:
             # Reports of steps that were rolled back, or are in the journal already.
             logger.debug("a %s report of generation %d came late", item.kind, _generation_of(item))

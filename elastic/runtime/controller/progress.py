@@ -102,6 +102,18 @@ def left_out_record(told: Mapping[str, Any]) -> records.Decision:
     )
 
 
+def function_left_record(told: Mapping[str, Any]) -> records.Decision:
+    """The journal's record of a training function that could not stay in its loop."""
+    return records.decision(
+        "function-left",
+        f"worker {told['worker']}: the training function is left and called again: {told['reason']}",
+        step=told["step"],
+        generation=told["generation"],
+        world_size=told["world_size"],
+        data={"worker": told["worker"], "reason": told["reason"]},
+    )
+
+
 def cadence_record(told: Mapping[str, Any]) -> records.Decision:
     """The journal's record of the snapshot cadence and its reason, from a member's report."""
     every = int(told["every_steps"])

@@ -195,14 +195,14 @@ class WorkerActor:
             current = self._current
         return current.coordinator.propose_stop() if current and current.generation == generation else None
 
-    def commit_stop(self, generation: int, step: int, durable: bool) -> None:
+    def commit_stop(self, generation: int, step: int, durable: bool, last: bool = False) -> None:
         with self._lock:
             current = self._current
             if current is None and generation <= self._over:
                 # The controller was restarted before it received WorkerLeft, and asks again.
                 self._post(ev.WorkerLeft(generation, self._worker, self._last_step))
         if current and current.generation == generation:
-            current.coordinator.commit_stop(step, durable)
+            current.coordinator.commit_stop(step, durable, last)
 
     def ping(self) -> bool:
         return True
@@ -219,12 +219,30 @@ class WorkerActor:
     # --- the training thread ---
 
     def _train(self) -> None:
+        from elastic.training.in_loop.function_call import FunctionCall
+
         ray_train_face.install()
+        assert self._function is not None
+        call = None
+        if self._settings.failures.in_loop:
+            call = FunctionCall(self._function, self._entry.config, self._next, self._function_left)
         while True:
-            current = self._work.get()
-            assert self._function is not None
-            result = current.runner.run(self._function, self._entry.config)
-            self._left(current, result)
+            runner = self._work.get().runner
+            if call is None:
+                result = runner.run(self._function, self._entry.config)
+            else:
+                runner, result = call.run(runner)
+            self._left(runner, result)
+
+    def _next(self, runner: GenerationRunner, result: GenerationResult) -> GenerationRunner:
+        """The user's function stays in its loop; for the controller this worker has left the generation."""
+        self._left(runner, result)
+        return self._work.get().runner
+
+    def _function_left(self, why: str) -> None:
+        with self._lock:
+            generation = self._current.generation if self._current else self._over
+        self._outbox.put(Item("function_left", {"generation": generation, "worker": self._worker, "reason": why}))
 
     def _announce(self, result: GenerationResult) -> None:
         """Called before this rank closes its groups: the first cause must be reported before its consequences."""
@@ -232,18 +250,19 @@ class WorkerActor:
         if event is not None:
             self._post(event)
 
-    def _left(self, current: _Current, result: GenerationResult) -> None:
+    def _left(self, runner: GenerationRunner, result: GenerationResult) -> None:
         from elastic.comm.rendezvous import release_store
 
         with self._lock:
             self._current = None
-            self._over = over = max(self._over, current.generation)
+            generation = runner.spec.generation
+            self._over = over = max(self._over, generation)
             self._last_step = result.step
-            for generation in [g for g in self._stores if g <= current.generation]:
-                release_store(self._stores.pop(generation))
-        if not current.runner.clean:
+            for old in [number for number in self._stores if number <= generation]:
+                release_store(self._stores.pop(old))
+        if not runner.clean:
             self._post(ev.WorkerDied(self._worker, "engine or device unusable; restarting the process"))
-        elif result.kind != "finished" or over > current.generation:
+        elif result.kind != "finished" or over > generation:
             # For the generation that was to end, if it is newer than the one that ran here.
             self._post(ev.WorkerLeft(over, self._worker, result.step))
 

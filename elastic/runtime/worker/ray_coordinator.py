@@ -150,10 +150,10 @@ class RayCoordinator:
             works = self._memory_works and self._memory is not None and self._memory.failed() is None
             return self._promised, works
 
-    def commit_stop(self, step: int, durable: bool) -> None:
+    def commit_stop(self, step: int, durable: bool, last: bool = False) -> None:
         with self._change:
             self._stop_at = step
-            self._stop = Stop.DURABLE if durable else Stop.MEMORY
+            self._stop = Stop.LAST if last else Stop.DURABLE if durable else Stop.MEMORY
             self._change.notify_all()
 
     def end(self, reason: str) -> None:

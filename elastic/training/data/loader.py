@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from elastic.core.data.step_plan import StepPlan
-from elastic.core.errors import RunOver, UsageError
+from elastic.core.errors import GenerationEnded, RunOver, UsageError
 from elastic.training import rng
 from elastic.training.data.data_loaders import DataSource
 from elastic.training.data.reader import MicroBatchReader
 from elastic.training.scope import GenerationScope
+from elastic.training.session import InLoop
 from elastic.training.step_loop import StepLoop
 
 logger = logging.getLogger(__name__)
@@ -37,17 +38,43 @@ class ElasticLoader:
     """
 
     def __init__(
-        self, scope: GenerationScope, steps: StepLoop, reader: MicroBatchReader, source: DataSource | None = None
+        self,
+        scope: GenerationScope,
+        steps: StepLoop,
+        reader: MicroBatchReader,
+        source: DataSource | None = None,
+        in_loop: InLoop | None = None,
     ) -> None:
         self._source = source
-        self._scope = scope
-        self._steps = steps
-        self._reader = reader
+        self._in_loop = in_loop
+        # Batches given out, over all generations.
+        self.given = 0
+        self._by_epochs = False
+        self.open(scope, steps, reader)
         # The epoch of the next iteration: how many epochs the iterations of this function have used up.
         self._next_epoch = 0
         # The last iteration was left before it was told that its epoch is over.
         self._left_early = False
         self._empty_in_a_row = 0
+
+    def open(self, scope: GenerationScope, steps: StepLoop, reader: MicroBatchReader) -> None:
+        """Go on with another generation."""
+        self._scope, self._steps, self._reader = scope, steps, reader
+        self._steps.ended_by_epochs = self._by_epochs
+
+    @property
+    def ended_by_epochs(self) -> bool:
+        """See `StepLoop`."""
+        return self._by_epochs
+
+    @ended_by_epochs.setter
+    def ended_by_epochs(self, value: bool) -> None:
+        self._by_epochs = self._steps.ended_by_epochs = value
+
+    @property
+    def step_loop(self) -> StepLoop:
+        """That of the current generation."""
+        return self._steps
 
     @property
     def plan(self) -> StepPlan:
@@ -98,8 +125,12 @@ class ElasticLoader:
 
     def epochs(self) -> Iterator[Iterator[Any]]:
         """One iterable per epoch that is left, each to be used up before the next is asked for."""
-        for _ in elapsing_epochs(self, self._steps):
+        for _ in elapsing_epochs(self):
             yield iter(self)
+
+    def ended_run(self) -> bool:
+        """Is the run over? Its last step is saved then."""
+        return self._staying(self._over_and_finished)
 
     def close(self) -> None:
         self._reader.close()
@@ -112,7 +143,7 @@ class ElasticLoader:
             self._next_epoch = max(self._next_epoch, self._steps.epoch)
         epoch, began = self._next_epoch, self._scope.step
         self._refuse_endless()
-        while self._steps.advance(epoch):
+        while self._staying(lambda: self._steps.advance(epoch)):
             self._empty_in_a_row, self._left_early = 0, True
             yield self._next_batch()
         self._next_epoch, self._left_early = epoch + 1, False
@@ -125,6 +156,22 @@ class ElasticLoader:
                 self._steps.epoch,
             )
 
+    def _staying(self, call: Callable[[], bool]) -> bool:
+        """`call()`, again in the next generation where the present one ends here."""
+        while True:
+            try:
+                return call()
+            except (Exception, GenerationEnded) as error:
+                if self._in_loop is None:
+                    raise
+                self._in_loop.recover(error)
+
+    def _over_and_finished(self) -> bool:
+        if self._steps.over:
+            self._steps.finish()
+            self.close()
+        return self._steps.over
+
     def _refuse_endless(self) -> None:
         """`while True: for batch in loader` does not notice that the run is over."""
         self._empty_in_a_row += 1
@@ -135,6 +182,7 @@ class ElasticLoader:
         progress = self._steps.progress
         assert progress is not None
         batch = progress.hand_out()
+        self.given += 1
         begun = time.perf_counter()
         content = self._reader.read(progress.batches, progress.next_batch - 1)
         progress.data_wait_s += time.perf_counter() - begun
@@ -146,25 +194,22 @@ class ElasticLoader:
         return content
 
 
-def elapsing_epochs(loader: ElasticLoader, steps: StepLoop, count: int | None = None) -> Iterator[int]:
+def elapsing_epochs(loader: ElasticLoader, count: int | None = None) -> Iterator[int]:
     """The number of each epoch that is left, below `count` and up to the end of the run.
 
     An epoch whose iteration was left early is given again. Raises UsageError for one that was not iterated over. The
     run is finished when the epoch after its last one is asked for.
     """
-    steps.ended_by_epochs = True
+    loader.ended_by_epochs = True
     try:
-        while not steps.over and (count is None or steps.epoch < count):
-            before, epoch = steps.step, loader.begin_epoch()
+        while not loader.ended_run() and (count is None or loader.epoch < count):
+            before, epoch = loader.given, loader.begin_epoch()
             yield epoch
-            steps.require_between_batches()
-            if steps.step == before:
+            loader.step_loop.require_between_batches()
+            if loader.given == before:
                 raise UsageError(f"epoch {epoch} was not iterated over before the next one was asked for")
-        if steps.over:
-            steps.finish()
-            loader.close()
     finally:
-        steps.ended_by_epochs = False
+        loader.ended_by_epochs = False
 
 
 def _tokens(content: Any) -> int:

@@ -110,7 +110,7 @@ class Executor:
             case act.ProposeStop():
                 work = self._each(action.workers, self._propose_stop, action.generation)
             case act.CommitStop():
-                work = self._each(action.workers, self._commit_stop, action.generation, action.step, action.durable)
+                work = self._each(action.workers, self._commit_stop, action)
             case act.QuerySnapshots():
                 work = self._survey(action)
             case act.Note() | act.CloseIncident() | act.FinishRun():
@@ -291,8 +291,9 @@ class Executor:
         if promise is not None:
             self._emit(ev.StopPromised(generation, worker, *promise))
 
-    async def _commit_stop(self, worker: int, generation: int, step: int, durable: bool) -> None:
-        await self._call(worker, "commit_stop", generation, step, durable, retry_s=self._stop_retry_s)
+    async def _commit_stop(self, worker: int, stop: act.CommitStop) -> None:
+        args = (stop.generation, stop.step, stop.durable, stop.last)
+        await self._call(worker, "commit_stop", *args, retry_s=self._stop_retry_s)
 
     # --- inside ---
 

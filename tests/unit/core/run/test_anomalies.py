@@ -203,7 +203,7 @@ def test_what_only_memory_has_is_saved_before_the_run_is_given_up() -> None:
     run.do(ev.ControllerRestarted(2))
     assert begun(run).stops_at_start
     run.join()
-    assert run.acts(act.CommitStop) == [act.CommitStop(2, (0, 1, 2), 13, durable=True)]
+    assert run.acts(act.CommitStop) == [act.CommitStop(2, (0, 1, 2), 13, durable=True, last=True)]
     assert not run.acts(act.ProposeStop), "no step is promised, and none is done"
     run.left(13)
     assert not isinstance(run.phase, Finished), "it waits for storage"

@@ -1,0 +1,1 @@
+"""Generations change while the user's function stays in its loop."""

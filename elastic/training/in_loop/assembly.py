@@ -1,0 +1,159 @@
+"""What the user gave to `elastic.initialize`, and how the engine of each generation is made from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from elastic.core.checkpoint.snapshots import is_snapshot
+from elastic.core.data.readers import READERS
+from elastic.core.data.step_plan import StepPlan, total_samples
+from elastic.core.generation_spec import GenerationSpec
+from elastic.core.settings import WeightsSettings
+from elastic.engines.base import Config, Engine, ResolvedConfig
+from elastic.training.anomalies import AnomalyWatch
+from elastic.training.data import cursor
+from elastic.training.data.blocks import InBlocks
+from elastic.training.data.data_loaders import DataSource, open_reader
+from elastic.training.data.loader import ElasticLoader
+from elastic.training.data.reader import MicroBatchReader
+from elastic.training.data.stream.repeated import RepeatedSteps
+from elastic.training.data.stream.spec import Stream
+from elastic.training.engine import ElasticEngine
+from elastic.training.generation import Generation
+from elastic.training.in_loop.stand_in import StandIn
+from elastic.training.saving.resume import resume, run_state
+from elastic.training.saving.snapshots import Snapshots
+from elastic.training.session import Phase
+from elastic.training.state.engine_state import open_state
+from elastic.training.step_loop import StepLoop
+
+
+@dataclass(frozen=True)
+class Given:
+    """Arguments of `elastic.initialize`. `model_parameters` is a list: a generator can be read only once."""
+
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+    model_parameters: Sequence[Any] | None
+    config: Config | None
+    source: DataSource
+    # What the weights begin from, where no checkpoint is restored.
+    weights: WeightsSettings | None = None
+
+
+@dataclass
+class Handles:
+    """What `elastic.initialize` returns. The objects stay while generations change underneath."""
+
+    engine: ElasticEngine
+    optimizer: Any
+    loader: ElasticLoader
+    scheduler: Any
+
+
+def assemble(generation: Generation, given: Given, handles: Handles | None = None) -> Handles:
+    """Build the engine of `generation`, restore what its spec names, and open the handles on it: new ones, or those of
+    an earlier generation. Collective. Raises what `elastic.initialize` raises."""
+    scope, source = generation.scope, given.source
+    resolved = generation.kind.resolve(given.config, scope.spec, source.micro_batch)
+    nonfinite = scope.spec.anomalies.policy if scope.spec.anomalies is not None else None
+    engine, optimizer, scheduler = generation.kind.build(
+        resolved,
+        nonfinite if nonfinite != "off" else None,
+        scope.device,
+        model=given.model,
+        optimizer=given.optimizer,
+        lr_scheduler=given.lr_scheduler,
+        model_parameters=_copied(given.model_parameters),
+    )
+    generation.own(engine)
+    generation.group.seal()
+    steps, watch, reader = _opened(generation, engine, _plan(scope.spec, resolved, source), source, given.weights)
+    if handles is None:
+        handles = Handles(
+            ElasticEngine(engine, scope, steps, generation.state, watch, generation.in_loop),
+            _handle(optimizer, given.optimizer),
+            ElasticLoader(scope, steps, reader, source, generation.in_loop),
+            _handle(scheduler, given.lr_scheduler),
+        )
+    else:
+        handles.engine.open(engine, scope, steps, generation.state, watch)
+        handles.loader.open(scope, steps, reader)
+        for handle, target in ((handles.optimizer, optimizer), (handles.scheduler, scheduler)):
+            if type(handle) is StandIn:
+                handle.stand_in_for(target)
+    generation.began(steps, handles.engine, handles.loader)
+    return handles
+
+
+def _handle(made: Any, given: Any) -> Any:
+    """What is the user's own object is given back as it is."""
+    return made if made is None or made is given else StandIn(made)
+
+
+def _copied(parameters: Sequence[Any] | None) -> list[Any] | None:
+    """Optimizers write into the dictionaries of parameter groups that they are given."""
+    if parameters is None:
+        return None
+    return [{**item, "params": list(item["params"])} if isinstance(item, Mapping) else item for item in parameters]
+
+
+def _plan(spec: GenerationSpec, resolved: ResolvedConfig, source: DataSource) -> StepPlan:
+    blocks = source.dataset if isinstance(source.dataset, InBlocks) else None
+    return StepPlan(
+        global_batch=resolved.global_batch,
+        micro_batch=resolved.micro_batch,
+        world_size=spec.world_size,
+        rank=spec.rank,
+        dataset_size=source.size,
+        total_samples=total_samples(
+            source.size, resolved.global_batch, spec.batch.max_steps, spec.batch.epochs, spec.skips
+        ),
+        micro_steps=resolved.micro_steps,
+        skips=spec.skips,
+        shuffle=source.shuffle,
+        stream=source.dataset.facts if isinstance(source.dataset, Stream) else (),
+        block=blocks.block if blocks is not None else 0,
+        blocks_at_once=blocks.at_once if blocks is not None else 1,
+    )
+
+
+def _opened(
+    generation: Generation, engine: Engine, plan: StepPlan, source: DataSource, weights: WeightsSettings | None
+) -> tuple[StepLoop, AnomalyWatch | None, MicroBatchReader]:
+    """The engine's state is opened and, when the spec names a checkpoint, restored, else `weights` go in; the
+    data is opened where it stands. Collective.
+
+    Raises UsageError, ModelMismatch, IntegrityError or StorageError.
+    """
+    scope = generation.scope
+    state = open_state(engine)
+    generation.closing.callback(state.close)
+    cursor.require_equal(plan, scope.spec.seed, state.agreement)
+    saved_step, readers = None, None
+    if scope.spec.checkpoint is not None:
+        plan, readers = resume(scope, state, plan, generation.state)
+        # A snapshot in memory is not in storage yet: a run that ends here still has to save it.
+        saved_step = None if is_snapshot(scope.spec.checkpoint) else scope.step
+    elif weights is not None:
+        scope.enter(Phase.RESTORING)
+        state.begin_from(weights)
+        scope.enter(Phase.BUILDING)
+    reader = open_reader(source, plan, scope, generation.group.close_in_child(), readers)
+    generation.closing.callback(reader.close)
+    snapshots = Snapshots(
+        scope,
+        state,
+        lambda: run_state(scope, plan, generation.state),
+        saved_step,
+        lambda: {} if (own := reader.states()) is None else {READERS: own.to_json()},
+    )
+    generation.closing.callback(snapshots.close)
+    anomalies = scope.spec.anomalies
+    watched = anomalies is not None and anomalies.policy != "off"
+    watch = AnomalyWatch(engine, anomalies, state.agreement) if anomalies is not None and watched else None
+    repeated = RepeatedSteps(scope.spec.content, state.agreement) if plan.stream else None
+    return StepLoop(scope, plan, snapshots, generation.take_metrics, repeated), watch, reader

@@ -1,0 +1,195 @@
+"""The user's function, called once for as many generations as it can stay in its loop for."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from elastic.core.errors import CollectiveFailed, GenerationEnded, RunOver
+from elastic.training import cleanup, context
+from elastic.training.in_loop.assembly import Given, Handles, assemble
+from elastic.training.loop import GenerationRunner, call
+from elastic.training.result import GenerationResult, Kind
+
+logger = logging.getLogger(__name__)
+
+# What a survivor can go on after. Everything else is the user's code, its use of the platform, or this rank's device.
+_SURVIVED: frozenset[Kind] = frozenset({"ended", "anomaly", "collective_failed", "restore_failed"})
+
+# Set-up that takes longer, and is done a second time by the same process, is named.
+_SLOW_S = 1.0
+
+# Reports that the rank has left a generation and waits for the next one, on the training thread.
+Next = Callable[[GenerationRunner, GenerationResult], GenerationRunner]
+
+
+class FunctionCall:
+    """Implements `elastic.training.session.InLoop`. `run` on the training thread, any number of times.
+
+    Where the function cannot stay, it is left, and called again for the next generation; `on_left` is given the reason.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        config: Mapping[str, Any] | None,
+        next_runner: Next,
+        on_left: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._fn = fn
+        self._config = config
+        self._next_runner = next_runner
+        self._on_left = on_left
+        self._runner: GenerationRunner | None = None
+        self._given: Given | None = None
+        self._handles: Handles | None = None
+        # The outcome of the current generation, where it is known before the loop comes back.
+        self._abandoned: GenerationResult | None = None
+        # The generation was left inside of the function, which must be left too: its outcome, or what follows it.
+        self._unclean: GenerationResult | None = None
+        self._following: GenerationRunner | None = None
+        # Why the function is left.
+        self._reason: str | None = None
+        self._stays = True
+        self._calls, self._called_at = 0, 0.0
+
+    def run(self, runner: GenerationRunner) -> tuple[GenerationRunner, GenerationResult]:
+        """Call the function for `runner`'s generation. Returns the last generation that it ran in, which is left, and
+        how that one ended."""
+        while True:
+            self._runner, self._following, self._unclean, self._abandoned, self._reason = runner, None, None, None, None
+            result = self._called(runner)
+            survived = result.kind in _SURVIVED and not self._current.generation.scope.last
+            if self._handles is not None and self._reason is None and survived:
+                self._leave_function(self._obstacle() or "it was not asking for its next batch: an evaluation, say")
+            # What they hold is the engine's.
+            self._given = self._handles = None
+            if self._following is not None:
+                context.uninstall(self._current.generation)
+                cleanup.collect(None)
+                runner = self._following
+                continue
+            if self._unclean is not None:
+                self._current.left_behind()
+                return self._current, self._unclean
+            self._current.announce(result)
+            self._current.leave(result)
+            return self._current, result
+
+    def _called(self, runner: GenerationRunner) -> GenerationResult:
+        try:
+            context.install(runner.generation)
+            runner.join(self)
+            self._calls, self._called_at = self._calls + 1, time.monotonic()
+            with suppress(RunOver):
+                call(self._fn, self._config)
+            return self._current.returned()
+        except BaseException as error:  # noqa: BLE001 - the shell's edge: everything becomes a result
+            result = self._current.classify(error)
+            cleanup.forget(error)
+            return result
+
+    # -- InLoop --------------------------------------------------------------------------------------------------------
+
+    def initializing(self) -> None:
+        seconds = time.monotonic() - self._called_at
+        if self._calls > 1 and seconds > _SLOW_S:
+            self._on_left(f"its set-up has taken {seconds:.1f} s again; elastic.keep(...) keeps what it makes")
+
+    def keep(self, given: Given, handles: Handles) -> None:
+        self._given, self._handles = given, handles
+
+    def abandon(self, error: BaseException) -> bool:
+        runner = self._current
+        if self._abandoned is not None:
+            return True
+        result = runner.classify(error)
+        if result.kind not in _SURVIVED or self._obstacle() is not None:
+            return False
+        # The first cause must reach the controller before the consequences that other ranks see.
+        runner.announce(result)
+        runner.generation.scope.fail(error)
+        self._abandoned = result
+        cleanup.forget(error)
+        return True
+
+    def recover(self, error: BaseException) -> None:
+        while True:
+            runner, result = self._current, self._abandoned or self._current.classify(error)
+            if result.kind not in _SURVIVED or runner.generation.scope.last:
+                raise error
+            why = self._obstacle()
+            if why is not None:
+                self._leave_function(why)
+                raise error
+            self._abandoned = None
+            cleanup.forget(error)
+            runner.announce(result)
+            runner.leave(result, stays=True)
+            if not runner.clean:
+                self._unclean = result
+                raise self._leave_function("the generation was not left cleanly")
+            runner = self._next(runner, result)
+            try:
+                self._continue(runner)
+            except Exception as failed:  # noqa: BLE001 - classified above, in the generation where it was raised
+                error = failed
+            except GenerationEnded as ended:
+                error = ended
+            else:
+                return
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    @property
+    def _current(self) -> GenerationRunner:
+        assert self._runner is not None
+        return self._runner
+
+    def _obstacle(self) -> str | None:
+        """Why the function cannot stay; None where it can."""
+        if self._handles is None:
+            return "its elastic.initialize had not returned"
+        if not self._stays:
+            return "the engine could not be built again on the same model"
+        if self._current.generation.group.has_groups_of_script:
+            return "it has made process groups of its own, which end with their generation"
+        return self._handles.engine.obstacle()
+
+    def _leave_function(self, why: str) -> GenerationEnded:
+        self._reason = why
+        logger.warning("the training function is left and called again: %s", why)
+        self._on_left(why)
+        spec = self._current.spec
+        return GenerationEnded(spec.generation, f"the training function is called again: {why}")
+
+    def _next(self, runner: GenerationRunner, result: GenerationResult) -> GenerationRunner:
+        """Wait for the next generation. Raises GenerationEnded where the function must be called again for it."""
+        following = self._next_runner(runner, result)
+        if following.spec.checkpoint is None:
+            self._following = following
+            raise self._leave_function("there is no state to go on from: the run begins at its first step")
+        context.replace(runner.generation, following.generation)
+        self._runner = following
+        return following
+
+    def _continue(self, runner: GenerationRunner) -> None:
+        """Join the generation and build its engine underneath the handles."""
+        assert self._given is not None
+        runner.join(self)
+        try:
+            assemble(runner.generation, self._given, self._handles)
+        except Exception as error:
+            if runner.classify(error).kind in _SURVIVED:
+                raise
+            # The user's code has not changed: what it gave was good enough for the generations before.
+            self._stays = False
+            where = runner.generation.scope.where()
+            raise CollectiveFailed(
+                f"the engine could not be built again on the same model ({type(error).__name__}: {error}); the "
+                "training function is called again",
+                where,
+            ) from error
