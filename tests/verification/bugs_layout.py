@@ -31,6 +31,11 @@ def local_ranks() -> Change:
     return changed(modules().zero, "rank_in", of_four)
 
 
+def ranks_exchanged() -> Change:
+    """The layout is that of another rank, consistently."""
+    return changed(modules().zero, "rank_in", lambda original, group: (original(group)[0] ^ 1, original(group)[1]))
+
+
 def offsets_go_on() -> Change:
     def masters(original: Any, self: Any) -> Any:
         found, offset = [], 0

@@ -135,4 +135,8 @@ def _plain() -> Iterator[Mutation]:
     yield Mutation("G11", "the engine's counters not restored", Z2, (3, 2), restoring=plain.counters_fresh())
     yield Mutation("G12", "accumulation remainder dropped", Z2, (2, 3), restoring=plain.remainder_dropped())
     yield Mutation("G13", "position counted in passes", Z2, (2, 3), restoring=plain.position_in_passes())
+    yield Mutation("G15", "counters worked out wrong", Z2, (3, 2), restoring=plain.skipped_steps_forgotten())
+    yield Mutation("G16", "scalars of another tensor", Z2, (2, 3), restoring=plain.scalars_of_another())
+    yield Mutation("G17", "a buffer taken for a cache", Z1, (2, 3), restoring=plain.buffer_taken_for_a_cache())
+    yield Mutation("G18", "ranks 0 and 1 exchanged", WHOLE3, (2, 2), restoring=layout.ranks_exchanged())
     yield Mutation("G14", "the user's state on rank 0 only", Z2, (2, 3), restoring=plain.user_state_on_rank_0())

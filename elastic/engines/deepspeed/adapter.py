@@ -16,7 +16,7 @@ from elastic.engines.deepspeed.belongings import Belongings
 from elastic.engines.deepspeed.collective_clock import CollectiveClock
 from elastic.engines.deepspeed.nonfinite import NonFinite
 from elastic.engines.deepspeed.state.fragments import fragments
-from elastic.engines.deepspeed.state.live_numbers import wrong_numbers
+from elastic.engines.deepspeed.state.live_numbers import expected_numbers, wrong_numbers
 from elastic.engines.deepspeed.state.open import open_zero_state
 from elastic.engines.deepspeed.state.zero import ZeroState
 from elastic.engines.deepspeed.teardown import hollow_out, release_engine
@@ -111,7 +111,7 @@ class DeepSpeedAdapter:
         return wrong_numbers(self.native, saved, names)
 
     def expected_extra_state(self, saved: Mapping[str, Json]) -> dict[str, Json]:
-        return extra_state.expected(self.native, saved)
+        return expected_numbers(self.native, saved)
 
     def load_extra_state(self, saved: Mapping[str, Json]) -> None:
         extra_state.install(self.native, saved)

@@ -25,16 +25,6 @@ def read(engine: Any) -> dict[str, Json]:
     }
 
 
-def expected(engine: Any, saved: Mapping[str, Json]) -> dict[str, Json]:
-    """See `Engine.expected_extra_state`."""
-    return {
-        "engine": counters_of(engine, saved),
-        "loss_scaler": saved["loss_scaler"],
-        "scheduler": saved["scheduler"],
-        "modules": saved.get("modules", read_modules(engine.module)),
-    }
-
-
 def install(engine: Any, saved: Mapping[str, Json]) -> None:
     """See `Engine.load_extra_state`."""
     install_scaler(engine, saved["loss_scaler"])

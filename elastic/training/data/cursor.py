@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,9 @@ from elastic.core.errors import IntegrityError, UsageError
 from elastic.core.generation_spec import BatchSettings
 from elastic.training import rng
 from elastic.training.state.verification import listed
+
+# Compared by what they mean: samples may have been left out since.
+_MOVED = ("skips", "position")
 
 
 def to_state(plan: StepPlan, seed: int, step: int) -> dict[str, Any]:
@@ -81,8 +84,9 @@ def verify(
     `here` is what this rank would save now; the user's state may have more keys than were saved. Raises IntegrityError
     that names what differs, with the same verdict on every rank.
     """
-    wrong = {name: not _contains(here.get(name), value) for name, value in saved.items()}
     step = int(saved["step"])
+    wrong = {name: not _contains(here.get(name), value) for name, value in saved.items() if name not in _MOVED}
+    wrong["position"] = not _follows(saved, here, plan)
     dealt = agreement.sums([next_step(plan, order, step)])
     wrong["samples and random streams of the next step"] = dealt != [whole_step(plan, order, step)]
     flagged, _ = agreement.any_and_unequal(list(wrong.values()), [])
@@ -145,6 +149,23 @@ def _order(plan: StepPlan, seed: int) -> dict[str, Any]:
 
 def _until(position: int, ranges: Iterable[Range]) -> tuple[Range, ...]:
     return union((start, min(stop, position)) for start, stop in ranges if start < position)
+
+
+def _follows(saved: Mapping[str, Any], here: Mapping[str, Any], plan: StepPlan) -> bool:
+    """Samples that were left out since the state was saved move what comes next, and nothing else does: the saved ones
+    are still left out, the saved position is where its steps end with those alone, and whatever lies between that
+    position and the present one is left out now."""
+    then, now = _ranges(saved.get("skips", ())), _ranges(here.get("skips", ()))
+    position, moved = int(saved["position"]), int(here["position"])
+    # Counted here and not by the plan: what is below the position and not left out was consumed.
+    consumed = position - sum(min(stop, position) - start for start, stop in then if start < position)
+    counted = consumed == int(saved["step"]) * plan.global_batch or plan.over(int(saved["step"]))
+    between = union((*now, (position, moved))) == now if moved > position else moved == position
+    return counted and union((*then, *now)) == now and between
+
+
+def _ranges(pairs: Iterable[Sequence[int]]) -> tuple[Range, ...]:
+    return union((int(start), int(stop)) for start, stop in pairs)
 
 
 def _contains(here: Any, saved: Any) -> bool:

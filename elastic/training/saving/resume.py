@@ -34,11 +34,8 @@ def resume(
     plan = cursor.from_state(saved, plan, scope.spec.batch)
     scope.step = int(saved["step"])
     user.load(saved["user"])
-    here, kept = run_state(scope, plan, user), saved
-    if here["skips"] != saved.get("skips", []):
-        # Samples that were left out since then move what comes next, which is the purpose of it.
-        kept = {key: value for key, value in saved.items() if key not in ("skips", "position")}
-    cursor.verify(kept, here, plan, plan.order(scope.spec.seed), state.agreement)
+    here = run_state(scope, plan, user)
+    cursor.verify(saved, here, plan, plan.order(scope.spec.seed), state.agreement)
     readers = cursor.readers_of(restored.get(READERS), plan, state.agreement)
     scope.coordinator.restored(report)
     scope.enter(Phase.BUILDING)

@@ -242,8 +242,7 @@ class EngineState:
         self._install_together(staged, skipped)
         installed = monotonic()
         self._ahead = staged.manifest.extra_state["engine"].get("global_steps", 0) - staged.manifest.step
-        inventory = self._without(skipped)
-        self._verification = Verification(self._engine, self._sharded, inventory, staged.manifest, skipped, groups)
+        self._verification = Verification(self._engine, self._sharded, staged.manifest, groups)
         if later:
             self._before_first_step()
         else:

@@ -1,12 +1,13 @@
 """Verification after a restore: the live engine's state, compared with the manifest on all ranks.
 
 Nothing here depends on how the state is partitioned: contents are compared by sums of partial digests, everything else
-by name.
+by name. Nor does it share with the restore what could be wrong in both: live tensors are looked up parameter by
+parameter (`Engine.fragments`), and what may be left out and what counters must be is worked out here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,9 +15,10 @@ import torch
 from elastic.comm.agreement import Agreement
 from elastic.core.checkpoint.manifest import Json, Manifest
 from elastic.core.errors import IntegrityError
+from elastic.core.sharding.layout import Chunk
 from elastic.engines.base import Engine
 from elastic.engines.inventory import Inventory
-from elastic.engines.live_state import ShardedState
+from elastic.engines.live_state import BUFFER, PARAM, Fragment, ShardedState
 from elastic.training.state.digest_reader import Reader, digests
 from elastic.training.state.verify_scalars import LiveGroups, wrong_groups, wrong_rest, wrong_scalars
 from elastic.training.state.verify_weights import unfaithful, whole_hashes
@@ -37,14 +39,13 @@ class Verification:
         self,
         engine: Engine,
         state: ShardedState,
-        inventory: Inventory,
         manifest: Manifest,
-        skipped: Collection[str],
         groups: LiveGroups,
     ) -> None:
-        """`inventory` is what is held now, without `skipped`; `groups` are the optimizer's before the install."""
+        """`groups` are the optimizer's before the install."""
         self._manifest = manifest
-        self._keys = sorted(key for key in manifest.digests if key.split("/", 1)[1] not in skipped)
+        left = _left_alone(manifest, state)
+        self._keys = sorted(key for key in manifest.digests if key.split("/", 1)[1] not in left)
         self._error: Exception | None = None
         self._failure: Exception | None = None
         self._flags: dict[str, bool] = {}
@@ -53,7 +54,8 @@ class Verification:
         self._partial: dict[str, int] = {}
         self._reader: Reader | None = None
         try:
-            chunks, tensors = inventory.held().chunks, _sorted(inventory)
+            inventory = Inventory.of(state)
+            chunks, tensors = _sorted([each for each in engine.fragments() if each.name not in left], state.zero_stage)
             self._reader = Reader(chunks, tensors.steady, engine.device)
             self._partial = digests(chunks, tensors.sliced.items())
             self._whole = digests(chunks, tensors.whole.items())
@@ -134,13 +136,27 @@ class _Sorted:
     whole: dict[str, torch.Tensor]
 
 
-def _sorted(inventory: Inventory) -> _Sorted:
+def _sorted(fragments: Sequence[Fragment], zero_stage: int) -> tuple[tuple[Chunk, ...], _Sorted]:
+    """Each fragment is a buffer of its own; all kinds of one name have the same elements."""
     found = _Sorted({}, {}, {})
-    places = {master.buffer: found.whole if master.replicated else found.steady for master in inventory.masters}
-    places |= {extra.chunk.buffer: found.whole if extra.replicated else found.sliced for extra in inventory.extras}
-    for key, tensor in inventory.tensors().items():
-        places[key.split("/", 1)[1]][key] = tensor
-    return found
+    chunks = {each.name: Chunk(each.name, each.start, each.tensor.numel(), each.name, 0) for each in fragments}
+    for each in fragments:
+        if zero_stage == 0 or each.kind == BUFFER or (each.kind == PARAM and zero_stage < 3):
+            place = found.whole
+        else:
+            place = found.sliced if each.kind == PARAM else found.steady
+        place[f"{each.kind}/{each.name}"] = each.tensor
+    return tuple(chunks.values()), found
+
+
+def _left_alone(manifest: Manifest, state: ShardedState) -> frozenset[str]:
+    """Caches outside the state_dict that have another shape here, or exist on one side only. Nothing else may be left
+    out of a restore, whatever the check of the model has said."""
+    live = {spec.name: spec for spec in state.specs()}
+    fleeting = {name for name, spec in live.items() if spec.kind == BUFFER and not spec.persistent}
+    gone = {name for name in manifest.extra_state["fleeting_buffers"] if name not in live}
+    changed = {name for name in fleeting if tuple(manifest.parameters.get(name, (-1,))) != live[name].shape}
+    return frozenset(gone | changed)
 
 
 def listed(failed: Sequence[str]) -> str:

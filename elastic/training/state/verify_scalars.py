@@ -12,7 +12,6 @@ from elastic.core.checkpoint.manifest import Json
 from elastic.engines.inventory import Inventory
 from elastic.engines.json_values import decode, encode
 from elastic.engines.live_state import ShardedState
-from elastic.engines.optimizer_state import decode_scalars, scalars_of
 
 
 @dataclass(frozen=True)
@@ -36,12 +35,15 @@ class LiveGroups:
 
 def wrong_scalars(inventory: Inventory, saved: Mapping[str, Json]) -> set[str]:
     """Names of parameters whose step count (or other number) is not the saved one, or is shared with another tensor."""
-    by_name = decode_scalars(saved["optimizer"]["scalars"])
+    stored = {name: entry["values"] for entry in saved["optimizer"]["scalars"] for name in entry["names"]}
     wrong: set[str] = set()
     owners: dict[int, tuple[str, ...]] = {}
     for master, state in zip(inventory.masters, inventory.states, strict=True):
         found = {key: encode(value, key) for key, value in state.scalars.items()}
-        if found != dict(scalars_of(master, by_name) or {}):
+        saved_with = [name for name in master.names if name in stored]
+        # Every name for itself: which of them an install goes by is its own affair.
+        wrong.update(name for name in saved_with if dict(stored[name]) != found)
+        if found and not saved_with:
             wrong.update(master.names)
         for value in state.scalars.values():
             # One count that two tensors share would go up twice a step.

@@ -16,6 +16,12 @@ def check_layout(state: ZeroState) -> None:
     Every rank checks its own; each snapshot's manifest is checked to cover the whole state. Raises UsageError naming
     the first difference: resharding by a wrong layout would silently mix up weights.
     """
+    ranks = state.ranks_of_parts()
+    if ranks - {state.rank}:
+        raise UsageError(
+            f"DeepSpeed cut the parameters for rank {min(ranks - {state.rank})} where the data-parallel group has this "
+            f"process as rank {state.rank}: the state would be carried under another rank's place"
+        )
     masters = state.masters()
     expected = state.expected()
     if expected is None:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from elastic.core.checkpoint.manifest import Json
+from elastic.engines.deepspeed.module_extra import read_modules
 from elastic.engines.deepspeed.state.fragments import numbers, stepping
 from elastic.engines.json_values import decode, encode
 
@@ -34,6 +35,20 @@ def wrong_numbers(engine: Any, saved: Mapping[str, Json], names: Collection[str]
         for name, values in live.items()
         if not _same_values(stored.get(name, {}), values)
     ]
+
+
+def expected_numbers(engine: Any, saved: Mapping[str, Json]) -> dict[str, Json]:
+    """See `Engine.expected_extra_state`."""
+    counters = {name: saved["engine"][name] for name in _COUNTERS}
+    # DeepSpeed steps the optimizer where this is a multiple of the micro-steps in a step, unless it is told each time.
+    if engine.managed_gradient_accumulation():
+        counters["micro_steps"] = saved["engine"]["global_steps"] * engine.gradient_accumulation_steps()
+    return {
+        "engine": counters,
+        "loss_scaler": saved["loss_scaler"],
+        "scheduler": saved["scheduler"],
+        "modules": saved.get("modules", read_modules(engine.module)),
+    }
 
 
 def _same_scaler(engine: Any, stored: Mapping[str, Json]) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from elastic.core.sharding.layout import Chunk, Layout
 from elastic.core.sharding.zero import zero12_layout
@@ -56,6 +57,9 @@ class PartitionedState(ZeroState):
             round_robin=not self._bf16 and bool(self._wrapper.round_robin_gradients),
             parameter_alignment_elements=16 // element_bytes if aligned else 1,
         )
+
+    def ranks_of_parts(self) -> set[int]:
+        return {dist.get_rank(group) for group in self._wrapper.real_dp_process_group}
 
     def finish_install(self) -> None:
         self._wrapper.update_lp_params()

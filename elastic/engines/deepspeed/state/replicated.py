@@ -54,6 +54,9 @@ class ReplicatedState(ZeroState):
         tensors = [(self._names[id(parameter)], parameter.numel()) for group in self._listed() for parameter in group]
         return replicated_layout(tensors, self.world_size)
 
+    def ranks_of_parts(self) -> set[int]:
+        return set()
+
     @torch.no_grad()
     def finish_install(self) -> None:
         for group, masters in zip(self._listed(), self._held(), strict=True):

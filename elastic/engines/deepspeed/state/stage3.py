@@ -6,9 +6,10 @@ partition_parameters.py (1778-1888), release 0.19.8.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 
 from elastic.core.sharding.layout import Chunk, Layout
 from elastic.core.sharding.zero import zero3_layout
@@ -84,6 +85,9 @@ class Stage3State(ZeroState):
     def begin_install(self) -> None:
         # Gathered parameters would keep their old values: only partitions may be left while they are written.
         self._wrapper.checkpoint_event_prologue()
+
+    def ranks_of_parts(self) -> set[int]:
+        return {dist.get_rank(parameter.ds_process_group) for parameter in cast(Any, self.module.parameters())}
 
     def finish_install(self) -> None:
         wrapper = self._wrapper

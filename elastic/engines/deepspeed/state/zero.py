@@ -63,6 +63,10 @@ class ZeroState(ABC):
     def expected(self) -> Layout | None:
         """The pure layout that this rank's chunks of `masters` must equal, if there is one; others' may be missing."""
 
+    @abstractmethod
+    def ranks_of_parts(self) -> set[int]:
+        """As which rank DeepSpeed has cut this rank's parts, by the groups that it keeps with them."""
+
     def begin_install(self) -> None:
         return None
 
