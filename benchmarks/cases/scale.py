@@ -1,0 +1,130 @@
+"""The control plane at sizes that no test machine has: the real rules and the real journal, simulated nodes, no Ray.
+
+The sizes grow until one of them takes longer than a minute; what is larger is not measured, and says so.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from benchmarks.figures import Figure, Target, not_measured
+from benchmarks.options import Options
+from elastic.core import actions as act
+from elastic.core import events as ev
+from elastic.core.run import machine
+from elastic.core.run.state import RunState, SlotPhase, WorkerPhase
+from elastic.core.settings import RunSettings, ScalingSettings, SnapshotSettings
+from elastic.core.typed_json import decode, encode
+from elastic.observe import records
+from elastic.observe.journal import JournalWriter
+
+RANKS = 8
+_SIZES = (30, 100, 300, 1_000, 3_000, 10_000)
+_TURN = 1_000
+# Beyond this the next size, three times as large, is not tried.
+_ENOUGH_S = 60.0
+# What ten thousand nodes are held against, by the name of the figure; seconds of one core.
+_TARGETS = {"start": 30.0, "a lost node to BeginGeneration": 1.0, "a replay point read": 2.0}
+
+
+@dataclass
+class Fleet:
+    """A run of `nodes` simulated nodes with `RANKS` workers each, as its controller sees it."""
+
+    nodes: int
+    journal: JournalWriter
+    now: float = 1000.0
+    events: int = 0
+    actions: list[act.Action] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        count = self.nodes * RANKS
+        scaling = ScalingSettings(RANKS, count, workers_per_slot=RANKS)
+        self.state = machine.initial(RunSettings("run", scaling=scaling, snapshots=SnapshotSettings(True)), self.now)
+
+    def happen(self, events: list[ev.Event]) -> None:
+        """As the control loop does: a turn's events are written down, then each is decided on."""
+        for first in range(0, len(events), _TURN):
+            turn = events[first : first + _TURN]
+            self.now += 0.01
+            self.journal.extend([records.event(e, self.now, self.events + n) for n, e in enumerate(turn, 1)])
+            self.events += len(turn)
+            for event in turn:
+                self.state, actions = machine.step(self.state, event, self.now)
+                self.actions += actions
+
+    def start(self) -> None:
+        """From nothing to the first step of all ranks."""
+        self.happen([ev.RunStarted()])
+        pending = [slot.id for slot in self.state.fleet.slots.values() if slot.phase is SlotPhase.PENDING]
+        self.happen([ev.SlotPlaced(slot, f"node-{slot:05d}") for slot in pending])
+        starting = [w.id for w in self.state.fleet.workers.values() if w.phase is WorkerPhase.STARTING]
+        self.happen([ev.WorkerReady(worker, worker, "host") for worker in starting])
+        self.begin()
+
+    def begin(self) -> None:
+        generation, members, step = self.state.generation, self.state.members, self.state.start_step
+        self.happen([ev.GroupJoined(generation, worker) for worker in members])
+        self.happen([ev.TrainingReached(generation, worker, step) for worker in members])
+        self.happen([ev.FirstStepDone(generation, step + 1)])
+
+    def lose(self) -> None:
+        """A node is lost and its peers leave: to the moment when the next generation is sent."""
+        generation, slot = self.state.generation, next(iter(self.state.fleet.slots))
+        self.actions.clear()
+        self.happen([ev.SlotLost(slot, "the connection to its agent was closed")])
+        self.happen([ev.WorkerLeft(generation, worker, 1) for worker in self.state.members_inside])
+        if self.state.saved.survey is not None:
+            self.happen([ev.SnapshotsReported(self.state.saved.survey.number)])
+        if not any(isinstance(action, act.BeginGeneration) for action in self.actions):
+            raise AssertionError(f"no generation begins after a lost node: {self.state.phase}")
+
+
+def measure(options: Options) -> list[Figure]:
+    figures: list[Figure] = []
+    sizes = _SIZES[:1] if options.quick else _SIZES
+    for nodes in sizes:
+        took_s = 0.0
+        for name, unit, value in _measured(nodes, JournalWriter(str(options.folder), f"run-{nodes}")):
+            took_s += value if unit == "s" else 0.0
+            figures.append(_figure(nodes, name, unit, (value,)))
+        if took_s > _ENOUGH_S or options.over:
+            larger = [size for size in sizes if size > nodes]
+            reason = f"{nodes:,} nodes took {took_s:.0f} s of one core"
+            figures += [not_measured("scale", _name(size, "start"), "s", reason) for size in larger]
+            break
+    return figures
+
+
+def _measured(nodes: int, journal: JournalWriter) -> Iterator[tuple[str, str, float]]:
+    fleet = Fleet(nodes, journal)
+    yield "start", "s", _seconds(fleet.start)
+    yield "a lost node to BeginGeneration", "s", _seconds(fleet.lose)
+    texts: list[str] = []
+    yield "a replay point made", "s", _seconds(lambda: texts.append(json.dumps(encode(fleet.state))))
+    read: list[RunState] = []
+    settings = fleet.state.settings
+    again_s = _seconds(lambda: read.append(decode(RunState, json.loads(texts[0]), settings=settings)))
+    if read[0] != fleet.state:
+        raise AssertionError("a replay point is not read as it was made")
+    yield "a replay point read", "s", again_s
+    yield "a replay point", "MB", len(texts[0]) / 1e6
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    """Of one core: what others do on the machine does not count."""
+    begun = time.process_time()
+    work()
+    return time.process_time() - begun
+
+
+def _figure(nodes: int, name: str, unit: str, values: tuple[float, ...]) -> Figure:
+    targets = (Target("max", _TARGETS[name]),) if nodes == _SIZES[-1] and name in _TARGETS else ()
+    return Figure("scale", _name(nodes, name), unit, values, targets=targets)
+
+
+def _name(nodes: int, name: str) -> str:
+    return f"{name}, {nodes:,} nodes of {RANKS} ranks"
