@@ -56,9 +56,9 @@ class GenerationSpec:
     batch: BatchSettings = field(default_factory=BatchSettings)
     checkpoint: str | None = None
     checkpoint_every_steps: int | None = None
-    # The kind of engine; see `elastic.engines.select`.
+    # The kind of engine (see `elastic.engines.select`), and the configuration that the job gives it.
     engine: str = "deepspeed"
-    deepspeed_config: Mapping[str, Any] | None = None
+    engine_config: Mapping[str, Any] | None = None
     # What a generation without a checkpoint begins with.
     weights: WeightsSettings | None = None
     memory: MemoryPlan | None = None

@@ -232,9 +232,9 @@ class RunSettings:
     stragglers: StragglerSettings = field(default_factory=StragglerSettings)
     sinks: tuple[SinkSettings, ...] = ()
     resources_per_worker: Mapping[str, float] = field(default_factory=lambda: {"CPU": 1.0})
-    # The kind of engine that every worker trains with; `deepspeed_config` is for the one of that name.
+    # The kind of engine that every worker trains with, and its configuration: DeepSpeed's, or the options of FSDP2.
     engine: str = "deepspeed"
-    deepspeed_config: Mapping[str, Json] | None = None
+    engine_config: Mapping[str, Json] | None = None
     weights: WeightsSettings | None = None
     storage_url: str = "./runs"
 
@@ -251,7 +251,7 @@ class RunSettings:
     def from_json(cls, data: Mapping[str, Json]) -> RunSettings:
         """Inverse of `to_json`. Raises UsageError on unknown fields (written by a newer version).
 
-        Accepts `memory`, which is what 0.1 called `snapshots`.
+        Accepts `memory` and `deepspeed_config`, which is what 0.1 called `snapshots` and `engine_config`.
         """
         data = {_RENAMED.get(key, key): value for key, value in data.items()}
         parts = {
@@ -267,7 +267,7 @@ class RunSettings:
 
 
 # Old field -> present one: the `job.json` of a run outlives the release that wrote it.
-_RENAMED = {"memory": "snapshots"}
+_RENAMED = {"memory": "snapshots", "deepspeed_config": "engine_config"}
 
 
 def refused_resources(resources_per_worker: Mapping[str, float]) -> str | None:

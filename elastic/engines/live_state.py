@@ -1,8 +1,8 @@
 """What a live engine holds, in the terms of `elastic.core.sharding.layout`: the part that differs between engines.
 
 A *master* is one tensor that the base optimizer updates: with ZeRO a flat partition (stages 1 to 3), a flat group or a
-parameter (stage 0). It is also the key under which the base optimizer keeps its state. An *extra* is a tensor that no
-optimizer updates: a frozen parameter or a module buffer.
+parameter (stage 0); with FSDP2 a rank's rows of one parameter. It is also the key under which the base optimizer keeps
+its state. An *extra* is a tensor that no optimizer updates: a frozen parameter or a module buffer.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from elastic.core.sharding.layout import Chunk
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 MASTER = "master"
 PARAM = "param"
@@ -25,7 +28,8 @@ BUFFER = "buffer"
 class Master:
     """One live tensor of the base optimizer. `chunks` are in elements of the flattened `tensor`, none in padding.
 
-    `names` are the parameters that it holds on all ranks together: they share its optimizer scalars.
+    `names` are the parameters that it holds on all ranks together: they share its optimizer scalars. `wrapper` is the
+    DTensor whose local part `tensor` is: the optimizer keeps its state under that one, and as DTensors.
     """
 
     buffer: str
@@ -34,6 +38,24 @@ class Master:
     chunks: tuple[Chunk, ...]
     names: tuple[str, ...]
     replicated: bool
+    wrapper: DTensor | None = None
+
+    @property
+    def key(self) -> torch.Tensor:
+        """What the base optimizer keeps this master's state under."""
+        return self.tensor if self.wrapper is None else self.wrapper
+
+    def wrapped(self, state: torch.Tensor) -> torch.Tensor:
+        """A state tensor of the master's shape as the optimizer keeps it."""
+        if self.wrapper is None:
+            return state
+        # Not at the top: engines without DTensors do not need it.
+        from torch.distributed.tensor import DTensor
+
+        like = self.wrapper
+        return DTensor.from_local(
+            state, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ class MasterState:
 def read_states(base: torch.optim.Optimizer, masters: list[Master]) -> list[MasterState]:
     """One entry per master; live tensors, not copies. Raises UsageError naming the optimizer and the state."""
     # `get`, for the state is a defaultdict: looking must not create what does not exist yet.
-    raw = [dict(base.state.get(master.tensor) or {}) for master in masters]
+    raw = [_local(base.state.get(master.key) or {}) for master in masters]
     # The state of a 0-d parameter looks like a scalar: the other parameters' state decides.
     shaped = {
         key
@@ -85,14 +85,14 @@ def install_state(
     new object: a step tensor shared by two groups would be counted up twice per step.
     """
     if not tensors and not scalars:
-        base.state.pop(master.tensor, None)
+        base.state.pop(master.key, None)
         return
-    state = base.state[master.tensor]
+    state = base.state[master.key]
     wanted = set(tensors) | set(scalars or {})
     for key in [key for key in state if key not in wanted]:
         del state[key]
     for key, host in tensors.items():
-        _put(state, key, host, master.tensor)
+        _put(state, key, host, master)
     for key, value in (scalars or {}).items():
         state[key] = _scalar(decode(value), state.get(key), base.param_groups[master.group], master.tensor)
 
@@ -166,12 +166,17 @@ def _is_shaped(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
-def _put(state: Any, key: str, host: torch.Tensor, master: torch.Tensor) -> None:
-    live = state.get(key)
+def _local(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Tensors as this rank holds them: the local part of a DTensor, which shares its memory."""
+    return {key: value.to_local() if hasattr(value, "to_local") else value for key, value in state.items()}
+
+
+def _put(state: Any, key: str, host: torch.Tensor, master: Master) -> None:
+    live = _local(state).get(key)
     if isinstance(live, torch.Tensor) and live.numel() == host.numel() and live.dtype == host.dtype:
         live.detach().copy_(host.view(live.shape))
     else:
-        state[key] = host.to(device=master.device, copy=True).view(master.shape)
+        state[key] = master.wrapped(host.to(device=master.tensor.device, copy=True).view(master.tensor.shape))
 
 
 def _scalar(value: Any, live: Any, group: Mapping[str, Any], master: torch.Tensor) -> Any:

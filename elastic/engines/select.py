@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
+from typing import Any
 
 from elastic.core.errors import UsageError
+from elastic.core.generation_spec import BatchSettings
 from elastic.engines.base import EngineKind
 
-# One name for each package here whose module `kind` has a `KIND`. The job file's key `engine` takes these names.
-ENGINES = ("deepspeed",)
+# One name for each package here whose module `kind` has a `KIND`, and `config` a `check`. The job file's key `engine`
+# takes these names.
+ENGINES = ("deepspeed", "fsdp2")
 
 
 def check_engine(name: str) -> None:
     """Raises UsageError for an unknown kind. Imports no engine: a job file is checked without one."""
     if name not in ENGINES:
         raise UsageError(f"engine {name!r} is unknown; the engines are: {', '.join(ENGINES)}")
+
+
+def check_config(name: str, config: Mapping[str, Any], batch: BatchSettings, workers: tuple[int, int]) -> None:
+    """What the engine of that name says about a job's configuration of it, without its library.
+
+    `workers` are the smallest and the largest world size. Raises UsageError for what the engine cannot honour.
+    """
+    try:
+        importlib.import_module(f"elastic.engines.{name}.config").check(config, batch, workers)
+    except UsageError as error:
+        raise UsageError(f"{name}: {error.message}") from error
 
 
 def engine_kind(name: str) -> EngineKind:

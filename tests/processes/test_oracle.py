@@ -53,6 +53,14 @@ CASES = [
     pytest.param({"stage": 3, "dropout": 0.1, "in_loop": True}, id="stage3-in-loop"),
     pytest.param({"stage": 2, "dropout": 0.1, "in_loop": True, "dtype": "bf16"}, id="stage2-in-loop-bf16"),
     pytest.param({"stage": 3, "dropout": 0.0, "in_loop": True, "dtype": "fp16"}, id="stage3-in-loop-fp16"),
+    pytest.param({"engine": "fsdp2", "dropout": 0.1}, id="fsdp2-adamw-dropout"),
+    pytest.param(
+        {"engine": "fsdp2", "dropout": 0.1, "optimizer": "sgd", "fsdp2": {"shard": ["Linear"], "cpu_offload": True}},
+        id="fsdp2-sgd-layers-offload",
+    ),
+    pytest.param(
+        {"engine": "fsdp2", "dropout": 0.1, "dtype": "bf16", "fsdp2": {"param_dtype": "bfloat16"}}, id="fsdp2-bf16"
+    ),
 ]
 
 
@@ -89,7 +97,9 @@ class Run:
 
 
 def _undisturbed(crew: Crew, url: Path, config: dict[str, Any], world_size: int) -> Run:
-    outcomes = crew.run(range(world_size), "train", {**config, "url": str(url)}, batch=BATCH, max_world_size=4)
+    outcomes = crew.run(
+        range(world_size), "train", {**config, "url": str(url)}, batch=BATCH, max_world_size=4, engine=_engine(config)
+    )
     _assert_ended(outcomes, "finished", LAST_STEP)
     return Run(url, [outcomes])
 
@@ -108,12 +118,17 @@ def _disturbed(crew: Crew, url: Path, config: dict[str, Any]) -> Run:
             batch=BATCH,
             max_world_size=4,
             checkpoint=checkpoint,
+            engine=_engine(config),
         )
         _assert_ended(outcomes, "finished" if end_at is None else "ended", end_at or LAST_STEP)
         assert all(outcome.clean for outcome in outcomes)
         checkpoint = store.list()[0].id
         generations.append(outcomes)
     return Run(url, generations)
+
+
+def _engine(config: Mapping[str, Any]) -> str:
+    return str(config.get("engine", "deepspeed"))
 
 
 def _assert_ended(outcomes: Sequence[Outcome], kind: str, step: int) -> None:

@@ -77,6 +77,10 @@ def deepspeed_config(config: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
+def fsdp2_options(config: dict[str, Any]) -> dict[str, Any]:
+    return {"global_batch": 10, "micro_batch": 2, "gradient_clipping": 0.5, **config.get("fsdp2", {})}
+
+
 def believe_in_half_precision() -> None:
     """DeepSpeed believes that a CPU cannot compute in fp16; torch can. What is tested is the loss scaler's way."""
     from deepspeed.accelerator import get_accelerator
@@ -88,7 +92,9 @@ def believe_in_half_precision() -> None:
 
 
 def build(config: dict[str, Any]) -> tuple[Any, Any]:
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.get("dtype", ""), torch.float32)
+    deepspeed = config.get("engine", "deepspeed") == "deepspeed"
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16} if deepspeed else {}
+    dtype = half.get(config.get("dtype", ""), torch.float32)
     if dtype is torch.float16:
         believe_in_half_precision()
     model = Small(config.get("dropout", 0.0))
@@ -97,12 +103,17 @@ def build(config: dict[str, Any]) -> tuple[Any, Any]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    if deepspeed:
+        of_engine: dict[str, Any] = {"config": deepspeed_config(config)}
+    else:
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=5)
+        of_engine = {"config": fsdp2_options(config), "lr_scheduler": schedule}
     engine, _, loader, _ = elastic.initialize(
         model=model,
         training_data=Numbers(config.get("size", 37), dtype),
         optimizer=optimizer,
-        config=deepspeed_config(config),
         num_workers=config.get("num_workers", 0),
+        **of_engine,
     )
     return engine, loader
 
@@ -365,12 +376,11 @@ def keep_the_contract(config: dict[str, Any]) -> None:
     generation = context.current()
     assert generation is not None
     world_size = elastic.get_context().world_size
-    native = {
-        "train_batch_size": 8 * world_size,
-        "gradient_clipping": 0.0,
-        "train_micro_batch_size_per_gpu": 4,
-        **config["native"],
-    }
+    native = {**config["native"]}
+    if generation.kind.name == "deepspeed":
+        native |= {"train_batch_size": 8 * world_size, "gradient_clipping": 0.0, "train_micro_batch_size_per_gpu": 4}
+    else:
+        native |= {"global_batch": 8 * world_size, "micro_batch": 4}
     resolved = generation.kind.resolve(native, generation.scope.spec)
     assert resolved.micro_steps == engine_contract.MICRO_STEPS
     engine_contract.hold(generation.kind, resolved, generation.scope.device)

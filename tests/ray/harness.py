@@ -121,6 +121,7 @@ class Run:
             seed=seed,
             scaling=scaling or ScalingSettings(2, 4),
             epochs=epochs,
+            engine=(config or {}).get("engine", "deepspeed"),
             global_batch=global_batch,
             checkpoint=CheckpointSettings(checkpoints or self.url, every_steps, keep_last),
             snapshots=SnapshotSettings(enabled=memory is not None, **(memory or {})),

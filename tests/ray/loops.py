@@ -86,9 +86,13 @@ def build(config: dict[str, Any]) -> tuple[Any, Any, Numbers]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    engine, _, loader, _ = elastic.initialize(
-        model=model, training_data=data, optimizer=optimizer, config=deepspeed_config(config)
-    )
+    of_engine: dict[str, Any] = {"config": deepspeed_config(config)}
+    if config.get("engine") == "fsdp2":
+        of_engine = {
+            "config": {"global_batch": config.get("batch", 10), "micro_batch": 2, "gradient_clipping": 0.5},
+            "lr_scheduler": torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=5),
+        }
+    engine, _, loader, _ = elastic.initialize(model=model, training_data=data, optimizer=optimizer, **of_engine)
     _ENGINES.append(weakref.ref(engine))
     _between_steps(config, data)
     return engine, loader, data

@@ -47,6 +47,12 @@ CASES = [
         marks=[pytest.mark.slow] if number >= 2 else [],
     )
     for number, (stage, dtype, optimizer, dropout, source) in enumerate(_CHOSEN)
+] + [
+    pytest.param(
+        {"engine": "fsdp2", "dtype": "fp32", "optimizer": "adamw", "dropout": 0.1},
+        "memory",
+        id="fsdp2-fp32-adamw-dropout-memory",
+    )
 ]
 
 

@@ -144,7 +144,7 @@ def _live(pipe: Connection) -> None:
             pipe.send(host_store("127.0.0.1"))
             continue
         config, epochs, fields, rendezvous = order
-        spec = GenerationSpec(**fields, batch=BatchSettings(epochs=epochs))
+        spec = GenerationSpec(**fields, batch=BatchSettings(epochs=epochs), engine=config.get("engine", "deepspeed"))
         result, coordinator = run_local(loops.train, config, spec, rendezvous, config["folder"])
         if result.kind != "finished":
             pipe.send(f"rank {spec.rank} ended by {result.kind}: {result.message}\n{result.traceback}")

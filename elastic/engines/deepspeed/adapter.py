@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_map
 
 from elastic.core.checkpoint.manifest import Json
 from elastic.engines.base import StepOutcome
@@ -20,6 +19,7 @@ from elastic.engines.deepspeed.state.live_numbers import expected_numbers, wrong
 from elastic.engines.deepspeed.state.open import open_zero_state
 from elastic.engines.deepspeed.state.zero import ZeroState
 from elastic.engines.deepspeed.teardown import hollow_out, release_engine
+from elastic.engines.last_output import LastOutput
 from elastic.engines.live_state import Fragment
 
 
@@ -39,7 +39,7 @@ class DeepSpeedAdapter:
         self.judged = self._nonfinite is None or self._nonfinite.judged
         # Stage 3 gathers weights within the forward pass.
         self._gathers = native.zero_optimization_partition_weights()
-        self._zeros: Any = None
+        self._output = LastOutput()
         self._clock = CollectiveClock()
         self._last = True
         # What the clock showed at the first forward pass of the step; None between two steps.
@@ -57,17 +57,13 @@ class DeepSpeedAdapter:
             if self._began_s is None:
                 self._began_s = self._clock.waited_s
         output = self.native(*inputs, **named)
-        if self._gathers:
-            self._zeros = tree_map(_zeros_like, output)
-        return output
+        return self._output.seen(output) if self._gathers else output
 
     def forward_alone(self, inputs: Sequence[Any], named: Mapping[str, Any]) -> Any:
         if not self._gathers:
             # Without the engine, which would prepare a backward pass.
             return self.module(*inputs, **named)
-        if self._zeros is None:
-            raise RuntimeError("the first forward pass of an engine failed: it has no output whose shape is known")
-        return tree_map(lambda make: make() if callable(make) else make, self._zeros)
+        return self._output.zeros()
 
     def backward(self, loss: torch.Tensor, named: Mapping[str, Any]) -> Any:
         return self.native.backward(loss, **named)
@@ -134,16 +130,9 @@ class DeepSpeedAdapter:
             release_engine(native)
         # Before the groups are destroyed: DeepSpeed does so through the object that the clock stands in for.
         self._clock.remove()
-        self._nonfinite = self._zeros = None
+        self._nonfinite = None
+        self._output.forget()
         self.module = torch.nn.Identity()
-
-
-def _zeros_like(value: Any) -> Any:
-    """A function that makes a tensor of zeros of the same shape, which a backward pass may begin at."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    shape, dtype, device, trained = value.shape, value.dtype, value.device, value.requires_grad
-    return lambda: torch.zeros(shape, dtype=dtype, device=device, requires_grad=trained)
 
 
 def _learning_rates(optimizer: Any) -> tuple[float, ...]:

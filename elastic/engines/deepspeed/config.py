@@ -52,6 +52,11 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return read
 
 
+def check(config: Mapping[str, Any], batch: BatchSettings, workers: tuple[int, int]) -> None:
+    """`resolve` at the smallest world size. Raises UsageError."""
+    resolve(config, batch, *workers)
+
+
 def resolve(
     config: Mapping[str, Any],
     batch: BatchSettings,

@@ -29,7 +29,7 @@ class DeepSpeed:
     def warm_up(self, settings: RunSettings | None) -> None:
         startup.warm_up()
         if settings is not None:
-            build_ahead(settings.deepspeed_config)
+            build_ahead(settings.engine_config)
 
     def device(self, local_rank: int) -> tuple[str, torch.device]:
         """As DeepSpeed's accelerator says: the variable DS_ACCELERATOR may choose another one than the machine has."""
@@ -64,7 +64,7 @@ class DeepSpeed:
             user_calls.answer(initialize, lambda config: dict(self.resolve(config, spec).native))
 
     def resolve(self, config: Config | None, spec: GenerationSpec, loader_batch: int | None = None) -> ResolvedConfig:
-        chosen = config if config is not None else spec.deepspeed_config
+        chosen = config if config is not None else spec.engine_config
         if chosen is None:
             raise UsageError(
                 "no DeepSpeed configuration: pass config= to elastic.initialize, or give the job's `deepspeed`"

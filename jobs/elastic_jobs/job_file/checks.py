@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic.core.errors import IntegrityError, StorageError, UsageError
+from elastic.core.generation_spec import BatchSettings
 from elastic.core.names import check_run_id
 from elastic.core.run.phase import FINISHED
 from elastic.core.secrets import check_options, check_url
 from elastic.core.settings import RunSettings
-from elastic.engines.select import check_engine
+from elastic.engines.select import ENGINES, check_config, check_engine
 from elastic.entrypoint import load_entry_point, parse_entry_point
 from elastic_jobs.running.backend import check_nodes, growth
 from elastic_jobs.running.follow import check_summary_file
@@ -53,9 +54,9 @@ def check(job: Job, place: Place | None = None) -> list[Finding]:
         # Options are stored beside the journal, so they must hold no secret.
         *_found("config", check_options, job.config, "config"),
         *(_found("weights.source", check_url, settings.weights.source) if settings.weights is not None else ()),
+        *_found(settings.engine, check_options, settings.engine_config or {}, settings.engine),
         *_found("engine", check_engine, settings.engine),
-        *_found("deepspeed", check_options, settings.deepspeed_config or {}, "deepspeed"),
-        *_found("deepspeed", _check_deepspeed, settings),
+        *_found(settings.engine, _check_engine_config, settings),
         *(_found("place", _check_place, settings, place) if place is not None else ()),
     ]
 
@@ -114,26 +115,22 @@ def _found(key: str, check: Callable[..., object], *arguments: Any) -> Iterator[
         yield Finding(key, error.message)
 
 
-def _check_deepspeed(settings: RunSettings) -> None:
+def _check_engine_config(settings: RunSettings) -> None:
     """Options that an elastic run cannot honour, and contradicting batch sizes."""
-    if settings.deepspeed_config is None:
-        return
-    from elastic.core.generation_spec import BatchSettings
-    from elastic.engines.deepspeed.config import resolve
-
-    batch = BatchSettings(settings.global_batch, settings.micro_batch, settings.max_steps, settings.epochs)
-    try:
-        resolve(settings.deepspeed_config, batch, settings.scaling.min_workers, settings.scaling.max_workers)
-    except UsageError as error:
-        raise UsageError(f"deepspeed: {error.message}") from error
+    if settings.engine_config is not None and settings.engine in ENGINES:
+        batch = BatchSettings(settings.global_batch, settings.micro_batch, settings.max_steps, settings.epochs)
+        workers = (settings.scaling.min_workers, settings.scaling.max_workers)
+        check_config(settings.engine, settings.engine_config, batch, workers)
 
 
 def _check_monitors(settings: RunSettings) -> None:
     """Only where the workers have this machine's packages."""
+    if settings.engine != "deepspeed":
+        return
     from elastic.engines.deepspeed.monitors import refuse_missing
 
     try:
-        refuse_missing(settings.deepspeed_config or {})
+        refuse_missing(settings.engine_config or {})
     except UsageError as error:
         raise UsageError(f"deepspeed: {error.message}") from error
 

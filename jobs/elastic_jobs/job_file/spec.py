@@ -171,6 +171,7 @@ class JobSpec(BaseModel):
     engine: str = RunSettings.engine
     deepspeed: dict[str, Any] | str | None = None
     weights: WeightsSpec | None = None
+    fsdp2: dict[str, Any] | None = None
     global_batch: Count | None = None
     micro_batch: Count | None = None
     max_steps: Count | None = None
@@ -211,6 +212,13 @@ class JobSpec(BaseModel):
         refused = refused_resources(self.resources_per_worker)
         if refused is not None:
             raise ValueError(refused)
+        return self
+
+    @model_validator(mode="after")
+    def _one_engine(self) -> JobSpec:
+        for name in ("deepspeed", "fsdp2"):
+            if getattr(self, name) is not None and self.engine != name:
+                raise ValueError(f"{name} is given, but engine is {self.engine}; set engine: {name}, or leave it out")
         return self
 
     @model_validator(mode="after")
@@ -268,10 +276,15 @@ class JobSpec(BaseModel):
             sinks=tuple(SinkSettings(sink.kind, sink.path.replace("{run_id}", run_id)) for sink in self.sinks),
             resources_per_worker=self.resources_per_worker,
             engine=self.engine,
-            deepspeed_config=self.deepspeed if isinstance(self.deepspeed, dict) else None,
             weights=self.weights.settings() if self.weights is not None else None,
+            engine_config=self.fsdp2 if self.engine == "fsdp2" else _mapping(self.deepspeed),
             storage_url=self.storage_url or self.checkpoint.url or storage_url,
         )
+
+
+def _mapping(config: dict[str, Any] | str | None) -> dict[str, Any] | None:
+    """A path that was not resolved yet is no configuration."""
+    return config if isinstance(config, dict) else None
 
 
 def load_job(file: str | Path) -> JobSpec:

@@ -39,5 +39,5 @@ def test_the_name_in_the_settings_reaches_every_rank_and_its_device() -> None:
 
 
 def test_unknown_names_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"engine 'third' is unknown; the engines are: deepspeed, second"):
+    with pytest.raises(UsageError, match=r"engine 'third' is unknown; the engines are: deepspeed, fsdp2, second"):
         select.engine_kind("third")

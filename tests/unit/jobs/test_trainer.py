@@ -54,7 +54,7 @@ def test_what_ray_trains_classes_say_arrives(tmp_path: Path) -> None:
     )
     assert settings.failures == replace(FailureSettings(user_error_retries=sys.maxsize), **GPU_FAILURES)
     assert settings.snapshots == SnapshotSettings(every_steps=1)
-    assert settings.deepspeed_config == {"train_batch_size": 8}
+    assert settings.engine_config == {"train_batch_size": 8}
 
 
 def test_settings_of_failures_win_over_ray_trains_budget() -> None:

@@ -6,35 +6,20 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from elastic.core.checkpoint.manifest import Json
-from elastic.engines.deepspeed.module_extra import read_modules
+from elastic.engines import saved_numbers
 from elastic.engines.deepspeed.state.fragments import numbers, stepping
-from elastic.engines.json_values import decode, encode
+from elastic.engines.json_values import decode
+from elastic.engines.module_extra import read_modules
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
-# Written by torch into parameter groups; not part of the training state.
-_IGNORED = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
 
 
 def wrong_numbers(engine: Any, saved: Mapping[str, Json], names: Collection[str] | None) -> list[str]:
     """What is otherwise in `saved` than in the engine. Optimizer scalars are looked at for `names`, or all."""
-    wrong = [name for name in _COUNTERS if saved["engine"].get(name) != getattr(engine, name)]
-    if not _same_scaler(engine, saved["loss_scaler"]):
-        wrong.append("loss scaler")
-    if not _same_scheduler(engine.lr_scheduler, saved["scheduler"]):
-        wrong.append("learning-rate scheduler")
-    groups = saved["optimizer"]["groups"]
-    wrong += [
-        f"hyper-parameters of group {number}"
-        for number, group in enumerate(stepping(engine).param_groups)
-        if number >= len(groups) or not _same_values(groups[number]["hyper"], _without(group, _IGNORED))
-    ]
-    stored = {name: entry["values"] for entry in saved["optimizer"]["scalars"] for name in entry["names"]}
-    live = numbers(engine, names)
-    return wrong + [
-        f"optimizer scalars of {name}"
-        for name, values in live.items()
-        if not _same_values(stored.get(name, {}), values)
-    ]
+    counters = {name: getattr(engine, name) for name in _COUNTERS}
+    groups, scheduler = stepping(engine).param_groups, engine.lr_scheduler
+    wrong = saved_numbers.wrong_numbers(saved, counters, scheduler, groups, numbers(engine, names))
+    return wrong if _same_scaler(engine, saved["loss_scaler"]) else ["loss scaler", *wrong]
 
 
 def expected_numbers(engine: Any, saved: Mapping[str, Json]) -> dict[str, Json]:
@@ -60,17 +45,3 @@ def _same_scaler(engine: Any, stored: Mapping[str, Json]) -> bool:
     if stored["kind"] == "none":
         return scaler is None or scaler.cur_scale == 1
     return "cur_scale" in values and all(getattr(scaler, name) == value for name, value in values.items())
-
-
-def _same_scheduler(scheduler: Any, stored: Json) -> bool:
-    if scheduler is None or stored is None:
-        return scheduler is None and stored is None
-    return bool(stored["state"] == encode(dict(scheduler.state_dict()), ""))
-
-
-def _same_values(stored: Mapping[str, Json], live: Mapping[str, Any]) -> bool:
-    return stored.keys() == live.keys() and all(stored[key] == encode(value, "") for key, value in live.items())
-
-
-def _without(group: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in keys}

@@ -36,8 +36,8 @@ def test_a_good_job_has_no_findings() -> None:
         (changed(checkpoint=CheckpointSettings("s3://me:pass@b/x")), None, "checkpoint.url", "holds credentials"),
         (replace(JOB, config={"api_key": "abc"}), None, "config", "config.api_key looks like a secret"),
         (changed(engine="fsdp"), None, "engine", "engine 'fsdp' is unknown; the engines are: deepspeed"),
-        (changed(deepspeed_config={"elasticity": {}}), None, "deepspeed", "deepspeed: DeepSpeed option elasticity"),
-        (changed(deepspeed_config={"x": {"password": "p"}}), None, "deepspeed", "deepspeed.x.password looks like"),
+        (changed(engine_config={"elasticity": {}}), None, "deepspeed", "deepspeed: DeepSpeed option elasticity"),
+        (changed(engine_config={"x": {"password": "p"}}), None, "deepspeed", "deepspeed.x.password looks like"),
         (JOB, Place(nodes=1), "place", "1 node can hold 1 worker, but min_workers is 2"),
         (JOB, Place(max_nodes=1), "place", "--max-nodes goes with --autoscale"),
         (JOB, Place("a:1", autoscale=True), "place", "--autoscale starts a local cluster"),
@@ -51,7 +51,7 @@ def test_what_is_wrong_is_found(job: Job, place: Place | None, key: str, sentenc
 
 
 def test_all_findings_are_named_at_once() -> None:
-    job = replace(changed(run_id="../x", deepspeed_config={"amp": {}}), config={"password": "abc"})
+    job = replace(changed(run_id="../x", engine_config={"amp": {}}), config={"password": "abc"})
     with pytest.raises(UsageError, match=r"run id '../x' .*\(also wrong: config, deepspeed\)$"):
         refuse(check(job))
     with pytest.raises(UsageError, match=r"^one$"):

@@ -68,7 +68,7 @@ storage_url: s3://bucket/runs
     assert settings.scaling.policy == "patient"
     assert settings.checkpoint.url == str(tmp_path / "ckpt")
     assert settings.storage_url == "s3://bucket/runs"
-    assert settings.deepspeed_config == {"zero_optimization": {"stage": 2}}
+    assert settings.engine_config == {"zero_optimization": {"stage": 2}}
     given = {"suspect_after_s": 2, "crash_streak": 9, "capacity_timeout_s": 60}
     assert settings.failures == FailureSettings(**{**GPU_FAILURES, **given})
     assert settings.stragglers == StragglerSettings("evict", 1.2, 10, 2, 1)

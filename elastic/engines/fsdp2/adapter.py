@@ -1,0 +1,190 @@
+"""`Engine` over one model under `fully_shard`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from elastic.core.checkpoint.manifest import Json
+from elastic.core.errors import UsageError
+from elastic.engines import saved_numbers
+from elastic.engines.base import ResolvedConfig, StepOutcome
+from elastic.engines.fsdp2.fragments import fragments, numbers
+from elastic.engines.fsdp2.gradients import clip, local_gradients, total_norm
+from elastic.engines.fsdp2.sharding import reshard
+from elastic.engines.fsdp2.state import Fsdp2State
+from elastic.engines.json_values import decode, encode
+from elastic.engines.last_output import LastOutput
+from elastic.engines.live_state import Fragment
+from elastic.engines.module_extra import install_modules, read_modules
+
+_COUNTERS = ("global_steps", "skipped_steps")
+
+
+class Fsdp2Engine:
+    """What users reach through `engine.<attribute>`, under the names that DeepSpeed gave them."""
+
+    def __init__(self, module: Any, optimizer: torch.optim.Optimizer, scheduler: Any, micro_steps: int) -> None:
+        self.module = module
+        self.optimizer = optimizer
+        self.lr_scheduler = scheduler
+        self.global_steps = 0
+        self.skipped_steps = 0
+        self._micro_steps = micro_steps
+        self._norm: torch.Tensor | None = None
+
+    @property
+    def training(self) -> bool:
+        return bool(self.module.training)
+
+    def train(self, mode: bool = True) -> Fsdp2Engine:
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Fsdp2Engine:
+        return self.train(False)
+
+    def parameters(self) -> Any:
+        return self.module.parameters()
+
+    def named_parameters(self) -> Any:
+        return self.module.named_parameters()
+
+    def get_lr(self) -> list[Any]:
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def get_global_grad_norm(self) -> float | None:
+        """Of the last step, before clipping."""
+        return None if self._norm is None else float(self._norm)
+
+    def gradient_accumulation_steps(self) -> int:
+        return self._micro_steps
+
+
+class Fsdp2Adapter:
+    """Implements `elastic.engines.base.Engine`."""
+
+    name = "fsdp2"
+    judged = True
+
+    def __init__(
+        self, native: Fsdp2Engine, mesh: Any, device: torch.device, resolved: ResolvedConfig, withhold: bool
+    ) -> None:
+        """`withhold`: a step with a non-finite gradient is not applied, at the cost of waiting for the device."""
+        self.native: Any = native
+        self.module: torch.nn.Module = native.module
+        self.device = device
+        self.data_group: dist.ProcessGroup = mesh.get_group()
+        self._mesh = mesh
+        self._micro_steps = resolved.micro_steps
+        self._clipping = float(resolved.native["gradient_clipping"])
+        self._withhold = withhold
+        self._last = True
+        self._output = LastOutput()
+
+    def forward(self, inputs: Sequence[Any], named: Mapping[str, Any], last: bool | None) -> Any:
+        if last is not None:
+            self._last = last
+            module: Any = self.module
+            # Within a step gradients are added up on each rank and reduced once, with its last micro-batch.
+            module.set_requires_gradient_sync(last)
+            module.set_is_last_backward(last)
+        return self._output.seen(self.module(*inputs, **named))
+
+    def forward_alone(self, inputs: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        return self._output.zeros()
+
+    def backward(self, loss: torch.Tensor, named: Mapping[str, Any]) -> torch.Tensor:
+        # torch's types do not know them.
+        (loss / self._micro_steps).backward(**named)  # type: ignore[no-untyped-call]
+        return loss
+
+    def step(self, inputs: Sequence[Any], named: Mapping[str, Any], consumed: int) -> StepOutcome | None:
+        """Raises UsageError for arguments: torch's optimizers take a closure, which would run the step again."""
+        if inputs or named:
+            raise UsageError(f"engine.step takes no arguments with the fsdp2 engine, got {[*inputs, *named]}")
+        if not self._last:
+            return None
+        native = self.native
+        gradients = local_gradients(p for group in native.optimizer.param_groups for p in group["params"])
+        norm = native._norm = total_norm(gradients, self.device, self.data_group)
+        applied = not self._withhold or math.isfinite(float(norm))
+        if applied:
+            if self._clipping:
+                clip(gradients, norm, self._clipping)
+            native.optimizer.step()
+            if native.lr_scheduler is not None:
+                native.lr_scheduler.step()
+        else:
+            native.skipped_steps += 1
+        native.global_steps += 1
+        self.module.zero_grad(set_to_none=True)
+        rates = tuple(float(group["lr"]) for group in native.optimizer.param_groups if "lr" in group)
+        return StepOutcome(applied=applied, grad_norm=norm, learning_rates=rates)
+
+    def state(self) -> Fsdp2State:
+        state = Fsdp2State(self.module, self.native.optimizer, self.native.lr_scheduler, self._mesh)
+        # A scheduler that cannot be carried is refused now, not at the first snapshot.
+        self.extra_state()
+        return state
+
+    def extra_state(self) -> dict[str, Json]:
+        return {
+            "engine": {name: int(getattr(self.native, name)) for name in _COUNTERS},
+            "loss_scaler": {"kind": "none", "values": {}},
+            "scheduler": _read_scheduler(self.native.lr_scheduler),
+            "modules": read_modules(self.module),
+        }
+
+    def fragments(self, names: Collection[str] | None = None) -> Iterator[Fragment]:
+        return fragments(self.native, names)
+
+    def wrong_numbers(self, saved: Mapping[str, Json], names: Collection[str] | None = None) -> list[str]:
+        native = self.native
+        counters = {name: getattr(native, name) for name in ("global_steps", "skipped_steps")}
+        return saved_numbers.wrong_numbers(
+            saved, counters, native.lr_scheduler, native.optimizer.param_groups, numbers(native, names)
+        )
+
+    def expected_extra_state(self, saved: Mapping[str, Json]) -> dict[str, Json]:
+        return {
+            "engine": {name: int(saved["engine"][name]) for name in _COUNTERS},
+            "loss_scaler": {"kind": "none", "values": {}},
+            "scheduler": saved["scheduler"],
+            "modules": saved.get("modules", read_modules(self.module)),
+        }
+
+    def load_extra_state(self, saved: Mapping[str, Json]) -> None:
+        install_modules(self.module, saved.get("modules"))
+        if saved["scheduler"] is not None:
+            self.native.lr_scheduler.load_state_dict(decode(saved["scheduler"]["state"]))
+        for name in _COUNTERS:
+            setattr(self.native, name, int(saved["engine"][name]))
+
+    def obstacle(self) -> str:
+        return "fully_shard has replaced the model's parameters, which torch does not undo"
+
+    def detach(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        native, self.native = self.native, None
+        if native is not None:
+            native.module.zero_grad(set_to_none=True)
+            reshard(native.module)
+        self.module = torch.nn.Identity()
+        self._mesh = None
+
+
+def _read_scheduler(scheduler: Any) -> Json:
+    if scheduler is None:
+        return None
+    name = type(scheduler).__name__
+    return {
+        "class": name,
+        "state": encode(dict(scheduler.state_dict()), f"the state of learning-rate scheduler {name}"),
+    }

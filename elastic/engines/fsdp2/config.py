@@ -1,0 +1,141 @@
+"""The options of the FSDP2 engine, resolved for one world size. Pure, but for reading the file of a path."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from elastic.core.data.micro_batches import micro_steps_per_rank
+from elastic.core.errors import UsageError
+from elastic.core.generation_spec import BatchSettings
+from elastic.engines.base import Config, ResolvedConfig
+
+# fp16 needs a loss scaler, which this engine does not have.
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a job's `fsdp2` or the `config` of `elastic.initialize` may say.
+
+    `global_batch`, `micro_batch`: in samples; the job's own come first. `gradient_clipping`: the largest L2 norm of the
+    whole gradient, 0 for none. `param_dtype`, `reduce_dtype`: what forward and backward compute in and what gradients
+    are reduced in, as of torch's MixedPrecisionPolicy; None for the parameters' own. `shard`: class names of modules
+    that are sharded (and gathered) each by itself; None: those that the model names (`_no_split_modules`), else the
+    elements of its ModuleLists. `reshard_after_forward`: free the gathered parameters of these between forward and
+    backward. `cpu_offload`: shards, gradients and optimizer states lie in host memory. `optimizer`: {"type": a class
+    of torch.optim, "params": its arguments}, for scripts that pass no optimizer.
+    """
+
+    global_batch: int | None = None
+    micro_batch: int | None = None
+    gradient_clipping: float = 0.0
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
+    shard: tuple[str, ...] | None = None
+    reshard_after_forward: bool = True
+    cpu_offload: bool = False
+    optimizer: Mapping[str, Any] | None = None
+
+
+def read_options(config: Config) -> Options:
+    """Raises UsageError naming the first option that is unknown or has a value that it cannot have."""
+    given = config if isinstance(config, Mapping) else _read_file(config)
+    known = {field.name for field in fields(Options)}
+    for name, value in given.items():
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, 1)
+            raise UsageError(f"fsdp2: unknown option {name!r}{f', did you mean {near[0]!r}?' if near else ''}")
+        if value is not None and not _VALID[name](value):
+            raise UsageError(f"fsdp2: {name} must be {_MEANT[name]}, got {value!r}")
+    values = {name: value for name, value in given.items() if value is not None}
+    if "shard" in values:
+        values["shard"] = tuple(values["shard"])
+    return Options(**values)
+
+
+def check(config: Mapping[str, Any], batch: BatchSettings, workers: tuple[int, int]) -> None:
+    """Batch sizes that are missing may still be given in the user's function. Raises UsageError."""
+    options = read_options(config)
+    if None not in (batch.micro_batch or options.micro_batch, batch.global_batch or options.global_batch):
+        resolve(options, batch, workers[0])
+
+
+def resolve(options: Options, batch: BatchSettings, world_size: int, loader_batch: int | None = None) -> ResolvedConfig:
+    """The batch sizes for `world_size`. `loader_batch`: the batch size of a DataLoader that was taken over.
+
+    Raises UsageError for sizes that are missing or contradict one another.
+    """
+    micro = _once("micro_batch", batch.micro_batch, options.micro_batch, loader_batch)
+    total = _once("global_batch", batch.global_batch, options.global_batch)
+    if total is None:
+        raise UsageError("no batch size: give the job's `global_batch`, or global_batch in the fsdp2 options")
+    if micro is None:
+        raise UsageError("no micro-batch: give the job's `micro_batch`, or micro_batch in the fsdp2 options")
+    if micro > total:
+        raise UsageError(f"the micro-batch of {micro} samples is larger than the global batch of {total}")
+    native = {field.name: getattr(options, field.name) for field in fields(Options)}
+    return ResolvedConfig(native, total, micro, micro_steps_per_rank(total, micro, world_size))
+
+
+def _once(name: str, *given: int | None) -> int | None:
+    found = {value for value in given if value is not None}
+    if len(found) > 1:
+        raise UsageError(f"{name} is given as {' and as '.join(str(value) for value in sorted(found))}; give one")
+    return next(iter(found), None)
+
+
+def _read_file(path: str | os.PathLike[str]) -> Mapping[str, Any]:
+    if not isinstance(path, (str, os.PathLike)):
+        raise UsageError(f"config must be the fsdp2 options or the path of a JSON file, not {type(path).__name__}")
+    try:
+        with open(path, encoding="utf-8") as file:
+            read = json.load(file)
+    except OSError as error:
+        raise UsageError(f"the fsdp2 options {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise UsageError(f"the fsdp2 options {path} are not JSON: {error}") from error
+    if not isinstance(read, dict):
+        raise UsageError(f"the fsdp2 options {path} must be a JSON object")
+    return read
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_norm(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0.0 <= value < float("inf")
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value)
+
+
+def _is_optimizer(value: Any) -> bool:
+    return isinstance(value, Mapping) and isinstance(value.get("type"), str) and set(value) <= {"type", "params"}
+
+
+_COUNT: tuple[Callable[[Any], bool], str] = (_is_count, "a whole number of samples, at least 1")
+_DTYPE: tuple[Callable[[Any], bool], str] = (
+    lambda value: value in DTYPES,
+    " or ".join(DTYPES) + " (float16 needs a loss scaler, which this engine does not have)",
+)
+_SWITCH: tuple[Callable[[Any], bool], str] = (lambda value: isinstance(value, bool), "true or false")
+_RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "global_batch": _COUNT,
+    "micro_batch": _COUNT,
+    "gradient_clipping": (_is_norm, "a number, 0 for none"),
+    "param_dtype": _DTYPE,
+    "reduce_dtype": _DTYPE,
+    "shard": (_is_names, "a list of class names"),
+    "reshard_after_forward": _SWITCH,
+    "cpu_offload": _SWITCH,
+    "optimizer": (_is_optimizer, '{"type": CLASS, "params": {...}}'),
+}
+_VALID = {name: valid for name, (valid, _) in _RULES.items()}
+_MEANT = {name: meant for name, (_, meant) in _RULES.items()}

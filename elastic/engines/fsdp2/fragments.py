@@ -1,0 +1,52 @@
+"""The live tensors of one rank, parameter by parameter: what verification compares the sharded state with.
+
+It shares no way to them with `Fsdp2State`: a shard's place is what torch's own rule for DTensors says, and its length
+what torch stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from elastic.engines.fsdp2.sharding import reshard
+from elastic.engines.live_state import BUFFER, MASTER, PARAM, Fragment
+
+
+def fragments(engine: Any, names: Collection[str] | None = None) -> Iterator[Fragment]:
+    """Of the tensors in `names`, or of all: trained parameters with optimizer state, frozen ones, module buffers."""
+    stepped = {id(parameter) for group in engine.optimizer.param_groups for parameter in group["params"]}
+    for name, parameter in _parameters(engine, names):
+        trained = id(parameter) in stepped and parameter.requires_grad
+        yield from _part(MASTER if trained else PARAM, name, parameter)
+        for kind, value in (engine.optimizer.state.get(parameter) or {}).items() if trained else ():
+            if isinstance(value, DTensor):
+                yield from _part(kind, name, value)
+    for name, buffer in engine.module.named_buffers():
+        if buffer.numel() and (names is None or name in names):
+            yield Fragment(BUFFER, name, 0, buffer.detach().reshape(-1))
+
+
+def numbers(engine: Any, names: Collection[str] | None = None) -> Mapping[str, Mapping[str, Any]]:
+    """What the optimizer keeps of each trained parameter besides tensors of its shape: name -> key -> value."""
+    return {
+        name: {key: value for key, value in kept.items() if not isinstance(value, DTensor)}
+        for name, parameter in _parameters(engine, names)
+        if (kept := engine.optimizer.state.get(parameter)) is not None
+    }
+
+
+def _parameters(engine: Any, names: Collection[str] | None) -> Iterator[tuple[str, DTensor]]:
+    reshard(engine.module)
+    return ((name, p) for name, p in engine.module.named_parameters() if names is None or name in names)
+
+
+def _part(kind: str, name: str, tensor: DTensor) -> Iterator[Fragment]:
+    local: torch.Tensor = tensor._local_tensor.detach().reshape(-1)
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    if local.numel():
+        yield Fragment(kind, name, sum(o * s for o, s in zip(offset, tensor.stride(), strict=True)), local)

@@ -1,0 +1,36 @@
+"""The gradient of sharded parameters: its exact norm over all ranks, and clipping by it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+
+def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """This rank's shards of the gradients, of parameters that have one."""
+    gradients = (parameter.grad for parameter in parameters if parameter.grad is not None)
+    return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+
+
+def total_norm(gradients: list[torch.Tensor], device: torch.device, group: dist.ProcessGroup) -> torch.Tensor:
+    """The L2 norm over the shards of all ranks: a 0-d fp64 tensor, bitwise the same on every rank; inf or NaN where any
+    element is non-finite. Collective, without waiting for the device.
+
+    Not `clip_grad_norm_`, which sums in the gradients' own precision and gives a DTensor.
+    """
+    parts = [gradient.double().square().sum() for gradient in gradients if gradient.numel()]
+    total = torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64)
+    total = total.to(device)
+    dist.all_reduce(total, group=group)
+    return total.sqrt()
+
+
+@torch.no_grad()
+def clip(gradients: list[torch.Tensor], norm: torch.Tensor, largest: float) -> None:
+    """As torch's clip_grad_norm_: multiplied by largest / (norm + 1e-6) where that is below 1."""
+    factor = (largest / (norm + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.mul_(factor.to(gradient.device, gradient.dtype))

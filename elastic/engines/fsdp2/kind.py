@@ -1,0 +1,119 @@
+"""`EngineKind` of torch's FSDP2."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from elastic.core.errors import UsageError
+from elastic.core.generation_spec import GenerationSpec
+from elastic.core.settings import RunSettings
+from elastic.engines.base import Config, EngineKind, Nonfinite, ResolvedConfig
+from elastic.engines.fsdp2.adapter import Fsdp2Adapter, Fsdp2Engine
+from elastic.engines.fsdp2.config import read_options, resolve
+from elastic.engines.fsdp2.sharding import forget_meshes, repoint, shard_model
+
+# torch imports these at the first use of a DTensor or an optimizer only.
+_IMPORTED_LATE = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.experimental")
+
+
+class Fsdp2:
+    """Implements `elastic.engines.base.EngineKind`."""
+
+    name = "fsdp2"
+
+    def warm_up(self, settings: RunSettings | None) -> None:
+        for name in _IMPORTED_LATE:
+            importlib.import_module(name)
+
+    def device(self, local_rank: int) -> tuple[str, torch.device]:
+        if torch.cuda.is_available():
+            return "nccl", torch.device("cuda", local_rank)
+        return "gloo", torch.device("cpu")
+
+    def before_join(self) -> None:
+        forget_meshes()
+
+    def after_join(self, backend: str) -> None:
+        return None
+
+    def destroy_groups(self) -> None:
+        forget_meshes()
+        dist.destroy_process_group()
+
+    def answer_user_calls(self, initialize: Callable[..., Any] | None, spec: GenerationSpec) -> None:
+        return None
+
+    def resolve(self, config: Config | None, spec: GenerationSpec, loader_batch: int | None = None) -> ResolvedConfig:
+        chosen = config if config is not None else spec.engine_config or {}
+        return resolve(read_options(chosen), spec.batch, spec.world_size, loader_batch)
+
+    def build(
+        self,
+        resolved: ResolvedConfig,
+        nonfinite: Nonfinite | None,
+        device: torch.device,
+        *,
+        model: Any,
+        optimizer: Any,
+        lr_scheduler: Any,
+        model_parameters: Any,
+    ) -> tuple[Fsdp2Adapter, Any, Any]:
+        before = {id(parameter): name for name, parameter in model.named_parameters()}
+        mesh = shard_model(model, resolved.native, device)
+        after = dict(model.named_parameters())
+        base = _optimizer(optimizer, resolved, model_parameters, before, after)
+        scheduler = lr_scheduler(base) if callable(lr_scheduler) else lr_scheduler
+        native = Fsdp2Engine(model, base, scheduler, resolved.micro_steps)
+        return Fsdp2Adapter(native, mesh, device, resolved, withhold=nonfinite == "skip"), base, scheduler
+
+
+def _optimizer(
+    given: Any,
+    resolved: ResolvedConfig,
+    model_parameters: Any,
+    before: dict[int, str],
+    after: dict[str, torch.nn.Parameter],
+) -> torch.optim.Optimizer:
+    """Over the sharded parameters. `given`: an optimizer, a function of the parameters, or None for the options'."""
+    if isinstance(given, torch.optim.Optimizer):
+        repoint(given, before, after)
+        return given
+    chosen = model_parameters if model_parameters is not None else after.values()
+    parameters = [_sharded(entry, before, after) for entry in chosen]
+    if callable(given):
+        made = given(parameters)
+        if not isinstance(made, torch.optim.Optimizer):
+            raise UsageError(f"optimizer= returned a {type(made).__name__}, not a torch optimizer")
+        return made
+    if given is not None:
+        raise UsageError(
+            f"optimizer must be a torch optimizer or a function that makes one, not {type(given).__name__}"
+        )
+    said = resolved.native["optimizer"]
+    if said is None:
+        raise UsageError("no optimizer: pass optimizer= to elastic.initialize, or give fsdp2's `optimizer`")
+    kind = getattr(torch.optim, said["type"], None)
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        raise UsageError(f"fsdp2: optimizer.type must be a class of torch.optim, got {said['type']!r}")
+    made = kind(parameters, **said.get("params", {}))
+    assert isinstance(made, torch.optim.Optimizer)
+    return made
+
+
+def _sharded(entry: Any, before: dict[int, str], after: dict[str, torch.nn.Parameter]) -> Any:
+    """A parameter, or a parameter group, of before the sharding -> the same of after it."""
+    if isinstance(entry, dict):
+        return {**entry, "params": [_sharded(parameter, before, after) for parameter in entry["params"]]}
+    if isinstance(entry, torch.nn.Parameter) and id(entry) in before:
+        return after[before[id(entry)]]
+    if any(entry is parameter for parameter in after.values()):
+        return entry
+    raise UsageError("model_parameters has a parameter that the model does not have")
+
+
+KIND: EngineKind = Fsdp2()

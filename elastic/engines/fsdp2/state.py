@@ -1,0 +1,109 @@
+"""`elastic.engines.live_state.ShardedState` of a model under `fully_shard`.
+
+Each parameter is cut into blocks of ceil(rows / world size) rows, in the order of the ranks; the last blocks may be
+short or empty (torch/distributed/fsdp/_fully_shard/_fsdp_param.py, `_init_sharded_param`, release 2.13). The shard is
+what the optimizer updates, and what forward passes gather: there are no other weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from elastic.core.errors import UsageError
+from elastic.core.sharding.layout import Chunk
+from elastic.engines.fsdp2.sharding import reshard
+from elastic.engines.live_state import PARAM, Extra, Master, TensorSpec, Weight, specs_of, whole_buffer
+
+
+class Fsdp2State:
+    # Cut over all ranks, parameter by parameter, as ZeRO-3 does it; by rows, where ZeRO-3 goes by elements.
+    zero_stage = 3
+
+    def __init__(self, module: torch.nn.Module, base: torch.optim.Optimizer, scheduler: Any, mesh: Any) -> None:
+        self.module = module
+        self.base = base
+        self.rank, self.world_size = mesh.get_local_rank(), mesh.size()
+        self._scheduler = scheduler
+        reshard(module)
+        # The sharded parameters stay the same objects; while it is gathered the module has others.
+        self._parameters: dict[str, DTensor] = {}
+        for name, parameter in module.named_parameters():
+            # torch's cache of shardings outlives a generation's groups, and its meshes do not compare ranks.
+            if not isinstance(parameter, DTensor) or parameter.device_mesh.get_local_rank() != self.rank:
+                raise UsageError(f"parameter {name!r} is not sharded over this generation's ranks")
+            self._parameters[name] = parameter
+        self._names = {id(parameter): name for name, parameter in self._parameters.items()}
+
+    def specs(self) -> list[TensorSpec]:
+        trained = [name for group in self.groups() for name in group]
+        return specs_of(self.module, trained, lambda parameter: tuple(parameter.shape))
+
+    def groups(self) -> list[list[str]]:
+        return [[self._names[id(p)] for p in group["params"] if p.requires_grad] for group in self.base.param_groups]
+
+    def group_holders(self) -> Mapping[str, Sequence[dict[str, Any]]]:
+        held = getattr(self._scheduler, "optimizer", None)
+        return {
+            "the optimizer": tuple(self.base.param_groups),
+            "the scheduler": tuple(getattr(held, "param_groups", ())),
+        }
+
+    def require_readable(self) -> None:
+        return None
+
+    def masters(self) -> list[Master]:
+        found = []
+        for number, names in enumerate(self.groups()):
+            for name in names:
+                parameter = self._parameters[name]
+                chunk = self._chunk(name)
+                chunks = (chunk,) if chunk.numel else ()
+                found.append(Master(chunk.buffer, number, _local(parameter), chunks, (name,), False, parameter))
+        return found
+
+    def frozen(self) -> list[Extra]:
+        trained = {name for group in self.groups() for name in group}
+        return [
+            Extra(PARAM, _local(parameter), self._chunk(name), replicated=False)
+            for name, parameter in self._parameters.items()
+            if name not in trained and _local(parameter).numel()
+        ]
+
+    def weights(self) -> list[Weight]:
+        trained = {name for group in self.groups() for name in group}
+        return [
+            Weight(name, self._chunk(name).start, _local(parameter).reshape(-1), whole=False)
+            for name, parameter in self._parameters.items()
+            if name in trained and _local(parameter).numel()
+        ]
+
+    def begin_install(self) -> None:
+        # Parameters that an evaluation pass has gathered would keep their old values.
+        reshard(self.module)
+
+    def finish_install(self) -> None:
+        return None
+
+    def _chunk(self, name: str) -> Chunk:
+        parameter = self._parameters[name]
+        rows = parameter.shape[0]
+        width = parameter.numel() // rows if rows else 0
+        block = -(-rows // self.world_size)
+        first, last = min(rows, self.rank * block), min(rows, (self.rank + 1) * block)
+        if (last - first) * width != _local(parameter).numel():
+            raise UsageError(
+                f"parameter {name!r}: rank {self.rank} of {self.world_size} holds {_local(parameter).numel()} elements "
+                f"where rows {first} to {last} of {tuple(parameter.shape)} were expected: this torch shards otherwise"
+            )
+        return Chunk(name, first * width, (last - first) * width, whole_buffer(name), 0)
+
+
+def _local(parameter: DTensor) -> torch.Tensor:
+    # torch's types take `detach` for a plain tensor's.
+    detached: Any = parameter.detach()
+    local: torch.Tensor = detached.to_local()
+    return local

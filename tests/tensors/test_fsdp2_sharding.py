@@ -1,0 +1,153 @@
+"""What is sharded together, which rows a rank holds, and what is refused before anything is sharded.
+
+Worlds of up to 1,024 ranks under torch's fake process group: layouts need no communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from elastic.core.errors import UsageError
+from elastic.engines.fsdp2.config import Options
+from elastic.engines.fsdp2.sharding import repoint, shard_model, units
+from elastic.engines.fsdp2.state import Fsdp2State
+
+CPU = torch.device("cpu")
+OPTIONS: dict[str, Any] = vars(Options())
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 6)
+        self.down = nn.Linear(6, 4)
+
+
+class Model(nn.Module):
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 4)
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(4, 11, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+
+@pytest.fixture
+def world() -> Iterator[Any]:
+    def begin(rank: int, size: int) -> None:
+        dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+
+    yield begin
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_elements_of_module_lists_are_sharded_each_by_itself_and_inner_modules_first() -> None:
+    model = Model()
+    assert units(model, None) == list(reversed(model.layers))
+    assert units(model, ("Block", "Linear"))[-1] is model.layers[0]
+    assert units(model, ()) == []
+    model._no_split_modules = ["Linear"]
+    assert all(isinstance(module, nn.Linear) for module in units(model, None))
+    with pytest.raises(UsageError, match=r"shard names \['Missing'\]"):
+        units(model, ("Block", "Missing"))
+
+
+def test_a_module_that_shares_a_parameter_with_another_stays_with_the_root() -> None:
+    model = Model(tied=True)
+    assert units(model, ("Embedding", "Linear")) == [
+        layer for block in reversed(model.layers) for layer in (block.down, block.up)
+    ]
+    model.layers[1].up.weight = model.layers[2].up.weight
+    assert units(model, ("Block",)) == [model.layers[0]]
+
+
+@pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 3), (2, 3), (3, 4), (7, 8), (1_023, 1_024)])
+def test_a_rank_holds_the_rows_that_torch_gives_it(world: Any, rank: int, size: int) -> None:
+    world(rank, size)
+    model = Model(tied=True)
+    # Each element is its own index, so that the content of a shard says where it is from.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.arange(parameter.numel(), dtype=torch.float32).view(parameter.shape))
+    before = {id(parameter): name for name, parameter in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    group = optimizer.param_groups[0]
+    mesh = shard_model(model, OPTIONS, CPU)
+    repoint(optimizer, before, dict(model.named_parameters()))
+    assert optimizer.param_groups[0] is group
+    state = Fsdp2State(model, optimizer, None, mesh)
+    assert [spec.name for spec in state.specs()] == list(before.values())
+    masters = state.masters()
+    assert [master.names for master in masters] == [(name,) for name in before.values()]
+    for master in masters:
+        held = master.tensor.flatten()
+        assert held.numel() == sum(chunk.numel for chunk in master.chunks)
+        for chunk in master.chunks:
+            assert held.tolist() == list(range(chunk.start, chunk.stop))
+
+
+def test_a_mesh_of_before_is_not_taken_for_one_of_another_rank(world: Any) -> None:
+    for rank in (0, 1):
+        world(rank, 2)
+        model = nn.Linear(3, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        before = {id(parameter): name for name, parameter in model.named_parameters()}
+        mesh = shard_model(model, OPTIONS, CPU)
+        repoint(optimizer, before, dict(model.named_parameters()))
+        assert Fsdp2State(model, optimizer, None, mesh).masters()[0].chunks[0].start == 6 * rank
+        dist.destroy_process_group()
+
+
+def test_what_cannot_be_sharded_is_refused_by_name(world: Any) -> None:
+    world(0, 2)
+    with torch.device("meta"):
+        absent = nn.Linear(2, 2)
+    with pytest.raises(UsageError, match="parameter 'weight' is on the meta device"):
+        shard_model(absent, OPTIONS, CPU)
+    scalar = nn.Linear(2, 2)
+    scalar.temperature = nn.Parameter(torch.ones(()))
+    with pytest.raises(UsageError, match="parameter 'temperature' has no dimension"):
+        shard_model(scalar, OPTIONS, CPU)
+    partly = Model()
+    fully_shard(partly.head)
+    with pytest.raises(UsageError, match=r"parameter 'head\.weight' is a DTensor already"):
+        shard_model(partly, OPTIONS, CPU)
+    smaller = nn.Linear(2, 2)
+    fully_shard(smaller, mesh=dist.device_mesh.DeviceMesh("cpu", [0]))
+    with pytest.raises(UsageError, match="only rows over all 2 ranks"):
+        shard_model(smaller, OPTIONS, CPU)
+
+
+def test_an_optimizer_that_is_not_the_models_is_refused() -> None:
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    with pytest.raises(UsageError, match="group 0 has a parameter at place 0 that the model does not have"):
+        repoint(torch.optim.SGD(other.parameters(), lr=0.1), names, dict(model.named_parameters()))
+    used = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 2)).sum().backward()
+    used.step()
+    with pytest.raises(UsageError, match="has made steps already"):
+        repoint(used, names, dict(model.named_parameters()))
+
+
+def test_a_model_that_the_user_has_sharded_keeps_its_sharding(world: Any) -> None:
+    world(1, 2)
+    model = Model()
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    held = list(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters())
+    mesh = shard_model(model, OPTIONS, CPU)
+    assert all(now is was for now, was in zip(model.parameters(), held, strict=True))
+    assert len(Fsdp2State(model, optimizer, None, mesh).masters()) == len(held)
