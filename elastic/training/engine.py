@@ -193,6 +193,7 @@ class ElasticEngine:
         """The platform's own save, of the last finished step; in the middle of a step, when it is finished.
 
         `client_state` is kept in elastic.state. Collective, as DeepSpeed's. Outside of a run it is DeepSpeed's own.
+        False where the step is abandoned: nothing is saved of it.
         """
         if self._scope.coordinator.keeps_nothing:
             return bool(self._open().native.save_checkpoint(save_dir, tag, client_state or {}, *args, **kwargs))
@@ -200,10 +201,15 @@ class ElasticEngine:
             "engine.save_checkpoint: the platform saves this step to its own storage, in its own format; the folder "
             "and the tag are not used. It also saves by itself every checkpoint_every_steps steps and at the end"
         )
-        self._scope.check()
-        if client_state:
-            self._state[_CLIENT_STATE] = dict(client_state)
-        self._steps.ask_save()
+        try:
+            self._scope.check()
+            if client_state:
+                self._state[_CLIENT_STATE] = dict(client_state)
+            self._steps.ask_save()
+        except (Exception, GenerationEnded) as error:
+            if not self._abandoned(error):
+                raise
+            return False
         return True
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, Any]:

@@ -172,6 +172,10 @@ class FunctionCall:
         if following.spec.checkpoint is None:
             self._following = following
             raise self._leave_function("there is no state to go on from: the run begins at its first step")
+        # The object stays, and with it what was registered in it; the values are those that are restored.
+        following.generation.state = runner.generation.state
+        for key in list(following.generation.state):
+            del following.generation.state[key]
         context.replace(runner.generation, following.generation)
         self._runner = following
         return following
