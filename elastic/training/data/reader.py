@@ -44,7 +44,7 @@ class MicroBatchReader(Protocol):
 
 def has_random_access(dataset: Any) -> bool:
     """Does it have `__len__` and a `__getitem__` of its own? Then it is read by index, even if it is iterable too:
-    LitData, mosaic, wids, tables of Arrow, Megatron's indexed datasets."""
+    LitData, mosaic, wids, Megatron's indexed datasets."""
     own = getattr(type(dataset), "__getitem__", None)
     return own is not None and own is not Dataset.__getitem__ and hasattr(type(dataset), "__len__")
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,6 +107,20 @@ def test_a_mixture_names_what_defines_it() -> None:
 
 
 # -- with the real libraries ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lit_data_is_read_by_index(tmp_path: Path) -> None:
+    litdata = pytest.importorskip("litdata", reason="litdata is not installed")
+    writer = importlib.import_module("litdata.streaming.writer").BinaryWriter(str(tmp_path), chunk_size=4)
+    for number in range(10):
+        writer[number] = {"x": number}
+    writer.done()
+    writer.merge()
+    dataset = litdata.StreamingDataset(str(tmp_path))
+    assert isinstance(dataset, IterableDataset)
+    source = source_of(dataset)
+    assert (source.size, [source.dataset[index]["x"] for index in (9, 0, 5)]) == (10, [9, 0, 5])
 
 
 def hugging_face(shards: int = 4, length: int = 24) -> Any:
