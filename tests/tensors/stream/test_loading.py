@@ -98,6 +98,14 @@ def test_skipped_samples_are_read_by_nobody() -> None:
     assert [total for _, total in history] == [total for _, total in WHOLE[3:5]]
 
 
+def test_one_object_for_two_readers_is_refused() -> None:
+    shared = [[1, 2], [3]]
+    parts = Parts((Stages(lambda reader, readers: shared),), (1.0,))
+    reader = stream_reader(parts, plan(), SEED, 0, None, None)
+    with pytest.raises(UsageError, match="returned one object for two readers"):
+        reader.read(plan().deal(0), 0)
+
+
 class Alone:
     """The agreement of a single rank."""
 

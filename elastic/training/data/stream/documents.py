@@ -52,9 +52,9 @@ class Documents:
         """Where the next document is read from."""
         if self._document == 0:
             return Mark(self._epoch)
-        if self._loaded is None and hasattr(self._source, "state_dict"):
+        if self._loaded is None and hasattr(self.source, "state_dict"):
             # As text at once: the source goes on to change what it has given.
-            self._loaded = json.dumps(self._source.state_dict(), default=_plain, separators=(",", ":"))
+            self._loaded = json.dumps(self.source.state_dict(), default=_plain, separators=(",", ":"))
         return Mark(self._epoch, self._document, self._loaded)
 
     def take(self, most: int) -> list[Any]:
@@ -78,12 +78,12 @@ class Documents:
 
     def _begin(self, epoch: int, state: str | None) -> None:
         self._epoch = epoch
-        self._source = self._open(self._reader, self._readers)
-        if hasattr(self._source, "set_epoch"):
-            self._source.set_epoch(epoch)
+        self.source = self._open(self._reader, self._readers)
+        if hasattr(self.source, "set_epoch"):
+            self.source.set_epoch(epoch)
         if state is not None:
-            self._source.load_state_dict(json.loads(state))  # type: ignore[attr-defined]
-        self._iterator: Iterator[Any] = iter(self._source)
+            self.source.load_state_dict(json.loads(state))  # type: ignore[attr-defined]
+        self._iterator: Iterator[Any] = iter(self.source)
 
 
 def _plain(value: Any) -> Any:

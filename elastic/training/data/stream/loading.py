@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from elastic.core.data.micro_batches import MicroBatch
 from elastic.core.data.readers import ReaderStates, owned
 from elastic.core.data.step_plan import StepPlan
+from elastic.core.errors import UsageError
 from elastic.training import rng
 from elastic.training.data.stream.reader import Parts, Reader
 
@@ -124,6 +125,7 @@ class MicroBatches(IterableDataset[Loaded]):
     def __iter__(self) -> Iterator[Loaded]:
         reading, plan = self._reading, self._reading.plan
         readers = {number: reading.reader(number) for number in self._readers}
+        _require_own_sources(readers.values())
         for step in itertools.takewhile(lambda step: not plan.over(step), itertools.count(reading.step)):
             for batch in plan.deal(step):
                 if batch.weight > 0.0 and batch.index in readers:
@@ -139,6 +141,15 @@ def stream_reader(
     """Reads `parts` from `step` on; `how` are the keyword arguments of `StreamReader`."""
     known = {} if states is None else states.states
     return StreamReader(Reading(parts, plan, seed, step, known, collate or default_collate), **how)
+
+
+def _require_own_sources(readers: Iterable[Reader]) -> None:
+    sources = [source for reader in readers for source in reader.sources]
+    if len(set(map(id, sources))) < len(sources):
+        raise UsageError(
+            "open(reader, readers) of a stream has returned one object for two readers: each reader needs an object of "
+            "its own, over its own share of the documents, since the object keeps the reader's place"
+        )
 
 
 def _as_it_is(item: Any) -> Any:

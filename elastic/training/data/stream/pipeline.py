@@ -67,6 +67,11 @@ class Pipeline:
         if state is not None and (state["used"] or state["offset"]):
             self._resume(state)
 
+    @property
+    def source(self) -> Any:
+        """What documents are read from now."""
+        return self._documents.source
+
     def state(self) -> dict[str, Any]:
         """JSON: where the next sample begins."""
         mark = self._mark

@@ -53,6 +53,11 @@ class Reader:
             for number, (stages, part) in enumerate(zip(parts.stages, state["parts"], strict=True))
         ]
 
+    @property
+    def sources(self) -> list[Any]:
+        """What documents are read from now."""
+        return [pipeline.source for pipeline in self._pipelines]
+
     def state(self) -> dict[str, Any]:
         """JSON: what the next sample is, for this reader in another process."""
         parts = [pipeline.state() for pipeline in self._pipelines]
