@@ -179,7 +179,7 @@ def memory_lost(transition: Transition, event: MemoryLost) -> None:
 
 def worker_left(transition: Transition, event: WorkerLeft) -> None:
     state, phase = transition.state, transition.state.phase
-    if event.worker not in state.members_inside:
+    if not state.is_inside(event.worker):
         return
     transition.set(furthest_step=max(state.furthest_step, event.step))
     planned = isinstance(phase, Pausing) and event.step == phase.stop_at
@@ -196,7 +196,7 @@ def worker_left(transition: Transition, event: WorkerLeft) -> None:
 def worker_completed(transition: Transition, event: WorkerCompleted) -> None:
     """The training function has returned on one member, which is thereby out of the generation."""
     phase = transition.state.phase
-    if event.worker not in transition.state.members_inside:
+    if not transition.state.is_inside(event.worker):
         return
     transition.set(furthest_step=max(transition.state.furthest_step, event.step))
     if isinstance(phase, Ending):

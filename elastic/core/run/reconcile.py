@@ -106,7 +106,8 @@ def _survey(transition: Transition) -> None:
 
 def _starts(transition: Transition) -> None:
     limit = transition.state.settings.failures.worker_start_timeout_s
-    for worker in tuple(transition.fleet.workers.values()):
+    # Only a Tick lets a deadline pass; thousands of workers are not looked at for every other event.
+    for worker in tuple(transition.fleet.workers.values()) if transition.is_tick else ():
         starting = worker.phase is WorkerPhase.STARTING and not transition.fleet.control_store_away
         if starting and transition.passed(worker.since + limit):
             if worker.id in transition.fleet.workers:
@@ -253,7 +254,7 @@ def _training(transition: Transition, phase: Training) -> None:
 def _pausing(transition: Transition, phase: Pausing) -> None:
     state = transition.state
     late = transition.passed(phase.deadline)
-    if state.members_inside:
+    if state.anyone_inside:
         if late:
             names = ", ".join(transition.name_of(m) for m in state.members_inside)
             limit = state.settings.failures.drain_timeout_s
@@ -284,10 +285,10 @@ def _pausing(transition: Transition, phase: Pausing) -> None:
 
 
 def _ending(transition: Transition, phase: Ending) -> None:
-    inside = transition.state.members_inside
-    if not inside:
+    if not transition.state.anyone_inside:
         resolve_ending(transition, phase)
     elif transition.passed(phase.deadline):
+        inside = transition.state.members_inside
         limit = transition.state.settings.failures.abort_timeout_s
         for worker in inside:
             # Being slow is always safe: a process that does not leave is replaced, never waited for.

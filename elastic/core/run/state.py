@@ -267,6 +267,16 @@ class RunState:
         workers = self.fleet.workers
         return tuple(w for w in self.members if w in workers and workers[w].phase is WorkerPhase.MEMBER)
 
+    def is_inside(self, worker: int) -> bool:
+        """Whether it is one of `members_inside`; without looking at the others."""
+        known = self.fleet.workers.get(worker)
+        return known is not None and known.phase is WorkerPhase.MEMBER
+
+    @property
+    def anyone_inside(self) -> bool:
+        workers = self.fleet.workers
+        return any(w in workers and workers[w].phase is WorkerPhase.MEMBER for w in self.members)
+
     @property
     def idle(self) -> tuple[Worker, ...]:
         """Workers that could be members now.

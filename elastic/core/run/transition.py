@@ -146,6 +146,11 @@ class Transition:
     def trouble(self) -> Trouble:
         return self.state.trouble
 
+    @property
+    def is_tick(self) -> bool:
+        """The event is a Tick: deadlines may pass."""
+        return self._tick
+
     def passed(self, deadline: float) -> bool:
         """Deadlines are enforced by ticks only: after a pause of the controller, messages that wait are heard first."""
         return self._tick and self.now >= deadline
