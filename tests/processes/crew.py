@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 _WAIT_S = 120.0
@@ -32,6 +33,7 @@ class Outcome:
     told: dict[str, Any]
     threads: int
     descriptors: int
+    resident_bytes: int
 
 
 @dataclass
@@ -270,5 +272,6 @@ class Training:
                 dict(told),
                 threading.active_count(),
                 len(os.listdir("/proc/self/fd")),
+                int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
             ),
         )

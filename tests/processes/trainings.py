@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import crew
@@ -193,22 +194,50 @@ def train_in_loop(config: dict[str, Any]) -> None:
             assert scheduler.last_batch_iteration == context.step - 1
             last = engine.is_gradient_accumulation_boundary()
             at_fault = config.get("at") == context.step and passed["world sizes"] == [3] and last
-            for name in ("forward", "backward", "step"):
-                if at_fault and config["where"] == name:
-                    crew.point("there")
-                    if context.rank == config["victim"]:
-                        crew.stay()
-                if name == "forward":
-                    output = engine(x)
-                    assert output.isfinite().all()
-                    loss = nn.functional.mse_loss(output, y)
-                elif name == "backward":
-                    engine.backward(loss)
-                else:
-                    engine.step()
+            with elastic.step() if config.get("strict") else nullcontext():
+                for name in ("forward", "backward", "step"):
+                    if at_fault and config["where"] == name:
+                        crew.point("there")
+                        if context.rank == config["victim"]:
+                            crew.stay()
+                    if name == "forward":
+                        output = engine(x)
+                        assert output.isfinite().all()
+                        loss = nn.functional.mse_loss(output, y)
+                    elif name == "backward":
+                        engine.backward(loss)
+                    else:
+                        engine.step()
             passed["abandoned"] += elastic.get_context().abandoned
             elastic.report(rank=context.rank)
     crew.told.update(passed, starts=elastic.state["starts"])
+
+
+def evaluates_for_ever(config: dict[str, Any]) -> None:
+    """After step 2 of a run that has not resumed, until the generation ends."""
+    engine, loader = build(config)
+    for _ in elastic.epochs():
+        for x, y in loader:
+            one_pass(engine, (x, y))
+            if elastic.get_context().step == 2 and not elastic.get_context().resumed:
+                engine.eval()
+                crew.point("there")
+                while True:
+                    engine(x)
+
+
+def keeps_the_native_engine(config: dict[str, Any]) -> None:
+    engine, loader = build(config)
+    native = engine.deepspeed
+    for _ in elastic.epochs():
+        for batch in loader:
+            one_pass(engine, batch)
+            assert native.global_steps == engine.global_steps
+
+
+def stays_before_it_initializes(config: dict[str, Any]) -> None:
+    crew.point("there")
+    crew.stay()
 
 
 def train_until_fault(config: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from elastic.core.run import machine
 from elastic.observe.journal import JournalReader, JournalWriter
 from elastic.runtime import names
 from elastic.runtime.controller.incidents import IncidentBook
-from elastic.runtime.controller.progress import cadence_record
+from elastic.runtime.controller.progress import cadence_record, function_left_record
 from elastic.runtime.controller.replay import Replayed, replay
 from elastic.runtime.controller.telemetry import Telemetry
 from elastic.runtime.train_function import Entry
@@ -223,3 +223,10 @@ def test_steps_keep_their_place_where_the_wall_clock_was_set_back(tmp_path: Path
     successor = JournalWriter(str(tmp_path), "run")
     counted = replay(successor.replayed, SETTINGS).telemetry(SETTINGS, 500.0, lambda _: None).samples.result(16)
     assert (counted.seen, counted.missing, counted.repeated) == (16, 0, 0)
+
+
+def test_a_function_that_could_not_stay_is_in_the_journal_with_its_reason() -> None:
+    told = {"worker": 3, "reason": "it has made process groups", "generation": 4, "world_size": 2, "step": 9}
+    record = function_left_record(told)
+    assert record["sentence"] == "worker 3: the training function is left and called again: it has made process groups"
+    assert (record["kind"], record["step"], record["generation"]) == ("function-left", 9, 4)
