@@ -1,8 +1,8 @@
-"""What can happen to a run. Everything the controller learns reaches the state machine as one of these.
+"""Events: everything that the controller learns about a run reaches the state machine as one of these.
 
 An event with a `generation` belongs to that generation; `machine.step` drops it when the generation is over,
-and that is the only place where messages are fenced. Heartbeats are not events: they update `detector.LastSeen`, and
-only its verdicts are events. Every event is plain data with an exact JSON form: the journal is replayed from it.
+and that is the only place where messages are fenced. Heartbeats are not events: they update `policy.liveness.LastSeen`,
+and only its verdicts are events. Every event is plain data with an exact JSON form: the journal is replayed from it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class RunStarted:
 
 @dataclass(frozen=True)
 class ControllerRestarted:
-    """A new controller process has replayed the journal and re-attached to what is still alive.
+    """A new controller process has replayed the journal and re-attached to the living actors.
 
-    What the one before did while its journal could not be written is not in there. `newest_generation` is the newest
-    that anybody who is left has heard of; `next_slot` and `next_worker` are above every number that was found in use.
+    The journal lacks what its predecessor did while the journal could not be written. `newest_generation` is the newest
+    that any living worker knows; `next_slot` and `next_worker` are above every number found in use.
     """
 
     incarnation: int
@@ -50,15 +50,15 @@ class Tick:
 
 @dataclass(frozen=True)
 class NodesDraining:
-    """The list of nodes that are about to go away has changed: (node, deadline in wall clock seconds or 0) of each."""
+    """The list of draining nodes has changed: (node, deadline in wall clock seconds or 0) of each."""
 
     nodes: tuple[tuple[str, float], ...]
 
 
 @dataclass(frozen=True)
 class CapacityJudged:
-    """What the cluster lacks for `min_workers` has changed: `sentence` is empty where it lacks nothing. `never`: it
-    cannot be had there."""
+    """The cluster's shortage for `min_workers` has changed; `sentence` is empty if there is none. `never`: the cluster
+    can never hold the run."""
 
     sentence: str
     never: bool = False
@@ -66,7 +66,7 @@ class CapacityJudged:
 
 @dataclass(frozen=True)
 class SlotsShared:
-    """The run may have so many slots (None: as many as it likes): other runs need the rest."""
+    """The run may hold at most `limit` slots (None: no limit), because other runs need the rest."""
 
     limit: int | None
     reason: str = ""
@@ -77,7 +77,7 @@ class SlotsShared:
 
 @dataclass(frozen=True)
 class SlotPlaced:
-    """The cluster has given the slot a node."""
+    """Ray has placed the slot on a node."""
 
     slot: int
     node: str
@@ -102,7 +102,7 @@ class WorkerReady:
 
 @dataclass(frozen=True)
 class WorkerStartFailed:
-    """`usage` marks errors that another try cannot cure (the entry point does not import)."""
+    """`usage` marks errors that a retry cannot fix (the entry point does not import)."""
 
     worker: int
     evidence: str
@@ -121,7 +121,7 @@ class WorkerDied:
 class WorkersSilent:
     """No heartbeat from these workers for `silence_s` seconds; they may still be alive.
 
-    `nodes` are the nodes whose agents are silent too: there it is the node, not the worker, that is suspected.
+    `nodes` are those whose agents are silent too: there the node is suspected, not the worker.
     """
 
     workers: tuple[int, ...]
@@ -136,10 +136,10 @@ class ProbeAnswered:
 
 @dataclass(frozen=True)
 class SnapshotsReported:
-    """What `QuerySnapshots` number `survey` has found: the snapshots that can be put together, newest first.
+    """The answer to `QuerySnapshots` number `survey`: the complete snapshots, newest first.
 
-    Each is (id, step). `unreachable` are pairs of nodes (who, whom), where that was asked. `missing` are sentences on
-    what newer ones lack.
+    Each is (id, step). `unreachable` are pairs of nodes (from, to), if that was asked. `missing` says, in sentences,
+    what newer snapshots lack.
     """
 
     survey: int
@@ -188,7 +188,7 @@ class FirstStepDone:
 
 @dataclass(frozen=True)
 class ProgressStalled:
-    """Heartbeats go on but no step has ended for `stalled_s`; `limit_s` was learned from the run's own steps.
+    """Heartbeats continue but no step has ended for `stalled_s`; `limit_s` follows from the run's own step times.
 
     `behind` are the members that have not reached the collective that the others wait in, where that is known.
     """
@@ -210,7 +210,7 @@ class CollectiveFailed:
 
 @dataclass(frozen=True)
 class UserCodeFailed:
-    """The training function raised. `usage` marks errors that another try cannot cure (bad configuration)."""
+    """The training function raised. `usage` marks errors that a retry cannot fix (bad configuration)."""
 
     generation: int
     worker: int
@@ -225,7 +225,7 @@ class AnomalyFound:
     """After `step` finished steps, the loss or gradient of the next one is non-finite; that step was not saved.
 
     `kind` is "loss", "gradient" or "loss scale", `value` what it was; `positions` are the ranges of the global sample
-    order that the whole step consumed. Every member finds it, each with what it knows itself.
+    order that the whole step consumed. Every member reports it, each with its own observation.
     """
 
     generation: int
@@ -277,9 +277,9 @@ class RestoreFailed:
 
 @dataclass(frozen=True)
 class StopPromised:
-    """The worker promises not to go past `step` finished steps before CommitStop says where to stop.
+    """The worker promises to stop at `step` finished steps until CommitStop names the common step.
 
-    `memory`: its node's memory takes snapshots, so that the end need not wait for storage.
+    `memory`: its node takes snapshots, so the end need not wait for storage.
     """
 
     generation: int
@@ -290,7 +290,7 @@ class StopPromised:
 
 @dataclass(frozen=True)
 class MemoryLost:
-    """No more snapshots are taken into memory in this generation. `reason` is empty where another member has it."""
+    """No more snapshots are taken into memory in this generation. `reason` is empty if another member reports it."""
 
     generation: int
     worker: int
@@ -327,7 +327,7 @@ class CheckpointCommitted:
 
 @dataclass(frozen=True)
 class SaveFailing:
-    """Storage refuses a shard of `worker`, or a manifest (None); the write is retried after `retry_s`, or not (0)."""
+    """A shard of `worker`, or a manifest (None), could not be written; retried after `retry_s` (0: never)."""
 
     step: int
     error: str
@@ -337,14 +337,14 @@ class SaveFailing:
 
 @dataclass(frozen=True)
 class ControlStoreAway:
-    """Ray's control store has not answered for `silent_s`. Nobody can be started or placed until it does."""
+    """Ray's control store has not answered for `silent_s`. Nothing can be started or placed until it does."""
 
     silent_s: float
 
 
 @dataclass(frozen=True)
 class ControlStoreBack:
-    """It answers again, `away_s` after it was last heard."""
+    """Ray's control store answers again, `away_s` after its last answer."""
 
     away_s: float
 

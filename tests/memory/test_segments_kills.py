@@ -110,7 +110,7 @@ def test_a_server_killed_while_it_sends(stack: ExitStack) -> None:
     assert "cannot be reached" in (memory.failed() or "")
     with pytest.raises(StorageError, match="gone"):
         memory.settled(2)
-    # The training goes on: its memory is still mapped, its own process unhurt.
+    # The training continues: its memory is still mapped, its own process unhurt.
     assert other.held() == (held(SHARD, 1, replica=True),)
     assert other.record(other.held()[0]) == samples.full_record(SHARD, 1)
 

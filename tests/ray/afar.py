@@ -178,7 +178,7 @@ def begun(cluster: Cluster, folder: Path, failures: dict[str, float], **options:
 
 
 def walk_for(run: AfarRun, seconds: float) -> None:
-    """How long a fault lasts; training goes on meanwhile, where it can."""
+    """How long a fault lasts; training continues meanwhile, where it can."""
     until = time.monotonic() + seconds
     run.walk_until(lambda: time.monotonic() > until, f"{seconds:g} s to pass")
 

@@ -71,7 +71,7 @@ def test_training_goes_on_without_the_control_store_and_a_node_that_is_lost_mean
     run.assert_whole()
     away, back = run.decisions("control-store")
     assert "has not answered for" in away
-    assert "training goes on" in away
+    assert "training continues" in away
     assert "answers again, after" in back
     summary = run.summary()
     assert summary["controllers"] == 1

@@ -106,4 +106,4 @@ def test_a_cut_that_outlasts_the_quarantine_is_found_out_while_the_others_train(
     (incident,) = _unplanned(run)
     assert set(incident["lost_nodes"]) < set(pair)
     assert _sizes(run) == [5, 4, 5]
-    assert any("is let in again" in sentence for sentence in run.decisions())
+    assert any("is used again" in sentence for sentence in run.decisions())

@@ -94,8 +94,8 @@ def test_no_checkpoint_is_made_without_the_node_and_the_next_one_when_it_is_back
     assert run.incidents() == []
     assert {event["worker"] for event in run.events("SaveFailing")} == {cut["worker"]}
     first, again = run.decisions("storage")
-    assert "training goes on" in first
-    assert again == "storage takes checkpoints again: step-00000020-g0001"
+    assert "training continues" in first
+    assert again == "storage accepts checkpoints again: step-00000020-g0001"
     # Where steps are quick, one save may take the place of another that waits.
     complete = store.look("back").complete
     assert complete[:2] == ["step-00000005-g0001", "step-00000020-g0001"]

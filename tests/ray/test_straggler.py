@@ -1,4 +1,4 @@
-"""A rank that is slowed down by a busy loop, in a run on real raylets: it is named, and the others go on without it."""
+"""A straggler is reported, or evicted where the policy says so: the other workers continue without it."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Invariants:
         self.finishes = 0
         # How many slots were requested and released when they were looked at last.
         self.books = (-1, -1)
-        # A node that was about to go is not any more: for a while there may be a slot too many.
+        # A drain was cancelled: for a while there may be a slot too many.
         self.stayed = False
 
     def forget(self, state: RunState, newest: int) -> None:
@@ -59,7 +59,7 @@ class Invariants:
     ) -> None:
         """Raises AssertionError with the rule that was broken."""
         self._fencing(before, event, after, actions)
-        self.stayed |= any(isinstance(a, act.Note) and "no longer about to go" in a.sentence for a in actions)
+        self.stayed |= any(isinstance(a, act.Note) and "no longer draining" in a.sentence for a in actions)
         self._monotone(before, event, after)
         self._control_store(before, event, after)
         again = isinstance(event, ev.ControllerRestarted)
@@ -287,7 +287,7 @@ class Invariants:
         if isinstance(after.phase, Ending):
             assert after.trouble.incident is not None, "a generation fails without an incident"
         if isinstance(after.phase, Training) and after.phase.first_step_done:
-            assert after.trouble.incident is None, "an incident stays open while training goes on"
+            assert after.trouble.incident is None, "an incident stays open while training continues"
 
     def _waits_for_something(self, state: RunState) -> None:
         """Nothing is waited for without a time limit or the name of who has to act."""
@@ -360,9 +360,9 @@ class Invariants:
         for action in actions:
             if isinstance(action, act.Note):
                 for phrase in ("every worker process is replaced", "falling back to", "could not be "
-                               "started", "has not taken the checkpoint", "came late and does not count",
-                               "anomalies within", "is kept all the same", "it is kept", "cannot reach each other",
-                               "is let in again", "one without them begins"):  # fmt: skip
+                               "started", "has not taken the checkpoint", "was made after an anomaly",
+                               "anomalies within", "is kept: ", "it is kept", "cannot reach each other",
+                               "is used again", "next one starts without them"):  # fmt: skip
                     if phrase in action.sentence:
                         seen(phrase)
 

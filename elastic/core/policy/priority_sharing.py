@@ -1,17 +1,17 @@
-"""Several runs on one cluster: which of them gives slots to which. A pure function of what they say of themselves.
+"""Sharing of one cluster between runs: which run releases slots for which. A pure function of the runs' claims.
 
-Every controller works it out for itself from the same claims, and acts on its own slots only; there is no coordinator.
+Every controller evaluates it on the same claims and acts on its own slots only; there is no coordinator.
 
-The places that the runs hold, and those that are free, are dealt out on paper:
+The slots that the runs hold and the free ones are assigned in this order:
 
-1. A run that has its least (`min_workers`) keeps it, whatever its priority: nothing that trains is ever stopped.
+1. A run that holds its minimum (`min_workers`) keeps it, whatever its priority: a run that trains is never stopped.
 2. Then by priority, the highest first; within one priority
-   a. runs below their least get all of it, the earliest first, or nothing where it does not fit: two runs that hold
-      half of what they need each would wait for each other for ever;
-   b. runs keep what they hold beyond;
+   a. runs below their minimum get all of it, the earliest first, or nothing if it does not fit: two runs with half of
+      their minimum each would deadlock;
+   b. runs keep what they hold beyond their minimum;
    c. runs grow.
 
-A run that holds more than its share releases the rest, and does not request what other runs wait for.
+A run that holds more than its share releases the surplus, and does not request slots that other runs wait for.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from dataclasses import dataclass, replace
 
 from elastic.core.policy.capacity import fits
 
-# How long a run asks for nothing after it was last asked to make room: slots given back take so long to find their run.
+# A run requests nothing for this long after it last had to make room: released slots take that long to be placed.
 HOLD_S = 8.0
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What one run says of itself. Numbers of slots; `since` orders runs of one priority (seconds, wall clock).
+    """The claim of one run, in slots; `since` orders runs of one priority (seconds, wall clock).
 
-    `held` counts every slot that has a place, also one that is being given back. `wanted` counts those that it has
-    waited for so long that they cannot otherwise be had: nothing is free, and no autoscaler brings it.
+    `held` counts every placed slot, also one that is being released. `wanted` counts the slots that the run has waited
+    for longer than `share_after_s`: none is free, and no autoscaler adds one.
     """
 
     run: str
@@ -48,16 +48,16 @@ class Claim:
 
 @dataclass(frozen=True)
 class Share:
-    """How many slots the run may hold and ask for (None: as many as it likes), and why."""
+    """How many slots the run may hold and request (None: no limit), and why."""
 
     limit: int | None = None
     reason: str = ""
 
 
 def decide(own: Claim, others: Sequence[Claim], free: int) -> Share:
-    """`free` is how many slots of this run's shape have a free place now.
+    """`free` is how many slots of this run's shape are free now.
 
-    Only runs whose slots fit into this run's places are looked at: to others it could give nothing.
+    Only runs whose slots fit into this run's slots are considered; it could release nothing useful to others.
     """
     pool = [own, *(other for other in others if fits(other.slot, own.slot))]
     dealt = deal(pool, free)
@@ -74,7 +74,7 @@ def decide(own: Claim, others: Sequence[Claim], free: int) -> Share:
 
 
 def deal(claims: Sequence[Claim], free: int) -> dict[str, int]:
-    """Run -> slots, as the module says. What is dealt never exceeds what is held and free together."""
+    """Run -> slots, by the rules of this module. The sum never exceeds the slots that are held or free."""
     left = free + sum(claim.held for claim in claims)
     dealt = {claim.run: claim.least if claim.held >= claim.least else 0 for claim in claims}
     left -= sum(dealt.values())
@@ -89,7 +89,7 @@ def deal(claims: Sequence[Claim], free: int) -> dict[str, int]:
             dealt[claim.run] += kept
             left -= kept
         for claim in level:
-            # A run that cannot begin has no use for more.
+            # A run that cannot start has no use for more.
             grown = min(left, max(0, claim.held + claim.wanted - dealt[claim.run]))
             if dealt[claim.run] >= claim.least:
                 dealt[claim.run] += grown
@@ -108,15 +108,15 @@ def _reason(own: Claim, first: Claim) -> str:
 
 @dataclass(frozen=True)
 class Held:
-    """A share that is kept for a while: what a run gives back is on its way to another, and must not be raced for."""
+    """A share that is kept for a while, so that the run does not compete for the slots that it has just released."""
 
     share: Share = Share()
     until: float = 0.0
 
     def next(self, share: Share, now: float) -> Held:
-        """`share` is what has just been decided. A limit outlives its reason by HOLD_S seconds."""
+        """`share` is the latest decision. A limit outlives its reason by HOLD_S seconds."""
         if share.limit is not None:
-            # The sentence with its numbers changes with every look; what matters is told once.
+            # The numbers in the reason change with every look; report a limit once.
             same = share.limit == self.share.limit
             return replace(self, share=self.share if same else share, until=now + HOLD_S)
         return self if self.share.limit is not None and now < self.until else Held()

@@ -1,4 +1,4 @@
-"""Nodes that are not asked for again for a while: the run goes on without them instead of failing with them again.
+"""Quarantined nodes: the run continues without them for a while instead of failing on them again.
 
 A node that could not be reached by another, that was lost again and again, or that was given up, is left alone for a
 time that doubles with every further strike. A strike is forgotten when the node has been in good order for as long.

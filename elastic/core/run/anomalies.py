@@ -27,7 +27,7 @@ def anomaly_found(transition: Transition, event: AnomalyFound) -> None:
 
 
 def step_skipped(transition: Transition, event: StepSkipped) -> None:
-    """The members have left the weights as they were and gone on. Bounded: a model that is lost would skip for ever."""
+    """The members left the weights unchanged and continued. Bounded: a diverged model would skip forever."""
     known = ((a.generation, a.step, a.undone) for a in transition.trouble.anomalies)
     if (event.generation, event.step - 1, False) in known:
         # Reported again after a restart of the controller.

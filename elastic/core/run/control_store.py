@@ -1,4 +1,4 @@
-"""Ray's control store (the GCS) goes away and comes back: training needs it for nothing, new nodes and workers for all.
+"""Ray's control store (the GCS) goes away and comes back: training does not need it, but new nodes and workers do.
 
 The head of a cluster may be lost while its workers train on. Until the control store is back (restarted over its
 persistent storage) what is being placed or started stands still, so no time limit counts against it.
@@ -19,7 +19,7 @@ def away(transition: Transition, event: ControlStoreAway) -> None:
         return
     transition.set_fleet(control_store_away=True)
     transition.say(
-        f"Ray's control store has not answered for {event.silent_s:.1f} s: training goes on, "
+        f"Ray's control store has not answered for {event.silent_s:.1f} s: training continues, "
         "nodes and workers can come again when it is back",
         kind="control-store",
     )
@@ -36,7 +36,7 @@ def back(transition: Transition, event: ControlStoreBack) -> None:
 
 
 def restart_starts(transition: Transition) -> None:
-    """No worker could start in the meantime, so every start limit begins anew."""
+    """No worker could start in the meantime, so every start limit restarts."""
     for worker in transition.fleet.workers.values():
         if worker.phase is WorkerPhase.STARTING:
             transition.put_worker(replace(worker, since=transition.now))

@@ -1,7 +1,7 @@
-"""What is done about a rank that is slower than its peers: said, and where the policy says so, its slot is given back.
+"""Handling of stragglers: each is reported, and if the policy says so, its slot is released.
 
 An eviction is a planned end like growth: all members stop after the same step and the others go on from it. The slot
-is kept until they train, since the last step may lie in its node's memory only.
+is kept until they train, since the last step may exist in its node's memory only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from elastic.core.run.transition import Transition
 def straggler_found(transition: Transition, event: StragglerFound) -> None:
     state = transition.state
     if event.worker not in state.members or event.worker not in state.fleet.workers:
-        return  # Of one that has been written off since there is nothing left to say.
+        return  # It has been given up in the meantime.
     settings, name = state.settings.stragglers, transition.name_of(event.worker)
     windows = f"{event.windows} windows of {settings.window_steps} steps running"
     told = (
@@ -39,16 +39,14 @@ def _evict(transition: Transition, worker: int, why: str) -> None:
     idle = len(transition.idle_workers())
     if left + idle < state.settings.scaling.min_workers:
         low = state.settings.scaling.min_workers
-        transition.say(
-            f"{transition.name_of(worker)} is kept all the same: {left + idle} would be left of at least {low}"
-        )
+        transition.say(f"{transition.name_of(worker)} is kept: {left + idle} would be left of at least {low}")
         return
     transition.set_fleet(evicted=(*state.fleet.evicted, slot))
-    start_pause(transition, "evict", f"slot {slot} is given back: {why}")
+    start_pause(transition, "evict", f"slot {slot} is released: {why}")
 
 
 def give_back_evicted(transition: Transition) -> None:
-    """Once the others train their memory has what is needed; where they cannot go on alone, it is taken back in."""
+    """Release evicted slots once the others train; keep them if the others cannot continue alone."""
     state, phase = transition.state, transition.state.phase
     if isinstance(phase, Training) and phase.first_step_done:
         for slot_id in state.fleet.evicted:
@@ -59,13 +57,13 @@ def give_back_evicted(transition: Transition) -> None:
                 transition.drop_slot(slot_id, "another run needs it")
                 continue
             if slot.node is not None:
-                transition.strike(slot.node, "the others go on without it", certain=True)
-            transition.drop_slot(slot_id, "the others go on without it")
+                transition.strike(slot.node, "the others continue without it", certain=True)
+            transition.drop_slot(slot_id, "the others continue without it")
     elif isinstance(phase, Waiting) and len(transition.idle_workers()) < state.settings.scaling.min_workers:
-        # There is no way to keep one whose node is all but gone.
+        # A slot whose node's drain deadline is near cannot be kept.
         lost = tuple(slot for slot in state.fleet.evicted if _is_urgent(state, slot))
         if lost != state.fleet.evicted:
-            transition.say("the run cannot go on without the slot that was to be given back: it is kept")
+            transition.say("the run cannot continue without the slot that was to be released: it is kept")
             transition.set_fleet(evicted=lost)
 
 

@@ -1,4 +1,4 @@
-"""A generation from its begin to its planned end, completion or failure."""
+"""Transitions of one generation: start, planned end, completion and failure."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def begin(transition: Transition, size: int, reason: str) -> None:
         source=source_of(base),
     )  # fmt: skip
     transition.set(generation=number, members=members, base=base, start_step=step, done_step=None)
-    # Failing writes of earlier generations no longer matter; this generation's own writes will show.
+    # Forget failed writes of earlier generations: this generation's own writes count.
     transition.set_saved(storage_failing=False, cannot_save=(), snapshots=(), survey=None)
     transition.set_fleet(reached=frozenset())
     transition.set_phase(members, WorkerPhase.MEMBER)
@@ -98,7 +98,7 @@ def training_reached(transition: Transition, event: TrainingReached) -> None:
 
 
 def _save_only(transition: Transition) -> None:
-    """All members wait at the step where they began: they stop there and save it to storage."""
+    """The members wait at the step where they started: stop them there, and save that step to storage."""
     state, phase = transition.state, transition.state.phase
     assert isinstance(phase, Training)
     limit, at = transition.now + state.settings.failures.drain_timeout_s, state.start_step
@@ -110,7 +110,7 @@ def _save_only(transition: Transition) -> None:
 def first_step_done(transition: Transition, event: FirstStepDone) -> None:
     phase = transition.state.phase
     if isinstance(phase, Joining):
-        # The reports of a quick first step may overtake the last sign of readiness.
+        # The report of a quick first step may arrive before the last TrainingReached.
         transition.mark("group_ready", "state_ready")
         phase = Training(transition.now)
     if not isinstance(phase, Training) or phase.first_step_done:
@@ -130,9 +130,9 @@ def first_step_done(transition: Transition, event: FirstStepDone) -> None:
 
 
 def start_pause(transition: Transition, purpose: str, reason: str, durable: bool | None = None) -> None:
-    """Ask every member to promise a step; the largest promise is where all will stop.
+    """Ask every member to promise a step; all members stop at the largest promised step.
 
-    `durable`: wait for storage to have that step (None: only where memory does not take it).
+    `durable`: wait until storage has that step (None: only if it cannot be kept in the nodes' memory).
     """
     phase = transition.state.phase
     assert isinstance(phase, Training)
@@ -149,7 +149,7 @@ def stop_promised(transition: Transition, event: StopPromised) -> None:
     phase = transition.state.phase
     if not isinstance(phase, Pausing) or phase.stop_at is not None or event.worker not in transition.state.members:
         return
-    # A run that stops for good needs the checkpoint in storage; so does one whose memory does not take it everywhere.
+    # A run that stops for good needs the checkpoint in storage, and so does one with a node that takes no snapshots.
     durable = phase.durable or phase.purpose == "stop" or not event.memory
     _promised(transition, replace(phase, durable=durable), event.worker, event.step)
 
@@ -166,7 +166,7 @@ def _promised(transition: Transition, phase: Pausing, worker: int, step: int) ->
 
 
 def memory_lost(transition: Transition, event: MemoryLost) -> None:
-    """Reported by every member, with a reason by those that have one; noted once."""
+    """Every member reports it; only the members that have failed give a reason. Noted once."""
     if not event.reason or transition.saved.memory_lost_in >= event.generation:
         return
     transition.set_saved(memory_lost_in=event.generation)
@@ -187,14 +187,14 @@ def worker_left(transition: Transition, event: WorkerLeft) -> None:
         fail_generation(
             transition,
             "collective-failed",
-            f"{transition.name_of(event.worker)} left without being told to",
+            f"{transition.name_of(event.worker)} left without a request",
             event.step,
         )
     transition.set_phase((event.worker,), WorkerPhase.IDLE)
 
 
 def worker_completed(transition: Transition, event: WorkerCompleted) -> None:
-    """The training function has returned on one member, which is thereby out of the generation."""
+    """The training function has returned on one member, which leaves the generation with it."""
     phase = transition.state.phase
     if not transition.state.is_inside(event.worker):
         return
@@ -213,7 +213,7 @@ def worker_completed(transition: Transition, event: WorkerCompleted) -> None:
         all_reached_end=running.all_reached_end and event.reached_end,
     )
     if isinstance(phase, Pausing):
-        # Its end came before the question: it has stopped, and where it stopped is its promise.
+        # It ended before it was asked: the step where it stopped counts as its promise.
         transition.enter(replace(phase, was=running))
         transition.set_phase((event.worker,), WorkerPhase.IDLE)
         if phase.stop_at is None:
@@ -225,7 +225,7 @@ def worker_completed(transition: Transition, event: WorkerCompleted) -> None:
 
 
 def close(transition: Transition, step: int, reached_end: bool) -> None:
-    """Every member is done: what is left is the checkpoint of the last step."""
+    """Every member is done: wait for the checkpoint of the last step."""
     close_incident(transition)
     deadline = transition.now + transition.state.settings.failures.storage_timeout_s
     transition.set(done_step=step if reached_end else None)
@@ -276,9 +276,7 @@ def progress_stalled(transition: Transition, event: ProgressStalled) -> None:
 
 def checkpoint_committed(transition: Transition, event: CheckpointCommitted) -> None:
     if not transition.trouble.counts(event.by_generation, event.step):
-        transition.say(
-            f"checkpoint {event.checkpoint} came late and does not count: it lies behind an anomaly", "anomaly"
-        )
+        transition.say(f"checkpoint {event.checkpoint} is ignored: it was made after an anomaly", "anomaly")
         return
     known = KnownCheckpoint(event.checkpoint, event.step)
     if known not in transition.saved.checkpoints:
@@ -286,5 +284,5 @@ def checkpoint_committed(transition: Transition, event: CheckpointCommitted) -> 
         transition.set_saved(checkpoints=(known, *transition.saved.checkpoints[: _KEPT - 1]))
     transition.set(furthest_step=max(transition.state.furthest_step, event.step))
     if transition.saved.storage_failing:
-        transition.say(f"storage takes checkpoints again: {event.checkpoint}", kind="storage")
+        transition.say(f"storage accepts checkpoints again: {event.checkpoint}", kind="storage")
     transition.set_saved(storage_failing=False, cannot_save=())

@@ -1,4 +1,4 @@
-"""Slots and workers: how they come, how they are lost, and what their loss means for the generation they are in."""
+"""Slots and workers: arrival and loss, and the effect of a loss on the generation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def slot_placed(transition: Transition, event: SlotPlaced) -> None:
         transition.drop_slot(slot.id, f"node {event.node[:8]} is quarantined")
         return
     if event.node in transition.fleet.draining:
-        transition.drop_slot(slot.id, f"node {event.node[:8]} is going away")
+        transition.drop_slot(slot.id, f"node {event.node[:8]} is draining")
         hold_back_slots(transition)
         return
     transition.put_slot(replace(slot, phase=SlotPhase.PLACED, node=event.node, since=transition.now))
@@ -44,10 +44,10 @@ def slot_lost(transition: Transition, event: SlotLost) -> None:
 
 
 def needed(state: RunState, worker: Worker) -> bool:
-    """True when the generation cannot do without this worker.
+    """True when the generation cannot continue without this worker.
 
-    At a planned end and after the last step that holds for members that are done, too: until the checkpoint is
-    complete, a part of it may be in their hands only.
+    At a planned end and after the last step that includes members that are done: until the checkpoint is complete, a
+    part of it may exist in their memory only.
     """
     phase = state.phase
     if isinstance(phase, Pausing | Closing):
@@ -70,7 +70,7 @@ def lose_slot(transition: Transition, slot_id: int, evidence: str, kind: str) ->
         fail_generation(transition, kind, evidence, lost=members, node=slot.node)
         return
     if slot.phase is SlotPhase.PLACED and isinstance(transition.state.phase, Waiting):
-        # Between two generations there are no members, but the incident has become worse.
+        # Between two generations there are no members, but the loss belongs to the incident.
         record_loss(transition, tuple(worker.id for worker in transition.workers_in(slot_id)), slot.node)
     transition.drop_slot(slot_id, evidence)
     transition.say(f"slot {slot_id} is lost: {evidence}")
@@ -79,7 +79,7 @@ def lose_slot(transition: Transition, slot_id: int, evidence: str, kind: str) ->
         and isinstance(transition.state.phase, Waiting | Pausing)
         and transition.saved.surveys
     ):
-        # Its node's memory went with it, which the last survey may have counted on.
+        # Its node's snapshots are gone, and the last survey may have counted them.
         query_snapshots(transition)
     if slot.phase is SlotPhase.PENDING:
         hold_back_slots(transition)
@@ -97,7 +97,7 @@ def worker_ready(transition: Transition, event: WorkerReady) -> None:
         f"{transition.name_of(worker.id)} is ready after {transition.now - worker.since:.1f} s", kind="worker"
     )
     for _ in range(transition.state.settings.scaling.workers_per_slot - len(transition.workers_in(slot.id))):
-        # A neighbour was given up here; the slot has just shown that it is not the slot.
+        # Another worker was given up in this slot. The slot can start workers, as this one shows, so try again.
         transition.start_worker(slot.id)
 
 
@@ -112,7 +112,7 @@ def worker_start_failed(transition: Transition, event: WorkerStartFailed) -> Non
 
 
 def start_failed(transition: Transition, worker_id: int, evidence: str) -> None:
-    """Try again in the slot, then in another slot, then give up; never while a generation is at work without it."""
+    """Retry in the slot, then in another slot, then give up; never give up while a generation runs without it."""
     worker = transition.fleet.workers[worker_id]
     slot = transition.fleet.slots[worker.slot]
     scaling, limits = transition.state.settings.scaling, transition.state.settings.failures
@@ -130,7 +130,7 @@ def start_failed(transition: Transition, worker_id: int, evidence: str) -> None:
 
 
 def drop_worn_slots(transition: Transition) -> None:
-    """Give back slots in which workers cannot be started, once the generation does not need their other workers."""
+    """Release slots in which workers cannot be started, once the generation does not need their other workers."""
     retries = transition.state.settings.failures.startup_retries
     for slot in tuple(transition.fleet.slots.values()):
         if slot.start_failures > retries and not any(
@@ -156,9 +156,9 @@ def lose_worker(transition: Transition, worker_id: int, evidence: str, kind: str
         start_failed(transition, worker_id, evidence)
     elif needed(transition.state, worker):
         evidence = f"{transition.name_of(worker_id)}: {evidence}"
-        # A process that ends after its training function raised is no loss of its own: the exception is the cause.
+        # If the training function raised before the process ended, the exception is the cause.
         raised = isinstance(phase, Ending) and worker_id in phase.raised
-        # Removed before the generation is ended, so that the ending does not wait for it to leave.
+        # Remove it before the generation ends, so that the end does not wait for it to leave.
         transition.replace_worker(worker_id, evidence)
         fail_generation(transition, "user-error" if raised else kind, evidence, lost=(worker_id,))
     else:
@@ -195,7 +195,7 @@ def probe_answered(transition: Transition, event: ProbeAnswered) -> None:
         return
     node = transition.fleet.node_of(event.worker)
     suspects = {worker: deadline for worker, deadline in old.suspects.items() if worker != event.worker}
-    # One process that answers acquits its whole node of being dead.
+    # One answering process shows that its whole node is alive.
     rest = replace(old, suspects=suspects, nodes=old.nodes - {node} if node else old.nodes)
     transition.set_trouble(suspicion=rest if suspects else None)
     if node is not None and node in old.nodes and _acquitted_too_often(transition, node):
@@ -208,10 +208,10 @@ def probe_answered(transition: Transition, event: ProbeAnswered) -> None:
 
 
 def _acquitted_too_often(transition: Transition, node: str) -> bool:
-    """Count one more acquittal of a node whose agent is silent; True when the node is lost for it.
+    """Count one more acquittal of a node whose agent is silent; True when the node is given up because of it.
 
-    Without its agent a node takes no snapshots, reports no ended process and can kill none. Workers that answer for it
-    would keep the run in that state for ever.
+    Without its agent a node takes no snapshots, and neither reports nor kills processes. Answers of its workers must
+    not keep the run in that state indefinitely.
     """
     limits = transition.state.settings.failures
     # Longer than one silence and its probe: the agent was heard in between.
@@ -231,14 +231,14 @@ def _acquitted_too_often(transition: Transition, node: str) -> bool:
 
 
 def condemn(transition: Transition, guilty: frozenset[int]) -> None:
-    """These suspects did not answer: write off their nodes, or the single processes."""
+    """These suspects did not answer: treat their nodes, or the single processes, as lost."""
     suspicion = transition.trouble.suspicion
     if suspicion is None:
         return
     rest = {worker: deadline for worker, deadline in suspicion.suspects.items() if worker not in guilty}
     transition.set_trouble(suspicion=replace(suspicion, suspects=rest) if rest else None)
     silence = suspicion.silence_s + (transition.now - suspicion.since)
-    # Peers that lost their connections first tell a node that is gone from one that only stands still.
+    # If peers have lost their connections before, the node is gone and not merely frozen.
     kind = "node-lost" if isinstance(transition.state.phase, Ending) else "node-frozen"
     for slot in tuple(transition.fleet.slots.values()):
         if slot.node in suspicion.nodes and any(w.id in guilty for w in transition.workers_in(slot.id)):

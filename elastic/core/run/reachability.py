@@ -1,4 +1,4 @@
-"""Answers of the nodes about the snapshots that they hold and the nodes that they reach, and which node is left out.
+"""Handling of the nodes' answers: which snapshots they hold, which nodes they reach, and which node is left out.
 
 Nodes that cannot talk to each other cannot train together, however well the controller hears both of them. They are
 asked after a failure that nobody seems to be to blame for, and before a node with a history is let in beside a
@@ -23,18 +23,18 @@ def snapshots_reported(transition: Transition, event: SnapshotsReported) -> None
     good = (known for known in event.snapshots if transition.trouble.counts(parse_snapshot_id(known[0])[1], known[1]))
     transition.set_saved(survey=None, snapshots=tuple(KnownCheckpoint(name, step) for name, step in good))
     if event.missing and not transition.saved.snapshots:
-        # Beside one that is whole, the newest may merely not have been complete yet.
-        transition.say(f"nothing can be put together of what the nodes hold: {'; '.join(event.missing)}", kind="memory")
+        # If another snapshot is whole, the newest may merely have been incomplete.
+        transition.say(f"no snapshot on the nodes is complete: {'; '.join(event.missing)}", kind="memory")
     if isinstance(transition.state.phase, Training):
         _let_in(transition, event.unreachable)
         return
     if isinstance(transition.state.phase, Waiting):
-        # A snapshot may be of a generation that is in no journal and that no remaining worker was in: that counts too.
+        # A snapshot may belong to a generation that neither the journal nor a remaining worker knows; it counts.
         newest = max((parse_snapshot_id(name)[1] for name, _ in event.snapshots), default=0)
         transition.set(generation=max(transition.state.generation, newest))
     for node in left_out(transition.fleet.nodes, event.unreachable):
         _leave_out(transition, node, event.unreachable)
-        # What it held went with it.
+        # Its snapshots are gone with it.
         query_snapshots(transition)
 
 
@@ -44,7 +44,7 @@ def newcomers_reached(transition: Transition) -> bool:
         return True
     if transition.saved.survey is None:
         names = ", ".join(sorted(node[:8] for node in _doubtful(transition.state)))
-        transition.say(f"before node {names} is let in again, it is asked whether it and the others reach each other")
+        transition.say(f"before node {names} is used again, the nodes check whether they reach each other")
         query_snapshots(transition, reach=True)
     return False
 
@@ -63,7 +63,7 @@ def _doubtful(state: RunState) -> frozenset[str]:
 
 
 def _let_in(transition: Transition, unreachable: tuple[tuple[str, str], ...]) -> None:
-    """Members are fine with each other, as their steps show: only a newcomer is left out."""
+    """The members reach each other, as their steps show: only a new node is left out."""
     doubtful = _doubtful(transition.state)
     members = {transition.fleet.node_of(worker) for worker in transition.state.members}
     cut = {node for pair in unreachable if members & set(pair) for node in pair} - members

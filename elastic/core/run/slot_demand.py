@@ -1,7 +1,7 @@
-"""How many slots the run asks for beside what it would like: what the cluster lacks, and what other runs need.
+"""Limits of the run's demand for slots: what the cluster lacks, and what other runs need.
 
-The facts are judged elsewhere (`core.capacity`, `core.sharing`) and arrive as events; here is what follows from them.
-Making room is a planned end like growth: no step is repeated, and the slots are given back once the others train.
+`core.policy.capacity` and `core.policy.priority_sharing` judge the facts, which arrive as events; this module acts on
+them. Making room is a planned end like growth: no step is repeated, and slots are released once the others train.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from elastic.core.run.transition import Transition
 
 
 def capacity_judged(transition: Transition, event: CapacityJudged) -> None:
-    """A run that has not begun is refused what cannot be had; one that has begun waits for what it had to come back."""
+    """A run that has not started is refused if it can never get its slots; a run that has started waits for them."""
     state = transition.state
     transition.set_fleet(shortage=event.sentence)
-    begun = state.generation != state.first_generation
-    if event.never and not begun and isinstance(state.phase, Waiting):
+    started = state.generation != state.first_generation
+    if event.never and not started and isinstance(state.phase, Waiting):
         finish(transition, NO_CAPACITY, event.sentence)
 
 
@@ -27,33 +27,33 @@ def slots_shared(transition: Transition, event: SlotsShared) -> None:
     before = transition.state
     transition.set_fleet(slot_limit=event.limit, slot_limit_reason=event.reason)
     if event.limit is None:
-        # What was not given back yet is kept.
+        # Keep the slots that were not released yet.
         transition.set_fleet(
             evicted=tuple(slot for slot in before.fleet.evicted if slot not in before.fleet.ceded), ceded=()
         )
-        transition.say("no other run needs this run's slots any more: it asks for as many as it may have", kind="share")
+        transition.say("no other run needs this run's slots any more: requesting up to max_workers again", kind="share")
     elif event.limit < len(before.fleet.slots):
         transition.say(f"{_slots(len(before.fleet.slots))} -> {event.limit}: {event.reason}", kind="share")
 
 
 def why_waiting(state: RunState, reason: str) -> str:
-    """The policy's reason, and what the run has been told about the cluster."""
+    """The policy's reason, the shortage of the cluster, and the limit set by other runs."""
     held = ""
     if state.fleet.slot_limit is not None and state.fleet.slot_limit < state.settings.scaling.max_slots:
-        held = f"no more than {_slots(state.fleet.slot_limit)} are asked for: {state.fleet.slot_limit_reason}"
+        held = f"requesting at most {_slots(state.fleet.slot_limit)}: {state.fleet.slot_limit_reason}"
     return "; ".join(filter(None, (reason, state.fleet.shortage, held)))
 
 
 def keep_to_limit(transition: Transition) -> None:
-    """Give back what is not in use beyond the limit: what has no place yet first, then the newest.
+    """Release unused slots beyond the limit: pending ones first, then the newest.
 
-    While no generation runs, places are given back only by a run that cannot begin with those it has: in another one
-    they may hold what the next generation begins from.
+    While no generation runs, placed slots are released only if the run has too few of them to start: otherwise they may
+    hold the snapshots from which the next generation starts.
     """
     state, limit = transition.state, transition.state.max_slots
     if len(state.fleet.slots) <= limit:
-        return  # As a rule, and with every event.
-    # Those on nodes that are going away are replaced, and given back, for that reason.
+        return  # The usual case; this runs after every event.
+    # Slots on draining nodes are replaced and released by `draining`.
     staying = [slot for slot in state.fleet.slots.values() if slot.node not in state.fleet.draining]
     surplus = len(staying) - limit
     if surplus <= 0:
@@ -68,13 +68,13 @@ def keep_to_limit(transition: Transition) -> None:
         unused = [slot for slot in unused if slot.phase is SlotPhase.PENDING]
     unused.sort(key=lambda slot: (slot.phase is SlotPhase.PENDING, slot.id in state.fleet.ceded, slot.id))
     for slot in unused[max(0, len(unused) - surplus) :]:
-        # Without another run there are too many when a node that was about to go stays after all.
+        # Without a limit by other runs there are too many only if a draining node stays after all.
         shared = limit < state.settings.scaling.max_slots
-        transition.drop_slot(slot.id, "another run needs it" if shared else "there are enough without it")
+        transition.drop_slot(slot.id, "another run needs it" if shared else "there are enough slots without it")
 
 
 def make_room(transition: Transition, phase: Training) -> bool:
-    """Ask the generation to end without the members whose slots are too many; True when it has been asked."""
+    """Ask the generation to end without the members in surplus slots; True if it was asked."""
     state = transition.state
     if (
         state.fleet.slot_limit is None
@@ -82,7 +82,7 @@ def make_room(transition: Transition, phase: Training) -> bool:
         or (state.saved.storage_failing and not state.settings.snapshots.enabled)
     ):
         return False
-    # Whatever others need: nothing that trains is stopped.
+    # Never go below the minimum: a run that trains is not stopped for another one.
     keep = max(state.max_slots, state.settings.scaling.min_slots)
     going = sorted(state.carrying)[keep:]
     if not going:

@@ -1,4 +1,4 @@
-"""Storage that does not take what is saved: who cannot write to it, and how a run ends all the same.
+"""Failing storage: which workers cannot write, and how a run still saves its end.
 
 Training goes on without it. Where it is some ranks only that cannot write, it is their way to it that is cut: nothing
 becomes a checkpoint without their parts, and what they hold is in the memory of the nodes.
@@ -12,7 +12,7 @@ from elastic.core.run.recovery import open_incident, wait
 from elastic.core.run.state import RunState, WorkerPhase
 from elastic.core.run.transition import Transition
 
-# Of so many workers each is named: of a thousand no more, it is storage that is away.
+# At most this many workers are named; if more fail, storage itself is away.
 _NAMED = 8
 
 
@@ -33,7 +33,7 @@ def save_failing(transition: Transition, event: SaveFailing) -> None:
     if len(transition.saved.cannot_save) > _NAMED:
         what = f"more than {_NAMED} workers cannot write to storage; the rest are not named"
     again = f"next try in {event.retry_s:.1f} s" if event.retry_s else "the next checkpoint is tried"
-    transition.say(f"{what}; training goes on, {again}", kind="storage")
+    transition.say(f"{what}; training continues, {again}", kind="storage")
 
 
 def who_cannot_save(transition: Transition) -> str:
@@ -49,8 +49,8 @@ def kept_in_memory(state: RunState) -> bool:
 
 
 def save_without(transition: Transition, phase: Closing) -> bool:
-    """All steps are done: let those who can write save the end, which they have from the nodes' memory. True where they
-    are enough. Nobody else's slot is given back before: its node's memory may hold what they need."""
+    """All steps are done: the workers that can write load the last step from the nodes' memory and save it. True if
+    they are enough. The other slots are kept until then: their nodes' memory may hold what is needed."""
     state = transition.state
     cut = tuple(dict.fromkeys(state.fleet.workers[w].slot for w in state.saved.cannot_save if w in state.fleet.workers))
     rest = [w for w in state.fleet.workers.values() if w.phase is not WorkerPhase.STARTING and w.slot not in cut]
@@ -58,7 +58,7 @@ def save_without(transition: Transition, phase: Closing) -> bool:
         return False
     why = f"storage has not taken the checkpoint of step {phase.step}{who_cannot_save(transition)}; the others save it"
     open_incident(transition, "resize", why, phase.step, planned=True)
-    transition.say(f"generation {state.generation} is over, and one without them begins: {why}", kind="storage")
+    transition.say(f"generation {state.generation} is over, the next one starts without them: {why}", kind="storage")
     transition.set_phase(state.members_inside, WorkerPhase.IDLE)
     transition.set_fleet(evicted=tuple(dict.fromkeys((*state.fleet.evicted, *cut))))
     transition.mark("decided", "fenced")

@@ -175,7 +175,7 @@ def test_the_others_go_on_from_the_same_step_and_the_node_is_left_alone() -> Non
 def test_a_run_that_needs_it_keeps_it() -> None:
     run = found(scenario("evict", low=3), 1)
     assert isinstance(run.phase, Training)
-    assert "is kept all the same: 2 would be left of at least 3" in run.said()
+    assert "is kept: 2 would be left of at least 3" in run.said()
 
 
 def _lose_other(run: Scenario) -> None:

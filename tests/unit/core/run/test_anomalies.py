@@ -90,7 +90,7 @@ def test_a_checkpoint_that_lies_behind_it_never_counts() -> None:
     found(run, 13)
     # Of the generation before, complete only now: its step 14 took the samples that are left out.
     run.do(ev.CheckpointCommitted("late", 20, 1))
-    assert "checkpoint late came late and does not count" in run.said()
+    assert "checkpoint late is ignored: it was made after an anomaly" in run.said()
     run.do(ev.CheckpointCommitted("before", 13, 1))
     run.left(13)
     assert begun(run).checkpoint == "before"

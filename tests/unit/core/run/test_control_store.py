@@ -1,4 +1,4 @@
-"""Ray's control store goes away: training goes on, nobody is late with what needs it, and the journal says so."""
+"""Ray's control store goes away: training continues, nobody is late with what needs it, and the journal says so."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_training_goes_on_and_it_is_said_once() -> None:
     before = s.state.phase
     s.do(ev.ControlStoreAway(4.0))
     assert _sentences(s) == [
-        "Ray's control store has not answered for 4.0 s: training goes on, "
+        "Ray's control store has not answered for 4.0 s: training continues, "
         "nodes and workers can come again when it is back"
     ]
     assert s.state.phase == before

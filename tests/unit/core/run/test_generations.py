@@ -200,7 +200,7 @@ def test_a_last_checkpoint_that_never_comes_ends_the_wait() -> None:
 def test_whoever_cannot_reach_storage_is_named_once_and_in_the_end() -> None:
     s = Scenario(2, 3, storage_timeout_s=30).started(3).do(ev.SaveFailing(5, "no answer", 1.0, 1))
     assert s.said() == (
-        "rank 1 on node node-1 cannot write its part of the checkpoint of step 5: no answer; training goes on, "
+        "rank 1 on node node-1 cannot write its part of the checkpoint of step 5: no answer; training continues, "
         "next try in 1.0 s"
     )
     assert not s.do(ev.SaveFailing(5, "no answer", 2.0, 1)).said()

@@ -91,7 +91,7 @@ def test_a_run_that_cannot_begin_lets_go_of_what_it_holds_and_says_why() -> None
     shared(s, 0)
     assert (sorted(released(s)), s.state.fleet.slots) == ([0, 1, 2], {})
     assert isinstance(s.phase, Waiting)
-    assert f"no more than 0 slots are asked for: {WHY}" in s.phase.reason
+    assert f"requesting at most 0 slots: {WHY}" in s.phase.reason
     assert len(shared(s, None).acts(act.RequestSlot)) == 3
 
 
