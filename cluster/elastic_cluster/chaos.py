@@ -153,12 +153,12 @@ class Injector:
                 return self.cluster.add_node(None if fault.target is None else node_name(fault.target))
             case Action.KILL_WORKER:
                 if self.worker_pid is None:
-                    raise ClusterError(f"{fault}: nobody here knows the workers")
+                    raise ClusterError(f"{fault}: the workers of the run are not known here")
                 node = None if fault.target is not None else self._victim(nodes, fault)
                 return self.cluster.kill_worker(self.worker_pid(fault.target, node))
             case Action.KILL_CONTROLLER:
                 if self.controller_pid is None:
-                    raise ClusterError(f"{fault}: nobody here knows the controller")
+                    raise ClusterError(f"{fault}: the controller of the run is not known here")
                 return self.cluster.kill_worker(self.controller_pid())
             case Action.KILL_CONTROL_STORE:
                 return self.cluster.kill_control_store()

@@ -64,10 +64,10 @@ def _client(address: str) -> Any:
 
     host, _, port = address.rpartition(":")
     try:
-        # Ray's client tries for half a minute where nobody listens.
+        # Ray's client retries for half a minute if no server listens.
         socket.create_connection((host, int(port)), _CONNECT_LIMIT_S).close()
         return GcsClient(address=address)
-    except Exception as error:  # whatever the compiled client raises, nobody answers
+    except Exception as error:  # the compiled client may raise anything
         raise ClusterError(f"no Ray cluster answers at {address}: {_line(error)}") from error
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 
 class ClusterError(Exception):
-    """The cluster did not do what was asked. The message is one sentence; waits name what was waited for."""
+    """The cluster failed a request. The message is one sentence; time-outs name what was awaited."""
 
 
 class ClusterEnded(ClusterError):
@@ -52,7 +52,7 @@ class NodeInfo:
 
 
 class NodeSource(Protocol):
-    """Called by whoever runs a job; not safe for use from several threads at once. Call order:
+    """Not thread-safe. Call order:
 
     1. `address` once the source has been started (how it is started differs from source to source)
     2. `nodes`, `add_node`, `remove_node` in any order; all raise ClusterError

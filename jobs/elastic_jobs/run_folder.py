@@ -132,7 +132,7 @@ class RunFolder:
                 raise IntegrityError(
                     f"job.json of run {self.run_id!r} in {self.url} is damaged; its journal and its checkpoints are "
                     "not: remove that file, then `elastic run JOB.yaml --run-id "
-                    f"{self.run_id}` goes on from the newest checkpoint"
+                    f"{self.run_id}` continues from the newest checkpoint"
                 )
             raise RunNotFound(f"there is no run {self.run_id!r} in {self.url}{self._others()}")
         return job

@@ -197,7 +197,7 @@ def test_ctrl_c_leaves_the_run_alone(world: World, monkeypatch: pytest.MonkeyPat
         raise KeyboardInterrupt
 
     monkeypatch.setattr("elastic_cluster.kube.client.logs.Follower.follow", interrupted)
-    assert world.elastic("logs", "gpt", "-f") == (101, [], ["run gpt goes on. Next: elastic kube logs gpt -f"])
+    assert world.elastic("logs", "gpt", "-f") == (101, [], ["run gpt continues. Next: elastic kube logs gpt -f"])
 
 
 @pytest.mark.parametrize(

@@ -198,7 +198,7 @@ def test_an_api_server_that_is_away_is_waited_for_within_a_limit(world: World, m
     monkeypatch.setattr(world.client, "get", get)
     world.on |= {"one": ends, "never": ends}
     assert world.follower().follow().state == "finished"
-    assert world.said == ["the Kubernetes API cannot be reached; the run may well go on, so this asks again"]
+    assert world.said == ["the Kubernetes API cannot be reached; the run may still be running; retrying"]
     world.on.clear()
     with pytest.raises(KubeUnavailable):
         world.follower().follow()
@@ -224,7 +224,7 @@ def test_the_next_submitter_goes_on(world: World) -> None:
     world.on["one"] = replaced
     status = world.follower().follow()
     assert world.lines == ["one", "one", "two"]
-    assert world.said == ["the log goes on in pod gpt-submit1, which begins again with the first line of its job"]
+    assert world.said == ["the log continues in pod gpt-submit1, from the first line of its job"]
     assert (status.state, status.exit_code) == ("failed", 105)
 
 

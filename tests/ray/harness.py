@@ -39,7 +39,7 @@ from elastic.runtime.driver import client
 
 # Only a hang takes as long, however busy the machine is.
 LIMIT_S = 180.0
-# More than a new worker takes to come where nothing else is going on.
+# More than a new worker takes to come where nothing else is running.
 _BRISK_STEPS = 40
 # Actors whose process is still being set up are titled by Ray as idle: their names are in the list of actors.
 _ACTORS = ("ray::ControllerActor", "ray::WorkerActor", "ray::AgentActor", "ray::SupervisorActor")
@@ -135,14 +135,14 @@ class Run:
         )
 
     def start(self) -> Run:
-        """Also a run that was started before: it goes on from its newest checkpoint."""
+        """Also a run that was started before: it continues from its newest checkpoint."""
         self.handle = client.start_run(self.settings, self.entry, self.config, self.cluster.address, str(HERE))
         return self
 
     # --- steering ---
 
     def allow(self, step: int) -> None:
-        """Training may go on until `step` is finished."""
+        """Training may continue until `step` is finished."""
         self.waiting_at = step
         loops.allow(self.folder, step)
 
@@ -254,7 +254,7 @@ class Run:
         return number
 
     def grow_to(self, world_size: int) -> None:
-        """All ranks wait where they may not go on: let each planned end through until as many train."""
+        """All ranks wait where they may not continue: let each planned end through until as many train."""
         self._resize(lambda now: now >= world_size)
 
     def shrink_to(self, world_size: int) -> None:
@@ -263,12 +263,12 @@ class Run:
     def _resize(self, done: Callable[[int], bool]) -> None:
         while not done(self.handle.progress()["world_size"]):
             number = self.wait_promises()
-            # A generation that begins where they may not go on does its first step all the same.
+            # A generation that begins where they may not continue does its first step all the same.
             self.allow(max(self.waiting_at, self.handle.progress()["step"]) + 1)
             self.wait_generation(number + 1)
 
     def walk_until(self, condition: Callable[[], Any], awaited: str) -> None:
-        """Let training go on, two steps a second at first and one a second later, so that the run is neither over
+        """Let training continue, two steps a second at first and one a second later, so that the run is neither over
         nor at a standstill meanwhile, and has not many steps left when it may go."""
         paces = itertools.chain([0.5] * _BRISK_STEPS, itertools.repeat(1.0))
 

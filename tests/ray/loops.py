@@ -213,7 +213,7 @@ def _hang_once(folder: Path, now: Any) -> None:
 
 
 def _leave_a_zombie(folder: Path, now: Any) -> None:
-    """A thread of this generation that outlives it, in a process that goes on to the next one."""
+    """A thread of this generation that outlives it, in a process that continues with the next one."""
     generation = context.current()
     if generation is not None and _first_time(folder, "zombie"):
         scope, saving = generation.scope, cast(Any, generation.steps)._snapshots
@@ -241,7 +241,7 @@ def _haunt(folder: Path, scope: Any, engine: Any, snapshot: Any) -> None:
         "write into a complete checkpoint": lambda: member._source.write_shard(committed),
         "save a shard": lambda: member.save(snapshot),
         "report a step": lambda: member.step_done(ahead),
-        "go on": lambda: _ASK[0](member, snapshot.step),
+        "continue": lambda: _ASK[0](member, snapshot.step),
         "use the engine": lambda: engine(torch.zeros(2, 16)),
         "say last words": lambda: [member._post(event) for event in last_words],
     }

@@ -1,4 +1,4 @@
-"""Samples that make the loss no number, in a run on real raylets: the run goes on without them and says which."""
+"""Samples that make the loss no number, in a run on real raylets: the run continues without them and says which."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_too_many_end_the_run_and_leave_a_checkpoint_of_all_that_was_good(
     assert "step 8 is" in result["reason"]
     # What was in the nodes' memory only is in storage by now.
     assert [record["step"] for record in run.records("checkpoint")] == [5, 7]
-    # Resumed with the first ones left out already, it meets the other one and goes on without it, too.
+    # Resumed with the first ones left out already, it meets the other one and continues without it, too.
     run = _run(cluster, tmp_path, [72, 83], every_steps=5)
     run.start()
     run.finish()

@@ -39,7 +39,7 @@ def test_a_preempted_node_is_left_before_its_time_is_up_and_replaced_when_it_com
     run.wait_for("the steps to be in the journal", lambda _: len(run.steps()) == 6)
     node = run.node_of(run.away_from_head()[0])
     cluster.drain_node(node.name, notice_s=6.0)
-    run.walk_until(lambda: run.handle.progress()["world_size"] == 3, "the others to go on without it")
+    run.walk_until(lambda: run.handle.progress()["world_size"] == 3, "the others to continue without it")
     # Its slot is given back once they train, while it is still there.
     run.walk_until(lambda: node.node_id not in carrying(run), "the slot to be given back")
     # Ray ends a node that is drained as soon as nothing is on it.
@@ -89,7 +89,7 @@ def test_a_node_that_the_run_needs_is_left_with_a_checkpoint_and_waited_for(
     cluster.drain_node(node.name, notice_s=8.0)
     run.wait_promises()
     run.allow(run.waiting_at + 1)
-    # Where nobody can go on, storage has it all before anybody leaves.
+    # Where nobody can continue, storage has it all before anybody leaves.
     run.wait_for("the checkpoint of the last step", lambda _: run.records("checkpoint"))
     wait_until(lambda: run.handle.progress()["world_size"] == 0, "the run to wait for a node")
     wait_until(lambda: cluster.node(node.name).state is NodeState.LOST, "Ray to end the node")

@@ -1,4 +1,4 @@
-"""How runs end: in user code, in bad input, for want of nodes, by a request; and how they go on."""
+"""How runs end: in user code, in bad input, for want of nodes, by a request; and how they continue."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_a_hung_rank_is_noticed_left_out_and_replaced(cluster: LocalCluster, tmp
     assert incident["lost_workers"] == [hung["worker"]]
     assert incident["lost_nodes"] == []
     assert incident["step"] == 8
-    # What it did not do: the others were kept, and the run went on with them at once.
+    # What it did not do: the others were kept, and the run continued with them at once.
     assert (incident["next_generation"], incident["next_world_size"]) == (2, 3)
     stalled = run.events("ProgressStalled")
     assert stalled[0]["stalled_s"] > stalled[0]["limit_s"]
@@ -154,7 +154,7 @@ def test_a_generation_that_is_in_no_journal_is_ended_and_its_number_is_not_used_
     with something_in_the_way(Path(run.url) / "run" / "journal"):
         cluster.kill_worker(run.worker(1)["pid"])
         run.allow(8)
-        # Nobody waits for storage: the run goes on as soon as there is another worker.
+        # Nobody waits for storage: the run continues as soon as there is another worker.
         wait_until(lambda: run.handle.progress()["generation"] > 1, "another generation to begin")
         run.reach(8)
         unknown = run.handle.progress()["generation"]

@@ -48,7 +48,7 @@ def test_nothing_of_a_generation_or_a_controller_that_is_over_counts(cluster: Lo
     _worker_that_was_written_off(written_off["worker"], before["generation"])
     _node_that_is_none_of_the_run()
     _controller_before_this_one(run, old_controller)
-    with pytest.raises(UsageError, match="is going on already"):
+    with pytest.raises(UsageError, match="is already running"):
         client.start_run(run.settings, run.entry, run.config, cluster.address, str(tmp_path))
 
     now = run.handle.progress()
@@ -77,7 +77,7 @@ def _zombie_of_generation_one(run: Run) -> None:
         # Taken by this worker's writer, refused by the controller.
         "save a shard": None,
         "report a step": None,
-        "go on": "GenerationEnded",
+        "continue": "GenerationEnded",
         "use the engine": "GenerationEnded",
         "say last words": None,
     }

@@ -101,7 +101,7 @@ def test_a_controller_that_is_lost_with_its_node_comes_back_on_another_and_the_r
     assert now["controller_pid"] != before["controller_pid"]
     assert now["world_size"] == 3
     kept = {w["pid"] for w in before["workers"] if w["node"] != away.node_id}
-    assert {w["pid"] for w in now["workers"]} >= kept, "the survivors' processes go on"
+    assert {w["pid"] for w in now["workers"]} >= kept, "the survivors' processes continue"
     cluster.add_node(away.name)
     run.grow_to(4)
     run.finish()

@@ -206,7 +206,7 @@ def test_drivers_are_killed_and_nobody_follows_then_the_run_is_stopped_then_resu
     # The name is taken: there is never a second trainer.
     capfd.readouterr()
     assert run.submit("--no-follow") == 2
-    assert "is going on as eventful-a2" in capfd.readouterr().err
+    assert "is running as eventful-a2" in capfd.readouterr().err
     following = Following(place, "eventful")
     run.allow(7)
     run.wait_checkpoint(5)

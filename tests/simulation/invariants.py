@@ -211,7 +211,7 @@ class Invariants:
         assert phases == inside, "a worker believes to be a member of nothing"
         assert len(set(state.members)) == len(state.members)
         if isinstance(phase, Joining | Training):
-            assert inside == set(state.members), "a generation goes on without one of its members"
+            assert inside == set(state.members), "a generation continues without one of its members"
             assert inside
         elif isinstance(phase, Pausing | Closing):
             assert set(state.members) <= state.fleet.workers.keys(), "a member is gone and nothing is done about it"
@@ -272,7 +272,7 @@ class Invariants:
             recent = [a for a in after.trouble.anomalies if end.step - settings.window_steps < a.step <= end.step]
             if after.gives_up_for is not None:
                 continue
-            assert settings.policy != "stop", "the run goes on although it should have stopped"
+            assert settings.policy != "stop", "the run continues although it should have stopped"
             assert len(recent) <= settings.max_anomalies or end is not after.trouble.anomalies[-1], "too many anomalies"
         for start, stop in before.trouble.skips:
             assert any(s <= start and stop <= e for s, e in after.trouble.skips), "what was left out came back"

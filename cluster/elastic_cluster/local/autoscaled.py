@@ -1,8 +1,8 @@
 """A local cluster whose nodes come and go by Ray's own autoscaler (v2): as many as are asked for, up to a number.
 
-The autoscaler is the real one, in a process of its own beside the head. Only the cloud that it asks for machines is
+The autoscaler is the real one, in a process of its own on the head node. Only the cloud that it asks for machines is
 played: by the keeper (`elastic_cluster.local.autoscaled_cloud`), whose nodes are real raylets, killed and cleared away
-like those of any other local cluster. So a node is still lost by `kill_node`, and `add_node` lets one more be had.
+like those of any other local cluster. So a node is still lost by `kill_node`, and `add_node` makes one more available.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from elastic_cluster.local.cluster import COMMAND_LIMIT_S, LocalCluster, object_
 _HEAD = "node-0"
 _ENVIRONMENT = {
     "RAY_enable_autoscaler_v2": "1",
-    # How often the autoscaler looks; and how long it keeps a machine on order that nobody wants any more.
+    # The autoscaler's interval, and how long it keeps a request for a machine that is no longer needed.
     "AUTOSCALER_UPDATE_INTERVAL_S": "1",
     "RAY_AUTOSCALER_PENDING_NODE_IDLE_TIMEOUT_S": "2",
     # Its figures for Prometheus: any free port, so that two clusters do not want the same one.
@@ -28,10 +28,10 @@ _ENVIRONMENT = {
 
 
 class AutoscaledCluster(LocalCluster):
-    """A `LocalCluster` of one head without CPUs, to which Ray's autoscaler adds what is asked for.
+    """A `LocalCluster` of one head without CPUs, to which Ray's autoscaler adds requested nodes.
 
-    `add_node` returns at once: one more node can be had from then on. `kill_node` also takes the machine from what can
-    be had. Every node has a name of its own; none comes back.
+    `add_node` returns at once: one more node is available from then on. `kill_node` also removes its machine from the
+    available ones. Node names are never reused.
     """
 
     @classmethod
@@ -53,9 +53,9 @@ class AutoscaledCluster(LocalCluster):
     ) -> AutoscaledCluster:
         """The head, registered with Ray when this returns, and an autoscaler that may add `max_nodes` nodes.
 
-        `at_hand` of them can be had at once (None: all), one more every `every_s` seconds (None: when `add_node` says
-        so). A node on which nothing has run for `idle_timeout_s` is given back. Ray's autoscaler takes whole numbers of
-        resources only. Raises ClusterError when the head is not up after `limit_s` seconds.
+        `at_hand` of them are available at once (None: all), one more every `every_s` seconds (None: only by
+        `add_node`). A node that is idle for `idle_timeout_s` is released. Ray's autoscaler accepts
+        whole numbers of resources only. Raises ClusterError when the head is not up after `limit_s` seconds.
         """
         if max_nodes < 1:
             raise ValueError(f"an autoscaled cluster may grow to at least one node, not {max_nodes}")
@@ -92,7 +92,7 @@ class AutoscaledCluster(LocalCluster):
         return cluster
 
     def offer(self, count: int) -> None:
-        """So many nodes can be had from now on, those that are there included. None is taken away."""
+        """From now on this many nodes are available, including the present ones. None is removed."""
         self._ask("offer", COMMAND_LIMIT_S, f"{count} nodes to be offered", count=count)
 
 

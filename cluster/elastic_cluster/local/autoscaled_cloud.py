@@ -22,7 +22,7 @@ WORKER_TYPE = "worker"
 
 @dataclass
 class CloudPlan:
-    """`at_hand` nodes can be had now, up to `max_nodes`; one more every `every_s` seconds (None: only when offered)."""
+    """`at_hand` nodes are available, up to `max_nodes`; one more every `every_s` seconds (None: only when offered)."""
 
     options: Mapping[str, Any]
     max_nodes: int
@@ -86,10 +86,10 @@ class Cloud:
         else:
             self._remove(name)
 
-    # --- for whoever plays with the cluster ---
+    # --- for tests and demos ---
 
     def offer(self, count: int) -> int:
-        """So many nodes can be had from now on, those that are there included; none of these is taken away."""
+        """From now on this many nodes are available, including the present ones; none of those is removed."""
         if not 0 <= count <= self._plan.max_nodes:
             raise ClusterError(f"the cluster was started for {self._plan.max_nodes} nodes, so not for {count}")
         self.at_hand = count
@@ -97,21 +97,21 @@ class Cloud:
         return count
 
     def one_more(self) -> NodeInfo:
-        """One more node can be had from now on; returns the one that this lets start, or a word about the next one."""
+        """One more node is available from now on; returns the node that starts now, or a note about the next one."""
         if self.at_hand >= self._plan.max_nodes:
-            raise ClusterError(f"the cluster was started for {self._plan.max_nodes} nodes, and all can be had already")
+            raise ClusterError(f"the cluster has at most {self._plan.max_nodes} nodes, and all are available already")
         first = self._waiting[0] if self._waiting else None
         self.at_hand += 1
         self.tick()
         return NodeInfo("one more, when it is asked for", NodeState.STARTING) if first is None else first.info(())
 
     def machine_lost(self) -> None:
-        """A node that is killed is a machine that is gone: there is one less to be had."""
+        """A killed node's machine is gone: one fewer is available."""
         self.at_hand = max(0, self.at_hand - 1)
         self._next_at = self._clock() + (self._plan.every_s or 0.0)
 
     def tick(self) -> None:
-        """Start whatever waits and can be had by now."""
+        """Start the waiting nodes that are available by now."""
         while self._plan.every_s and self._clock() >= self._next_at:
             self._next_at += self._plan.every_s
             self.at_hand = min(self._plan.max_nodes, self.at_hand + 1)

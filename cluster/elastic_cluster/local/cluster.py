@@ -77,8 +77,8 @@ class LocalCluster:
 
         `resources` and `labels` are those of each node. GPUs are logical and need no device. `environment` is added
         to this process's own for every process of the cluster; `system_config` is Ray's. With `durable_control_store`
-        the control store can be killed and restarted. With `token` whoever connects must show that of `token_file`.
-        `dashboard` starts what of Ray's own answers for jobs and nodes, with an agent on every node.
+        the control store can be killed and restarted. With `token` every connection must present the one in
+        `token_file`. `dashboard` starts Ray's dashboard head for jobs and nodes, with an agent on every node.
         Ray's logs are copied to the directory `logs_to` when the cluster ends; without it they go with the cluster.
         Raises ClusterError when they are not all up after `limit_s` seconds.
         """
@@ -124,7 +124,7 @@ class LocalCluster:
 
     @classmethod
     def attach(cls, socket_path: str | Path) -> LocalCluster:
-        """Own a running cluster beside its other owners: it goes on when they are gone."""
+        """Own a running cluster together with its other owners: it outlives them."""
         connection = socket.socket(socket.AF_UNIX)
         try:
             connection.connect(str(socket_path))
@@ -233,9 +233,9 @@ class LocalCluster:
             _let_go.append(self._keeper)
 
     def shutdown(self) -> None:
-        """End the cluster, whoever else owns it. Returns when no process and no file of it is left.
+        """End the cluster, even if it has other owners. Returns when none of its processes and files is left.
 
-        Raises ClusterError when that takes too long; it goes on being ended.
+        Raises ClusterError when that takes too long; the cluster continues to end.
         """
         if self._lines.connection.fileno() < 0:
             return

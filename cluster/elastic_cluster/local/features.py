@@ -1,4 +1,4 @@
-"""What a local cluster may have beside nodes, as settings that every one of its processes is started with.
+"""Optional features of a local cluster, as settings for each of its processes.
 
 - A control store that can be killed and started again: Ray's own, kept in RocksDB below the cluster's directory.
 - A token that everybody who connects must show. It is in a file of mode 0600 and nowhere else: not in an argument,
@@ -15,7 +15,7 @@ from pathlib import Path
 DURABLE = "durable-control-store"
 TOKEN = "token"
 
-# Ray ends every process that has missed the control store for so long; its own 60 s are less than a head may be away.
+# Ray ends every process that misses the control store for this long; its default of 60 s is too short for a head.
 _RECONNECT_LIMIT_S = 600
 
 

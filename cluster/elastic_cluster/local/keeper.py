@@ -87,7 +87,7 @@ class Keeper:
         return starter
 
     def run(self) -> None:
-        """Serve until the cluster is to end."""
+        """Serve until the cluster must end."""
         while not self.ending:
             now = time.monotonic()
             nearest = min((waiting.deadline for waiting in self._waiting), default=now + 1.0)
@@ -294,7 +294,7 @@ def main() -> None:
     first = socket.socket(fileno=int(sys.argv[1]))
     directory = private_directory()
     log = os.open(directory / "keeper.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    # The owner's standard streams are let go: whoever reads them to their end would wait for the cluster.
+    # Release the owner's standard streams: a reader that waits for their end would wait for the cluster.
     for stream in (1, 2):
         os.dup2(log, stream)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

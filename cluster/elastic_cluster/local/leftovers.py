@@ -39,7 +39,7 @@ def clear_remains(own: Path) -> None:
 
 
 def _clear(directory: Path) -> None:
-    logger.warning("clearing away what is left of a cluster in %s", directory)
+    logger.warning("removing the leftovers of a cluster in %s", directory)
     with contextlib.suppress(TimeoutError):
         processes.kill_all(lambda: _members(directory), lambda: None, _LIMIT_S)
     shutil.rmtree(directory, ignore_errors=True)

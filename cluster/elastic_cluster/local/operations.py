@@ -36,7 +36,7 @@ class Operations:
                     self._nodes.lost(entry)
 
     def bury_lost(self) -> None:
-        """End what is left of lost nodes, so that a node brought back shares nothing with its former life."""
+        """End the remaining processes of lost nodes, so that a revived node shares nothing with them."""
         self._notice()
         for entry in self._nodes.entries.values():
             if entry.state is NodeState.LOST:
@@ -50,7 +50,7 @@ class Operations:
         """A raylet answers SIGTERM by leaving the node table. What it leaves behind is killed."""
         entry = self._nodes.running(name)
         if entry.head:
-            raise ClusterError(f"{name} is the head and the cluster cannot go on without it: use shutdown")
+            raise ClusterError(f"{name} is the head, without which the cluster cannot run: use shutdown")
         if entry.state is NodeState.FROZEN:
             raise ClusterError(f"{name} is frozen and cannot leave in good order: thaw it first, or kill it")
         pids = {process.pid for process in self._nodes.members(entry)}

@@ -1,4 +1,4 @@
-"""Who owns a cluster, as its keeper sees it, and what they wait for."""
+"""The owners of a cluster, as its keeper sees them, and their pending requests."""
 
 from __future__ import annotations
 

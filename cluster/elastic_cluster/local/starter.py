@@ -122,7 +122,7 @@ def _last_words() -> str:
 
 
 class _LeanNode(Node):
-    """Ray's node, without dashboard unless one is asked for, and fit to be started beside others at the same time."""
+    """Ray's node, without dashboard unless one is asked for, and safe to start concurrently with others."""
 
     def start_api_server(self, **kwargs: Any) -> None:
         if self._ray_params.include_dashboard:
@@ -301,7 +301,7 @@ def _stand_in(directory: Path) -> None:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     temp_dir = sys.argv[1]
-    # Workers start in the directory of whoever started the cluster.
+    # Workers start in the directory from which the cluster was started.
     os.chdir(sys.argv[2])
     # Ray may print; the pipe to the keeper is for answers only.
     out = os.fdopen(os.dup(1), "w")

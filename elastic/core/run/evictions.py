@@ -1,6 +1,6 @@
 """Handling of stragglers: each is reported, and if the policy says so, its slot is released.
 
-An eviction is a planned end like growth: all members stop after the same step and the others go on from it. The slot
+An eviction is a planned end like growth: all members stop after the same step and the others continue from it. The slot
 is kept until they train, since the last step may exist in its node's memory only.
 """
 

@@ -99,7 +99,7 @@ def fail_generation(
     lost: tuple[int, ...] = (),
     node: str | None = None,
 ) -> None:
-    """The generation cannot go on: tell every member that is still inside to leave.
+    """The generation cannot continue: tell every member that is still inside to leave.
 
     `lost` members are known to be gone; `node` is where they were, if it is gone too. Further reasons are added.
     """
@@ -185,7 +185,7 @@ def _give_up(transition: Transition, reason: str) -> None:
 
 def _go_on(transition: Transition, phase: Ending) -> None:
     survivors, low = len(transition.idle_workers()), transition.state.settings.scaling.min_workers
-    what = f"go on with {survivors}" if survivors >= low else f"wait for {low - survivors} more workers"
+    what = f"continue with {survivors}" if survivors >= low else f"wait for {low - survivors} more workers"
     lost = f"{len(phase.lost)} workers lost" if phase.lost else "no worker lost"
     pause = backoff_s(transition.state)
     after = f" after {pause:.1f} s" if pause else ""

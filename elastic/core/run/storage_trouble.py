@@ -1,6 +1,6 @@
 """Failing storage: which workers cannot write, and how a run still saves its end.
 
-Training goes on without it. Where it is some ranks only that cannot write, it is their way to it that is cut: nothing
+Training continues without it. Where it is some ranks only that cannot write, it is their way to it that is cut: nothing
 becomes a checkpoint without their parts, and what they hold is in the memory of the nodes.
 """
 

@@ -52,7 +52,7 @@ def start(settings: RunSettings, entry: Entry) -> RayRunHandle:
         if _make_way(settings.run_id):
             return start(settings, entry)
         raise UsageError(
-            f"run {settings.run_id!r} is going on already: follow it with `elastic watch {settings.run_id}`"
+            f"run {settings.run_id!r} is already running: follow it with `elastic watch {settings.run_id}`"
         ) from error
 
 
@@ -97,7 +97,7 @@ def attach(run_id: str, address: str | None) -> RayRunHandle:
     try:
         return RayRunHandle(run_id, ray.get_actor(names.controller(run_id), names.NAMESPACE))
     except ValueError as error:
-        raise RunNotFound(f"no run {run_id!r} is going on in this cluster") from error
+        raise RunNotFound(f"no run {run_id!r} is running in this cluster") from error
     except ray.exceptions.GetTimeoutError as error:
         raise ElasticError(
             f"Ray's control store does not say where run {run_id!r} is; its head may be away, so try again later"

@@ -1,9 +1,9 @@
-"""Which node the controller is placed on.
+"""Placement of the controller.
 
 The controller survives the loss of its node: Ray detects it (after 15 s by default) and restarts the controller on
 another node, where it replays its journal. But a recovery waits for that, and the controller does not survive the loss
-of its cluster. So it should be neither on the head, which may be restarted while all others go on, nor on a node with
-workers, which may be lost.
+of its cluster. So it should be neither on the head, which may be restarted while all others continue, nor on a
+node with workers, which may be lost.
 """
 
 from __future__ import annotations

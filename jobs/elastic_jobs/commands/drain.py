@@ -24,7 +24,7 @@ _NOTICE_S = 120.0
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("node", metavar="NODE", help="the node's name, its address, or the beginning of its id")
     where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--run", metavar="RUN", help="the cluster on which this run goes on")
+    where.add_argument("--run", metavar="RUN", help="the cluster of this run")
     where.add_argument("--address", metavar="A", help="the Ray cluster at this address (host:port)")
     storage_argument(parser)
     trust_argument(parser)
@@ -57,6 +57,6 @@ def run(options: argparse.Namespace, backend: Backend) -> int:
 def _address_of(folder: RunFolder, trusted: bool) -> str:
     live = read_live(folder)
     if live is None:
-        raise RunNotFound(f"run {folder.run_id!r} is not going on; name its cluster with --address")
+        raise RunNotFound(f"run {folder.run_id!r} is not running; name its cluster with --address")
     check_address(folder.run_id, live.address, live.cluster_socket, trusted or folder.signed)
     return live.address

@@ -97,9 +97,9 @@ def _resume_job(options: argparse.Namespace, backend: Backend) -> int:
         raise UsageError("--env goes with --job: without it the environment is that of the last attempt")
     api = open_api(backend, options.address)
     known = next((run for run in attempts.merge(api.records()) if run.run_id == options.run), None)
-    if known is not None and looked_at(api, known).verdict is Verdict.GOES_ON:
+    if known is not None and looked_at(api, known).verdict is Verdict.RUNNING:
         raise UsageError(
-            f"run {options.run!r} is going on; follow it with "
+            f"run {options.run!r} is running; follow it with "
             f"`elastic logs {options.run} -f --address {options.address}`"
         )
     if draft is not None:
@@ -175,11 +175,11 @@ def _check_not_going_on(backend: Backend, folder: RunFolder, address: str | None
         going_on = reach(backend, folder, address, trusted).result(0.0) is None
     except OutOfReach as error:
         if isinstance(error.__cause__, TokenRefused):
-            # A cluster answers there, so the run may well go on in it.
+            # A cluster answers there, so the run may still be running in it.
             raise UsageError(f"{error}{'' if address else _NOT_THERE}") from error
-        say(f"{error}; it is considered over; if it still goes on there, it will be ended")
+        say(f"{error}; it is considered over; if it is still running there, it will be ended")
         return
     except RunNotFound:
         return
     if going_on:
-        raise UsageError(f"run {folder.run_id!r} is going on; follow it with `elastic watch {folder.run_id}`")
+        raise UsageError(f"run {folder.run_id!r} is running; follow it with `elastic watch {folder.run_id}`")

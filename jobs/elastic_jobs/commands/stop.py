@@ -84,7 +84,7 @@ def _check_goes_on(folder: RunFolder) -> None:
     summary = summarize(JournalReader(folder.url, folder.run_id).records())
     if summary.get("status") in STATUSES:
         raise RunNotFound(
-            f"run {folder.run_id!r} is not going on: it is {summary['status']} since step {summary.get('steps')}; its "
+            f"run {folder.run_id!r} is not running: it is {summary['status']} since step {summary.get('steps')}; its "
             f"history: `elastic story {folder.run_id} --storage {folder.url}`"
         )
 
@@ -95,8 +95,8 @@ def _stop_job(options: argparse.Namespace, backend: Backend) -> int:
     found = find_run(api, options.run)
     outcome = looked_at(api, found)
     if outcome.verdict is Verdict.OVER:
-        raise RunNotFound(f"run {found.run_id!r} is not going on: it is {describe(outcome)}")
-    if outcome.verdict is Verdict.GOES_ON:
+        raise RunNotFound(f"run {found.run_id!r} is not running: it is {describe(outcome)}")
+    if outcome.verdict is Verdict.RUNNING:
         api.stop(found.newest.submission_id)
     else:
         replace_driver(api, found, "stop")
@@ -111,5 +111,5 @@ def _stop_job(options: argparse.Namespace, backend: Backend) -> int:
     if options.json:
         put_json(outcome_json(found.run_id, outcome))
     say(f"run {found.run_id} is {describe(outcome)}{f': {outcome.reason}' if outcome.reason else ''}")
-    say(f"go on with it:  elastic resume {found.run_id} --address {options.address}")
+    say(f"continue it:  elastic resume {found.run_id} --address {options.address}")
     return 0 if outcome.verdict is Verdict.OVER else outcome.exit_code

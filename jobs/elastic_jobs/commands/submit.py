@@ -53,16 +53,16 @@ def run(options: argparse.Namespace, backend: Backend) -> int:
 
 
 def check_is_lost(api: JobsApi, known: attempts.Run, address: str) -> None:
-    """A run whose driver is lost may get another. Raises UsageError for one that goes on, or has ended."""
+    """A run whose driver is lost may get another. Raises UsageError for one that is in progress, or has ended."""
     outcome = looked_at(api, known)
-    if outcome.verdict is Verdict.GOES_ON:
+    if outcome.verdict is Verdict.RUNNING:
         raise UsageError(
-            f"run {known.run_id!r} is going on as {known.newest.submission_id}; follow it with "
+            f"run {known.run_id!r} is running as {known.newest.submission_id}; follow it with "
             f"`elastic logs {known.run_id} -f --address {address}`"
         )
     if outcome.verdict is Verdict.OVER:
         raise UsageError(
-            f"run {known.run_id!r} has ended there with exit code {outcome.exit_code}; go on with it by "
+            f"run {known.run_id!r} has ended there with exit code {outcome.exit_code}; continue it with "
             f"`elastic resume {known.run_id} --address {address}`, or take another --run-id"
         )
 

@@ -1,4 +1,4 @@
-"""Following a run to its end and reporting the result. A follower may leave at any time; the run goes on."""
+"""Following a run to its end and reporting the result. A follower may leave at any time; the run continues."""
 
 from __future__ import annotations
 

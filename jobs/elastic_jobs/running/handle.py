@@ -35,7 +35,7 @@ class RunHandle(Protocol):
         ...
 
     def result(self, timeout_s: float) -> Mapping[str, Any] | None:
-        """None while the run goes on; after its end {status, step, loss, reason}."""
+        """None while the run is in progress; after its end {status, step, loss, reason}."""
         ...
 
     def stop(self, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""Where a run can be reached while it goes on: `live.json` beside its journal. A hint only; the run itself is the
+"""Where a run can be reached while it runs: `live.json` beside its journal. A hint only; the run itself is the
 truth."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PROBE_LIMIT_S = 2.0
 
 
 class OutOfReach(RunNotFound):
-    """The run may still be going on, but it cannot be reached."""
+    """The run may still be running, but it cannot be reached."""
 
 
 @dataclass(frozen=True)
@@ -63,20 +63,20 @@ def forget_live(folder: RunFolder) -> None:
 
 def how_to_come_back(folder: RunFolder, address: str | None) -> str:
     where = f"{folder.run_id} --storage {folder.url}{f' --address {address}' if address else ''}"
-    return f"run {folder.run_id} goes on. Follow it again:  elastic watch {where}  or end it:  elastic stop {where}"
+    return f"run {folder.run_id} continues. Follow it again:  elastic watch {where}  or end it:  elastic stop {where}"
 
 
 def reach(backend: Backend, folder: RunFolder, address: str | None, trusted: bool = False) -> RunHandle:
-    """The handle of a run that is going on. Raises RunNotFound if it is not going on at any known address, and
+    """The handle of a running run. Raises RunNotFound if it does not run at any known address, and
     UsageError for an address from storage that is not to be believed (`elastic_jobs.trust`)."""
     live = read_live(folder)
     where = address or (live.address if live else None)
     if where is None:
-        raise RunNotFound(f"run {folder.run_id!r} is not going on; continue it with `elastic resume`")
+        raise RunNotFound(f"run {folder.run_id!r} is not running; continue it with `elastic resume`")
     if address is None and live is not None and live.cluster_socket is not None and not _answers(live.cluster_socket):
         # A local cluster does not outlive its keeper, so waiting for its head would be useless.
         raise RunNotFound(
-            f"run {folder.run_id!r} is not going on: its local cluster is gone; continue it with `elastic resume`"
+            f"run {folder.run_id!r} is not running: its local cluster is gone; continue it with `elastic resume`"
         )
     if address is None and live is not None:
         check_address(folder.run_id, live.address, live.cluster_socket, trusted or folder.signed)

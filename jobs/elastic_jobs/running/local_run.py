@@ -1,6 +1,6 @@
 """A run on a local cluster that this process started or took over: from the cluster's start to its end.
 
-On Ctrl-C a background process (`elastic_jobs.running.background`) takes the cluster over and the run goes on.
+On Ctrl-C a background process (`elastic_jobs.running.background`) takes the cluster over and the run continues.
 """
 
 from __future__ import annotations

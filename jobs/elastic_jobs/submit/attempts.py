@@ -149,7 +149,7 @@ def find(records: Sequence[JobRecord], name: str) -> Run:
 
 
 class Verdict(Enum):
-    GOES_ON = "goes on"
+    RUNNING = "running"
     OVER = "over"
     LOST = "lost"
     FAILED = "failed"
@@ -171,7 +171,7 @@ _NO_PLACE_TYPES = ("JOB_SUPERVISOR_ACTOR_UNSCHEDULABLE", "JOB_SUPERVISOR_ACTOR_S
 def judge(record: JobRecord, began: bool, told: Mapping[str, Any] | None) -> Outcome:
     """`began`: the driver has reached its run. `told`: its report of the run's end, if there is one."""
     if not record.state.ended:
-        return Outcome(Verdict.GOES_ON)
+        return Outcome(Verdict.RUNNING)
     if told is not None:
         return Outcome(Verdict.OVER, _trusted(told.get("exit_code")), str(told.get("reason") or ""))
     if record.state is JobState.SUCCEEDED:

@@ -160,7 +160,7 @@ class Driver:
             self._supervisor.ensure()
 
     def _lost(self, what: str, error: ElasticError, code: int = DRIVER_LOST) -> int:
-        """The run may still go on; only a new attempt can find out."""
+        """The run may still be running; only a new attempt can find out."""
         say(f"this driver {what}: {clean(str(error))}")
         return code
 
@@ -219,7 +219,7 @@ def check_job(spec: JobSpec, command: DriverCommand, folder: RunFolder) -> Job:
     """
     if command.mode == "new" and folder.read("job.json") is not None:
         raise UsageError(
-            f"there is a run {command.run_id!r} in {folder.url} already; go on with it by `elastic resume`, or submit "
+            f"there is a run {command.run_id!r} in {folder.url} already; continue it with `elastic resume`, or submit "
             "under another --run-id"
         )
     check_code(spec.entry_point, Path(command.job).absolute().parent, command.code)

@@ -16,8 +16,8 @@ from elastic.core.errors import UsageError
 from elastic.core.names import check_run_id
 from elastic_jobs.submit import attempts
 
-# new: refuse a run that is in storage. continue: attach to the controller, else go on from storage, else start; of a
-# run that has reached its end or was stopped, tell that. resume: go on also then. stop: attach and stop.
+# new: refuse a run that is in storage. continue: attach to the controller, else continue from storage, else start; of a
+# run that has reached its end or was stopped, tell that. resume: continue also then. stop: attach and stop.
 Mode = Literal["new", "continue", "resume", "stop"]
 # `exec`, so that no shell stands between Ray's signals and the driver, and its exit code is the job's.
 _PREFIX = ["exec", "python", "-m", "elastic_jobs.submit.driver"]

@@ -68,10 +68,10 @@ def follow(api: JobsApi, name: str, address: str, as_json: bool) -> int:
         run = supervision.find(name)
         outcome = supervision.supervise(run)
     except KeyboardInterrupt:
-        say(f"detached; run {name} goes on. {how_to_come_back(name, address)}")
+        say(f"detached; run {name} continues. {how_to_come_back(name, address)}")
         return NOT_FINISHED
     except Unreachable as error:
-        say(f"{error}; run {name} may well go on. {how_to_come_back(name, address)}")
+        say(f"{error}; run {name} may still be running. {how_to_come_back(name, address)}")
         return NOT_FINISHED
     return conclude(run.run_id, outcome, address, as_json)
 
@@ -82,7 +82,7 @@ def conclude(run_id: str, outcome: Outcome, address: str, as_json: bool) -> int:
     reason = f": {printable(outcome.reason)}" if outcome.reason else ""
     say(f"run {run_id} is {describe(outcome)}{reason}")
     if outcome.exit_code != exit_code("finished"):
-        say(f"go on with it:  elastic resume {run_id} --address {address}")
+        say(f"continue it:  elastic resume {run_id} --address {address}")
     return outcome.exit_code
 
 
@@ -91,8 +91,8 @@ def outcome_json(run_id: str, outcome: Outcome) -> dict[str, Any]:
 
 
 def describe(outcome: Outcome) -> str:
-    if outcome.verdict is Verdict.GOES_ON:
-        return "going on"
+    if outcome.verdict is Verdict.RUNNING:
+        return "running"
     return "without a driver" if outcome.verdict is Verdict.LOST else status_of(outcome.exit_code)
 
 

@@ -94,8 +94,8 @@ class Supervision:
             return self.find(run_id)
         except RunNotFound as error:
             raise RunNotFound(
-                f"the cluster no longer knows run {run_id!r}: its head was lost, and the job records with it; go on "
-                f"with the run from storage by `elastic resume {run_id} --job JOB.yaml`"
+                f"the cluster no longer knows run {run_id!r}: its head was lost, and the job records with it; continue "
+                f"the run from storage with `elastic resume {run_id} --job JOB.yaml`"
             ) from error
 
     def _one(self, record: JobRecord) -> Outcome:
@@ -140,7 +140,7 @@ class Supervision:
                 if self._clock.now() > limit:
                     raise
                 if not told:
-                    self._note(f"{error}; the run may still be going on; retrying")
+                    self._note(f"{error}; the run may still be running; retrying")
                 told = True
                 self._clock.sleep(_PAUSE_S)
 

@@ -62,7 +62,7 @@ class Supervisor:
             except Unreachable as error:
                 if not self._goes_on():
                     raise
-                logger.warning("%s; run %s goes on; retrying", clean(str(error)), self._run_id)
+                logger.warning("%s; run %s continues; retrying", clean(str(error)), self._run_id)
                 self._clock.sleep(_PAUSE_S)
                 continue
             logger.warning(

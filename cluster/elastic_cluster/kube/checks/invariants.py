@@ -1,4 +1,4 @@
-"""What we promise of our own manifests beyond what anybody would reject: each is a mistake that shows weeks later."""
+"""Rules for our own manifests beyond validity: breaking one is a mistake that shows only weeks later."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def autoscaler(manifest: Json) -> Sentences:
 def authentication(manifest: Json) -> Sentences:
     found = cluster_of(manifest)
     if found is not None and (found[1].get("authOptions") or {}).get("mode") != "token":
-        yield f"{found[0]}.authOptions.mode: must be token, or whoever reaches a pod runs code in it"
+        yield f"{found[0]}.authOptions.mode: must be token; otherwise anyone who can reach a pod can run code in it"
 
 
 def literal_credentials(manifest: Json) -> Sentences:
@@ -87,7 +87,7 @@ def shared_memory(manifest: Json) -> Sentences:
 
 
 def drain(manifest: Json) -> Sentences:
-    """A node that is told to end must hear it, and must have the time that it tells the run that it has."""
+    """A draining node must receive the signal, and must have the time that it announces to the run."""
     annotations = (manifest.get("metadata") or {}).get("annotations") or {}
     for template in templates(manifest):
         if template.role == "submitter":
@@ -156,7 +156,7 @@ def controller(manifest: Json) -> Sentences:
 
 def ownership(manifest: Json) -> Sentences:
     if labels.run_of(manifest) is None:
-        yield f"metadata.labels: must have {labels.MANAGED_BY} and {labels.RUN}, or nobody dares to delete it"
+        yield f"metadata.labels: needs {labels.MANAGED_BY} and {labels.RUN}: `elastic kube delete` looks for them"
 
 
 RULES: tuple[Callable[[Json], Sentences], ...] = (

@@ -19,7 +19,7 @@ _CREDENTIAL = {
 _WITH_PASSWORD = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]*:[^/?#@\s]+@", re.IGNORECASE)
 _FILE_KEY = re.compile(r"[-._A-Za-z0-9]{1,253}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-# Set by KubeRay or by what is rendered here; one more of the same name would win silently.
+# Set by KubeRay or by the renderer; a second variable of the same name would silently win.
 _RESERVED = {
     "FQ_RAY_IP",
     "KUBERAY_GEN_RAY_START_CMD",
@@ -139,7 +139,7 @@ def _environment(job: KubeJob) -> Sentences:
         if not _VARIABLE.fullmatch(name):
             yield f"env {name!r} is not the name of a variable"
         elif name in _RESERVED:
-            yield f"env {name} is set by KubeRay or by what is rendered; leave it out"
+            yield f"env {name} is set by KubeRay or by `elastic kube render`; leave it out"
         elif isinstance(value, str) and (_CREDENTIAL & _words(name) or _WITH_PASSWORD.search(value)):
             yield (
                 f"env {name} looks like a credential and would stand in the manifest for all to read: put it into a "

@@ -25,7 +25,7 @@ def definition(kind: str) -> Json:
 
 
 def crd_schema(kind: str) -> Json:
-    """The `openAPIV3Schema` of "RayJob" or "RayCluster". Do not change what is returned."""
+    """The `openAPIV3Schema` of "RayJob" or "RayCluster". Do not modify the result."""
     found: Json = definition(kind)["openAPIV3Schema"]
     return found
 

@@ -48,7 +48,7 @@ class Limits:
 
     connect_s: float = 10.0
     request_s: float = 30.0
-    # Of a stream on which nothing comes: it may be dead without anybody having been told, so it is opened again.
+    # A stream without data for this long is reopened: its connection may be dead without an error.
     idle_s: float = 60.0
     # Of a server that answers 429 or 5xx, or of a connection that breaks after others had worked.
     retry_s: float = 20.0
@@ -92,8 +92,8 @@ class PodLogs(Protocol):
     def read(self, pod: Ref, container: str, since: str | None, follow: bool) -> Iterator[bytes]:
         """Chunks of lines that begin with their RFC 3339 time, from `since` (whole seconds; inclusive) on.
 
-        With `follow` it goes on until the container has ended, but may end sooner and without a word (a rotated log, a
-        restarted kubelet, an idle connection that was cut): whoever must know asks for the container's state.
+        With `follow` it continues until the container has ended, but may end sooner and without an error (a rotated
+        log, a restarted kubelet, an idle connection that was cut): check the container's state.
         """
 
 

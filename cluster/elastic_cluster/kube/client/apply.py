@@ -55,7 +55,7 @@ def with_live_replicas(wanted: Manifest, live: Manifest | None) -> Manifest:
 
 
 class _Plan:
-    """What is there and what is to be done, looked up once."""
+    """The present objects and the actions on them, looked up once."""
 
     def __init__(self, cluster: Cluster, run_id: str, manifests: list[Manifest], force: bool) -> None:
         self._cluster, self._force = cluster, force
@@ -113,7 +113,7 @@ class _Plan:
         try:
             return self._cluster.get(Ref("v1", "Secret", namespace, use.name), metadata_only=True) is None
         except KubeDenied:
-            # Who may not look may still be right about it; creating a token does no harm to one that is there.
+            # Without `get` permission we cannot check; creating the Secret is safe if it already exists.
             return use.token
 
     def _undo(self, done: list[Applied]) -> None:
@@ -137,12 +137,12 @@ def _check_ours(ref: Ref, live: Manifest | None, run_id: str) -> None:
     if ref.kind == "RayJob" and (status := run_status(live)).over:
         raise KubeRefused(
             f"run {run_id} is over ({status.state}), and a RayJob runs once: "
-            f"`elastic kube delete {run_id}`, then apply again; the run goes on from its newest checkpoint"
+            f"`elastic kube delete {run_id}`, then apply again; the run continues from its newest checkpoint"
         )
 
 
 def _outcome(live: Manifest | None, stored: Stored, dry_run: bool) -> str:
-    # Not by what was there before: somebody else may have made it since, and then it is not ours to take away again.
+    # Not by the earlier look-up: if another user has created it since, we must not remove it.
     if stored.created:
         return "created"
     if live is None:

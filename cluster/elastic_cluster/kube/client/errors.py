@@ -8,8 +8,8 @@ ClusterError
     |-- KubeNotFound       no such run
     |-- KubeDenied         for the administrator: permissions, a missing or old KubeRay
     |-- KubeQuota          for the administrator: no room in the namespace
-    |-- KubeUnavailable    for nobody: retried first, and then said
-    `-- KubeStale          for nobody: a watch that has to begin anew
+    |-- KubeUnavailable    no action: retried, then reported
+    `-- KubeStale          no action: the watch is restarted
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def _causes(answer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _status(body: str | bytes | None) -> Mapping[str, Any]:
-    """A proxy in between answers with anything: what is no `Status` becomes its message."""
+    """A proxy may answer with any body; anything but a `Status` becomes the message."""
     text = body.decode(errors="replace") if isinstance(body, bytes) else body or ""
     try:
         answer = json.loads(text)

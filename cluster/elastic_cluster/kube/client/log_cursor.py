@@ -1,4 +1,4 @@
-"""How far a log has been read, so that a stream that broke goes on without a line lost or repeated. Pure."""
+"""The position in a log, so that reading resumes after a broken stream without losing or repeating a line. Pure."""
 
 from __future__ import annotations
 

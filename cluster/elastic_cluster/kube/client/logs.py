@@ -23,7 +23,7 @@ _AWAY_TIMES = 15
 
 @dataclass
 class Follower:
-    """`put` gets each line of the log, `say` each sentence about what is waited for, once.
+    """`put` gets each line of the log; `say` gets each sentence about what is awaited, once.
 
     `wait` is called with the seconds until the next look where nothing can be watched.
     """
@@ -60,7 +60,7 @@ class Follower:
                 away += 1
                 if away > _AWAY_TIMES:
                     raise
-                self._tell(f"{error}; the run may well go on, so this asks again")
+                self._tell(f"{error}; the run may still be running; retrying")
                 self.wait(_AGAIN_S)
                 continue
             if status.over:
@@ -100,7 +100,7 @@ class Follower:
         if _waits(pod):
             return
         if name not in self._cursors and self._cursors:
-            self._tell(f"the log goes on in pod {name}, which begins again with the first line of its job")
+            self._tell(f"the log continues in pod {name}, from the first line of its job")
         cursor = self._cursors.setdefault(name, LogCursor())
         cursor.begin()
         try:

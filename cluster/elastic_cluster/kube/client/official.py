@@ -115,7 +115,7 @@ class OfficialClient:
                 if event["type"] != "BOOKMARK":
                     yield None if event["type"] == "DELETED" else event["object"]
         except KubeStale:
-            # Like an error in the stream: whoever watches reads the object and watches again from there.
+            # Handled like an error in the stream: the watcher reads the object and watches again from there.
             return
 
     def read(self, pod: Ref, container: str, since: str | None, follow: bool) -> Iterator[bytes]:
@@ -137,7 +137,7 @@ class OfficialClient:
             while chunk := response.read1():
                 yield chunk
         except (urllib3.exceptions.HTTPError, OSError):
-            # A stream that breaks ends: the reader is to ask again in any case.
+            # A broken stream counts as ended: the reader reconnects in any case.
             return
         finally:
             response.close()

@@ -144,13 +144,13 @@ def _objects(
 ) -> Iterator[Manifest]:
     for api_version, kind in kinds:
         try:
-            # Of a RayJob the status is wanted as well; nobody wants the contents of a secret.
+            # The status of a RayJob is needed, too; the contents of a Secret are not.
             whole = (api_version, kind) in KINDS[:2]
             yield from cluster.find(api_version, kind, namespace, selector(run_id), metadata_only=not whole)
         except KubeDenied as error:
             if kind in ("RayJob", "RayCluster"):
                 raise
-            # Who may not even list a kind has not applied one either; if somebody else has, it is said.
+            # Without `list` permission for a kind we have not applied one; objects of other users are reported.
             say(f"{kind}s are left as they are: {error}")
 
 

@@ -1,4 +1,4 @@
-"""Secrets: which ones the objects refer to, the one that is made here, what is taken out before anything is shown."""
+"""Secrets: references in the objects, the token Secret that is created here, and redaction before output."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def _cluster_state(cluster: Mapping[str, Any]) -> str:
 def _reason(status: Mapping[str, Any]) -> str:
     """The message's first line: after it comes the end of the job's log."""
     lines = str(status.get("message") or "").strip().splitlines()
-    # "..., last available logs (truncated to 20,000 chars):" announces what is left out here.
+    # "..., last available logs (truncated to 20,000 chars):" announces the part that is left out here.
     parts = [str(status.get("reason") or ""), lines[0].partition(", last available logs")[0] if lines else ""]
     return ": ".join(part for part in parts if part)
 

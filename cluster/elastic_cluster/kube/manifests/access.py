@@ -1,7 +1,7 @@
-"""Service accounts and what they may do, on request.
+"""Optional service accounts and their permissions.
 
-Workers get an account that may do nothing and whose token is not mounted. The autoscaler beside the head has to read
-pods and to change its own RayCluster. KubeRay makes a role for it unless there is one of the cluster's name; ours is
+Workers get an account without permissions, whose token is not mounted. The autoscaler sidecar must read pods and
+change its own RayCluster. KubeRay makes a role for it unless there is one of the cluster's name; ours is
 narrower: that one RayCluster, and no pods to change. The RayCluster of a RayJob gets a random name, which no role
 can be made for beforehand; there KubeRay's own is used.
 """

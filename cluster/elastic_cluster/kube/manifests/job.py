@@ -1,4 +1,4 @@
-"""What is to be rendered: plain frozen data. Quantities are Kubernetes's ("500m", "64Gi"), durations seconds."""
+"""Input of the renderer: plain frozen data. Quantities are Kubernetes's ("500m", "64Gi"), durations seconds."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Volume:
 
 @dataclass(frozen=True)
 class Size:
-    """What one pod gets, no more and no less: requests equal limits.
+    """The resources of one pod: requests equal limits.
 
     `shm` is the size of /dev/shm, where Ray keeps objects. It is memory of the pod and counts against `memory`.
     `accelerators` are whole devices by resource name, for example {"nvidia.com/gpu": 8}.
@@ -51,7 +51,7 @@ class Group:
     """Worker pods of one kind, from `min_replicas` to `max_replicas` times `hosts`.
 
     Of several groups whose pods a slot would fill equally well the autoscaler uses that of the highest `priority`.
-    `drain_s` is how long a pod goes on after it has been told to end: no longer than the notice that its machine
+    `drain_s` is how long a pod continues after its termination signal: no longer than the notice that its machine
     gives. `resources` are Ray's custom ones, `labels` Ray's node labels.
     """
 
@@ -96,7 +96,7 @@ class Egress:
 class Network:
     """What the pods of the run may talk to besides each other and DNS; everything else is denied.
 
-    `api_server` is where the autoscaler beside the head reaches the Kubernetes API. `operator_namespace` is KubeRay's,
+    `api_server` is where the autoscaler sidecar reaches the Kubernetes API. `operator_namespace` is KubeRay's,
     which asks the head how the job goes; None lets an operator in any namespace do so.
     """
 
@@ -107,9 +107,9 @@ class Network:
 
 @dataclass(frozen=True)
 class KubeJob:
-    """One run. `name` names the RayJob or RayCluster and begins the names of everything beside it.
+    """One run. `name` names the RayJob or RayCluster and prefixes the names of its other objects.
 
-    `command` starts the run or goes on with it: it must do nothing twice, since every retry is a new cluster that calls
+    `command` starts or continues the run: it must be idempotent, since every retry is a new cluster that calls
     it again; it may take `stop_s` to end when it is stopped. `slot` is what a pod must have room for, in Ray's
     resources; `min_slots` of them must fit at once. `files` (path in the pods to text) are put where the command runs.
     `node_start_s` is how long a new node may take.

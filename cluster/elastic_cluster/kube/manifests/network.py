@@ -31,7 +31,7 @@ def _of_all(job: KubeJob, network: Network) -> Json:
 
 
 def _of_the_head(job: KubeJob, network: Network) -> Json:
-    """Policies add up. The operator asks here how the job goes; the autoscaler beside the head reaches the API."""
+    """Policies add up. The operator queries the job's status here; the autoscaler sidecar reaches the API."""
     operator: Json = {
         "namespaceSelector": {},
         "podSelector": {"matchLabels": {"app.kubernetes.io/name": "kuberay-operator"}},

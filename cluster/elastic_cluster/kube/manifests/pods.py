@@ -1,4 +1,4 @@
-"""Pod templates: the container that Ray runs in, what it may do (Pod Security `restricted`), how it is told to end."""
+"""Pod templates: Ray's container, its permissions (Pod Security `restricted`), and its termination."""
 
 from __future__ import annotations
 

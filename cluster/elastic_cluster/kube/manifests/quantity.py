@@ -11,7 +11,7 @@ _DECIMAL = {"n": -9, "u": -6, "m": -3, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15,
 
 
 def parse(text: str | int) -> Decimal:
-    """In units (bytes, cores). Raises ValueError for what is no quantity, or is negative."""
+    """In units (bytes, cores). Raises ValueError for a negative value or anything but a quantity."""
     found = _QUANTITY.fullmatch(str(text))
     if found is None:
         raise ValueError(f"{text!r} is not a quantity such as 2, 500m or 64Gi")

@@ -95,7 +95,7 @@ def _cluster_spec(job: KubeJob) -> Json:
 def _head(job: KubeJob) -> Json:
     template = pods.ray_pod(job, job.head, job.head_place, drain_s=0, user=False)
     spec = template["spec"]
-    # The whole cluster may be told to end at once. Ray's head has nothing to drain and would go at once, and with it
+    # The whole cluster may be terminated at once. Ray's head has nothing to drain and would exit at once, and with it
     # all that the workers need in order to leave well; so it waits for them.
     wait_s = drain_s(job) + pods.SHUTDOWN_S
     spec["containers"][0]["lifecycle"] = {"preStop": {"exec": {"command": ["/bin/sleep", str(wait_s)]}}}
@@ -108,7 +108,7 @@ def _head(job: KubeJob) -> Json:
 
 
 def _controller(job: KubeJob) -> Json:
-    """One pod for driver and controller. To Ray it has no CPUs, so that no worker is put beside them."""
+    """One pod for driver and controller. It reports no CPUs to Ray, so that no worker is placed on it."""
     template = pods.ray_pod(job, job.controller, job.controller_place, drain_s=drain_s(job), files=not job.as_cluster)
     template["metadata"]["annotations"] = dict(names.STAY)
     _without_account(job, template)
@@ -150,7 +150,7 @@ def _workers(job: KubeJob, group: Group) -> Json:
 
 
 def _without_account(job: KubeJob, template: Json) -> None:
-    """User code runs here; it has nothing to ask of the Kubernetes API, whoever else knows its account."""
+    """User code runs here, so the pod gets no access to the Kubernetes API."""
     template["spec"]["automountServiceAccountToken"] = False
     account = job.service_account or (f"{job.name}-worker" if job.rbac else None)
     if account is not None:

@@ -1,4 +1,4 @@
-"""elastic report: a run as one HTML file, while it goes on or afterwards."""
+"""elastic report: a run as one HTML file, while it runs or afterwards."""
 
 from __future__ import annotations
 

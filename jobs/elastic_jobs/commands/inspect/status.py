@@ -24,7 +24,7 @@ from elastic_jobs.submit.remote import (
 )
 from elastic_jobs.terminal import put, put_json, say
 
-HELP = "show the state of a run, with the run's own exit code (101 while it goes on)"
+HELP = "show the state of a run, with the run's own exit code (101 while it runs)"
 EXAMPLE = "elastic status gpt-20260102-030405-ab12 --address http://10.0.0.5:8265"
 
 
@@ -63,7 +63,7 @@ def _stored(options: argparse.Namespace) -> int:
     elif read_live(folder) is not None:
         say(how_to_follow(folder, None))
     else:
-        say(f"its journal has no end; if it is not going on:  elastic resume {folder.run_id} --storage {folder.url}")
+        say(f"its journal has no end; if it is not running:  elastic resume {folder.run_id} --storage {folder.url}")
     return exit_code(summary.get("status"))
 
 
@@ -81,7 +81,7 @@ def _row(record: JobRecord) -> dict[str, str]:
 
 def _next(run: Run, verdict: Verdict, address: str) -> str:
     run_id = clean(run.run_id)
-    if verdict is Verdict.GOES_ON:
+    if verdict is Verdict.RUNNING:
         return how_to_come_back(run_id, address)
     if verdict is Verdict.LOST:
         return f"give it a driver again:  elastic logs {run_id} -f --address {address}"

@@ -1,4 +1,4 @@
-"""elastic watch: follow a run that is going on. Ctrl-C detaches."""
+"""elastic watch: follow a running run. Ctrl-C detaches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from elastic_jobs.running.run_plan import Output
 from elastic_jobs.terminal import say
 from elastic_jobs.trust import trust_argument
 
-HELP = "follow a run that is going on (Ctrl-C detaches)"
+HELP = "follow a running run (Ctrl-C detaches)"
 EXAMPLE = "elastic watch gpt-20260102-030405-ab12"
 
 

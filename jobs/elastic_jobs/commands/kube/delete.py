@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
         for name in names:
             put(f"{name} deleted")
     if deleted.left:
-        say(f"after {options.timeout} s there is still {', '.join(deleted.left)}: it goes on being deleted")
+        say(f"after {options.timeout} s there is still {', '.join(deleted.left)}: the deletion continues")
         say(f"Next: {command(options, 'status', options.run)}")
         return NOT_FINISHED
     say(f"run {options.run} is gone; its checkpoints are not. Next: {command(options, 'apply', 'job.yaml')}")

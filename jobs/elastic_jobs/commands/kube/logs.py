@@ -19,7 +19,7 @@ EXAMPLE = "elastic kube logs gpt -f --namespace team"
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="run id")
     parser.add_argument(
-        "-f", "--follow", action="store_true", help="go on until the run is over (Ctrl-C leaves it alone)"
+        "-f", "--follow", action="store_true", help="continue until the run is over (Ctrl-C leaves it alone)"
     )
     place_arguments(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object per line; the last one is the result")
@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
         try:
             status = follower.follow() if options.follow else follower.show()
         except KeyboardInterrupt:
-            say(f"run {options.run} goes on. Next: {command(options, 'logs', options.run, '-f')}")
+            say(f"run {options.run} continues. Next: {command(options, 'logs', options.run, '-f')}")
             return NOT_FINISHED
     code = result(status)
     if options.json:

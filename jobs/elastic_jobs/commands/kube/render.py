@@ -97,7 +97,7 @@ def about(job: KubeJob, rendered: Sequence[Mapping[str, Any]]) -> list[str]:
         lines.append("the operator takes this only with its feature gate GCSFaultToleranceEmbeddedStorage on")
     if job.control_store.kind == "none" and not job.as_cluster:
         lines.append(
-            "no 'control_store': if the head pod is lost, a new cluster goes on from the newest checkpoint in storage"
+            "no 'control_store': if the head pod is lost, a new cluster continues from the newest checkpoint in storage"
         )
     return lines
 

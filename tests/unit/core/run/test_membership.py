@@ -230,7 +230,7 @@ def test_a_node_whose_agent_stands_still_is_lost_although_its_worker_answers() -
     assert incident is not None
     assert incident.kind == "node-frozen"
     assert s.state.trouble.suspicion is None
-    assert isinstance(s.left(5, 1).phase, Joining), "the other one goes on"
+    assert isinstance(s.left(5, 1).phase, Joining), "the other one continues"
 
 
 def test_an_agent_that_was_heard_in_between_is_not_counted_on() -> None:

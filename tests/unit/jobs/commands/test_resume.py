@@ -132,6 +132,6 @@ def test_a_job_file_that_is_cut_off_is_said_with_the_way_out(job: Path, capfd: p
     assert cli.main(["resume", "r1"], FakeBackend()) == 106
     err = capfd.readouterr().err
     assert "job.json of run 'r1'" in err
-    assert "remove that file, then `elastic run JOB.yaml --run-id r1` goes on from the newest checkpoint" in err
+    assert "remove that file, then `elastic run JOB.yaml --run-id r1` continues from the newest checkpoint" in err
     file.unlink()
     assert cli.main(["run", "job.yaml", "--run-id", "r1"], FakeBackend()) == 0

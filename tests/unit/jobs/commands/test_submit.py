@@ -192,7 +192,7 @@ def test_a_run_that_goes_on_is_not_submitted_again(job: Path, capfd: pytest.Capt
     server = Server()
     assert submit(server, job, "--no-follow") == 0
     assert submit(server, job, "--no-follow") == 2
-    assert "is going on as r-a1; follow it with `elastic logs r -f" in capfd.readouterr().err
+    assert "is running as r-a1; follow it with `elastic logs r -f" in capfd.readouterr().err
     assert len(server.submissions) == 1
 
 
@@ -403,7 +403,7 @@ def test_a_cluster_that_has_forgotten_the_run(job: Path) -> None:
     server = started(job, Server())
     run = attempts.find(server.records(), "r")
     server._records.clear()
-    with pytest.raises(RunNotFound, match=r"go on with the run from storage by `elastic resume r --job JOB.yaml`"):
+    with pytest.raises(RunNotFound, match=r"continue the run from storage with `elastic resume r --job JOB.yaml`"):
         Supervision(server, print, print, Time().clock()).supervise(run)
 
 
@@ -451,7 +451,7 @@ def test_a_stop_outlives_the_driver_that_was_told(job: Path) -> None:
     server.script = [None, 103]
     assert elastic(server, "stop", "r") == 0
     assert [one.mode for one in server.commands()] == ["new", "stop", "stop"]
-    # Nor does somebody else who follows make a run go on that is to be stopped.
+    # Nor does somebody else who follows make a run continue that is to be stopped.
     server.end("r-a3", JobState.FAILED, -9)
     replace_driver(server, attempts.find(server.records(), "r"))
     assert server.commands()[-1].mode == "stop"

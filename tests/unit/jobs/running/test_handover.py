@@ -131,4 +131,4 @@ def test_ctrl_c_of_a_watcher_leaves_the_run_alone(job: Path, capfd: pytest.Captu
     assert cli.main(["run", "job.yaml", "--run-id", "r1", "--address", "a:1"], backend) == 101
     assert cli.main(["watch", "r1"], backend) == 101
     assert backend.cluster.log == []
-    assert capfd.readouterr().err.count("detached; run r1 goes on") == 2
+    assert capfd.readouterr().err.count("detached; run r1 continues") == 2

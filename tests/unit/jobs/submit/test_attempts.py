@@ -52,8 +52,8 @@ _COMMAND = {"error_type": "JOB_ENTRYPOINT_COMMAND_ERROR"}
 @pytest.mark.parametrize(
     ("state", "more", "began", "told", "verdict", "code"),
     [
-        (JobState.PENDING, {}, False, None, Verdict.GOES_ON, 101),
-        (JobState.RUNNING, {}, True, {"exit_code": 0}, Verdict.GOES_ON, 101),
+        (JobState.PENDING, {}, False, None, Verdict.RUNNING, 101),
+        (JobState.RUNNING, {}, True, {"exit_code": 0}, Verdict.RUNNING, 101),
         (JobState.SUCCEEDED, {"exit_code": 0}, True, None, Verdict.OVER, 0),
         (JobState.FAILED, {"exit_code": 104, **_COMMAND}, True, None, Verdict.OVER, 104),
         (JobState.FAILED, {"exit_code": 2, **_COMMAND}, False, None, Verdict.OVER, 2),
@@ -73,11 +73,11 @@ _COMMAND = {"error_type": "JOB_ENTRYPOINT_COMMAND_ERROR"}
         (JobState.FAILED, {"error_type": "JOB_SUPERVISOR_ACTOR_START_FAILURE", "node": "a1"}, False, None,
          Verdict.LOST, 101),
         (JobState.FAILED, {"error_type": "JOB_SUPERVISOR_ACTOR_START_FAILURE"}, False, None, Verdict.FAILED, 101),
-        # A later attempt whose driver could not hear the stop yet: the run may go on.
+        # A later attempt whose driver could not hear the stop yet: the run may continue.
         (JobState.STOPPED, {"attempt": 2}, False, None, Verdict.LOST, 101),
         (JobState.STOPPED, {"attempt": 2}, False, {"exit_code": 103}, Verdict.OVER, 103),
         (JobState.FAILED, {"exit_code": 69, **_COMMAND}, False, None, Verdict.LOST, 101),
-        # Killed before it could say that it has reached its run, which may go on.
+        # Killed before it could say that it has reached its run, which may continue.
         (JobState.FAILED, {"exit_code": -9, **_COMMAND}, False, None, Verdict.LOST, 101),
         # Whoever did not begin would not begin the next time.
         (JobState.FAILED, {"exit_code": 1, **_COMMAND}, False, None, Verdict.FAILED, 101),

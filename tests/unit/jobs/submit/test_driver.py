@@ -27,7 +27,7 @@ JOB = "entry_point: driven.py:main\nmax_workers: 2\nmax_steps: 10\nstorage_url: 
 
 
 class Backend:
-    """`alive` is a run that goes on; `on_start` plays a run that is started."""
+    """`alive` is a run that is in progress; `on_start` plays a run that is started."""
 
     def __init__(self, alive: FakeHandle | None = None) -> None:
         self.alive = alive
@@ -53,7 +53,7 @@ class Backend:
         settings = job.settings
         if self.name_is_taken:
             self.alive = self.ended("finished")
-            raise UsageError("the run is going on already")
+            raise UsageError("the run is already running")
         self.started.append(settings)
         journal(settings.storage_url, "finished")
         return self.ended("finished")

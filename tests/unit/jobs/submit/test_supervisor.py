@@ -88,7 +88,7 @@ def test_a_lost_driver_is_replaced_and_little_is_asked_meanwhile() -> None:
         (JobState.FAILED, 104, None),
         (JobState.FAILED, 2, None),
         (JobState.STOPPED, None, driver_protocol.ended("r", "stopped", 103, 7, "asked")),
-        # Killed when its grace period was over: the controller goes on stopping.
+        # Killed when its grace period was over: the controller continues stopping.
         (JobState.STOPPED, None, None),
         # Whoever cannot begin could not the next time either.
         (JobState.FAILED, 105, None),
