@@ -50,8 +50,8 @@ def place_arguments(parser: argparse.ArgumentParser) -> None:
         "--nodes",
         type=positive,
         metavar="N",
-        help="start a local cluster of N nodes (default: one per slot of the job); with --autoscale: so many can be "
-        "had at once (default: what min_workers need)",
+        help="start a local cluster of N nodes (default: one per slot of the job); with --autoscale: nodes available "
+        "at once (default: what min_workers need)",
     )
     where.add_argument("--address", metavar="A", help="use the Ray cluster at this address instead")
     parser.add_argument(
@@ -62,7 +62,7 @@ def place_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--node-every", type=_seconds, metavar="S", default=30.0,
-        help="with --autoscale: one more node can be had every S seconds (default 30; 0: only by --chaos add-node)",
+        help="with --autoscale: one more node is available every S seconds (default 30; 0: only by --chaos add-node)",
     )  # fmt: skip
     parser.add_argument(
         "--chaos", metavar="FAULTS", help='faults by step, local clusters only: "kill-node@step=40,add-node@step=80"'
