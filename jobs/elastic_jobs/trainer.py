@@ -29,7 +29,7 @@ from elastic.runtime.driver import client
 from elastic.runtime.train_function import Entry
 from elastic_jobs.display import open_display
 from elastic_jobs.job_file.checks import check, check_storage, refuse
-from elastic_jobs.job_file.spec import parse_job
+from elastic_jobs.job_file.load import parse_job
 from elastic_jobs.job_file.yaml_lines import Document
 from elastic_jobs.ray_train_config import job_keys, refused_arguments, refused_fields
 from elastic_jobs.running.follow import follow

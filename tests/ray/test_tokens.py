@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from elastic_cluster import LocalCluster
 from elastic_cluster.local import processes
-from elastic_jobs.job_file.spec import load_job
+from elastic_jobs.job_file.load import load_job
 from elastic_jobs.run_folder import RunFolder
 from elastic_jobs.running.live import Live, write_live
 

@@ -18,7 +18,9 @@ import pytest
 from elastic_cluster.chaos import Action, Chaos
 from elastic_jobs import exit_codes
 from elastic_jobs.cli import parser
-from elastic_jobs.job_file.spec import AnomalySpec, CheckpointSpec, JobSpec, SnapshotSpec, StragglerSpec, parse_job
+from elastic_jobs.job_file.load import parse_job
+from elastic_jobs.job_file.sections import AnomalySpec, CheckpointSpec, SnapshotSpec, StragglerSpec
+from elastic_jobs.job_file.spec import JobSpec
 from elastic_jobs.job_file.submit_section import SubmitSpec
 from elastic_jobs.job_file.yaml_lines import parse
 from pydantic_core import PydanticUndefined

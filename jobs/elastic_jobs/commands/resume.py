@@ -24,7 +24,7 @@ from elastic_jobs.commands.common import (
 )
 from elastic_jobs.commands.submit import after, env_argument
 from elastic_jobs.job_file.checks import check, check_here, check_new_end, check_seed, is_done, refuse
-from elastic_jobs.job_file.spec import load_job
+from elastic_jobs.job_file.load import load_job
 from elastic_jobs.run_folder import RunFolder
 from elastic_jobs.running.backend import Backend
 from elastic_jobs.running.follow import show

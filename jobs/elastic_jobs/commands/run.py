@@ -8,7 +8,8 @@ from pathlib import Path
 from elastic.core.errors import UsageError
 from elastic_jobs.commands.common import output_arguments, output_of, place_arguments, place_of, storage_argument
 from elastic_jobs.job_file.checks import check, check_here, refuse
-from elastic_jobs.job_file.spec import WeightsSpec, load_job
+from elastic_jobs.job_file.load import load_job
+from elastic_jobs.job_file.sections import WeightsSpec
 from elastic_jobs.run_folder import RunFolder, absolute_url, default_storage
 from elastic_jobs.running.backend import Backend, NotStarted
 from elastic_jobs.running.launch import launch

@@ -14,7 +14,7 @@ from elastic_cluster.kube.manifests.labels import run_of
 
 from elastic.core.errors import UsageError
 from elastic_jobs.commands.kube.render import about, prepare
-from elastic_jobs.job_file.spec import load_job
+from elastic_jobs.job_file.load import load_job
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,8 @@ from elastic.observe.text import clean
 from elastic_jobs.display import LineDisplay
 from elastic_jobs.exit_codes import DRIVER_BLIND, DRIVER_LOST, STATUSES, exit_code
 from elastic_jobs.job_file.checks import check_new_end, check_seed, check_storage, is_done
-from elastic_jobs.job_file.spec import JobSpec, load_job
+from elastic_jobs.job_file.load import load_job
+from elastic_jobs.job_file.spec import JobSpec
 from elastic_jobs.run_folder import RunFolder
 from elastic_jobs.running.backend import Backend, SupervisorLike
 from elastic_jobs.running.follow import conclude

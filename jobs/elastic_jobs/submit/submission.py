@@ -12,7 +12,8 @@ from elastic.core.errors import NoCapacity, UsageError
 from elastic.core.policy.capacity import Cluster, Need, Supply, judge
 from elastic.observe.text import plural, size
 from elastic_jobs.job_file.checks import check, refuse
-from elastic_jobs.job_file.spec import JobSpec, load_job
+from elastic_jobs.job_file.load import load_job
+from elastic_jobs.job_file.spec import JobSpec
 from elastic_jobs.job_file.submit_section import environment, runtime_env
 from elastic_jobs.run_folder import ENVIRONMENT, absolute_url
 from elastic_jobs.running.run_plan import Job

@@ -190,8 +190,8 @@ def test_the_injector_strikes_what_the_fault_names(text: str, asked: tuple[str, 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("kill-worker:3@step=1", "kill-worker:3@step=1: nobody here knows the workers"),
-        ("kill-controller@step=1", "nobody here knows the controller"),
+        ("kill-worker:3@step=1", "kill-worker:3@step=1: the workers of the run are not known here"),
+        ("kill-controller@step=1", "the controller of the run is not known here"),
         ("thaw-node@step=1", "no node is frozen"),
     ],
 )

@@ -13,7 +13,7 @@ import yaml
 from elastic_cluster.kube.manifests.job import KubeJob
 
 from elastic.core.errors import UsageError
-from elastic_jobs.job_file.spec import load_job
+from elastic_jobs.job_file.load import load_job
 from elastic_jobs.kube.job import kube_job, manifests
 from elastic_jobs.terminal import put, put_json, say
 

@@ -23,7 +23,8 @@ from elastic.planner import (
     refusals,
 )
 from elastic_jobs.commands.common import positive
-from elastic_jobs.job_file.spec import JobSpec, load_job
+from elastic_jobs.job_file.load import load_job
+from elastic_jobs.job_file.spec import JobSpec
 from elastic_jobs.running.backend import Backend
 from elastic_jobs.terminal import put, put_json, say
 

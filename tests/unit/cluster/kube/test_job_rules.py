@@ -73,7 +73,7 @@ def size(**changes: Any) -> dict[str, Any]:
         ({"env": {"MY_PASSPHRASE": "x"}}, "looks like a credential"),
         ({"env": {"TRACKER": "https://me:word@host/"}}, "looks like a credential"),
         ({"env": {"A-B": "x"}}, "not the name of a variable"),
-        ({"env": {"RAY_AUTH_TOKEN": SecretRef("a", "b")}}, "is set by KubeRay or by what is rendered"),
+        ({"env": {"RAY_AUTH_TOKEN": SecretRef("a", "b")}}, "is set by KubeRay or by `elastic kube render`"),
         ({"files": {"/app/job.yaml": "x" * 1024 * 1024}}, "larger than a ConfigMap can be"),
         ({"files": {"app/job.yaml": ""}}, "not an absolute path"),
         ({"files": {"/app/my job.yaml": ""}}, "paths of files in the pods are letters"),

@@ -75,7 +75,7 @@ def test_what_can_be_had_is_set_and_takes_nothing_away() -> None:
 
 
 def test_no_more_is_offered_than_the_cluster_may_have() -> None:
-    with pytest.raises(ClusterError, match="started for 2 nodes, and all can be had already"):
+    with pytest.raises(ClusterError, match="at most 2 nodes, and all are available already"):
         World(max_nodes=2).cloud.one_more()
 
 

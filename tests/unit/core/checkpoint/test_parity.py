@@ -6,7 +6,7 @@ from collections import Counter
 from itertools import pairwise
 
 import pytest
-from elastic_jobs.job_file.spec import SnapshotSpec
+from elastic_jobs.job_file.sections import SnapshotSpec
 from hypothesis import given
 from hypothesis import strategies as st
 

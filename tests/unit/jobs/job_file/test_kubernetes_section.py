@@ -16,7 +16,7 @@ from elastic_cluster.kube.manifests.render import render
 from elastic_jobs.cli import main
 from elastic_jobs.commands.kube.render import as_yaml
 from elastic_jobs.job_file.kubernetes_section import ControlStoreSpec, GroupSpec, KubernetesSpec, NetworkSpec
-from elastic_jobs.job_file.spec import load_job
+from elastic_jobs.job_file.load import load_job
 from elastic_jobs.kube.job import SPOT_DRAIN_S, kube_job
 from elastic_jobs.submit import driver
 from elastic_jobs.submit.driver_command import DriverCommand

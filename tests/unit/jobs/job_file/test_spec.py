@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from elastic_jobs.job_file.checks import check
-from elastic_jobs.job_file.spec import JobSpec, load_job
+from elastic_jobs.job_file.load import load_job
+from elastic_jobs.job_file.spec import JobSpec
 
 from elastic.core.errors import UsageError
 from elastic.core.settings import (
