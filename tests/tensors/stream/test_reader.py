@@ -132,6 +132,21 @@ def test_a_reader_without_documents_is_refused() -> None:
         Reader(Parts((Stages(lambda reader, readers: []),), (1.0,)), SEED, 1, 2).read(0, 1)
 
 
+def test_a_transform_that_is_another_one_when_it_is_repeated_is_refused() -> None:
+    """Random by means that nobody seeds, as a tokenizer's dropout in another language is."""
+    drawn = iter(range(1000))
+    stages = Stages(Numbers, 3, Pack(4, 0), lambda document: [*document, 7, 7, 7, 7, next(drawn)])
+    reader = Reader(Parts((stages,), (1.0,)), SEED, 0, 1)
+    reader.read(0, 3)
+    with pytest.raises(UsageError, match=r"transform= makes other tokens of a document of reader 0 than before"):
+        Reader(Parts((stages,), (1.0,)), SEED, 0, 1, as_json(reader.state()))
+
+
+def test_documents_without_any_tokens_are_refused() -> None:
+    with pytest.raises(UsageError, match="no document of reader 0 in epoch 1 has any tokens"):
+        Reader(Parts((Stages(lambda reader, readers: [[], []], pack=Pack(4)),), (1.0,)), SEED, 0, 1).read(0, 1)
+
+
 @pytest.mark.parametrize("document", ["text", [[1], [2]], [0.5]])
 def test_documents_that_are_no_tokens_are_refused(document: Any) -> None:
     with pytest.raises(UsageError, match=r"Pack needs token ids.*transform="):

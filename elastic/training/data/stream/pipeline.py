@@ -82,6 +82,7 @@ class Pipeline:
             "used": self._used,
             "offset": self._offset,
             "window": f"{self._hash:x}",
+            "tokens": f"{content_hash(self._tokens):x}" if self._offset else "0",
         }
 
     def next(self) -> Any:
@@ -150,10 +151,17 @@ class Pipeline:
         if self._offset:
             assert self._stages.pack is not None
             self._tokens = self._tokenized(self._stages.pack)
+            if f"{content_hash(self._tokens):x}" != state["tokens"]:
+                raise UsageError(
+                    f"transform= makes other tokens of a document of reader {self._reader} than before (document "
+                    f"{mark.document + self._order[self._used]} of epoch {mark.epoch}): it has changed since the "
+                    "checkpoint, or it is random by other means than torch, numpy and random, which are seeded"
+                )
 
     def _tokenized(self, pack: Pack) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The tokens of the next document that has any, its `eos` included."""
-        while True:
+        epoch = self._mark.epoch
+        while self._mark.epoch <= epoch + 1:
             document = self._current()
             tokens = np.asarray(document)
             if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
@@ -165,3 +173,4 @@ class Pipeline:
             if whole.size:
                 return whole
             self._use_up()
+        raise UsageError(f"no document of reader {self._reader} in epoch {epoch + 1} has any tokens: see transform=")
