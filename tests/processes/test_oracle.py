@@ -82,6 +82,38 @@ def test_run_through_other_world_sizes_equals_the_undisturbed_run(
     _assert_every_sample_once(moved.outcomes)
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_resuming_from_a_checkpoint_of_the_cadence_equals_the_undisturbed_run(
+    crew: Crew, tmp_path: Path, stage: int
+) -> None:
+    """It was copied concurrently with the step after it."""
+    config = {"stage": stage, "dropout": 0.1}
+    still = _undisturbed(crew, tmp_path / "still", config, 2)
+    store, config["url"] = CheckpointStore(str(tmp_path / "cut"), "run"), str(tmp_path / "cut")
+    common: dict[str, Any] = {"batch": BATCH, "max_world_size": 4, "checkpoint_every_steps": 3}
+    first = crew.run(range(2), "train", config, end_at=7, **common)
+    _assert_ended(first, "ended", 7)
+    (cadence,) = [found.id for found in store.list() if found.step == 3]
+    second = crew.run(range(2), "train", config, checkpoint=cadence, **common)
+    _assert_ended(second, "finished", LAST_STEP)
+    again = Run(tmp_path / "cut", [second])
+    assert _distance(still.state, again.state) <= FLOOR
+    losses = {name: loss for name, loss in still.losses.items() if name in again.losses}
+    assert sorted(losses) == [f"loss {step}" for step in range(4, LAST_STEP + 1)]
+    assert _distance(losses, again.losses) <= FLOOR
+
+
+def test_dropout_draws_other_numbers_at_every_step_and_the_same_at_any_world_size(crew: Crew, tmp_path: Path) -> None:
+    drawn = []
+    for world_size in (1, 2):
+        config = {"stage": 1, "dropout": 0.1, "url": str(tmp_path / str(world_size))}
+        outcomes = crew.run(range(world_size), "train_and_tell_draws", config, batch=BATCH, max_world_size=2)
+        _assert_ended(outcomes, "finished", LAST_STEP)
+        drawn.append(Counter(draw for outcome in outcomes for draw in outcome.told["draws"]))
+    assert set(drawn[0].values()) == {1}, "two passes of a run draw the same"
+    assert drawn[0].keys() <= drawn[1].keys(), "padding passes come on top"
+
+
 class Run:
     """What is compared: the final checkpoint, tensor by tensor, and the loss of every step."""
 

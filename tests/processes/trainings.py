@@ -137,6 +137,17 @@ def train(config: dict[str, Any]) -> None:
     crew.told.update(starts=elastic.state["starts"], passes=float(engine.module.passes), epoch=loader.epoch)
 
 
+def train_and_tell_draws(config: dict[str, Any]) -> None:
+    """What the random stream of each weighted forward pass gives, as dropout draws it."""
+    engine, loader = build(config)
+    draws: list[float] = []
+    engine.module.dropout.register_forward_pre_hook(lambda *_: draws.append(float(torch.rand(()))))
+    for _ in elastic.epochs():
+        for batch in loader:
+            one_pass(engine, batch)
+    crew.told.update(draws=draws)
+
+
 def train_with_more_after_each_step(config: dict[str, Any]) -> None:
     """What people do between engine.step() and the next batch: an average of the weights, clipped weights, a counter;
     and a figure after each epoch."""

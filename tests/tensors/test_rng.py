@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import torch
 
-from elastic.training.rng import derive, seed_everything
+from elastic.training.rng import derive, forward_stream, seed_everything
 
 
 def _draw() -> tuple[float, float, float]:
@@ -31,6 +31,11 @@ def test_no_two_names_share_a_stream() -> None:
     # Concatenated they would be alike.
     names += [(1, "a", 1, 11), (1, "a", 11, 1), (11, "a", 1, 1), ("1", "a", 1, 1)]
     assert len({derive(*name) for name in names}) == len(set(names))
+
+
+def test_a_forward_passes_stream_depends_on_each_part_of_its_place() -> None:
+    places = [(seed, step, batch, n) for seed in range(2) for step in range(30) for batch in range(6) for n in range(2)]
+    assert len({derive(*forward_stream(*place)) for place in places}) == len(places)
 
 
 def test_seeds_are_the_same_in_every_process() -> None:

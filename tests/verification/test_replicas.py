@@ -13,6 +13,7 @@ from elastic.core.generation_spec import GenerationSpec, MemoryPlan
 from elastic.training.local import SilentCoordinator
 from elastic.training.saving.snapshots import Snapshots
 from elastic.training.scope import GenerationScope
+from elastic.training.state import replicas
 from verification import scene
 from verification.corpus import BF2, FP16, Z0, Z2, Z3
 from verification.model import Setup
@@ -116,6 +117,20 @@ def scheduler(engine: Any) -> None:
 
 def skipped(engine: Any) -> None:
     engine.skipped_steps += 1
+
+
+def test_numbers_are_read_with_one_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    transfers: list[int] = []
+    tolist = torch.Tensor.tolist
+
+    def counted(self: torch.Tensor) -> Any:
+        transfers.append(self.numel())
+        return tolist(self)
+
+    monkeypatch.setattr(torch.Tensor, "tolist", counted)
+    values = [torch.tensor(float(number)) for number in range(500)]
+    assert replicas.numbers([*values, None, 0.5]) == [*map(float, range(500)), None, 0.5]
+    assert transfers == [500]
 
 
 CASES = [

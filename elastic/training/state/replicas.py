@@ -58,6 +58,18 @@ class Replicas:
         )
 
 
+def numbers(values: Sequence[object]) -> list[object]:
+    """Tensors as Python numbers, everything else as it is. Waits for a device once, however many lie there."""
+    found, alike = list(values), dict[object, list[tuple[int, torch.Tensor]]]()
+    for at, value in enumerate(values):
+        if isinstance(value, torch.Tensor):
+            alike.setdefault((value.device, value.dtype, value.shape), []).append((at, value.detach()))
+    for members in alike.values():
+        for (at, _), number in zip(members, torch.stack([value for _, value in members]).tolist(), strict=True):
+            found[at] = number
+    return found
+
+
 def outliers(values: Sequence[int]) -> list[int]:
     """The ranks whose value is not the most common one; between equally common ones that of the lowest rank counts."""
     common = Counter(values).most_common(1)[0][0]
@@ -101,15 +113,18 @@ def _sample(tensors: Mapping[str, torch.Tensor], turn: int | None) -> dict[str, 
 def _texts(engine: Engine, state: ShardedState) -> dict[str, str]:
     """What is no tensor, read from where it lives: name -> text, with the same names on every rank."""
     base, extra = state.base, engine.extra_state()
-    found = {}
+    scalars: dict[str, dict[str, object]] = {}
     for master in state.masters():
-        kept = base.state.get(master.tensor) or {}
-        scalars = {
-            key: value.tolist() if isinstance(value, torch.Tensor) else value
-            for key, value in kept.items()
+        scalars[master.buffer] = {
+            key: value
+            for key, value in (base.state.get(master.tensor) or {}).items()
             if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.numel() != master.tensor.numel()
         }
-        found[f"optimizer scalars of {master.buffer}"] = repr(sorted(scalars.items()))
+    read = iter(numbers([value for kept in scalars.values() for value in kept.values()]))
+    found = {
+        f"optimizer scalars of {buffer}": repr(sorted((key, next(read)) for key in kept))
+        for buffer, kept in scalars.items()
+    }
     for number, group in enumerate(base.param_groups):
         hyper = ((key, _plain(value)) for key, value in group.items() if key != "params")
         found[f"hyper-parameters of group {number}"] = repr(sorted(hyper, key=lambda item: item[0]))
