@@ -16,7 +16,7 @@ def nearest_key(key: str, section: tuple[str, ...], keys: Keys) -> str:
     slip = difflib.get_close_matches(key, names, n=1, cutoff=0.85)
     if slip:
         return f"did you mean {slip[0]!r}?"
-    # Keys of deeper sections belong there only for whoever is in that section; a key of several sections says nothing.
+    # Suggest keys of deeper sections only within that section; a key of several sections is ambiguous.
     owners = [other for other, others in keys.items() if other != section and key in others and len(other) <= 1]
     if len(owners) == 1:
         return f"{key!r} belongs under {owners[0][-1]!r}" if owners[0] else f"{key!r} belongs at the top level"

@@ -40,7 +40,7 @@ class FailureSettings:
     worker_start_timeout_s: float = 180.0
     # A collective that makes no progress for this long fails by itself, whatever else goes wrong.
     collective_timeout_s: float = 600.0
-    # Asking the nodes what their memory holds; who has not answered by then counts as holding nothing.
+    # Querying the nodes for their snapshots; a node that has not answered by then counts as holding none.
     survey_timeout_s: float = 2.0
     # A node that is lost repeatedly, or that other nodes cannot reach, is quarantined for base * 2**n, up to the limit.
     quarantine_s: float = 60.0

@@ -49,7 +49,7 @@ class Entry:
         return cls(point=point, paths=paths, config=config, keep_prints=True, package=_package())
 
     def load(self) -> Callable[..., Any]:
-        """The function. Raises UsageError with one sentence when it cannot be had."""
+        """The function. Raises UsageError with one sentence when it cannot be loaded."""
         for path in map(self.here, reversed(self.paths)):
             if path not in sys.path:
                 sys.path.append(path)

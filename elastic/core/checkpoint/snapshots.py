@@ -153,7 +153,7 @@ def _ring(nodes: Sequence[str], domains: Mapping[str, str]) -> list[str]:
 
 def _followers(ring: Sequence[str], at: int, count: int, largest: int, domains: Mapping[str, str]) -> tuple[str, ...]:
     size = len(ring)
-    # The same stride for every node, so that nobody holds more replicas than others. A stride of the largest domain's
+    # The same stride for every node, so that no node holds more replicas than others. A stride of the largest domain's
     # size leaves every domain that is not itself larger than half of the ring.
     strides = (largest, size), (1, largest)
     taken: list[str] = []

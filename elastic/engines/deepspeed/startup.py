@@ -1,4 +1,4 @@
-"""What DeepSpeed imports at its first engine, imported earlier and without compiling what nobody calls."""
+"""Early imports of what DeepSpeed imports at its first engine, without compiling unused functions."""
 
 from __future__ import annotations
 

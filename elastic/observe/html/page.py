@@ -20,7 +20,7 @@ from elastic.observe.text import clean, date, duration, finite, number, plural, 
 Record = Mapping[str, Any]
 Summary = Mapping[str, Any]
 
-# More rows than anybody reads would make the file large; what is left out is counted.
+# Tables are cut to keep the file small; the number of omitted rows is shown.
 _MOST_ROWS = 200
 
 
