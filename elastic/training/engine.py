@@ -48,6 +48,8 @@ class ElasticEngine:
         self._in_loop = in_loop
         self._strict = False
         self._native_was_given = False
+        # Why the user's function must be called again for another generation.
+        self._begins_again: str | None = None
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.open(engine, scope, steps, state, watch)
 
@@ -160,6 +162,12 @@ class ElasticEngine:
             assert outcome is not None
             self._step_finished(progress, outcome)
 
+    @property
+    def batch_share(self) -> float:
+        """The share of the global batch that the micro-batch at hand has; 0 for padding, and between two batches."""
+        progress = self._steps.progress
+        return 0.0 if progress is None or progress.active is None else progress.active.weight
+
     def train_batch_size(self) -> int:
         """The global batch. DeepSpeed's own figure is nominal: it counts padding at sizes that do not divide."""
         return self.plan.global_batch
@@ -234,8 +242,14 @@ class ElasticEngine:
         self._buffers.clear()
         self._loss = 0.0
 
+    def begin_again(self, why: str) -> None:
+        """The user's function holds what belongs to one generation: it is called again for the next one."""
+        self._begins_again = why
+
     def obstacle(self) -> str | None:
         """Why no other engine can be built on the same model; None where one can, and where this one is closed."""
+        if self._begins_again is not None and self._engine is not None:
+            return self._begins_again
         if self._native_was_given and self._engine is not None:
             return f"it has used engine.{self._engine.name}, which belongs to one generation"
         return None if self._engine is None else self._engine.obstacle()

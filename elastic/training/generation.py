@@ -12,6 +12,7 @@ from typing import Any
 
 from elastic.comm.process_group import ProcessGroup
 from elastic.core.generation_spec import GenerationSpec, Rendezvous
+from elastic.engines import foreign_loops
 from elastic.engines.base import Engine, EngineKind
 from elastic.engines.select import engine_kind
 from elastic.training import cleanup
@@ -59,6 +60,9 @@ class Generation:
         self.scope.device = self.group.join(self.scope.check)
         self.kind.answer_user_calls(_public_initialize, self.scope.spec)
         self.closing.callback(self.kind.answer_user_calls, None, self.scope.spec)
+        if not self.scope.coordinator.keeps_nothing:
+            foreign_loops.refuse()
+            self.closing.callback(foreign_loops.allow)
 
     @property
     def has_engine(self) -> bool:

@@ -1,0 +1,1 @@
+"""Trainers of other libraries over `elastic.initialize`. Each module needs its library."""

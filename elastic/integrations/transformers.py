@@ -1,0 +1,285 @@
+"""`Trainer` of transformers, elastic: the same arguments, loss, collator, callbacks and evaluation.
+
+    from elastic.integrations.transformers import Trainer      # instead of: from transformers import Trainer
+
+The training loop is `elastic.initialize` and its loader; everything around it is transformers' own. The global batch
+is `per_device_train_batch_size * gradient_accumulation_steps * max_workers`, at every number of workers. The loss is
+the mean over each micro-batch (`num_items_in_batch` is None). Checkpoints are the platform's.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from typing import Any
+
+import torch
+
+from elastic.core.errors import UsageError
+from elastic.engines.foreign_loops import OWN
+from elastic.integrations import transformers_arguments
+from elastic.training import api, context
+from elastic.training.engine import ElasticEngine
+
+try:
+    import transformers
+    from accelerate.state import GradientState
+except ImportError as error:
+    raise UsageError(
+        "elastic.integrations.transformers needs transformers and accelerate: install the extra `hf` of ray-elastic"
+    ) from error
+
+logger = logging.getLogger(__name__)
+
+# Where the Trainer's own state is in api.state.
+_KEPT = "transformers.Trainer"
+_LOGS_KEPT = 1000
+
+
+class Trainer(transformers.Trainer):  # type: ignore[misc]
+    """See the module. Raises UsageError, by name, for arguments and overrides that an elastic run cannot honour."""
+
+    # Known to `foreign_loops`, which refuses the others.
+    _is_elastic = True
+    # Of transformers' own constructor.
+    args: Any
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+    control: Any
+    state: Any
+    callback_handler: Any
+    accelerator: Any
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Called by the constructor. What accelerate keeps for the process is of the generation before: it is reset."""
+        GradientState._reset_state()
+        # Looked at again, it makes accelerate's state of the process anew: arguments may be older than the generation.
+        self.args.__dict__.pop("_setup_devices", None)
+        logger.debug("trains on %s", self.args.device)
+        transformers_arguments.refuse(self, Trainer)
+        super().create_accelerator_and_postprocess()
+        setattr(self.accelerator, OWN, True)
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        # The engine's precision counts: accelerate would wrap the model's forward pass for good, to evaluate.
+        return {**super()._build_accelerator_args(**kwargs), "mixed_precision": "no"}
+
+    def train(self, resume_from_checkpoint: Any = None, trial: Any = None, **kwargs: Any) -> Any:
+        """Trains to the end of the arguments or of the job, whichever is first. Continues where the run is."""
+        if resume_from_checkpoint:
+            raise UsageError("Trainer.train(resume_from_checkpoint=...): the platform resumes: `elastic resume RUN`")
+        if trial is not None:
+            raise UsageError("Trainer.train(trial=...): hyper-parameter search is not supported inside of a run")
+        return super().train(**kwargs)
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        raise UsageError("Trainer.hyperparameter_search is not supported inside of a run; start one run per trial")
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As transformers' own, on rank 0. Raises UsageError under ZeRO stage 3, where no rank has the weights."""
+        engine = self.model_wrapped
+        if isinstance(engine, ElasticEngine) and engine.zero_optimization_stage() == 3:
+            raise UsageError(
+                "Trainer.save_model under ZeRO stage 3: use `elastic export RUN --to hf DIR` after the run"
+            )
+        super().save_model(output_dir, _internal_call)
+
+    # -- the loop ------------------------------------------------------------------------------------------------------
+
+    def _inner_training_loop(
+        self,
+        batch_size: int | None = None,
+        args: Any = None,
+        resume_from_checkpoint: Any = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        began = time.time()
+        engine, loader = self._initialize()
+        self._begin_state(loader.plan.global_batch, loader.plan.dataset_size)
+        self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
+        if self.args.eval_on_start and self.state.global_step == 0:
+            self._evaluate(None, ignore_keys_for_eval, skip_scheduler=True)
+        # A number of steps that is not reached in the epochs: they are repeated.
+        epochs = None if self.args.max_steps > 0 else math.ceil(self.args.num_train_epochs)
+        if self.state.global_step < self.state.max_steps:
+            for epoch in api.epochs(epochs):
+                self._elastic_epoch(engine, loader, epoch, began, ignore_keys_for_eval)
+                if self.control.should_training_stop:
+                    break
+        samples = self.state.max_steps * loader.plan.global_batch
+        return self._finalize_training(None, samples, began)
+
+    def _initialize(self) -> tuple[Any, Any]:
+        here = api.get_context()
+        generation = context.current()
+        assert generation is not None
+        spec = generation.scope.spec
+        if generation.kind.name != "deepspeed":
+            raise UsageError(
+                f"elastic.integrations.transformers.Trainer trains with DeepSpeed, not {generation.kind.name}"
+            )
+        config = transformers_arguments.engine_config(self.args, spec.engine_config)
+        dataset, collate = self._training_data()
+        resolved = generation.kind.resolve(config, spec, None)
+        self._planned_steps = self._steps(len(dataset), resolved.global_batch)
+        self.create_optimizer()
+        self.create_scheduler(num_training_steps=self._planned_steps, optimizer=self.optimizer)
+        engine, self.optimizer, loader, scheduler = api.initialize(
+            model=self.model,
+            optimizer=self.optimizer,
+            lr_scheduler=self.lr_scheduler,
+            training_data=dataset,
+            collate_fn=collate,
+            config=config,
+            num_workers=self.args.dataloader_num_workers,
+            prefetch_factor=self.args.dataloader_prefetch_factor,
+        )
+        engine.begin_again("accelerate's state is that of one generation")
+        self.lr_scheduler = scheduler
+        self.model_wrapped = engine
+        for name in ("model", "optimizer", "lr_scheduler"):
+            setattr(self.callback_handler, name, getattr(self, name))
+        self.callback_handler.train_dataloader = loader
+        self._world_size = here.world_size
+        return engine, loader
+
+    def _training_data(self) -> tuple[Any, Any]:
+        """The dataset and the collator, without the columns that the model does not take."""
+        dataset = self.train_dataset
+        if dataset is None:
+            raise UsageError("Trainer: training needs a train_dataset")
+        if not hasattr(dataset, "__len__"):
+            raise UsageError("Trainer: train_dataset must have a length; an iterable dataset cannot be cut exactly")
+        if type(dataset).__module__.partition(".")[0] == "datasets":
+            return self._remove_unused_columns(dataset, description="training"), self.data_collator
+        return dataset, self._get_collator_with_removed_columns(self.data_collator, description="training")
+
+    def _steps(self, dataset_size: int, global_batch: int) -> int:
+        if self.args.max_steps > 0:
+            return int(self.args.max_steps)
+        return math.ceil(float(self.args.num_train_epochs) * dataset_size / global_batch)
+
+    def _begin_state(self, global_batch: int, dataset_size: int) -> None:
+        """A fresh TrainerState, and what the run has kept of the last one."""
+        epochs = math.ceil(self.args.num_train_epochs)
+        self._init_training_state(self._planned_steps, max(1, dataset_size // global_batch), epochs, None, None)
+        kept = api.state.get(_KEPT, {})
+        self.state.max_steps = self._planned_steps
+        self.state.global_step = api.get_context().step
+        self.state.epoch = self.state.global_step * global_batch / dataset_size
+        self.state.log_history = list(kept.get("log_history", ()))
+        self.state.best_metric = kept.get("best_metric")
+        self.state.best_global_step = kept.get("best_global_step")
+        self.state.total_flos = kept.get("total_flos", 0)
+        _restore_callbacks(self, kept.get("callbacks", {}))
+        # A step's control is that of the last function's end.
+        self.control.should_training_stop = False
+        self._tr_loss = torch.tensor(0.0, device=self.args.device)
+        self._total_loss_scalar = kept.get("loss_total", 0.0)
+        # Steps after the last logged one are not in the total: the mean leaves them out.
+        self._initial_global_step = self.state.global_step - kept.get("loss_steps", 0)
+        self._loss_began = self.state.global_step - kept.get("loss_steps", 0)
+        self._globalstep_last_logged = self.state.global_step
+        self._initial_num_input_tokens_seen = 0
+        self.current_flos, self._rate = 0.0, None
+        self._samples = (global_batch, dataset_size)
+
+    def _elastic_epoch(self, engine: Any, loader: Any, epoch: int, began: float, ignore_keys: list[str] | None) -> None:
+        self.control = self.callback_handler.on_epoch_begin(self.args, self.state, self.control)
+        first = True
+        for inputs in loader:
+            if first:
+                self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
+            first = self._micro_batch(engine, inputs)
+            if not first:
+                self.control = self.callback_handler.on_substep_end(self.args, self.state, self.control)
+                continue
+            self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
+            self._after(engine, epoch, began, ignore_keys)
+            if self.control.should_epoch_stop or self.control.should_training_stop:
+                break
+        self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
+        self._after(engine, epoch, began, ignore_keys)
+
+    def _micro_batch(self, engine: Any, inputs: Any) -> bool:
+        """Forward, backward and the engine's step; True where this was the last micro-batch of an optimizer step."""
+        engine.train()
+        # Shares of all ranks' micro-batches add up to one; transformers logs the mean over the ranks.
+        share = engine.batch_share * self._world_size
+        inputs = self._prepare_inputs(inputs)
+        with self.compute_loss_context_manager():
+            loss = self.compute_loss(engine, inputs)
+        engine.backward(loss)
+        if share:
+            self._tr_loss += loss.detach().float() * share
+            self.current_flos += float(self.floating_point_ops(inputs))
+        last = bool(engine.is_gradient_accumulation_boundary())
+        if last:
+            # transformers logs the rate that the step is made with.
+            self._rate = self._get_learning_rate()
+            self.control = self.callback_handler.on_pre_optimizer_step(self.args, self.state, self.control)
+        engine.step()
+        if last:
+            self.control = self.callback_handler.on_optimizer_step(self.args, self.state, self.control)
+            self.state.global_step += 1
+            self.state.epoch = self.state.global_step * self._samples[0] / self._samples[1]
+        return last
+
+    def _after(self, engine: Any, epoch: int, began: float, ignore_keys: list[str] | None) -> None:
+        """Logs, evaluates and asks for a save where the arguments say so; what the next function needs is kept."""
+        with api.busy("evaluating"):
+            self._maybe_log_save_evaluate(
+                self._tr_loss, engine.get_global_grad_norm(), engine, None, epoch, ignore_keys, began, self._rate
+            )
+        self._keep()
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """The platform's own save, of this step."""
+        self.model_wrapped.save_checkpoint()
+
+    def _keep(self) -> None:
+        state = self.state
+        api.state[_KEPT] = {
+            "log_history": [_finite(entry) for entry in state.log_history[-_LOGS_KEPT:]],
+            "best_metric": state.best_metric,
+            "best_global_step": state.best_global_step,
+            "total_flos": state.total_flos,
+            "callbacks": _callbacks(self),
+            "loss_total": _number(self._total_loss_scalar),
+            "loss_steps": self._globalstep_last_logged - self._loss_began,
+        }
+
+
+def _callbacks(trainer: Any) -> dict[str, Any]:
+    """The state of callbacks that have one, as TrainerState keeps it."""
+    exportable = transformers.trainer_callback.ExportableState
+    found: dict[str, Any] = {}
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, exportable):
+            name, said = type(callback).__name__, callback.state()
+            if name in found:
+                found[name] = [*(found[name] if isinstance(found[name], list) else [found[name]]), said]
+            else:
+                found[name] = said
+    return found
+
+
+def _restore_callbacks(trainer: Any, kept: dict[str, Any]) -> None:
+    """In place: transformers' own way makes new objects, which the user's code does not hold."""
+    for name, said in kept.items():
+        same = [callback for callback in trainer.callback_handler.callbacks if type(callback).__name__ == name]
+        for callback, one in zip(same, said if isinstance(said, list) else [said], strict=False):
+            for attribute, value in one.get("attributes", {}).items():
+                setattr(callback, attribute, value)
+
+
+def _finite(entry: dict[str, Any]) -> dict[str, Any]:
+    return {key: _number(value) for key, value in entry.items()}
+
+
+def _number(value: Any) -> Any:
+    """JSON has no NaN and no infinity."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

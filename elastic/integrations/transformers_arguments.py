@@ -1,0 +1,94 @@
+"""What of `transformers.TrainingArguments` and of a Trainer an elastic run honours: the rest is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from elastic.core.errors import UsageError
+
+_PLATFORM = "the platform distributes the model; the job's `deepspeed` key says how"
+_RESUME = "the platform saves and resumes by itself: `elastic resume RUN`"
+
+# Argument -> (the value that asks for nothing, what to do instead).
+_REFUSED: Mapping[str, tuple[Any, str]] = {
+    "deepspeed": (None, 'give the DeepSpeed configuration as the job\'s `deepspeed`, without "auto"'),
+    "fsdp": (None, _PLATFORM),
+    "parallelism_config": (None, _PLATFORM),
+    "ddp_find_unused_parameters": (None, _PLATFORM),
+    "ddp_bucket_cap_mb": (None, _PLATFORM),
+    "ddp_broadcast_buffers": (None, _PLATFORM),
+    "ddp_static_graph": (None, _PLATFORM),
+    "auto_find_batch_size": (False, "the global batch of a run is fixed; set per_device_train_batch_size"),
+    "load_best_model_at_end": (False, "export the best checkpoint after the run: `elastic export RUN --checkpoint ID`"),
+    "resume_from_checkpoint": (None, _RESUME),
+    "push_to_hub": (False, "export the finished run (`elastic export RUN --to hf DIR`) and push that folder"),
+    "dataloader_drop_last": (False, "every sample of an epoch is used once; leave it out"),
+    "torch_compile": (False, "call torch.compile on the model yourself"),
+    "fp16_full_eval": (False, "the model is evaluated in the dtype that it is trained in"),
+    "bf16_full_eval": (False, "the model is evaluated in the dtype that it is trained in"),
+}
+# Keys of DeepSpeed's configuration that are arguments too.
+_SAME: Mapping[str, str] = {
+    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+}
+# Of the schedulers, those that need a metric.
+_METRIC_SCHEDULERS = ("reduce_lr_on_plateau", "greedy")
+# Methods of a Trainer that the elastic loop does not call: what they change would be lost without a word.
+_NOT_CALLED: Mapping[str, str] = {
+    "training_step": "override compute_loss",
+    "get_train_dataloader": "pass train_dataset and data_collator",
+    "_get_train_sampler": "the platform orders the samples, by the job's `seed`",
+    "get_batch_samples": "override compute_loss",
+    "_save_checkpoint": _RESUME,
+}
+
+
+def refuse(trainer: Any, base: type) -> None:
+    """Raises UsageError with the first argument or method of `trainer` that an elastic run cannot honour."""
+    for what, instead in _refused(trainer, base):
+        raise UsageError(f"elastic.integrations.transformers.Trainer: {what} is not supported; {instead}")
+
+
+def engine_config(args: Any, job: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The DeepSpeed configuration: the job's, and from the arguments what it leaves open.
+
+    A `train_batch_size` of the job stands. Raises UsageError where both give the size of a micro-batch, the steps of
+    accumulation or a precision, and they differ. The job's `gradient_clipping` goes before max_grad_norm.
+    """
+    config = dict(job or {})
+    if "train_batch_size" not in config:
+        config.setdefault("gradient_accumulation_steps", args.gradient_accumulation_steps)
+    config.setdefault("train_micro_batch_size_per_gpu", args.per_device_train_batch_size)
+    for key, name in _SAME.items():
+        if key in config and config[key] != getattr(args, name):
+            raise UsageError(f"{name} is {getattr(args, name)}, and {key} in the job's `deepspeed` is {config[key]}")
+    if args.max_grad_norm:
+        config.setdefault("gradient_clipping", float(args.max_grad_norm))
+    for name in ("bf16", "fp16"):
+        enabled = bool((config.get(name) or {}).get("enabled"))
+        if getattr(args, name) and not enabled:
+            if name in config:
+                raise UsageError(f"TrainingArguments.{name} is set, and the job's `deepspeed` switches {name} off")
+            config[name] = {"enabled": True}
+    return config
+
+
+def _refused(trainer: Any, base: type) -> Iterator[tuple[str, str]]:
+    args = trainer.args
+    for name, (nothing, instead) in _REFUSED.items():
+        if getattr(args, name, nothing) not in (nothing, None, [], ""):
+            yield f"TrainingArguments.{name}", instead
+    if str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)) in _METRIC_SCHEDULERS:
+        yield f"lr_scheduler_type={args.lr_scheduler_type}", "take a schedule that depends on the step alone"
+    if str(getattr(args, "train_sampling_strategy", "random")) not in ("random", "sequential"):
+        yield f"train_sampling_strategy={args.train_sampling_strategy}", "the platform orders the samples"
+    for name, instead in _NOT_CALLED.items():
+        if _overridden(trainer, base, name):
+            yield f"an override of {name}", instead
+
+
+def _overridden(trainer: Any, base: type, name: str) -> bool:
+    ours: Callable[..., Any] | None = getattr(base, name, None)
+    return getattr(type(trainer), name, None) is not ours

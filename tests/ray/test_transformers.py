@@ -1,0 +1,62 @@
+"""transformers' Trainer inside of a run: a node is killed, and the losses are those of an undisturbed run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", reason="the extra `hf` is not installed")
+pytest.importorskip("accelerate", reason="the extra `hf` is not installed")
+pytestmark = pytest.mark.ray
+
+HERE = Path(__file__).resolve().parent
+JOB = """
+entry_point: {here}/hf_loop.py:main
+config: {{folder: {folder}, name: {name}, steps: 16}}
+min_workers: 2
+max_workers: 3
+deepspeed:
+  train_micro_batch_size_per_gpu: 2
+  gradient_accumulation_steps: 2
+  zero_optimization: {{stage: {stage}}}
+checkpoint: {{every_steps: 4}}
+storage_url: {folder}/runs
+"""
+
+
+def run(folder: Path, name: str, stage: int, *more: str) -> dict[str, Any]:
+    job = folder / f"{name}.yaml"
+    job.write_text(JOB.format(here=HERE, folder=folder, name=name, stage=stage))
+    summary = folder / f"{name}.summary"
+    arguments = ["run", str(job), "--run-id", name, "--nodes", "3", "--summary", str(summary), *more]
+    ran = subprocess.run(
+        [sys.executable, "-m", "elastic_jobs.cli", *arguments],
+        capture_output=True, text=True, timeout=250, env=os.environ | {"TRANSFORMERS_VERBOSITY": "error"},
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
+    return {**json.loads((folder / f"{name}.json").read_text()), "summary": json.loads(summary.read_text())}
+
+
+@pytest.mark.timeout(540)
+@pytest.mark.parametrize("stage", [2])
+def test_a_killed_node_changes_no_loss(tmp_path: Path, stage: int) -> None:
+    quiet = run(tmp_path, "quiet", stage)
+    killed = run(tmp_path, "killed", stage, "--chaos", "kill-node@step=7")
+    assert killed["summary"]["generations"] > 1
+    assert killed["steps"] == quiet["steps"] == 16
+    assert quiet["counted"] == 16
+    wanted = {entry["step"]: entry["loss"] for entry in quiet["log"] if "loss" in entry}
+    found = {entry["step"]: entry["loss"] for entry in killed["log"] if "loss" in entry}
+    assert sorted(found) == sorted(wanted) == list(range(1, 17))
+    assert found == pytest.approx(wanted, rel=1e-3)
+    evaluated = [(entry["step"], entry["eval_loss"]) for entry in quiet["log"] if "eval_loss" in entry]
+    assert [step for step, _ in evaluated] == [5, 10, 15]
+    again = [(entry["step"], entry["eval_loss"]) for entry in killed["log"] if "eval_loss" in entry]
+    assert [step for step, _ in again] == [5, 10, 15]
+    assert [loss for _, loss in again] == pytest.approx([loss for _, loss in evaluated], rel=1e-3)

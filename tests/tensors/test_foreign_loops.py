@@ -1,0 +1,120 @@
+"""Training loops of other libraries inside of a run are refused in one sentence, and work outside of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from elastic.core.errors import UsageError
+from elastic.engines import foreign_loops
+
+
+@pytest.fixture(autouse=True)
+def _outside() -> Iterator[None]:
+    yield
+    foreign_loops.allow()
+
+
+def library(monkeypatch: pytest.MonkeyPatch, module: str, name: str, method: str) -> type:
+    """A stand-in for a library's class, loaded as the library would be."""
+    made: Any = type(name, (), {method: lambda self, *_: None} if method != "__init__" else {})
+    fake: Any = ModuleType(module)
+    setattr(fake, name, made)
+    monkeypatch.setitem(sys.modules, module, fake)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "method", "words"),
+    [
+        ("transformers.trainer", "Trainer", "train", "from elastic.integrations.transformers import Trainer"),
+        ("accelerate.accelerator", "Accelerator", "prepare", "elastic.initialize"),
+        ("lightning.pytorch.trainer.trainer", "Trainer", "__init__", "Lightning's Trainer"),
+    ],
+)
+def test_it_is_refused_inside_and_works_outside(
+    monkeypatch: pytest.MonkeyPatch, module: str, name: str, method: str, words: str
+) -> None:
+    made = library(monkeypatch, module, name, method)
+
+    def call() -> None:
+        made() if method == "__init__" else getattr(made(), method)()
+
+    foreign_loops.refuse()
+    with pytest.raises(UsageError, match="nothing was trained") as raised:
+        call()
+    assert words in str(raised.value)
+    foreign_loops.allow()
+    call()
+
+
+def test_the_platforms_own_trainer_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = library(monkeypatch, "transformers.trainer", "Trainer", "train")
+    ours: Any = type("Ours", (made,), {foreign_loops.OWN: True})
+    foreign_loops.refuse()
+    ours().train()
+
+
+def test_wrapping_in_ddp_is_refused() -> None:
+    foreign_loops.refuse()
+    with pytest.raises(UsageError, match="pass the model to"):
+        torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+
+
+class TestArguments:
+    """`elastic.integrations.transformers_arguments` needs no transformers."""
+
+    def arguments(self, **given: Any) -> Any:
+        return SimpleNamespace(
+            lr_scheduler_type="linear", max_grad_norm=1.0, bf16=False, fp16=False, per_device_train_batch_size=4,
+            gradient_accumulation_steps=2, **given,
+        )  # fmt: skip
+
+    @pytest.mark.parametrize(
+        ("given", "words"),
+        [
+            ({"deepspeed": "ds.json"}, r"TrainingArguments\.deepspeed is not supported; give the DeepSpeed"),
+            ({"load_best_model_at_end": True}, "elastic export RUN --checkpoint ID"),
+            ({"auto_find_batch_size": True}, "global batch of a run is fixed"),
+            ({"train_sampling_strategy": "group_by_length"}, "the platform orders the samples"),
+        ],
+    )
+    def test_what_cannot_be_honoured_is_named(self, given: dict[str, Any], words: str) -> None:
+        from elastic.integrations.transformers_arguments import refuse
+
+        trainer = SimpleNamespace(args=self.arguments(**given))
+        with pytest.raises(UsageError, match=words):
+            refuse(trainer, SimpleNamespace)
+
+    def test_an_override_that_would_not_be_called_is_named(self) -> None:
+        from elastic.integrations.transformers_arguments import refuse
+
+        class Base:
+            args = self.arguments()
+
+            def training_step(self) -> None: ...
+
+        class Users(Base):
+            def training_step(self) -> None: ...
+
+        refuse(Base(), Base)
+        with pytest.raises(UsageError, match="an override of training_step is not supported; override compute_loss"):
+            refuse(Users(), Base)
+
+    def test_the_configuration_is_the_jobs_and_what_it_leaves_open(self) -> None:
+        from elastic.integrations.transformers_arguments import engine_config
+
+        config = engine_config(self.arguments(), {"zero_optimization": {"stage": 1}})
+        assert config == {
+            "zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2,
+            "gradient_clipping": 1.0,
+        }  # fmt: skip
+        job = {"train_batch_size": 64, "gradient_clipping": 0.5}
+        assert engine_config(self.arguments(), job) == {**job, "train_micro_batch_size_per_gpu": 4}
+        with pytest.raises(UsageError, match="per_device_train_batch_size is 4, and train_micro_batch_size_per_gpu"):
+            engine_config(self.arguments(), {"train_micro_batch_size_per_gpu": 8})
