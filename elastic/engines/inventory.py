@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from elastic.core.sharding.layout import Chunk, RankLayout
 from elastic.core.sharding.zero import owner_layout
-from elastic.engines.live_state import BUFFER, MASTER, Extra, Master, ShardedState, buffers
+from elastic.engines.live_state import BUFFER, KEPT, MASTER, Extra, Master, ShardedState, buffers, kept
 from elastic.engines.optimizer_state import MasterState, read_states
 
 
@@ -26,6 +26,10 @@ class Inventory:
         masters = state.masters()
         extras = [*state.frozen(), *buffers(state.module)]
         return cls(tuple(masters), tuple(read_states(state.base, masters)), tuple(extras))
+
+    def with_kept(self, tensors: Mapping[str, torch.Tensor]) -> Inventory:
+        """The same and `tensors` by name, which are not the model's."""
+        return replace(self, extras=(*self.extras, *kept(tensors)))
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Live tensors by "<kind>/<buffer>", of their own shapes; flattened, they have the layout's lengths."""
@@ -46,15 +50,16 @@ class Inventory:
         """What this rank's snapshot carries: its own slices, and the replicated tensors that it was assigned, whole.
 
         Module buffers are written by rank 0 and nobody else. They are not kept equal by DeepSpeed (batch statistics
-        differ from rank to rank), and as in torch's DistributedDataParallel rank 0's are the run's.
+        differ from rank to rank), and as in torch's DistributedDataParallel rank 0's are the run's. The same holds for
+        what the user has registered.
         """
         shared: list[Master | Extra] = [m for m in self.masters if m.replicated]
-        shared += [e for e in self.extras if e.replicated and e.kind != BUFFER]
+        shared += [e for e in self.extras if e.replicated and e.kind not in (BUFFER, KEPT)]
         sizes = [(_buffer(item), _pieces(item)[-1].offset + _pieces(item)[-1].numel) for item in shared]
         own = set(owner_layout(sizes, world_size).ranks[rank].buffers) if sizes else set()
         mine = [item for item in shared if _buffer(item) in own]
         if rank == 0:
-            mine += [extra for extra in self.extras if extra.kind == BUFFER]
+            mine += [extra for extra in self.extras if extra.kind in (BUFFER, KEPT)]
         masters = [m for m in self.masters if not m.replicated] + [i for i in mine if isinstance(i, Master)]
         extras = [e for e in self.extras if not e.replicated] + [i for i in mine if isinstance(i, Extra)]
         return _layout(masters, extras)

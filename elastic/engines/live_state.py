@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 MASTER = "master"
 PARAM = "param"
 BUFFER = "buffer"
+# A tensor of an object that the user has registered.
+KEPT = "kept"
 
 
 @dataclass(frozen=True)
@@ -172,6 +174,15 @@ def buffers(module: torch.nn.Module) -> list[Extra]:
     return [
         Extra(BUFFER, tensor, Chunk(name, 0, tensor.numel(), whole_buffer(name), 0), replicated=True)
         for name, tensor, _ in _buffers(module)
+        if tensor.numel()
+    ]
+
+
+def kept(tensors: Mapping[str, torch.Tensor]) -> list[Extra]:
+    """Tensors besides the model's, whole on every rank. Those without elements hold nothing and are left out."""
+    return [
+        Extra(KEPT, tensor, Chunk(name, 0, tensor.numel(), name, 0), replicated=True)
+        for name, tensor in tensors.items()
         if tensor.numel()
     ]
 

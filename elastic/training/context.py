@@ -11,7 +11,7 @@ import torch
 
 from elastic.core.errors import UsageError
 from elastic.training.generation import Generation
-from elastic.training.user_state import State
+from elastic.training.user.state import State
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def install(generation: Generation) -> None:
     with _lock:
         if _current is not None:
             raise UsageError("this process already has a generation; one process runs one at a time")
-        generation.state.load(_early_state)
+        generation.state.adopt(_early_state)
         _early_state.clear()
         _current = generation
 
@@ -108,3 +108,16 @@ class StateOfTheRun(MutableMapping[str, Any]):
 
     def __repr__(self) -> str:
         return repr(self._target())
+
+    def register(self, **objects: Any) -> None:
+        """Keep the state of your own objects: `elastic.state.register(scheduler=scheduler, ema=ema, rng=generator)`.
+
+        An object has `state_dict` and `load_state_dict`, or is a torch.Generator, numpy.random.Generator,
+        RandomState or random.Random. Its state is saved with every snapshot, tensors included, and given back before
+        the first batch after a recovery: at once where `elastic.initialize` has restored, else when it does. Rank 0's
+        state is the run's; where the ranks' differ, the object is named in the log. None in the place of an object
+        drops what a checkpoint has under the name.
+
+        Raises UsageError, naming the object and the place in its state, for what cannot be kept: nothing is pickled.
+        """
+        self._target().register(**objects)

@@ -23,7 +23,7 @@ from elastic.training.result import BadStep
 from elastic.training.scope import GenerationScope
 from elastic.training.session import InLoop
 from elastic.training.step_loop import StepLoop, StepProgress
-from elastic.training.user_state import State
+from elastic.training.user.state import State
 
 logger = logging.getLogger(__name__)
 

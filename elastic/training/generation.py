@@ -22,7 +22,7 @@ from elastic.training.engine import ElasticEngine
 from elastic.training.scope import GenerationScope
 from elastic.training.session import Coordinator, InLoop
 from elastic.training.step_loop import StepLoop
-from elastic.training.user_state import State
+from elastic.training.user.state import State
 
 
 class Generation:

@@ -103,7 +103,8 @@ class FinishedStep:
 class StepLoop:
     """`progress` is the current step, None before the first. `finished`: the run's last step is done and saved.
 
-    `take_metrics` gives what the user's code has reported since it was last called.
+    `take_metrics` gives what the user's code has reported since it was last called; `before_first` is called once,
+    before the first batch is handed out.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class StepLoop:
         snapshots: Snapshots,
         take_metrics: Callable[[], Mapping[str, Any]],
         repeated: RepeatedSteps | None = None,
+        before_first: Callable[[], None] | None = None,
     ) -> None:
         self.plan = plan
         self.progress: StepProgress | None = None
@@ -120,6 +122,7 @@ class StepLoop:
         self._scope = scope
         self._snapshots: Snapshots | None = snapshots
         self._take_metrics = take_metrics
+        self._before_first = before_first
         # The loop that runs over epochs ends the run: what it does after the last epoch belongs to the last step.
         self.ended_by_epochs = False
         self._repeated = repeated
@@ -164,6 +167,9 @@ class StepLoop:
                 # An earlier one, after a recovery: its steps are repeated in this iteration.
                 return False
             self._close_step()
+            if self._before_first is not None:
+                before_first, self._before_first = self._before_first, None
+                before_first()
             self._boundary()
             self._scope.enter(Phase.TRAINING)
             self.progress = StepProgress(self._scope.step, self.plan.deal(self._scope.step))
@@ -253,7 +259,7 @@ class StepLoop:
         return self.finished
 
     def close(self) -> None:
-        self._snapshots = None
+        self._snapshots = self._before_first = None
 
     # -- inside --------------------------------------------------------------------------------------------------------
 

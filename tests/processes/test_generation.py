@@ -173,6 +173,37 @@ def test_what_follows_a_step_is_kept_through_a_change_of_the_world_size(
     assert _losses(rest) == pytest.approx(_losses(whole)[step:], rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.parametrize(("stage", "late"), [(0, False), (0, True), (1, True), (2, False)])
+def test_own_objects_go_on_through_a_change_of_the_world_size(
+    crew: Crew, tmp_path: Path, stage: int, late: bool
+) -> None:
+    fn, saving = "train_with_own_objects", {"batch": BATCH, "checkpoint_every_steps": 3}
+    whole = crew.run([0, 1, 2], fn, _config(stage, tmp_path / "whole", late=late), **saving)[0].told
+    config = _config(stage, tmp_path / "cut", late=late)
+    assert crew.run([0, 1, 2], fn, config, end_at=3, **saving)[0].result.kind == "ended"
+    checkpoint = CheckpointStore(str(tmp_path / "cut"), "run").list()[0].id
+    rest = crew.run([2, 0], fn, config, checkpoint=checkpoint, **saving)
+    assert rest[0].result.kind == "finished", rest[0].result.traceback
+    for outcome in rest:
+        told = outcome.told
+        assert told["lr"] == pytest.approx(whole["lr"], rel=1e-12)
+        assert told["draws"] == whole["draws"][3:]
+        for name, value in whole["shadow"].items():
+            assert torch.allclose(torch.tensor(told["shadow"][name]), torch.tensor(value), atol=1e-6), name
+        assert torch.allclose(torch.tensor(told["weights"]), torch.tensor(whole["weights"]), atol=1e-6)
+
+
+def test_a_registered_object_that_is_missing_after_a_recovery_is_named(crew: Crew, tmp_path: Path) -> None:
+    fn, config = "train_with_own_objects", _config(1, tmp_path)
+    crew.run([0, 1], fn, config, batch=BATCH, end_at=2)
+    checkpoint = CheckpointStore(str(tmp_path), "run").list()[0].id
+    outcomes = crew.run([0, 1], fn, {**config, "register": False}, batch=BATCH, checkpoint=checkpoint)
+    assert {outcome.result.kind for outcome in outcomes} == {"usage_error"}
+    assert "the state of 'average' (Average), which this training function has not registered" in (
+        outcomes[0].result.message
+    )
+
+
 def _losses(outcomes: list[Outcome]) -> list[float]:
     """Of each step, the mean over the global batch: every rank reports its part."""
     return [sum(report.loss for report in step) for step in zip(*(found.reports for found in outcomes), strict=True)]

@@ -251,6 +251,66 @@ def stays_before_it_initializes(config: dict[str, Any]) -> None:
     crew.stay()
 
 
+class Average:
+    """An average of the weights outside of the model, as many libraries have it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.shadow = {name: value.detach().clone() for name, value in module.named_parameters()}
+
+    def update(self, module: nn.Module) -> None:
+        for name, value in module.named_parameters():
+            self.shadow[name].lerp_(value.detach(), 0.1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shadow": self.shadow}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.shadow = state["shadow"]
+
+
+def train_with_own_objects(config: dict[str, Any]) -> None:
+    """A scheduler that the function steps by itself and nobody knows of, and registered: an average of the weights that
+    lies outside of the model, and a random generator that decides about each step. `config["late"]`: they are made
+    after elastic.initialize."""
+    model = Small(0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+    def made() -> tuple[Any, Average, torch.Generator]:
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+        average, generator = Average(model), torch.Generator().manual_seed(5)
+        if config.get("register", True):
+            elastic.state.register(average=average, generator=generator)
+        return scheduler, average, generator
+
+    late = config.get("late", False)
+    scheduler, average, generator = (None, None, None) if late else made()
+    engine, _, loader, _ = elastic.initialize(
+        model=model,
+        training_data=Numbers(37, torch.float32),
+        optimizer=optimizer,
+        config=deepspeed_config({**config, "schedule": False}),
+    )
+    if late:
+        scheduler, average, generator = made()
+    assert scheduler is not None
+    assert average is not None
+    before, draws = elastic.get_context().step, []
+    for _ in elastic.epochs():
+        for batch in loader:
+            one_pass(engine, batch)
+            if elastic.get_context().step > before:
+                before += 1
+                scheduler.step()
+                average.update(engine.module)
+                draws.append(float(torch.rand((), generator=generator)))
+    crew.told.update(
+        shadow={name: value.tolist() for name, value in average.shadow.items()},
+        lr=optimizer.param_groups[0]["lr"],
+        draws=draws,
+        weights=model.second.weight.tolist(),
+    )
+
+
 def train_until_fault(config: dict[str, Any]) -> None:
     """Rank `config["victim"]` stays for ever in the middle of step `config["at"]`; all tell when they get there."""
     engine, loader = build(config)

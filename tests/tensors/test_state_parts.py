@@ -286,7 +286,7 @@ def test_what_the_users_code_may_change_is_copied_before_it_can(monkeypatch: pyt
     master = Master("group0", 0, flat, (Chunk("w", 0, 4, "group0", 0),), ("w",), replicated=False)
     state: Any = EngineState.__new__(EngineState)
     state._sharded = SimpleNamespace(rank=0, world_size=1, require_readable=lambda: None)
-    state._verification, state.zero_stage = None, 2
+    state._verification, state.zero_stage, state.kept = None, 2, dict
     monkeypatch.setattr(state, "_inventory", lambda: Inventory((master,), (MasterState({}, {}),), tuple(whole)))
     _, _, wanted = state._wanted()
     assert {item.key: item.at_once for item in wanted} == {

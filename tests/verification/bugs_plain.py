@@ -104,7 +104,7 @@ def remainder_dropped() -> Change:
 
 
 def user_state_on_rank_0() -> Change:
-    from elastic.training.user_state import State
+    from elastic.training.user.state import State
     from verification.crowd import own_rank
 
     return changed(State, "load", lambda original, self, values: original(self, values if own_rank()[0] == 0 else {}))

@@ -129,7 +129,7 @@ def place(rank: int, world_size: int, saved: dict[str, Any] | None, step: int) -
     from elastic.core.data.samples import SampleOrder
     from elastic.core.data.step_plan import StepPlan
     from elastic.training import rng
-    from elastic.training.user_state import State
+    from elastic.training.user.state import State
 
     passes = -(-4 // world_size)
     plan = StepPlan(10, 3, world_size, rank, dataset_size=37, total_samples=3700, micro_steps=passes)

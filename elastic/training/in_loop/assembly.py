@@ -28,6 +28,9 @@ from elastic.training.saving.snapshots import Snapshots
 from elastic.training.session import Phase
 from elastic.training.state.engine_state import open_state
 from elastic.training.step_loop import StepLoop
+from elastic.training.user.comparison import Comparison
+from elastic.training.user.startup import before_first_batch
+from elastic.training.user.state import tensors_of
 
 
 @dataclass(frozen=True)
@@ -150,10 +153,16 @@ def _opened(
         lambda: run_state(scope, plan, generation.state),
         saved_step,
         lambda: {} if (own := reader.states()) is None else {READERS: own.to_json()},
+        Comparison(scope, generation.state, state.agreement),
     )
     generation.closing.callback(snapshots.close)
     anomalies = scope.spec.anomalies
     watched = anomalies is not None and anomalies.policy != "off"
     watch = AnomalyWatch(engine, anomalies, state.agreement) if anomalies is not None and watched else None
     repeated = RepeatedSteps(scope.spec.content, state.agreement) if plan.stream else None
-    return StepLoop(scope, plan, snapshots, generation.take_metrics, repeated), watch, reader
+    state.kept = lambda: tensors_of(generation.state.captured)
+
+    def before_first() -> None:
+        before_first_batch(scope, generation.state, engine, state, source.dataset)
+
+    return StepLoop(scope, plan, snapshots, generation.take_metrics, repeated, before_first), watch, reader

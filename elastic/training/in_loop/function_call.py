@@ -177,6 +177,7 @@ class FunctionCall:
         for key in list(following.generation.state):
             del following.generation.state[key]
         context.replace(runner.generation, following.generation)
+        following.generation.state.adopt_objects(runner.generation.state)
         self._runner = following
         return following
 

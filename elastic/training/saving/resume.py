@@ -10,12 +10,19 @@ from elastic.training.data import cursor
 from elastic.training.scope import GenerationScope
 from elastic.training.session import Phase
 from elastic.training.state.engine_state import EngineState
-from elastic.training.user_state import State
+from elastic.training.user.state import State, objects_from_json, objects_to_json
+
+_OBJECTS = "objects"
 
 
 def run_state(scope: GenerationScope, plan: StepPlan, user: State) -> dict[str, Any]:
-    """The data cursor after the step just finished, and the user's own state; JSON."""
-    return {**cursor.to_state(plan, scope.spec.seed, scope.step), "user": user.dump()}
+    """The data cursor after the step just finished, and the user's own state; JSON. The tensors of registered objects
+    are kept beside it: `user.captured` has them."""
+    return {
+        **cursor.to_state(plan, scope.spec.seed, scope.step),
+        "user": user.dump(),
+        _OBJECTS: objects_to_json(user.capture()),
+    }
 
 
 def resume(
@@ -34,8 +41,11 @@ def resume(
     plan = cursor.from_state(saved, plan, scope.spec.batch)
     scope.step = int(saved["step"])
     user.load(saved["user"])
+    user.load_objects(objects_from_json(saved.get(_OBJECTS, {}), state.restored), scope.device)
     here = run_state(scope, plan, user)
-    cursor.verify(saved, here, plan, plan.order(scope.spec.seed), state.agreement)
+    # Objects may be registered later: what they are given has been verified with the tensors.
+    kept = {key: value for key, value in saved.items() if key != _OBJECTS}
+    cursor.verify(kept, here, plan, plan.order(scope.spec.seed), state.agreement)
     readers = cursor.readers_of(restored.get(READERS), plan, state.agreement)
     scope.coordinator.restored(report)
     scope.enter(Phase.BUILDING)

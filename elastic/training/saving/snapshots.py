@@ -54,7 +54,8 @@ class Snapshots:
     2. `prepare` after it, then `start` when the step was reported
 
     `run_state` gives what is saved besides the engine's state, as JSON: rank 0's is the run's. `own_state` gives what
-    every rank saves for itself. `saved_step` is the last step that storage has or was given.
+    every rank saves for itself. `saved_step` is the last step that storage has or was given. `compare` is called after
+    the first step and before every save to storage; it may be collective.
     """
 
     def __init__(
@@ -64,11 +65,14 @@ class Snapshots:
         run_state: Callable[[], Mapping[str, Json]],
         saved_step: int | None = None,
         own_state: Callable[[], Mapping[str, Json]] = dict,
+        compare: Callable[[], None] | None = None,
     ) -> None:
         self._scope = scope
         self._state = state
         self._run_state = run_state
         self._own_state = own_state
+        self._compare = compare or (lambda: None)
+        self._compared = False
         self._copier = Copier(scope.device)
         self._pending: list[PendingCopy] = []
         # Was any optimizer step of this run applied? Before that there is no optimizer state.
@@ -92,6 +96,9 @@ class Snapshots:
         that this kept the training thread. Collective."""
         began, step = time.perf_counter(), self._scope.step
         self._applied = self._applied or applied
+        if not self._compared:
+            self._compared = True
+            self._compare()
         every = self._scope.spec.checkpoint_every_steps
         if every is not None and step % every == 0:
             self._to_storage_if_free(step)
@@ -160,6 +167,7 @@ class Snapshots:
             self._state.verify_replicas()
         except IntegrityError as error:
             raise self._lost(error) from error
+        self._compare()
         snapshot, transfer = self._state.capture(
             run_id=scope.spec.run_id, generation=scope.spec.generation, step=step, caller=self._run_state()
         )

@@ -18,7 +18,7 @@ from elastic.core.checkpoint.manifest import Json, StoredTensor
 from elastic.core.errors import IntegrityError, Where
 from elastic.core.sharding.layout import Chunk, RankLayout
 from elastic.engines.base import Engine
-from elastic.engines.live_state import BUFFER, MASTER, PARAM, Fragment
+from elastic.engines.live_state import BUFFER, KEPT, MASTER, PARAM, Fragment
 from elastic.training.state.verification import listed
 
 # A generation's first snapshot is verified whole; each later one so many bytes of it, in turn.
@@ -53,12 +53,15 @@ class CaptureCheck:
         extra: Mapping[str, Json] | None,
         turn: int,
         at_once: bool,
+        kept: Mapping[str, torch.Tensor],
     ) -> CaptureCheck:
         """`extra` is what rank 0 saves besides. `turn` counts this generation's snapshots. `at_once`: masters and
-        optimizer state are read now, too."""
+        optimizer state are read now, too. `kept` are tensors by name that are not the engine's."""
         wanted = _sample(layout, targets, turn)
         names = None if turn == 0 else {chunk.name for _, chunk in wanted}
         live = {(each.kind, each.name): each for each in engine.fragments(names)}
+        whole = {(KEPT, name): Fragment(KEPT, name, 0, tensor.reshape(-1)) for name, tensor in kept.items()}
+        live |= {(kind, chunk.name): whole[kind, chunk.name] for kind, chunk in wanted if (kind, chunk.name) in whole}
         wrong = _unlike(wanted, live) + (_left_out(layout, targets, live, where.rank or 0) if turn == 0 else [])
         if extra is not None:
             wrong += engine.wrong_numbers(extra, names)
@@ -66,7 +69,7 @@ class CaptureCheck:
                 wrong.append(f"the caller's step {extra['caller']['step']}")
         kept = {(kind, chunk.name) for kind, chunk in wanted}
         check = cls(where, layout, targets, {key: each for key, each in live.items() if key in kept}, wrong)
-        check._read([key for key in check.live if at_once or key[0] in (BUFFER, PARAM)])
+        check._read([key for key in check.live if at_once or key[0] in (BUFFER, PARAM, KEPT)])
         return check
 
     def look(self, cuda: bool) -> None:

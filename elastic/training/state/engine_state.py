@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from time import monotonic
 from typing import Any
@@ -27,9 +27,9 @@ from elastic.core.settings import WeightsSettings
 from elastic.core.sharding.layout import RankLayout
 from elastic.engines.base import Engine
 from elastic.engines.inventory import Inventory, gaps
-from elastic.engines.live_state import BUFFER, PARAM
+from elastic.engines.live_state import BUFFER, KEPT, PARAM
 from elastic.engines.model_description import describe
-from elastic.engines.optimizer_state import decode_scalars, install_state, scalars_of
+from elastic.engines.optimizer_state import decode_scalars, install_groups, install_state, scalars_of
 from elastic.engines.optimizer_trial import try_optimizer
 from elastic.training.session import RestoreReport
 from elastic.training.state import late_buffers
@@ -39,7 +39,7 @@ from elastic.training.state.extra_state import check_extra, extra_of, install_ex
 from elastic.training.state.host import HostCopy, HostPool, Transfer, packed, placed, transfer
 from elastic.training.state.initial_weights import install_weights
 from elastic.training.state.model_check import check_model
-from elastic.training.state.reading import Staged, check_dtypes, read_checkpoint
+from elastic.training.state.reading import Staged, check_dtypes, kept_in, read_checkpoint
 from elastic.training.state.replicas import Replicas
 from elastic.training.state.verification import Verification
 from elastic.training.state.verify_scalars import LiveGroups
@@ -72,11 +72,15 @@ class EngineState:
     2. `snapshot` after any step, by any rank by itself
     3. `close` when the engine is closed: nobody reads its tensors any more
 
-    `layout` is what this rank alone holds; empty in stage 0. `agreement` compares numbers over the ranks.
+    `layout` is what this rank alone holds; empty in stage 0. `agreement` compares numbers over the ranks. `kept` gives
+    tensors by name that snapshots carry besides the engine's; those of a checkpoint are in `restored`, 1-D on the host.
     """
 
     def __init__(self, engine: Engine, agreement: Agreement) -> None:
         self.agreement = agreement
+        self.kept: Callable[[], Mapping[str, torch.Tensor]] = dict
+        self.restored: Mapping[str, torch.Tensor] = {}
+        self._groups: Json = None
         self._engine = engine
         self._sharded = engine.state()
         live = {master.group: master.tensor for master in self._sharded.masters()}
@@ -97,8 +101,9 @@ class EngineState:
 
     @property
     def parameters(self) -> Mapping[str, tuple[int, ...]]:
-        """Every carried tensor's name -> full shape: parameters in the model's order, then buffers."""
-        return {spec.name: spec.shape for spec in self._sharded.specs()}
+        """Every carried tensor's name -> full shape: parameters in the model's order, buffers, what is kept besides."""
+        found = {spec.name: spec.shape for spec in self._sharded.specs()}
+        return found | {name: tuple(tensor.shape) for name, tensor in self.kept().items() if tensor.numel()}
 
     def snapshot(self, *, run_id: str, generation: int, step: int, caller: Mapping[str, Json]) -> ShardSnapshot:
         """A copy of this rank's state in host memory; `caller` (JSON) comes back from `restore`. Not collective.
@@ -184,7 +189,8 @@ class EngineState:
     ) -> CaptureCheck:
         turn, self._captures = self._captures, self._captures + 1
         where = Where(rank=self._sharded.rank, step=step, generation=generation)
-        check = CaptureCheck.of(self._engine, where, layout, targets, extra, turn, at_once=self.zero_stage == 0)
+        at_once = self.zero_stage == 0
+        check = CaptureCheck.of(self._engine, where, layout, targets, extra, turn, at_once, self.kept())
         check.wrong += [] if extra is None else self._miscounted(extra, step)
         return check
 
@@ -201,7 +207,7 @@ class EngineState:
         """What this rank's part of a snapshot is copied from, now."""
         self.verified()
         self._sharded.require_readable()
-        inventory = self._inventory()
+        inventory = self._inventory().with_kept(self.kept())
         layout = inventory.written(self._sharded.rank, self._sharded.world_size)
         padding = gaps(layout)
         wanted = []
@@ -210,7 +216,7 @@ class EngineState:
             if buffer in layout.buffers:
                 # A forward pass changes module buffers, and the user's own code may change frozen parameters (an
                 # average of the weights, say), in stage 0 also the masters.
-                at_once = kind in (BUFFER, PARAM) or self.zero_stage == 0
+                at_once = kind in (BUFFER, PARAM, KEPT) or self.zero_stage == 0
                 wanted.append(HostCopy(key, tensor, padding[buffer], at_once))
         return inventory, layout, wanted
 
@@ -275,6 +281,24 @@ class EngineState:
             self._verification.verdict(self.agreement)
             self._verification = None
 
+    @property
+    def base(self) -> torch.optim.Optimizer:
+        """The optimizer that updates the masters."""
+        return self._sharded.base
+
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The dicts that hold the optimizer's hyper-parameters, of whoever holds them."""
+        holders = [self._sharded.base.param_groups, *self._sharded.group_holders().values()]
+        return [group for held in holders for group in held]
+
+    def reinstall_groups(self) -> None:
+        """After a restore: the optimizer's hyper-parameters as they were restored, whatever was done to them since.
+
+        A learning-rate scheduler that is made after the restore sets those of step 0.
+        """
+        if self._groups is not None:
+            install_groups([self._sharded.base.param_groups, *self._sharded.group_holders().values()], self._groups)
+
     def verify_replicas(self) -> None:
         """Before a snapshot: are the ranks' copies of whatever is not partitioned equal? Collective.
 
@@ -330,6 +354,7 @@ class EngineState:
         late_buffers.adopt(self._engine.module, manifest, saved.get("grown_buffers", {}), self._built)
         skipped = check_model(manifest, self._sharded.specs(), saved["fleeting_buffers"])
         check_extra(self._engine, self._sharded, saved)
+        self.restored = kept_in(manifest)
         inventory = self._without(skipped)
         staged = read_checkpoint(source, manifest, inventory.held(), inventory.masters, self._sharded.rank)
         check_dtypes(inventory.masters, inventory.extras, staged)
@@ -350,6 +375,7 @@ class EngineState:
     def _install(self, staged: Staged, skipped: frozenset[str]) -> None:
         sharded, saved = self._sharded, staged.manifest.extra_state
         sharded.begin_install()
+        self._groups = saved["optimizer"]["groups"]
         install_extra(self._engine, sharded, saved)
         by_name = decode_scalars(saved["optimizer"]["scalars"])
         inventory = self._without(skipped)
@@ -366,5 +392,5 @@ class EngineState:
 
     def _without(self, skipped: frozenset[str]) -> Inventory:
         inventory = self._inventory()
-        kept = tuple(extra for extra in inventory.extras if extra.chunk.name not in skipped)
-        return Inventory(inventory.masters, inventory.states, kept)
+        extras = tuple(extra for extra in inventory.extras if extra.chunk.name not in skipped)
+        return Inventory(inventory.masters, inventory.states, extras).with_kept(self.restored)

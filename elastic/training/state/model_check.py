@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 
 from elastic.core.checkpoint.manifest import Manifest
 from elastic.core.errors import ModelMismatch
-from elastic.engines.live_state import BUFFER, MASTER, PARAM, TensorSpec
+from elastic.engines.live_state import BUFFER, KEPT, MASTER, PARAM, TensorSpec
 
 _ROLES = {MASTER: "trained", PARAM: "frozen", BUFFER: "a buffer"}
 _log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ def check_model(manifest: Manifest, specs: Iterable[TensorSpec], fleeting: Colle
             _log.warning("non-persistent buffer %s is left as it is: %s", name, difference)
             skipped.add(name)
     for name in manifest.parameters:
-        if name in live:
+        if name in live or f"{KEPT}/{name}" in manifest.digests:
             continue
         if name not in fleeting:
             raise ModelMismatch(f"the checkpoint is of another model: it has {name!r}, this model has not")

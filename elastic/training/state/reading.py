@@ -12,7 +12,7 @@ from elastic.core.checkpoint.manifest import Manifest, StoredTensor
 from elastic.core.errors import IntegrityError, ModelMismatch
 from elastic.core.sharding.layout import RankLayout
 from elastic.core.sharding.reshard import ReadItem, plan_rank
-from elastic.engines.live_state import MASTER, Extra, Master
+from elastic.engines.live_state import KEPT, MASTER, Extra, Master
 from elastic.training.state.dtypes import torch_dtype
 
 
@@ -60,6 +60,17 @@ def read_checkpoint(
     ranges = [read for item in items for read in _ranges(item, stored[item.source_rank], tensors)]
     needed = sum(read.target.numel() * read.target.element_size() for read in ranges)
     return Staged(manifest, tensors, source.read(manifest, ranges), needed)
+
+
+def kept_in(manifest: Manifest) -> dict[str, torch.Tensor]:
+    """Memory for the tensors that the checkpoint has besides the model's, by name, 1-D."""
+    stored = (tensor for shard in manifest.shards for tensor in shard.tensors)
+    named = ((tensor, tensor.key.split("/", 1)) for tensor in stored)
+    return {
+        name: torch.empty(tensor.numel, dtype=torch_dtype(tensor.dtype))
+        for tensor, (kind, name) in named
+        if kind == KEPT
+    }
 
 
 def check_dtypes(masters: Iterable[Master], extras: Iterable[Extra], staged: Staged) -> None:
