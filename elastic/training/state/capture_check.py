@@ -67,8 +67,8 @@ class CaptureCheck:
             wrong += engine.wrong_numbers(extra, names)
             if extra["caller"].get("step", where.step) != where.step:
                 wrong.append(f"the caller's step {extra['caller']['step']}")
-        kept = {(kind, chunk.name) for kind, chunk in wanted}
-        check = cls(where, layout, targets, {key: each for key, each in live.items() if key in kept}, wrong)
+        chosen = {(kind, chunk.name) for kind, chunk in wanted}
+        check = cls(where, layout, targets, {key: each for key, each in live.items() if key in chosen}, wrong)
         check._read([key for key in check.live if at_once or key[0] in (BUFFER, PARAM, KEPT)])
         return check
 

@@ -248,7 +248,7 @@ class EngineState:
         self._install_together(staged, skipped)
         installed = monotonic()
         self._ahead = staged.manifest.extra_state["engine"].get("global_steps", 0) - staged.manifest.step
-        self._verification = Verification(self._engine, self._sharded, staged.manifest, groups)
+        self._verification = Verification(self._engine, self._sharded, staged.manifest, groups, self.restored)
         if later:
             self._before_first_step()
         else:

@@ -18,7 +18,7 @@ from elastic.core.errors import IntegrityError
 from elastic.core.sharding.layout import Chunk
 from elastic.engines.base import Engine
 from elastic.engines.inventory import Inventory
-from elastic.engines.live_state import BUFFER, PARAM, Fragment, ShardedState
+from elastic.engines.live_state import BUFFER, KEPT, PARAM, Fragment, ShardedState
 from elastic.training.state.digest_reader import Reader, digests
 from elastic.training.state.verify_scalars import LiveGroups, wrong_groups, wrong_rest, wrong_scalars
 from elastic.training.state.verify_weights import unfaithful, whole_hashes
@@ -41,8 +41,9 @@ class Verification:
         state: ShardedState,
         manifest: Manifest,
         groups: LiveGroups,
+        kept: Mapping[str, torch.Tensor],
     ) -> None:
-        """`groups` are the optimizer's before the install."""
+        """`groups` are the optimizer's before the install; `kept` are tensors by name that are not the engine's."""
         self._manifest = manifest
         left = _left_alone(manifest, state)
         self._keys = sorted(key for key in manifest.digests if key.split("/", 1)[1] not in left)
@@ -55,7 +56,9 @@ class Verification:
         self._reader: Reader | None = None
         try:
             inventory = Inventory.of(state)
-            chunks, tensors = _sorted([each for each in engine.fragments() if each.name not in left], state.zero_stage)
+            fragments = [each for each in engine.fragments() if each.name not in left]
+            fragments += [Fragment(KEPT, name, 0, tensor) for name, tensor in kept.items()]
+            chunks, tensors = _sorted(fragments, state.zero_stage)
             self._reader = Reader(chunks, tensors.steady, engine.device)
             self._partial = digests(chunks, tensors.sliced.items())
             self._whole = digests(chunks, tensors.whole.items())
@@ -141,7 +144,7 @@ def _sorted(fragments: Sequence[Fragment], zero_stage: int) -> tuple[tuple[Chunk
     found = _Sorted({}, {}, {})
     chunks = {each.name: Chunk(each.name, each.start, each.tensor.numel(), each.name, 0) for each in fragments}
     for each in fragments:
-        if zero_stage == 0 or each.kind == BUFFER or (each.kind == PARAM and zero_stage < 3):
+        if zero_stage == 0 or each.kind in (BUFFER, KEPT) or (each.kind == PARAM and zero_stage < 3):
             place = found.whole
         else:
             place = found.sliced if each.kind == PARAM else found.steady
