@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from elastic.observe.text import clean, duration, number, plural, size, table
+from elastic.observe.text import clean, duration, number, outcome, plural, size, step_range, table, world_change
 
 Summary = Mapping[str, Any]
 
@@ -29,7 +29,7 @@ def report(summary: Summary) -> list[str]:
 
 
 def _headline(summary: Summary) -> str:
-    parts = [f"run {summary.get('run_id') or '?'} is {summary.get('status')}"]
+    parts = [f"run {summary.get('run_id') or '?'} {outcome(summary.get('status'))}"]
     if summary.get("steps") is not None:
         parts.append(plural(summary["steps"], "step"))
     if summary.get("final_loss") is not None:
@@ -58,8 +58,8 @@ def _incident(incident: Mapping[str, Any], began: float | None) -> dict[str, str
         "incident": clean(incident.get("kind", "")),
         "lost": clean(incident.get("lost") or "-"),
         "at": duration(at - began) if at is not None and began is not None else "-",
-        "step": str(incident.get("step", "-")),
-        "world": f"{incident.get('world_size', '?')} -> {incident.get('next_world_size', '?')}",
+        "step": "-" if incident.get("step") is None else str(incident["step"]),
+        "world": world_change(incident.get("world_size"), incident.get("next_world_size")),
         **{name.replace("_", " "): duration(seconds.get(name)) for name in _MARKS},
         "repeated": "-" if incident.get("steps_repeated") is None else plural(incident["steps_repeated"], "step"),
         "from": clean(incident.get("source") or "-"),
@@ -72,7 +72,7 @@ def _generations(summary: Summary) -> list[str]:
             {
                 "generation": str(generation.get("number")),
                 "workers": str(generation.get("world_size")),
-                "steps": f"{generation.get('first_step', '?')} to {generation.get('last_step', '?')}",
+                "steps": step_range(generation.get("first_step"), generation.get("last_step")),
             }
             for generation in summary.get("generations") or ()
         ]

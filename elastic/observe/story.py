@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from elastic.observe.records import Record
 from elastic.observe.summary import incident_seconds, lost
-from elastic.observe.text import clean, clock, date, duration, number, plural, size
+from elastic.observe.text import clean, clock, date, duration, number, outcome, plural, size
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def _controller(record: Record) -> str:
 
 def _run(record: Record) -> str:
     reason = clean(record.get("sentence") or record.get("reason") or "")
-    text = f"run is {clean(record['status'])}"
+    text = f"run {outcome(record['status'])}"
     if record.get("loss") is not None:
         text += f", loss {number(record['loss'])}"
     return f"{text}: {reason}" if reason else text

@@ -56,6 +56,35 @@ def finite(value: Any) -> float | None:
     return value
 
 
+_OUTCOMES = {
+    "not-finished": "is not finished",
+    "user-code-failed": "failed in user code",
+    "usage": "cannot go on as it is written",
+    "gave-up": "gave up",
+    "no-capacity": "ended for lack of nodes",
+    "integrity": "ended without an intact state to resume from",
+}
+
+
+def outcome(status: object) -> str:
+    """A run's status as a verb: "is finished", "gave up"."""
+    return _OUTCOMES.get(str(status)) or f"is {clean(status)}"
+
+
+def world_change(before: object, after: object) -> str:
+    """World sizes before and after an incident; an incident that ended the attempt has none after it."""
+    return f"{'?' if before is None else before} -> {'end' if after is None else after}"
+
+
+def step_range(first: int | None, last: int | None) -> str:
+    """Steps of a generation: `first` would be its first one, `last` is the last that the run had when it ended."""
+    if first is None:
+        return "-"
+    if last is None:
+        return f"from {first}"
+    return f"{first} to {last}" if last >= first else "none"
+
+
 def plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 

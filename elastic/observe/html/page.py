@@ -15,7 +15,7 @@ from elastic.core.secrets import HIDDEN, is_secret_name, redact
 from elastic.observe.html import figures
 from elastic.observe.html.style import STYLE
 from elastic.observe.summary import summarize
-from elastic.observe.text import clean, date, duration, finite, number, plural, size
+from elastic.observe.text import clean, date, duration, finite, number, plural, size, step_range, world_change
 
 Record = Mapping[str, Any]
 Summary = Mapping[str, Any]
@@ -116,7 +116,7 @@ def _incident_table(summary: Summary) -> str:
             str(incident["id"]),
             incident["kind"],
             incident["lost"] or "-",
-            f"{incident['world_size']} to {incident['next_world_size'] or '?'}",
+            world_change(incident["world_size"], incident["next_world_size"]),
             "-" if incident["steps_repeated"] is None else str(incident["steps_repeated"]),
             incident["source"] or "-",
             f"{incident['evidence']}{'; ' if incident['action'] else ''}{incident['action']}",
@@ -136,7 +136,7 @@ def _ledger(summary: Summary) -> str:
 
 def _generation_table(summary: Summary) -> str:
     rows = [
-        (str(item["number"]), str(item["world_size"] or "-"), f"{item['first_step']} to {item['last_step'] or '...'}")
+        (str(item["number"]), str(item["world_size"] or "-"), step_range(item["first_step"], item["last_step"]))
         for item in summary["generations"]
     ]
     return _table(("generation", "workers", "steps"), rows)

@@ -9,6 +9,7 @@ from typing import Any
 from elastic.core.errors import RunNotFound
 from elastic.observe.journal import JournalReader
 from elastic.observe.summary import summarize
+from elastic.observe.text import outcome
 from elastic_jobs.commands.common import address_argument, folder_of, run_arguments
 from elastic_jobs.exit_codes import NOT_FINISHED, STATUSES
 from elastic_jobs.run_folder import RunFolder
@@ -57,7 +58,7 @@ def run(options: argparse.Namespace, backend: Backend) -> int:
         return 0
     while (result := handle.result(STOP_AGAIN_S)) is None:
         handle.stop("elastic stop")
-    say(f"run {folder.run_id} is {result.get('status')} after step {result.get('step')}")
+    say(f"run {folder.run_id} {outcome(result.get('status'))} after step {result.get('step')}")
     if options.json:
         put_json({"run_id": folder.run_id, "status": result.get("status"), "step": result.get("step")})
     return _kept(folder.run_id, result)

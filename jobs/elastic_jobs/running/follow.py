@@ -16,6 +16,7 @@ from elastic.core.run.phase import USER_CODE_FAILED
 from elastic.observe.journal import JournalReader
 from elastic.observe.report import report
 from elastic.observe.summary import summarize, with_faults, with_result
+from elastic.observe.text import outcome
 from elastic_jobs.display import Display, open_display
 from elastic_jobs.exit_codes import NOT_FINISHED, exit_code
 from elastic_jobs.output_file import write_whole
@@ -149,7 +150,7 @@ def say_why(result: Mapping[str, Any], summary: Mapping[str, Any]) -> None:
     if result.get("status") == USER_CODE_FAILED and error.get("traceback"):
         say(f"worker {error.get('worker')}, step {error.get('step')}:\n{printable(str(error['traceback']))}")
     if result.get("reason"):
-        say(f"run is {result.get('status')}: {printable(str(result['reason']))}")
+        say(f"run {outcome(result.get('status'))}: {printable(str(result['reason']))}")
 
 
 def printable(text: str) -> str:

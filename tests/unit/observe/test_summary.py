@@ -6,6 +6,7 @@ import json
 
 from sample_journal import INCIDENT, journal
 
+from elastic.observe.html.page import page
 from elastic.observe.report import report
 from elastic.observe.summary import lost, summarize, with_faults
 from elastic.observe.text import duration, size
@@ -50,6 +51,27 @@ def test_every_prefix_of_a_journal_can_be_summed_up_and_reported() -> None:
     for length in range(len(records)):
         json.dumps(summarize(records[:length]), allow_nan=False)
         assert report(summarize(records[:length]))
+
+
+def test_an_attempt_that_ends_at_once_reads_well() -> None:
+    """A resume that is stopped before its first step, and an incident after which nothing trained any more."""
+    records = [
+        {"type": "run", "run_id": "r1", "status": "running", "time": 1.0},
+        {"type": "generation", "number": 1, "world_size": 2, "first_step": 1, "last_step": 30, "time": 2.0},
+        {"type": "generation", "number": 2, "world_size": 2, "first_step": 31, "last_step": 30, "time": 3.0},
+        {"type": "generation", "number": 3, "world_size": 2, "first_step": 31, "time": 3.5},
+        {"type": "incident", "id": 1, "kind": "worker-lost", "world_size": 2, "next_world_size": None, "time": 4.0},
+        {"type": "run", "status": "integrity", "time": 5.0},
+    ]
+    summary = summarize(records)
+    lines = "\n".join(report(summary))
+    assert "run r1 ended without an intact state to resume from" in lines
+    assert ["2 -> end" in lines, "None" in lines, "31 to 30" in lines] == [True, False, False]
+    steps = [line.split()[2:] for line in report(summary) if line[:1] in ("1", "2", "3")]
+    assert steps == [["1", "to", "30"], ["none"], ["from", "31"]]
+    document = page(records)
+    assert "None" not in document
+    assert "31 to 30" not in document
 
 
 def test_what_json_has_no_number_for_is_left_out() -> None:

@@ -60,7 +60,7 @@ def test_what_a_reader_asks_for_is_there() -> None:
     text = Reader(page(records())).text
     for words in (
         "r1", "finished", "Loss", "World size and throughput", "Incidents", "node-lost", "abcdef01",
-        "no heartbeat for 1.5 s", "go on with the survivors", "4 to 3", "Where the time went", "productive",
+        "no heartbeat for 1.5 s", "go on with the survivors", "4 -> 3", "Where the time went", "productive",
         "Checkpoints", "c80", "12.3 MB", "2,400",
     ):  # fmt: skip
         assert words in text, words
