@@ -75,8 +75,11 @@ def test_a_run_through_killed_and_added_nodes_is_the_undisturbed_run(
     lost = four_three_two_four(run)
     _assert_incidents_are_told(run, lost, source)
     run.assert_whole()
-    calls = [path.read_text() for path in run.folder.glob("called-*")]
-    assert set(calls) == {"1"}, "a process that stayed has called its function again"
+    calls = {path.read_text() for path in run.folder.glob("called-*")}
+    if config.get("engine") == "fsdp2":
+        assert calls > {"1"}, "fully_shard is not undone: a process that stayed has to call its function again"
+    else:
+        assert calls == {"1"}, "a process that stayed has called its function again"
 
     still = undisturbed.train(run.config, 2, tmp_path / "four", 4)
     other = undisturbed.train(run.config, 2, tmp_path / "two", 2)
