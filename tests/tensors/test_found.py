@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import weakref
 from typing import Any
 
@@ -79,3 +80,25 @@ def test_looking_keeps_nothing_alive() -> None:
         return gone
 
     assert function()() is None
+
+
+class Hostile:
+    """As lazily loaded objects and proxies are: nothing of it can be read."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+class Unreadable(list[Any]):
+    def __getitem__(self, index: Any) -> Any:
+        raise RuntimeError(str(index))
+
+
+def test_variables_that_cannot_be_looked_into_are_passed_over() -> None:
+    engine, lazy, values = Hostile(), [Hostile()], Unreadable([1])
+    bound, partial, generator = engine, [].append, random.Random(0)
+    method = found.__spec__.__repr__
+    objects = found.visible(Hostile())
+    assert objects["generator"] is generator
+    assert objects["method"] == method
+    assert (engine, lazy, values, bound, partial) is not None

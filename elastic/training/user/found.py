@@ -6,6 +6,7 @@ Looked at once per generation, to keep schedulers that nobody registered and to 
 from __future__ import annotations
 
 import inspect
+import logging
 import random
 import sys
 from collections.abc import Collection, Iterator, Mapping
@@ -14,6 +15,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+logger = logging.getLogger(__name__)
 
 # Packages whose frames and objects are not the user's.
 _NOT_THE_USERS = frozenset({"elastic", "torch", "deepspeed", "tqdm", "ray", "numpy"})
@@ -32,7 +35,7 @@ def visible(dataset: Any) -> dict[str, Any]:
     random generators among the globals of those functions; what `dataset` and the datasets that it wraps hold."""
     found: dict[str, Any] = {}
     name = DATASET
-    while dataset is not None and not isinstance(dataset, torch.Tensor):
+    while dataset is not None and not _is(dataset, torch.Tensor):
         _note(found, name, dataset, depth=1)
         dataset, name = _attribute(dataset, "dataset"), f"{name}.dataset"
     for frame in _users_frames():
@@ -40,7 +43,7 @@ def visible(dataset: Any) -> dict[str, Any]:
         for name, value in (dict(frame.f_locals) if function else {}).items():
             _note(found, name, value, _DEPTH)
         for name, value in list(frame.f_globals.items()):
-            if isinstance(value, _GENERATORS):
+            if _is(value, _GENERATORS):
                 found.setdefault(name, value)
         if function and isinstance(frame.f_locals, dict):
             # Python's copy of the variables: it would keep what they hold alive.
@@ -54,7 +57,7 @@ def schedulers(objects: Mapping[str, Any], groups: Collection[int], known: Colle
     found: dict[str, Any] = {}
     for name, value in objects.items():
         own = _attribute(_attribute(value, "optimizer"), "param_groups")
-        if id(value) in known or not isinstance(own, list) or not {id(group) for group in own} & set(groups):
+        if id(value) in known or not _is(own, list) or not {id(group) for group in own} & set(groups):
             continue
         sets_rates = any(callable(_attribute(value, name)) for name in ("get_last_lr", "get_lr"))
         if sets_rates and _keeps_state(value) and all(value is not other for other in found.values()):
@@ -67,16 +70,21 @@ def not_kept(objects: Mapping[str, Any], known: Collection[int]) -> dict[str, st
     found: dict[str, str] = {}
     seen = set(known)
     for name, value in objects.items():
-        if id(value) not in seen and (isinstance(value, _GENERATORS) or _keeps_state(value)):
+        if id(value) not in seen and (_is(value, _GENERATORS) or _keeps_state(value)):
             seen.add(id(value))
             found[name] = type(value).__qualname__
     return found
 
 
+def _is(value: Any, kinds: type | tuple[type, ...]) -> bool:
+    """Not `isinstance`, which asks a proxy for the class of what it stands for."""
+    return issubclass(type(value), kinds)
+
+
 def _keeps_state(value: Any) -> bool:
-    if isinstance(value, torch.nn.Module):
+    if _is(value, torch.nn.Module):
         return any(True for _ in (*value.parameters(), *value.buffers()))
-    own = not isinstance(value, type)
+    own = not _is(value, type)
     return own and all(callable(_attribute(value, name)) for name in ("state_dict", "load_state_dict"))
 
 
@@ -100,24 +108,33 @@ def _users_frames() -> Iterator[FrameType]:
 
 
 def _note(found: dict[str, Any], name: str, value: Any, depth: int) -> None:
-    if isinstance(value, (ModuleType, str, bytes, int, float)) or value is None:
+    if _is(value, (ModuleType, str, bytes, int, float)) or value is None:
         return
     found.setdefault(name, value)
     if depth == 0:
         return
-    for below, item in _held(value):
+    try:
+        held = _held(value)
+    except Exception as error:  # noqa: BLE001 - it is only looked at
+        logger.debug("%s (%s) was not looked into: %s", name, type(value).__qualname__, error)
+        return
+    for below, item in held:
         _note(found, f"{name}{below}", item, depth - 1)
 
 
 def _held(value: Any) -> list[tuple[str, Any]]:
     """What `value` holds, without running code of it."""
-    if isinstance(value, (list, tuple)):
+    if _is(value, (list, tuple)):
         return [(f"[{index}]", item) for index, item in enumerate(value[:_MOST_ITEMS])]
-    if isinstance(value, dict):
+    if _is(value, dict):
         entries = list(value.items()) if len(value) <= _MOST_ITEMS else []
-        return [(f"[{key!r}]", item) for key, item in entries if isinstance(key, str)]
-    opaque = isinstance(value, (type, torch.nn.Module)) or type(value).__module__.partition(".")[0] in _NOT_THE_USERS
-    if opaque or not hasattr(value, "__dict__"):
+        return [(f"[{key!r}]", item) for key, item in entries if _is(key, str)]
+    opaque = _is(value, (type, torch.nn.Module)) or type(value).__module__.partition(".")[0] in _NOT_THE_USERS
+    if opaque:
         return []
-    attributes = object.__getattribute__(value, "__dict__")
+    try:
+        # Not `getattr`: a bound method answers for its function, other objects for what they wrap.
+        attributes = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return []
     return [(f".{key}", item) for key, item in list(attributes.items())[:_MOST_ITEMS]]
