@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from elastic.core.checkpoint.manifest import Json
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,7 @@ class Job:
 
 
 class CommitThread(threading.Thread):
-    """Base of `Sender` and `Hasher`, whose `run` takes jobs by `_next`.
+    """Base of `Sender` and `Hasher`, whose `_work` takes jobs by `_next`. An error that `_work` raises is a loss.
 
     `send` replaces a job that has not been taken yet: only the newest commit matters. `on_change` is called from this
     thread whenever `sent_step` or `problem` has changed.
@@ -54,6 +57,22 @@ class CommitThread(threading.Thread):
             self._stopped = True
             self._changed.notify_all()
             self._interrupt()
+
+    def run(self) -> None:
+        try:
+            self._work()
+        except Exception as error:
+            # A thread that ended without a word would leave every later snapshot incomplete.
+            logger.exception("%s ends", self.name)
+            self.lost, self.problem = True, self._refusal(repr(error))
+            self._on_change()
+
+    def _work(self) -> None:
+        raise NotImplementedError
+
+    def _refusal(self, why: str) -> str:
+        """`problem`, of an error."""
+        raise NotImplementedError
 
     def _interrupt(self) -> None:
         """Wake `run` from I/O. Called with the lock held."""

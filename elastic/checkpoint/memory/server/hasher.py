@@ -21,7 +21,7 @@ class Hasher(CommitThread):
         self._shards = shards
         self._key = key
 
-    def run(self) -> None:
+    def _work(self) -> None:
         job: Job | None = None
         while (job := self._next(job)) is not None:
             try:
@@ -30,3 +30,6 @@ class Hasher(CommitThread):
                 continue  # freed or overwritten: a newer snapshot or generation has taken its place
             self.sent_step = job.step
             self._on_change()
+
+    def _refusal(self, why: str) -> str:
+        return f"the {self.name} could not be computed: {why}"

@@ -57,14 +57,9 @@ class Sender(CommitThread):
         if self._channel is not None:
             self._channel.shut()
 
-    def run(self) -> None:
+    def _work(self) -> None:
         try:
             self._send_all()
-        except Exception as error:
-            # A thread that ended without a word would leave every later snapshot incomplete.
-            logger.exception("%s ends", self.name)
-            self.lost = True
-            self._report(self._refusal(repr(error)), None)
         finally:
             self._close()
 

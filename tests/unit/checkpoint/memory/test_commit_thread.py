@@ -19,7 +19,7 @@ class Slow(CommitThread):
         self.allowed = threading.Semaphore(0)
         self.interrupts = 0
 
-    def run(self) -> None:
+    def _work(self) -> None:
         job: Job | None = None
         while (job := self._next(job)) is not None:
             self.taken.put(job.step)
@@ -69,3 +69,20 @@ def test_a_stopped_thread_is_interrupted_and_takes_no_further_commit() -> None:
     thread.stop()
     assert ended(thread)
     assert (thread.sent_step, thread.interrupts, thread.taken.empty()) == (1, 1, True)
+
+
+def test_an_unforeseen_error_ends_the_thread_and_is_a_loss() -> None:
+    class Failing(CommitThread):
+        def _work(self) -> None:
+            raise MemoryError("cannot map")
+
+        def _refusal(self, why: str) -> str:
+            return f"no hash: {why}"
+
+    told = threading.Event()
+    thread = Failing("failing", told.set)
+    thread.start()
+    assert told.wait(LIMIT_S)
+    thread.join(LIMIT_S)
+    assert thread.lost
+    assert thread.problem == "no hash: MemoryError('cannot map')"
