@@ -225,7 +225,6 @@ def test_a_journal_takes_any_bytes_for_damage_and_not_for_orders(text: str) -> N
 # Who unpickles, and whose bytes they are.
 UNPICKLES = {
     "elastic/runtime/train_function.py": "the user's function, sent by the driver through Ray",
-    "elastic/training/local.py": "records of the processes of one run on this machine, through their own store",
 }
 _LOADERS = {"pickle", "cloudpickle", "marshal", "shelve", "dill", "joblib"}
 

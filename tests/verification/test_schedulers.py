@@ -12,6 +12,7 @@ import torch
 from torch.optim import lr_scheduler as schedulers
 
 from elastic.engines.deepspeed import extra_state
+from elastic.engines.deepspeed.state.live_numbers import expected_numbers
 from elastic.engines.json_values import decode
 from elastic.training.state.verify_scalars import wrong_rest
 
@@ -54,7 +55,7 @@ def test_what_was_saved_is_found_again(name: str) -> None:
 
 def _wrong(scheduler: Any, saved: dict[str, Any]) -> set[str]:
     engine = _engine(scheduler)
-    wrong = wrong_rest(extra_state.read(engine), extra_state.expected(engine, saved))
+    wrong = wrong_rest(extra_state.read(engine), expected_numbers(engine, saved))
     return {name for name, flag in wrong.items() if flag}
 
 
