@@ -126,9 +126,9 @@ def test_a_function_that_holds_the_native_engine_is_called_again(crew: Crew, tmp
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("stage", [1, 3])
-def test_hundreds_of_generations_leak_nothing(crew: Crew, tmp_path: Path, stage: int) -> None:
-    config = {"stage": stage, "dropout": 0.1, "in_loop": True, "url": str(tmp_path)}
+def test_hundreds_of_generations_leak_nothing(crew: Crew, tmp_path: Path) -> None:
+    """Stage 3, where the engine leaves most behind on the model."""
+    config = {"stage": 3, "dropout": 0.1, "in_loop": True, "url": str(tmp_path)}
     store, checkpoint, seen = CheckpointStore(str(tmp_path), "run"), None, []
     for step in range(1, 201):
         outcomes = crew.run(
