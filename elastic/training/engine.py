@@ -84,7 +84,7 @@ class ElasticEngine:
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The model's forward pass. In training mode, with a batch of the loader at hand, its random stream is that of
-        the micro-batch; evaluation passes are left alone.
+        the micro-batch; evaluation passes keep their own.
 
         In a step that is abandoned (see docs/in-loop.md) it is the model's own pass or, where the weights are out of
         reach, zeros in the shape of the pass before.

@@ -11,7 +11,7 @@ import elastic
 
 
 def train(config: dict[str, Any]) -> None:
-    """`config["bad"]` are dataset indices: the loss over a batch that holds one of them is no number."""
+    """`config["bad"]` are dataset indices: the loss over a batch that holds one of them is non-finite."""
     engine, loader, data = loops.build(config)
     for _ in elastic.epochs():
         for x, y in loader:

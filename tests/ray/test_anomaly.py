@@ -1,4 +1,4 @@
-"""Samples that make the loss no number, in a run on real raylets: the run continues without them and says which."""
+"""Samples that make the loss non-finite, in a run on real raylets: the run continues without them and says which."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def fail_generation(
 
 def end_unknown_generation(transition: Transition, number: int) -> None:
     """End a generation that the journal does not contain: its members, their last step and whether it continues are
-    unknown. The members that are left are told to leave it, and the next generation gets a higher number."""
+    unknown. The remaining members are told to end it, and the next generation gets a higher number."""
     for worker in [worker for worker in transition.fleet.workers.values() if worker.phase is WorkerPhase.STARTING]:
         # It may have been ready since, and a member.
         transition.replace_worker(worker.id, "it is not known what has become of it")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -21,7 +22,7 @@ class Job:
     extra_state: Mapping[str, Json] | None
 
 
-class CommitThread(threading.Thread):
+class CommitThread(threading.Thread, ABC):
     """Base of `Sender` and `Hasher`, whose `_work` takes jobs by `_next`. An error that `_work` raises is a loss.
 
     `send` replaces a job that has not been taken yet: only the newest commit matters. `on_change` is called from this
@@ -67,12 +68,12 @@ class CommitThread(threading.Thread):
             self.lost, self.problem = True, self._refusal(repr(error))
             self._on_change()
 
-    def _work(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _work(self) -> None: ...
 
+    @abstractmethod
     def _refusal(self, why: str) -> str:
         """`problem`, of an error."""
-        raise NotImplementedError
 
     def _interrupt(self) -> None:
         """Wake `run` from I/O. Called with the lock held."""

@@ -26,6 +26,9 @@ class Slow(CommitThread):
             self.allowed.acquire(timeout=LIMIT_S)
             self.sent_step = job.step
 
+    def _refusal(self, why: str) -> str:
+        return why
+
     def _interrupt(self) -> None:
         self.interrupts += 1
         self.allowed.release()
