@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -72,7 +73,7 @@ class CheckpointTensors:
         info = self.tensors[name]
         kind = kind or info.kind
         dtype = self._stored.get(name, {}).get(kind, info.dtype)
-        flat = torch.empty(info.numel, dtype=dtype)
+        flat = _own_pages(info.numel, dtype)
         self.read_into(name, 0, flat, kind)
         key = f"{kind}/{name}"
         if info.numel and digest(flat, key) != self.manifest.digests.get(key):
@@ -105,6 +106,14 @@ class CheckpointTensors:
             raise IntegrityError(f"checkpoint {self.manifest.id} names {name!r} but holds no value of it")
         # A tensor without elements is in no shard, and its dtype is not known.
         return TensorInfo(name, kind or BUFFER, shape, stored[kind] if kind else torch.float32)
+
+
+def _own_pages(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """An empty 1-D tensor whose memory goes back to the system with it. The allocator's need not: a small object in the
+    place of a tensor that was freed keeps the next one from fitting there, and an export grows to the model's size."""
+    if not numel:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(mmap.mmap(-1, numel * dtype.itemsize), dtype=dtype)
 
 
 def _stored_dtypes(manifest: Manifest) -> dict[str, dict[str, torch.dtype]]:

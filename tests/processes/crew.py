@@ -34,6 +34,8 @@ class Outcome:
     threads: int
     descriptors: int
     resident_bytes: int
+    # TCP sockets that the process still has, but for those of the rendezvous.
+    sockets: list[Any]
 
 
 @dataclass
@@ -91,8 +93,8 @@ class Crew:
     def outcome(self, number: int) -> Outcome:
         """Wait for a member's outcome."""
         member = self.members[number]
-        if member.outcome is None:
-            member.outcome = self._expect(member, "outcome")
+        while member.outcome is None:
+            self._receive(member, "outcome")
         return member.outcome
 
     def run(self, who: Sequence[int], fn: str, config: Mapping[str, Any], **more: Any) -> list[Outcome]:
@@ -106,7 +108,9 @@ class Crew:
         """Wait until the member's training code came to a point."""
         member = self.members[number]
         while point not in member.points:
-            member.points.append(self._expect(member, "point"))
+            if member.outcome is not None:
+                raise AssertionError(f"member {number} ended before it came to {point}: {member.outcome.result}")
+            self._receive(member, "point")
 
     def in_collective(self, number: int) -> None:
         """Wait until the member's training thread is inside a collective and stays there."""
@@ -123,17 +127,21 @@ class Crew:
 
     def _expect(self, member: Member, kind: str) -> Any:
         while True:
-            if not member.pipe.poll(_WAIT_S):
-                raise TimeoutError(f"member {member.number} sent no {kind}")
-            got, value = member.pipe.recv()
+            got, value = self._receive(member, kind)
             if got == kind:
                 return value
-            if got == "point":
-                member.points.append(value)
-            elif got == "outcome":
-                member.outcome = value
-            elif got == "broken":
-                raise RuntimeError(value)
+
+    def _receive(self, member: Member, awaited: str) -> tuple[str, Any]:
+        if not member.pipe.poll(_WAIT_S):
+            raise TimeoutError(f"member {member.number} sent no {awaited}")
+        got, value = member.pipe.recv()
+        if got == "point":
+            member.points.append(value)
+        elif got == "outcome":
+            member.outcome = value
+        elif got == "broken":
+            raise RuntimeError(value)
+        return got, value
 
 
 # -- in the member's process -------------------------------------------------------------------------------------
@@ -260,7 +268,10 @@ class Training:
         return following
 
     def _left(self, runner: Any, result: Any) -> None:
+        from elastic.comm.sockets import tcp_sockets
+
         coordinator = self._coordinators.pop(runner)
+        store = int(os.environ["MASTER_PORT"])
         tell(
             "outcome",
             Outcome(
@@ -273,5 +284,6 @@ class Training:
                 threading.active_count(),
                 len(os.listdir("/proc/self/fd")),
                 int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
+                [held for held in tcp_sockets() if store not in (held.local[1], (held.peer or held.local)[1])],
             ),
         )

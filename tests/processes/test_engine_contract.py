@@ -27,3 +27,4 @@ def test_an_engine_keeps_the_contract(crew: Crew, tmp_path: Path, name: str, wor
     config = {"url": str(tmp_path), "native": CONFIGS[name]}
     for outcome in crew.run(range(world_size), "keep_the_contract", config, engine=name.partition("-")[0]):
         assert outcome.result.kind == "finished", outcome.result.traceback
+        assert outcome.sockets == [], "a group of the generation that has ended"

@@ -33,6 +33,8 @@ _ENVIRONMENT = {
     # Every worker on a node without accelerators warns until this choice is made; this is Ray's next default.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
+    # A raylet ends where its agents need longer than 30 s to come up: on a busy machine they do.
+    "RAY_agent_register_timeout_ms": "120000",
 }
 
 

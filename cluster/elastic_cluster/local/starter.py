@@ -22,9 +22,11 @@ import copy
 import json
 import logging
 import os
+import random
 import select
 import shutil
 import signal
+import socket
 import sys
 import threading
 import time
@@ -51,6 +53,8 @@ from elastic_cluster.local import processes
 logger = logging.getLogger(__name__)
 
 _REGISTER_LIMIT_S = 30.0
+# Below those that the kernel gives to whoever asks for any: nothing else takes one between its choice and its use.
+_AGENTS_PORTS = (12_000, 32_000)
 # A raylet insists on a dashboard agent. Without a dashboard it has nothing to do, and starting the real one costs a
 # second of CPU and 120 MB per node. This reads the pipe that the raylet holds, so it ends when the raylet does.
 _IDLE_AGENT = "/bin/cat"
@@ -159,7 +163,7 @@ def _start_node(request: dict[str, Any], temp_dir: str) -> dict[str, Any]:
         max_worker_port=0,
         include_log_monitor=False,  # type: ignore[arg-type]  # annotated as str, used as bool
         dashboard_port=0,  # type: ignore[arg-type]  # annotated as bool, used as int
-        dashboard_agent_listen_port=0,
+        **_agents_ports(bool(options.get("include_dashboard"))),
         no_monitor=autoscaling is None,
         env_vars={**request["tag"], **options.pop("env_vars", {})},
         **options,
@@ -186,6 +190,22 @@ def _start_node(request: dict[str, Any], temp_dir: str) -> dict[str, Any]:
         "address": node.gcs_address,
         "dashboard": _dashboard_url(node, temp_dir) if head else "",
     }
+
+
+def _agents_ports(dashboard: bool) -> dict[str, Any]:
+    """Ports for the agents of one node. Where Ray is to find them itself, a raylet waits 15 s for its agents to tell
+    theirs, and crashes if they have not: on a busy machine they are still importing by then."""
+    names = ["runtime_env_agent_port"]
+    if dashboard:
+        names += ["metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port"]
+    ports: dict[str, int] = {}
+    while len(ports) < len(names):
+        port = random.randrange(*_AGENTS_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            if port not in ports.values():
+                ports[names[len(ports)]] = port
+    return {"dashboard_agent_listen_port": 0, **ports}
 
 
 def _tell_node_types(gcs_address: str, config: dict[str, Any]) -> None:

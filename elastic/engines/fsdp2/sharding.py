@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -10,6 +13,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
+from torch.distributed.tensor._sharding_prop import LocalLRUCache
 
 from elastic.core.errors import UsageError
 
@@ -93,12 +98,32 @@ def repoint(optimizer: torch.optim.Optimizer, old: Mapping[int, str], new: Mappi
 
 
 def forget_meshes() -> None:
-    """Clear torch's cache of shardings, which outlives engines and process groups.
+    """Clear torch's caches of shardings, which outlive engines and process groups.
 
-    A process that comes back with another rank, in a mesh of equal shape, would be given DTensors with the mesh of
-    before and that rank's offsets: meshes are compared without their ranks and groups.
+    They hold meshes, and a mesh holds its process group: without this, a group's sockets stay open for the rest of the
+    process. And a process that comes back with another rank, in a mesh of equal shape, would be given DTensors with the
+    mesh of before and that rank's offsets: meshes are compared without their ranks and groups.
     """
     torch._C._clear_DTensor_sharding_propagator_cache()
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    # One cache per thread: only a fresh one is without what autograd's threads have put there.
+    fresh = LocalLRUCache(propagator.propagate_op_sharding_non_cached)
+    propagator.propagate_op_sharding = fresh
+    clear_redistribute_planner_cache()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torch.distributed.tensor."):
+            _clear_caches(module)
+
+
+def _clear_caches(module: ModuleType) -> None:
+    """Of its functions, and of its classes' methods."""
+    held = list(vars(module).values())
+    for kind in held:
+        if isinstance(kind, type) and kind.__module__ == module.__name__:
+            held += [value.__func__ if isinstance(value, staticmethod) else value for value in vars(kind).values()]
+    for value in held:
+        if isinstance(value, functools._lru_cache_wrapper):
+            value.cache_clear()
 
 
 def _dp_mesh(device: torch.device) -> DeviceMesh:
