@@ -247,3 +247,18 @@ def test_a_cluster_that_cannot_start_says_why_and_leaves_nothing(tmp_path: Path)
         LocalCluster.start(1, gpus_per_node=1, environment=environment)
     left = [p.pid for p in processes.table().values() if processes.environment(p.pid).get("A_TEST") == str(tmp_path)]
     assert left == []
+
+
+def test_a_cluster_is_up_while_its_agents_still_import(tmp_path: Path) -> None:
+    """A raylet that waits for them crashes after 15 s, which a busy machine needs."""
+    come = tmp_path / "come"
+    (tmp_path / "sitecustomize.py").write_text(
+        "import pathlib, time\n"
+        "line = pathlib.Path('/proc/self/cmdline').read_bytes()\n"
+        "while b'agent.py' in line or b'runtime_env/agent' in line:\n"
+        "    time.sleep(0.1)\n"
+        f"    if pathlib.Path({str(come)!r}).exists(): break\n"
+    )
+    with LocalCluster.start(2, cpus_per_node=1, dashboard=True, environment={"PYTHONPATH": str(tmp_path)}) as cluster:
+        assert {node.name for node in cluster.nodes()} == {"node-0", "node-1"}
+        come.touch()

@@ -55,6 +55,8 @@ logger = logging.getLogger(__name__)
 _REGISTER_LIMIT_S = 30.0
 # Below those that the kernel gives to whoever asks for any: nothing else takes one between its choice and its use.
 _AGENTS_PORTS = (12_000, 32_000)
+# What Ray's own minimal agent writes for a service that is not there.
+_NO_SERVICE = -1
 # A raylet insists on a dashboard agent. Without a dashboard it has nothing to do, and starting the real one costs a
 # second of CPU and 120 MB per node. This reads the pipe that the raylet holds, so it ends when the raylet does.
 _IDLE_AGENT = "/bin/cat"
@@ -133,10 +135,12 @@ class _LeanNode(Node):
             super().start_api_server(**kwargs)
 
     def start_raylet(self, *args: Any, **kwargs: Any) -> None:
-        # -1 is what Ray's own minimal agent writes for a service that is not there.
-        for port_name in (METRICS_AGENT_PORT_NAME, METRICS_EXPORT_PORT_NAME, DASHBOARD_AGENT_LISTEN_PORT_NAME):
-            if not self._ray_params.include_dashboard:
-                persist_port(self._session_dir, self._node_id, port_name, -1)
+        # The raylet is not told the last one but reads it from this file.
+        given = self._ray_params.dashboard_agent_listen_port if self._ray_params.include_dashboard else _NO_SERVICE
+        persist_port(self._session_dir, self._node_id, DASHBOARD_AGENT_LISTEN_PORT_NAME, given)
+        if not self._ray_params.include_dashboard:
+            for port_name in (METRICS_AGENT_PORT_NAME, METRICS_EXPORT_PORT_NAME):
+                persist_port(self._session_dir, self._node_id, port_name, _NO_SERVICE)
         _thread.logs = self.get_logs_dir_path()  # type: ignore[no-untyped-call]
         super().start_raylet(*args, **kwargs)
         deadline = time.monotonic() + _REGISTER_LIMIT_S
