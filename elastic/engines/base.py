@@ -39,6 +39,16 @@ class ResolvedConfig:
 
 
 @dataclass(frozen=True)
+class UserObjects:
+    """What the user gave to `elastic.initialize` for the engine, as DeepSpeed's arguments of these names."""
+
+    model: Any
+    optimizer: Any = None
+    lr_scheduler: Any = None
+    model_parameters: Sequence[Any] | None = None
+
+
+@dataclass(frozen=True)
 class LossScale:
     """What an fp16 engine multiplies the loss by. `at_floor`: an overflow cannot lower it any further."""
 
@@ -183,15 +193,7 @@ class EngineKind(GroupHooks, Protocol):
         ...
 
     def build(
-        self,
-        resolved: ResolvedConfig,
-        nonfinite: Nonfinite | None,
-        device: torch.device,
-        *,
-        model: Any,
-        optimizer: Any,
-        lr_scheduler: Any,
-        model_parameters: Any,
+        self, resolved: ResolvedConfig, nonfinite: Nonfinite | None, device: torch.device, objects: UserObjects
     ) -> tuple[Engine, Any, Any]:
         """The engine, its optimizer and its scheduler as users get them. Collective.
 

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from elastic.core.errors import ElasticError
-from elastic_jobs.command_parser import CommandParser
+from elastic_jobs.command_parser import CommandParser, add_commands
 from elastic_jobs.commands import completion, drain, export, resume, run, stop, submit
 from elastic_jobs.commands.inspect import checkpoints, list_runs, logs, report, status, story, trace, watch
 from elastic_jobs.commands.kube import group
@@ -87,16 +87,7 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action=_Version, help="print the releases of this package and what it runs on")
     top.add_argument("--verbose", action="store_true", help="show what the parts log")
-    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, module in _COMMANDS.items():
-        sub = commands.add_parser(
-            name,
-            help=module.HELP,
-            description=f"{module.HELP[0].upper()}{module.HELP[1:]}.",
-            epilog=f"example:\n  {module.EXAMPLE}\n\n{TABLE}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        module.arguments(sub)
+    add_commands(top, _COMMANDS, dest="command")
     # For `elastic completion`, which tells what all of them take.
     top.set_defaults(parser=top)
     return top

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+from elastic_jobs.exit_codes import TABLE
 
 # The words of the command line up to here -> what may come next.
 Words = dict[tuple[str, ...], list[str]]
@@ -35,6 +37,20 @@ class CommandParser(argparse.ArgumentParser):
         while (group := _subcommands(parser)) is not None:
             parser = group.choices[getattr(options, group.dest)]
         return parser
+
+
+def add_commands(parser: argparse.ArgumentParser, modules: Mapping[str, Any], dest: str) -> None:
+    """A subcommand for each module: by name, with its HELP, EXAMPLE and `arguments`."""
+    commands = parser.add_subparsers(dest=dest, required=True, metavar="COMMAND")
+    for name, module in modules.items():
+        sub = commands.add_parser(
+            name,
+            help=module.HELP,
+            description=f"{module.HELP[0].upper()}{module.HELP[1:]}.",
+            epilog=f"example:\n  {module.EXAMPLE}\n\n{TABLE}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.arguments(sub)
 
 
 def nearest(word: str, known: Sequence[str]) -> str:

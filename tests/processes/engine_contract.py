@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from elastic.core.errors import UsageError
-from elastic.engines.base import Engine, EngineKind, Nonfinite, ResolvedConfig, StepOutcome
+from elastic.engines.base import Engine, EngineKind, Nonfinite, ResolvedConfig, StepOutcome, UserObjects
 from elastic.engines.inventory import Inventory
 from elastic.engines.live_state import MASTER
 
@@ -58,15 +58,7 @@ def build(
     model = Small()
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    engine, _, schedules = kind.build(
-        resolved,
-        nonfinite,
-        device,
-        model=model,
-        optimizer=optimizer,
-        lr_scheduler=scheduler,
-        model_parameters=None,
-    )
+    engine, _, schedules = kind.build(resolved, nonfinite, device, UserObjects(model, optimizer, scheduler))
     return engine, schedules
 
 
@@ -234,15 +226,7 @@ def another_is_built_on_the_same_model(kind: EngineKind, resolved: ResolvedConfi
     marks = _marks(model)
     for _ in range(3):
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-        engine, *_ = kind.build(
-            resolved,
-            "rollback",
-            device,
-            model=model,
-            optimizer=optimizer,
-            lr_scheduler=scheduler,
-            model_parameters=None,
-        )
+        engine, *_ = kind.build(resolved, "rollback", device, UserObjects(model, optimizer, scheduler))
         _install(engine, Small())
         rank, world_size = torch.distributed.get_rank(engine.data_group), torch.distributed.get_world_size()
         wanted, norms, rates = expected(2, world_size)

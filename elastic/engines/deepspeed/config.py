@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import json
 import logging
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,7 +11,8 @@ from typing import Any
 from elastic.core.data.micro_batches import micro_steps_per_rank
 from elastic.core.errors import UsageError
 from elastic.core.generation_spec import BatchSettings
-from elastic.engines.base import ResolvedConfig
+from elastic.engines.base import Config, ResolvedConfig
+from elastic.engines.config_file import read_mapping
 from elastic.engines.deepspeed.config_keys import refuse_unknown
 from elastic.engines.deepspeed.refused import refuse
 
@@ -24,32 +23,9 @@ _MICRO = "train_micro_batch_size_per_gpu"
 _ACCUMULATION = "gradient_accumulation_steps"
 
 
-def read_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
-    """A dictionary, or the path of a JSON file. Raises UsageError when it is neither."""
-    if isinstance(config, Mapping):
-        return copy.deepcopy(dict(config))
-    if not isinstance(config, (str, os.PathLike)):
-        raise UsageError(f"config must be a DeepSpeed configuration or the path of one, not {type(config).__name__}")
-    try:
-        with open(config, encoding="utf-8") as file:
-            read = json.load(file, object_pairs_hook=_without_duplicates)
-    except OSError as error:
-        raise UsageError(f"the DeepSpeed configuration {config} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise UsageError(f"the DeepSpeed configuration {config} is not JSON: {error}") from error
-    if not isinstance(read, dict):
-        raise UsageError(f"the DeepSpeed configuration {config} must be a JSON object")
-    return read
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """As DeepSpeed reads a file: of a key given twice, JSON would keep the last value without a word."""
-    read = dict(pairs)
-    if len(read) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice!r} is given twice")
-    return read
+def read_config(config: Config) -> dict[str, Any]:
+    """A dictionary of its own, from one or from a JSON file. Raises UsageError."""
+    return copy.deepcopy(dict(read_mapping(config, "DeepSpeed configuration")))
 
 
 def check(config: Mapping[str, Any], batch: BatchSettings, workers: tuple[int, int]) -> None:

@@ -12,7 +12,7 @@ import torch
 from elastic.core.errors import UsageError
 from elastic.core.generation_spec import GenerationSpec
 from elastic.core.settings import RunSettings
-from elastic.engines.base import Config, EngineKind, Nonfinite, ResolvedConfig
+from elastic.engines.base import Config, EngineKind, Nonfinite, ResolvedConfig, UserObjects
 from elastic.engines.deepspeed import monitors, startup, teardown, user_calls
 from elastic.engines.deepspeed.adapter import DeepSpeedAdapter
 from elastic.engines.deepspeed.belongings import Belongings, fill_placeholders
@@ -75,28 +75,20 @@ class DeepSpeed:
         return resolve(read, spec.batch, spec.world_size, max_size, loader_batch)
 
     def build(
-        self,
-        resolved: ResolvedConfig,
-        nonfinite: Nonfinite | None,
-        device: torch.device,
-        *,
-        model: Any,
-        optimizer: Any,
-        lr_scheduler: Any,
-        model_parameters: Any,
+        self, resolved: ResolvedConfig, nonfinite: Nonfinite | None, device: torch.device, objects: UserObjects
     ) -> tuple[DeepSpeedAdapter, Any, Any]:
         import deepspeed
 
-        refuse_model(model)
-        fill_placeholders(model)
-        belongings = Belongings(model, optimizer)
+        refuse_model(objects.model)
+        fill_placeholders(objects.model)
+        belongings = Belongings(objects.model, objects.optimizer)
         try:
             with user_calls.building():
                 native, wrapped, _, scheduler = deepspeed.initialize(
-                    model=model,
-                    optimizer=optimizer,
-                    lr_scheduler=lr_scheduler,
-                    model_parameters=model_parameters,
+                    model=objects.model,
+                    optimizer=objects.optimizer,
+                    lr_scheduler=objects.lr_scheduler,
+                    model_parameters=objects.model_parameters,
                     config=dict(resolved.native),
                     dist_init_required=False,
                 )

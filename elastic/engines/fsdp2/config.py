@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -13,6 +11,7 @@ from elastic.core.data.micro_batches import micro_steps_per_rank
 from elastic.core.errors import UsageError
 from elastic.core.generation_spec import BatchSettings
 from elastic.engines.base import Config, ResolvedConfig
+from elastic.engines.config_file import read_mapping
 
 # fp16 needs a loss scaler, which this engine does not have.
 DTYPES = ("float32", "bfloat16")
@@ -44,7 +43,7 @@ class Options:
 
 def read_options(config: Config) -> Options:
     """Raises UsageError naming the first option that is unknown or has a value that it cannot have."""
-    given = config if isinstance(config, Mapping) else _read_file(config)
+    given = read_mapping(config, "fsdp2 configuration")
     known = {field.name for field in fields(Options)}
     for name, value in given.items():
         if name not in known:
@@ -87,21 +86,6 @@ def _once(name: str, *given: int | None) -> int | None:
     if len(found) > 1:
         raise UsageError(f"{name} is given as {' and as '.join(str(value) for value in sorted(found))}; give one")
     return next(iter(found), None)
-
-
-def _read_file(path: str | os.PathLike[str]) -> Mapping[str, Any]:
-    if not isinstance(path, (str, os.PathLike)):
-        raise UsageError(f"config must be the fsdp2 options or the path of a JSON file, not {type(path).__name__}")
-    try:
-        with open(path, encoding="utf-8") as file:
-            read = json.load(file)
-    except OSError as error:
-        raise UsageError(f"the fsdp2 options {path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise UsageError(f"the fsdp2 options {path} are not JSON: {error}") from error
-    if not isinstance(read, dict):
-        raise UsageError(f"the fsdp2 options {path} must be a JSON object")
-    return read
 
 
 def _is_count(value: Any) -> bool:

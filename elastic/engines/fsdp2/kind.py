@@ -12,7 +12,7 @@ import torch.distributed as dist
 from elastic.core.errors import UsageError
 from elastic.core.generation_spec import GenerationSpec
 from elastic.core.settings import RunSettings
-from elastic.engines.base import Config, EngineKind, Nonfinite, ResolvedConfig
+from elastic.engines.base import Config, EngineKind, Nonfinite, ResolvedConfig, UserObjects
 from elastic.engines.fsdp2.adapter import Fsdp2Adapter, Fsdp2Engine
 from elastic.engines.fsdp2.config import read_options, resolve
 from elastic.engines.fsdp2.sharding import forget_meshes, repoint, shard_model
@@ -53,37 +53,27 @@ class Fsdp2:
         return resolve(read_options(chosen), spec.batch, spec.world_size, loader_batch)
 
     def build(
-        self,
-        resolved: ResolvedConfig,
-        nonfinite: Nonfinite | None,
-        device: torch.device,
-        *,
-        model: Any,
-        optimizer: Any,
-        lr_scheduler: Any,
-        model_parameters: Any,
+        self, resolved: ResolvedConfig, nonfinite: Nonfinite | None, device: torch.device, objects: UserObjects
     ) -> tuple[Fsdp2Adapter, Any, Any]:
+        model, lr_scheduler = objects.model, objects.lr_scheduler
         before = {id(parameter): name for name, parameter in model.named_parameters()}
         mesh = shard_model(model, resolved.native, device)
         after = dict(model.named_parameters())
-        base = _optimizer(optimizer, resolved, model_parameters, before, after)
+        base = _optimizer(objects, resolved, before, after)
         scheduler = lr_scheduler(base) if callable(lr_scheduler) else lr_scheduler
         native = Fsdp2Engine(model, base, scheduler, resolved.micro_steps)
         return Fsdp2Adapter(native, mesh, device, resolved, withhold=nonfinite == "skip"), base, scheduler
 
 
 def _optimizer(
-    given: Any,
-    resolved: ResolvedConfig,
-    model_parameters: Any,
-    before: dict[int, str],
-    after: dict[str, torch.nn.Parameter],
+    objects: UserObjects, resolved: ResolvedConfig, before: dict[int, str], after: dict[str, torch.nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """Over the sharded parameters. `given`: an optimizer, a function of the parameters, or None for the options'."""
+    """Over the sharded parameters. `objects.optimizer`: one, a function of the parameters, or None for the options'."""
+    given = objects.optimizer
     if isinstance(given, torch.optim.Optimizer):
         repoint(given, before, after)
         return given
-    chosen = model_parameters if model_parameters is not None else after.values()
+    chosen = objects.model_parameters if objects.model_parameters is not None else after.values()
     parameters = [_sharded(entry, before, after) for entry in chosen]
     if callable(given):
         made = given(parameters)

@@ -11,7 +11,7 @@ from elastic.core.data.readers import READERS
 from elastic.core.data.step_plan import StepPlan, total_samples
 from elastic.core.generation_spec import GenerationSpec
 from elastic.core.settings import WeightsSettings
-from elastic.engines.base import Config, Engine, ResolvedConfig
+from elastic.engines.base import Config, Engine, ResolvedConfig, UserObjects
 from elastic.training.anomalies import AnomalyWatch
 from elastic.training.data import cursor
 from elastic.training.data.blocks import InBlocks
@@ -67,10 +67,7 @@ def assemble(generation: Generation, given: Given, handles: Handles | None = Non
         resolved,
         nonfinite if nonfinite != "off" else None,
         scope.device,
-        model=given.model,
-        optimizer=given.optimizer,
-        lr_scheduler=given.lr_scheduler,
-        model_parameters=_copied(given.model_parameters),
+        UserObjects(given.model, given.optimizer, given.lr_scheduler, _copied(given.model_parameters)),
     )
     generation.own(engine)
     generation.group.seal()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,9 +11,9 @@ from typing import Any
 import yaml
 from elastic_cluster.kube.manifests.job import KubeJob
 
-from elastic.core.errors import UsageError
 from elastic_jobs.job_file.load import load_job
 from elastic_jobs.kube.job import kube_job, manifests
+from elastic_jobs.output_file import write_whole
 from elastic_jobs.terminal import put, put_json, say
 
 HELP = "print a job as manifests for KubeRay, checked, without asking any cluster"
@@ -56,7 +55,7 @@ def prepare(options: argparse.Namespace) -> tuple[KubeJob, list[dict[str, Any]]]
 def run(options: argparse.Namespace) -> int:
     job, rendered = prepare(options)
     if options.output is not None:
-        _write(options.output, as_json(job, rendered) if options.json else as_yaml(rendered))
+        write_whole(options.output, as_json(job, rendered) if options.json else as_yaml(rendered))
     elif options.json:
         put_json({"run_id": job.run_id, "manifests": rendered})
     else:
@@ -100,18 +99,6 @@ def about(job: KubeJob, rendered: Sequence[Mapping[str, Any]]) -> list[str]:
             "no 'control_store': if the head pod is lost, a new cluster continues from the newest checkpoint in storage"
         )
     return lines
-
-
-def _write(file: str, text: str) -> None:
-    """The whole file or none of it."""
-    path = Path(file)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise UsageError(f"{path} cannot be written: {error.strerror}") from error
 
 
 class _Dumper(yaml.SafeDumper):

@@ -40,7 +40,10 @@ def test_options_may_be_a_file(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be read: No such file"):
         read_options(file)
     file.write_text("{")
-    with pytest.raises(UsageError, match="are not JSON"):
+    with pytest.raises(UsageError, match="is not JSON"):
+        read_options(file)
+    file.write_text('{"micro_batch": 2, "micro_batch": 4}')
+    with pytest.raises(UsageError, match="the key 'micro_batch' is given twice"):
         read_options(file)
     file.write_text("[1]")
     with pytest.raises(UsageError, match="must be a JSON object"):
