@@ -4,6 +4,8 @@ Supported are numbers, strings, booleans, None, enums, dataclasses, tuples, list
 Any (plain JSON values), and unions of dataclasses with None. A mapping is a list of pairs, so that keys keep their type
 and order; a member of a union of several dataclasses is a pair of its name and its fields.
 
+A class of another kind names the type as which it is written in `JSON_FORM`, and is made of such a value.
+
 A field with `NOT_KEPT` as metadata is left out; reading gives it its default, or what the caller hands over.
 """
 
@@ -48,6 +50,9 @@ def decode(cls: type[_T], data: Any, **given: Any) -> _T:
 def _coder(kind: Any) -> tuple[_Code, _Code]:
     """(encoder, decoder) for a type."""
     origin, args = get_origin(kind), get_args(kind)
+    if (form := getattr(kind, "JSON_FORM", None)) is not None:
+        put, get = _coder(form)
+        return put, lambda data: kind(get(data))
     if kind is Any or origin is Literal:
         return _same, _same
     if kind in _SCALARS:

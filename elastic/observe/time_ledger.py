@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from elastic.core.data.sample_ledger import SampleCount as SampleCount
 from elastic.core.data.sample_ledger import SampleLedger as SampleLedger
 from elastic.core.run.phase import Closing, Ending, Joining, Pausing, Training, Waiting
-from elastic.core.run.state import RunState, SlotPhase, WorkerPhase
+from elastic.core.run.state import RunState, WorkerPhase
 
 QUEUE = "queue"
 PROVISION = "provision"
@@ -184,15 +184,14 @@ def _joining(state: RunState, phase: Joining) -> str:
 
 def _waiting(state: RunState) -> str:
     """Starting workers are waited for only while there are not enough others."""
-    phases = [worker.phase for worker in state.fleet.workers.values()]
-    if phases.count(WorkerPhase.IDLE) >= state.settings.scaling.min_workers:
+    workers, slots = state.fleet.workers, state.fleet.slots
+    if workers.count(WorkerPhase.IDLE) >= state.settings.scaling.min_workers:
         return DECIDE
-    if len(phases) >= state.settings.scaling.min_workers:
+    if len(workers) >= state.settings.scaling.min_workers:
         return START
     if state.generation > state.first_generation:
         return WAIT_FOR_CAPACITY
-    placed = any(slot.phase is SlotPhase.PLACED for slot in state.fleet.slots.values())
-    return PROVISION if placed else QUEUE
+    return PROVISION if len(slots) > len(slots.pending) else QUEUE
 
 
 def _fold(parts: list[tuple[int, int]]) -> None:

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 from elastic.core.events import ControlStoreAway, ControlStoreBack
 from elastic.core.run.phase import Waiting
-from elastic.core.run.state import WorkerPhase
 from elastic.core.run.transition import Transition
 
 
@@ -37,6 +36,6 @@ def back(transition: Transition, event: ControlStoreBack) -> None:
 
 def restart_starts(transition: Transition) -> None:
     """No worker could start in the meantime, so every start limit restarts."""
-    for worker in transition.fleet.workers.values():
-        if worker.phase is WorkerPhase.STARTING:
-            transition.put_worker(replace(worker, since=transition.now))
+    workers = transition.fleet.workers
+    late = {number: replace(workers[number], since=transition.now) for number in workers.starting}
+    transition.set_fleet(workers=workers.put(late))

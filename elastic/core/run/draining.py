@@ -16,7 +16,7 @@ from elastic.core.events import NodesDraining
 from elastic.core.run.generations import start_pause
 from elastic.core.run.phase import Training, Waiting
 from elastic.core.run.recovery import query_snapshots
-from elastic.core.run.state import Notice, RunState, WorkerPhase
+from elastic.core.run.state import Notice, RunState
 from elastic.core.run.transition import Transition
 
 
@@ -72,11 +72,12 @@ def _leave_by(state: RunState, notice: Notice) -> float:
 def leave_draining(transition: Transition, phase: Training) -> bool:
     """Ask the generation to end without the members on draining nodes; True if it was asked."""
     state = transition.state
-    going = {w for w in state.members if state.fleet.node_of(w) in state.fleet.draining}
+    slots = (slot for node in state.fleet.draining for slot in state.fleet.slots.on(node))
+    going = {w.id for slot in slots for w in transition.workers_in(slot) if w.id in state.members}
     if not going:
         return False
     low = state.settings.scaling.min_workers
-    staying = len(state.members) - len(going) + len(state.idle)
+    staying = len(state.members) - len(going) + state.idle_count
     size = min(staying, state.settings.scaling.max_workers)
     notices = [state.fleet.draining[node] for node in {state.fleet.node_of(w) for w in going} if node is not None]
     urgent = any(notice.urgent for notice in notices)
@@ -99,8 +100,7 @@ def leave_draining(transition: Transition, phase: Training) -> bool:
 
 def _arriving(state: RunState) -> bool:
     """True while a worker is starting on a node that is not draining."""
-    starting = (w for w in state.fleet.workers.values() if w.phase is WorkerPhase.STARTING)
-    return any(state.fleet.node_of(worker.id) not in state.fleet.draining for worker in starting)
+    return any(state.fleet.node_of(worker) not in state.fleet.draining for worker in state.fleet.workers.starting)
 
 
 def drop_left(transition: Transition) -> None:
@@ -110,10 +110,10 @@ def drop_left(transition: Transition) -> None:
         _drop_saved(transition)
     if not isinstance(phase, Training) or not phase.first_step_done:
         return
-    carrying = transition.state.carrying
-    for slot in tuple(transition.fleet.slots.values()):
-        if slot.node in transition.fleet.draining and slot.id not in carrying:
-            transition.drop_slot(slot.id, "its node is draining")
+    members, slots = transition.state.members, transition.fleet.slots
+    for slot in sorted(slot for node in transition.fleet.draining for slot in slots.on(node)):
+        if not any(worker.id in members for worker in transition.workers_in(slot)):
+            transition.drop_slot(slot, "its node is draining")
 
 
 def _drop_saved(transition: Transition) -> None:
@@ -123,7 +123,7 @@ def _drop_saved(transition: Transition) -> None:
     if newest is None or newest.step < transition.state.furthest_step:
         return
     urgent = {node for node, notice in transition.fleet.draining.items() if notice.urgent}
-    going = [slot.id for slot in transition.fleet.slots.values() if slot.node in urgent]
+    going = sorted(slot for node in urgent for slot in transition.fleet.slots.on(node))
     for slot_id in going:
         transition.drop_slot(slot_id, "its node is draining, and everything is saved")
     if going and transition.saved.surveys:

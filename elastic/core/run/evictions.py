@@ -36,7 +36,7 @@ def _evict(transition: Transition, worker: int, why: str) -> None:
     if not isinstance(phase, Training) or phase.completed or not phase.first_step_done or state.stop_reason is not None:
         return
     left = sum(state.fleet.workers[member].slot != slot for member in state.members)
-    idle = len(transition.idle_workers())
+    idle = transition.state.idle_count
     if left + idle < state.settings.scaling.min_workers:
         low = state.settings.scaling.min_workers
         transition.say(f"{transition.name_of(worker)} is kept: {left + idle} would be left of at least {low}")
@@ -59,7 +59,7 @@ def give_back_evicted(transition: Transition) -> None:
             if slot.node is not None:
                 transition.strike(slot.node, "the others continue without it", certain=True)
             transition.drop_slot(slot_id, "the others continue without it")
-    elif isinstance(phase, Waiting) and len(transition.idle_workers()) < state.settings.scaling.min_workers:
+    elif isinstance(phase, Waiting) and state.idle_count < state.settings.scaling.min_workers:
         # A slot whose node's drain deadline is near cannot be kept.
         lost = tuple(slot for slot in state.fleet.evicted if _is_urgent(state, slot))
         if lost != state.fleet.evicted:

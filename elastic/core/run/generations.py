@@ -21,10 +21,12 @@ from elastic.core.events import (
     WorkerCompleted,
     WorkerLeft,
 )
+from elastic.core.fleet import Members
 from elastic.core.run.phase import Closing, Ending, Joining, Pausing, Training
 from elastic.core.run.recovery import backdate, close_incident, fail_generation, open_incident, reject_checkpoint
 from elastic.core.run.state import KnownCheckpoint, WorkerPhase
 from elastic.core.run.transition import Transition
+from elastic.core.tables import Amounts
 
 _KEPT = 100
 
@@ -41,7 +43,7 @@ def begin(transition: Transition, size: int, reason: str) -> None:
         next_generation=number, next_world_size=size, resumed_step=step, steps_repeated=repeated,
         source=source_of(base),
     )  # fmt: skip
-    transition.set(generation=number, members=members, base=base, start_step=step, done_step=None)
+    transition.set(generation=number, members=Members(members), base=base, start_step=step, done_step=None)
     # Forget failed writes of earlier generations: this generation's own writes count.
     transition.set_saved(storage_failing=False, cannot_save=(), snapshots=(), survey=None)
     transition.set_fleet(reached=frozenset())
@@ -69,7 +71,7 @@ def group_joined(transition: Transition, event: GroupJoined) -> None:
     phase = transition.state.phase
     if not isinstance(phase, Joining) or event.worker not in transition.state.members:
         return
-    joined = phase.joined | {event.worker}
+    joined = phase.joined.plus((event.worker,))
     transition.enter(replace(phase, joined=joined))
     if len(joined) == transition.state.world_size:
         transition.mark("group_ready")
@@ -80,7 +82,7 @@ def restore_progressed(transition: Transition, event: RestoreProgressed) -> None
     phase = transition.state.phase
     if not isinstance(phase, Joining) or event.bytes <= phase.restored.get(event.worker, 0):
         return
-    restored = {**phase.restored, event.worker: event.bytes}
+    restored = phase.restored.put({event.worker: event.bytes})
     transition.enter(replace(phase, restored=restored, moved_at=transition.now))
 
 
@@ -88,8 +90,8 @@ def training_reached(transition: Transition, event: TrainingReached) -> None:
     phase = transition.state.phase
     if not isinstance(phase, Joining) or event.worker not in transition.state.members:
         return
-    ready = phase.training | {event.worker}
-    transition.enter(replace(phase, joined=phase.joined | {event.worker}, training=ready))
+    ready = phase.training.plus((event.worker,))
+    transition.enter(replace(phase, joined=phase.joined.plus((event.worker,)), training=ready))
     if len(ready) == transition.state.world_size:
         transition.mark("group_ready", "state_ready")
         transition.enter(Training(transition.now))
@@ -102,9 +104,9 @@ def _save_only(transition: Transition) -> None:
     state, phase = transition.state, transition.state.phase
     assert isinstance(phase, Training)
     limit, at = transition.now + state.settings.failures.drain_timeout_s, state.start_step
-    answers = dict.fromkeys(state.members, at)
+    answers = Amounts(dict.fromkeys(state.members, at))
     transition.enter(Pausing(transition.now, limit, "stop", was=phase, answers=answers, stop_at=at, durable=True))
-    transition.do(CommitStop(state.generation, state.members, at, True, last=True))
+    transition.do(CommitStop(state.generation, tuple(state.members), at, True, last=True))
 
 
 def first_step_done(transition: Transition, event: FirstStepDone) -> None:
@@ -142,7 +144,7 @@ def start_pause(transition: Transition, purpose: str, reason: str, durable: bool
     durable = not transition.state.settings.snapshots.enabled if durable is None else durable
     transition.enter(Pausing(transition.now, limit, purpose, was=phase, durable=durable))
     transition.say(f"generation {transition.state.generation} will end at a step boundary: {reason}")
-    transition.do(ProposeStop(transition.state.generation, transition.state.members))
+    transition.do(ProposeStop(transition.state.generation, tuple(transition.state.members)))
 
 
 def stop_promised(transition: Transition, event: StopPromised) -> None:
@@ -155,7 +157,7 @@ def stop_promised(transition: Transition, event: StopPromised) -> None:
 
 
 def _promised(transition: Transition, phase: Pausing, worker: int, step: int) -> None:
-    answers = {**phase.answers, worker: step}
+    answers = phase.answers.put({worker: step})
     transition.enter(replace(phase, answers=answers))
     if len(answers) == transition.state.world_size:
         stop_at = max(answers.values())
@@ -209,7 +211,7 @@ def worker_completed(transition: Transition, event: WorkerCompleted) -> None:
         return
     running = replace(
         running,
-        completed=running.completed | {event.worker},
+        completed=running.completed.plus((event.worker,)),
         all_reached_end=running.all_reached_end and event.reached_end,
     )
     if isinstance(phase, Pausing):
@@ -220,7 +222,7 @@ def worker_completed(transition: Transition, event: WorkerCompleted) -> None:
             _promised(transition, replace(phase, was=running, durable=True), event.worker, event.step)
     else:
         transition.enter(running)
-    if running.completed >= set(transition.state.members):
+    if len(running.completed) == transition.state.world_size:
         close(transition, event.step, running.all_reached_end)
 
 
@@ -252,7 +254,7 @@ def user_code_failed(transition: Transition, event: UserCodeFailed) -> None:
     fail_generation(transition, kind, evidence, event.step)
     phase = transition.state.phase
     if isinstance(phase, Ending):
-        transition.enter(replace(phase, raised=phase.raised | {event.worker}))
+        transition.enter(replace(phase, raised=phase.raised.plus((event.worker,))))
 
 
 def restore_failed(transition: Transition, event: RestoreFailed) -> None:

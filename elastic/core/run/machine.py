@@ -40,7 +40,7 @@ from elastic.core.run.phase import Closing, Ending, Finished, Joining, Pausing, 
 from elastic.core.run.reconcile import next_deadline as next_deadline
 from elastic.core.run.reconcile import reconcile
 from elastic.core.run.recovery import end_unknown_generation, in_generation
-from elastic.core.run.state import KnownCheckpoint, RunState, SlotPhase, WorkerPhase
+from elastic.core.run.state import KnownCheckpoint, RunState
 from elastic.core.run.transition import Transition
 from elastic.core.settings import RunSettings
 
@@ -78,15 +78,15 @@ def reissue(state: RunState) -> tuple[Action, ...]:
     phase = state.phase
     actions: list[Action] = []
     per_slot = state.settings.scaling.workers_per_slot
-    pending = (slot for slot in state.fleet.slots.values() if slot.phase is SlotPhase.PENDING)
+    pending = (state.fleet.slots[number] for number in state.fleet.slots.pending)
     actions += [RequestSlot(slot.id, per_slot, slot.avoid) for slot in pending]
-    starting = (worker for worker in state.fleet.workers.values() if worker.phase is WorkerPhase.STARTING)
+    starting = (state.fleet.workers[number] for number in state.fleet.workers.starting)
     actions += [StartWorker(worker.id, worker.slot) for worker in starting]
     if isinstance(phase, Joining):
-        base = state.base.id if state.base else None
+        base, members = state.base.id if state.base else None, tuple(state.members)
         only_saves = state.gives_up_for is not None
         actions.append(
-            BeginGeneration(state.generation, state.members, base, state.start_step, state.trouble.skips, only_saves)
+            BeginGeneration(state.generation, members, base, state.start_step, state.trouble.skips, only_saves)
         )
     elif isinstance(phase, Ending):
         actions.append(EndGeneration(state.generation, state.members_inside, "the controller was restarted meanwhile"))

@@ -91,8 +91,11 @@ def worker_ready(transition: Transition, event: WorkerReady) -> None:
         return
     transition.put_worker(replace(worker, phase=WorkerPhase.IDLE, pid=event.pid, host=event.host, since=transition.now))
     slot = transition.fleet.slots[worker.slot]
-    transition.put_slot(replace(slot, start_failures=0))
-    transition.set_trouble(streaks=replace(transition.trouble.streaks, start_failures=0, slot_failures=0))
+    if slot.start_failures:
+        transition.put_slot(replace(slot, start_failures=0))
+    streaks = transition.trouble.streaks
+    if streaks.start_failures or streaks.slot_failures:
+        transition.set_trouble(streaks=replace(streaks, start_failures=0, slot_failures=0))
     transition.say(
         f"{transition.name_of(worker.id)} is ready after {transition.now - worker.since:.1f} s", kind="worker"
     )
@@ -120,7 +123,7 @@ def start_failed(transition: Transition, worker_id: int, evidence: str) -> None:
     transition.set_trouble(streaks=replace(transition.trouble.streaks, start_failures=streak))
     transition.put_slot(replace(slot, start_failures=slot.start_failures + 1))
     transition.say(f"{transition.name_of(worker_id)} could not be started: {evidence}")
-    stuck = isinstance(transition.state.phase, Waiting) and len(transition.idle_workers()) < scaling.min_workers
+    stuck = isinstance(transition.state.phase, Waiting) and transition.state.idle_count < scaling.min_workers
     if stuck and streak > limits.startup_retries * (scaling.max_slots + 1):
         finish(transition, GAVE_UP, f"{streak} worker processes in a row could not be started; the last: {evidence}")
     elif slot.start_failures < limits.startup_retries:
@@ -132,7 +135,7 @@ def start_failed(transition: Transition, worker_id: int, evidence: str) -> None:
 def drop_worn_slots(transition: Transition) -> None:
     """Release slots in which workers cannot be started, once the generation does not need their other workers."""
     retries = transition.state.settings.failures.startup_retries
-    for slot in tuple(transition.fleet.slots.values()):
+    for slot in [transition.fleet.slots[number] for number in sorted(transition.fleet.slots.failing)]:
         if slot.start_failures > retries and not any(
             needed(transition.state, w) for w in transition.workers_in(slot.id)
         ):
@@ -216,7 +219,7 @@ def _acquitted_too_often(transition: Transition, node: str) -> bool:
     limits = transition.state.settings.failures
     # Longer than one silence and its probe: the agent was heard in between.
     window_s = 3 * (limits.suspect_after_s + limits.probe_timeout_s)
-    slots = [slot for slot in transition.fleet.slots.values() if slot.node == node]
+    slots = [transition.fleet.slots[slot] for slot in transition.fleet.slots.on(node)]
     for slot in slots:
         again = transition.now - slot.acquitted_at <= window_s
         count = slot.acquittals + 1 if again else 1

@@ -12,8 +12,9 @@ A suspicion (silent workers that are being probed) exists beside the phase: trai
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from elastic.core.tables import Amounts, Numbers
 
 # Exit statuses; `jobs` maps them to exit codes.
 FINISHED = "finished"
@@ -40,10 +41,10 @@ class Waiting:
 @dataclass(frozen=True)
 class Joining:
     since: float
-    joined: frozenset[int] = frozenset()
-    training: frozenset[int] = frozenset()
+    joined: Numbers = field(default_factory=Numbers)
+    training: Numbers = field(default_factory=Numbers)
     # Bytes of state that each member has read so far, and when one of these numbers has grown (0: not yet).
-    restored: Mapping[int, int] = field(default_factory=dict)
+    restored: Amounts = field(default_factory=Amounts)
     moved_at: float = 0.0
 
     @property
@@ -56,7 +57,7 @@ class Joining:
 class Training:
     since: float
     first_step_done: bool = False
-    completed: frozenset[int] = frozenset()
+    completed: Numbers = field(default_factory=Numbers)
     all_reached_end: bool = True
 
 
@@ -68,7 +69,7 @@ class Pausing:
     deadline: float
     purpose: str
     was: Training
-    answers: Mapping[int, int] = field(default_factory=dict)
+    answers: Amounts = field(default_factory=Amounts)
     stop_at: int | None = None
     # False where the memory of the nodes takes the last step, and storage need not be waited for.
     durable: bool = True
@@ -87,7 +88,7 @@ class Ending:
     kind: str = "collective-failed"
     evidence: str = ""
     lost: frozenset[int] = frozenset()
-    raised: frozenset[int] = frozenset()
+    raised: Numbers = field(default_factory=Numbers)
 
 
 @dataclass(frozen=True)

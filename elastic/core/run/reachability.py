@@ -78,6 +78,6 @@ def _leave_out(transition: Transition, node: str, unreachable: tuple[tuple[str, 
     others = sorted({who for pair in unreachable if node in pair for who in pair} - {node})
     why = f"it and {', '.join(name[:8] for name in others)} cannot reach each other"
     transition.strike(node, why, certain=True)
-    for slot in [slot for slot in transition.fleet.slots.values() if slot.node == node]:
-        record_loss(transition, tuple(worker.id for worker in transition.workers_in(slot.id)), node)
-        transition.drop_slot(slot.id, why)
+    for slot in transition.fleet.slots.on(node):
+        record_loss(transition, tuple(worker.id for worker in transition.workers_in(slot)), node)
+        transition.drop_slot(slot, why)

@@ -27,7 +27,7 @@ from elastic.core.run.phase import (
 from elastic.core.run.reachability import newcomers_reached, unanswered
 from elastic.core.run.recovery import fail_generation, finish, resolve_ending, wait
 from elastic.core.run.slot_demand import keep_to_limit, make_room, why_waiting
-from elastic.core.run.state import RunState, Slot, SlotPhase, WorkerPhase
+from elastic.core.run.state import RunState, WorkerPhase
 from elastic.core.run.storage_trouble import kept_in_memory, save_without, who_cannot_save
 from elastic.core.run.transition import Transition
 
@@ -51,11 +51,11 @@ def next_deadline(state: RunState) -> float | None:
     Always later than the Tick that was last given, so that a caller who waits for it does not spin.
     """
     failures, phase = state.settings.failures, state.phase
-    times = [
-        worker.since + failures.worker_start_timeout_s
-        for worker in state.fleet.workers.values()
-        if worker.phase is WorkerPhase.STARTING and not state.fleet.control_store_away
-    ]
+    times: list[float] = []
+    starting = state.fleet.workers.starting
+    if starting and not state.fleet.control_store_away:
+        # The first one was started first.
+        times.append(state.fleet.workers[next(iter(starting))].since + failures.worker_start_timeout_s)
     if state.trouble.suspicion is not None:
         times.append(state.trouble.suspicion.deadline)
     if state.saved.survey is not None:
@@ -73,10 +73,9 @@ def next_deadline(state: RunState) -> float | None:
     if state.fleet.slots_not_before and not isinstance(phase, Finished):
         times.append(state.fleet.slots_not_before)
     times += next_ripening(state) if not isinstance(phase, Finished) else []
-    pending = _pending(state)
-    if pending and not state.fleet.slots_not_before:
-        shut = frozenset.intersection(*(frozenset(slot.avoid) for slot in pending))
-        times += [state.fleet.quarantine[node].until for node in shut if node in state.fleet.quarantine]
+    if not state.fleet.slots_not_before:
+        quarantine = state.fleet.quarantine
+        times += [quarantine[node].until for node in state.fleet.slots.shut if node in quarantine]
     return min(times, default=None)
 
 
@@ -107,9 +106,9 @@ def _survey(transition: Transition) -> None:
 def _starts(transition: Transition) -> None:
     limit = transition.state.settings.failures.worker_start_timeout_s
     # Only a Tick lets a deadline pass; thousands of workers are not looked at for every other event.
-    for worker in tuple(transition.fleet.workers.values()) if transition.is_tick else ():
-        starting = worker.phase is WorkerPhase.STARTING and not transition.fleet.control_store_away
-        if starting and transition.passed(worker.since + limit):
+    looked_at = transition.is_tick and not transition.fleet.control_store_away
+    for worker in [transition.fleet.workers[w] for w in transition.fleet.workers.starting] if looked_at else ():
+        if transition.passed(worker.since + limit):
             if worker.id in transition.fleet.workers:
                 start_failed(transition, worker.id, f"not ready after {limit:.0f} s")
             if isinstance(transition.state.phase, Finished):
@@ -137,8 +136,8 @@ def _slots(transition: Transition) -> None:
     if transition.fleet.slots_not_before and transition.passed(transition.fleet.slots_not_before):
         transition.set_fleet(slots_not_before=0.0)
     if _needs_no_more(transition.state):
-        for slot in _pending(transition.state):
-            transition.drop_slot(slot.id, "the run is coming to its end")
+        for slot in tuple(transition.fleet.slots.pending):
+            transition.drop_slot(slot, "the run is coming to its end")
     elif not transition.fleet.slots_not_before:
         _ask_for_released(transition)
         for _ in range(_missing_slots(transition.state)):
@@ -151,14 +150,9 @@ def _ask_for_released(transition: Transition) -> None:
     Not all of them, and none when a node is quarantined (a slot that gets it is given back): where a hundred slots
     wait and nodes fail in a burst, each failure would have them all asked for again.
     """
-    pending = _pending(transition.state)
-    shut = frozenset.intersection(*(frozenset(slot.avoid) for slot in pending)) if pending else frozenset()
-    if shut - frozenset(avoided(transition.fleet.quarantine, transition.now)):
-        transition.drop_slot(pending[-1].id, "it is requested anew: a node is no longer quarantined")
-
-
-def _pending(state: RunState) -> list[Slot]:
-    return [slot for slot in state.fleet.slots.values() if slot.phase is SlotPhase.PENDING]
+    slots = transition.fleet.slots
+    if slots.shut - frozenset(avoided(transition.fleet.quarantine, transition.now)):
+        transition.drop_slot(max(slots.pending), "it is requested anew: a node is no longer quarantined")
 
 
 def _needs_no_more(state: RunState) -> bool:
@@ -168,10 +162,8 @@ def _needs_no_more(state: RunState) -> bool:
 
 def _missing_slots(state: RunState) -> int:
     # A slot on a node that is going away is replaced before it is gone.
-    staying = len(state.fleet.slots)
-    if state.fleet.draining:
-        staying = sum(slot.node not in state.fleet.draining for slot in state.fleet.slots.values())
-    return max(0, state.max_slots - staying)
+    going = sum(len(state.fleet.slots.on(node)) for node in state.fleet.draining)
+    return max(0, state.max_slots - (len(state.fleet.slots) - going))
 
 
 def _stage(transition: Transition) -> None:
@@ -328,17 +320,16 @@ def _only_in_memory(state: RunState) -> bool:
 
 
 def _enough(state: RunState) -> bool:
-    return len(state.idle) >= state.settings.scaling.min_workers
+    return state.idle_count >= state.settings.scaling.min_workers
 
 
 def _facts(state: RunState, since: float, now: float) -> ScalingFacts:
-    phases = [worker.phase for worker in state.fleet.workers.values()]
     return ScalingFacts(
         settings=state.settings.scaling,
         now=now,
-        idle=len(state.idle),
-        arriving=phases.count(WorkerPhase.STARTING),
-        pending_slots=sum(slot.phase is SlotPhase.PENDING for slot in state.fleet.slots.values()),
+        idle=state.idle_count,
+        arriving=state.fleet.workers.count(WorkerPhase.STARTING),
+        pending_slots=len(state.fleet.slots.pending),
         members=state.world_size,
         waiting_since=since,
         first_start=state.generation == state.first_generation,

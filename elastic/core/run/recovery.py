@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from elastic.core.actions import CloseIncident, EndGeneration, FinishRun, QuerySnapshots, ReleaseSlot
 from elastic.core.checkpoint.snapshots import is_snapshot
+from elastic.core.fleet import Members, Slots, Workers
 from elastic.core.incident import Incident
 from elastic.core.run.budgets import anomaly_budget_spent, backoff_s, count_failure, most_node_losses
 from elastic.core.run.phase import (
@@ -123,9 +124,9 @@ def fail_generation(
 def end_unknown_generation(transition: Transition, number: int) -> None:
     """End a generation that the journal does not contain: its members, their last step and whether it continues are
     unknown. The remaining members are told to end it, and the next generation gets a higher number."""
-    for worker in [worker for worker in transition.fleet.workers.values() if worker.phase is WorkerPhase.STARTING]:
+    for worker in tuple(transition.fleet.workers.starting):
         # It may have been ready since, and a member.
-        transition.replace_worker(worker.id, "it is not known what has become of it")
+        transition.replace_worker(worker, "it is not known what has become of it")
     state = transition.state
     evidence = (
         f"the journal could not be written before the controller was restarted: it ends with generation "
@@ -136,7 +137,7 @@ def end_unknown_generation(transition: Transition, number: int) -> None:
         key=lambda worker: (worker.slot, worker.id),
     )
     names = tuple(worker.id for worker in members)
-    transition.set(generation=number, members=names, done_step=None)
+    transition.set(generation=number, members=Members(names), done_step=None)
     transition.set_saved(snapshots=(), survey=None)
     transition.set_phase(names, WorkerPhase.MEMBER)
     open_incident(transition, "collective-failed", evidence, state.furthest_step)
@@ -184,7 +185,7 @@ def _give_up(transition: Transition, reason: str) -> None:
 
 
 def _go_on(transition: Transition, phase: Ending) -> None:
-    survivors, low = len(transition.idle_workers()), transition.state.settings.scaling.min_workers
+    survivors, low = transition.state.idle_count, transition.state.settings.scaling.min_workers
     what = f"continue with {survivors}" if survivors >= low else f"wait for {low - survivors} more workers"
     lost = f"{len(phase.lost)} workers lost" if phase.lost else "no worker lost"
     pause = backoff_s(transition.state)
@@ -200,7 +201,7 @@ def wait(transition: Transition, reason: str, pause_s: float = 0.0, reach: bool 
     """No generation runs; the next one begins after `pause_s`, when there are enough workers."""
     not_before = transition.now + pause_s if pause_s else 0.0
     # Failed starts beside a healthy generation do not count against this wait.
-    transition.set(members=())
+    transition.set(members=Members())
     transition.set_trouble(streaks=replace(transition.trouble.streaks, start_failures=0))
     transition.enter(Waiting(transition.now, reason, not_before))
     # One with a history may be among those who wait to be let in.
@@ -228,8 +229,8 @@ def finish(transition: Transition, status: str, reason: str) -> None:
         close_incident(transition)
     for slot in tuple(transition.fleet.slots):
         transition.do(ReleaseSlot(slot, f"the run is over: {status}"))
-    transition.set_fleet(slots={}, evicted=(), workers={})
-    transition.set(members=(), phase=Finished(transition.now, status, reason))
+    transition.set_fleet(slots=Slots(), evicted=(), workers=Workers())
+    transition.set(members=Members(), phase=Finished(transition.now, status, reason))
     transition.set_trouble(suspicion=None)
     transition.set_saved(survey=None, snapshots=())
     transition.say(f"the run is over ({status}): {reason}", status=status)

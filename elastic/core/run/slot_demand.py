@@ -62,7 +62,7 @@ def keep_to_limit(transition: Transition) -> None:
     unused = [slot for slot in staying if slot.id not in carrying]
     training = isinstance(state.phase, Training) and state.phase.first_step_done
     least = state.settings.scaling.min_slots
-    placed = sum(slot.phase is SlotPhase.PLACED for slot in state.fleet.slots.values())
+    placed = len(state.fleet.slots) - len(state.fleet.slots.pending)
     stuck = isinstance(state.phase, Waiting) and limit < least and placed < least
     if not training and not stuck:
         unused = [slot for slot in unused if slot.phase is SlotPhase.PENDING]
@@ -84,7 +84,8 @@ def make_room(transition: Transition, phase: Training) -> bool:
         return False
     # Never go below the minimum: a run that trains is not stopped for another one.
     keep = max(state.max_slots, state.settings.scaling.min_slots)
-    going = sorted(state.carrying)[keep:]
+    # Every member is in a slot: the usual case needs no look at them.
+    going = sorted(state.carrying)[keep:] if len(state.fleet.slots) > keep else []
     if not going:
         return False
     ceded = tuple(going)

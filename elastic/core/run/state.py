@@ -7,54 +7,19 @@ in `phase.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 
+from elastic.core.fleet import Members, Slots, Workers
+from elastic.core.fleet import Slot as Slot
+from elastic.core.fleet import SlotPhase as SlotPhase
+from elastic.core.fleet import Worker as Worker
+from elastic.core.fleet import WorkerPhase as WorkerPhase
 from elastic.core.incident import Incident
 from elastic.core.policy.quarantine import Quarantine
 from elastic.core.run.phase import RunPhase, Waiting
 from elastic.core.settings import RunSettings
 from elastic.core.typed_json import NOT_KEPT
-
-
-class SlotPhase(str, Enum):
-    PENDING = "pending"
-    PLACED = "placed"
-
-
-class WorkerPhase(str, Enum):
-    STARTING = "starting"
-    IDLE = "idle"
-    MEMBER = "member"
-
-
-@dataclass(frozen=True)
-class Slot:
-    """One node's share of the run. A lost slot is removed from the state; its number is never used again."""
-
-    id: int
-    phase: SlotPhase
-    since: float
-    node: str | None = None
-    start_failures: int = 0
-    # Nodes that it was asked not to be placed on.
-    avoid: tuple[str, ...] = ()
-    # How often in a row its node's agent was silent while a worker answered the probe, and when it was so last.
-    acquittals: int = 0
-    acquitted_at: float = 0.0
-
-
-@dataclass(frozen=True)
-class Worker:
-    """One worker process. A dead worker is removed; its successor in the same slot has a new number."""
-
-    id: int
-    slot: int
-    phase: WorkerPhase
-    since: float
-    pid: int | None = None
-    host: str = ""
 
 
 @dataclass(frozen=True)
@@ -133,8 +98,8 @@ class Anomaly:
 class Fleet:
     """The nodes, slots and workers of the run, and the limits on how many it asks for."""
 
-    slots: Mapping[int, Slot] = field(default_factory=dict)
-    workers: Mapping[int, Worker] = field(default_factory=dict)
+    slots: Slots = field(default_factory=Slots)
+    workers: Workers = field(default_factory=Workers)
     next_slot: int = 0
     next_worker: int = 0
     quarantine: Quarantine = field(default_factory=dict)
@@ -161,6 +126,10 @@ class Fleet:
     def nodes(self) -> tuple[str, ...]:
         """The nodes of the run's placed slots."""
         return tuple(dict.fromkeys(slot.node for slot in self.slots.values() if slot.node is not None))
+
+    def idle_in(self, slots: Iterable[int]) -> int:
+        """How many idle workers are in these slots."""
+        return sum(worker.phase is WorkerPhase.IDLE for slot in slots for worker in self.workers.in_slot(slot))
 
     def node_of(self, worker: int) -> str | None:
         known = self.workers.get(worker)
@@ -232,7 +201,7 @@ class RunState:
     started_at: float = 0.0
     generation: int = 0
     first_generation: int = 0
-    members: tuple[int, ...] = ()
+    members: Members = field(default_factory=Members)
     start_step: int = 0
     base: KnownCheckpoint | None = None
     furthest_step: int = 0
@@ -274,12 +243,12 @@ class RunState:
 
     @property
     def anyone_inside(self) -> bool:
-        workers = self.fleet.workers
-        return any(w in workers and workers[w].phase is WorkerPhase.MEMBER for w in self.members)
+        """No worker but a member of the generation has this phase."""
+        return self.fleet.workers.count(WorkerPhase.MEMBER) > 0
 
     @property
     def idle(self) -> tuple[Worker, ...]:
-        """Workers that could be members now.
+        """Workers that could be members now; `idle_count` without looking at each of them.
 
         Workers of evicted slots could not. Workers on a draining node could only where the run cannot begin without
         them and there is time left.
@@ -294,5 +263,15 @@ class RunState:
             return staying
         return tuple(worker for worker, notice in notices if notice is None or not notice.urgent)
 
+    @property
+    def idle_count(self) -> int:
+        """How many workers `idle` has."""
+        fleet = self.fleet
+        draining = [slot for node in fleet.draining for slot in fleet.slots.on(node) if slot not in fleet.evicted]
+        staying = fleet.workers.count(WorkerPhase.IDLE) - fleet.idle_in((*dict.fromkeys(fleet.evicted), *draining))
+        if not isinstance(self.phase, Waiting) or staying >= self.settings.scaling.min_workers:
+            return staying
+        return staying + fleet.idle_in(s for s in draining if not fleet.draining[fleet.slots[s].node or ""].urgent)
+
     def rank_of(self, worker: int) -> int | None:
-        return self.members.index(worker) if worker in self.members else None
+        return self.members.ranks.get(worker)

@@ -16,7 +16,7 @@ from elastic.core.policy.quarantine import avoided, struck
 from elastic.core.run.phase import RunPhase
 from elastic.core.run.state import Fleet, RunState, Saved, Slot, SlotPhase, Trouble, Worker, WorkerPhase
 
-_Record = TypeVar("_Record", RunState, Fleet, Saved, Trouble)
+_Record = TypeVar("_Record", RunState, Fleet, Saved, Trouble, Worker)
 
 
 def _changed(record: _Record, changes: Mapping[str, Any]) -> _Record:
@@ -73,7 +73,7 @@ class Transition:
     def request_slot(self) -> None:
         avoid = avoided(self.fleet.quarantine, self.now)
         slot = Slot(self.fleet.next_slot, SlotPhase.PENDING, self.now, avoid=avoid)
-        self.set_fleet(next_slot=slot.id + 1, slots={**self.fleet.slots, slot.id: slot})
+        self.set_fleet(next_slot=slot.id + 1, slots=self.fleet.slots.put({slot.id: slot}))
         self.do(RequestSlot(slot.id, self.state.settings.scaling.workers_per_slot, avoid))
 
     def strike(self, node: str, why: str, *, certain: bool) -> None:
@@ -94,7 +94,7 @@ class Transition:
         for worker in self.workers_in(slot):
             self.forget_worker(worker.id)
         self.set_fleet(
-            slots={key: value for key, value in self.fleet.slots.items() if key != slot},
+            slots=self.fleet.slots.without((slot,)),
             evicted=tuple(other for other in self.fleet.evicted if other != slot),
             ceded=tuple(other for other in self.fleet.ceded if other != slot),
         )
@@ -107,13 +107,13 @@ class Transition:
         self.do(StartWorker(worker.id, slot))
 
     def put_worker(self, worker: Worker) -> None:
-        self.set_fleet(workers={**self.fleet.workers, worker.id: worker})
+        self.set_fleet(workers=self.fleet.workers.put({worker.id: worker}))
 
     def put_slot(self, slot: Slot) -> None:
-        self.set_fleet(slots={**self.fleet.slots, slot.id: slot})
+        self.set_fleet(slots=self.fleet.slots.put({slot.id: slot}))
 
     def forget_worker(self, worker: int) -> None:
-        self.set_fleet(workers={key: value for key, value in self.fleet.workers.items() if key != worker})
+        self.set_fleet(workers=self.fleet.workers.without((worker,)))
 
     def replace_worker(self, worker: int, cause: str) -> None:
         """End the worker's process and start a fresh one in its slot."""
@@ -129,8 +129,9 @@ class Transition:
             self.forget_worker(worker)
 
     def set_phase(self, workers: Iterable[int], phase: WorkerPhase) -> None:
-        changed = {w: replace(self.fleet.workers[w], phase=phase) for w in workers if w in self.fleet.workers}
-        self.set_fleet(workers={**self.fleet.workers, **changed})
+        there = self.fleet.workers
+        changed = {w: _changed(there[w], {"phase": phase}) for w in workers if w in there}
+        self.set_fleet(workers=there.put(changed))
 
     # --- reading ---
 
@@ -156,7 +157,7 @@ class Transition:
         return self._tick and self.now >= deadline
 
     def workers_in(self, slot: int) -> list[Worker]:
-        return [worker for worker in self.fleet.workers.values() if worker.slot == slot]
+        return self.fleet.workers.in_slot(slot)
 
     def idle_workers(self) -> list[Worker]:
         """Workers that could be members now, ordered so that one node's ranks are neighbours."""

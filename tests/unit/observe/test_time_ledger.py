@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic.core.fleet import Members, Slots, Workers
 from elastic.core.incident import Incident
 from elastic.core.run.phase import Closing, Ending, Finished, Joining, Pausing, RunPhase, Training, Waiting
 from elastic.core.run.state import Fleet, KnownCheckpoint, RunState, Slot, SlotPhase, Trouble, Worker, WorkerPhase
 from elastic.core.settings import RunSettings, ScalingSettings
+from elastic.core.tables import Numbers
 from elastic.observe import time_ledger as own
 from elastic.observe.time_ledger import OWNERS, SampleCount, SampleLedger, TimeLedger, owner_of
 
@@ -132,22 +134,22 @@ SETTINGS = RunSettings("r", scaling=ScalingSettings(2, 4))
 BASE = KnownCheckpoint("c", 10)
 
 
-def workers(*phases: WorkerPhase) -> dict[int, Worker]:
-    return {n: Worker(n, n, phase, 0.0) for n, phase in enumerate(phases)}
+def workers(*phases: WorkerPhase) -> Workers:
+    return Workers({n: Worker(n, n, phase, 0.0) for n, phase in enumerate(phases)})
 
 
 def test_every_stage_has_an_owner() -> None:
     blank = RunState(SETTINGS, Waiting(0, ""))
     was = Training(0)
     assert owner_of(blank) == own.QUEUE
-    assert owner_of(replace(blank, fleet=Fleet({0: Slot(0, SlotPhase.PLACED, 0.0)}))) == own.PROVISION
+    assert owner_of(replace(blank, fleet=Fleet(Slots({0: Slot(0, SlotPhase.PLACED, 0.0)})))) == own.PROVISION
     assert owner_of(replace(blank, fleet=Fleet(workers=workers(WorkerPhase.STARTING, WorkerPhase.IDLE)))) == own.START
     assert owner_of(replace(blank, fleet=Fleet(workers=workers(WorkerPhase.IDLE, WorkerPhase.IDLE)))) == own.DECIDE
     assert owner_of(replace(blank, generation=1)) == own.WAIT_FOR_CAPACITY
-    joined = Joining(0, joined=frozenset({0, 1}))
-    fresh = replace(blank, members=(0, 1), phase=joined)
+    joined = Joining(0, joined=Numbers({0, 1}))
+    fresh = replace(blank, members=Members((0, 1)), phase=joined)
     assert owner_of(fresh) == own.INIT
-    assert owner_of(replace(fresh, base=BASE, phase=Joining(0, joined=frozenset({0})))) == own.INIT
+    assert owner_of(replace(fresh, base=BASE, phase=Joining(0, joined=Numbers({0})))) == own.INIT
     assert owner_of(replace(fresh, base=BASE)) == own.RESTORE
     shrunk = Incident(1, "node-lost", 1, 3, 10, "")
     assert owner_of(replace(fresh, base=BASE, trouble=Trouble(incident=shrunk))) == own.RESHARD
