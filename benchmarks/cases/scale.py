@@ -14,6 +14,7 @@ from benchmarks.figures import Figure, Target, not_measured
 from benchmarks.options import Options
 from elastic.core import actions as act
 from elastic.core import events as ev
+from elastic.core.event_groups import together
 from elastic.core.run import machine
 from elastic.core.run.state import RunState, SlotPhase, WorkerPhase
 from elastic.core.settings import RunSettings, ScalingSettings, SnapshotSettings
@@ -48,7 +49,7 @@ class Fleet:
     def happen(self, events: list[ev.Event]) -> None:
         """As the control loop does: a turn's events are written down, then each is decided on."""
         for first in range(0, len(events), _TURN):
-            turn = events[first : first + _TURN]
+            turn = [event for event, _ in together(events[first : first + _TURN])]
             self.now += 0.01
             self.journal.extend([records.event(e, self.now, self.events + n) for n, e in enumerate(turn, 1)])
             self.events += len(turn)

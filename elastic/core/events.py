@@ -317,6 +317,20 @@ class WorkerCompleted:
 
 
 @dataclass(frozen=True)
+class MembersReported:
+    """Reports of one kind by members of one generation that came in one turn: as if one came after the other.
+
+    `report` is the name of the events that it stands for; `workers` sent them in this order, each with its step (0
+    where such an event has none).
+    """
+
+    generation: int
+    report: str
+    workers: tuple[int, ...]
+    steps: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class CheckpointCommitted:
     """Not fenced: a checkpoint that is complete stays complete, whatever happened to its generation since."""
 
@@ -352,7 +366,7 @@ class ControlStoreBack:
 GenerationEvent = (
     GroupJoined | RestoreProgressed | TrainingReached | FirstStepDone | ProgressStalled | CollectiveFailed |
     UserCodeFailed | AnomalyFound | StepSkipped | StragglerFound | RestoreFailed | StopPromised | MemoryLost |
-    WorkerLeft | WorkerCompleted
+    WorkerLeft | WorkerCompleted | MembersReported
 )  # fmt: skip
 
 Event = (
@@ -369,7 +383,7 @@ _TYPES |= {"HoldAnswered": StopPromised, "MemorySurveyed": SnapshotsReported}
 
 def to_json(event: Event) -> dict[str, Any]:
     """The journal's form of an event: its fields and its name under "event"."""
-    return {"event": type(event).__name__, **dataclasses.asdict(event)}
+    return {"event": type(event).__name__, **vars(event)}
 
 
 def from_json(data: Mapping[str, Any]) -> Event:

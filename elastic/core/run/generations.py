@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from elastic.core.actions import BeginGeneration, CommitStop, ProposeStop
@@ -11,6 +12,7 @@ from elastic.core.events import (
     CollectiveFailed,
     FirstStepDone,
     GroupJoined,
+    MembersReported,
     MemoryLost,
     ProgressStalled,
     RestoreFailed,
@@ -67,11 +69,22 @@ def source_of(base: KnownCheckpoint | None) -> str:
     return "memory" if is_snapshot(base.id) else "storage"
 
 
-def group_joined(transition: Transition, event: GroupJoined) -> None:
-    phase = transition.state.phase
-    if not isinstance(phase, Joining) or event.worker not in transition.state.members:
+def members_reported(transition: Transition, event: MembersReported) -> None:
+    """As if each report had come as an event of its own: no rule has anything to do between two of them."""
+    if event.report == GroupJoined.__name__:
+        group_joined(transition, event.workers)
+    elif event.report == TrainingReached.__name__:
+        training_reached(transition, event.workers)
+    elif event.report == WorkerLeft.__name__:
+        workers_left(transition, tuple(zip(event.workers, event.steps, strict=True)))
+
+
+def group_joined(transition: Transition, workers: Iterable[int]) -> None:
+    phase, members = transition.state.phase, transition.state.members
+    known = [worker for worker in workers if worker in members]
+    if not isinstance(phase, Joining) or not known:
         return
-    joined = phase.joined.plus((event.worker,))
+    joined = phase.joined.plus(known)
     transition.enter(replace(phase, joined=joined))
     if len(joined) == transition.state.world_size:
         transition.mark("group_ready")
@@ -86,12 +99,13 @@ def restore_progressed(transition: Transition, event: RestoreProgressed) -> None
     transition.enter(replace(phase, restored=restored, moved_at=transition.now))
 
 
-def training_reached(transition: Transition, event: TrainingReached) -> None:
-    phase = transition.state.phase
-    if not isinstance(phase, Joining) or event.worker not in transition.state.members:
+def training_reached(transition: Transition, workers: Iterable[int]) -> None:
+    phase, members = transition.state.phase, transition.state.members
+    known = [worker for worker in workers if worker in members]
+    if not isinstance(phase, Joining) or not known:
         return
-    ready = phase.training.plus((event.worker,))
-    transition.enter(replace(phase, joined=phase.joined.plus((event.worker,)), training=ready))
+    ready = phase.training.plus(known)
+    transition.enter(replace(phase, joined=phase.joined.plus(known), training=ready))
     if len(ready) == transition.state.world_size:
         transition.mark("group_ready", "state_ready")
         transition.enter(Training(transition.now))
@@ -179,20 +193,31 @@ def memory_lost(transition: Transition, event: MemoryLost) -> None:
         transition.say(f"{lost}; a failure now goes back to storage", kind="memory")
 
 
-def worker_left(transition: Transition, event: WorkerLeft) -> None:
-    state, phase = transition.state, transition.state.phase
-    if not state.is_inside(event.worker):
-        return
-    transition.set(furthest_step=max(state.furthest_step, event.step))
-    planned = isinstance(phase, Pausing) and event.step == phase.stop_at
-    if not planned and not isinstance(phase, Ending):
-        fail_generation(
-            transition,
-            "collective-failed",
-            f"{transition.name_of(event.worker)} left without a request",
-            event.step,
-        )
-    transition.set_phase((event.worker,), WorkerPhase.IDLE)
+def workers_left(transition: Transition, reports: Iterable[tuple[int, int]]) -> None:
+    """`reports` are (worker, step), in the order in which they came; of one worker the first one counts."""
+    inside: dict[int, int] = {}
+    for worker, step in reports:
+        if transition.state.is_inside(worker):
+            inside.setdefault(worker, step)
+    stop_at = phase.stop_at if isinstance(phase := transition.state.phase, Pausing) else None
+    unasked = None
+    if not isinstance(phase, Ending):
+        unasked = next((worker for worker, step in inside.items() if step != stop_at), None)
+    if unasked is not None:
+        order = list(inside)
+        _become_idle(transition, {worker: inside.pop(worker) for worker in order[: order.index(unasked)]})
+        step = inside[unasked]
+        transition.set(furthest_step=max(transition.state.furthest_step, step))
+        who = transition.name_of(unasked)
+        fail_generation(transition, "collective-failed", f"{who} left without a request", step)
+    _become_idle(transition, inside)
+
+
+def _become_idle(transition: Transition, left: Mapping[int, int]) -> None:
+    """These members have left, each after its step."""
+    if left:
+        transition.set(furthest_step=max(transition.state.furthest_step, *left.values()))
+        transition.set_phase(left, WorkerPhase.IDLE)
 
 
 def worker_completed(transition: Transition, event: WorkerCompleted) -> None:

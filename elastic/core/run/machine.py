@@ -156,9 +156,9 @@ def _apply_to_generation(transition: Transition, event: ev.GenerationEvent) -> N
         case ev.RestoreProgressed():
             generations.restore_progressed(transition, event)
         case ev.GroupJoined():
-            generations.group_joined(transition, event)
+            generations.group_joined(transition, (event.worker,))
         case ev.TrainingReached():
-            generations.training_reached(transition, event)
+            generations.training_reached(transition, (event.worker,))
         case ev.FirstStepDone():
             generations.first_step_done(transition, event)
         case ev.ProgressStalled():
@@ -180,9 +180,11 @@ def _apply_to_generation(transition: Transition, event: ev.GenerationEvent) -> N
         case ev.MemoryLost():
             generations.memory_lost(transition, event)
         case ev.WorkerLeft():
-            generations.worker_left(transition, event)
+            generations.workers_left(transition, ((event.worker, event.step),))
         case ev.WorkerCompleted():
             generations.worker_completed(transition, event)
+        case ev.MembersReported():
+            generations.members_reported(transition, event)
         case _:
             assert_never(event)
 

@@ -13,6 +13,7 @@ from typing import Any
 from elastic.core import actions as act
 from elastic.core import events as ev
 from elastic.core.data.steps import CompletedStep, StepReport
+from elastic.core.event_groups import together
 from elastic.core.policy.stragglers import StragglerWatch
 from elastic.core.run import machine
 from elastic.core.run.phase import USER_CODE_FAILED, Finished
@@ -67,9 +68,10 @@ class ControlLoop:
         self._user_traceback: str | None = None
         self._attempt = old.attempt
         self._faults = old.faults
-        # The number of the last event of this attempt, and the event that is being handled with its number.
+        # The number of the last event of this attempt; and, of the event that is being handled, the number and the
+        # events that it stands for.
         self._number = old.events
-        self._handling: tuple[int, ev.Event] | None = None
+        self._handling: tuple[int, Sequence[ev.Event]] | None = None
         self._executor: Executor
         self._committer: Committer
 
@@ -194,22 +196,24 @@ class ControlLoop:
             # Steps first: a replay follows the journal's order. And a step that a checkpoint covers is never repeated,
             # so its record must not be lost.
             self.telemetry.flush(now, force=True)
-        numbered = list(enumerate(fresh, self._number + 1))
-        self._number += len(fresh)
-        for number, event in numbered:
+        numbered = list(enumerate(together(fresh), self._number + 1))
+        self._number += len(numbered)
+        for number, (event, _) in numbered:
             self._records.note(records.event(event, now, number))
         self._acks.taken(events, self._records.noted)
         # The only wait for storage before a decision: records noted below are written with the next events, or after a
         # quiet moment.
         await (self._records.write() if fresh else self._records.start())
-        for number, event in numbered:
-            self._handling = number, event
+        first = self.state
+        for number, (event, parts) in numbered:
+            self._handling = number, parts
             before = self.state
             self.state, actions = machine.step(before, event, now)
             self._follow(before, event, now)
             for action in actions:
                 self._act(action, now)
         self._handling = None
+        self._forget_lost(first)
         if self._records.point_is_due:
             self._keep_point(now)
 
@@ -225,8 +229,8 @@ class ControlLoop:
         step = self.telemetry.step
         if self._faults.budget_spent(step):
             return None
-        number, event = self._handling or (None, None)
-        return fault_record(error, event, number, step, self._place())
+        number, events = self._handling or (None, ())
+        return fault_record(error, events, number, step, self._place())
 
     def _place(self) -> dict[str, int]:
         return {"generation": self.state.generation, "world_size": self.state.world_size}
@@ -259,12 +263,19 @@ class ControlLoop:
             self.telemetry.time.commit(event.step)
         elif isinstance(event, ev.FirstStepDone):
             self.telemetry.table.first_known(event.generation)
-        if before.fleet.slots is not state.fleet.slots or before.fleet.workers is not state.fleet.workers:
-            self.heartbeats.retain(state.fleet.workers.keys(), state.fleet.nodes)
-            self._acks.retain(state.fleet.workers.keys())
         # The same members may begin the next generation in the turn that ended this one.
         if before.members and (before.members, before.generation) != (state.members, state.generation):
             self.telemetry.generation_ended(before.generation, now)
+
+    def _forget_lost(self, before: RunState) -> None:
+        """What is known beside the state of workers and nodes that have left the run since `before`."""
+        old, new = before.fleet, self.state.fleet
+        # A number stands for one slot or worker only: fewer than came means that some have left.
+        slots_left = len(old.slots) + new.next_slot - old.next_slot > len(new.slots)
+        workers_left = len(old.workers) + new.next_worker - old.next_worker > len(new.workers)
+        if slots_left or workers_left:
+            self.heartbeats.retain(new.workers.keys(), new.nodes)
+            self._acks.retain(new.workers.keys())
 
 
 def _generation_of(item: Item) -> int:

@@ -8,7 +8,7 @@ controller fails again and again without finishing a step in between ends.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,7 @@ class Faults:
         return Faults(
             (*self.steps, *(int(r.get("step") or 0) for r in own)),
             self.numbers | {r["data"]["event_number"] for r in own if r["data"]["event_number"] is not None},
-            self.keys | {r["data"]["event"] for r in own},
+            self.keys.union(*(r["data"]["event"].split("\n") for r in own)),
         )
 
     def refuses(self, event: ev.Event) -> bool:
@@ -49,15 +49,16 @@ class Faults:
 
 
 def fault_record(
-    error: BaseException, event: ev.Event | None, number: int | None, step: int, place: Mapping[str, int]
+    error: BaseException, events: Sequence[ev.Event], number: int | None, step: int, place: Mapping[str, int]
 ) -> Record:
-    """The journal's record of an exception while `event`, the attempt's event number `number`, was being handled."""
-    name = type(event).__name__ if event is not None else "no event"
+    """The journal's record of an exception while the attempt's event number `number` was being handled, which stands
+    for `events` of one kind."""
+    name = type(events[0]).__name__ if events else "no event"
     sentence = (
         f"the controller could not handle {name}: {type(error).__name__}: {str(error)[:500]}; it is restarted and "
         "continues without that event"
     )
-    data = {"event_number": number, "event": _key(event) if event is not None else "", "traceback": _trace(error)}
+    data = {"event_number": number, "event": "\n".join(map(_key, events)), "traceback": _trace(error)}
     return decision(KIND, sentence, step=step, data=data, **place)
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 
 from elastic.core.events import Event, WorkerDied
 from elastic.core.policy.liveness import LastSeen
 from elastic.core.run.phase import Ending, Finished, Training
-from elastic.core.run.state import RunState, Slot
+from elastic.core.run.state import RunState
 from elastic.core.settings import FailureSettings
 from elastic.runtime.controller.telemetry import Telemetry
 from elastic.runtime.messages import BEAT_LIMIT_S, Beat
@@ -35,8 +35,6 @@ class HeartbeatTable:
         self._emit = emit
         self._clock = clock
         self._seen = LastSeen(failures.heartbeat_s, failures.controller_lease_s)
-        self._slots_of_nodes: Mapping[int, Slot] | None = None
-        self._nodes: frozenset[str] = frozenset()
 
     def beat(self, beat: Beat, now: float) -> bool:
         """A node's heartbeat. False when the node is not part of the run, or the run is over."""
@@ -78,6 +76,9 @@ class HeartbeatTable:
         silence = self._seen.silent(now, limit_s)
         if silence is not None:
             self._emit(silence)
+            if not all(worker in state.fleet.workers for worker in silence.workers):
+                # A late beat has named a worker that had left the run before it was ever heard of.
+                self.retain(state.fleet.workers.keys(), state.fleet.nodes)
         # With no heartbeats at all, missing step reports mean nothing.
         training = isinstance(state.phase, Training) and not self._seen.alone(now, failures.suspect_after_s)
         stalled = telemetry.watch.check(state.generation, telemetry.step, now, training)
@@ -86,8 +87,4 @@ class HeartbeatTable:
         telemetry.flush(now)
 
     def _is_part(self, node: str) -> bool:
-        state = self._state()
-        if self._slots_of_nodes is not state.fleet.slots:
-            # Cached: a thousand nodes send five thousand beats per second.
-            self._slots_of_nodes, self._nodes = state.fleet.slots, frozenset(state.fleet.nodes)
-        return node in self._nodes
+        return bool(self._state().fleet.slots.on(node))

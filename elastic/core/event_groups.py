@@ -1,0 +1,40 @@
+"""Reports of many members that one turn takes as one event.
+
+Thousands of members join, train and leave at about the same time. One event for all of those in a turn is written down,
+decided on and replayed in little more time than each of them alone; and what a turn took together is in the journal, so
+that a replay takes it together too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
+
+from elastic.core.events import Event, GroupJoined, MembersReported, TrainingReached, WorkerLeft
+
+_Report = GroupJoined | TrainingReached | WorkerLeft
+
+
+def together(events: Iterable[Event]) -> list[tuple[Event, list[Event]]]:
+    """The events of a turn in their order, each with those that it stands for.
+
+    Consecutive reports of one kind and generation become one MembersReported; any other event stands for itself.
+    """
+    made: list[tuple[Event, list[Event]]] = []
+    for kind, group in groupby(events, _kind):
+        parts = list(group)
+        if kind is None or len(parts) == 1:
+            made += [(event, [event]) for event in parts]
+        else:
+            made.append((_all_of(*kind, parts), parts))
+    return made
+
+
+def _kind(event: Event) -> tuple[str, int] | None:
+    return (type(event).__name__, event.generation) if isinstance(event, _Report) else None
+
+
+def _all_of(report: str, generation: int, parts: list[Event]) -> MembersReported:
+    reports = [part for part in parts if isinstance(part, _Report)]
+    steps = (0 if isinstance(part, GroupJoined) else part.step for part in reports)
+    return MembersReported(generation, report, tuple(part.worker for part in reports), tuple(steps))
