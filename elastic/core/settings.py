@@ -243,6 +243,10 @@ class RunSettings:
         if refused is not None:
             raise UsageError(refused)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As JSON also between processes: a node with an older release refuses a field that it does not know."""
+        return RunSettings.from_json, (self.to_json(),)
+
     def to_json(self) -> dict[str, Json]:
         """Plain JSON types; `from_json` of it is equal to self."""
         return dataclasses.asdict(self)

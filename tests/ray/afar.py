@@ -21,7 +21,7 @@ from typing import Any
 
 import ray
 from elastic_cluster import NodeInfo, NodeState
-from harness import HERE, PACKAGES, Run, actors_among, left_of_run, remove_runs, wait_until
+from harness import PACKAGES, Run, actors_among, left_of_run, remove_runs, start_run, wait_until
 from namespaces import LINK, Network
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -297,7 +297,7 @@ class _Server:
         if do == "start":
             settings, entry, config = arguments
             client._placement = _here
-            self._run = client.start_run(RunSettings.from_json(settings), entry, config, self._address, str(HERE))
+            self._run = start_run(RunSettings.from_json(settings), entry, config, self._address)
             return None
         assert do in ("progress", "wait_step", "result", "stop", "leave"), do
         return getattr(self._run, do)(*arguments)

@@ -36,6 +36,7 @@ from elastic.observe.journal import JournalReader
 from elastic.observe.summary import summarize
 from elastic.runtime import names
 from elastic.runtime.driver import client
+from elastic.runtime.train_function import Entry
 
 # Only a hang takes as long, however busy the machine is.
 LIMIT_S = 180.0
@@ -57,6 +58,12 @@ def wait_until(condition: Callable[[], Any], awaited: str, limit_s: float = LIMI
         assert time.monotonic() < deadline, f"waited {limit_s:g} s for {awaited}"
         time.sleep(0.02)
     return value
+
+
+def start_run(settings: RunSettings, entry: str, config: Mapping[str, Any] | None, address: str) -> client.RayRunHandle:
+    """`entry` is looked for in this folder."""
+    client.connect(address)
+    return client.start(settings, Entry.named(entry, config, str(HERE)))
 
 
 class Place(Protocol):
@@ -136,7 +143,7 @@ class Run:
 
     def start(self) -> Run:
         """Also a run that was started before: it continues from its newest checkpoint."""
-        self.handle = client.start_run(self.settings, self.entry, self.config, self.cluster.address, str(HERE))
+        self.handle = start_run(self.settings, self.entry, self.config, self.cluster.address)
         return self
 
     # --- steering ---

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import ray
 from elastic_cluster import LocalCluster
-from harness import Run, wait_until
+from harness import Run, start_run, wait_until
 
 from elastic.checkpoint.storage import CheckpointStore
 from elastic.core import events as ev
@@ -19,7 +19,6 @@ from elastic.core.settings import ScalingSettings
 from elastic.observe.journal import JournalReader, JournalWriter
 from elastic.observe.journal_lines import to_line
 from elastic.runtime import names
-from elastic.runtime.driver import client
 from elastic.runtime.messages import Beat, Item
 from elastic.runtime.worker.outbox import Outbox
 
@@ -49,7 +48,7 @@ def test_nothing_of_a_generation_or_a_controller_that_is_over_counts(cluster: Lo
     _node_that_is_none_of_the_run()
     _controller_before_this_one(run, old_controller)
     with pytest.raises(UsageError, match="is already running"):
-        client.start_run(run.settings, run.entry, run.config, cluster.address, str(tmp_path))
+        start_run(run.settings, run.entry, run.config, cluster.address)
 
     now = run.handle.progress()
     for figure in ("generation", "step", "loss", "last_checkpoint", "incidents", "status"):

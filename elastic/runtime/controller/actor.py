@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -69,9 +69,9 @@ class ControllerActor:
     controllers of other runs call `claim`.
     """
 
-    def __init__(self, settings: Mapping[str, Any], entry: Entry, token: bytes) -> None:
+    def __init__(self, settings: RunSettings, entry: Entry, token: bytes) -> None:
         raise_priority()
-        self._settings = RunSettings.from_json(settings)
+        self._settings = settings
         self._entry = entry
         # Authenticates the parts of this run to each other; an argument, so that a restarted controller gets it again.
         self._token = token

@@ -29,20 +29,8 @@ _LEAVE_S = 15.0
 _HEAD_AWAY_S = 20.0
 
 
-def start_run(
-    settings: RunSettings,
-    entry_point: str,
-    config: Mapping[str, Any] | None,
-    address: str | None,
-    folder: str | None = None,
-) -> RayRunHandle:
-    """Start the controller of a run. `folder` is where a relative entry point is looked for first."""
-    connect(address)
-    return start(settings, Entry.named(entry_point, config, folder))
-
-
 def start(settings: RunSettings, entry: Entry) -> RayRunHandle:
-    """Start the controller; it outlives this process.
+    """Start the controller of a run in the cluster that this process has joined (`connect`); it outlives this process.
 
     Raises UsageError when the run is in progress: a run never has two controllers.
     """
@@ -63,7 +51,7 @@ def _create(settings: RunSettings, entry: Entry) -> RayRunHandle:
         name=names.controller(settings.run_id), namespace=names.NAMESPACE, lifetime="detached", max_restarts=-1,
         # Ray ignores a soft affinity of an actor without resources (seen, 2.60).
         max_concurrency=1000, num_cpus=0, memory=1_000_000, scheduling_strategy=_placement(settings),
-    ).remote(settings.to_json(), entry, secrets.token_bytes(32))  # fmt: skip
+    ).remote(settings, entry, secrets.token_bytes(32))  # fmt: skip
     return RayRunHandle(settings.run_id, actor)
 
 

@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -67,9 +67,9 @@ class WorkerActor:
     All but `prepare` and `reattach` come through `command`, which refuses a controller that was replaced.
     """
 
-    def __init__(self, worker: int, settings: Mapping[str, Any], entry: Entry, controller: Any, token: bytes) -> None:
+    def __init__(self, worker: int, settings: RunSettings, entry: Entry, controller: Any, token: bytes) -> None:
         self._worker = worker
-        self._settings = RunSettings.from_json(settings)
+        self._settings = settings
         self._entry = entry
         self._controller = controller
         self._preparing = threading.Lock()

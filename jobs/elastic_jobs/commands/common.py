@@ -9,7 +9,7 @@ from pathlib import Path
 from elastic.observe.journal import JournalReader, Record
 from elastic_jobs.run_folder import DEFAULT, ENVIRONMENT, RunFolder, default_storage
 from elastic_jobs.running.fault_injection import parse_faults
-from elastic_jobs.running.run_plan import Output, Place
+from elastic_jobs.running.run_plan import Job, Output, Place, RunPlan
 from elastic_jobs.terminal import say
 
 
@@ -74,9 +74,9 @@ def output_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the summary as JSON instead of a report")
 
 
-def place_of(options: argparse.Namespace) -> Place:
-    """Raises UsageError for faults that are not understood."""
-    return Place(
+def plan_of(options: argparse.Namespace, job: Job) -> RunPlan:
+    """The job where `place_arguments` say. Raises UsageError for faults that are not understood."""
+    place = Place(
         options.address,
         options.nodes,
         options.autoscale,
@@ -84,6 +84,7 @@ def place_of(options: argparse.Namespace) -> Place:
         options.node_every,
         parse_faults(options.chaos),
     )
+    return RunPlan(job, place, output_of(options))
 
 
 def output_of(options: argparse.Namespace) -> Output:

@@ -16,21 +16,20 @@ from elastic.observe.summary import summarize
 from elastic_jobs.commands.common import (
     folder_of,
     output_arguments,
-    output_of,
     place_arguments,
-    place_of,
+    plan_of,
     positive,
     run_arguments,
 )
 from elastic_jobs.commands.submit import after, env_argument
-from elastic_jobs.job_file.checks import check, check_here, check_new_end, check_seed, is_done, refuse
+from elastic_jobs.job_file.checks import check_new_end, check_plan, check_seed, is_done, refuse
 from elastic_jobs.job_file.load import load_job
 from elastic_jobs.run_folder import RunFolder
 from elastic_jobs.running.backend import Backend
 from elastic_jobs.running.follow import show
 from elastic_jobs.running.launch import launch
 from elastic_jobs.running.live import OutOfReach, reach, read_live
-from elastic_jobs.running.run_plan import Job, RunPlan
+from elastic_jobs.running.run_plan import Job
 from elastic_jobs.submit import attempts
 from elastic_jobs.submit.attempts import Verdict
 from elastic_jobs.submit.remote import is_jobs_address, jobs_address, looked_at, open_api
@@ -65,19 +64,18 @@ def run(options: argparse.Namespace, backend: Backend) -> int:
     if is_jobs_address(options.address):
         return _resume_job(options, backend)
     folder = folder_of(options)
-    output, place = output_of(options), place_of(options)
-    job = _with_end(_job(options, folder), options.max_steps)
+    plan = plan_of(options, _with_end(_job(options, folder), options.max_steps))
     summary = _so_far(folder)
     check_new_end(folder.run_id, summary, options.max_steps)
     _check_not_going_on(backend, folder, options.address, options.trust_storage)
     if is_done(summary, options.max_steps):
         say(f"run {folder.run_id} is finished after step {summary.get('steps')}; --max-steps names a later end")
-        show(summary, output.as_json)
+        show(summary, plan.output.as_json)
         return 0
-    refuse(check(job, place) or check_here(job, output))
-    _check_checkpoints(job, summary)
-    folder.write("job.json", job.record())
-    return launch(backend, RunPlan(job, place, output), folder)
+    refuse(check_plan(plan))
+    _check_checkpoints(plan.job, summary)
+    folder.write("job.json", plan.job.record())
+    return launch(backend, plan, folder)
 
 
 def _so_far(folder: RunFolder) -> dict[str, Any]:
@@ -122,7 +120,7 @@ def _job(options: argparse.Namespace, folder: RunFolder) -> Job:
     # Of the stored job only the seed is compared.
     stored = folder.read_job(unsigned=True)
     file = Path(options.job)
-    job = load_job(file).job(file, folder.run_id, folder.url)
+    job = load_job(file, storage_url=folder.url).job(file, folder.run_id)
     check_seed(folder.run_id, stored.settings.seed, job.settings.seed)
     return job
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from elastic.core.errors import UsageError
-from elastic_jobs.commands.common import output_arguments, output_of, place_arguments, place_of, storage_argument
-from elastic_jobs.job_file.checks import check, check_here, refuse
+from elastic_jobs.commands.common import output_arguments, place_arguments, plan_of, storage_argument
+from elastic_jobs.job_file.checks import check_plan, refuse
 from elastic_jobs.job_file.load import load_job
-from elastic_jobs.job_file.sections import WeightsSpec
 from elastic_jobs.run_folder import RunFolder, absolute_url, default_storage
 from elastic_jobs.running.backend import Backend, NotStarted
 from elastic_jobs.running.launch import launch
@@ -48,8 +48,8 @@ def _weights_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _weights(options: argparse.Namespace) -> WeightsSpec | None:
-    """Raises UsageError where neither a folder nor a run has the name."""
+def _weights(options: argparse.Namespace) -> dict[str, Any] | None:
+    """As the job's key `weights`. Raises UsageError where neither a folder nor a run has the name."""
     given = options.weights
     if given is None:
         if options.allow_missing or options.allow_unexpected or options.allow_pickle:
@@ -60,12 +60,12 @@ def _weights(options: argparse.Namespace) -> WeightsSpec | None:
     else:
         settings = RunFolder(default_storage(options.storage), given).read_job().settings
         source = f"{settings.checkpoint.url.rstrip('/')}/{settings.run_id}"
-    return WeightsSpec(
-        source=source,
-        allow_missing=options.allow_missing,
-        allow_unexpected=options.allow_unexpected,
-        allow_pickle=options.allow_pickle,
-    )
+    return {
+        "source": source,
+        "allow_missing": options.allow_missing,
+        "allow_unexpected": options.allow_unexpected,
+        "allow_pickle": options.allow_pickle,
+    }
 
 
 def run(options: argparse.Namespace, backend: Backend) -> int:
@@ -84,7 +84,8 @@ def run(options: argparse.Namespace, backend: Backend) -> int:
 
 def prepare(options: argparse.Namespace) -> RunPlan:
     """The plan, checked before any node is requested. Raises UsageError."""
-    file, output, place = Path(options.job), output_of(options), place_of(options)
-    job = load_job(file).begun_from(_weights(options)).job(file, options.run_id, options.storage)
-    refuse(check(job, place) or check_here(job, output))
-    return RunPlan(job, place, output)
+    file = Path(options.job)
+    spec = load_job(file, storage_url=options.storage, weights=_weights(options))
+    plan = plan_of(options, spec.job(file, options.run_id))
+    refuse(check_plan(plan))
+    return plan

@@ -1,8 +1,8 @@
 """Every check of a job that needs more than one key of it, made before anything starts.
 
-All front ends (`run`, `resume`, `submit`, `kube render`, `ElasticTrainer`) call `check`, which neither writes nor
-starts anything. `check_here` follows where the run starts from this machine: it imports user code and writes to
-storage.
+All front ends (`submit`, `kube render`, `ElasticTrainer`) call `check`, which neither writes nor starts anything. Those
+that start the run from this machine (`run`, `resume`) call `check_plan`, which goes on: it imports user code and writes
+to storage.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from elastic.engines.select import ENGINES, check_config, check_engine
 from elastic.entrypoint import load_entry_point, parse_entry_point
 from elastic_jobs.running.backend import check_nodes, growth
 from elastic_jobs.running.follow import check_summary_file
-from elastic_jobs.running.run_plan import Job, Output, Place
+from elastic_jobs.running.run_plan import Job, Place, RunPlan
 
 # A store that does not answer within this time is not usable; users should not wait for minutes to hear that.
 _CHECK_TIMEOUT_S = 60.0
@@ -44,8 +44,8 @@ def refuse(findings: Sequence[Finding]) -> None:
     raise UsageError(f"{first.sentence} (also wrong: {keys})" if others else first.sentence)
 
 
-def check(job: Job, place: Place | None = None) -> list[Finding]:
-    """What is wrong with the job, and with the place where this machine is to start it. Starts and writes nothing."""
+def check(job: Job) -> list[Finding]:
+    """What is wrong with the job, wherever it will run. Starts and writes nothing."""
     settings = job.settings
     return [
         *_found("run id", check_run_id, settings.run_id),
@@ -57,14 +57,18 @@ def check(job: Job, place: Place | None = None) -> list[Finding]:
         *_found(settings.engine, check_options, settings.engine_config or {}, settings.engine),
         *_found("engine", check_engine, settings.engine),
         *_found(settings.engine, _check_engine_config, settings),
-        *(_found("place", _check_place, settings, place) if place is not None else ()),
     ]
 
 
-def check_here(job: Job, output: Output) -> list[Finding]:
-    """Imports the entry point, then writes, reads and removes a small object in every place the run will write to."""
+def check_plan(plan: RunPlan) -> list[Finding]:
+    """As `check`, and what is wrong with starting the job from this machine. Where nothing is, imports the entry point,
+    then writes, reads and removes a small object in every place the run will write to."""
+    job = plan.job
+    found = [*check(job), *_found("place", _check_place, job.settings, plan.place)]
+    if found:
+        return found
     found = [
-        *_found("--summary", check_summary_file, output.summary_file),
+        *_found("--summary", check_summary_file, plan.output.summary_file),
         *_found("entry_point", _import_entry_point, job),
         *_found("deepspeed", _check_monitors, job.settings),
         *_found("weights", _check_weights, job.settings),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +34,18 @@ from elastic_jobs.terminal import say
 _RENAMED = {"memory": "snapshots"}
 
 
-def load_job(file: str | Path) -> JobSpec:
-    """The job in `file`, with relative paths and URLs resolved against its folder. Raises UsageError."""
+def load_job(
+    file: str | Path,
+    *,
+    storage_url: str | None = None,
+    weights: Mapping[str, Any] | None = None,
+    max_steps: int | None = None,
+) -> JobSpec:
+    """The job in `file`, with relative paths and URLs resolved against its folder. Raises UsageError.
+
+    The other arguments are the command line's, and take the place of the file's keys: `storage_url` is relative to the
+    working directory, `max_steps` takes the place of `epochs` too.
+    """
     path = Path(file)
     try:
         text = path.read_text(encoding="utf-8")
@@ -41,14 +53,20 @@ def load_job(file: str | Path) -> JobSpec:
         raise UsageError(f"job file {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"job file {path} is not UTF-8 text") from error
-    return parse_job(parse(text, str(path)), path.absolute().parent)
+    given: dict[str, Any] = {"weights": weights, "max_steps": max_steps}
+    if storage_url is not None:
+        given["storage_url"] = absolute_url(storage_url, ".")
+    return parse_job(parse(text, str(path)), path.absolute().parent, given)
 
 
-def parse_job(document: Document, folder: Path) -> JobSpec:
-    """Raises UsageError naming the place, the key, and the nearest valid key where one is unknown."""
+def parse_job(document: Document, folder: Path, given: Mapping[str, Any] | None = None) -> JobSpec:
+    """`given`: values that take the place of the document's; None is no value.
+
+    Raises UsageError naming the place, the key, and the nearest valid key where one is unknown.
+    """
     if not isinstance(document.data, dict):
         raise UsageError(f"{document.name}: a job is a mapping of keys to values; see examples/gpt.yaml")
-    document = _with_present_names(document)
+    document = _replaced(_with_present_names(document), given or {})
     try:
         spec = JobSpec.model_validate(document.data)
     except ValidationError as error:
@@ -69,6 +87,13 @@ def _with_present_names(document: Document) -> Document:
         data[new] = data.pop(old)
         lines.update({(new, *path[1:]): line for path, line in document.lines.items() if path[0] == old})
     return Document(document.name, data, lines)
+
+
+def _replaced(document: Document, given: Mapping[str, Any]) -> Document:
+    values = {key: value for key, value in given.items() if value is not None}
+    # A run has one end.
+    ends = {"epochs": None} if "max_steps" in values else {}
+    return replace(document, data={**document.data, **ends, **values})
 
 
 def _keys() -> dict[tuple[str, ...], list[str]]:

@@ -116,21 +116,14 @@ class JobSpec(BaseModel):
             raise ValueError("max_steps and epochs are both given; a run has one end")
         return self
 
-    def begun_from(self, weights: WeightsSpec | None) -> JobSpec:
-        """The job with other weights to begin from, None: with its own."""
-        return self if weights is None else self.model_copy(update={"weights": weights})
+    def job(self, file: Path, run_id: str | None) -> Job:
+        """The job of one run, under a new id where `run_id` is None. `file` is where the job was read from.
 
-    def job(self, file: Path, run_id: str | None, storage_url: str | None) -> Job:
-        """The job of one run. `file` is where it was read from; `storage_url` replaces the job's own storage.
-
-        None: a new id, made of the job's name and the time; the job's own storage, or else the default. Raises
-        UsageError for an entry point or a storage address that cannot be used.
+        Raises UsageError for an entry point or a run id that cannot be used.
         """
         entry = parse_entry_point(self.entry_point, file.absolute().parent)
         named = run_id or new_run_id(self.name or file.stem, time.time())
-        where = default_storage(storage_url)
-        spec = self if storage_url is None else self.model_copy(update={"storage_url": where})
-        return Job(spec.settings(named, where), str(entry), self.config, entry.folder)
+        return Job(self.settings(named, default_storage(None)), str(entry), self.config, entry.folder)
 
     def settings(self, run_id: str, storage_url: str) -> RunSettings:
         """The settings of a run; `storage_url` is used if the job names no storage."""

@@ -68,7 +68,7 @@ def kube_job(
     if the_image is None:
         raise UsageError("no image: name one that has Ray, this package and your code by 'kubernetes.image' or --image")
     _check_storage(spec, section)
-    refuse(check(spec.job(file, run, None)))
+    refuse(check(spec.job(file, run)))
     place = posixpath.join(section.folder, file.name)
     code = entry_file(file.parent, spec.entry_point)
     return kube.KubeJob(

@@ -62,10 +62,12 @@ class RayBackend:
             raise ElasticError(str(error)) from error
 
     def start_run(self, job: Job, address: str) -> RunHandle:
-        from elastic.runtime.driver.client import start_run
+        from elastic.runtime.driver import client
+        from elastic.runtime.train_function import Entry
 
         _hush_ray()
-        handle: RunHandle = start_run(job.settings, job.entry_point, job.config, address, job.folder)
+        client.connect(address)
+        handle: RunHandle = client.start(job.settings, Entry.named(job.entry_point, job.config, job.folder))
         return handle
 
     def attach_run(self, run_id: str, address: str) -> RunHandle:

@@ -32,7 +32,6 @@ from elastic_jobs.display import LineDisplay
 from elastic_jobs.exit_codes import DRIVER_BLIND, DRIVER_LOST, STATUSES, exit_code
 from elastic_jobs.job_file.checks import check_new_end, check_seed, check_storage, is_done
 from elastic_jobs.job_file.load import load_job
-from elastic_jobs.job_file.spec import JobSpec
 from elastic_jobs.run_folder import RunFolder
 from elastic_jobs.running.backend import Backend, SupervisorLike
 from elastic_jobs.running.follow import conclude
@@ -133,7 +132,7 @@ class Driver:
     def _start(self) -> int:
         if self._stop.wanted:
             return self._tell({"status": STOPPED, "reason": "stopped before the run was started"})
-        job = check_job(load_job(self._command.job), self._command, self._folder)
+        job = check_job(self._command, self._folder)
         how = "started" if self._folder.read("job.json") is None else "resumed"
         # The supervisor before the run: whatever is lost in between, the run is started.
         self._ensure_supervisor()
@@ -213,24 +212,23 @@ class Driver:
         return {**told, **{key: redact(str(told[key]), self._secrets) for key in ("doing", "reason") if told.get(key)}}
 
 
-def check_job(spec: JobSpec, command: DriverCommand, folder: RunFolder) -> Job:
+def check_job(command: DriverCommand, folder: RunFolder) -> Job:
     """The job as the command wants it, checked as far as a node of the cluster can.
 
     Raises UsageError or StorageError.
     """
+    file = Path(command.job)
+    spec = load_job(file, storage_url=command.storage, max_steps=command.max_steps)
     if command.mode == "new" and folder.read("job.json") is not None:
         raise UsageError(
             f"there is a run {command.run_id!r} in {folder.url} already; continue it with `elastic resume`, or submit "
             "under another --run-id"
         )
-    check_code(spec.entry_point, Path(command.job).absolute().parent, command.code)
+    check_code(spec.entry_point, file.absolute().parent, command.code)
     if command.mode == "resume":
         # A slip in the storage's address must not start the run anew under its old name.
         folder.job_record()
-    if command.max_steps is not None:
-        spec = spec.model_copy(update={"max_steps": command.max_steps, "epochs": None})
-    file = Path(command.job)
-    job = spec.job(file, command.run_id, command.storage)
+    job = spec.job(file, command.run_id)
     check_entry_is_ours(spec.entry_point, file.absolute().parent, Path.cwd())
     before = (folder.read("job.json") or {}).get("settings")
     if before is not None:

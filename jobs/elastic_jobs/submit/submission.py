@@ -15,7 +15,7 @@ from elastic_jobs.job_file.checks import check, refuse
 from elastic_jobs.job_file.load import load_job
 from elastic_jobs.job_file.spec import JobSpec
 from elastic_jobs.job_file.submit_section import environment, runtime_env
-from elastic_jobs.run_folder import ENVIRONMENT, absolute_url
+from elastic_jobs.run_folder import ENVIRONMENT
 from elastic_jobs.running.run_plan import Job
 from elastic_jobs.submit import attempts
 from elastic_jobs.submit.driver_command import DriverCommand, Mode
@@ -48,9 +48,9 @@ class Draft:
 def prepare(file: str, run_id: str | None, storage: str | None, env: list[str]) -> Draft:
     """The job, checked before anything is sent. Raises UsageError."""
     path = Path(file).absolute()
-    spec = load_job(path)
-    where = storage_of(spec, storage)
-    job = spec.job(path, run_id, where)
+    spec = load_job(path, storage_url=storage)
+    check_storage_is_named(spec)
+    job = spec.job(path, run_id)
     refuse(check(job))
     root = Path(os.path.normpath(path.parent / Path(spec.submit.working_dir or ".").expanduser()))
     package = list_package(root, spec.submit.exclude)
@@ -59,20 +59,18 @@ def prepare(file: str, run_id: str | None, storage: str | None, env: list[str]) 
     if inside not in package:
         raise UsageError(f"the job file {path} is not in what {root} sends; look at working_dir and .gitignore")
     check_entry_point(package, os.path.dirname(inside) or ".", spec.entry_point)
-    for url in filter(None, (where, spec.checkpoint.url)):
+    for url in dict.fromkeys((job.settings.storage_url, job.settings.checkpoint.url)):
         check_storage_url(url, root)
     return Draft(spec, job, inside, package, environment(spec.submit.env_vars, env))
 
 
-def storage_of(spec: JobSpec, argument: str | None) -> str:
-    """As for `elastic run`, but there is no default: ./runs would be another folder on every node."""
-    found = argument or spec.storage_url or spec.checkpoint.url or os.environ.get(ENVIRONMENT)
-    if found is None:
+def check_storage_is_named(spec: JobSpec) -> None:
+    """Raises UsageError where the default would be used: ./runs would be another folder on every node."""
+    if not (spec.storage_url or spec.checkpoint.url or os.environ.get(ENVIRONMENT)):
         raise UsageError(
             "say where the run is kept, on storage that every node of the cluster sees: storage_url in the job file, "
             f"--storage, or ${ENVIRONMENT}"
         )
-    return absolute_url(found, ".")
 
 
 def check_storage_url(url: str, root: Path) -> None:

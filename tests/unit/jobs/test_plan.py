@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from typing import Any
 
 import pytest
@@ -29,8 +30,14 @@ def test_a_damaged_job_record_is_named(change: dict[str, Any]) -> None:
         Job.from_json({**JOB.record(), **change})
 
 
-def test_settings_of_a_newer_release_are_refused_by_name() -> None:
+def test_settings_of_a_newer_release_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     record = JOB.record()
     record["settings"]["teleport"] = True
     with pytest.raises(UsageError, match="teleport"):
         Job.from_json(record)
+    assert pickle.loads(pickle.dumps(JOB.settings)) == JOB.settings  # noqa: S301
+    with monkeypatch.context() as newer:
+        newer.setattr(RunSettings, "to_json", lambda self: record["settings"])
+        sent = pickle.dumps(JOB.settings)
+    with pytest.raises(UsageError, match="teleport"):
+        pickle.loads(sent)  # noqa: S301

@@ -237,9 +237,7 @@ class Executor:
             "scheduling_strategy": PlacementGroupSchedulingStrategy(placement_group=group),
         }
         actor_class: Any = ray.remote(WorkerActor)
-        return actor_class.options(**options).remote(
-            worker, self._settings.to_json(), self._entry, self._controller, self._token
-        )
+        return actor_class.options(**options).remote(worker, self._settings, self._entry, self._controller, self._token)
 
     async def _kill_worker(self, worker: int, node: str | None = None) -> None:
         slot = self._worker_slot.pop(worker, None)

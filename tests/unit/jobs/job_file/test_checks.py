@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from elastic_cluster.chaos import Chaos
-from elastic_jobs.job_file.checks import Finding, check, check_here, refuse
-from elastic_jobs.running.run_plan import Job, Output, Place
+from elastic_jobs.job_file.checks import Finding, check, check_plan, refuse
+from elastic_jobs.running.run_plan import Job, Output, Place, RunPlan
 
 from elastic.core.errors import UsageError
 from elastic.core.settings import CheckpointSettings, RunSettings, ScalingSettings
@@ -24,7 +24,6 @@ def changed(**settings: Any) -> Job:
 
 def test_a_good_job_has_no_findings() -> None:
     assert check(JOB) == []
-    assert check(JOB, Place(nodes=3)) == []
     refuse([])
 
 
@@ -45,7 +44,7 @@ def test_a_good_job_has_no_findings() -> None:
     ],
 )
 def test_what_is_wrong_is_found(job: Job, place: Place | None, key: str, sentence: str) -> None:
-    found = check(job, place)
+    found = check(job) if place is None else check_plan(RunPlan(job, place))
     assert [finding.key for finding in found] == [key] * len(found)
     assert any(sentence in finding.sentence for finding in found)
 
@@ -60,9 +59,9 @@ def test_all_findings_are_named_at_once() -> None:
 
 def test_storage_is_not_touched_before_user_code_imports(tmp_path: Path) -> None:
     job = replace(changed(storage_url=str(tmp_path / "runs")), folder=str(tmp_path))
-    (only,) = check_here(job, Output())
+    (only,) = check_plan(RunPlan(job, Place(nodes=3)))
     assert only.key == "entry_point"
     assert "there is no file" in only.sentence
-    summary, _ = check_here(job, Output(str(tmp_path / "no" / "s.json")))
+    summary, _ = check_plan(RunPlan(job, Place(), Output(str(tmp_path / "no" / "s.json"))))
     assert summary == Finding("--summary", f"--summary {tmp_path}/no/s.json: cannot write a file there")
     assert list(tmp_path.iterdir()) == []

@@ -174,7 +174,7 @@ def test_settings_of_a_newer_version_are_refused_by_name() -> None:
 def test_the_example_is_a_good_job_and_agrees_with_its_script() -> None:
     examples = Path(__file__).parents[4] / "examples"
     spec = load_job(examples / "gpt.yaml")
-    assert check(spec.job(examples / "gpt.yaml", "r", "/runs")) == []
+    assert check(spec.job(examples / "gpt.yaml", "r")) == []
     tree = ast.parse((examples / "gpt.py").read_text())
     assigned = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
     assert ast.literal_eval(assigned["CONFIG"]) == spec.config

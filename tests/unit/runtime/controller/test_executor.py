@@ -176,7 +176,7 @@ def test_a_worker_that_obeys_a_newer_controller_is_left_alone(caplog: pytest.Log
 
 
 def test_a_worker_obeys_the_newest_controller_that_it_has_heard_of() -> None:
-    worker = WorkerActor(0, SETTINGS.to_json(), Entry(parse_entry_point("json:dumps")), None, b"t" * 32)
+    worker = WorkerActor(0, SETTINGS, Entry(parse_entry_point("json:dumps")), None, b"t" * 32)
     assert worker.command(1, "ping")
     assert worker.reattach(3) == 0
     with pytest.raises(Fenced, match="controller 2 was replaced: worker 0 obeys controller 3"):
@@ -213,7 +213,7 @@ def test_a_worker_is_prepared_once_however_often_it_is_asked(monkeypatch: pytest
     monkeypatch.setattr(WorkerActor, "_train", lambda self: None)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    worker = WorkerActor(0, SETTINGS.to_json(), Entry(parse_entry_point("json:dumps")), None, b"t" * 32)
+    worker = WorkerActor(0, SETTINGS, Entry(parse_entry_point("json:dumps")), None, b"t" * 32)
     answers: list[Any] = []
     asking = [threading.Thread(target=lambda: answers.append(worker.prepare(FACTS))) for _ in range(4)]
     for thread in asking:
