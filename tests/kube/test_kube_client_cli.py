@@ -79,7 +79,7 @@ def test_from_apply_to_delete(world: World) -> None:
     )
     code, out, err = world.elastic("delete", "gpt")
     assert (code, out) == (0, ["RayJob/gpt deleted", "NetworkPolicy/gpt deleted", "Secret/gpt-token deleted"])
-    assert err[-1] == "run gpt is gone; its checkpoints are not. Next: elastic kube apply job.yaml"
+    assert err[-1] == "run gpt is deleted; its checkpoints are kept. Next: elastic kube apply job.yaml"
     assert world.elastic("status", "gpt")[0] == 102
 
 

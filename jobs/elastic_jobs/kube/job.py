@@ -1,5 +1,5 @@
-"""A job file as `elastic_cluster.kube` takes it; what the `kubernetes` section leaves out follows from the job
-itself."""
+"""A job file as the `KubeJob` of `elastic_cluster.kube`; what the `kubernetes` section omits is derived from the
+job."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from elastic_jobs.job_file.yaml_lines import parse
 from elastic_jobs.submit.driver_command import DriverCommand
 from elastic_jobs.submit.package import digest, entry_file
 
-# Machines of Google and Azure are gone 30 s after their notice, Amazon's after 120 s.
+# Spot machines of Google and Azure end 30 s after their notice, Amazon's after 120 s.
 SPOT_DRAIN_S = 25
 _GIB_PER_CPU = 4
 _GPU = "nvidia.com/gpu"
@@ -56,7 +56,7 @@ def kube_job(
     image: str | None = None,
     as_cluster: bool = False,
 ) -> kube.KubeJob:
-    """`file` is where `spec` was read from; the other arguments are told by the user and win. Raises UsageError."""
+    """`file` is where `spec` was read from; the other arguments override it. Raises UsageError."""
     section = spec.kubernetes or KubernetesSpec()
     run = run_id or spec.name or file.stem
     if not names.is_name(run):
@@ -66,7 +66,9 @@ def kube_job(
         )
     the_image = image or section.image
     if the_image is None:
-        raise UsageError("no image: name one that has Ray, this package and your code by 'kubernetes.image' or --image")
+        raise UsageError(
+            "no image: name one that holds Ray, this package and your code, with 'kubernetes.image' or --image"
+        )
     _check_storage(spec, section)
     refuse(check(spec.job(file, run)))
     place = posixpath.join(section.folder, file.name)
@@ -108,8 +110,8 @@ def kube_job(
 
 
 def _deepspeed_file(file: Path, folder: str) -> dict[str, str]:
-    """The DeepSpeed configuration that the job names by path, by its path in the pods: the image may hold an older
-    one."""
+    """Path in the pods -> text, of a DeepSpeed configuration that the job names by path: the image may hold an older
+    version."""
     named = parse(file.read_text(encoding="utf-8"), str(file)).data.get("deepspeed")
     if not isinstance(named, str):
         return {}
@@ -117,9 +119,11 @@ def _deepspeed_file(file: Path, folder: str) -> dict[str, str]:
 
 
 def _driver(place: str, run_id: str, storage_url: str, code: str) -> tuple[str, ...]:
-    """Attaches to the run, else continues it from storage, else starts it; of a run that is over it reports the end.
+    """The driver's command: it attaches to the run, else resumes it from storage, else starts it; for a run that has
+    ended it reports the end.
 
-    So KubeRay may call it again in every new cluster. `exec`, so that no shell stands between Ray's signals and it.
+    So KubeRay may execute it again in every new cluster. `exec` replaces the shell, so that Ray's signals reach the
+    driver.
     """
     version = metadata.version("ray-elastic")
     command = DriverCommand(place, run_id, 1, "continue", storage_url, version, code=code)
@@ -127,7 +131,7 @@ def _driver(place: str, run_id: str, storage_url: str, code: str) -> tuple[str, 
 
 
 def _text(file: Path) -> str:
-    """The file goes to the cluster unchanged, comments included, so it must hold no secret. Raises UsageError."""
+    """The file's text, which is sent to the cluster with its comments. Raises UsageError for a secret in it."""
     try:
         text = file.read_text(encoding="utf-8")
     except OSError as error:
@@ -135,14 +139,14 @@ def _text(file: Path) -> str:
     for number, (line, shown) in enumerate(zip(text.splitlines(), redact(text).splitlines(), strict=False), 1):
         if line != shown:
             raise UsageError(
-                f"{file} line {number} holds what looks like a credential, and would stand in a ConfigMap for all to "
-                "read: put it into a Secret and name that under 'kubernetes.env'"
+                f"{file} line {number} holds what looks like a credential, and would be readable in a ConfigMap: "
+                "put it into a Secret and name that under 'kubernetes.env'"
             )
     return text
 
 
 def _slot(spec: JobSpec) -> dict[str, float]:
-    """What all workers of one slot need together; they are on one node."""
+    """The resources of one slot: of all its workers together, which share one node."""
     return {name: amount * spec.workers_per_slot for name, amount in spec.resources_per_worker.items() if amount}
 
 
@@ -188,7 +192,7 @@ def _drain_s(group: GroupSpec, spec: JobSpec) -> int:
     if drain_s <= failures.drain_margin_s:
         raise UsageError(
             f"group {group.name!r} drains for {drain_s} s, which is not longer than 'failures.drain_margin_s' "
-            f"({failures.drain_margin_s:g} s): a run that has to save would have no time to"
+            f"({failures.drain_margin_s:g} s): a run that has to save would have no time for it"
         )
     return drain_s
 
@@ -219,7 +223,7 @@ def _network(network: NetworkSpec | None) -> kube.Network | None:
 
 
 def _check_storage(spec: JobSpec, section: KubernetesSpec) -> None:
-    """Raises UsageError where pods could not see each other's files: the journal and all checkpoints are shared."""
+    """Raises UsageError for storage that not all pods can reach: the journal and all checkpoints are shared."""
     if spec.storage_url is None:
         raise UsageError("'storage_url' is missing: on Kubernetes a run needs storage that all of its pods can reach")
     mounts = [volume.mount for volume in section.volumes if not volume.read_only]
@@ -234,13 +238,13 @@ def _check_storage(spec: JobSpec, section: KubernetesSpec) -> None:
     remote = [url for url in given.values() if url is not None and _local_path(url) is None]
     if remote and section.network_policy is not None and not section.network_policy.egress:
         raise UsageError(
-            f"'kubernetes.network_policy.egress' is empty, so that no pod could reach {remote[0]}: name the addresses "
+            f"'kubernetes.network_policy.egress' is empty, so no pod could reach {remote[0]}: name the addresses "
             "and ports of the storage"
         )
 
 
 def _local_path(url: str) -> str | None:
-    """The path on one machine; None for what is reached by network."""
+    """The path on one machine; None for an address that is reached over the network."""
     protocol, found, path = url.partition("://")
     if not found:
         return url

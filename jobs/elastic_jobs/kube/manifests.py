@@ -1,4 +1,4 @@
-"""The objects of a run, from a job file or from manifests that have been rendered."""
+"""The Kubernetes objects of a run, from a job file or from rendered manifests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from elastic_jobs.job_file.load import load_job
 
 @dataclass(frozen=True)
 class KubeRun:
-    """`notes` are what a person should know of it."""
+    """`notes` are remarks for the user, one sentence each."""
 
     run_id: str
     manifests: list[Manifest]
@@ -27,15 +27,17 @@ class KubeRun:
 
 
 def load(options: argparse.Namespace, context_namespace: str) -> KubeRun:
-    """A job file, or what `elastic kube render` has made of one ("-" is stdin). Raises UsageError.
+    """From a job file, or from the output of `elastic kube render` ("-" is stdin). Raises UsageError.
 
-    The namespace is the one that the user tells, else the file's own, else that of the context.
+    The namespace is the user's option, else the file's own, else the context's.
     """
     documents = _documents(options.job)
     if any(isinstance(document, dict) and "kind" in document for document in documents):
         return from_documents(documents, options.job, options.namespace, context_namespace)
     if options.job == "-":
-        raise UsageError("stdin has no Kubernetes objects; a job must be a file, since its paths are relative to it")
+        raise UsageError(
+            "stdin has no Kubernetes objects; a job must be given as a file, because its paths are relative to it"
+        )
     section = load_job(options.job).kubernetes
     own = section is not None and "namespace" in section.model_fields_set
     namespace = options.namespace or (None if own else context_namespace)
@@ -44,14 +46,16 @@ def load(options: argparse.Namespace, context_namespace: str) -> KubeRun:
 
 
 def from_documents(documents: list[Any], name: str, told: str | None, context_namespace: str) -> KubeRun:
-    """Each gets the namespace, unless it names one. Raises UsageError when they are not of one run."""
+    """Objects without a namespace get this one. Raises UsageError if they do not belong to one run."""
     found: list[Manifest] = []
     for number, document in enumerate(documents, 1):
         if not isinstance(document, dict) or not {"apiVersion", "kind", "metadata"} <= document.keys():
-            raise UsageError(f"{name}: document {number} is no Kubernetes object (apiVersion, kind, metadata)")
+            raise UsageError(
+                f"{name}: document {number} is not a Kubernetes object: it lacks apiVersion, kind or metadata"
+            )
         metadata = {"namespace": told or context_namespace, **document["metadata"]}
         if told is not None and metadata["namespace"] != told:
-            # Other objects may name it as well, in places that only rendering knows.
+            # Other objects may refer to the namespace, in places that only the renderer knows.
             own = metadata["namespace"]
             raise UsageError(
                 f"{name}: document {number} is for namespace {own}: render it again with --namespace {told}"
@@ -65,9 +69,9 @@ def from_documents(documents: list[Any], name: str, told: str | None, context_na
 
 
 def _check_operator(manifest: Manifest, name: str) -> None:
-    """The cluster would take it, and its operator would refuse it later.
+    """Raises UsageError for what the cluster would accept and its operator would refuse later.
 
-    What the schema is about is left to the cluster: its KubeRay may know more than ours.
+    Schema problems are left to the cluster: its KubeRay may be newer than our schema.
     """
     if any(schema.problems(manifest)):
         return

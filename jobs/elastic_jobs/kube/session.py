@@ -1,4 +1,4 @@
-"""What the subcommands of `elastic kube` share: the connection, errors and results in the project's terms."""
+"""Shared by the subcommands of `elastic kube`: the connection, and Kubernetes' errors and states as the project's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from elastic.core.errors import ElasticError, NoCapacity, RunNotFound, UsageErro
 from elastic.core.run import phase
 from elastic_jobs.exit_codes import NOT_FINISHED, exit_code
 
-# What the driver of a run ends with; anything else is not its word.
+# The exit codes of a run's driver; any other code comes from elsewhere.
 _OURS = {2, 100, 101, 103, 104, 105, 106}
 _NO_CAPACITY = "PreRunningDeadlineExceeded"
 
@@ -28,7 +28,7 @@ def place_arguments(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def connected(options: argparse.Namespace) -> Iterator[tuple[Cluster, str]]:
-    """The cluster and the namespace that is meant. What goes wrong in it becomes an ElasticError."""
+    """The cluster, and the chosen namespace. A KubeError in the block is raised as an ElasticError."""
     try:
         # Late: the client is an extra, and importing it takes a while.
         from elastic_cluster.kube.client.connect import connect
@@ -57,7 +57,8 @@ def translated(error: KubeError) -> ElasticError:
 
 
 def result(status: RunStatus) -> int:
-    """The run's exit code, as far as Kubernetes tells: the driver's own where Ray has kept it; 0 only at a good end."""
+    """The run's exit code, as far as Kubernetes reports it: the driver's own if Ray has kept it; 0 only for a finished
+    run."""
     match status.state:
         case words.FINISHED:
             return exit_code(phase.FINISHED)
@@ -74,7 +75,7 @@ def result(status: RunStatus) -> int:
 
 
 def command(options: argparse.Namespace, *words: str) -> str:
-    """The command to use next, in the same namespace and context: "elastic kube logs gpt -f --namespace team"."""
+    """A command in the same namespace and context: "elastic kube logs gpt -f --namespace team"."""
     place = ["--namespace", options.namespace] if options.namespace else []
     context = ["--context", options.context] if options.context else []
     return shlex.join(["elastic", "kube", *words, *place, *context])

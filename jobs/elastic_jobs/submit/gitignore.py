@@ -1,7 +1,7 @@
-"""Which files .gitignore files leave out, as git reads them (gitignore(5)): pure, on relative paths with '/'.
+"""Which files .gitignore files exclude, by git's rules (gitignore(5)). Pure; on relative paths with '/'.
 
-Ray's own packaging keeps to .gitignore too, but matches each file by itself: a nested `!keep` cannot take back what an
-outer file leaves out, and files above the packed folder are not read. So the package is listed here.
+Ray's own packaging honours .gitignore too, but evaluates each file separately: a nested `!keep` cannot re-include what
+an outer file excludes, and .gitignore files above the packed folder are not read. Therefore we list the package.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Pattern:
-    """One line of a file in the folder `base`; or of a file above the root, from where `above` leads to the root."""
+    """One line of an ignore file in the folder `base`, or above the root; `above` is then the path from there to the
+    root."""
 
     regex: re.Pattern[str]
     negated: bool
@@ -31,15 +32,15 @@ class Pattern:
 
 
 def parse_patterns(lines: Iterable[str], base: str = "", above: str = "") -> tuple[Pattern, ...]:
-    """The patterns of one file; lines that git passes over are left out."""
+    """The patterns of one file, without the lines that git skips."""
     found = (_parse(line.rstrip("\r\n"), base, above) for line in lines)
     return tuple(pattern for pattern in found if pattern is not None)
 
 
 def ignored(path: str, is_folder: bool, patterns: Sequence[Pattern]) -> bool:
-    """The last pattern that matches decides; outer files come first in `patterns`.
+    """The last matching pattern decides; those of outer files come first in `patterns`.
 
-    Says nothing of folders above `path`: what lies in a folder that is left out is never asked for.
+    Folders above `path` are not considered: the caller does not enter an ignored folder.
     """
     for pattern in reversed(patterns):
         if pattern.matches(path, is_folder):
@@ -57,7 +58,7 @@ def _parse(line: str, base: str, above: str) -> Pattern | None:
     text = text.rstrip("/") if folders_only else text
     if not text:
         return None
-    # A slash anywhere but at the end ties the pattern to its folder; otherwise it matches at any depth.
+    # A slash that is not at the end anchors the pattern to its folder; otherwise it matches at any depth.
     anchored = "/" in text
     body = _translate(text.lstrip("/"))
     try:

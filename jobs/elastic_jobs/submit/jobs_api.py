@@ -1,4 +1,4 @@
-"""The Ray Jobs API as the command line sees it: the seam, what goes over it, and its errors."""
+"""The interface to the Ray Jobs API: its methods, the records that it exchanges, and its errors."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from elastic_jobs.submit.attempts import JobRecord
 
 
 class Unreachable(ElasticError):
-    """The Jobs server does not answer, or not sensibly; it may later."""
+    """The Jobs server does not answer, or its answer makes no sense. Retrying may help."""
 
 
 class Denied(UsageError):
-    """The Jobs server wants another token."""
+    """The Jobs server refuses our token."""
 
 
 class AlreadySubmitted(UsageError):
-    """The submission id was used before: somebody else was first."""
+    """The submission id is taken: another client was first."""
 
 
 class PackageGone(UsageError):
-    """The cluster no longer has the package that a new attempt was to use."""
+    """The cluster no longer has the package that the new attempt needs."""
 
 
 @dataclass(frozen=True)
 class DriverNeeds:
-    """What Ray reserves for the driver. With anything above zero the driver is not tied to the head node.
+    """What Ray reserves for the driver. If any amount is above zero, the driver may run on any node, not only the head.
 
-    Memory by default, not CPU: a node whose CPUs are all meant for a slot could not take that slot any more.
+    By default memory is reserved and no CPU, so that a slot that needs all CPUs of a node can be placed beside the
+    driver.
     """
 
     cpus: float = 0.0
@@ -50,7 +51,7 @@ class DriverNeeds:
 
 @dataclass(frozen=True)
 class Submission:
-    """One job to be. The package is either `archive`, a local zip file, or a URI in `runtime_env["working_dir"]`."""
+    """A job to submit. The package is either `archive`, a local zip file, or a URI in `runtime_env["working_dir"]`."""
 
     submission_id: str
     entrypoint: str
@@ -62,7 +63,7 @@ class Submission:
 
 @dataclass(frozen=True)
 class ClusterFacts:
-    """`nodes`: what each living node has in all, by resource. `autoscaling`: more nodes may come."""
+    """`nodes`: the total resources of each living node. `autoscaling`: an autoscaler may add nodes."""
 
     ray_version: str
     nodes: tuple[Mapping[str, float], ...] = ()
@@ -70,15 +71,16 @@ class ClusterFacts:
 
 
 class JobsApi(Protocol):
-    """1. `cluster` once, before anything is sent; 2. `submit`; 3. `find`, `records`, `tail` at any time; 4. `stop`.
+    """Call order: 1. `cluster` once, before anything is sent; 2. `submit`; 3. `find`, `records`, `tail` at any time;
+    4. `stop`.
 
-    All raise Unreachable and Denied. Nothing here retries or waits for a job; every call has a limit in time.
+    All raise Unreachable and Denied. No method retries or waits for a job; every call has a time limit.
     """
 
     def cluster(self) -> ClusterFacts: ...
 
     def submit(self, submission: Submission) -> None:
-        """Raises AlreadySubmitted when the id was used before, whoever did, and PackageGone."""
+        """Raises AlreadySubmitted if the id is taken, by whichever client, and PackageGone."""
         ...
 
     def find(self, submission_id: str) -> JobRecord | None: ...
@@ -86,14 +88,13 @@ class JobsApi(Protocol):
     def records(self) -> tuple[JobRecord, ...]: ...
 
     def tail(self, submission_id: str, skip_chars: int, ended: bool) -> Iterator[str]:
-        """The log in pieces, as it grows; "" whenever nothing has come for a second.
+        """The log in pieces, as it grows; "" after each second without output.
 
-        May end while the job still runs (ray#60665): ask `find`, and tail again with what is known skipped. Of a job
-        that is known to have `ended` it is what there is, at once; nothing, where its node is gone. Only then does it
-        raise Unreachable.
+        May end while the job still runs (ray#60665): call `find`, then `tail` again, skipping what is known. For a job
+        that has `ended`, yields the remaining log at once; if its node is gone, nothing. Raises Unreachable only then.
         """
         ...
 
     def stop(self, submission_id: str) -> bool:
-        """Ask Ray to end the driver: SIGTERM, and SIGKILL when the job's grace period is over. False: had ended."""
+        """Ask Ray to end the driver: SIGTERM, then SIGKILL after the job's grace period. False: it had ended."""
         ...

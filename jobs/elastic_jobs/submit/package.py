@@ -1,4 +1,4 @@
-"""The package of a submission: what a folder sends to the cluster, how large it may be, and the archive itself."""
+"""The package of a submission: the files of a folder that are sent to the cluster, their checks, and the archive."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from elastic.core.errors import UsageError
 from elastic.observe.text import plural, size
 from elastic_jobs.submit.gitignore import Pattern, ignored, parse_patterns
 
-# The Jobs server takes no larger request (Ray's `DASHBOARD_CLIENT_MAX_SIZE`), and answers one without a word.
+# The Jobs server refuses larger requests (Ray's `DASHBOARD_CLIENT_MAX_SIZE`) without a message.
 SERVER_LIMIT_BYTES = 100 * 1024 * 1024
 _IGNORE_FILES = (".gitignore", ".rayignore")
-# Never wanted on a cluster: histories, and what was built for this machine.
+# Never sent: version histories, environments and caches of this machine.
 _NEVER = parse_patterns([".git", ".venv/", "venv/", "__pycache__/", ".mypy_cache/", ".ruff_cache/", ".pytest_cache/"])
 _OURS = ("elastic", "elastic_jobs", "elastic_cluster")
-# Archives with the same content are the same bytes, so that the cluster knows a package that it has.
+# A fixed date makes archives of the same content identical, so the cluster recognises a package that it already has.
 _DATE = (1980, 1, 1, 0, 0, 0)
 
 
@@ -34,7 +34,7 @@ class PackedFile:
 
 @dataclass(frozen=True)
 class Package:
-    """`files` in order; `left_out` are links that lead elsewhere or to folders, and special files: neither is read."""
+    """`files` are sorted by path. `left_out` are not read: links to folders or out of `root`, and special files."""
 
     root: Path
     files: tuple[PackedFile, ...]
@@ -52,7 +52,10 @@ class Package:
 
 
 def list_package(root: Path, exclude: Sequence[str] = ()) -> Package:
-    """What git would not ignore in `root`, less `exclude` (patterns as in .gitignore). Raises UsageError."""
+    """The files in `root` that git does not ignore, without those that match `exclude` (patterns as in .gitignore).
+
+    Raises UsageError.
+    """
     if not root.is_dir():
         raise UsageError(f"working_dir {root} is not a folder")
     files: list[PackedFile] = []
@@ -71,7 +74,7 @@ def list_package(root: Path, exclude: Sequence[str] = ()) -> Package:
 def _walk(
     root: Path, folder: str, patterns: tuple[Pattern, ...], last: tuple[Pattern, ...]
 ) -> Iterator[tuple[str, os.stat_result]]:
-    """Files below `folder`; `last` has the last word. A folder that is left out is not entered, as with git."""
+    """Files below `folder`. `last` overrides all other patterns. As in git, an ignored folder is not entered."""
     for name in _IGNORE_FILES:
         patterns += _patterns_of(root / folder / name, folder)
     for entry in sorted(os.scandir(root / folder), key=lambda entry: entry.name):
@@ -86,8 +89,11 @@ def _walk(
 
 
 def _stays_a_link(entry: os.DirEntry[str], root: Path) -> bool:
-    """A link to a file of the folder is sent as that file. Any other is left out: to a folder, into a circle, to
-    nothing, and out of the folder, where a secret may lie that nobody meant to send."""
+    """False for a link to a file in the package's folder: that file is sent in its place.
+
+    Other links are left out: to folders, circular, broken, and out of the package's folder, where a link may point to
+    a secret.
+    """
     if not entry.is_symlink():
         return False
     try:
@@ -98,7 +104,7 @@ def _stays_a_link(entry: os.DirEntry[str], root: Path) -> bool:
 
 
 def _from_above(root: Path) -> tuple[Pattern, ...]:
-    """The patterns of folders above `root`, up to the top of its git repository, as seen from `root`."""
+    """The patterns of the folders above `root`, up to the top of its git repository, relative to `root`."""
     above = [root, *root.parents]
     top = next((i for i, folder in enumerate(above) if (folder / ".git").exists()), 0)
     found: tuple[Pattern, ...] = ()
@@ -117,27 +123,28 @@ def _patterns_of(file: Path, base: str = "", above: str = "") -> tuple[Pattern, 
 
 
 def check_package(package: Package, limit_bytes: int) -> None:
-    """Raises UsageError: too large (with size, limit and the largest entries), empty, or hiding our own packages."""
+    """Raises UsageError for a package that is too large (naming size, limit and largest entries), is empty, or hides our
+    own packages."""
     if not package.files:
-        raise UsageError(f"working_dir {package.root} has nothing to send: .gitignore leaves everything out")
+        raise UsageError(f"working_dir {package.root} has no files to send: .gitignore excludes all of them")
     if package.bytes > limit_bytes:
         largest = ", ".join(f"{path} ({size(held)})" for path, held in largest_entries(package.files))
         raise UsageError(
             f"working_dir {package.root} would send {size(package.bytes)} in {plural(len(package.files), 'file')}, "
-            f"more than the limit of {size(limit_bytes)}; the largest: {largest}; leave out what the job does not need"
-            " by .gitignore or by submit.exclude"
+            f"more than the limit of {size(limit_bytes)}; the largest: {largest}; exclude what the job does not need"
+            " with .gitignore or submit.exclude"
         )
     top = {PurePosixPath(file.path).parts[0] for file in package.files}
     hiding = [name for name in _OURS if top & {name, f"{name}.py"}]
     if hiding and "elastic/runtime/controller/actor.py" not in package:
         raise UsageError(
             f"working_dir {package.root} has a top-level {hiding[0]!r}, which would hide ray-elastic's own on the "
-            "cluster; rename it, or set submit.working_dir to a folder further in"
+            "cluster; rename it, or set submit.working_dir to a subfolder"
         )
 
 
 def largest_entries(files: Iterable[PackedFile], count: int = 3) -> list[tuple[str, int]]:
-    """The largest files and folders. A folder gives way to the one entry in it that has nearly all of its bytes."""
+    """The largest files and folders. A folder is replaced by its largest entry if that has 80 % of its bytes."""
     entries: Mapping[str, int] = _sizes(files, "")
     listed = list(files)
     found = []
@@ -164,15 +171,15 @@ def _sizes(files: Iterable[PackedFile], folder: str) -> Mapping[str, int]:
 def check_entry_point(package: Package, folder: str, text: str) -> None:
     """Raises UsageError unless `text` names a function of a file in the package; nothing is imported.
 
-    `folder` is the job file's, relative to the package. Whatever is installed on the cluster is no entry point.
+    `folder` is the job file's, relative to the package. Modules that are installed on the cluster do not count.
     """
     target, _, function = text.rpartition(":")
     file = _file_of(package, folder, target)
     if file is None:
         where = f"no file {target}" if target.endswith(".py") else f"no module {target!r}"
         raise UsageError(
-            f"entry point {text!r}: there is {where} in what {package.root} sends; entry points come from the "
-            "submitted package only, so look whether .gitignore or submit.exclude leaves it out"
+            f"entry point {text!r}: there is {where} in the package of {package.root}; an entry point must be in the "
+            "submitted package, so check whether .gitignore or submit.exclude excludes it"
         )
     _check_defines(package.root / file, function, text)
 
@@ -207,7 +214,7 @@ def _file_of(package: Package, folder: str, target: str) -> str | None:
 
 
 def _candidates(folder: str, target: str) -> list[str]:
-    """The files that a target of an entry point may mean."""
+    """The files that the target of an entry point may refer to."""
     if target.endswith(".py"):
         return [os.path.normpath(os.path.join(folder, target))]
     path = target.replace(".", "/")
@@ -215,7 +222,7 @@ def _candidates(folder: str, target: str) -> list[str]:
 
 
 def _top_level_names(tree: ast.Module) -> Iterator[str]:
-    """Every name that the module's top level could bind; "*" for what cannot be known."""
+    """Every name that the module's top level could bind; "*" where that cannot be determined."""
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             yield node.name
@@ -243,5 +250,5 @@ def write_archive(package: Package, target: Path) -> None:
     if packed > SERVER_LIMIT_BYTES:
         raise UsageError(
             f"working_dir {package.root} is {size(packed)} when packed, more than the {size(SERVER_LIMIT_BYTES)} that "
-            "a Ray Jobs server takes; keep data in storage and leave it out by .gitignore or submit.exclude"
+            "a Ray Jobs server accepts; keep data in storage and exclude it with .gitignore or submit.exclude"
         )

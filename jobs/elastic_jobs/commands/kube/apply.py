@@ -11,7 +11,7 @@ from elastic_jobs.kube.manifests import load
 from elastic_jobs.kube.session import command, connected, place_arguments
 from elastic_jobs.terminal import put, put_json, say
 
-HELP = "create or update a run on Kubernetes; every object is tried in a server-side dry run first"
+HELP = "create or update a run on Kubernetes, after a server-side dry run of every object"
 EXAMPLE = "elastic kube apply job.yaml --namespace team"
 
 
@@ -19,9 +19,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("job", metavar="FILE", help="a job file, or rendered manifests (- for those on stdin)")
     parser.add_argument("--run-id", metavar="ID", help="of a job file: the run's name (default: the job's name)")
     parser.add_argument("--image", metavar="IMAGE", help="of a job file: default its 'kubernetes.image'")
-    parser.add_argument("--cluster", action="store_true", help="of a job file: a RayCluster that stays, and no job")
+    parser.add_argument("--cluster", action="store_true", help="of a job file: a RayCluster that stays, without a job")
     parser.add_argument("--dry-run", action="store_true", help="stop after the server-side dry run")
-    parser.add_argument("--force", action="store_true", help="take over fields that others have set")
+    parser.add_argument("--force", action="store_true", help="take over fields that another manager has set")
     place_arguments(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object per line, without secrets")
 
@@ -33,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
             say(note)
         place = str(job.manifests[0]["metadata"]["namespace"])
         if place != cluster.namespace:
-            # The commands that are proposed must find it again.
+            # The commands that we suggest must name the same namespace.
             options.namespace = place
         done = apply_run(cluster, job.run_id, job.manifests, dry_run=options.dry_run, force=options.force)
     for applied in done:
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _again(options: argparse.Namespace) -> list[str]:
-    """The same, less the dry run."""
+    """The same command without --dry-run."""
     words = ["apply", str(options.job)]
     for name in ("run_id", "image"):
         if getattr(options, name) is not None:

@@ -11,18 +11,18 @@ from elastic_jobs.exit_codes import NOT_FINISHED
 from elastic_jobs.kube.session import command, connected, place_arguments
 from elastic_jobs.terminal import put, put_json, say
 
-HELP = "delete a run from Kubernetes: its job is told to stop, then everything that carries its labels goes"
+HELP = "delete a run from Kubernetes: stop its job, then delete every object that carries its labels"
 EXAMPLE = "elastic kube delete gpt --namespace team"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="run id")
     parser.add_argument(
-        "--timeout", type=positive, default=300, metavar="S", help="how long to wait until all is gone (default 300)"
+        "--timeout", type=positive, default=300, metavar="S", help="how long to wait for the deletion (default 300)"
     )
-    parser.add_argument("--volumes", action="store_true", help="the volumes of the run's control store as well")
+    parser.add_argument("--volumes", action="store_true", help="delete the volumes of the run's control store too")
     place_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="print what is gone and what is left as JSON")
+    parser.add_argument("--json", action="store_true", help="print the deleted and the remaining objects as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -35,8 +35,8 @@ def run(options: argparse.Namespace) -> int:
         for name in names:
             put(f"{name} deleted")
     if deleted.left:
-        say(f"after {options.timeout} s there is still {', '.join(deleted.left)}: the deletion continues")
+        say(f"after {options.timeout} s still not deleted: {', '.join(deleted.left)}; the deletion continues")
         say(f"Next: {command(options, 'status', options.run)}")
         return NOT_FINISHED
-    say(f"run {options.run} is gone; its checkpoints are not. Next: {command(options, 'apply', 'job.yaml')}")
+    say(f"run {options.run} is deleted; its checkpoints are kept. Next: {command(options, 'apply', 'job.yaml')}")
     return 0

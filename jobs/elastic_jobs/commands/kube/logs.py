@@ -1,4 +1,4 @@
-"""elastic kube logs: what a run's entry point prints, to the end of the run."""
+"""elastic kube logs: the log of a run's driver, optionally followed to the end of the run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ EXAMPLE = "elastic kube logs gpt -f --namespace team"
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="run id")
     parser.add_argument(
-        "-f", "--follow", action="store_true", help="continue until the run is over (Ctrl-C leaves it alone)"
+        "-f",
+        "--follow",
+        action="store_true",
+        help="follow until the run has ended (Ctrl-C detaches; the run continues)",
     )
     place_arguments(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object per line; the last one is the result")
@@ -45,5 +48,5 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _put(as_json: bool) -> Callable[[str], None]:
-    """Colours and cursor movements of a job's log are left out: they may be anybody's text."""
+    """Prints lines without colours and cursor movements: a job's log is untrusted text."""
     return (lambda line: put_json({"line": line})) if as_json else (lambda line: put(printable(line)))

@@ -1,4 +1,4 @@
-"""elastic kube render: a job as manifests for KubeRay, checked, without asking any cluster."""
+"""elastic kube render: a job as manifests for KubeRay, checked without a cluster."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ from elastic_jobs.kube.job import kube_job, manifests
 from elastic_jobs.output_file import write_whole
 from elastic_jobs.terminal import put, put_json, say
 
-HELP = "print a job as manifests for KubeRay, checked, without asking any cluster"
+HELP = "print a job as manifests for KubeRay, checked without a cluster"
 EXAMPLE = "elastic kube render examples/kubernetes.yaml --namespace team -o gpt.yaml"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     job_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="one JSON object with the list of manifests, not YAML")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object with the list of manifests instead of YAML"
+    )
     parser.add_argument("-o", "--output", metavar="FILE", help="write there instead of printing")
 
 
 def job_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of every subcommand that begins with a job file."""
-    parser.add_argument("job", metavar="JOB.yaml", help="the job file, with a section 'kubernetes'")
+    """The arguments of every subcommand that takes a job file."""
+    parser.add_argument("job", metavar="JOB.yaml", help="the job file, with a 'kubernetes' section")
     parser.add_argument("--run-id", metavar="ID", help="the run's name (default: the job's name)")
     parser.add_argument("--namespace", metavar="NS", help="default: the job's 'kubernetes.namespace'")
     parser.add_argument("--image", metavar="IMAGE", help="default: the job's 'kubernetes.image'")
@@ -38,7 +40,7 @@ def job_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(options: argparse.Namespace) -> tuple[KubeJob, list[dict[str, Any]]]:
-    """The job and its manifests, checked. Raises UsageError; nothing is written or asked."""
+    """The job and its manifests, checked. Raises UsageError; writes nothing and contacts no cluster."""
     file = Path(options.job)
     spec = load_job(file)
     job = kube_job(
@@ -67,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _apply(options: argparse.Namespace) -> list[str]:
-    """What has been written or, where nothing was, the same job once more."""
+    """The command that applies the written file, or else the same job."""
     if options.output is not None:
         return ["elastic", "kube", "apply", options.output, "--dry-run"]
     words = ["elastic", "kube", "apply", options.job]
@@ -78,7 +80,7 @@ def _apply(options: argparse.Namespace) -> list[str]:
 
 
 def as_yaml(rendered: Sequence[Mapping[str, Any]]) -> str:
-    """One document per object, in the order in which they are wanted."""
+    """One document per object, in the given order."""
     return yaml.dump_all(rendered, Dumper=_Dumper, sort_keys=False, explicit_start=True, width=120)
 
 
@@ -89,20 +91,20 @@ def as_json(job: KubeJob, rendered: Sequence[Mapping[str, Any]]) -> str:
 
 
 def about(job: KubeJob, rendered: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What a person should know of what has been rendered."""
+    """Remarks for the user about the rendered objects."""
     kinds = ", ".join(f"{manifest['kind']} {manifest['metadata']['name']}" for manifest in rendered)
     lines = [f"run {job.run_id} in namespace {job.namespace}: {kinds}"]
     if job.control_store.kind == "rocksdb":
-        lines.append("the operator takes this only with its feature gate GCSFaultToleranceEmbeddedStorage on")
+        lines.append("the operator accepts this only with its feature gate GCSFaultToleranceEmbeddedStorage enabled")
     if job.control_store.kind == "none" and not job.as_cluster:
         lines.append(
-            "no 'control_store': if the head pod is lost, a new cluster continues from the newest checkpoint in storage"
+            "no 'control_store': if the head pod is lost, a new cluster resumes from the newest checkpoint in storage"
         )
     return lines
 
 
 class _Dumper(yaml.SafeDumper):
-    """Texts of several lines as they are, and no anchors, which few people read."""
+    """Writes multi-line text as block scalars, and no anchors or aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

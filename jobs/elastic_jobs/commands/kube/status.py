@@ -1,4 +1,4 @@
-"""elastic kube status: what Kubernetes knows of a run, or of all."""
+"""elastic kube status: the state of one run or of all runs, as Kubernetes reports it."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ GROUPS = [{"name": "a"}]
         ({"storage_url": "/shared", **section(volumes=[{"claim": "c", "mount": "/shared", "read_only": True}])},
          "a path of one machine"),
         ({"checkpoint": {"url": "/here"}}, "'checkpoint.url' is /here"),
-        (section(network_policy={"api_server": [{"cidr": "10.0.0.1/32"}]}), "so that no pod could reach s3://bucket/runs"),
+        (section(network_policy={"api_server": [{"cidr": "10.0.0.1/32"}]}), "so no pod could reach s3://bucket/runs"),
         (section(groups=[{"name": "a", "drain_s": 10}]), "not longer than 'failures.drain_margin_s' (10 s)"),
         (section(groups=[{"name": "a", "cpu": 1}]), "no room for a slot of the job: a slot wants CPU 6, a pod has 1"),
         (section(groups=[{"name": "a", "max_replicas": 1, "min_replicas": 2}]), "min_replicas (2) is above"),

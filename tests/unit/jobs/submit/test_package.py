@@ -130,7 +130,7 @@ def test_what_would_hide_our_own_packages_is_refused(tmp_path: Path) -> None:
     check_package(Package(tmp_path, tuple(PackedFile(name, 1) for name in names)), 100)
     ours = ("jobs/elastic_jobs/cli.py", "elastic/runtime/controller/actor.py")
     check_package(Package(tmp_path, tuple(PackedFile(path, 1) for path in ours)), 100)
-    with pytest.raises(UsageError, match="nothing to send"):
+    with pytest.raises(UsageError, match="has no files to send"):
         check_package(Package(tmp_path, ()), 100)
 
 
