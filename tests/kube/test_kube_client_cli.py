@@ -130,7 +130,7 @@ def test_the_token_is_in_no_stream_and_no_log(world: World, caplog: pytest.LogCa
     [
         ("a: [", "run.yaml is not YAML: "),
         ("a: 1", "run.yaml line 1: unknown key 'a'"),
-        ("kind: RayJob", "run.yaml: document 1 is no Kubernetes object"),
+        ("kind: RayJob", "run.yaml: document 1 is not a Kubernetes object"),
         ("", "run.yaml"),
         (
             yaml.safe_dump_all([ray_job("gpt"), network_policy("other")]),
