@@ -1,4 +1,4 @@
-"""Simulated time: a heap of calls. Nothing here is random: equal times are served in the order in which they came."""
+"""Simulated time: a heap of calls. Not random: calls at equal times are served in the order of their scheduling."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Clock:
         self.at(self.now + delay, call, *args)
 
     def run(self, until: float, over: Callable[[], bool]) -> None:
-        """Serve calls until `over()` or until the next one is later than `until`."""
+        """Serve calls until `over()` is true or the next call is later than `until`."""
         while self._heap and not over():
             if self._heap[0][0] > until:
                 self.now = until

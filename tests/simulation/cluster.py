@@ -14,20 +14,20 @@ if TYPE_CHECKING:
 
 
 class Cluster:
-    """One slot per node. A frozen node is still handed out: nobody has noticed yet."""
+    """One slot per node. A frozen node can still be assigned: its freeze is not yet detected."""
 
     def __init__(self, world: World, nodes: int) -> None:
         self.world = world
         self.nodes = [Node(f"n{i}") for i in range(nodes)]
         self.names = nodes
-        # How many slots the run may have, for the sake of another one.
+        # How many slots the run may have, because another run needs some.
         self.limit: int | None = None
         self.pending: list[int] = []
         self.placed: dict[int, Node] = {}
         self.requested: set[int] = set()
         self.released: set[int] = set()
         self.processes: dict[int, Process] = {}
-        # Ray's control store does not answer: what needs it waits in `stalled`.
+        # Since when Ray's control store does not answer; calls that need it wait in `stalled`.
         self.away_since: float | None = None
         self.stalled: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
 
@@ -53,7 +53,7 @@ class Cluster:
         self.place()
 
     def when_back(self, call: Callable[..., None], *args: Any) -> None:
-        """At once where the control store is there."""
+        """Call now, or when the control store is back."""
         if self.away_since is None:
             call(*args)
         else:
@@ -89,7 +89,7 @@ class Cluster:
             self.world.tell(ev.SlotPlaced(slot, node.name), self.world.rng.uniform(0.01, 0.3))
 
     def _takes(self, node: Node) -> bool:
-        """One that is going away seldom does: only before everybody has heard of it."""
+        """Whether a slot may be placed there: rarely on a draining node, as before the notice has spread."""
         return node.draining is None or self.world.rng.random() < 0.05
 
     def drain(self, node: Node, deadline: float) -> None:
@@ -97,7 +97,7 @@ class Cluster:
         self.tell_draining()
 
     def share(self, limit: int | None) -> None:
-        """Another run needs slots, or does not any more."""
+        """Another run needs slots; None: no other run needs any."""
         self.limit = limit
         self.tell_share()
 
@@ -111,7 +111,7 @@ class Cluster:
         self.world.clock.after(self.world.rng.uniform(0.0, 1.0), self.when_back, self._tell_draining)
 
     def _tell_draining(self) -> None:
-        # One that is dead stays on the list for as long as the run has a slot on it.
+        # A dead draining node stays listed while the run has a slot on it.
         used = self.world.controller.state.fleet.nodes
         draining = [(n, n.draining) for n in self.nodes if n.draining is not None]
         going = tuple((n.name, deadline) for n, deadline in draining if n.alive or n.name in used)
@@ -142,7 +142,7 @@ class Cluster:
             self.stalled.append((self._start_late, (worker, slot)))
 
     def _start_late(self, worker: int, slot: int) -> None:
-        """One that was given up meanwhile is ended as soon as it is there."""
+        """A worker that was abandoned in the meantime is not started."""
         self.world.seen("a start that waited for the control store")
         if worker in self.world.controller.state.fleet.workers:
             self.when_back(self._start, worker, slot)
@@ -166,13 +166,13 @@ class Cluster:
             process.act(self.world.rng.uniform(0.2, 2.0), process.ready)
 
     def kill(self, process: Process) -> None:
-        """The controller's kill does not reach a frozen process: it wakes up later, a zombie."""
+        """The controller's kill does not reach a frozen process, which wakes up later as a zombie."""
         if process.frozen and self.world.rng.random() < 0.5:
             return
         process.die()
 
     def lose(self, node: Node) -> list[Process]:
-        """The node is gone with everything on it; its workers."""
+        """Remove the node with everything on it; returns its workers."""
         node.alive = False
         self.world.memory.wipe(node)
         victims = [process for process in self.processes.values() if process.node is node and process.alive]
@@ -187,7 +187,7 @@ class Cluster:
 
 
 class Storage:
-    """Checkpoints of whole groups. `down`: writes fail and are retried; `unreached`: those from these nodes."""
+    """Checkpoints of whole groups. `down`: writes fail and are retried. `unreached`: nodes whose writes fail."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -202,7 +202,7 @@ class Storage:
         self.world.clock.after(delay, self._commit, group, group.step, group.samples, 0)
 
     def _commit(self, group: Group, step: int, samples: Samples, tries: int) -> None:
-        # A part that died with its process, or that a controller forgot, never becomes a checkpoint.
+        # A shard that was lost with its process, or that a controller forgot, never becomes a checkpoint.
         if any(not member.alive for member in group.members) or self.world.loses_commit(step):
             return
         cut = [member for member in group.members if member.node.name in self.unreached]

@@ -1,4 +1,4 @@
-"""The simulated controller: journal, state machine and executor, as the real one has them, without any actor."""
+"""The simulated controller: journal, state machine and executor, as in the real one, without actors."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Controller:
         self.waiting: list[ev.Event] = []
         self.tick_at: float | None = None
         self.crash_after: int | None = None
-        # A crash comes between the next message's being taken and its being written down.
+        # The controller crashes after it has accepted the next message and before it journals it.
         self.loses_next = False
-        # Storage takes no journal lines: they wait in memory, and go with a crash.
+        # Storage accepts no journal lines: they wait in memory, and a crash loses them.
         self.journal_away = False
         self.unwritten: list[tuple[ev.Event, float]] = []
         self.lost: list[ev.Event] = []
@@ -51,7 +51,7 @@ class Controller:
             self.waiting.append(event)
 
     def handle(self, event: ev.Event) -> None:
-        """Journal, decide, act: a crash may come between any two of them."""
+        """Journal, decide, act. A crash may happen between any two of these."""
         if self.finished:
             return
         now, before = self.world.clock.now, self.state
@@ -112,11 +112,11 @@ class Controller:
 
     def _restart(self) -> None:
         if self.journal_away:
-            # It has to be read, and claimed.
+            # A restart has to read and claim the journal.
             self.world.clock.after(0.5, self._restart)
             return
         if self.world.cluster.away_since is not None:
-            # It is Ray's control store that has actors restarted.
+            # Ray's control store restarts actors.
             self.world.seen("a restart that waited for the control store")
             self.world.clock.after(0.5, self._restart)
             return
@@ -135,7 +135,7 @@ class Controller:
             self.deliver(event)
 
     def _from_point(self) -> RunState:
-        """From what a controller would have kept in the journal after some event, and the events after that."""
+        """The state by way of a replay point: the state after a random event, through JSON, and the events after it."""
         count = Random(f"point {len(self.journal)} {self.world.clock.now}").randrange(len(self.journal) + 1)
         before, state = self.journal[:count], machine.initial(self.settings, self.began)
         for event, now in before:
@@ -146,7 +146,8 @@ class Controller:
         return state
 
     def _found(self, restarted: ev.ControllerRestarted) -> ev.ControllerRestarted:
-        """What the journal does not tell: the rules about numbers begin anew where it and those who are left end."""
+        """`restarted` as it is handled. If events were lost, the rules about numbers restart from the journal's end and
+        from the generations that the remaining workers know."""
         restarted = replace(restarted, incarnation=self.incarnation)
         if self.lost:
             newest = max(self.state.generation, restarted.newest_generation)

@@ -1,4 +1,4 @@
-"""What goes wrong in a simulated run: a plan drawn from a seed, plain data that can be printed and shrunk by hand."""
+"""The faults of a simulated run: a plan drawn from a seed, plain data that can be printed and shrunk by hand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from elastic.core.settings import (
     StragglerSettings,
 )
 
-# Kind: how often, relative to the others; how long it lasts (None: for ever) for kinds that end by themselves.
+# Kind: (relative frequency, duration; None: permanent, or the kind does not end by itself).
 _KINDS: dict[str, tuple[float, tuple[float, float] | None]] = {
     "kill_node": (4, (1.0, 40.0)),
     "freeze_node": (3, (0.5, 30.0)),
@@ -78,10 +78,10 @@ class Plan:
     snapshot_every: int = 1
     lost_surveys: float = 0.0
     memory_failures: float = 0.0
-    # Every restore moves so many parts of the state, each of which takes `part_s`.
+    # Every restore reads this many parts of the state, each of which takes `part_s`.
     restore_parts: int = 0
     part_s: float = 0.0
-    # Batches (numbered in the order of samples) that make a step's loss no number.
+    # Batches (numbered in the order of samples) that make a step's loss non-finite.
     bad_batches: frozenset[int] = frozenset()
     # A run that is resumed: its checkpoints (id, step) and the last generation of the attempt before.
     earlier: tuple[tuple[str, int], ...] = ()
@@ -125,24 +125,24 @@ def draw(seed: int) -> Plan:
         first = rng.randint(0, plan.max_steps)
         plan.bad_batches = frozenset({first, first + rng.randint(0, 2), rng.randint(0, plan.max_steps)})
     if rng.random() < 0.3:
-        # One failure that is aimed at a phase, so that short phases are hit in many runs, too.
+        # One failure that is aimed at a phase, so that short phases are hit in many runs too.
         kind = rng.choice(("kill_node", "kill_worker", "freeze_node", "crash_controller"))
         plan.faults += (Fault(kind, rng.choice((0.0, 0.1, 0.6)), rng.random(), 3.0, rng.choice(_PHASES)),)
     if rng.random() < 0.1:
-        # The same trouble again and again, with nobody lost.
+        # The same failure repeatedly, without a lost worker.
         plan.faults += tuple(Fault("break_group", 0.1, rng.random(), phase="Training") for _ in range(3))
     if rng.random() < 0.2:
         steps = sorted({rng.randint(0, plan.max_steps) for _ in range(3)}, reverse=True)
         plan.earlier_generation = rng.randint(1, 9)
         plan.earlier = tuple((f"{step:06d}-{plan.earlier_generation}", step) for step in steps)
-        # The attempt before has trained on the first ones.
+        # The earlier attempt has trained on the first ones.
         plan.bad_batches = frozenset(batch for batch in plan.bad_batches if batch >= steps[0])
     if not liveness:
         _ends(rng, plan)
     plan.faults += _outage(Random(f"outage {seed}"), horizon)
     plan.faults += _storage_cut(Random(f"storage {seed}"), horizon)
     plan.faults += _unwritten(Random(f"unwritten {seed}"), horizon)
-    # Drawn apart, like those, so that the plans of older seeds stay what they were.
+    # Drawn from random streams of their own, like the faults above, so that the plans of older seeds do not change.
     parity = Random(f"parity {seed}").choice((0, 0, 0, 1, 2, 3))
     policy = Random(f"policy {seed}").choice(("eager", "eager", "eager", "patient"))
     plan.settings = replace(
@@ -154,7 +154,7 @@ def draw(seed: int) -> Plan:
 
 
 def _outage(rng: Random, horizon: float) -> tuple[Fault, ...]:
-    """In one run in four Ray's control store goes away, and something else happens meanwhile."""
+    """In one run of four Ray's control store is lost for a while, and another fault happens in that time."""
     if rng.random() > 0.25:
         return ()
     begin, lasts = rng.uniform(0, horizon), rng.uniform(2.0, 40.0)
@@ -164,15 +164,15 @@ def _outage(rng: Random, horizon: float) -> tuple[Fault, ...]:
 
 
 def _storage_cut(rng: Random, horizon: float) -> tuple[Fault, ...]:
-    """In one run in five a node loses its way to storage, often until the end."""
+    """In one run of five a node loses its connection to storage, often until the end."""
     if rng.random() > 0.2:
         return ()
     return (Fault("storage_cut", rng.uniform(0, horizon), rng.random(), rng.choice((10.0, 100.0))),)
 
 
 def _unwritten(rng: Random, horizon: float) -> tuple[Fault, ...]:
-    """In one run in four the controller is killed with something that it has taken and not written down: one message,
-    or everything since its journal could not be written, which may be the begin of generations."""
+    """In one run of four the controller is killed before it has journaled what it has accepted: one message, or
+    everything since its journal became unwritable, which may include the starts of generations."""
     if rng.random() > 0.25:
         return ()
     begin, down_s = rng.uniform(0, horizon), rng.uniform(0.2, 12.0)
@@ -190,7 +190,7 @@ def _unwritten(rng: Random, horizon: float) -> tuple[Fault, ...]:
 
 
 def _ends(rng: Random, plan: Plan) -> None:
-    """Reasons for a run to end before its end."""
+    """Reasons for a run to end early."""
     if rng.random() < 0.3:
         plan.faults += (Fault("stop", rng.uniform(0, plan.horizon_s), 0.0, phase=rng.choice(("", *_PHASES))),)
     if rng.random() < 0.3:

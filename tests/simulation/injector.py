@@ -1,4 +1,4 @@
-"""Carries faults out in the simulated world: what each kind of fault really does."""
+"""Injects faults into the simulated world: the effect of each kind of fault."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Injector:
             self.clock.after(1.0, self.world.silence, victims, node)
         lost = ev.SlotLost(slot, f"node {node.name} is gone")
         if self.cluster.away_since is not None and fault.arg < 0.5:
-            # Nobody but Ray could have told, and its heartbeats cease.
+            # Only Ray could have reported it; its heartbeats cease.
             self.cluster.when_back(self.world.tell, lost, 0.0)
             self.clock.after(1.0, self.world.silence, victims, node)
         else:
@@ -62,7 +62,7 @@ class Injector:
             self.clock.after(fault.lasts_s, self.cluster.add)
 
     def _lose_server(self, fault: Fault) -> None:
-        """A server of the trace, named by `arg`: the same one fails again and again."""
+        """A server of the trace, named by `arg`: the same server fails repeatedly."""
         node = self.cluster.nodes[int(fault.arg)]
         if node.alive:
             self.cluster.lose(node)
@@ -137,7 +137,7 @@ class Injector:
             self.world.tell(ev.WorkersSilent((process.worker,), 1.0, nodes), 0.0)
 
     def _break_group(self, fault: Fault) -> None:
-        """The network between two members fails: everybody is alive, the collective is not."""
+        """The network between two members fails: all workers live, but the collective fails."""
         group = self.controller.groups.get(self.controller.state.generation)
         if group is not None and not group.broken and isinstance(self.controller.state.phase, Training | Joining):
             group.broken = True
@@ -145,7 +145,7 @@ class Injector:
             member.act(0.01, member.notice_broken, group)
 
     def _cut(self, fault: Fault) -> None:
-        """Two nodes cannot reach each other; the controller hears both of them."""
+        """Two nodes cannot reach each other; the controller reaches both."""
         nodes = self._nodes()
         if len(nodes) < 2:
             return
@@ -159,13 +159,13 @@ class Injector:
             group.cannot_talk()
 
     def _glitch(self, fault: Fault) -> None:
-        """The step under way comes to no number, whatever its samples are."""
+        """The current step becomes non-finite, whatever its samples are."""
         group = self.controller.groups.get(self.controller.state.generation)
         if group is not None:
             group.glitch = True
 
     def _slow_worker(self, fault: Fault) -> None:
-        """One member is found to be slower than its peers, and found so again."""
+        """One member is reported as slower than its peers, twice."""
         state = self.controller.state
         member = self._pick(fault, list(state.members))
         for confirmed in (False, True) if member is not None else ():
@@ -173,7 +173,7 @@ class Injector:
             self.world.tell(event, 0.1 + confirmed)
 
     def _drain_node(self, fault: Fault) -> None:
-        """A notice, and at its end the node is gone."""
+        """A drain notice; at its deadline the node ends."""
         node = self._pick(fault, [node for node in self._nodes() if not node.draining])
         if node is not None:
             self.cluster.drain(node, self.clock.now + fault.lasts_s)
@@ -204,7 +204,7 @@ class Injector:
             self.cluster.place()
 
     def _drain_forever(self, fault: Fault) -> None:
-        """Without a deadline: the node goes when nothing is on it any more."""
+        """Without a deadline: the node ends when nothing runs on it."""
         node = self._pick(fault, [node for node in self._nodes() if not node.draining])
         if node is not None:
             self.cluster.drain(node, 0.0)
@@ -217,7 +217,7 @@ class Injector:
             self.clock.after(1.0, self._wait_until_empty, node)
 
     def _other_run(self, fault: Fault) -> None:
-        """It needs slots for a while."""
+        """Another run needs slots for a while."""
         self.cluster.share(int(fault.arg * self.controller.state.settings.scaling.max_slots))
         self.clock.after(fault.lasts_s, self.cluster.share, None)
 
@@ -233,7 +233,7 @@ class Injector:
         self.storage.down = False
 
     def _storage_cut(self, fault: Fault) -> None:
-        """One node does not reach storage, and everybody else."""
+        """One node cannot reach storage; everything else it can."""
         node = self._pick(fault, self._nodes())
         if node is not None:
             self.storage.unreached.add(node.name)
@@ -248,7 +248,7 @@ class Injector:
         self.controller.crash(fault.lasts_s, int(fault.arg * 4) if fault.arg < 0.5 else None)
 
     def _lose_message(self, fault: Fault) -> None:
-        """The controller is killed when it has taken the next message, and has not written it down."""
+        """The controller is killed after it has accepted the next message and before it journals it."""
         self.controller.down_s, self.controller.loses_next = fault.lasts_s, self.controller.up
 
     def _journal_away(self, fault: Fault) -> None:
@@ -267,7 +267,7 @@ class Injector:
         self.cluster.add()
 
     def _nonsense(self, fault: Fault) -> None:
-        """A worker lies: old generations, steps that never were, checkpoints that nobody restores."""
+        """A worker sends false messages: old generations, steps that never were done, checkpoints not restored."""
         worker, old = int(fault.arg * 10), max(0, self.controller.state.generation - 1)
         lies: list[ev.Event] = [
             ev.TrainingReached(old, worker, 7), ev.FirstStepDone(old, 9), ev.WorkerCompleted(old, worker, 10**6, True),
@@ -285,7 +285,7 @@ class Injector:
             self.world.tell(lie, self.rng.uniform(0, 0.1))
 
     def heal(self) -> None:
-        """From here on nothing goes wrong, and nodes are there: now the run has no excuse."""
+        """No more faults, and nodes are available: from here on the run must make progress."""
         self.healed = True
         self.storage.down = False
         self.storage.unreached.clear()

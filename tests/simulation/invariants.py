@@ -1,4 +1,4 @@
-"""What must hold after every event, whatever happens. Each rule says what it protects."""
+"""Invariants that must hold after every event. Each rule states what it protects."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class Invariants:
         self.begun: set[int] = set()
         self.closed: set[int] = set()
         self.finishes = 0
-        # How many slots were requested and released when they were looked at last.
+        # The numbers of requested and released slots at the last check.
         self.books = (-1, -1)
-        # A drain was cancelled: for a while there may be a slot too many.
+        # A drain was cancelled: there may be one slot too many for a while.
         self.stayed = False
 
     def forget(self, state: RunState, newest: int) -> None:
-        """A controller has come back whose journal ends with `state`: of what the one before did after that nobody
-        knows any more, but that there was a generation `newest`."""
+        """A controller was restarted whose journal ends with `state`. Of what the previous one did after that, only the
+        number of the `newest` generation is known."""
         self.requested = {slot for slot in self.requested if slot < state.fleet.next_slot}
         self.released = self.requested - state.fleet.slots.keys()
         self.started = {worker for worker in self.started if worker < state.fleet.next_worker}
@@ -57,7 +57,7 @@ class Invariants:
     def check(
         self, before: RunState, event: ev.Event, now: float, after: RunState, actions: tuple[act.Action, ...]
     ) -> None:
-        """Raises AssertionError with the rule that was broken."""
+        """Raises AssertionError naming the broken rule."""
         self._fencing(before, event, after, actions)
         self.stayed |= any(isinstance(a, act.Note) and "no longer draining" in a.sentence for a in actions)
         self._monotone(before, event, after)
@@ -83,7 +83,7 @@ class Invariants:
     # --- the rules ---
 
     def _fencing(self, before: RunState, event: ev.Event, after: RunState, actions: tuple[act.Action, ...]) -> None:
-        """A message of another generation, or of one that is over, or of a stranger to it, changes nothing at all."""
+        """A message of another or an ended generation, or of a worker that is not a member, changes nothing."""
         generation, worker = getattr(event, "generation", None), getattr(event, "worker", None)
         if generation is None:
             return
@@ -97,7 +97,7 @@ class Invariants:
             assert not actions, "a stranger's message caused actions"
 
     def _monotone(self, before: RunState, event: ev.Event, after: RunState) -> None:
-        """Numbers of generations, slots and workers are used once; what was reached stays reached."""
+        """Numbers of generations, slots and workers are used once; progress is never taken back."""
         if before.fleet.next_slot:
             last = before.generation
             if isinstance(event, ev.ControllerRestarted):
@@ -112,7 +112,7 @@ class Invariants:
         assert set(before.saved.rejected) <= set(after.saved.rejected)
 
     def _control_store(self, before: RunState, event: ev.Event, after: RunState) -> None:
-        """While Ray's control store is away nobody can come or start, so nobody is late."""
+        """While Ray's control store is away no node or worker can start, so none is late."""
         if before.fleet.control_store_away and isinstance(event, ev.Tick):
             assert after.trouble.streaks.start_failures <= before.trouble.streaks.start_failures, "a start was late"
             refused = isinstance(after.phase, Finished) and after.phase.status == NO_CAPACITY
@@ -134,7 +134,9 @@ class Invariants:
             self._begin(before, after, action, again, event)
         elif isinstance(action, act.CommitStop):
             promises = [self.world.cluster.processes[worker].promised or 0 for worker in action.workers]
-            assert action.step >= max(promises, default=0), "a member is asked to stop where it may not be any more"
+            assert action.step >= max(promises, default=0), (
+                "a member is asked to stop at a step that it may have passed"
+            )
         elif isinstance(action, act.CloseIncident):
             assert action.incident.id not in self.closed, "an incident was closed twice"
             self.closed.add(action.incident.id)
@@ -158,7 +160,7 @@ class Invariants:
         slots = {after.fleet.workers[worker].slot for worker in action.members if worker in after.fleet.workers}
         assert slots.isdisjoint(after.fleet.evicted), "a slot that is to be given back is trained on"
         going = {after.fleet.slots[slot].node for slot in slots} & after.fleet.draining.keys()
-        # One that is begun once more by a restarted controller may have been begun before the notice.
+        # A generation that a restarted controller begins again may have begun before the notice.
         if going and not again:
             self.world.seen("begun on a node that is going, for want of another")
             assert not any(after.fleet.draining[node].urgent for node in going if node), "begun on a node all but gone"
@@ -192,7 +194,7 @@ class Invariants:
                 )
 
     def _newest(self, before: RunState, after: RunState, event: ev.Event) -> tuple[str, int] | None:
-        """Worked out anew from what is known: the newest snapshot of the last survey, unless storage is further."""
+        """Computed independently: the newest snapshot of the last survey, unless storage has a newer state."""
         snapshots = [(known.id, known.step) for known in before.saved.snapshots]
         if (
             isinstance(event, ev.SnapshotsReported)
@@ -208,13 +210,15 @@ class Invariants:
     def _members(self, state: RunState) -> None:
         phase, inside = state.phase, set(state.members_inside)
         phases = {w.id for w in state.fleet.workers.values() if w.phase is WorkerPhase.MEMBER}
-        assert phases == inside, "a worker believes to be a member of nothing"
+        assert phases == inside, "a worker is marked as a member of no generation"
         assert len(set(state.members)) == len(state.members)
         if isinstance(phase, Joining | Training):
             assert inside == set(state.members), "a generation continues without one of its members"
             assert inside
         elif isinstance(phase, Pausing | Closing):
-            assert set(state.members) <= state.fleet.workers.keys(), "a member is gone and nothing is done about it"
+            assert set(state.members) <= state.fleet.workers.keys(), (
+                "a member is lost and the generation does not react"
+            )
         elif isinstance(phase, Waiting | Finished):
             assert not state.members, "members without a generation"
         for worker in state.fleet.workers.values():
@@ -243,20 +247,20 @@ class Invariants:
             assert slot.phase is SlotPhase.PENDING or full or slot.start_failures, "a slot is not used"
 
     def _slots_enough(self, state: RunState) -> None:
-        """Never more than allowed, but for those on nodes that are going; a node that stays after all may leave too
-        many until the generation trains."""
+        """Never more than allowed, except on draining nodes. After a cancelled drain there may be too many until the
+        generation trains."""
         staying = [slot for slot in state.fleet.slots.values() if slot.node not in state.fleet.draining]
         steady = isinstance(state.phase, Training) and state.phase.first_step_done
         used = {state.fleet.workers[worker].slot for worker in state.members if worker in state.fleet.workers}
         if steady:
-            # Where each of them has lost a worker, the members may be in more slots than they would fill.
+            # If several slots have lost a worker, the members may occupy more slots than they would fill.
             unused = [slot for slot in staying if slot.id not in used]
             assert not unused or len(staying) <= state.max_slots, "more slots than allowed, and not all are used"
         elif not self.stayed:
             assert len(staying) <= state.settings.scaling.max_slots, "more slots than allowed"
         if steady:
             going = {slot.id for slot in state.fleet.slots.values() if slot.node in state.fleet.draining}
-            assert going <= used, "a slot is kept on a node that is going, and nobody trains there"
+            assert going <= used, "a slot is kept on a draining node, and no member trains there"
 
     def _budgets(self, state: RunState) -> None:
         streaks, limits = state.trouble.streaks, state.settings.failures
@@ -266,7 +270,7 @@ class Invariants:
             assert streaks.in_place < 2, "fresh processes are overdue"
 
     def _anomalies(self, before: RunState, after: RunState) -> None:
-        """Bounded, and what is left out stays left out; a state behind an anomaly is not known any more."""
+        """Bounded, and skipped samples stay skipped; states from after an anomaly are forgotten."""
         settings = after.settings.anomalies
         for end in after.trouble.anomalies if not isinstance(after.phase, Ending | Finished) else ():
             recent = [a for a in after.trouble.anomalies if end.step - settings.window_steps < a.step <= end.step]
@@ -275,7 +279,7 @@ class Invariants:
             assert settings.policy != "stop", "the run continues although it should have stopped"
             assert len(recent) <= settings.max_anomalies or end is not after.trouble.anomalies[-1], "too many anomalies"
         for start, stop in before.trouble.skips:
-            assert any(s <= start and stop <= e for s, e in after.trouble.skips), "what was left out came back"
+            assert any(s <= start and stop <= e for s, e in after.trouble.skips), "a skipped range of samples came back"
         for known in after.saved.checkpoints:
             self.world.saved[known.id].disjoint(after.trouble.skips)
 
@@ -290,13 +294,13 @@ class Invariants:
             assert after.trouble.incident is None, "an incident stays open while training continues"
 
     def _waits_for_something(self, state: RunState) -> None:
-        """Nothing is waited for without a time limit or the name of who has to act."""
+        """Every wait has a time limit or names the party that must act."""
         phase = state.phase
         if isinstance(phase, Joining | Pausing | Ending | Closing):
             assert machine.next_deadline(state) is not None, f"{phase} may last for ever"
         if isinstance(phase, Waiting):
             pending = any(slot.phase is SlotPhase.PENDING for slot in state.fleet.slots.values())
-            # What other runs need is looked at every second.
+            # The needs of other runs are checked every second.
             awaited = pending or state.fleet.slot_limit is not None or state.fleet.control_store_away
             assert awaited or machine.next_deadline(state) is not None, f"{state} waits"
             assert phase.reason, "a wait without a reason"
@@ -367,7 +371,7 @@ class Invariants:
                         seen(phrase)
 
     def at_end(self, controller: Controller) -> None:
-        """Everything was given back, and a run without an excuse has reached its end."""
+        """All resources were released, and a run of a liveness plan has reached its end."""
         state, plan = controller.state, self.world.plan
         assert controller.over, f"the run did not end: {state.phase}"
         assert isinstance(state.phase, Finished)

@@ -1,4 +1,4 @@
-"""The simulated memory of nodes: who holds which rank's shard of which snapshot."""
+"""The simulated memory of nodes: which node holds which rank's shard of which snapshot."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from simulation.processes import Group, Node
 if TYPE_CHECKING:
     from simulation.world import World
 
-# Two segments for each: one complete snapshot, and the one being taken.
+# Two segments per rank: one complete snapshot, and the one that is being taken.
 _KEPT = 2
 
 
 class Memory:
-    """A node keeps the two newest snapshots that it holds of a rank; its memory goes with its agent."""
+    """A node keeps the two newest snapshots of each rank that it holds; its memory is lost with its agent."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -27,7 +27,7 @@ class Memory:
         self.placed: tuple[list[str], tuple[tuple[str, ...], ...]] = ([], ())
 
     def take(self, group: Group) -> None:
-        """Every member copies its shard to its node; replicas follow, unless something comes between."""
+        """Every member copies its shard to its node; replicas follow, unless a fault prevents it."""
         world, plan = self.world, self.world.plan
         nodes = [member.node.name for member in group.members]
         if self.placed[0] != nodes:
@@ -54,7 +54,7 @@ class Memory:
         self.held.pop(node.name, None)
 
     def survey(self, number: int, reach: tuple[str, ...]) -> None:
-        """`reach`: the nodes that are to try to reach each other."""
+        """`reach`: the nodes that test whether they can reach each other."""
         world = self.world
         if world.rng.random() < world.plan.lost_surveys:
             world.seen("survey without an answer")
@@ -62,7 +62,7 @@ class Memory:
         world.clock.after(world.rng.uniform(0.0, 0.2), self._answer, number, reach)
 
     def readable(self, identifier: str) -> bool:
-        """Can a restore have it? It may have gone since the survey."""
+        """Whether a restore can read it: it may have been lost since the survey."""
         if identifier in self.corrupt:
             return False
         return any(snapshot.id == identifier for snapshot in recoverable(self._reachable()))
@@ -93,7 +93,7 @@ class Memory:
         return list(dict.fromkeys(stripe for stripe in placed if stripe is not None))
 
     def _receive(self, senders: list[Node], target: str, copies: list[Held]) -> None:
-        """A replica, or the parity of a stripe: it counts when all have sent their shares."""
+        """A replica, or the parity of a stripe, which is complete when all its ranks have sent their shares."""
         node = next(node for node in self.world.cluster.nodes if node.name == target)
         if all(part.alive and not part.frozen for part in (node, *senders)) and node.slot is not None:
             for copy in copies:
@@ -114,7 +114,7 @@ class Memory:
             self.corrupt.add(next(s.id for s in recoverable({"x": [Held(copy.generation, copy.step, 0, 1, False)]})))
 
     def _free_older(self, generation: int) -> None:
-        """Snapshots of older generations go when a newer one is complete everywhere."""
+        """Snapshots of older generations are freed when a newer one is complete on every node."""
         whole = recoverable(self.held)
         newest = max((parse_snapshot_id(snapshot.id)[1] for snapshot in whole), default=0)
         if newest == generation:

@@ -1,4 +1,4 @@
-"""Simulated nodes, worker processes and process groups: what really happens, whoever knows about it."""
+"""Simulated nodes, worker processes and process groups: the true state, of which the controller knows a part."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Node:
         self.frozen = False
         self.lemon = False
         self.slot: int | None = None
-        # The deadline by which it goes; 0: it does not say.
+        # The deadline of its drain; 0: without a deadline.
         self.draining: float | None = None
 
 
@@ -53,7 +53,7 @@ class Process:
         return self.alive and self.status in ("joining", "joined", "training", "raised")
 
     def act(self, delay: float, call: Callable[..., None], *args: Any) -> None:
-        """Do something after `delay`, unless dead by then; a frozen process does it when it thaws."""
+        """Call after `delay`, unless the process has died by then; a frozen process calls when it thaws."""
         self.world.clock.after(delay, self._now, call, args)
 
     def _now(self, call: Callable[..., None], args: tuple[Any, ...]) -> None:
@@ -77,7 +77,7 @@ class Process:
         self.world.send(self, event)
 
     def repeat(self, *names: str) -> None:
-        """The controller asked again: say again what was said."""
+        """The controller asked again: repeat the earlier answer."""
         for name in names:
             if name in self.said:
                 self.world.send(self, self.said[name])
@@ -101,7 +101,7 @@ class Process:
     def end(self, generation: int) -> None:
         self.ended = max(self.ended, generation)
         if generation > self.generation and self.inside:
-            # Also what it is in of older ones: it has left the newer one when it has left that.
+            # Inside an older generation: leaving that one counts for the newer one too.
             if not self.hung and not self.stubborn:
                 self.act(self.world.rng.uniform(0.01, 0.8), self._leave, self.generation)
         elif generation != self.generation:
@@ -184,7 +184,7 @@ class Process:
             self.say(ev.CollectiveFailed(group.number, self.worker, group.step, "connection closed by peer"))
 
     def find_anomaly(self, event: ev.AnomalyFound) -> None:
-        """It tells, and leaves by itself."""
+        """Report the anomaly and leave the generation."""
         if self.generation == event.generation and self.status == "training":
             self.say(event)
             self.act(self.world.rng.uniform(0.01, 0.8), self._leave, self.generation)
@@ -197,7 +197,7 @@ class Process:
 
 
 class Group:
-    """A generation as it really is: members that move in lock-step, or not at all."""
+    """The true state of a generation: its members move in lock-step, or none moves."""
 
     def __init__(
         self, world: World, number: int, members: list[Process], base: str | None, start: int, skips: tuple[Range, ...]
@@ -206,7 +206,7 @@ class Group:
         self.step, self.last, self.broken, self.moving = start, world.max_steps, False, False
         self.samples = (world.saved[base] if base is not None else Samples()).begin(skips)
         self.glitch = self.stops_at_start = False
-        # Steps that were kept because the generation was to end with them.
+        # Steps that were saved because the generation was planned to end there.
         self.kept: set[int] = set()
         self.progress_at = world.clock.now
 
@@ -218,7 +218,7 @@ class Group:
                 member.act(self.world.rng.uniform(0.05, 0.6), member.restore, self)
 
     def cannot_talk(self) -> None:
-        """Whoever waits for an answer gives up in the end."""
+        """Every member that waits for an answer gives up after a while."""
         if not self.broken:
             self.broken = True
             for member in self.members:
@@ -236,7 +236,7 @@ class Group:
                 self.kick()
 
     def kick(self) -> None:
-        """Something that stood in the way may be gone."""
+        """Try to go on: an obstacle may be gone."""
         for member in self.members:
             if member.group is self and member.stop_at == self.step:
                 member.act(0.01, member.stop_here)
@@ -277,7 +277,7 @@ class Group:
         self.kick()
 
     def _found(self, positions: Range) -> None:
-        """Every member finds it by itself."""
+        """Every member detects the anomaly on its own."""
         self.broken = True
         for rank, member in enumerate(self.members):
             kind = "loss" if rank == 0 else "gradient"

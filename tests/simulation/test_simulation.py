@@ -1,4 +1,5 @@
-"""The rules of a run against over a thousand bad days. A failure names its seed; `play(seed)` repeats it exactly."""
+"""The rules of a run in over a thousand simulated runs with faults. A failure names its seed; `play(seed)` repeats it
+exactly."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from simulation import trace
 from simulation.faults import Fault, Plan, draw
 from simulation.world import World
 
-# Every branch of interest must be reached by some run, or the thousand runs cover less than they seem to.
+# Every branch of interest must be reached by some run; otherwise the thousand runs cover less than they claim.
 SOMETIMES = {
     *(f"phase {phase}" for phase in ("Waiting", "Joining", "Training", "Pausing", "Ending", "Closing", "Finished")),
     *(f"controller restart in {phase}" for phase in ("Waiting", "Joining", "Training", "Pausing", "Ending", "Closing")),
@@ -160,7 +161,7 @@ def test_a_run_that_is_given_up_for_an_anomaly_keeps_what_is_in_memory_only() ->
 
 @pytest.mark.parametrize(("phase", "after_s"), [("Joining", 0.0), ("Training", 0.0), ("", 21.0), ("Closing", 0.0)])
 def test_a_message_that_was_taken_and_not_written_down_is_not_waited_for(phase: str, after_s: float) -> None:
-    """The controller is killed at that moment; what costs time is that it has to come back."""
+    """The controller is killed at that moment; only its restart costs time."""
     lost = 0
     for seed in range(40):
         world = World(seed, calm((Fault("lose_message", after_s + seed / 100, 0.0, 2.0, phase),)))
@@ -195,7 +196,7 @@ def test_a_node_that_the_run_cannot_do_without_is_left_before_its_deadline_with_
 
 
 def test_a_checkpoint_of_an_abandoned_timeline_may_come_as_late_as_it_likes() -> None:
-    """Two wait for storage while the run has begun anew; then a step that they have done is found to be no good."""
+    """Two saves wait for storage while the run begins again; then one of their steps turns out to be an anomaly."""
     faults = (Fault("storage_down", 0.0, 0.0, 25.0), Fault("break_group", 18.0, 0.0), Fault("glitch", 21.0, 0.0))
     for seed in range(20):
         world = World(seed, calm(faults))

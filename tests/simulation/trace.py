@@ -1,4 +1,4 @@
-"""A real failure history as a plan: `tests/data/infinitehbd`, days as seconds."""
+"""A real failure history as a plan: `tests/data/infinitehbd`, with days as seconds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from simulation.faults import Fault, Plan
 
 _FAULTS = Path(__file__).parent.parent / "data" / "infinitehbd" / "faults.json"
 
-# About one fault in eight stops a server without a word (Meta, Llama 3: 12 % silent).
+# About one fault in eight stops a server silently (Meta, Llama 3: 12 % silent).
 _SILENT = 8
 
 

@@ -21,7 +21,7 @@ from simulation.samples import BATCH, Samples
 
 
 class World:
-    """One run. `plan` says how large it is and what goes wrong; after `plan.horizon_s` nothing goes wrong any more."""
+    """One run. `plan` defines its size and its faults; after `plan.horizon_s` there are no more faults."""
 
     def __init__(self, seed: int, plan: Plan) -> None:
         self.rng = Random(f"world {seed}")
@@ -32,7 +32,7 @@ class World:
         self.sometimes: set[str] = set()
         # Pairs of nodes that cannot reach each other.
         self.cuts: set[frozenset[str]] = set()
-        # What each checkpoint and each snapshot has trained on.
+        # The samples that each checkpoint and each snapshot was trained on.
         self.saved = {name: Samples(((0, step * BATCH),) if step else ()) for name, step in plan.earlier}
         self.storage = Storage(self)
         self.memory = Memory(self)
@@ -43,7 +43,7 @@ class World:
     # --- running ---
 
     def run(self) -> None:
-        """To the end of the run. Raises AssertionError when it does not come, or a rule is broken on the way."""
+        """Play to the end of the run. Raises AssertionError if the run does not end or a rule is broken."""
         self.controller.deliver(ev.RunStarted(self.plan.earlier, self.plan.earlier_generation))
         self.clock.run(self.begin_s + self.plan.horizon_s + self.plan.patience_s, lambda: self.controller.over)
         self.controller.invariants.at_end(self.controller)
@@ -58,7 +58,7 @@ class World:
     # --- the network ---
 
     def send(self, process: Process, event: ev.Event) -> None:
-        """From a worker: in order, late, sometimes twice, never lost (it is repeated until it is acknowledged)."""
+        """A worker's message: in order, delayed, sometimes twice, never lost (it is repeated until acknowledged)."""
         arrives = max(self.clock.now + self.rng.expovariate(20), process.sent_until + 1e-6)
         process.sent_until = arrives
         self.clock.at(arrives, self.controller.deliver, event)
@@ -66,11 +66,11 @@ class World:
             self.clock.at(arrives + self.rng.uniform(0.0, 4.0), self.controller.deliver, event)
 
     def tell(self, event: ev.Event, delay: float) -> None:
-        """From the controller's own helpers: watchers, committer, executor."""
+        """An event of the controller's own parts: watchers, committer, executor."""
         self.clock.after(delay, self.controller.deliver, event)
 
     def ask(self, worker: int, what: str, *args: Any) -> None:
-        """A call to a worker. One that is dead is found out to be so."""
+        """A call to a worker. A dead worker is detected by it."""
         process = self.cluster.processes.get(worker)
         if process is None or not process.alive:
             self.tell(ev.WorkerDied(worker, "the call found it dead"), self.rng.uniform(0.05, 1.0))
@@ -82,10 +82,10 @@ class World:
         if process is not None and self.rng.random() > 0.1:
             process.act(self.rng.uniform(0.01, 0.45), self.send, process, ev.ProbeAnswered(worker))
 
-    # --- watchers: what the detector would find out ---
+    # --- watchers: what the failure detector would detect ---
 
     def watch(self, group: Group) -> None:
-        """Progress: reported again after every limit while it fails to come."""
+        """Missing progress is reported, and again after each further limit."""
         limit = self.controller.settings.failures.hang_floor_s
         state = self.controller.state
         if state.generation != group.number or self.controller.over:
@@ -96,7 +96,7 @@ class World:
         self.clock.after(limit, self.watch, group)
 
     def silence(self, processes: list[Process], node: Node | None) -> None:
-        """Silent workers are reported, and again after every second of silence."""
+        """Silent workers are reported, and again after each further second of silence."""
         silent = tuple(p.worker for p in processes if p.frozen or not p.alive)
         silent = tuple(worker for worker in silent if worker in self.controller.state.fleet.workers)
         if not silent or self.controller.over:
@@ -113,7 +113,7 @@ class World:
             self.tell(ev.WorkerDied(process.worker, "exit code -9"), self.rng.uniform(0.05, 1.0))
 
     def reattach(self, state: RunState) -> ev.ControllerRestarted:
-        """What a restarted controller finds: strangers are ended, and the dead are noticed."""
+        """What a restarted controller finds: unknown actors are ended, and dead workers are noticed."""
         there = [process for process in self.cluster.processes.values() if process.alive]
         known = [process for process in there if process.worker in state.fleet.workers and process.status != "starting"]
         heard = [max(process.generation, process.ended) for process in known if not process.frozen]
@@ -139,7 +139,7 @@ class World:
         return found
 
     def resend(self, state: RunState, lost: list[ev.Event]) -> None:
-        """What workers have said and no journal has, each in its order; and what follows again from their reports."""
+        """Workers repeat, in order, the messages that no journal has; events that follow from them occur again."""
         written = {id(event) for event, _ in self.controller.journal}
         for process in self.cluster.processes.values():
             if process.alive and process.worker in state.fleet.workers:
@@ -147,7 +147,7 @@ class World:
                     self.send(process, event)
         for event in lost:
             reports = isinstance(event, ev.FirstStepDone | ev.StepSkipped) and event.generation == state.generation
-            # What was committed lies in storage, whoever knows of it.
+            # A committed checkpoint is in storage, whether or not the controller knows of it.
             if reports or isinstance(event, ev.CheckpointCommitted):
                 self.tell(event, self.rng.uniform(0.1, 1.0))
 
@@ -166,7 +166,7 @@ class World:
             self.memory.take(group)
 
     def stops_where_it_is(self, group: Group, durable: bool) -> None:
-        """The promise was the step that is done: what ends with it is saved now."""
+        """The promised step is already done: it is saved now."""
         if group.step not in group.kept and (group.step > group.start or group.stops_at_start):
             group.kept.add(group.step)
             if durable:
@@ -175,7 +175,7 @@ class World:
                 self.memory.take(group)
 
     def begun_at_the_end(self, group: Group) -> None:
-        """Nothing is left to do but to save what so far is in memory only."""
+        """Nothing is left to train; the state, so far only in memory, is saved to storage."""
         if group.base is not None and is_snapshot(group.base):
             self.seen("begun at the end")
             self.storage.save(group)
@@ -212,5 +212,5 @@ class World:
         return self.rng.random() < self.plan.lost_commits and not (self.plan.liveness and step >= self.max_steps)
 
     def corrupts(self, number: int) -> bool:
-        """A run that has to finish keeps its first checkpoint good."""
+        """Whether a checkpoint becomes corrupt; never the first one of a liveness plan."""
         return self.rng.random() < self.plan.corruption and not (self.plan.liveness and number == 1)

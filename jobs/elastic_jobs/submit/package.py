@@ -123,8 +123,8 @@ def _patterns_of(file: Path, base: str = "", above: str = "") -> tuple[Pattern, 
 
 
 def check_package(package: Package, limit_bytes: int) -> None:
-    """Raises UsageError for a package that is too large (naming size, limit, largest entries), is empty, or hides our own
-    packages."""
+    """Raises UsageError for a package that is too large (with size, limit and largest entries), is empty, or hides our
+    own packages."""
     if not package.files:
         raise UsageError(f"working_dir {package.root} has no files to send: .gitignore excludes all of them")
     if package.bytes > limit_bytes:
