@@ -10,16 +10,16 @@ import torch
 from elastic.checkpoint.hashing import BLOCK, KEY_NAMES, OFFSET, digest_bytes, factors, piece_digests, places
 from elastic.core.sharding.layout import RankLayout
 
-# 16 Mi words, 128 MiB of products: enough to keep a device busy, and little beside what it holds.
+# 16 Mi words, 128 MiB of products: enough to keep a device busy, and small compared to its memory.
 _BLOCKS_AT_ONCE = 256
 
 _DTYPE_NAMES = {key: name for name, key in KEY_NAMES.items()}
 
 
 def partial_digests(layout: RankLayout, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """What this rank's chunks add to the digest of each "<kind>/<parameter>", each in [0, 2**64).
+    """The contribution of this rank's chunks to the digest of each "<kind>/<parameter>", each in [0, 2**64).
 
-    `tensors` maps "<kind>/<buffer>" to 1-D contiguous CPU tensors. Padding is not looked at.
+    `tensors` maps "<kind>/<buffer>" to 1-D contiguous CPU tensors. Padding is ignored.
     """
     return piece_digests(layout.chunks, {key: (_dtype_name(tensor), _raw(tensor)) for key, tensor in tensors.items()})
 
@@ -35,7 +35,7 @@ def digest_on_device(values: torch.Tensor, name: str, start: int = 0) -> int:
 
 
 def unsigned(totals: Sequence[torch.Tensor]) -> list[int]:
-    """What `device_total` has returned, as digests in [0, 2**64); one copy to the host for all of one device."""
+    """Results of `device_total` as digests in [0, 2**64), with one copy to the host per device."""
     return [total % 2**64 for total in torch.stack(list(totals)).tolist()] if totals else []
 
 
@@ -48,7 +48,7 @@ def device_total(values: torch.Tensor, name: str, start: int = 0) -> torch.Tenso
     size = flat.element_size()
     words = flat.view(torch.uint8 if size == 1 else torch.int16 if size == 2 else torch.int32)
     block, low = divmod(start * size // words.element_size(), BLOCK)
-    # From the place that `start` has in its block to the end of that block; then whole blocks.
+    # First the rest of the block in which `start` lies, then whole blocks.
     head = min(BLOCK - low, words.numel()) if low else 0
     blocks = -(-(low + words.numel()) // BLOCK)
     weights = torch.from_numpy(factors(_dtype_name(values), name, blocks, block)).to(words.device)
@@ -58,7 +58,7 @@ def device_total(values: torch.Tensor, name: str, start: int = 0) -> torch.Tenso
         total += words[:head].to(torch.int64).add_(OFFSET).mul_(place[low : low + head]).sum() * weights[0]
         words, weights = words[head:], weights[1:]
     for first in range(0, len(weights), _BLOCKS_AT_ONCE):
-        # Integers wrap around in torch, on every device: that is the modulus.
+        # Integers wrap around in torch on every device, which is the reduction modulo 2**64.
         wide = words[first * BLOCK : (first + _BLOCKS_AT_ONCE) * BLOCK].to(torch.int64).add_(OFFSET)
         whole = wide.numel() // BLOCK
         rows, rest = wide[: whole * BLOCK].view(whole, BLOCK), wide[whole * BLOCK :]
@@ -78,5 +78,5 @@ def _dtype_name(values: torch.Tensor) -> str:
 
 
 def _raw(values: torch.Tensor) -> memoryview:
-    # A view, not a copy: numpy has no bfloat16, but bytes it has.
+    # A view as bytes, not a copy: numpy has no bfloat16.
     return values.detach().view(torch.uint8).numpy().data

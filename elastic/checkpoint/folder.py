@@ -1,4 +1,4 @@
-"""A checkpoint by the address of its folder, wherever that was copied to; and the newest of a run's folder."""
+"""A checkpoint by the address of its folder, which may be a copy; and the newest checkpoint in a run's folder."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 _MANIFEST = "manifest.json"
 _README = """\
-A checkpoint of ray-elastic: one safetensors file for each rank, and `manifest.json`, which says which elements of which
-tensor lie where. The weights in the format of another library (safetensors, hf, torch, dcp, deepspeed-universal):
+A checkpoint of ray-elastic: one safetensors file for each rank, and `manifest.json`, which lists the elements of each
+tensor in each file. The weights in the format of another library (safetensors, hf, torch, dcp, deepspeed-universal):
 
     elastic export PATH_OF_THIS_FOLDER --to safetensors DIR
 
@@ -56,20 +56,20 @@ class CheckpointFolder:
 
 
 def explain(url: str) -> None:
-    """Put a README into a checkpoint's folder, for people who find it without this package. Raises StorageError."""
+    """Put a README into a checkpoint's folder, for readers without this package. Raises StorageError."""
     open_objects(url).put("README.md", [_README.encode()])
 
 
 def is_checkpoint(url: str) -> bool:
-    """Whether this is the folder of a checkpoint, or of a run that has its checkpoints there."""
+    """Whether this is the folder of a checkpoint, or of a run that keeps its checkpoints in it."""
     names = open_objects(url).names("")
     return _MANIFEST in names or "checkpoints" in names
 
 
 def open_folder(url: str) -> tuple[CheckpointFolder, Manifest]:
-    """The checkpoint in this folder, or the newest one of the run whose folder it is.
+    """The checkpoint in this folder, or the newest one of the run if it is a run's folder.
 
-    Raises UsageError where there is neither, IntegrityError or StorageError where it cannot be read.
+    Raises UsageError if it is neither, IntegrityError or StorageError where it cannot be read.
     """
     url = url.rstrip("/") or url
     names = open_objects(url).names("")

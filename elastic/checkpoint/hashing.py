@@ -1,4 +1,4 @@
-"""Content checks that do not depend on how a tensor is cut, computed from raw bytes.
+"""Content checks that do not depend on how a tensor is split into chunks, computed from raw bytes.
 
 A tensor is read as 32-bit (or narrower) words; word i of a tensor with the key k contributes
 
@@ -6,12 +6,12 @@ A tensor is read as 32-bit (or narrower) words; word i of a tensor with the key 
 
 with a fixed pseudo-random odd table and pseudo-random odd factors (multilinear hashing, after Carter and Wegman 1979
 and Dietzfelbinger 1996). The sum over all words is the digest, so the sum of partial digests is the digest of the
-whole, in whatever chunks the words were summed. The key is made of dtype, kind and name. Words are at most 32 bits wide
+whole, whatever the chunks. The key is made of dtype, kind and name. Words are at most 32 bits wide
 because a sign flip in a 64-bit word would only change the highest bit of a product, and two of them would cancel.
 
-This finds mistakes and decay, not forgery: whoever can choose the data can make two tensors of one digest.
+This detects mistakes and decay, not forgery: an attacker who chooses the data can make two tensors with one digest.
 
-Nothing here imports torch: the process that keeps snapshots in a node's memory is a light one.
+This module does not import torch: the process that keeps snapshots in a node's memory stays small.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from elastic.core.sharding.layout import Chunk
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-# The table and a chunk of words widened to 64 bits stay in a core's own cache together.
+# The table and a chunk of words widened to 64 bits fit into a core's own cache together.
 BLOCK = 1 << 16
-# Makes zeros count, so that a digest sees how many there are.
+# Makes zeros count, so that a digest depends on their number.
 OFFSET = 1 << 33
 _MASK64 = (1 << 64) - 1
 
-# Keys are made with torch's names of dtypes; they must stay what they were in every checkpoint that was ever written.
+# Keys are made with torch's names of dtypes. They must never change: existing checkpoints have digests with them.
 KEY_NAMES = {
     "F64": "torch.float64",
     "F32": "torch.float32",
@@ -83,9 +83,9 @@ def piece_digests(
     buffers: Mapping[str, tuple[str, memoryview]],
     on_bytes: Callable[[int], None] = lambda nbytes: None,
 ) -> dict[str, int]:
-    """What the chunks add to the digest of each "<kind>/<parameter>", each in [0, 2**64).
+    """The contribution of the chunks to the digest of each "<kind>/<parameter>", each in [0, 2**64).
 
-    `buffers` maps "<kind>/<buffer>" to its dtype's safetensors name and its bytes. Padding is not looked at.
+    `buffers` maps "<kind>/<buffer>" to its dtype's safetensors name and its bytes. Padding is ignored.
     `on_bytes` is called with the size of every chunk that is done.
     """
     by_buffer: dict[str, list[Chunk]] = {}
@@ -105,7 +105,7 @@ def piece_digests(
 
 
 def places() -> npt.NDArray[np.int64]:
-    """What the words of a block are multiplied with, place by place."""
+    """The multipliers of the words of a block, by position."""
     return _table()[0]
 
 
@@ -116,7 +116,7 @@ def factors(dtype: str, name: str, blocks: int, first: int = 0) -> npt.NDArray[n
 
 
 def _word_type(dtype: str) -> type[np.generic]:
-    # Signed words, widened with their sign: as good as unsigned ones for a check, and what the first release did.
+    # Signed words, widened with their sign: as good as unsigned ones for a check, and as in the first release.
     size = ITEM_BYTES[dtype]
     return np.uint8 if size == 1 else np.int16 if size == 2 else np.int32
 
@@ -124,7 +124,7 @@ def _word_type(dtype: str) -> type[np.generic]:
 @lru_cache(maxsize=1)
 def _table() -> tuple[npt.NDArray[np.int64], list[int]]:
     """The table, and the sums of its first 0, 1, ... entries."""
-    # From a hash and not from a generator of random numbers, which may differ between releases.
+    # From a hash, not from a random number generator, which may differ between releases.
     raw = hashlib.shake_256(b"ray-elastic content check 1").digest(8 * BLOCK)
     table = np.frombuffer(raw, dtype=np.int64) | np.int64(1)
     sums = [0, *np.cumsum(table).tolist()]

@@ -15,7 +15,7 @@ from elastic.store.objects import Objects
 
 @dataclass(frozen=True)
 class Request:
-    """One read: the bytes of `file` from `begin` on go into the views, one after the other."""
+    """One read: the bytes of `file` from `begin` on fill the views in order."""
 
     file: str
     begin: int
@@ -29,7 +29,7 @@ class Request:
 def requests(
     manifest: Manifest, ranges: Sequence[ReadRange], *, max_bytes: int, max_gap_bytes: int = 0
 ) -> list[Request]:
-    """The reads that fill all targets. Raises IntegrityError for a range that the manifest does not hold.
+    """The reads that fill all targets. Raises IntegrityError for a range that is not in the manifest.
 
     Ranges at most `max_gap_bytes` apart in one file become one read (bytes between are read and dropped); no read is
     longer than `max_bytes`, so that long ones run in parallel.
@@ -46,7 +46,7 @@ def requests(
 
 
 def fetch(objects: Objects, folder: str, reads: Sequence[Request], threads: int) -> int:
-    """Make the reads, so many at once, from the files in `folder` ("" is the storage's top); returns the bytes."""
+    """Perform the reads, `threads` at once, from the files in `folder` ("" is the storage's top); returns the bytes."""
     if not reads:
         return 0
     with ThreadPoolExecutor(min(threads, len(reads)), "checkpoint-read") as pool:
@@ -58,7 +58,7 @@ def fetch(objects: Objects, folder: str, reads: Sequence[Request], threads: int)
             for job in jobs:
                 job.result()
         finally:
-            # After a first error the rest is cancelled.
+            # After the first error the remaining reads are cancelled.
             pool.shutdown(wait=True, cancel_futures=True)
     return sum(read.bytes for read in reads)
 

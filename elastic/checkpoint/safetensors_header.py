@@ -1,6 +1,6 @@
 """The header of a safetensors file: 8 bytes of length, then JSON; the tensors follow without gaps.
 
-Written here and not by the safetensors library, which needs all tensors of a file in memory; the tests read every file
+We write it ourselves because the safetensors library needs all tensors of a file in memory; the tests read every file
 back with the library. Format: https://huggingface.co/docs/safetensors
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from elastic.core.checkpoint.manifest_json import ITEM_BYTES
 from elastic.core.errors import IntegrityError
 
-# A longer header is damage: that of a model with a million tensors has about 100 MB, the library's own limit.
+# A longer header is damaged: that of a model with a million tensors has about 100 MB, the library's own limit.
 _LONGEST = 100_000_000
 
 
@@ -63,7 +63,7 @@ def make_header(tensors: Iterable[FileTensor], metadata: Mapping[str, str]) -> t
 
 
 def header_length(first: bytes, file: str) -> int:
-    """How many bytes of JSON follow the first eight. Raises IntegrityError where these cannot be a length."""
+    """The number of bytes of JSON after the first eight. Raises IntegrityError if these cannot be a length."""
     length = int.from_bytes(first, "little")
     if len(first) != 8 or not 2 <= length <= _LONGEST:
         raise IntegrityError(f"{file} is not a safetensors file")
@@ -71,7 +71,7 @@ def header_length(first: bytes, file: str) -> int:
 
 
 def read_header(text: bytes, file: str) -> dict[str, FileTensor]:
-    """The tensors by name. Raises IntegrityError for JSON that no writer of safetensors makes."""
+    """The tensors by name. Raises IntegrityError for JSON that is not a valid header."""
     found = {}
     try:
         for name, entry in json.loads(text).items():

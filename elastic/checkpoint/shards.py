@@ -82,7 +82,7 @@ class ShardStream:
                 yield chunk
 
     def record(self) -> ShardRecord:
-        """The report for the time when all bytes are in storage."""
+        """The shard's record, to be reported once all bytes are in storage."""
         snapshot = self._snapshot
         return ShardRecord(
             rank=snapshot.rank,

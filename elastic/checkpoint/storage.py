@@ -66,7 +66,7 @@ class CheckpointStore:
         return "storage"
 
     def check_writable(self) -> None:
-        """Write, read and remove a small object. Raises UsageError or StorageError saying what is wrong."""
+        """Write, read and remove a small object. Raises UsageError or StorageError with the reason."""
         probe, data = f"{self.run_id}/probe-{uuid.uuid4().hex}", b"ray-elastic can write here"
         try:
             self._objects.put(probe, [data])
@@ -102,16 +102,19 @@ class CheckpointStore:
         return stream.record()
 
     def commit(self, manifest: Manifest) -> None:
-        """Make it a checkpoint. Raises IntegrityError when a shard is missing or short, or when the id is taken."""
+        """Write the manifest, which completes the checkpoint.
+
+        Raises IntegrityError if a shard is missing or short, or if the id is taken.
+        """
         folder = self._folder(manifest.id)
         if manifest.run_id != self.run_id:
             raise UsageError(f"a checkpoint of run {manifest.run_id!r} cannot be kept with run {self.run_id!r}")
         text = _read_back(manifest)
         self._check_shards(folder, manifest)
-        # The same manifest may be committed again: the answer of the first attempt may have been lost.
+        # The same manifest may be committed again: the answer to the first attempt may have been lost.
         self._objects.create(f"{folder}/{_MANIFEST}", text.encode())
         try:
-            # Another controller may have abandoned the folder between the look and the creation.
+            # Another controller may have abandoned the folder between the check and the creation.
             self._check_shards(folder, manifest)
         except IntegrityError:
             self._objects.remove([f"{folder}/{_MANIFEST}"])
@@ -151,7 +154,7 @@ class CheckpointStore:
         return fetch(self._objects, self._folder(manifest.id), reads, self._read_threads)
 
     def verify_shards(self, manifest: Manifest) -> int:
-        """Read every byte of every shard; returns how many. Raises IntegrityError naming the first that is damaged."""
+        """Read every byte of every shard; returns the number. Raises IntegrityError naming the first damaged shard."""
         folder = self._folder(manifest.id)
         buffer = bytearray(_VERIFY_BYTES)
         sizes = self._objects.sizes(folder)
@@ -166,24 +169,24 @@ class CheckpointStore:
         return sum(shard.bytes for shard in manifest.shards)
 
     def delete(self, checkpoint_id: str) -> None:
-        """Manifest first: without it the folder is not a checkpoint, whatever happens to the rest."""
+        """Delete the manifest first: without it the folder is not a checkpoint, even if deleting the rest fails."""
         folder = self._folder(checkpoint_id)
         self._objects.remove([f"{folder}/{_MANIFEST}"])
         self._objects.remove(sorted(self._objects.sizes(folder, unfinished=True)))
 
     def abandon(self, checkpoint_id: str) -> None:
-        """Remove the shards of a checkpoint that will never be complete. Raises IntegrityError when it is."""
+        """Remove the shards of a checkpoint that will never be complete. Raises IntegrityError for a complete one."""
         folder = self._folder(checkpoint_id)
         paths = sorted(self._objects.sizes(folder, unfinished=True))
         if f"{folder}/{_MANIFEST}" in paths:
             raise IntegrityError(f"checkpoint {checkpoint_id} is complete: delete it instead of abandoning it")
         self._objects.remove(paths)
         if self._is_committed(folder):
-            # It was created meanwhile: a manifest whose shards are gone must not count as a checkpoint.
+            # The manifest was created meanwhile: without its shards it must not count as a checkpoint.
             self._objects.remove([f"{folder}/{_MANIFEST}"])
 
     def _is_committed(self, folder: str) -> bool:
-        # One byte instead of a listing: a thousand ranks ask this, of a folder of a thousand files.
+        # One byte instead of a listing: a thousand ranks ask this about a folder of a thousand files.
         try:
             self._objects.read_into(f"{folder}/{_MANIFEST}", 0, [memoryview(bytearray(1))])
         except IntegrityError:
@@ -191,7 +194,7 @@ class CheckpointStore:
         return True
 
     def _found(self, unfinished: bool) -> dict[CheckpointRef, bool]:
-        """Every checkpoint folder, and whether it has a manifest; `unfinished` also of uploads that never ended."""
+        """Every checkpoint folder, and whether it has a manifest; `unfinished` includes uploads that never ended."""
         top = f"{self.run_id}/checkpoints"
         found: dict[CheckpointRef, bool] = {}
         for path in self._objects.sizes(top, unfinished=unfinished):
@@ -208,10 +211,10 @@ class CheckpointStore:
 
 
 def _read_back(manifest: Manifest) -> str:
-    """The manifest's JSON. Raises IntegrityError unless a reader gets from it what was written."""
+    """The manifest's JSON. Raises IntegrityError unless reading it gives an equal manifest."""
     text = to_json(manifest)
     found = from_json(text)
-    # Tuples in `extra_state` become lists, and NaN is not equal to itself: their text is compared.
+    # Tuples in `extra_state` become lists, and NaN is not equal to itself: the texts are compared.
     same = replace(found, extra_state={}) == replace(manifest, extra_state={})
     if not same or to_json(found) != text:
         raise IntegrityError(f"the manifest of {manifest.id} would not be read as it was written")

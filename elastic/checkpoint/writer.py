@@ -1,4 +1,4 @@
-"""Writes snapshots to storage concurrently with training: one thread, at most one snapshot in work and one waiting."""
+"""Writes snapshots to storage concurrently with training: one thread, one snapshot in progress, at most one waiting."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ logger = logging.getLogger(__name__)
 OnWritten = Callable[[ShardRecord], None]
 OnFailed = Callable[[int, ElasticError, "float | None"], None]
 OnSuperseded = Callable[[int, int], None]
-# Waits until the predicate holds or the seconds are over; the condition is held when it is called.
+# Waits until the predicate holds or the time is over; called with the condition held.
 Wait = Callable[[threading.Condition, Callable[[], bool], float], object]
 
 
 class ShardWriter(Protocol):
-    """What the writer needs of `CheckpointStore`."""
+    """The part of `CheckpointStore` that the writer uses."""
 
     def write_shard(self, snapshot: ShardSnapshot) -> ShardRecord: ...
 
 
 def retry_delay_s(failures: int, first_s: float, limit_s: float) -> float:
-    """Seconds to wait after so many failures in a row: first_s, 2 * first_s, 4 * first_s, ... up to limit_s."""
+    """Seconds to wait after this many failures in a row: first_s, 2 * first_s, 4 * first_s, ... up to limit_s."""
     # The exponent is bounded: storage that fails for days must not overflow a float.
     return min(limit_s, first_s * 2.0 ** min(failures - 1, 64))
 
@@ -36,7 +36,7 @@ class BackgroundWriter:
     """Callbacks are called on the writer's own thread and may block it; what they raise is treated as a failed write.
 
     `on_written(record)`: the shard is durable. May be called again for the same shard if it raised.
-    `on_failed(step, error, next_retry_s)`: a write failed and is repeated after so many seconds, or never (None): the
+    `on_failed(step, error, next_retry_s)`: a write failed and is repeated after this many seconds, or never (None): the
     snapshot is given up because it is invalid or fenced, or because the writer was closed.
     `on_superseded(step, by_step)`: a newer snapshot took its place before it was written.
     """
@@ -84,12 +84,12 @@ class BackgroundWriter:
             return self._waiting is None
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until everything that was submitted is written, superseded or given up; False if that took too long."""
+        """Wait until every submitted snapshot is written, superseded or given up; False at the timeout."""
         with self._changed:
             return self._changed.wait_for(self._is_idle, timeout_s)
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Stop after the write in work; what waits is given up and reported. False if the thread is still busy then."""
+        """Stop after the current write; a waiting snapshot is given up and reported. False if the thread is busy."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -131,7 +131,7 @@ class BackgroundWriter:
             except (Fenced, IntegrityError) as error:
                 self._report(snapshot.step, error, None)  # a retry cannot make it valid
                 return
-            except Exception as error:  # noqa: BLE001 - the edge of the thread: whatever it is, it is reported
+            except Exception as error:  # noqa: BLE001 - the edge of the thread: every error is reported
                 failures += 1
                 if not self._retry_later(snapshot, _as_elastic(error), failures):
                     return
@@ -171,7 +171,7 @@ def _guarded(callback: Callable[..., None], *arguments: object) -> None:
     try:
         callback(*arguments)
     except Exception:
-        # Only the log is left to report to, and the next snapshot must still be written.
+        # The error can only be logged, and the next snapshot must still be written.
         logger.exception("a checkpoint writer's callback failed")
 
 

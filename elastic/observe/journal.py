@@ -1,11 +1,11 @@
-"""The append-only record of what happened to a run and why.
+"""The journal: an append-only record of what happened to a run and why.
 
 A record is one JSON object: {"seq", "incarnation", "time", "type", ...}; its types are in `elastic.observe.records`,
 its line's form in `elastic.observe.journal_lines`. `seq` grows by one per record over the whole run; `incarnation`
 numbers the controllers that wrote; `time` is wall clock seconds. Each writer opens its segment with a "begin" record.
 
-Fencing needs no clock: the "begin" record says how many lines of each older segment its writer had read. What an older
-controller wrote after that was unknown to its successor; readers leave it out and report it.
+Fencing needs no clock: the "begin" record says how many lines of each older segment its writer had read. Lines that an
+older controller wrote after that were unknown to its successor; readers skip and report them.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from elastic.store.objects import TIMEOUT_S
 
 logger = logging.getLogger(__name__)
 
-# (incarnation, seq) of a record: where a reader goes on.
+# (incarnation, seq) of a record: where a reader continues.
 Cursor = tuple[int, int]
 
-# A controller that restarts every second for a year has a smaller number: a segment above was not made by one.
+# A controller that restarts every second for a year stays below this: a higher segment was not made by one.
 _HIGHEST = 99_999_999
 
 
@@ -50,10 +50,10 @@ class _Unsure:
 class JournalWriter:
     """The one writer of a run's journal: one controller. Methods may be called from any thread.
 
-    `incarnation` None claims the next number, whatever it is. `replayed` holds the records of all incarnations before,
-    or, where `read_point` is given and there is a `point` that it can read, those after that point. `problems` say what
-    of them was left out. `secrets` are texts that must not be written; what looks like a credential is not written
-    either. Raises Fenced when the incarnation is taken or is not the newest.
+    `incarnation` None claims the next number. `replayed` holds the records of all earlier incarnations or, if
+    `read_point` is given and can read a `point`, those after that point. `problems` name what was skipped of them.
+    `secrets` are texts that must not be written; text that looks like a credential is not written either. Raises Fenced
+    if the incarnation is taken or is not the newest.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class JournalWriter:
         if incarnation is not None:
             self._check_newest()
             self._segments.claim(incarnation)
-        # Read after the claim: from here on an older writer that looks finds itself fenced.
+        # Read after the claim: from here on an older writer that checks finds itself fenced.
         self.point: ReplayPoint | None = None
         self.problems: tuple[Problem, ...] = _foreign(self._segments)
         # Characters of the journal's lines: those read at the start, and those written since.
@@ -128,7 +128,7 @@ class JournalWriter:
         return self.extend([record])[0]
 
     def extend(self, records: Sequence[Mapping[str, Any]]) -> list[Record]:
-        """`append` for several at once: all of them or none. A record is serialised once, however often it is tried."""
+        """`append` for several records: all of them or none. A record is serialised once, for all attempts."""
         with self._lock:
             self._check_newest()
             self._unsure = unsure = self._stamped(records)
@@ -143,7 +143,7 @@ class JournalWriter:
         return self._segments.mark(self.incarnation)
 
     def save_point(self, content: Mapping[str, Any], count: int, mark: Mark) -> int:
-        """Keep `content` as what is known after the first `count` records that were appended here; all of them are
+        """Store `content` as the knowledge after the first `count` records that were appended here; all of them are
         durable, and `mark` was taken when no more were written. Returns the size in bytes.
 
         Raises Fenced as `append` does, and what `Objects.put` raises.
@@ -156,7 +156,7 @@ class JournalWriter:
         return len(line)
 
     def _stamped(self, records: Sequence[Mapping[str, Any]]) -> list[_Unsure]:
-        """Those that were given before keep their stamps, so that they are written as the same bytes."""
+        """Records of a failed attempt keep their stamps, so that they are written as the same bytes."""
         known = len(self._unsure)
         same = known <= len(records) and all(
             one.given is record or one.given == record for one, record in zip(self._unsure, records, strict=False)
@@ -190,7 +190,7 @@ class JournalReader:
         return bool(_incarnations(self._segments))
 
     def records(self, after: Cursor | None = None) -> list[Record]:
-        """In order. `after` is `cursor(record)` of the last known one. `problems` then say what was left out.
+        """In order. `after` is `cursor(record)` of the last known one. `problems` then name what was skipped.
 
         Raises RunNotFound when there is no journal, StorageError when it cannot be reached.
         """
@@ -231,7 +231,7 @@ def _parse_all(segments: Segments) -> dict[int, list[Record | Problem]]:
 
 def _foreign(segments: Segments) -> tuple[Problem, ...]:
     return tuple(
-        Problem("foreign", i, f"journal segment {i} was not made by a controller; left out")
+        Problem("foreign", i, f"journal segment {i} was not made by a controller; skipped")
         for i in segments.incarnations()
         if i > _HIGHEST
     )

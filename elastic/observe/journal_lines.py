@@ -1,4 +1,4 @@
-"""The form of a journal's line: a record as JSON with a checksum, and what reading finds wrong with a line.
+"""The form of a journal's line: a record as JSON with a checksum, and the problems that reading may find.
 
 A line is `{"seq":7,...,"crc":"1f2e3d4c"}`: the last key is the CRC-32 (zlib's) of the line without that key. It tells
 a damaged line from a sound one; it does not protect against an attacker. Segments of releases before checksums have
@@ -19,18 +19,18 @@ Record = dict[str, Any]
 
 _SEAL = re.compile(r',"crc":"([0-9a-f]{8})"\}\n\Z')
 _TYPE = re.compile(r'\{"seq":[0-9]+,"incarnation":[0-9]+,"time":[0-9.]+,"type":"([a-z]+)"')
-# A month of training writes lines of some kilobytes; a longer one is no record of this project.
+# A month of training writes lines of some kilobytes; a longer line is not a record of this project.
 _LONGEST = 64 << 20
-# So many lines tell whether a segment has checksums; of a sealed one they are not all damaged.
+# These first lines decide whether a segment has checksums; in one that has, not all of them are damaged.
 _ENOUGH = 100
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Something in the journal that was left out, in a sentence.
+    """A part of the journal that was skipped, in a sentence.
 
-    `maybe_event`: what was lost may have been an event, so that what followed cannot be understood by a replay. `place`
-    is the number of records before it, in the order of the whole journal.
+    `maybe_event`: it may have been an event, so that a replay cannot continue after it. `place` is the number of
+    records before it, in the order of the whole journal.
     """
 
     kind: str  # "torn", "damaged", "fenced", "foreign" or "point"
@@ -42,7 +42,7 @@ class Problem:
 
 
 def to_line(record: Mapping[str, Any]) -> str:
-    """The record as a line with its checksum. Raises TypeError or ValueError for what JSON cannot hold."""
+    """The record as a line with its checksum. Raises TypeError or ValueError for values that JSON cannot represent."""
     text = json.dumps(record, separators=(",", ":"), ensure_ascii=False, allow_nan=True)
     try:
         text.encode()
@@ -53,9 +53,9 @@ def to_line(record: Mapping[str, Any]) -> str:
 
 
 def parse(incarnation: int, lines: Iterable[str], before: int = 0) -> Iterator[Record | Problem]:
-    """Each line of a segment as a record, or as what is wrong with it.
+    """Each line of a segment as a record or as a problem.
 
-    `before`: so many lines of the segment are known already; only a segment with checksums is read in parts.
+    `before`: the number of lines of the segment that are known already; only a segment with checksums is read in parts.
     """
     rest = iter(lines)
     first = list(islice(rest, _ENOUGH))
@@ -67,15 +67,15 @@ def parse(incarnation: int, lines: Iterable[str], before: int = 0) -> Iterator[R
         elif line.endswith("\n"):
             yield _damaged(incarnation, number, line)
         else:
-            yield Problem("torn", incarnation, f"the last line of journal segment {incarnation} is torn; left out")
+            yield Problem("torn", incarnation, f"the last line of journal segment {incarnation} is torn; skipped")
 
 
 def sift(
     parsed: Mapping[int, Sequence[Record | Problem]], before: Mapping[int, int]
 ) -> tuple[list[Record], tuple[Problem, ...]]:
-    """The records of parsed segments that count, in order, and what was left out.
+    """The valid records of parsed segments, in order, and the problems.
 
-    `before`: of these segments so many first lines are not among the parsed ones.
+    `before`: how many first lines of these segments are not among the parsed ones.
     """
     found = limits(parsed)
     records: list[Record] = []
@@ -110,9 +110,9 @@ def whole(items: Sequence[Record | Problem]) -> int:
 
 def _fenced(incarnation: int, item: Record | Problem) -> Problem:
     if isinstance(item, Problem):
-        # Nothing of it would have counted.
+        # None of its lines would have counted.
         return replace(item, maybe_event=False)
-    sentence = f"record {item['seq']} of incarnation {incarnation} was written after a newer one began; left out"
+    sentence = f"record {item['seq']} of incarnation {incarnation} was written after a newer one began; skipped"
     return Problem("fenced", incarnation, sentence, item)
 
 
@@ -139,7 +139,7 @@ def _record(line: str, sealed: bool) -> Record | None:
 
 
 def _well_formed(record: Mapping[str, Any]) -> bool:
-    """Whether every reader can rely on the stamps, and on what the record's type is read for."""
+    """Whether readers can rely on the stamps and on the keys that the record's type requires."""
     seq, when = record.get("seq"), record.get("time", 0.0)
     if not _whole_number(seq) or not isinstance(when, (int, float)) or isinstance(when, bool):
         return False
@@ -168,6 +168,6 @@ def _damaged(incarnation: int, number: int, line: str) -> Problem:
     return Problem(
         "damaged",
         incarnation,
-        f"line {number} of journal segment {incarnation}{known} is damaged; left out",
+        f"line {number} of journal segment {incarnation}{known} is damaged; skipped",
         maybe_event=kind is None or kind[1] in ("event", "begin"),
     )

@@ -23,7 +23,7 @@ from elastic.store.objects import Objects
 
 logger = logging.getLogger(__name__)
 
-# Not \d, which takes the digits of every script.
+# Not \d, which matches the digits of every script.
 _FOLDER = re.compile(r"[0-9]{6,18}")
 _OBJECT = re.compile(r"([0-9]{8,18})(?:-([0-9]{8,18}))?\.jsonl")
 _CLAIM = re.compile(r"claimed by [0-9a-f]{32}\n")
@@ -64,7 +64,7 @@ class ObjectSegments:
             raise taken(incarnation)
         try:
             with _reached(folder):
-                # The mark tells a repetition of this request from a second claimant's.
+                # The mark distinguishes a repetition of this request from a second claimant's request.
                 self._objects.create(f"{folder}/{_object(0)}", f"claimed by {mark}\n".encode())
         except IntegrityError as error:
             raise taken(incarnation) from error
@@ -79,7 +79,7 @@ class ObjectSegments:
     def append(self, incarnation: int, text: str) -> None:
         sent, unsure = self._failed.pop(incarnation, ("", ""))
         text = text.removeprefix(sent)
-        # Text that may be there is written again, the same bytes to the same object: a late arrival changes nothing.
+        # Text of unknown fate is written again, as the same bytes to the same object: a late arrival changes nothing.
         parts = [unsure, text.removeprefix(unsure)] if unsure and text.startswith(unsure) else [text]
         for part in filter(None, parts):
             self._failed[incarnation] = (sent, part)
@@ -105,7 +105,7 @@ class ObjectSegments:
         self._single[incarnation][1].append(text)
 
     def _join(self, incarnation: int) -> None:
-        """Join many objects into one. A failure costs requests, not records: the next append tries again."""
+        """Join many objects into one. A failure loses no records: the next append tries again."""
         first, texts = self._single[incarnation]
         folder, last = self._of(incarnation), first + len(texts) - 1
         try:

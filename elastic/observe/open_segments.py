@@ -1,4 +1,4 @@
-"""The files of a journal, by the URL of its storage."""
+"""Opens the files of a journal, by the URL of its storage."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Run(TypedDict, total=False):
 
 
 class Decision(TypedDict):
-    """type "decision": a sentence for people, with the figures that it rests on in `data`."""
+    """type "decision": a sentence for people, with its figures in `data`."""
 
     type: str
     kind: str
@@ -137,7 +137,7 @@ class Samples(TypedDict):
 
 
 class Ledger(TypedDict):
-    """type "ledger": where the time of one attempt went, by owner."""
+    """type "ledger": the time of one attempt, by owner."""
 
     type: str
     seconds: Mapping[str, float]
@@ -237,7 +237,7 @@ def checkpoint(identifier: str, step: int, size: int, seconds: float, stall_s: f
 
 
 def incident(run_id: str, detector: str, closed: Incident, restored: Record | None) -> dict[str, Any]:
-    """`detector` is what noticed it first; `restored` the "restore" record of the generation that followed."""
+    """`detector` is the part that noticed it first; `restored` the "restore" record of the generation that followed."""
     record = {"type": "incident", "run": run_id, "detector": detector, **closed.to_json()}
     if restored is not None:
         keys = ("bytes_read", "bytes_needed", "read_s", "install_s", "verify_s")
@@ -275,7 +275,7 @@ def steps_of(records: Iterable[Record]) -> Iterator[Record]:
 
 
 def skips_of(record: Record) -> tuple[Range, ...]:
-    """What a "generation" record says that the run leaves out."""
+    """The ranges of samples that the run skips, by a "generation" record."""
     return tuple((start, stop) for start, stop in record.get("skips") or ())
 
 

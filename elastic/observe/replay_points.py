@@ -1,9 +1,9 @@
-"""Replay points: what the controller knew after so many lines of the journal, so that a restart reads only the rest.
+"""Replay points: the controller's knowledge after some lines of the journal, so that a restart reads only the rest.
 
     journal/points/000003-000000012345.json     after 12,345 lines of segment 3
 
-A point is one line with a checksum, as the journal's are. It is an abridgement and never the only copy: the segments
-are kept whole, and a point that is damaged, of another release, or covers lines that do not count is passed over.
+A point is one line with a checksum, as the journal's are. It is never the only copy: the segments are kept whole, and
+a point that is damaged, of another release, or covers lines that do not count is skipped.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from elastic.store.objects import Objects
 
 logger = logging.getLogger(__name__)
 
-# Not \d, which takes the digits of every script.
+# Not \d, which matches the digits of every script.
 _NAME = re.compile(r"([0-9]{6,18})-([0-9]{12,18})\.json")
 _TYPE = "point"
-# The newest may be damaged.
+# More than one, because the newest may be damaged.
 _KEPT = 2
 
 
 @dataclass(frozen=True)
 class ReplayPoint:
-    """What was known after the first `lines` lines of segment `incarnation`.
+    """The knowledge after the first `lines` lines of segment `incarnation`.
 
     Reading begins at `mark`, which may be some lines earlier. `seq` is the number of the last record, `read` how many
     lines of each older segment count, `bytes` the size of the point, and `content` what the controller had handed over.
@@ -66,9 +66,9 @@ class PointFiles:
         self._objects.remove([f"{self._folder}/{name}" for name in old])
 
     def newest_first(self, read: Callable[[Mapping[str, Any]], Any]) -> Iterator[ReplayPoint | Problem]:
-        """`read` makes of a point's content what `ReplayPoint.content` is to be; whatever it raises refuses the point.
+        """`read` converts a point's stored content to `ReplayPoint.content`; if it raises, the point is refused.
 
-        Raises StorageError where storage cannot be reached.
+        Raises StorageError if storage cannot be reached.
         """
         for (incarnation, _), name in self._listed():
             try:
@@ -87,12 +87,12 @@ class PointFiles:
 
 
 def refused(incarnation: int, what: str) -> Problem:
-    """The sentence of a point that is passed over."""
+    """The sentence about a skipped point."""
     return Problem("point", incarnation, f"{what}; the journal is read from an earlier place")
 
 
 def _point(incarnation: int, text: str, read: Callable[[Mapping[str, Any]], Any]) -> ReplayPoint:
-    # As the second line of a segment: it has to have a checksum.
+    # Parsed as the second line of a segment, which must have a checksum.
     (record,) = parse(incarnation, [text], before=1)
     if isinstance(record, Problem) or record["type"] != _TYPE:
         raise ValueError("it is damaged")

@@ -16,7 +16,7 @@ from typing import Protocol
 from elastic.core.errors import Fenced, StorageError
 from elastic.store.local import path_below
 
-# Not \d, which takes the digits of every script.
+# Not \d, which matches the digits of every script.
 _FILE = re.compile(r"([0-9]{6,18})\.jsonl")
 
 
@@ -47,7 +47,7 @@ class Segments(Protocol):
         ...
 
     def append(self, incarnation: int, text: str) -> None:
-        """`text` is whole lines. After a failed append the next one begins with the same lines, and may have more."""
+        """`text`: whole lines. After a failed append the next one begins with the same lines and may add more."""
         ...
 
     def mark(self, incarnation: int) -> Mark:
@@ -63,11 +63,11 @@ class LocalSegments:
     """Segments as files of a local (or network) disk."""
 
     def __init__(self, root: str, folder: str) -> None:
-        """`folder` is a path below the storage `root`. Methods raise IntegrityError where a link leads out of it."""
+        """`folder` is a path below the storage `root`. Methods raise IntegrityError if a link leads out of it."""
         self._root, self._name = root, folder
         self._folder = Path(root) / folder
         self._open: dict[int, int] = {}
-        # The end of what was appended whole.
+        # The end of the last complete append.
         self._good: dict[int, Mark] = {}
 
     def incarnations(self) -> list[int]:
@@ -95,7 +95,7 @@ class LocalSegments:
     def append(self, incarnation: int, text: str) -> None:
         descriptor, good, data = self._open[incarnation], self._good[incarnation], text.encode()
         try:
-            # Cuts off the rest of an append that failed half way (a full disk).
+            # Removes the remains of an append that failed part of the way (a full disk).
             os.ftruncate(descriptor, good.place)
             written = 0
             while written < len(data):

@@ -98,7 +98,7 @@ class PrometheusSink:
         self._values.update({name: value for name, value in values.items() if value is not None})
 
     def _replace(self) -> None:
-        """A reader finds the old file or the new one, never a part."""
+        """A reader finds the old file or the new one, never a partial one."""
         new = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         new.write_text("".join(self._lines()), encoding="utf-8")
         os.replace(new, self._path)

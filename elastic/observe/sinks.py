@@ -1,7 +1,7 @@
-"""Where a run's records go besides its journal: exporters and trackers.
+"""Sinks: exporters and trackers that get a run's records besides its journal.
 
-A sink is given every record that the controller writes, on a thread of its own, through a bounded queue. The run never
-waits for a sink: a full queue drops records, and a sink that raises is closed. Both are said once, as a warning.
+A sink gets every record that the controller writes, on a thread of its own, through a bounded queue. The run never
+waits for a sink: a full queue drops records, and a sink that raises is closed. Each is logged once, as a warning.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WAITING = 1000
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a sink knows of the run that it serves. `incarnation` numbers the run's controllers: a restarted controller
+    """The run of a sink. `incarnation` numbers the run's controllers: a restarted controller
     opens the same sinks again."""
 
     run_id: str
@@ -39,7 +39,7 @@ class Sink(Protocol):
 
     All three are called on the sink's own thread, by `SinkFeed` only. They may block and may raise anything; after an
     exception only `close` is called. Records have a `time` (wall clock seconds) and a `type`; see
-    `elastic.observe.records`. No promise is made that each record arrives, or that one arrives only once.
+    `elastic.observe.records`. A record may be dropped, and may arrive more than once.
     """
 
     def open(self, run: RunInfo) -> None: ...
@@ -76,12 +76,12 @@ class SinkFeed:
             self.dropped += 1
             if self.dropped == 1:
                 logger.warning(
-                    "sink %s does not keep up: records are dropped, and the run goes on; check what it writes to",
+                    "sink %s does not keep up: records are dropped, and the run continues; check its target",
                     self.name,
                 )
 
     def close(self, limit_s: float) -> bool:
-        """Let the sink write what waits, then close it. False when it did not within `limit_s`."""
+        """Let the sink write the queued records, then close it. False if that takes longer than `limit_s`."""
         try:
             self._queue.put(None, timeout=limit_s)
         except queue.Full:
@@ -102,19 +102,19 @@ class SinkFeed:
     def _try(self, call: Callable[[], None]) -> bool:
         try:
             call()
-        except Exception as error:  # noqa: BLE001 - a sink may raise anything, and the run goes on
+        except Exception as error:  # noqa: BLE001 - a sink may raise anything, and the run continues
             if self.failure is None:
                 self.failure = f"{type(error).__name__}: {error}"
-                logger.warning("sink %s is closed, and the run goes on: %s", self.name, self.failure)
+                logger.warning("sink %s is closed, and the run continues: %s", self.name, self.failure)
             return False
         return True
 
 
 class Sinks:
-    """All sinks of one controller: what `put` gets, every sink gets."""
+    """All sinks of one controller: `put` gives each record to every sink."""
 
     def __init__(self, sinks: Mapping[str, Sink], secrets: Sequence[str] = ()) -> None:
-        """`sinks` by name; `secrets` are texts that no sink may be given."""
+        """`sinks` by name; `secrets` are texts that no sink may get."""
         self._sinks = dict(sinks)
         self._secrets = tuple(secrets)
         self.feeds: tuple[SinkFeed, ...] = ()
@@ -129,7 +129,7 @@ class Sinks:
                 feed.put(stamped)
 
     def close(self, limit_s: float) -> None:
-        """Blocks for at most `limit_s` in all; what a sink has missed is said."""
+        """Blocks for at most `limit_s` in all; logs how many records a sink has missed."""
         deadline = time.monotonic() + limit_s
         for feed in self.feeds:
             in_time = feed.close(max(0.0, deadline - time.monotonic()))

@@ -1,4 +1,4 @@
-"""The steps of a run's final timeline as rows: what a table, a chart or an exporter shows of training."""
+"""The steps of a run's final timeline as rows, for tables, charts and exporters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _COLUMNS = ("step", "time", "generation", "loss", "grad_norm", "duration_s", "sa
 
 
 def step_rows(records: Iterable[Record]) -> list[dict[str, Any]]:
-    """One row per step, in order; of a step that was done again only the last time.
+    """One row per step, in order; of a repeated step only the last version.
 
     Columns: step, time (wall clock seconds), generation, loss, grad_norm, duration_s, samples, and each of the user's
     metrics by its name (by `metrics.NAME` where a column has that name).

@@ -1,6 +1,6 @@
 """The summary of a run as one JSON object: a pure function of its journal.
 
-Tolerant on purpose: it reads journals of runs in progress, of runs that died, and of other versions. A missing value is
+Tolerant on purpose: it reads journals of runs in progress, of crashed runs, and of other versions. A missing value is
 None or empty, never guessed.
 """
 
@@ -59,7 +59,7 @@ def summarize(records: Iterable[Record]) -> Json:
 
 
 def incident_summary(record: Record) -> Json:
-    """One incident: what was lost, what was done, and seconds from the first symptom to each mark."""
+    """One incident: the loss, the action, and seconds from the first symptom to each mark."""
     return {
         "id": record.get("id"),
         "kind": record.get("kind", "unknown"),
@@ -89,7 +89,7 @@ def incident_seconds(record: Record) -> dict[str, float | None]:
     }
 
 
-# A fault that removes nothing from a generation cannot be the cause of its end.
+# A fault that removes no worker cannot be the cause of a generation's end.
 _HARMLESS = ("add-node", "kill-control-store", "restart-control-store")
 
 
@@ -101,7 +101,7 @@ def with_result(summary: Mapping[str, Any], run_id: str, result: Mapping[str, An
 
 
 def with_faults(summary: Mapping[str, Any], faults: Sequence[Mapping[str, Any]]) -> Json:
-    """The summary beside the faults {"fault", "node", "at"} that were injected from outside: each unplanned incident
+    """The summary with the faults {"fault", "node", "at"} that were injected from outside: each unplanned incident
     that follows one gets `seconds_from_fault`, measured from the fault itself and not from its first symptom."""
     incidents = [_with_fault(incident, faults, summary["incidents"]) for incident in summary["incidents"]]
     return {**summary, "incidents": incidents, "faults": [dict(fault) for fault in faults]}

@@ -1,4 +1,4 @@
-"""Small formatting shared by the readers: safe text, durations, sizes, plain tables."""
+"""Formatting helpers of the readers: safe text, durations, sizes, plain tables."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def world_change(before: object, after: object) -> str:
 
 
 def step_range(first: int | None, last: int | None) -> str:
-    """Steps of a generation: `first` would be its first one, `last` is the last that the run had when it ended."""
+    """Steps of a generation: `first` is the number of its first step, `last` the run's last step when it ended."""
     if first is None:
         return "-"
     if last is None:

@@ -32,7 +32,7 @@ OWNERS = (
     CHECKPOINT_STALL, DATA_STALL, STRAGGLER_EXCESS, PAUSED, UNKNOWN,
 )  # fmt: skip
 
-# A ledger keeps the time of at most so many steps one by one; of older ones that of so many steps together.
+# A ledger keeps the times of at most this many single steps; those of older steps in groups of this many.
 _MOST_PARTS, _TOGETHER = 4_000, 100
 
 # Steps may end while these own the time: a planned end waits for the current step.
@@ -82,9 +82,9 @@ class TimeLedger:
         self, step: int, now: float, checkpoint_stall_s: float = 0.0, data_stall_s: float = 0.0,
         straggler_excess_s: float = 0.0,
     ) -> None:  # fmt: skip
-        """A step was completed; the time since the step before is its own, less the stalls that it names.
+        """A step was completed; it owns the time since the previous step, less the stalls that it reports.
 
-        A report after its generation's end changes nothing: that time has another owner.
+        A report after the end of its generation changes nothing: that time has another owner.
         """
         self._advance(now)
         if self._owner not in _STEPPING:
@@ -147,7 +147,7 @@ class TimeLedger:
         self._now = until
 
     def _close_open(self) -> None:
-        """Training ended in the middle of a step: the usual time of a step was lost work, the rest was standstill."""
+        """Training ended in the middle of a step: the usual time of a step counts as lost work, the rest as idle."""
         working = self._open[PRODUCTIVE]
         lost = min(working, self._usual) if self._usual else working
         if lost:
@@ -183,7 +183,7 @@ def _joining(state: RunState, phase: Joining) -> str:
 
 
 def _waiting(state: RunState) -> str:
-    """Starting workers are waited for only while there are not enough others."""
+    """Whether the run waits for starting workers: only while it has too few others."""
     workers, slots = state.fleet.workers, state.fleet.slots
     if workers.count(WorkerPhase.IDLE) >= state.settings.scaling.min_workers:
         return DECIDE

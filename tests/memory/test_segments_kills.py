@@ -144,7 +144,7 @@ def assert_names_the_holder(memory: SnapshotClient) -> None:
     failed = memory.failed()
     assert failed is not None
     assert failed.startswith("127.0.0.1:")
-    assert "takes no replica of rank 0: " in failed
+    assert "accepts no replica of rank 0: " in failed
 
 
 def test_an_answer_that_was_lost_is_not_a_snapshot_that_was_lost(stack: ExitStack) -> None:

@@ -265,7 +265,7 @@ def test_the_holder_killed_while_shares_come(stack: ExitStack) -> None:
     late = next(memory for memory in stripe.workers if memory.complete() == 1)
     with late._changed:
         assert late._changed.wait_for(lambda: late._progress and late._progress.failed, 60)
-    assert "takes no parity of rank" in (late.failed() or "")
+    assert "accepts no parity of rank" in (late.failed() or "")
     # Every rank has its own: with all of them there, parity is not needed.
     found = recoverable({str(at): node.held() for at, node in enumerate(stripe.nodes)})
     assert [(snapshot.step, snapshot.holders) for snapshot in found] == [(2, ("0", "1", "2")), (1, ("0", "1", "2"))]

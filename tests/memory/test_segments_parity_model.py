@@ -311,7 +311,7 @@ def test_a_newer_step_takes_the_place_of_one_that_never_became_whole(
         with pytest.raises(ConnectionError, match="was cancelled"):
             old.add(data, chunk_hash(data))
     holder.take(2)
-    with pytest.raises(IntegrityError, match="no new snapshot"):
+    with pytest.raises(IntegrityError, match="not a new snapshot"):
         holder.take(1)
     assert {item.step for item in holder.pool.held()} == {2}
 

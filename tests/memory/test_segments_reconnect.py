@@ -58,7 +58,7 @@ def test_one_reset_does_not_end_snapshots_in_memory(stack: ExitStack) -> None:
     assert set(other.held()) == {held(SHARD, 2, replica=True), held(SHARD, 3, replica=True)}
     kill(node)
     assert not memory.wait_complete(4, 30)
-    with pytest.raises(StorageError, match="could not be connected anew: "):
+    with pytest.raises(StorageError, match="reconnecting failed: "):
         memory.segment()
 
 
@@ -132,7 +132,7 @@ def test_a_connection_that_breaks_again_and_again_is_given_up_until_the_next_gen
     take(memory, SHARD, 1)
     with monkeypatch.context() as patch:
         patch.setattr(WorkerSession, "_handle", lambda self, message: self._channel.shut())
-        with pytest.raises(StorageError, match="could not be connected anew"):
+        with pytest.raises(StorageError, match="reconnecting failed"):
             memory.segment()
         assert "cannot be reached" in (memory.failed() or "")
         with pytest.raises(StorageError):

@@ -154,7 +154,9 @@ def test_a_holder_without_the_memory_is_named_and_tried_again(stack: ExitStack) 
     node, other, memory = pair(stack, limit_bytes=record.bytes)
     memory.open(record, record.bytes, [other.address])
     failed = wait_failed(memory)
-    assert failed.startswith(f"127.0.0.1:{other.address[1]} takes no replica of rank 0: snapshots of replica of rank 0")
+    assert failed.startswith(
+        f"127.0.0.1:{other.address[1]} accepts no replica of rank 0: snapshots of replica of rank 0"
+    )
     snap(memory, record, 1)
     assert node.held() == (held(record, 1),)
     assert memory.complete() == -1
@@ -183,7 +185,7 @@ def test_a_holder_that_never_has_the_memory_is_given_up_aloud(
     _, other, memory = pair(stack, limit_bytes=record.bytes)
     memory.open(record, record.bytes, [other.address])
     wait_lost(memory)
-    with pytest.raises(UsageError, match=f"127.0.0.1:{other.address[1]} takes no replica of rank 0: .*need 2 x"):
+    with pytest.raises(UsageError, match=f"127.0.0.1:{other.address[1]} accepts no replica of rank 0: .*need 2 x"):
         memory.complete()
     again = template(0, 1, 2)
     other._pool.limit_bytes = 10 * record.bytes
@@ -200,7 +202,7 @@ def test_a_holder_that_is_out_of_reach_is_given_up_aloud(stack: ExitStack, monke
     memory = worker(stack, server(stack))
     memory.open(record, record.bytes, [address])
     wait_lost(memory)
-    with pytest.raises(StorageError, match=f"127.0.0.1:{address[1]} takes no replica of rank 0: .*refused"):
+    with pytest.raises(StorageError, match=f"127.0.0.1:{address[1]} accepts no replica of rank 0: .*refused"):
         memory.complete()
 
 
@@ -385,7 +387,7 @@ def test_a_holder_may_take_its_time_as_long_as_it_moves_and_the_read_is_wanted(s
     source.read(manifest, ranges)
     assert sum(moved) >= wanted.nbytes
     assert len(moved) > 1
-    with pytest.raises(StorageError, match=r"has delivered nothing of its part of a snapshot for 0\.3 s"):
+    with pytest.raises(StorageError, match=r"has sent no byte of its part of a snapshot for 0\.3 s"):
         MemorySource(lambda _: manifest, {0: Holder(slow.address)}, TOKEN, timeout_s=2.0, limit_s=0.3).read(
             manifest, ranges
         )

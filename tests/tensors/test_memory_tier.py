@@ -128,16 +128,16 @@ def test_a_replica_holder_without_memory_is_told_or_ends_the_run(
     rank.step()
 
     def complete() -> int:
-        raise UsageError("10.0.0.2:5 takes no replica of rank 0: 3 GiB are needed")
+        raise UsageError("10.0.0.2:5 accepts no replica of rank 0: 3 GiB are needed")
 
     monkeypatch.setattr(rank.node, "complete", complete)
     if required:
-        with pytest.raises(UsageError, match="takes no replica of rank 0"):
+        with pytest.raises(UsageError, match="accepts no replica of rank 0"):
             rank.step()
         return
     for _ in range(2):
         rank.step()
-    assert rank.lost == ["10.0.0.2:5 takes no replica of rank 0: 3 GiB are needed"]
+    assert rank.lost == ["10.0.0.2:5 accepts no replica of rank 0: 3 GiB are needed"]
     assert rank.node.committed == [1], "no more snapshots are taken"
 
 

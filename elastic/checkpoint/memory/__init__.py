@@ -4,8 +4,8 @@
     SnapshotClient --Unix socket--> SnapshotServer: NodeShards, a Sender --TCP--> SnapshotServer: NodeShards, Parity
       copies into a segment           for each node that keeps its shards           receives into a segment, or XORs
 
-A segment is anonymous memory (memfd) that the server creates and the worker maps, so that the death of a worker frees
-nothing and nothing is left behind in /dev/shm. The server imports neither torch nor Ray.
+A segment is anonymous memory (memfd) that the server creates and the worker maps, so the death of a worker frees
+nothing, and no file remains in /dev/shm. The server imports neither torch nor Ray.
 
 | module | what it is |
 |---|---|

@@ -1,4 +1,4 @@
-"""One connection of a worker to its node's server, and the thread that receives what comes over it."""
+"""One connection of a worker to its node's server, and its receiving thread."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from elastic.core.errors import IntegrityError
 from elastic.transport.channel import IO_LIMIT_S, Channel, Message
 
 _IDLE_S = 30.0
-# The server itself waits for a reader at most so long before it answers.
+# Longer than the time for which the server itself waits for a reader before it answers.
 _ANSWER_LIMIT_S = READER_LIMIT_S + IO_LIMIT_S
 
 Answer = tuple[Message, int | None]
 
 
 class Link:
-    """Unusable once `broken` says why. One thread at a time asks.
+    """Unusable once `broken` holds a reason. One thread at a time sends requests.
 
     On the receiving thread, `on_progress` is called with every report of the server, and `on_lost` once, at the end.
     """
@@ -35,7 +35,7 @@ class Link:
         self._listener.start()
 
     def ask(self, request: Request) -> Answer | None:
-        """The answer and the descriptor that came with it; None where the connection broke before they came."""
+        """The answer and its descriptor; None if the connection broke before they arrived."""
         if self.broken is not None:
             return None
         try:
@@ -48,12 +48,12 @@ class Link:
         return None
 
     def end(self, reason: str) -> None:
-        """From any thread: threads that wait here stop waiting. The first reason is kept."""
+        """From any thread: ends every wait on this connection. The first reason is kept."""
         self.broken = self.broken or reason
         self._channel.shut()
 
     def close(self) -> None:
-        """From `on_lost`, while no thread asks."""
+        """From `on_lost`, while no request is in progress."""
         self._channel.close()
 
     def join(self) -> None:

@@ -18,7 +18,7 @@ from elastic.core.errors import IntegrityError
 from elastic.transport.channel import Message
 from elastic.transport.handshake import Address
 
-# The server waits at most so long for a reader to release a buffer.
+# How long the server waits for a reader to release a buffer.
 READER_LIMIT_S = 20.0
 
 _T = TypeVar("_T")
@@ -112,7 +112,7 @@ class BeginSnapshot:
 
 @dataclass(frozen=True)
 class CommitSnapshot:
-    """The memory that was given holds the snapshot of this step. Answer: `Done`."""
+    """The assigned memory holds the snapshot of this step. Answer: `Done`."""
 
     do: ClassVar[str] = "commit"
     step: int = field(metadata=_read(count))
@@ -131,7 +131,7 @@ class SettleSnapshot:
 class LeaseShard:
     """Read a shard of this node in place. Answer: `Leased` with a read-only descriptor; then `Release`, then `Done`.
 
-    Only the last answer makes valid what was read.
+    The bytes are valid only after the last answer.
     """
 
     do: ClassVar[str] = "lease"
@@ -236,7 +236,7 @@ class Leased:
 
 @dataclass(frozen=True)
 class Accepted:
-    """`have`: the server has all of it already. `begin`: the first byte that it lacks."""
+    """`have`: the server already has all bytes. `begin`: the first byte that it lacks."""
 
     have: bool = field(metadata=_read(_bool))
     begin: int = field(metadata=_read(count))
@@ -244,11 +244,11 @@ class Accepted:
 
 @dataclass(frozen=True)
 class Progress:
-    """Replication of one rank's snapshots, reported without having been asked for.
+    """Replication of one rank's snapshots, reported without a request.
 
-    `complete_step` is -1 while there is none; `seconds` is what the last one took from its commit on. `failed` is why
-    replication does not proceed at the moment; `lost`: it was given up for this generation. `lacks_memory`: because a
-    node that keeps replicas or parity has not enough memory for them.
+    `complete_step` is -1 while there is none; `seconds`: the last one's duration from its commit on. `failed`: why
+    replication does not proceed at the moment. `lost`: it was given up for this generation. `lacks_memory`: because a
+    node that keeps replicas or parity has too little memory for them.
     """
 
     generation: int = field(metadata=_read(count))
@@ -278,7 +278,7 @@ def peer_request(data: Message) -> PeerRequest:
 
 
 def expected(data: Message, kind: type[_T]) -> _T:
-    """A request that must be of this kind, because the one before it says so."""
+    """A request that must be of this kind, because of the one before it."""
     return cast(_T, _request(data, (kind,), "the other side"))
 
 

@@ -8,12 +8,12 @@ import os
 
 logger = logging.getLogger(__name__)
 
-# Short enough that a request which arrives meanwhile is answered at once.
+# Short enough that a request that arrives in the meantime is answered at once.
 _POPULATE_BYTES = 32 << 20
 
 
 class Segment:
-    """`nbytes` of zeroed memory without a name in any file system. Raises OSError when it cannot be allocated.
+    """`nbytes` of zeroed memory without a name in any file system. Raises OSError if it cannot be allocated.
 
     A memfd and not a file in /dev/shm: it ends with the processes that hold it, however they end, and the size of
     /dev/shm, often 64 MiB in containers, does not bound it.
@@ -25,7 +25,7 @@ class Segment:
         self.fd = os.memfd_create("elastic-snapshot", os.MFD_CLOEXEC)
         try:
             os.ftruncate(self.fd, self._size)
-            # Uses only address space until it is touched.
+            # Occupies only address space until it is touched.
             self._map = map_segment(self.fd, nbytes)
         except OSError:
             os.close(self.fd)
@@ -56,7 +56,7 @@ class Segment:
 
     @property
     def unpopulated_bytes(self) -> int:
-        """Bytes of the node's memory that the segment has yet to take."""
+        """Bytes of the segment for which the node has not yet allocated memory."""
         return max(0, self._size - os.fstat(self.fd).st_blocks * 512)
 
     def close(self) -> None:
@@ -70,6 +70,6 @@ class Segment:
 def map_segment(fd: int, nbytes: int) -> mmap.mmap:
     """A writable mapping; the descriptor may be closed afterwards."""
     mapped = mmap.mmap(fd, max(1, nbytes))
-    # Processes that a data loader forks do not need it, and would keep the memory.
+    # Processes forked by a data loader do not need it, and would keep the memory allocated.
     mapped.madvise(mmap.MADV_DONTFORK)
     return mapped

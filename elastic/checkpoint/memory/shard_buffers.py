@@ -1,4 +1,4 @@
-"""The rows of the buffer table: shard keys, their buffers, and what is known of a shard as a whole. Plain data."""
+"""The rows of the buffer table: shard keys, their buffers, and facts about whole shards. Plain data."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ShardKey:
 class ShardBuffer:
     """`step` is None while the buffer is incomplete. A buffer with `users` is neither overwritten nor freed.
 
-    `content` is what the owner of the memory knows of the present bytes.
+    `content` is what the owner of the memory knows about the present bytes.
     """
 
     id: int

@@ -40,10 +40,10 @@ _RECONNECTIONS = 3
 
 
 class SnapshotClient:
-    """Connects to the server of this node. Thread-safe, except that one thread at a time writes snapshots.
+    """Connects to the server of this node. Thread-safe, except that only one thread at a time may write snapshots.
 
-    A broken connection is made anew and continues where the last one was. Where that fails, every call raises
-    StorageError, after at most forty seconds if the server is frozen; opening the next generation tries once more.
+    A broken connection is replaced by a new one, which continues where the last one was. If that fails, every call
+    raises StorageError, after at most forty seconds if the server is frozen; opening the next generation tries again.
     Calls raise Fenced when a newer generation has begun on this node.
     """
 
@@ -57,7 +57,7 @@ class SnapshotClient:
         self._progress: Progress | None = None
         self._generation = self._committed = self._settled = -1
         self._maps: dict[int, mmap.mmap] = {}
-        # What a new connection repeats: the open shard, and the memory that is being written.
+        # Repeated on a new connection: the open shard, and the memory that is being written.
         self._opened: OpenShard | None = None
         self._writing: int | None = None
         self._reconnections = 0
@@ -77,7 +77,7 @@ class SnapshotClient:
     ) -> None:
         """Once per generation, before its first snapshot.
 
-        `template` is this rank's record with what is constant in the generation; `begin` of its tensors is an offset
+        `template` is the constant part of this rank's record in the generation; `begin` of its tensors is an offset
         into the segment of `nbytes`. `targets` get a replica of each snapshot, or with `stripe` (ranks, including this
         one) keep parity of their shards. `base` is (generation, step) of the snapshot in memory from which this
         generation was restored, given once that state was verified: all other older snapshots are freed then. Without
@@ -109,7 +109,7 @@ class SnapshotClient:
         Raises IntegrityError unless `ready`: the last snapshot may be what a recovery needs.
         """
         answer, fd = self._ask(BeginSnapshot(), GivenSegment)
-        # Only a commit has no answer of its own after a reconnection.
+        # Only a commit may be left without an answer after a reconnection.
         assert answer is not None
         number, nbytes = self._mapped(answer, fd)
         self._writing = number
@@ -134,7 +134,7 @@ class SnapshotClient:
             return self._complete_step()
 
     def wait_complete(self, step: int, timeout_s: float) -> bool:
-        """False when the step was not complete in time, or cannot become so because the server is gone."""
+        """False if the step is not complete in time, or cannot become complete because the server is gone."""
         with self._changed:
             self._changed.wait_for(lambda: self._over() or self._complete_step() >= step, timeout_s)
             return self._complete_step() >= step
@@ -179,7 +179,7 @@ class SnapshotClient:
             return from_json(checked(answer[0]), kind), answer[1]
 
     def _lost(self, link: Link) -> None:
-        """On the connection's own thread. A thread that is asking at this moment reconnects instead."""
+        """On the connection's own thread. If a request is in progress, the requesting thread reconnects instead."""
         with self._asking:
             if link is self._link and not self._reconnected():
                 self._gone(link.broken or "")
@@ -189,7 +189,7 @@ class SnapshotClient:
         return Link(connect(self._local_name, self._token), self._update, self._lost)
 
     def _reconnected(self) -> bool:
-        """Connect anew and continue where the last connection was. The caller holds `_asking`."""
+        """Reconnect and continue where the last connection was. The caller holds `_asking`."""
         if self._closed or self._reconnections >= _RECONNECTIONS:
             return False
         why, self._reconnections = self._link.broken, self._reconnections + 1
@@ -199,15 +199,15 @@ class SnapshotClient:
         except (OSError, ElasticError) as error:
             self._reconnections = _RECONNECTIONS
             self._link.end("the client gave it up")
-            self._gone(f"{why}, and it could not be connected anew: {error}")
+            self._gone(f"{why}, and reconnecting failed: {error}")
             return False
-        logger.warning("this node's memory of snapshots was connected anew: %s", why)
+        logger.warning("reconnected to this node's memory of snapshots: %s", why)
         with self._changed:
             self._broken = None
         return True
 
     def _resume(self) -> None:
-        """Raises OSError or ElasticError where the server cannot continue from there."""
+        """Raises OSError or ElasticError if the server cannot continue from there."""
         if self._opened is None:
             return
         opened, _ = self._answer(self._opened, Opened)
@@ -228,7 +228,7 @@ class SnapshotClient:
         """Number and size of the memory for the next snapshot, after it was mapped into this process."""
         if fd is not None:
             try:
-                # A new connection gives the same memory once more, and a copy into it may be running.
+                # A new connection assigns the same memory again, and a copy into it may be running.
                 if given.number not in self._maps:
                     self._maps[given.number] = map_segment(fd, given.nbytes)
             finally:
@@ -244,7 +244,7 @@ class SnapshotClient:
 
     def _update(self, progress: Progress) -> None:
         with self._changed:
-            # A report that was on its way when a new generation was opened is not about that one.
+            # A report that was in transit when a new generation was opened belongs to the old one.
             if progress.generation == self._generation:
                 # A new connection starts from -1 again.
                 self._progress = replace(progress, complete_step=max(progress.complete_step, self._complete_step()))

@@ -27,7 +27,7 @@ _LOOK_S = 0.1
 
 @dataclass(frozen=True)
 class Holder:
-    """Where a shard is read from. `local_name` is set when that is the reader's own node."""
+    """Where a shard is read from. `local_name` is set if that is the reader's own node."""
 
     address: Address
     local_name: str | None = None
@@ -39,9 +39,9 @@ class Holder:
 class MemorySource:
     """`holders[rank]` is where that rank's shard is read from; `manifest` returns the manifest of an id.
 
-    A holder counts as gone when no byte has come from it for `timeout_s`, and a `read` has failed when none has come
-    from any holder for `limit_s`; a large state may take as long as it moves. Meanwhile `check` is called, which may
-    raise, and `moved` with the number of bytes that have come since it was last called.
+    A holder counts as gone if it sends no byte for `timeout_s`, and a `read` fails if no holder sends one for
+    `limit_s`; the duration is not limited while bytes arrive. During a read `check` is called, which may raise, and
+    `moved` with the number of bytes received since its last call.
     """
 
     name = "memory"
@@ -100,7 +100,7 @@ class MemorySource:
             try:
                 self._await(futures)
             finally:
-                # Leaving the pool waits for all threads: nothing may write into the targets after this returns.
+                # Leaving the pool waits for all threads: none may write into the targets after this returns.
                 for future, fetch in futures.items():
                     if not future.done():
                         future.cancel()
@@ -121,7 +121,7 @@ class MemorySource:
                 deadline, before = time.monotonic() + self._limit_s, moved
             if late and time.monotonic() > deadline:
                 fetch = futures[next(iter(late))]
-                what = f"{fetch.holder} has delivered nothing of its part of a snapshot for {self._limit_s} s"
+                what = f"{fetch.holder} has sent no byte of its part of a snapshot for {self._limit_s} s"
                 raise StorageError(what, fetch.where)
 
 
@@ -210,7 +210,7 @@ def _read_at(fd: int, request: Request) -> None:
 
 
 def _split_requests(requests: Sequence[Request]) -> list[list[Request]]:
-    """Parts of about the same size, as many as are worth a connection each."""
+    """Parts of about equal size, each large enough for a connection of its own."""
     count = min(_STREAMS, len(requests), 1 + sum(request.bytes for request in requests) // _STREAM_BYTES)
     parts: list[list[Request]] = [[] for _ in range(count)]
     for number, request in enumerate(requests):

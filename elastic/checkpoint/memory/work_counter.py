@@ -1,4 +1,4 @@
-"""Progress of the work on a node's shards: its duration depends on their size, so only standstill is an error."""
+"""Progress of the work on a node's shards: its duration depends on their size; only a lack of progress is an error."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import threading
 
 import xxhash
 
-# Work that has processed no byte for so long has failed. Longer than the limit of a read from another node, so that the
-# read's own error is reported first.
+# Work that has processed no byte for this long has failed. Longer than the limit of a read from another node, so that
+# the read's own error is reported first.
 NO_PROGRESS_LIMIT_S = 30.0
 # Takes a fraction of a second.
 _CHUNK_BYTES = 64 << 20

@@ -1,4 +1,4 @@
-"""The charts of a run's report: losses, world size and throughput, incidents, where the time went."""
+"""The charts of a run's report: losses, world size and throughput, incidents, time by owner."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from elastic.observe.text import duration, finite
 Step = Mapping[str, Any]
 Summary = Mapping[str, Any]
 
-# The parts of an incident, each from the mark before it to its own, and how they are told.
+# The phases of an incident, each from the previous mark to its own, with their labels.
 PHASES = {
     "detected": "until detected",
     "decided": "until decided",
@@ -24,7 +24,7 @@ PHASES = {
 
 
 def losses(steps: Sequence[Step], summary: Summary) -> str:
-    """Loss over steps. Bands are generations; steps that were done again are drawn faintly in their first version."""
+    """Loss over steps. Bands are generations; repeated steps are drawn faintly in their first version."""
     known = [step for step in steps if finite(step.get("loss")) is not None]
     height, top = 300, 26
     x = Axis.over([0.0, *(float(step["step"]) for step in known)], LEFT, WIDTH - RIGHT)
@@ -34,7 +34,7 @@ def losses(steps: Sequence[Step], summary: Summary) -> str:
         *_bands(summary, x, top, y.start),
         *frame(x, y, lambda value: f"{value:g}", lambda value: f"{value:,.0f}"),
         line(kept, x, y, "loss"),
-        # On top: a step that was done again has, to rounding, the loss that it had before.
+        # On top: a repeated step has, except for rounding, the same loss.
         *(line(points, x, y, "abandoned") for points in repeated),
         *_incident_marks(summary, x, top, y.start),
     ]
@@ -42,9 +42,9 @@ def losses(steps: Sequence[Step], summary: Summary) -> str:
 
 
 def timelines(steps: Sequence[Step]) -> tuple[list[Point], list[list[Point]]]:
-    """(the final timeline, the parts that were done again), each as points (step, loss) in the order of steps.
+    """(the final timeline, the repeated parts), each as points (step, loss) in the order of steps.
 
-    A step that appears twice counts as it was done last.
+    Of a step that appears twice, the last version counts.
     """
     final: dict[int, float] = {}
     repeated: list[list[Point]] = []
@@ -79,7 +79,7 @@ def throughput(steps: Sequence[Step], summary: Summary) -> str:
 
 
 def _rates(steps: Sequence[Step], began: float, scale: float) -> Iterator[Point]:
-    """(time, samples per second) of each step; not a number between two generations, where nothing was trained."""
+    """(time, samples per second) of each step; NaN between two generations."""
     for before, step in pairwise([None, *steps]):
         assert step is not None
         at = (float(step["time"]) - began) / scale
@@ -140,7 +140,7 @@ def _phases(incident: Mapping[str, Any]) -> list[tuple[str, float, float]]:
 
 
 def time_ledger(ledger: Mapping[str, float]) -> str:
-    """Where the time went, as one bar."""
+    """The time by owner, as one bar."""
     owners = [(owner, seconds) for owner, seconds in sorted(ledger.items(), key=lambda item: -item[1]) if seconds > 0]
     total = sum(seconds for _, seconds in owners)
     if not total:

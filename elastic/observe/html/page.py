@@ -1,7 +1,7 @@
 """From a journal's records to the page: results, curves, incidents with their causes, configuration.
 
 Everything on the page comes from the journal or from the job as it was started, escaped; nothing is guessed. A run that
-is still going on is shown as far as its journal is written.
+is in progress is shown up to the end of its journal.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def page(records: Sequence[Record], job: Mapping[str, Any] | None = None) -> str
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        # Nothing is loaded and nothing runs, whatever a text from the run looks like.
+        # The page loads and executes nothing, whatever texts the run contains.
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
         f"<title>{name}: elastic report</title><style>{STYLE}</style></head><body><main>"
         + "\n".join(section for section in sections if section)

@@ -123,7 +123,7 @@ def test_a_sink_that_raises_is_closed_and_said_once(bad: Any, caplog: pytest.Log
     assert sink.calls == {"open": ["close"], 2: ["open", 0, 1, "close"], "close": ["open", 0, 1, 2, 3, 4]}[bad]
     assert feed.failure == "RuntimeError: no more"
     assert [record.message for record in caplog.records] == [
-        "sink s is closed, and the run goes on: RuntimeError: no more"
+        "sink s is closed, and the run continues: RuntimeError: no more"
     ]
 
 

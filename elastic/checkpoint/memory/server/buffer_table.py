@@ -3,7 +3,7 @@
 A *shard key* names a rank's own shard in one generation, a replica of it, or the parity of a stripe of ranks. A key has
 at most two *buffers*, of which at most one is incomplete. *Settled* is the newest snapshot that is known to be complete
 on all ranks; its buffers are neither overwritten nor freed before a newer one is settled. Older generations stay until
-then, too.
+then too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from elastic.checkpoint.memory.shard_buffers import ShardBuffer, ShardKey, Shard
 from elastic.core.checkpoint.snapshots import Held
 from elastic.core.errors import Fenced, IntegrityError
 
-# How many older generations keep their buffers although none of their snapshots is settled.
+# The number of older generations that keep their buffers although none of their snapshots is settled.
 _UNSETTLED_GENERATIONS = 2
 
 
@@ -102,7 +102,7 @@ class BufferTable:
         self._check_generation(buffer.key)
         steps = [other.step for other in self._of(buffer.key) if other.step is not None]
         if buffer.dropped or buffer.step is not None or step <= max(steps, default=-1):
-            raise IntegrityError(f"step {step} follows {sorted(steps)} and is no new snapshot", buffer.key.where)
+            raise IntegrityError(f"step {step} follows {sorted(steps)} and is not a new snapshot", buffer.key.where)
         buffer.step = step
 
     def settle(self, settled: SnapshotRef) -> None:
@@ -151,8 +151,8 @@ class BufferTable:
         return gone
 
     def wanted_bytes(self) -> int:
-        """What the newest generation's shards still lack of two buffers each, and of a third one for each stripe: the
-        space in which a lost shard is rebuilt."""
+        """The buffers that the newest generation's shards still lack: two each, and a third one per stripe, in which a
+        lost shard is rebuilt."""
         return sum(
             shape.nbytes * (2 + bool(key.stripe) - len(self._of(key)))
             for key, shape in self.shards.items()

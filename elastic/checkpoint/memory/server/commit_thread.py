@@ -63,7 +63,7 @@ class CommitThread(threading.Thread, ABC):
         try:
             self._work()
         except Exception as error:
-            # A thread that ended without a word would leave every later snapshot incomplete.
+            # A thread that ended silently would leave every later snapshot incomplete.
             logger.exception("%s ends", self.name)
             self.lost, self.problem = True, self._refusal(repr(error))
             self._on_change()

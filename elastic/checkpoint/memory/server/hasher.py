@@ -1,4 +1,4 @@
-"""Hashes of committed snapshots that go to no other node."""
+"""Hashes of committed snapshots that are not sent to another node."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Hasher(CommitThread):
             try:
                 self._shards.hash_own(self._key, job.number, job.step)
             except IntegrityError:
-                continue  # freed or overwritten: a newer snapshot or generation has taken its place
+                continue  # freed or overwritten by a newer snapshot or generation
             self.sent_step = job.step
             self._on_change()
 

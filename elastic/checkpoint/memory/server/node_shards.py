@@ -19,7 +19,7 @@ from elastic.core.errors import IntegrityError, Where
 
 @dataclass(frozen=True)
 class Content:
-    """What is known of a complete buffer. `xxh3` is empty until the hash is computed.
+    """The facts about a complete buffer. `xxh3` is empty until the hash is computed.
 
     `record` is set once the bytes were checked.
     """
@@ -61,7 +61,7 @@ class NodeShards:
     def writing(self, key: ShardKey) -> Iterator[tuple[int, Segment]]:
         """The buffer that the rank's own worker writes next; its old content is invalid from now on.
 
-        The worker writes after this is left: the descriptor must stay in place only until it was sent.
+        The worker writes after this context ends: the descriptor must stay in place only until it is sent.
         """
         buffer = self._pool.begin(key)
         try:
@@ -109,7 +109,7 @@ class NodeShards:
                 buffer.content = replace(buffer.content, xxh3=xxh3)
 
     def hash_own(self, key: ShardKey, number: int, step: int) -> None:
-        """Compute the hash of a snapshot that is sent nowhere. Raises IntegrityError when it is gone."""
+        """Compute the hash of a snapshot that is not sent to another node. Raises IntegrityError if it is gone."""
         with self.reading(key.generation, step, key.rank, replica=False) as reading, reading.segment.map() as data:
             self.hashed(number, step, xxh3_of(data, self._pool.work))
 

@@ -23,7 +23,7 @@ from elastic.transport.handshake import Address
 
 logger = logging.getLogger(__name__)
 
-# Ranks open a stripe at the same step; the first one waits for the sizes of the others, less long than its own limit.
+# Ranks open a stripe at the same step; the first one waits for the sizes of the others, for less than its own limit.
 _MEMBERS_LIMIT_S = IO_LIMIT_S / 2
 
 
@@ -33,7 +33,7 @@ Read = Callable[[Address, Held, int], Iterable[memoryview]]
 
 @dataclass(frozen=True)
 class Contribution:
-    """One rank's share of a block, over one connection. `begin`: the number of bytes that are there already."""
+    """One rank's share of a block, over one connection. `begin`: the number of bytes that were added already."""
 
     rank: int
     begin: int

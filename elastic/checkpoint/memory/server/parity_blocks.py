@@ -1,4 +1,4 @@
-"""The parity of one stripe's shards at one step while it is assembled: the XOR of what its ranks send.
+"""The parity of one stripe's shards at one step while it is assembled: the XOR of its ranks' bytes.
 
 An XOR cannot be undone selectively, so every chunk is checked against its own hash before it is added. A rank whose
 connection broke continues where it was.
@@ -58,7 +58,7 @@ class Block:
         self.parts = {rank: Part(nbytes) for rank, nbytes in sizes.items()}
         self._generation = generation
         self._lock = threading.Lock()
-        # From this offset on the memory holds remains of an older snapshot.
+        # From this offset on the memory still holds bytes of an older snapshot.
         self._filled = 0
         self._cancelled = False
 

@@ -1,4 +1,4 @@
-"""When a rank's snapshot is complete: committed here, and received by every node that keeps its replica or parity.
+"""Tracks when a rank's snapshot is complete: committed here, and received by the nodes that keep its replica or parity.
 
 Without such a node it is complete once its hash is known.
 """
@@ -18,7 +18,7 @@ from elastic.checkpoint.memory.shard_buffers import ShardKey
 
 
 class Replication:
-    """Of one rank in one generation. `on_progress` is called from any thread with what is new."""
+    """Of one rank in one generation. `on_progress` is called from any thread with each change."""
 
     def __init__(
         self, shards: NodeShards, request: OpenShard, token: bytes, on_progress: Callable[[Progress], None]
@@ -40,7 +40,7 @@ class Replication:
         troubled = [sender for sender in self._senders if sender.problem is not None]
         lost = [sender for sender in troubled if sender.lost]
         sent = sum(sender.sent_bytes for sender in self._senders)
-        # What was given up comes first: it is the reason that counts.
+        # Replication that was given up comes first: it is the decisive reason.
         failed = "; ".join(str(sender.problem) for sender in sorted(troubled, key=lambda each: not each.lost)) or None
         lacks_memory = any(sender.lacks_memory for sender in lost)
         return Progress(self.generation, self._complete_step, failed, bool(lost), lacks_memory, self._seconds, sent)

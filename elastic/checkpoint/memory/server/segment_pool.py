@@ -53,7 +53,7 @@ class SegmentPool:
                 raise UsageError(
                     f"snapshots of {key.what} need {count} x {gib(shape.nbytes)} in this node's memory, but with what "
                     f"it holds for other ranks {gib(need)} are needed and {gib(have)} are available: use "
-                    "fewer ranks per node, fewer replicas or parity of more nodes, or go without snapshots in memory",
+                    "fewer ranks per node, fewer replicas or parity of more nodes, or disable snapshots in memory",
                     key.where,
                 )
             self.changed.notify_all()

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 5.0
-# A target that has failed for so long is given up for this generation. Longer than a node's loss takes to be noticed.
+# A target that has failed for this long is given up for this generation. Longer than detecting a node's loss takes.
 GIVE_UP_S = 30.0
 
 
@@ -53,7 +53,7 @@ class Sender(CommitThread):
         self._channel: Channel | None = None
 
     def _interrupt(self) -> None:
-        """Also in the middle of a transfer."""
+        """Also interrupts a transfer."""
         if self._channel is not None:
             self._channel.shut()
 
@@ -81,7 +81,7 @@ class Sender(CommitThread):
                 self._pause(pauses)
                 pauses += 1
                 with self._changed:
-                    # A newer snapshot takes the place of one that cannot be sent.
+                    # A newer snapshot replaces one that cannot be sent.
                     job = self._job
             else:
                 pauses = 0
@@ -133,7 +133,7 @@ class Sender(CommitThread):
     def _refusal(self, why: str) -> str:
         what = "parity" if self._request.stripe else "replica"
         host, port = self._target
-        return f"{host}:{port} takes no {what} of rank {self._key.rank}: {why}"
+        return f"{host}:{port} accepts no {what} of rank {self._key.rank}: {why}"
 
     def _pause(self, pauses: int) -> None:
         if pauses:

@@ -1,4 +1,4 @@
-"""What a connection may ask of a node's server: one thread each, one request at a time."""
+"""The requests that a connection may send to a node's server: one thread per connection, one request at a time."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class WorkerSession:
             finally:
                 os.close(fd)
             _await_release(self._channel)
-        # Only this makes what was read valid: the buffer was kept until now.
+        # The bytes that were read are valid only now: the buffer was kept until here.
         self._answer(to_json(Done()))
 
     def _own_key(self) -> ShardKey:
@@ -263,4 +263,4 @@ def _await_release(channel: Channel) -> None:
     try:
         expected(channel.receive()[0], Release)
     except IntegrityError as error:
-        raise ConnectionError(f"a reader went on before it released a buffer: {error.message}") from error
+        raise ConnectionError(f"a reader sent another request before it released a buffer: {error.message}") from error

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 _BACKLOG = 512
 _JOIN_LIMIT_S = 15.0
-# Connections whose handshake is not over; each has a thread. A holder of the token needs milliseconds for it.
+# Limit of connections in their handshake; each has a thread. A holder of the token needs milliseconds for it.
 _MOST_UNAUTHENTICATED = 256
 _PAUSE_S = 0.1
 
@@ -39,7 +39,7 @@ _PAUSE_S = 0.1
 class SnapshotServer:
     """Listens on (host, free port) and on an abstract Unix socket, and starts its threads.
 
-    `limit_bytes`: None for what the node has when memory is requested (MemAvailable, cgroup v1 and v2).
+    `limit_bytes` None: the memory that the node has available at each request (MemAvailable, cgroup v1 and v2).
     """
 
     def __init__(self, token: bytes, host: str, *, limit_bytes: int | None = None) -> None:
@@ -81,7 +81,7 @@ class SnapshotServer:
         return self._pool.held()
 
     def record(self, held: Held, *, digests: bool = True) -> ShardRecord:
-        """The shard's record, with partial digests of the bytes that lie here now.
+        """The shard's record, with partial digests of the bytes that are in memory now.
 
         Their xxh3 is compared with the sender's. The result is cached; the GIL is released meanwhile, and calls for
         several shards may run in parallel. Raises IntegrityError when the shard is no longer here or is damaged.
@@ -173,7 +173,9 @@ class SnapshotServer:
                 self._drop_oldest_unauthenticated()
         try:
             thread.start()
-        except RuntimeError as error:  # out of processes, perhaps because of strangers that keep their threads
+        except (
+            RuntimeError
+        ) as error:  # out of processes, perhaps because of unauthenticated connections that keep their threads
             with self._lock:
                 self._forget(channel, thread)
                 if self._unauthenticated:

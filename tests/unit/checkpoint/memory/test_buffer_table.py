@@ -303,7 +303,7 @@ def test_steps_only_grow() -> None:
     node.settle((1, 5))
     buffer = node.begin(OWN)
     assert buffer is not None
-    with pytest.raises(IntegrityError, match="no new snapshot"):
+    with pytest.raises(IntegrityError, match="not a new snapshot"):
         node.table.complete(buffer, 5)
 
 

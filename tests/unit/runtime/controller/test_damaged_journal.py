@@ -58,7 +58,7 @@ def test_damage_to_what_is_no_event_costs_only_itself(tmp_path: Path) -> None:
     (tmp_path / SEGMENT).write_text(text.replace('"loss":0.5', '"loss":0.6', 1))
     old, writer = restarted(tmp_path)
     (problem,) = writer.problems
-    assert problem.sentence.endswith('(a "steps" record) is damaged; left out')
+    assert problem.sentence.endswith('(a "steps" record) is damaged; skipped')
     assert (old.state, old.unknown) == (live(EVENTS), False)
 
 
@@ -116,7 +116,7 @@ def test_a_segment_of_an_impossible_number_is_named_and_left_out(tmp_path: Path)
     assert writer.incarnation == 2
     assert old.state == live(EVENTS)
     assert [problem.sentence for problem in writer.problems] == [
-        "journal segment 999999999999999999 was not made by a controller; left out"
+        "journal segment 999999999999999999 was not made by a controller; skipped"
     ]
 
 
