@@ -1,4 +1,4 @@
-"""The control plane at sizes that no test machine has: the real rules and the real journal, simulated nodes, no Ray.
+"""The control plane at sizes that no test machine has: the real rules, loop and journal, simulated nodes, no Ray.
 
 The sizes grow until one of them takes longer than a minute; what is larger is not measured, and says so.
 """
@@ -6,6 +6,7 @@ The sizes grow until one of them takes longer than a minute; what is larger is n
 from __future__ import annotations
 
 import json
+import resource
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from benchmarks.figures import Figure, Target, not_measured
 from benchmarks.options import Options
 from elastic.core import actions as act
 from elastic.core import events as ev
+from elastic.core.data.steps import StepReport
 from elastic.core.event_groups import together
 from elastic.core.run import machine
 from elastic.core.run.state import RunState, SlotPhase, WorkerPhase
@@ -21,14 +23,20 @@ from elastic.core.settings import RunSettings, ScalingSettings, SnapshotSettings
 from elastic.core.typed_json import decode, encode
 from elastic.observe import records
 from elastic.observe.journal import JournalWriter
+from elastic.runtime.controller.control_loop import ControlLoop
+from elastic.runtime.controller.records import Records
+from elastic.runtime.controller.replay import Replayed
+from elastic.runtime.messages import Beat, Item
 
 RANKS = 8
 _SIZES = (30, 100, 300, 1_000, 3_000, 10_000)
 _TURN = 1_000
 # Beyond this the next size, three times as large, is not tried.
 _ENOUGH_S = 60.0
-# What ten thousand nodes are held against, by the name of the figure; seconds of one core.
-_TARGETS = {"start": 30.0, "a lost node to BeginGeneration": 1.0, "a replay point read": 2.0}
+_START, _LOSS, _READ = "start", "a lost node to BeginGeneration", "a replay point read"
+_BEATS, _STEP, _MEMORY = "heartbeats of a second", "step reports of one step", "memory of the process"
+# What ten thousand nodes are held against: seconds of one core, and MB.
+_TARGETS = {_START: 30.0, _LOSS: 1.0, _READ: 2.0, _BEATS: 0.3, _STEP: 0.3, _MEMORY: 2000.0}
 
 
 @dataclass
@@ -102,8 +110,11 @@ def measure(options: Options) -> list[Figure]:
 
 def _measured(nodes: int, journal: JournalWriter) -> Iterator[tuple[str, str, float]]:
     fleet = Fleet(nodes, journal)
-    yield "start", "s", _seconds(fleet.start)
-    yield "a lost node to BeginGeneration", "s", _seconds(fleet.lose)
+    yield _START, "s", _seconds(fleet.start)
+    yield _LOSS, "s", _seconds(fleet.lose)
+    loop = _loop_of(fleet)
+    yield _BEATS, "s", _seconds(lambda: _beats(loop, fleet))
+    yield _STEP, "s", _seconds(lambda: _step(loop, fleet))
     texts: list[str] = []
     yield "a replay point made", "s", _seconds(lambda: texts.append(json.dumps(encode(fleet.state))))
     read: list[RunState] = []
@@ -111,8 +122,46 @@ def _measured(nodes: int, journal: JournalWriter) -> Iterator[tuple[str, str, fl
     again_s = _seconds(lambda: read.append(decode(RunState, json.loads(texts[0]), settings=settings)))
     if read[0] != fleet.state:
         raise AssertionError("a replay point is not read as it was made")
-    yield "a replay point read", "s", again_s
+    yield _READ, "s", again_s
     yield "a replay point", "MB", len(texts[0]) / 1e6
+    # Of all sizes so far, and with the simulated nodes: they grow, so that it is the last one's.
+    yield _MEMORY, "MB", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+
+
+def _loop_of(fleet: Fleet) -> ControlLoop:
+    """The controller's loop beside the run's state as it is now."""
+    settings, state = fleet.state.settings, fleet.state
+    loop = ControlLoop(settings, Replayed(settings), Records(), lambda event: None, lambda: None)
+    loop.state = state
+    loop.telemetry.generation_begins(state.generation, state.world_size, state.start_step, fleet.now)
+    return loop
+
+
+def _beats(loop: ControlLoop, fleet: Fleet) -> None:
+    """One second of heartbeats of all nodes, as they come, and of looks at who is silent."""
+    by_node: dict[str, dict[int, float]] = {}
+    for worker in fleet.state.fleet.workers.values():
+        by_node.setdefault(fleet.state.fleet.node_of(worker.id) or "", {})[worker.id] = 0.0
+    every_s = fleet.state.settings.failures.heartbeat_s
+    for _ in range(round(1 / every_s)):
+        for node, ages in by_node.items():
+            loop.heartbeats.beat(Beat(node, ages), fleet.now)
+        for _ in range(2):
+            fleet.now += every_s / 2
+            loop.heartbeats.look(fleet.now)
+
+
+def _step(loop: ControlLoop, fleet: Fleet) -> None:
+    """Each rank reports the same step in a message of its own."""
+    state = fleet.state
+    for rank, worker in enumerate(state.members):
+        report = StepReport(
+            state.start_step + 1, 1e-5, ((rank, rank + 1),), 1, 1.0, generation=state.generation, rank=rank,
+            metrics={"loss": 1.0}, noncollective_s=0.5,
+        )  # fmt: skip
+        loop.deliver(worker, [Item("step", report, number=1)], fleet.now)
+    if loop.telemetry.step != state.start_step + 1:
+        raise AssertionError("the step is not complete")
 
 
 def _seconds(work: Callable[[], object]) -> float:

@@ -78,7 +78,7 @@ class Slots(Table[Slot]):
         return frozenset.intersection(*map(frozenset, self._avoided)) if self._avoided else frozenset()
 
     def _index(self, before: Slots | None, put: Mapping[int, Slot], gone: Collection[int]) -> None:
-        self.pending, self.failing = (before.pending, before.failing) if before else (Numbers(), Numbers())
+        self.pending, self.failing = (before.pending, before.failing) if before is not None else (Numbers(), Numbers())
         self._avoided = Counter(before._avoided) if before else Counter[tuple[str, ...]]()
         self._by_node = before._by_node if before else Table()
         changed = (*put, *gone)
@@ -107,40 +107,54 @@ class Slots(Table[Slot]):
 class Workers(Table[Worker]):
     """`starting` are those that are not ready yet, in the order in which they were started."""
 
-    __slots__ = ("_by_slot", "_phases", "starting")
+    __slots__ = ("_by_slot", "_idle", "_members", "starting")
     JSON_FORM = Mapping[int, Worker]
     starting: Numbers
-    _phases: dict[WorkerPhase, int]
+    _idle: int
+    _members: int
     _by_slot: Table[tuple[int, ...]]
 
     def count(self, phase: WorkerPhase) -> int:
-        return self._phases[phase]
+        if phase is WorkerPhase.STARTING:
+            return len(self.starting)
+        return self._idle if phase is WorkerPhase.IDLE else self._members
 
     def in_slot(self, slot: int) -> list[Worker]:
         return [self[number] for number in self._by_slot.get(slot, ())]
 
     def _index(self, before: Workers | None, put: Mapping[int, Worker], gone: Collection[int]) -> None:
-        self.starting = before.starting if before else Numbers()
-        self._phases = dict(before._phases) if before else dict.fromkeys(WorkerPhase, 0)
-        self._by_slot = before._by_slot if before else Table()
-        new: dict[int, list[int]] = {}
+        self.starting = before.starting if before is not None else Numbers()
+        idle, members = (before._idle, before._members) if before is not None else (0, 0)
+        self._by_slot = before._by_slot if before is not None else Table()
+        come: dict[int, list[int]] = {}
+        starting, ready = [], list(gone)
         for number, worker in put.items():
             old = before.get(number) if before is not None else None
-            self._phases[worker.phase] += 1
-            if old is not None:
-                self._phases[old.phase] -= 1
-            else:
-                new.setdefault(worker.slot, []).append(number)
-        if new:
-            self._by_slot = self._by_slot.put({s: (*self._by_slot.get(s, ()), *more) for s, more in new.items()})
+            phase = worker.phase
+            was = old.phase if old is not None else None
+            if was is not phase:
+                idle += (phase is WorkerPhase.IDLE) - (was is WorkerPhase.IDLE)
+                members += (phase is WorkerPhase.MEMBER) - (was is WorkerPhase.MEMBER)
+            if old is None:
+                come.setdefault(worker.slot, []).append(number)
+            if phase is WorkerPhase.STARTING:
+                starting.append(number)
+            elif was is WorkerPhase.STARTING:
+                ready.append(number)
+        if come:
+            self._by_slot = self._by_slot.put({s: (*self._by_slot.get(s, ()), *more) for s, more in come.items()})
         for number in gone:
             assert before is not None
             worker = before[number]
-            self._phases[worker.phase] -= 1
+            idle -= worker.phase is WorkerPhase.IDLE
+            members -= worker.phase is WorkerPhase.MEMBER
             rest = tuple(other for other in self._by_slot[worker.slot] if other != number)
             self._by_slot = self._by_slot.put({worker.slot: rest}) if rest else self._by_slot.without((worker.slot,))
-        starting = [number for number, worker in put.items() if worker.phase is WorkerPhase.STARTING]
-        self.starting = _updated(self.starting, (*put, *gone), starting)
+        self._idle, self._members = idle, members
+        if ready:
+            self.starting = self.starting.minus(ready)
+        if starting:
+            self.starting = self.starting.plus(starting)
 
 
 class Members(tuple[int, ...]):

@@ -88,6 +88,8 @@ def redact_values(value: Any, values: Iterable[str] = ()) -> Any:
     """JSON data with `redact` applied to each text in it. Keys, numbers and the structure stay as they are."""
     if isinstance(value, str):
         return redact(value, values)
+    if value is None or isinstance(value, (int, float)):
+        return value  # Most values; the look for a mapping takes longer.
     if isinstance(value, Mapping):
         return {key: redact_values(item, values) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

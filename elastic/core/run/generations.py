@@ -196,8 +196,9 @@ def memory_lost(transition: Transition, event: MemoryLost) -> None:
 def workers_left(transition: Transition, reports: Iterable[tuple[int, int]]) -> None:
     """`reports` are (worker, step), in the order in which they came; of one worker the first one counts."""
     inside: dict[int, int] = {}
+    is_inside = transition.state.is_inside
     for worker, step in reports:
-        if transition.state.is_inside(worker):
+        if is_inside(worker):
             inside.setdefault(worker, step)
     stop_at = phase.stop_at if isinstance(phase := transition.state.phase, Pausing) else None
     unasked = None

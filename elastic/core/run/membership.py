@@ -35,8 +35,7 @@ def slot_placed(transition: Transition, event: SlotPlaced) -> None:
         return
     transition.put_slot(replace(slot, phase=SlotPhase.PLACED, node=event.node, since=transition.now))
     transition.say(f"slot {slot.id} got node {event.node[:8]} after {transition.now - slot.since:.1f} s")
-    for _ in range(transition.state.settings.scaling.workers_per_slot):
-        transition.start_worker(slot.id)
+    transition.start_workers(slot.id, transition.state.settings.scaling.workers_per_slot)
 
 
 def slot_lost(transition: Transition, event: SlotLost) -> None:
@@ -99,9 +98,9 @@ def worker_ready(transition: Transition, event: WorkerReady) -> None:
     transition.say(
         f"{transition.name_of(worker.id)} is ready after {transition.now - worker.since:.1f} s", kind="worker"
     )
-    for _ in range(transition.state.settings.scaling.workers_per_slot - len(transition.workers_in(slot.id))):
-        # Another worker was given up in this slot. The slot can start workers, as this one shows, so try again.
-        transition.start_worker(slot.id)
+    # Another worker may have been given up in this slot. The slot can start workers, as this one shows, so try again.
+    missing = transition.state.settings.scaling.workers_per_slot - len(transition.workers_in(slot.id))
+    transition.start_workers(slot.id, missing)
 
 
 def worker_start_failed(transition: Transition, event: WorkerStartFailed) -> None:

@@ -151,7 +151,7 @@ def _ask_for_released(transition: Transition) -> None:
     wait and nodes fail in a burst, each failure would have them all asked for again.
     """
     slots = transition.fleet.slots
-    if slots.shut - frozenset(avoided(transition.fleet.quarantine, transition.now)):
+    if (shut := slots.shut) and shut - frozenset(avoided(transition.fleet.quarantine, transition.now)):
         transition.drop_slot(max(slots.pending), "it is requested anew: a node is no longer quarantined")
 
 
@@ -162,8 +162,7 @@ def _needs_no_more(state: RunState) -> bool:
 
 def _missing_slots(state: RunState) -> int:
     # A slot on a node that is going away is replaced before it is gone.
-    going = sum(len(state.fleet.slots.on(node)) for node in state.fleet.draining)
-    return max(0, state.max_slots - (len(state.fleet.slots) - going))
+    return max(0, state.max_slots - state.fleet.staying_slots)
 
 
 def _stage(transition: Transition) -> None:
@@ -189,7 +188,7 @@ def _stage(transition: Transition) -> None:
 
 def _waiting(transition: Transition, phase: Waiting) -> None:
     state = transition.state
-    newest = state.saved.newest_checkpoint
+    newest = state.saved.newest_checkpoint if state.done_step is not None else None
     if state.done_step is not None and newest is not None and newest.step >= state.done_step:
         finish(transition, FINISHED, f"all {state.done_step} steps are done and saved")
     elif state.gives_up_for is not None and not _only_in_memory(state):
@@ -216,17 +215,17 @@ def _start(transition: Transition, phase: Waiting) -> None:
     if verdict.go and state.trouble.suspicion is not None:
         # A worker that may be dead is not begun with; its probe has a deadline.
         verdict = Verdict(False, f"{len(state.trouble.suspicion.suspects)} silent workers are being probed")
-    verdict = replace(verdict, reason=why_waiting(state, verdict.reason))
+    reason = why_waiting(state, verdict.reason)
     # No worker can start while Ray's control store is away, so the limit does not apply.
     limit = None if state.fleet.control_store_away else state.settings.failures.capacity_timeout_s
     again = verdict.again_at
     again = again if again is not None and again > transition.now else None
     if limit is not None and transition.passed(phase.since + limit) and not _enough(state):
-        finish(transition, NO_CAPACITY, f"after {limit:.0f} s still {verdict.reason}")
-    elif (verdict.reason, again) != (phase.reason, phase.again_at):
-        if verdict.reason != phase.reason:
-            transition.say(verdict.reason, kind="waiting")
-        transition.enter(replace(phase, reason=verdict.reason, again_at=again))
+        finish(transition, NO_CAPACITY, f"after {limit:.0f} s still {reason}")
+    elif (reason, again) != (phase.reason, phase.again_at):
+        if reason != phase.reason:
+            transition.say(reason, kind="waiting")
+        transition.enter(replace(phase, reason=reason, again_at=again))
 
 
 def _training(transition: Transition, phase: Training) -> None:

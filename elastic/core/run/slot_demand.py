@@ -51,13 +51,11 @@ def keep_to_limit(transition: Transition) -> None:
     hold the snapshots from which the next generation starts.
     """
     state, limit = transition.state, transition.state.max_slots
-    if len(state.fleet.slots) <= limit:
-        return  # The usual case; this runs after every event.
     # Slots on draining nodes are replaced and released by `draining`.
-    staying = [slot for slot in state.fleet.slots.values() if slot.node not in state.fleet.draining]
-    surplus = len(staying) - limit
+    surplus = state.fleet.staying_slots - limit
     if surplus <= 0:
-        return
+        return  # The usual case; this runs after every event.
+    staying = [slot for slot in state.fleet.slots.values() if slot.node not in state.fleet.draining]
     carrying = state.carrying
     unused = [slot for slot in staying if slot.id not in carrying]
     training = isinstance(state.phase, Training) and state.phase.first_step_done

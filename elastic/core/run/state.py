@@ -127,6 +127,11 @@ class Fleet:
         """The nodes of the run's placed slots."""
         return tuple(dict.fromkeys(slot.node for slot in self.slots.values() if slot.node is not None))
 
+    @property
+    def staying_slots(self) -> int:
+        """How many slots are not on a draining node."""
+        return len(self.slots) - sum(len(self.slots.on(node)) for node in self.draining)
+
     def idle_in(self, slots: Iterable[int]) -> int:
         """How many idle workers are in these slots."""
         return sum(worker.phase is WorkerPhase.IDLE for slot in slots for worker in self.workers.in_slot(slot))

@@ -20,8 +20,11 @@ _Record = TypeVar("_Record", RunState, Fleet, Saved, Trouble, Worker)
 
 
 def _changed(record: _Record, changes: Mapping[str, Any]) -> _Record:
-    """As `dataclasses.replace`, which looks at every field's definition each time and takes four times as long."""
-    return type(record)(**{**vars(record), **changes})
+    """As `dataclasses.replace`, which looks at every field's definition each time, and sets a frozen record's fields
+    one by one: ten times as long, which is seconds where 80,000 workers leave a generation."""
+    made = object.__new__(type(record))
+    vars(made).update(vars(record), **changes)
+    return made
 
 
 class Transition:
@@ -100,11 +103,13 @@ class Transition:
         )
         self.do(ReleaseSlot(slot, cause))
 
-    def start_worker(self, slot: int) -> None:
-        worker = Worker(self.fleet.next_worker, slot, WorkerPhase.STARTING, self.now)
-        self.set_fleet(next_worker=worker.id + 1)
-        self.put_worker(worker)
-        self.do(StartWorker(worker.id, slot))
+    def start_workers(self, slot: int, count: int) -> None:
+        if count < 1:
+            return
+        first = self.fleet.next_worker
+        new = {n: Worker(n, slot, WorkerPhase.STARTING, self.now) for n in range(first, first + count)}
+        self.set_fleet(next_worker=first + count, workers=self.fleet.workers.put(new))
+        self.actions += [StartWorker(number, slot) for number in new]
 
     def put_worker(self, worker: Worker) -> None:
         self.set_fleet(workers=self.fleet.workers.put({worker.id: worker}))
@@ -120,7 +125,7 @@ class Transition:
         known = self.fleet.workers.get(worker)
         self.kill_worker(worker, cause)
         if known is not None and known.slot in self.fleet.slots:
-            self.start_worker(known.slot)
+            self.start_workers(known.slot, 1)
 
     def kill_worker(self, worker: int, cause: str) -> None:
         """End the worker's process and forget it."""

@@ -1,0 +1,102 @@
+"""What one event costs, counted in the interpreter's instructions: the same in a run of any size."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+from machine_scenario import Scenario
+
+from elastic.core import events as ev
+from elastic.core.event_groups import together
+from elastic.core.run import machine
+
+RANKS = 4
+FEW, MANY = 8, 80
+
+
+def placing(nodes: int) -> Scenario:
+    return Scenario(RANKS, nodes * RANKS, RANKS, memory=True).do(ev.RunStarted())
+
+
+def starting(nodes: int) -> Scenario:
+    """As many workers to wait for as there are."""
+    s = Scenario(nodes * RANKS, nodes * RANKS, RANKS, memory=True).do(ev.RunStarted())
+    return s.do(*(ev.SlotPlaced(slot, f"node-{slot}") for slot in s.state.fleet.slots))
+
+
+def joining(nodes: int) -> Scenario:
+    s = starting(nodes)
+    return s.do(*(ev.WorkerReady(worker, worker, "host") for worker in s.state.fleet.workers))
+
+
+def training(nodes: int) -> Scenario:
+    s = joining(nodes).train()
+    return s.do(ev.FirstStepDone(s.state.generation, 1))
+
+
+def ending(nodes: int) -> Scenario:
+    return training(nodes).do(ev.SlotLost(0, "gone"))
+
+
+def draining(nodes: int) -> Scenario:
+    """Of one node is known that it goes away; the others are too few without it."""
+    return training(nodes).do(ev.NodesDraining((("node-1", 5000.0),)))
+
+
+CASES: dict[str, tuple[Callable[[int], Scenario], ev.Event]] = {
+    "placed": (placing, ev.SlotPlaced(5, "node-5")),
+    "ready": (starting, ev.WorkerReady(5, 5, "host")),
+    "joined": (joining, ev.GroupJoined(1, 5)),
+    "trains": (joining, ev.TrainingReached(1, 5, 0)),
+    "left": (ending, ev.WorkerLeft(1, 5, 1)),
+    "committed": (training, ev.CheckpointCommitted("c", 1, 1)),
+    "committed while a node drains": (draining, ev.CheckpointCommitted("c", 1, 1)),
+    "time passes": (training, ev.Tick()),
+}
+
+
+def instructions(work: Callable[[], Any]) -> int:
+    count = 0
+
+    def trace(frame: FrameType, what: str, _: Any) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        count += what == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_event_costs_the_same_in_a_run_of_any_size(name: str) -> None:
+    story, event = CASES[name]
+
+    def cost(nodes: int) -> int:
+        s = story(nodes)
+        assert machine.step(s.state, event, s.now)[0] is not s.state or isinstance(event, ev.Tick)
+        return instructions(lambda: machine.next_deadline(machine.step(s.state, event, s.now)[0]))
+
+    few, many = cost(FEW), cost(MANY)
+    # Chunks, and the buckets of names, are fuller.
+    assert many <= 1.1 * few + 300, f"{FEW} nodes: {few} instructions, {MANY} nodes: {many}"
+
+
+@pytest.mark.parametrize("report", [ev.GroupJoined, ev.TrainingReached, ev.WorkerLeft])
+def test_reports_of_one_turn_cost_less_together(report: type[Any]) -> None:
+    s = ending(MANY) if report is ev.WorkerLeft else joining(MANY)
+    workers = list(s.state.members_inside)[:100]
+    rest = () if report is ev.GroupJoined else (1,)
+    events = [report(1, worker, *rest) for worker in workers]
+    ((event, _),) = together(events)
+    single = instructions(lambda: machine.step(s.state, events[0], s.now))
+    assert instructions(lambda: machine.step(s.state, event, s.now)) < single * len(events) / 5
