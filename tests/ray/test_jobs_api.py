@@ -324,7 +324,7 @@ def test_the_token_of_the_environment(place: Place) -> None:
     listed = subprocess.run(words, env=right, capture_output=True, text=True, timeout=60, check=False)
     assert listed.returncode == 0, listed.stderr
     assert place.token not in listed.stdout + listed.stderr
-    assert {"straight", "eventful"} >= {json.loads(line)["run_id"] for line in listed.stdout.splitlines()}
+    assert {"straight", "eventful", "bringer"} >= {json.loads(line)["run_id"] for line in listed.stdout.splitlines()}
 
 
 # -- the contract of JobsApi, of the real one and of the fake ----------------------------------------------------------

@@ -16,6 +16,7 @@ from elastic.core.errors import Fenced, UsageError
 from elastic.core.settings import RunSettings, SnapshotSettings
 from elastic.entrypoint import parse_entry_point
 from elastic.runtime.controller.hands import executor as executor_module
+from elastic.runtime.controller.hands import workers as workers_module
 from elastic.runtime.controller.hands.executor import Executor
 from elastic.runtime.messages import NodeFacts
 from elastic.runtime.node.agent import unreachable
@@ -77,13 +78,42 @@ def test_a_worker_that_dies_while_it_starts_takes_no_agent_along(
         work._agents._tasks["node"] = asyncio.ensure_future(known(agent))
         work.placed(0, "node")
         monkeypatch.setattr(work._slots, "group", lambda slot: "group")
-        monkeypatch.setattr(work, "_create", lambda number, group: Actor(worker))
+        monkeypatch.setattr(work._workers, "_create", lambda number, group: Actor(worker))
         work.perform(act.StartWorker(3, 0))
         await settled(work)
         return "node" in work._agents.nodes
 
     assert asyncio.run(scenario()) is kept
     assert [type(event) for event in events] == [ev.WorkerStartFailed]
+
+
+def test_a_worker_whose_slot_is_released_before_it_exists_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[ev.Event] = []
+    killed: list[Any] = []
+    late = Actor(dict)
+
+    async def scenario() -> dict[int, Any]:
+        work, slow = made(events), asyncio.Event()
+
+        async def agent() -> tuple[Any, NodeFacts]:
+            await slow.wait()
+            return await known(dict)
+
+        work._agents._tasks["node"] = asyncio.ensure_future(agent())
+        work.placed(0, "node")
+        monkeypatch.setattr(work._slots, "group", lambda slot: "group")
+        monkeypatch.setattr(work._workers, "_create", lambda number, group: late)
+        monkeypatch.setattr(workers_module, "_kill", killed.append)
+        work.perform(act.StartWorker(3, 0))
+        work.perform(act.KillWorker(3, "not needed"))
+        await asyncio.sleep(0)
+        slow.set()
+        await settled(work)
+        return work._workers.handles
+
+    assert asyncio.run(scenario()) == {}
+    assert killed == [late]
+    assert events == []
 
 
 @pytest.mark.parametrize("deaf", [0, 1])
@@ -94,7 +124,7 @@ def test_a_generation_that_a_member_has_not_heard_of_ends_at_once(monkeypatch: p
     async def scenario() -> None:
         work = made(events)
         for worker in (0, 1):
-            work._workers[worker] = Actor(unavailable if worker == deaf else lambda *_: "store")
+            work._workers.handles[worker] = Actor(unavailable if worker == deaf else lambda *_: "store")
         work.perform(act.BeginGeneration(4, (0, 1), None, 7))
         await settled(work)
 
@@ -106,7 +136,7 @@ def test_a_generation_that_a_member_has_not_heard_of_ends_at_once(monkeypatch: p
 
 
 def test_a_member_that_can_be_reached_again_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor_module, "_ASK_AGAIN_S", 0.0)
+    monkeypatch.setattr(workers_module, "_ASK_AGAIN_S", 0.0)
     monkeypatch.setattr(executor_module, "_BEGIN_RETRY_S", LIMIT_S)
     events: list[ev.Event] = []
     told: list[str] = []
@@ -117,7 +147,7 @@ def test_a_member_that_can_be_reached_again_is_told(monkeypatch: pytest.MonkeyPa
 
     async def scenario() -> None:
         work = made(events)
-        work._workers[0] = Actor(later)
+        work._workers.handles[0] = Actor(later)
         work.perform(act.BeginGeneration(4, (0,), None, 7))
         await settled(work)
 
@@ -137,7 +167,7 @@ def test_a_member_that_can_be_reached_again_is_told(monkeypatch: pytest.MonkeyPa
 def test_a_member_that_cannot_be_reached_for_a_moment_is_told_to_stop_all_the_same(
     monkeypatch: pytest.MonkeyPatch, action: act.Action, method: str, limit_s: float
 ) -> None:
-    monkeypatch.setattr(executor_module, "_ASK_AGAIN_S", 0.0)
+    monkeypatch.setattr(workers_module, "_ASK_AGAIN_S", 0.0)
     events: list[ev.Event] = []
     told: list[str] = []
 
@@ -148,7 +178,7 @@ def test_a_member_that_cannot_be_reached_for_a_moment_is_told_to_stop_all_the_sa
     async def scenario() -> None:
         work = made(events)
         assert work._stop_retry_s == 30.0
-        work._workers[0] = Actor(later)
+        work._workers.handles[0] = Actor(later)
         work.perform(action)
         await settled(work)
 
@@ -165,7 +195,7 @@ def test_a_worker_that_obeys_a_newer_controller_is_left_alone(caplog: pytest.Log
 
     async def scenario() -> None:
         work = made(events)
-        work._workers[0] = Actor(refuses)
+        work._workers.handles[0] = Actor(refuses)
         work.perform(act.EndGeneration(4, (0,), "over"))
         work.perform(act.ProposeStop(4, (0,)))
         await settled(work)
