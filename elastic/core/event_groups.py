@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import groupby
+from typing import Any
 
 from elastic.core.events import Event, GroupJoined, MembersReported, TrainingReached, WorkerLeft
 
-_Report = GroupJoined | TrainingReached | WorkerLeft
+# Which of their events are taken together, and whether those name a step.
+_REPORTS: dict[type[Any], bool] = {GroupJoined: False, TrainingReached: True, WorkerLeft: True}
 
 
 def together(events: Iterable[Event]) -> list[tuple[Event, list[Event]]]:
@@ -30,11 +32,10 @@ def together(events: Iterable[Event]) -> list[tuple[Event, list[Event]]]:
     return made
 
 
-def _kind(event: Event) -> tuple[str, int] | None:
-    return (type(event).__name__, event.generation) if isinstance(event, _Report) else None
+def _kind(event: Any) -> tuple[type[Any], int] | None:
+    return (type(event), event.generation) if type(event) in _REPORTS else None
 
 
-def _all_of(report: str, generation: int, parts: list[Event]) -> MembersReported:
-    reports = [part for part in parts if isinstance(part, _Report)]
-    steps = (0 if isinstance(part, GroupJoined) else part.step for part in reports)
-    return MembersReported(generation, report, tuple(part.worker for part in reports), tuple(steps))
+def _all_of(report: type[Any], generation: int, parts: list[Any]) -> MembersReported:
+    steps = [part.step for part in parts] if _REPORTS[report] else [0] * len(parts)
+    return MembersReported(generation, report.__name__, tuple([part.worker for part in parts]), tuple(steps))

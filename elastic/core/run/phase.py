@@ -87,7 +87,7 @@ class Ending:
     deadline: float
     kind: str = "collective-failed"
     evidence: str = ""
-    lost: frozenset[int] = frozenset()
+    lost: Numbers = field(default_factory=Numbers)
     raised: Numbers = field(default_factory=Numbers)
 
 

@@ -25,7 +25,7 @@ from elastic.core.run.phase import (
     Waiting,
 )
 from elastic.core.run.reachability import newcomers_reached, unanswered
-from elastic.core.run.recovery import fail_generation, finish, resolve_ending, wait
+from elastic.core.run.recovery import fail_generation, finish, record_loss, resolve_ending, wait
 from elastic.core.run.slot_demand import keep_to_limit, make_room, why_waiting
 from elastic.core.run.state import RunState, WorkerPhase
 from elastic.core.run.storage_trouble import kept_in_memory, save_without, who_cannot_save
@@ -285,7 +285,8 @@ def _ending(transition: Transition, phase: Ending) -> None:
             # Being slow is always safe: a process that does not leave is replaced, never waited for.
             evidence = f"{transition.name_of(worker)} did not leave within {limit:.1f} s"
             transition.replace_worker(worker, evidence)
-            fail_generation(transition, "hang", evidence, lost=(worker,))
+            fail_generation(transition, "hang", evidence)
+        record_loss(transition, inside)
 
 
 def _closing(transition: Transition, phase: Closing) -> None:

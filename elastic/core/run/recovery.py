@@ -80,12 +80,15 @@ def backdate(transition: Transition, seconds: float) -> None:
 def record_loss(transition: Transition, workers: tuple[int, ...], node: str | None = None) -> None:
     """Write off members of the generation that is ending, in the incident and for the decision that follows."""
     incident, phase = transition.trouble.incident, transition.state.phase
+    if not workers and node is None:
+        return
     if isinstance(phase, Ending):
-        transition.enter(replace(phase, lost=phase.lost.union(workers)))
+        transition.enter(replace(phase, lost=phase.lost.plus(workers)))
     if incident is None:
         return
     nodes = incident.lost_nodes + ((node,) if node and node not in incident.lost_nodes else ())
-    known = set(incident.lost_workers)
+    # No worker is lost twice; where a whole cluster is, a look through all of them for each one would take minutes.
+    known = phase.lost if isinstance(phase, Ending) else set(incident.lost_workers)
     transition.amend(
         lost_workers=incident.lost_workers + tuple(w for w in workers if w not in known),
         lost_nodes=nodes,
