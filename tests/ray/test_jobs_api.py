@@ -310,9 +310,9 @@ def _wheel(file: Path) -> Path:
 
 
 def test_bad_tokens_and_addresses(place: Place) -> None:
-    with pytest.raises(Denied, match="wants a token"):
+    with pytest.raises(Denied, match="requires a token"):
         RayJobsApi(place.address)
-    with pytest.raises(Denied, match="another token"):
+    with pytest.raises(Denied, match="refuses this token"):
         RayJobsApi(place.address, {"Authorization": "Bearer nonsense"})
     with pytest.raises(Unreachable, match="no Ray Jobs server answers"):
         RayJobsApi("http://127.0.0.1:1")

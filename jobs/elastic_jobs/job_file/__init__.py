@@ -1,1 +1,1 @@
-"""job.yaml: what may stand in it, and every check that is made before anything starts."""
+"""job.yaml: its keys, and every check that is made before anything starts."""

@@ -1,8 +1,8 @@
 """Every check of a job that needs more than one key of it, made before anything starts.
 
 All front ends (`submit`, `kube render`, `ElasticTrainer`) call `check`, which neither writes nor starts anything. Those
-that start the run from this machine (`run`, `resume`) call `check_plan`, which goes on: it imports user code and writes
-to storage.
+that start the run from this machine (`run`, `resume`) call `check_plan`, which also imports user code and writes to
+storage.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from elastic_jobs.running.backend import check_nodes, growth
 from elastic_jobs.running.follow import check_summary_file
 from elastic_jobs.running.run_plan import Job, Place, RunPlan
 
-# A store that does not answer within this time is not usable; users should not wait for minutes to hear that.
+# A store that does not answer within this time is unusable; users should not wait for minutes to learn that.
 _CHECK_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A reason not to start: the key or option it is about, and a sentence that says what is wrong and what to do."""
+    """A reason not to start: the key or option it is about, and a sentence with the problem and its remedy."""
 
     key: str
     sentence: str
@@ -45,7 +45,7 @@ def refuse(findings: Sequence[Finding]) -> None:
 
 
 def check(job: Job) -> list[Finding]:
-    """What is wrong with the job, wherever it will run. Starts and writes nothing."""
+    """The problems of the job, wherever it will run. Starts and writes nothing."""
     settings = job.settings
     return [
         *_found("run id", check_run_id, settings.run_id),
@@ -61,8 +61,8 @@ def check(job: Job) -> list[Finding]:
 
 
 def check_plan(plan: RunPlan) -> list[Finding]:
-    """As `check`, and what is wrong with starting the job from this machine. Where nothing is, imports the entry point,
-    then writes, reads and removes a small object in every place the run will write to."""
+    """As `check`, and the problems of starting the job from this machine. If there are none, imports the entry point,
+    then writes, reads and removes a small object in every place that the run will write to."""
     job = plan.job
     found = [*check(job), *_found("place", _check_place, job.settings, plan.place)]
     if found:
@@ -88,7 +88,7 @@ def check_storage(settings: RunSettings) -> None:
 
 
 def check_new_end(run_id: str, summary: Mapping[str, Any], max_steps: int | None) -> None:
-    """Raises UsageError for an end of a resumed run that lies before what `summary`, of its journal, says is done."""
+    """Raises UsageError for a new end of a resumed run before its last finished step, by `summary` of its journal."""
     saved = [entry.get("step") or 0 for entry in summary.get("checkpoints") or ()]
     done = max([summary.get("steps") or 0, *saved])
     if max_steps is not None and max_steps < done:
@@ -108,7 +108,7 @@ def check_seed(run_id: str, before: Any, now: int) -> None:
 
 
 def is_done(summary: Mapping[str, Any], max_steps: int | None) -> bool:
-    """Whether a run has reached its end, and `max_steps` (None: the run's own) is no later one."""
+    """Whether a run has reached its end, and `max_steps` (None: the run's own) is not a later one."""
     return summary.get("status") == FINISHED and max_steps in (None, summary.get("steps"))
 
 
@@ -140,7 +140,7 @@ def _check_monitors(settings: RunSettings) -> None:
 
 
 def _check_weights(settings: RunSettings) -> None:
-    """Something must be there. Names and shapes are compared by the workers, which have the model, before any step."""
+    """The source must not be empty. Workers, which have the model, compare names and shapes before any step."""
     from elastic.store.open import open_objects
 
     if settings.weights is None:
@@ -151,11 +151,11 @@ def _check_weights(settings: RunSettings) -> None:
     except (StorageError, IntegrityError) as error:
         raise UsageError(f"weights: {source} cannot be read: {error.message}") from error
     if empty:
-        raise UsageError(f"weights: there is nothing in {source} to begin from")
+        raise UsageError(f"weights: {source} is empty or does not exist")
 
 
 def _check_place(settings: RunSettings, place: Place) -> None:
-    """Nodes, addresses and faults that do not go together with each other or with the job."""
+    """Nodes, addresses and faults that contradict each other or the job."""
     if place.faults.faults and place.address is not None:
         raise UsageError("--chaos works on a local cluster only; leave out --address")
     if place.autoscale:

@@ -62,7 +62,7 @@ class PodSpec(BaseModel):
 
 
 class GroupSpec(BaseModel):
-    """Worker pods of one kind. None: as one slot of the job needs it."""
+    """Worker pods of one kind. None: the needs of one slot of the job."""
 
     model_config = _CONFIG
 
@@ -115,7 +115,7 @@ class NetworkSpec(BaseModel):
 
 
 class KubernetesSpec(BaseModel):
-    """Where and as what the job runs on Kubernetes. `folder` is where the image has the folder of the job file."""
+    """How the job runs on Kubernetes. `folder` is the job file's folder in the image."""
 
     model_config = _CONFIG
 
@@ -144,7 +144,7 @@ class KubernetesSpec(BaseModel):
 
 
 def keys() -> dict[tuple[str, ...], list[str]]:
-    """The valid keys of the section and of those in it, for sentences about unknown ones."""
+    """The valid keys of the section and its subsections, for messages about unknown keys."""
     sections: dict[tuple[str, ...], type[BaseModel]] = {
         (): KubernetesSpec,
         ("groups",): GroupSpec,

@@ -1,4 +1,4 @@
-"""The model of a job file: its keys, their limits, and the settings that a run gets from them."""
+"""The model of a job file: its keys, their limits, and the settings of a run made from them."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class JobSpec(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _limits_of_gpus(cls, data: Any) -> Any:
-        """What takes long on a device has other defaults there; keys that are given are kept."""
+        """With GPUs some limits have longer defaults; given keys are kept."""
         resources, failures = (data.get(key) or {} for key in ("resources_per_worker", "failures"))
         if not (isinstance(resources, dict) and resources.get("GPU") and isinstance(failures, dict)):
             return data
@@ -163,5 +163,5 @@ class JobSpec(BaseModel):
 
 
 def _mapping(config: dict[str, Any] | str | None) -> dict[str, Any] | None:
-    """A path that was not resolved yet is no configuration."""
+    """A path that is not resolved yet does not count as a configuration."""
     return config if isinstance(config, dict) else None

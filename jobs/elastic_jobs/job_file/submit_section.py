@@ -43,7 +43,9 @@ class SubmitSpec(BaseModel):
         for name, given in value.items():
             _check_name(name)
             if given is not None and is_secret_name(name):
-                raise ValueError(f"{name} looks like a secret: leave its value out, and it is taken from who submits")
+                raise ValueError(
+                    f"{name} looks like a secret: omit its value, and it is taken from the submitter's environment"
+                )
         return value
 
     @field_validator("pip", "py_modules")
@@ -51,7 +53,7 @@ class SubmitSpec(BaseModel):
     def _on_record(cls, value: list[str]) -> list[str]:
         for entry in value:
             if (shown := redact(entry)) != entry:
-                raise ValueError(f"{shown!r} holds credentials, and a job's packages are on record: leave them out")
+                raise ValueError(f"{shown!r} holds credentials, which would be recorded with the job: leave them out")
         return value
 
     @field_validator("py_modules")
@@ -73,7 +75,7 @@ def environment(
 ) -> dict[str, str]:
     """The job's variables: those of the job file, then `--env NAME=VALUE` and `--env NAME`. Raises UsageError.
 
-    A name without a value is taken from `local`, so that a secret is in no file and no command line.
+    A name without a value is taken from `local`, so that a secret need not be in a file or a command line.
     """
     wanted = dict(spec)
     for option in options:
@@ -83,7 +85,7 @@ def environment(
         except ValueError as error:
             raise UsageError(f"--env {name}: {error}") from error
         if given and is_secret_name(name):
-            raise UsageError(f"{name} looks like a secret: write `--env {name}` alone, and it is taken from here")
+            raise UsageError(f"{name} looks like a secret: give `--env {name}` alone, and its value is taken from here")
         wanted[name] = value if given else None
     missing = [name for name, value in wanted.items() if value is None and name not in local]
     if missing:
@@ -103,6 +105,6 @@ def runtime_env(spec: SubmitSpec, env_vars: Mapping[str, str], grace_s: int) -> 
 
 def _check_name(name: str) -> None:
     if not _NAME.fullmatch(name):
-        raise ValueError(f"{name!r} is no name of an environment variable")
+        raise ValueError(f"{name!r} is not the name of an environment variable")
     if name in (_GRACE, _SIGNAL):
         raise ValueError(f"{name} is set from submit.stop_grace_s")

@@ -14,7 +14,7 @@ from elastic_jobs.job_file.yaml_lines import Document
 def sentence(error: ValidationError, document: Document, keys: Keys) -> str:
     """The first finding, with a count of the others. `keys` are the valid keys of each section."""
     findings = error.errors(include_url=False)
-    # An unknown key is the likeliest cause of a missing one, so it is told first.
+    # An unknown key is the likeliest cause of a missing one, so it is reported first.
     findings.sort(key=lambda finding: finding["type"] != "extra_forbidden")
     first = findings[0]
     path = [part for part in first["loc"] if not _is_branch(part)]

@@ -68,7 +68,7 @@ def parse(text: str, name: str) -> Document:
 
 
 class _Walk:
-    """Over all values of a document, aliases where they are used: notes lines, and refuses what grows without end."""
+    """Visits all values of a document, aliases at each use: notes their lines, and refuses unlimited growth."""
 
     def __init__(self, name: str, lines: dict[Path, int]) -> None:
         self._name = name
@@ -80,7 +80,7 @@ class _Walk:
         self._values += 1
         line = node.start_mark.line + 1
         if any(node is above for above in self._above):
-            raise UsageError(f"{self._name} line {line}: an alias refers to what it is part of")
+            raise UsageError(f"{self._name} line {line}: an alias refers to a value that contains it")
         if self._values > _MOST_VALUES:
             raise UsageError(f"{self._name} line {line}: more than {_MOST_VALUES} values; aliases count each time")
         if len(self._above) >= _DEEPEST:
@@ -104,11 +104,13 @@ class _Walk:
 
 
 def _check_values(data: Any, path: Path, document: Document) -> None:
-    """Raises UsageError for what JSON has no form for: the job is kept as JSON, and a resumed run would get another."""
+    """Raises UsageError for values that JSON cannot represent: the job is stored as JSON."""
     if isinstance(data, dict):
         for key, value in data.items():
             if not isinstance(key, str):
-                raise UsageError(f"{document.place([*path, str(key)])}: the key {key!r} is no text; put it into quotes")
+                raise UsageError(
+                    f"{document.place([*path, str(key)])}: the key {key!r} is not text; put it into quotes"
+                )
             _check_values(value, (*path, key), document)
     elif isinstance(data, list):
         for index, value in enumerate(data):

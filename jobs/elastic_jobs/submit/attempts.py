@@ -1,4 +1,4 @@
-"""Runs from job records: names of attempts, which records belong together, and what an ended attempt means.
+"""Runs from job records: names of attempts, records grouped by run, and the meaning of an ended attempt.
 
 The Jobs API binds a job to one driver and never retries. A run here is all jobs that carry its id; each is one attempt
 at being the run's driver, numbered from 1. The run itself lives in its controller, which outlives every driver.
@@ -22,7 +22,7 @@ ATTEMPT_KEY = "elastic-attempt"
 STORAGE_KEY = "elastic-storage"
 VERSION_KEY = "elastic-version"
 
-# An attempt lost this soon after its start has done nothing; after this many in a row another would not help.
+# An attempt that is lost this soon after its start has done nothing; after this many in a row no more are sent.
 SHORT_LIFE_S = 60.0
 SHORT_LIVES = 3
 
@@ -68,7 +68,7 @@ class JobRecord:
         if self.state is not JobState.FAILED or self.exit_code in FINAL_CODES:
             return False
         if self.exit_code == DRIVER_BLIND:
-            # It has waited for storage until the limit and done nothing.
+            # It only waited for storage, up to the limit.
             return True
         known = self.started_at is not None and self.ended_at is not None
         return known and self.ended_at - self.started_at < SHORT_LIFE_S  # type: ignore[operator]
@@ -108,7 +108,7 @@ class Run:
 
 
 def submission_id(run_id: str, attempt: int) -> str:
-    """For example "gpt-20260102-030405-ab12-a1". Ray takes an id once, so of two submitters one is refused."""
+    """For example "gpt-20260102-030405-ab12-a1". Ray accepts an id once, so one of two submitters is refused."""
     return f"{run_id}-a{attempt}"
 
 
@@ -124,7 +124,7 @@ def identity(metadata: Mapping[str, str] | None) -> tuple[str | None, int]:
 
 
 def merge(records: Sequence[JobRecord]) -> tuple[Run, ...]:
-    """Newest run first. Jobs that are not ours are left out."""
+    """Newest run first, without jobs that are not ours."""
     by_run: dict[str, list[JobRecord]] = defaultdict(list)
     for record in records:
         if record.run_id is not None:
@@ -134,7 +134,7 @@ def merge(records: Sequence[JobRecord]) -> tuple[Run, ...]:
 
 
 def find(records: Sequence[JobRecord], name: str) -> Run:
-    """By run id or by the submission id of an attempt. Raises RunNotFound with the nearest that there is."""
+    """By run id or by the submission id of an attempt. Raises RunNotFound naming the nearest known one."""
     found = merge(records)
     for run in found:
         if run.run_id == name or any(record.submission_id == name for record in run.attempts):
@@ -145,7 +145,7 @@ def find(records: Sequence[JobRecord], name: str) -> Run:
     raise RunNotFound(f"the cluster knows no run {name!r}; {hint}")
 
 
-# -- what an attempt came to -------------------------------------------------------------------------------------------
+# -- the outcome of an attempt -----------------------------------------------------------------------------------------
 
 
 class Verdict(Enum):
@@ -157,7 +157,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """LOST: the driver is gone and nothing is said of the run, so another attempt is due. FAILED: none would help."""
+    """LOST: the driver is gone without a report of the run, so another attempt is due. FAILED: none would help."""
 
     verdict: Verdict
     exit_code: int = NOT_FINISHED
@@ -179,7 +179,7 @@ def judge(record: JobRecord, began: bool, told: Mapping[str, Any] | None) -> Out
     if record.state is JobState.STOPPED:
         return _stopped(record, began)
     if record.error_type in _NO_PLACE_TYPES:
-        return Outcome(Verdict.FAILED, NO_CAPACITY, f"no node could take the driver: {_last_line(record.message)}")
+        return Outcome(Verdict.FAILED, NO_CAPACITY, f"no node could host the driver: {_last_line(record.message)}")
     if record.exit_code in FINAL_CODES:
         return Outcome(Verdict.OVER, _trusted(record.exit_code), _last_line(record.message))
     # A killed driver may have started the run without reporting it.
@@ -190,7 +190,7 @@ def judge(record: JobRecord, began: bool, told: Mapping[str, Any] | None) -> Out
 
 def _stopped(record: JobRecord, began: bool) -> Outcome:
     if not began and record.attempt > 1:
-        # The run may go on without knowing of the stop.
+        # The run may continue, unaware of the stop.
         return Outcome(Verdict.LOST, reason="its driver was stopped before it had reached its run")
     if not began:
         return Outcome(Verdict.OVER, STOPPED, "stopped before the run had begun")
@@ -206,22 +206,22 @@ def _how_lost(record: JobRecord) -> str:
     if record.exit_code is None:
         return f"its driver's node or supervisor is gone ({_last_line(record.message)})"
     if record.exit_code == DRIVER_BLIND:
-        return "its driver found no controller, and could not read in storage how the run goes"
+        return "its driver found no controller, and could not read the state of the run in storage"
     number = _signal(record)
     return f"its driver was killed by signal {number}" if number else f"exit code {record.exit_code}"
 
 
 def _supervisor_lost(record: JobRecord) -> bool:
-    """A restarted Jobs server reports of a running job that it did not start (read, 2.60)."""
+    """A restarted Jobs server reports that a running job did not start (read, 2.60)."""
     if record.error_type == "JOB_SUPERVISOR_ACTOR_START_FAILURE":
         return record.node is not None
     return record.error_type in _LOST_TYPES
 
 
 def _signal(record: JobRecord) -> int | None:
-    """The signal that the driver was killed by; None where it ended by itself."""
+    """The signal that killed the driver; None if it ended on its own."""
     code = record.exit_code or 0
-    # A shell in between reports a signal as 128 more.
+    # A shell reports a signal as an exit code of 128 + its number.
     number = -code if code < 0 else code - 128
     return number if 0 < number < 65 else None
 

@@ -89,10 +89,10 @@ class Driver:
         self._secrets = secret_values(os.environ)
 
     def drive(self) -> int:
-        """Raises ElasticError only before the run was reached: nothing has been started then."""
+        """Raises ElasticError only before the run is reached, when nothing has been started."""
         try:
             handle = self._attach()
-            # The controller of an ended run stays for some minutes to answer.
+            # The controller of an ended run stays for some minutes to answer queries.
             mine = handle is not None and (self._command.mode in ("continue", "stop") or handle.result(0.0) is None)
         except NobodyAnswers as error:
             # This process is on a node of the cluster, so the head is away.
@@ -108,7 +108,7 @@ class Driver:
         except StorageError as error:
             if self._command.attempt == 1 or self._command.mode not in ("continue", "stop"):
                 raise
-            return self._lost("found no controller, and cannot read how its run goes", error, DRIVER_BLIND)
+            return self._lost("found no controller, and cannot read the state of its run", error, DRIVER_BLIND)
 
     def _without_controller(self) -> int:
         if self._command.mode == "stop":
@@ -208,7 +208,7 @@ class Driver:
         return code
 
     def _for_the_log(self, told: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Without secrets: the sentences hold messages of user code's errors, and many people may read a job's log."""
+        """Without secrets: the sentences quote errors of user code, and many people may read a job's log."""
         return {**told, **{key: redact(str(told[key]), self._secrets) for key in ("doing", "reason") if told.get(key)}}
 
 
@@ -226,7 +226,7 @@ def check_job(command: DriverCommand, folder: RunFolder) -> Job:
         )
     check_code(spec.entry_point, file.absolute().parent, command.code)
     if command.mode == "resume":
-        # A slip in the storage's address must not start the run anew under its old name.
+        # A mistake in the storage's address must not start a new run under the old name.
         folder.job_record()
     job = spec.job(file, command.run_id)
     check_entry_is_ours(spec.entry_point, file.absolute().parent, Path.cwd())

@@ -1,6 +1,6 @@
 """The command line of a run's driver inside a Ray job: made by the submitter, read by `elastic_jobs.submit.driver`.
 
-It holds all that an attempt needs to know, so that the next attempt is the same command with another number and mode.
+It holds everything that an attempt needs, so that the next attempt is the same command with another number and mode.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from elastic.core.names import check_run_id
 from elastic_jobs.submit import attempts
 
 # new: refuse a run that is in storage. continue: attach to the controller, else continue from storage, else start; of a
-# run that has reached its end or was stopped, tell that. resume: continue also then. stop: attach and stop.
+# run that has finished or was stopped, report that. resume: continue also then. stop: attach and stop.
 Mode = Literal["new", "continue", "resume", "stop"]
-# `exec`, so that no shell stands between Ray's signals and the driver, and its exit code is the job's.
+# `exec` replaces the shell, so that Ray's signals reach the driver, and its exit code is the job's.
 _PREFIX = ["exec", "python", "-m", "elastic_jobs.submit.driver"]
 
-# Where Ray's job supervisor tells a driver what job it is (2.60).
+# The variable in which Ray's job supervisor describes the job to its driver (2.60).
 _JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
 
@@ -52,7 +52,7 @@ class DriverCommand:
     def was_submitted(self, environment: Mapping[str, str]) -> bool:
         """Whether the process of this environment is the job of this attempt, sent by `elastic submit` or after it.
 
-        KubeRay's own jobs have nothing of their run in their metadata, and it is KubeRay that tries them again.
+        KubeRay's own jobs do not name their run in their metadata, and KubeRay itself retries them.
         """
         try:
             about = json.loads(environment.get(_JOB_CONFIG, "{}")).get("metadata")
@@ -62,10 +62,10 @@ class DriverCommand:
 
     @classmethod
     def of_line(cls, line: str) -> DriverCommand:
-        """The inverse of `line`. Raises UsageError for a command that is none of ours."""
+        """The inverse of `line`. Raises UsageError for any other command."""
         words = shlex.split(line)
         if words[: len(_PREFIX)] != _PREFIX:
-            raise UsageError(f"the job's command is not one of ray-elastic: {line[:200]!r}")
+            raise UsageError(f"the job's command is not a driver of ray-elastic: {line[:200]!r}")
         return cls.of_words(words[len(_PREFIX) :])
 
     @classmethod

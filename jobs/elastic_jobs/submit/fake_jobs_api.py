@@ -1,4 +1,4 @@
-"""A Jobs server of the imagination, for tests. Ships beside the interface and passes the same contract test."""
+"""A Jobs server in memory, for tests. Ships beside the interface and passes the same contract test."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GCS_PACKAGE = "gcs://_ray_pkg_fake.zip"
 
 
 class FakeJobsApi:
-    """`play` is called with every submission and may `say` and `end`; `on_idle` whenever a tail has nothing to give."""
+    """`play` is called with every submission and may `say` and `end`; `on_idle` whenever a tail has no output."""
 
     def __init__(self, facts: ClusterFacts | None = None) -> None:
         self.facts = facts or ClusterFacts("0", ({"CPU": 4.0, "memory": 1e10},))
@@ -68,7 +68,7 @@ class FakeJobsApi:
         return tuple(self._records.values())
 
     def tail(self, submission_id: str, skip_chars: int, ended: bool) -> Iterator[str]:
-        """Ends as soon as all was given, job running or not: the worst that the real one may do."""
+        """Ends as soon as the log is exhausted, even while the job runs: the worst behaviour of the real server."""
         while piece := self._logs.get(submission_id, "")[skip_chars:][:7]:
             skip_chars += len(piece)
             yield piece

@@ -1,6 +1,6 @@
-"""`JobsApi` on Ray's own client. Every private or odd thing of that client is dealt with here.
+"""`JobsApi` on Ray's own client. This module alone handles that client's private parts and oddities.
 
-- It takes its address from the environment even where one is given; here the given one counts.
+- The client prefers an address from the environment to a given one; here the given one is used.
 - Its requests have no time limit; here each has one.
 - Its errors are server tracebacks; here they are one sentence.
 """
@@ -35,25 +35,25 @@ _UPLOAD_S = 300.0
 _AGENT_S = 60.0
 _IDLE_S = 1.0
 _LEAVE_S = 0.2
-# The label that Ray gives a node from RAY_NODE_TYPE_NAME, which only those set that start nodes by their type.
+# Ray's node label from RAY_NODE_TYPE_NAME, a variable that only autoscalers set.
 _NODE_GROUP = "ray.io/node-group"
-# Ray's client logs every upload; the commands report what matters.
+# Ray's client logs every upload; our commands report the relevant ones.
 for _name in ("ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk"):
     logging.getLogger(_name).setLevel(logging.WARNING)
 
 
 class _Client(JobSubmissionClient):
-    """Ray's client with limits, and with its failures told apart where they arise."""
+    """Ray's client with time limits, and with its failures distinguished where they arise."""
 
     def __init__(self, address: str, headers: dict[str, Any]) -> None:
         super().__init__(address, headers=headers)
-        # What it passes on for "the usual checks" has been renamed by aiohttp.
+        # aiohttp has renamed the argument that the client passes for "the usual checks".
         self._ssl_context = True if self._ssl_context is None else self._ssl_context
 
     async def tail_job_logs(self, job_id: str) -> AsyncGenerator[str, None]:
-        """As Ray's own, but the connection is closed also where the tail is left before its end."""
+        """As Ray's own, but the connection is closed even if the tail is left before its end."""
         limits = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
-        # The server does not answer a close before its next line.
+        # The server answers a close only with its next line.
         leave = aiohttp.ClientWSTimeout(ws_close=_LEAVE_S)
         address = f"{self._address}/api/jobs/{job_id}/logs/tail"
         async with (
@@ -78,7 +78,7 @@ class RayJobsApi:
     """Implements `JobsApi`. `headers` are added to every request; the token comes from Ray's own settings."""
 
     def __init__(self, address: str, headers: Mapping[str, str] | None = None) -> None:
-        """Raises Unreachable when no server answers there, Denied when it wants another token."""
+        """Raises Unreachable if no server answers there, Denied if it refuses our token."""
         self._address = address.rstrip("/")
         try:
             with _without_addresses():
@@ -87,9 +87,11 @@ class RayJobsApi:
             raise
         except AuthenticationError as error:
             raise _denied(self._address, str(error)) from error
-        # A server of another kind: another status, no JSON, JSON without a version.
+        # Not a Ray Jobs server: another status, no JSON, or JSON without a version.
         except (RuntimeError, ValueError, KeyError, TypeError, requests.exceptions.RequestException) as error:
-            raise Unreachable(f"what answers at {self._address} is no Ray Jobs server ({_last(str(error))})") from error
+            raise Unreachable(
+                f"the server at {self._address} is not a Ray Jobs server ({_last(str(error))})"
+            ) from error
 
     def cluster(self) -> ClusterFacts:
         version = self._json("/api/version")["ray_version"]
@@ -111,7 +113,7 @@ class RayJobsApi:
         deadline = time.monotonic() + _AGENT_S
         while not self._try_submit(submission, runtime_env):
             if time.monotonic() > deadline:
-                raise Unreachable(f"the head node's agent has not come up within {_AGENT_S:.0f} s; look at its log")
+                raise Unreachable(f"the head node's agent has not started within {_AGENT_S:.0f} s; check its log")
             time.sleep(_IDLE_S)
 
     def _try_submit(self, submission: Submission, runtime_env: Mapping[str, Any]) -> bool:
@@ -133,9 +135,9 @@ class RayJobsApi:
                 raise AlreadySubmitted(f"there is a job {submission.submission_id!r} already") from error
             if "No available agent" in str(error):
                 return False
-            raise Unreachable(f"the Jobs server did not take the job: {_last(str(error))}") from error
+            raise Unreachable(f"the Jobs server did not accept the job: {_last(str(error))}") from error
         except ValueError as error:
-            raise UsageError(f"the Jobs API does not take this job: {_last(str(error))}") from error
+            raise UsageError(f"the Jobs API does not accept this job: {_last(str(error))}") from error
         return True
 
     def find(self, submission_id: str) -> JobRecord | None:
@@ -182,8 +184,8 @@ class RayJobsApi:
         except Unreachable as error:
             if isinstance(error.__cause__, requests.exceptions.ConnectionError):
                 raise
-            # The server answers, but the log lies on the driver's node, which may be gone.
-            logger.debug("the log of %s cannot be had: %s", submission_id, error)
+            # The server answers, but the log is on the driver's node, which may be gone.
+            logger.debug("the log of %s cannot be read: %s", submission_id, error)
             return ""
 
     def stop(self, submission_id: str) -> bool:
@@ -191,10 +193,10 @@ class RayJobsApi:
         return bool(self._checked(answer).get("stopped"))
 
     def _check_package(self, uri: str | None) -> None:
-        """Checking a package also makes the cluster keep it for some more minutes."""
+        """Checking a package also makes the cluster keep it for a few more minutes."""
         if uri is not None and uri.startswith("gcs://") and not self._client._package_exists(uri):
             raise PackageGone(
-                "the cluster no longer has the package of this run: send it again by `elastic resume --job`"
+                "the cluster no longer has the package of this run: send it again with `elastic resume --job`"
             )
 
     def _json(self, endpoint: str) -> Any:
@@ -206,7 +208,7 @@ class RayJobsApi:
         try:
             return answer.json()
         except ValueError as error:
-            raise Unreachable(f"what answers at {self._address} is no Ray Jobs server") from error
+            raise Unreachable(f"the server at {self._address} is not a Ray Jobs server") from error
 
 
 def own_server() -> str:
@@ -214,9 +216,9 @@ def own_server() -> str:
     try:
         address = ray.experimental.internal_kv._internal_kv_get(DASHBOARD_ADDRESS, namespace=KV_NAMESPACE_DASHBOARD)
     except RayError as error:
-        raise Unreachable("the cluster's control store does not say where its Jobs server is") from error
+        raise Unreachable("the cluster's control store does not know where its Jobs server is") from error
     if not address:
-        raise Unreachable("the cluster's Jobs server has not said yet where it listens")
+        raise Unreachable("the cluster's Jobs server has not published its address yet")
     return f"http://{address.decode()}"
 
 
@@ -247,7 +249,7 @@ def _seconds(milliseconds: int | None) -> float | None:
 def _autoscaling(status: Mapping[str, Any], labels: Sequence[Mapping[str, str]]) -> bool:
     """Whether an autoscaler has node types to offer. A cluster started by hand has one that only reports.
 
-    Autoscaler v2 reports nothing here, but whoever starts nodes for it, say KubeRay, tells them what group they are of.
+    Autoscaler v2 reports nothing here, but its node providers, KubeRay for example, label nodes with their group.
     """
     report = status.get("autoscalerReport")
     if report is None:
@@ -280,14 +282,14 @@ def _without_addresses() -> Iterator[None]:
 
 def _denied(address: str, told: str) -> Denied:
     if "Forbidden" in told or "invalid" in told:
-        return Denied(f"the cluster at {address} takes another token: look at RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH")
+        return Denied(f"the cluster at {address} refuses this token: check RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH")
     return Denied(
-        f"the cluster at {address} wants a token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
+        f"the cluster at {address} requires a token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
     )
 
 
 def _cause(error: BaseException) -> str:
-    """The innermost reason that says anything: requests wraps several layers around "Connection refused"."""
+    """The innermost informative reason: requests wraps several layers around "Connection refused"."""
     text = str(error)
     for known in ("Connection refused", "Name or service not known", "No route to host", "timed out", "CERTIFICATE"):
         if known in text:
@@ -296,6 +298,6 @@ def _cause(error: BaseException) -> str:
 
 
 def _last(text: str) -> str:
-    """The last line of a server's traceback, as text that a terminal may be shown."""
+    """The last line of a server's traceback, as text that is safe to print."""
     lines = [line for line in text.splitlines() if line.strip()]
     return clean(lines[-1])[:300] if lines else "it gave no reason"

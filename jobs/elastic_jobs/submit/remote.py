@@ -1,4 +1,4 @@
-"""What the commands share that reach a run through the Jobs API: where it is, and how a followed run is shown."""
+"""Shared by the commands that reach a run through the Jobs API: finding it, and following it."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def is_jobs_address(address: str | None) -> bool:
 
 
 def jobs_address(options: argparse.Namespace) -> str | None:
-    """Where a command that serves all runs finds this one: its --address, else the environment's Jobs server unless the
-    run is looked for in storage (--storage, or a run of that id where runs are kept by default)."""
+    """The address at which a command looks for a run: --address, else the environment's Jobs server, unless the run
+    is in storage (--storage is given, or the default storage has a run of that id)."""
     address: str | None = options.address
     server = os.environ.get(ENVIRONMENT)
     if address is not None or server is None or options.storage is not None:
@@ -46,7 +46,7 @@ def jobs_address_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def open_api(backend: Backend, address: str | None) -> JobsApi:
-    """Raises UsageError for what is no address of a Jobs server, else what the server's answer comes to."""
+    """Raises UsageError for an address that is not a Jobs server's, and what `Backend.jobs_api` raises."""
     if address is None:
         raise UsageError(f"name the cluster's Jobs server: --address http://HOST:8265, or ${ENVIRONMENT}")
     if not is_jobs_address(address):
@@ -56,12 +56,12 @@ def open_api(backend: Backend, address: str | None) -> JobsApi:
     try:
         return backend.jobs_api(address)
     except Unreachable as error:
-        # Of an address that has never answered the address may be wrong.
+        # If the server has never answered, its address may be wrong.
         raise UsageError(error.message) from error
 
 
 def follow(api: JobsApi, name: str, address: str, as_json: bool) -> int:
-    """The run's log until it is over; returns its own exit code. Ctrl-C leaves the run alone. Raises RunNotFound."""
+    """Prints the run's log until it ends; returns its exit code. Ctrl-C detaches. Raises RunNotFound."""
     show = say if as_json else put
     supervision = Supervision(api, lambda line: show(printable(line)), say)
     try:
@@ -109,7 +109,7 @@ def find_run(api: JobsApi, name: str) -> Run:
 
 
 def looked_at(api: JobsApi, run: Run) -> Outcome:
-    """What the newest attempt came to; its log is read only where that decides."""
+    """The outcome of the newest attempt; its log is read only where it is decisive."""
     log, record = LogReader(), run.newest
     outcome = attempts.judge(record, began=False, told=None)
     if record.state.ended and record.state is not JobState.SUCCEEDED:

@@ -1,4 +1,4 @@
-"""A submission from the job file to the Jobs API: everything that can be wrong is found before anything is sent."""
+"""A submission from the job file to the Jobs API: all checks are made before anything is sent."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def prepare(file: str, run_id: str | None, storage: str | None, env: list[str]) 
     check_package(package, spec.submit.package_limit_mb * 10**6)
     inside = os.path.relpath(path, root)
     if inside not in package:
-        raise UsageError(f"the job file {path} is not in what {root} sends; look at working_dir and .gitignore")
+        raise UsageError(f"the job file {path} is not in the package of {root}; check working_dir and .gitignore")
     check_entry_point(package, os.path.dirname(inside) or ".", spec.entry_point)
     for url in dict.fromkeys((job.settings.storage_url, job.settings.checkpoint.url)):
         check_storage_url(url, root)
@@ -65,10 +65,10 @@ def prepare(file: str, run_id: str | None, storage: str | None, env: list[str]) 
 
 
 def check_storage_is_named(spec: JobSpec) -> None:
-    """Raises UsageError where the default would be used: ./runs would be another folder on every node."""
+    """Raises UsageError if no storage is named: the default, ./runs, would be another folder on every node."""
     if not (spec.storage_url or spec.checkpoint.url or os.environ.get(ENVIRONMENT)):
         raise UsageError(
-            "say where the run is kept, on storage that every node of the cluster sees: storage_url in the job file, "
+            "name the run's storage, which every node of the cluster must reach: storage_url in the job file, "
             f"--storage, or ${ENVIRONMENT}"
         )
 
@@ -77,15 +77,15 @@ def check_storage_url(url: str, root: Path) -> None:
     """Raises UsageError for storage inside the package."""
     if "://" not in url and "::" not in url and Path(url).is_relative_to(root):
         raise UsageError(
-            f"storage {url} lies in what is sent, and the cluster unpacks that into a temporary folder; name a "
-            "URL, or a folder that every node sees"
+            f"storage {url} is inside the package, which the cluster unpacks into a temporary folder; name a "
+            "URL, or a folder that every node can reach"
         )
 
 
 def check_cluster(facts: ClusterFacts, draft: Draft) -> None:
-    """Raises UsageError for another Ray, and NoCapacity for what no node has and nobody could bring.
+    """Raises UsageError for another release of Ray, and NoCapacity for resources that no node of a fixed cluster has.
 
-    Ray would let such a driver wait for 15 minutes. What autoscalers offer is judged by the run itself, later.
+    Ray would let such a driver wait for 15 minutes. The run itself judges later what an autoscaler can add.
     """
     here = metadata.version("ray")
     if _minor(facts.ray_version) != _minor(here):
@@ -107,7 +107,7 @@ def check_cluster(facts: ClusterFacts, draft: Draft) -> None:
 
 
 def send(api: JobsApi, draft: Draft, attempt: int, mode: Mode, address: str, max_steps: int | None = None) -> None:
-    """Packs and submits. Raises UsageError when somebody else has submitted this attempt meanwhile."""
+    """Packs and submits. Raises UsageError if another client has submitted this attempt in the meantime."""
     spec, version, run_id = draft.spec, metadata.version("ray-elastic"), draft.job.settings.run_id
     command = DriverCommand(draft.file, run_id, attempt, mode, draft.storage, version, max_steps)
     about = attempts.metadata(run_id, attempt, draft.storage, version)
@@ -127,16 +127,16 @@ def send(api: JobsApi, draft: Draft, attempt: int, mode: Mode, address: str, max
             api.submit(submission)
         except AlreadySubmitted as error:
             raise UsageError(
-                f"run {run_id!r} was submitted by somebody else just now; follow it with "
+                f"run {run_id!r} was just submitted by another client; follow it with "
                 f"`elastic logs {run_id} -f --address {address}`"
             ) from error
         except Unreachable as error:
-            # Its answer may have been lost, and with it who the run is.
+            # The job may have been accepted although the answer was lost.
             raise Unreachable(
-                f"{error.message}; whether it has taken run {run_id!r} all the same says "
+                f"{error.message}; check whether it has accepted run {run_id!r} nevertheless: "
                 f"`elastic status {run_id} --address {address}`"
             ) from error
-    say(f"run {run_id} is submitted as {submission.submission_id}, and stored in {draft.storage}")
+    say(f"run {run_id} is submitted as {submission.submission_id} and stored in {draft.storage}")
 
 
 def _minor(version: str) -> list[str]:

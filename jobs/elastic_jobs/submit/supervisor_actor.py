@@ -1,8 +1,8 @@
 """The supervisor of a run as an actor: one per run, detached, started by the run's first driver.
 
-It runs on the head node, beside the Jobs server. There it reaches the server at whatever address that listens on (by
-default only loopback), is lost only together with the server, and keeps no other node from being idle. It reserves next
-to nothing and is restarted with the head.
+It runs on the head node, beside the Jobs server. There it reaches the server on any address
+(by default the server listens on loopback only), is lost only together with the server, and keeps no other node busy.
+It reserves almost nothing and is restarted with the head.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class SupervisorActor:
     """Ends itself when the run is over. After a restart it begins with the newest attempt of the run."""
 
     def __init__(self, run_id: str) -> None:
-        # It talks only to the head, and a proxy from the job's environment may not reach that.
+        # The actor talks only to the head, which a proxy from the job's environment may not reach.
         os.environ["no_proxy"] = os.environ["NO_PROXY"] = "*"
         self._run_id = run_id
         self._here = ray.get_runtime_context().current_actor
@@ -102,7 +102,7 @@ class RaySupervisor:
             self._again(why)
 
     def _again(self, why: str) -> None:
-        """Try again later: a supervisor that is ending is gone soon. Limited, for one that cannot be started."""
+        """Try again later: a supervisor that is ending is gone soon. Limited, in case none can be started."""
         self._tries += 1
         self._next = time.monotonic() + _AGAIN_S
         if self._tries == _TRIES:

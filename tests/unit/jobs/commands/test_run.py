@@ -54,7 +54,7 @@ def test_a_run_is_found_by_its_name(job: Path, tmp_path: Path) -> None:
     ("more", "words"),
     [
         (("--allow-pickle",), "go with --from"),
-        (("--from", "./nowhere"), "nothing in .*nowhere to begin from"),
+        (("--from", "./nowhere"), "nowhere is empty or does not exist"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(job: Path, more: tuple[str, ...], words: str) -> None:

@@ -56,19 +56,19 @@ def test_not_followed(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("change", "words", "code", "told"),
     [
-        ("", ["--storage", "runs"], 2, "lies in what is sent"),
+        ("", ["--storage", "runs"], 2, "is inside the package"),
         ("", ["--storage", "s3://key:secret@bucket/runs"], 2, "holds credentials"),
         ("", ["--env", "NOT_THERE"], 2, "'NOT_THERE' should be sent to the job, but is not set here"),
-        ("", ["--env", "HF_TOKEN=xyzzy"], 2, "write `--env HF_TOKEN` alone"),
+        ("", ["--env", "HF_TOKEN=xyzzy"], 2, "give `--env HF_TOKEN` alone"),
         ("  pip: ['--extra-index-url https://me:xyzzy@host/simple', mine]\n", [], 2, "https://***@host/simple"),
         ("  py_modules: ['https://host/mine.zip?token=xyzzy']\n", [], 2, "mine.zip?token=***"),
-        ("", ["--env", "1X=2"], 2, "no name of an environment variable"),
+        ("", ["--env", "1X=2"], 2, "not the name of an environment variable"),
         ("", ["--env", "RAY_JOB_STOP_SIGNAL=SIGINT"], 2, "is set from submit.stop_grace_s"),
         ("", ["--run-id", "../r"], 2, "run id"),
         ("  pipp: [x]\n", [], 2, "did you mean 'pip'?"),
         ("  working_dir: gone\n", [], 2, "is not a folder"),
         ("  exclude: ['*.py']\n", [], 2, "there is no file sub_train.py"),
-        ("  exclude: [job.yaml]\n", [], 2, "is not in what"),
+        ("  exclude: [job.yaml]\n", [], 2, "is not in the package of"),
         ("  resources: {TPU: 1}\n", [], 105, "the driver wants TPU: 1, which no node has"),
         ("resources_per_worker: {CPU: 8}\n", [], 105, "CPU: 8, the largest node has CPU: 4"),
         ("  py_modules: [../lib]\n", [], 2, "put the folder '../lib' into working_dir"),
@@ -96,7 +96,7 @@ def test_a_secret_has_no_value_in_the_job_file(job: Path, capfd: pytest.CaptureF
 
 def test_storage_must_be_named(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert elastic(Server(0), "submit", str(job)) == 2
-    assert "say where the run is kept" in capfd.readouterr().err
+    assert "name the run's storage" in capfd.readouterr().err
 
 
 def test_another_ray_is_refused_and_an_autoscaler_is_trusted(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -132,7 +132,7 @@ def test_of_two_at_once_one_is_refused(job: Path, capfd: pytest.CaptureFixture[s
     assert submit(server, job, "--no-follow") == 0
     server.records = lambda: ()  # type: ignore[method-assign]  # what the second has seen before the first was there
     assert submit(server, job, "--no-follow") == 2
-    assert "submitted by somebody else just now" in capfd.readouterr().err
+    assert "just submitted by another client" in capfd.readouterr().err
 
 
 def test_a_run_whose_submission_was_not_answered_can_be_found(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -146,7 +146,7 @@ def test_a_run_whose_submission_was_not_answered_can_be_found(job: Path, capfd: 
     server.submit = submit  # type: ignore[method-assign]
     assert elastic(server, "submit", str(job), "--storage", "s3://bucket/runs") == 101
     run_id = attempts.merge(server.records())[0].run_id
-    assert f"has taken run '{run_id}' all the same says `elastic status {run_id}" in capfd.readouterr().err
+    assert f"has accepted run '{run_id}' nevertheless: `elastic status {run_id}" in capfd.readouterr().err
 
 
 def test_a_run_that_has_ended_is_resumed_and_not_submitted(job: Path, capfd: pytest.CaptureFixture[str]) -> None:

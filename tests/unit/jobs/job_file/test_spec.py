@@ -218,14 +218,14 @@ BOMB = "\n".join(f"  a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" if n else "
     ("config", "said"),
     [
         (f"config:\n{BOMB}\n", "more than 100000 values; aliases count each time"),
-        ("config: &c\n  own: *c\n", "line 3: an alias refers to what it is part of"),
+        ("config: &c\n  own: *c\n", "line 3: an alias refers to a value that contains it"),
         (f"config: {'[' * 200}{']' * 200}\n", "nested more than 100 levels deep"),
         (f"config: {'[' * 20000}{']' * 20000}\n", "nested more than 100 levels deep"),
         ("config: {day: 2026-01-02}\n", "line 3: 'config.day' is read as a date, which a job cannot hold; put it into"),
         ("config: {at: [2026-01-02 03:04:05]}\n", "line 3: 'config.at.0' is read as a datetime"),
         ("config: {data: !!binary aGVsbG8=}\n", "line 3: 'config.data' is read as a bytes"),
         ("config: {names: !!set {a, b}}\n", "line 3: 'config.names' is read as a set"),
-        ("config: {1: one}\n", "line 3: the key 1 is no text; put it into quotes"),
+        ("config: {1: one}\n", "line 3: the key 1 is not text; put it into quotes"),
     ],
 )
 def test_hostile_and_surprising_yaml_is_one_sentence(tmp_path: Path, config: str, said: str) -> None:

@@ -122,7 +122,7 @@ def test_a_driver_command_survives_its_way() -> None:
     command = DriverCommand("sub dir/job.yaml", "gpt", 3, "resume", "s3://b/it's mine", "0.1.0", 40)
     assert DriverCommand.of_line(command.line()) == command
     assert command.line().startswith("exec python -m elastic_jobs.submit.driver 'sub dir/job.yaml' --run-id gpt")
-    with pytest.raises(UsageError, match="not one of ray-elastic"):
+    with pytest.raises(UsageError, match="not a driver of ray-elastic"):
         DriverCommand.of_line("python train.py")
     with pytest.raises(UsageError, match="does not understand"):
         DriverCommand.of_words(["job.yaml", "--run-id", "gpt", "--new-option"])

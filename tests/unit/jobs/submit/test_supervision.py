@@ -144,7 +144,7 @@ def test_drivers_whose_storage_is_away_are_not_sent_for_ever(job: Path, capfd: p
     server.play = lambda sent: server.end(sent.submission_id, JobState.FAILED, 69, after_s=300)
     assert submit(server, job) == 101
     assert len(server.submissions) == 3
-    assert "could not read in storage how the run goes" in capfd.readouterr().err
+    assert "could not read the state of the run in storage" in capfd.readouterr().err
 
 
 def test_two_who_follow_send_one_attempt(job: Path) -> None:

@@ -149,7 +149,7 @@ def test_a_server_that_is_not_there_yet_is_asked_for_again() -> None:
     def open_api() -> JobsApi:
         tries.append(1)
         if len(tries) < 3:
-            raise Unreachable("the cluster's Jobs server has not said yet where it listens")
+            raise Unreachable("the cluster's Jobs server has not published its address yet")
         return server
 
     Supervisor("r", open_api, lambda: True, Clock(lambda: world.s, world.sleep)).keep()
