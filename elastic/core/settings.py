@@ -20,12 +20,12 @@ Json = Any
 class FailureSettings:
     """All timeouts (seconds) and budgets (counts). A budget counts a streak: progress sets it back to zero."""
 
-    # Telling the living from the dead.
+    # Failure detection.
     heartbeat_s: float = 0.2
     # Silence after which a worker is suspected and probed; without an answer by then it counts as lost.
     suspect_after_s: float = 1.0
     probe_timeout_s: float = 0.5
-    # A node whose agent is silent so many times in a row, while its workers answer their probes, is lost all the same.
+    # A node whose agent is silent this many times in a row counts as lost, although its workers answer their probes.
     silent_agent_limit: int = 8
     # No step for max(floor, factor * median step time), with heartbeats going on, is a hang.
     hang_floor_s: float = 30.0
@@ -47,7 +47,7 @@ class FailureSettings:
     quarantine_limit_s: float = 3600.0
     # Planned ends (scale up, drain, stop) may take this long to save before they are forced.
     drain_timeout_s: float = 60.0
-    # A node that is about to go away, and that the run cannot do without, is left this long before its deadline.
+    # A draining node that the run needs for `min_workers` is left this long before its deadline.
     drain_margin_s: float = 10.0
 
     # Budgets.
@@ -59,12 +59,12 @@ class FailureSettings:
     retry_backoff_s: float = 0.5
     retry_backoff_limit_s: float = 30.0
 
-    # Waiting for `min_workers`: None waits for ever, which is right where an autoscaler brings nodes.
+    # Limit of the wait for `min_workers`. None: no limit, which suits clusters with an autoscaler.
     capacity_timeout_s: float | None = None
-    # Workers train on without a controller for this long, then stop by themselves.
+    # Workers continue to train without a controller for this long, then they end.
     controller_lease_s: float = 120.0
 
-    # Storage: training goes on while writes are retried with pauses base * 2**n, up to the limit.
+    # Storage: training continues while writes are retried with pauses base * 2**n, up to the limit.
     storage_backoff_s: float = 1.0
     storage_backoff_limit_s: float = 60.0
     storage_timeout_s: float = 300.0
@@ -91,7 +91,7 @@ class ScalingSettings:
     gather_s: float = 5.0
     # Slots beyond `max_workers` whose workers are prepared and stand by, to replace a lost worker at once.
     spare_slots: int = 0
-    # Of two runs that want the same slots the one with the larger number gets them; see core.sharing.
+    # Of two runs that want the same slots the one with the larger number gets them; see core.policy.priority_sharing.
     priority: int = 0
     # After waiting this long for a slot, other runs are asked to release one.
     share_after_s: float = 30.0
@@ -130,7 +130,7 @@ class SnapshotSettings:
     `cost_limit` of the step time), and from there to `replicas` other nodes. With `parity` k instead, one node keeps
     the XOR of the shards of k others: any one node may be lost, for 1/k of a replica's memory. With `every_steps` given
     a step that is due waits for the snapshot before it to be complete; without, it is left out. `required` ends the run
-    where a node has not enough memory, which is otherwise said, and the run goes on with storage alone.
+    if a node has too little memory; otherwise that is reported, and the run continues with storage alone.
     """
 
     enabled: bool = True
@@ -149,7 +149,7 @@ class AnomalySettings:
     """Handling of steps with a non-finite (NaN or infinite) loss or gradient.
 
     "rollback" goes back to the newest good state and does the step with the next samples instead; "skip" leaves the
-    weights as they are and goes on with the next step; "stop" ends the run; "off" does not look.
+    weights as they are and continues with the next step; "stop" ends the run; "off" disables detection.
     More than `max_anomalies` within `window_steps` steps end it in any case. An fp16 overflow with a good loss is none,
     unless more than `max_overflows` come in a row while the loss scale cannot be lowered any further.
     """
@@ -162,11 +162,11 @@ class AnomalySettings:
 
 @dataclass(frozen=True)
 class StragglerSettings:
-    """What is done about a rank that is slower than its peers by itself, before anything it waits for.
+    """Handling of a rank whose own computation is slower than that of its peers.
 
     Medians over `window_steps` steps are compared, each rank's first `calibration_windows` with what comes later: a
     rank that is above `factor` times the median of its peers in `windows` windows running is a straggler. "report"
-    says so; "evict" also gives its slot back, where at least `min_workers` are left.
+    reports it; "evict" also releases its slot if at least `min_workers` remain.
     """
 
     policy: Literal["off", "report", "evict"] = "report"
@@ -211,7 +211,7 @@ class WeightsSettings:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """Everything the controller knows about a run besides the user's function and its config.
+    """The settings of a run: everything but the user's function and its config.
 
     Batches count samples; None is taken from the DeepSpeed config that the user's script passes. `storage_url` holds
     the journal and the metrics.

@@ -73,7 +73,7 @@ def _run(options: argparse.Namespace, backend: Backend) -> int:
         say(f"elastic {options.command}: interrupted")
         return NOT_FINISHED
     except BrokenPipeError:
-        # The reader of the output has left (`elastic story RUN | head`). Python would report that once more at exit.
+        # The reader of the output has left (`elastic story RUN | head`). Python would report that again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return NOT_FINISHED
 
@@ -86,9 +86,9 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     top.add_argument("--version", action=_Version, help="print the releases of this package and what it runs on")
-    top.add_argument("--verbose", action="store_true", help="show what the parts log")
+    top.add_argument("--verbose", action="store_true", help="show the log of all modules")
     add_commands(top, _COMMANDS, dest="command")
-    # For `elastic completion`, which tells what all of them take.
+    # For `elastic completion`, which lists the words of all commands.
     top.set_defaults(parser=top)
     return top
 

@@ -36,7 +36,7 @@ def open_display(stream: IO[str]) -> Display:
 
 
 def facts(progress: Progress) -> dict[str, str]:
-    """What both displays show, in order, as safe text, without unknown values."""
+    """The values of both displays, in order, as safe text, without unknown ones."""
     step, last = progress.get("step"), progress.get("max_steps")
     checkpoint, checkpoint_step = progress.get("last_checkpoint"), progress.get("last_checkpoint_step")
     shown = {
@@ -57,7 +57,7 @@ def facts(progress: Progress) -> dict[str, str]:
 
 
 def _left(progress: Progress) -> str | None:
-    """The time to the end at the present rate; None where it is not known."""
+    """The time to the end at the present rate; None if unknown."""
     step, last, rate = progress.get("step"), progress.get("max_steps"), finite(progress.get("steps_per_s"))
     if step is None or not last or not rate:
         return None
@@ -70,7 +70,7 @@ def doing(progress: Progress) -> str:
 
 
 class LineDisplay:
-    """No control characters, nothing rewritten: for a pipe or a log file."""
+    """Prints lines without control characters and never redraws: for a pipe or a log file."""
 
     def __init__(
         self, stream: IO[str], clock: Callable[[], float] = time.monotonic, step_line_s: float = _STEP_LINE_S

@@ -20,14 +20,14 @@ _CODES = {
     phase.INTEGRITY: 106,
 }
 
-# What a run can have come to.
+# The outcomes of a run.
 STATUSES = frozenset(_CODES)
-# What a driver ends with when the run has ended, or could not begin. Any other code says nothing of the run.
+# The exit codes of a driver whose run has ended or could not begin. Other codes say nothing about the run.
 FINAL_CODES = frozenset({*_CODES.values(), NOT_FOUND})
-# EX_TEMPFAIL of sysexits.h: a driver that has lost its run and does not know how it goes.
+# EX_TEMPFAIL of sysexits.h: a driver that has lost its run and does not know its state.
 DRIVER_LOST = 75
-# EX_UNAVAILABLE: one that has found no controller, and storage that does not say how the run went. It may have reached
-# its end, so 101 would be a guess.
+# EX_UNAVAILABLE: a driver that found no controller and could not read the run's state in storage. The run may have
+# reached its end, so 101 would be a guess.
 DRIVER_BLIND = 69
 
 TABLE = """exit codes:
@@ -37,7 +37,7 @@ TABLE = """exit codes:
 
 
 def exit_code(status: object) -> int:
-    """Of a run's status; whatever is not known has not finished."""
+    """The exit code of a run's status; an unknown status counts as not finished."""
     return _CODES.get(str(status), NOT_FINISHED)
 
 

@@ -1,5 +1,5 @@
-"""Ray Train's configuration classes as keys of a job: what is honoured, and what is refused by name with what to
-use."""
+"""Ray Train's configuration classes as keys of a job. Fields that are not honoured are refused by name, with the
+alternative."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ray.train import RunConfig, ScalingConfig
 
 from elastic_jobs.job_file.checks import Finding
 
-# Why a field is refused, and what to use. A field that is neither here nor honoured is refused without a reason.
+# Why a field is refused, and the alternative. Fields that are neither here nor honoured are refused without a reason.
 _REASONS = {
     "ScalingConfig.placement_strategy": "each slot is placed by itself, wherever it fits; leave it out",
     "ScalingConfig.label_selector": "slots are placed by resources; give the nodes a custom resource and request it in "
@@ -46,7 +46,7 @@ _ARGUMENTS = {
     "metadata": "put it into train_loop_config",
     "validation_config": "validate in the training function",
 }
-# As Ray Train asks for a kind of accelerator: a sliver of the resource that such a node has.
+# As Ray Train requests a kind of accelerator: a tiny amount of the resource that such a node has.
 _ACCELERATOR = 0.001
 
 
@@ -76,11 +76,11 @@ def refused_fields(scaling: ScalingConfig, run: RunConfig) -> list[Finding]:
 
 
 def job_keys(scaling: ScalingConfig, run: RunConfig) -> dict[str, Any]:
-    """What the two configurations say, as keys of a job file."""
+    """The two configurations as keys of a job file."""
     workers: Any = scaling.num_workers
     low, high = workers if isinstance(workers, tuple) else (workers, workers)
     keep = run.checkpoint_config.num_to_keep if run.checkpoint_config else None
-    # Ray Train's budget is for whatever it would retry; here lost nodes need none, and exceptions of user code do.
+    # Ray Train's budget counts all failures; here lost nodes need no budget, but exceptions of user code do.
     retries = run.failure_config.max_failures if run.failure_config else 0
     return {
         "min_workers": low,

@@ -68,7 +68,7 @@ class RunFolder:
 
     @property
     def signed(self) -> bool:
-        """What is read here was written with the operator's key."""
+        """Whether the files that are read are signed with the operator's key."""
         return self._key is not None
 
     def write(self, name: str, data: Mapping[str, Any]) -> None:
@@ -77,7 +77,7 @@ class RunFolder:
             self._objects.put(f"{self.run_id}/{name}", [self._text(name, data)])
 
     def claim(self, job: Mapping[str, Any]) -> None:
-        """Write the job of a new run; of several at the same instant only one succeeds. Raises UsageError.
+        """Write the job of a new run; only one of several concurrent claims succeeds. Raises UsageError.
 
         Without conditional writes in the storage, two may both succeed: see `elastic.store.objects`.
         """
@@ -113,7 +113,7 @@ class RunFolder:
     def local_path(self, name: str) -> str | None:
         """The path of a file of the run on this machine; None for remote storage.
 
-        Raises IntegrityError where a symbolic link leads out of the storage.
+        Raises IntegrityError if a symbolic link leads out of the storage.
         """
         root = local_root(self.url)
         return None if root is None else path_below(root, f"{self.run_id}/{name}")
@@ -123,7 +123,7 @@ class RunFolder:
         return Job.from_json(self.job_record(unsigned=unsigned))
 
     def job_record(self, *, unsigned: bool = False) -> dict[str, Any]:
-        """The content of job.json. Raises RunNotFound, and IntegrityError where it is cut off or no JSON."""
+        """The content of job.json. Raises RunNotFound, and IntegrityError if it is truncated or not JSON."""
         job = self.read("job.json", unsigned=unsigned)
         if job is None:
             with self._named("read"):

@@ -1,9 +1,9 @@
-"""Signatures of the operator's on the files in a run's folder that name code and clusters: `job.json` and `live.json`.
+"""The operator's signatures on the files in a run's folder that name code and clusters: `job.json` and `live.json`.
 
-An option: with a key in the environment everything that is written there is signed, and only what is signed with that
-key is read. The key is never an argument of a command. HMAC (RFC 2104) with SHA-256, over the run's id, the name of the
-file and its content, so that a signed file counts in its own place only. An older file of the same run, signed with the
-same key, does count.
+Optional: with a key in the environment all files are signed when written, and only files signed with that key are
+read. The key is never an argument of a command. HMAC (RFC 2104) with SHA-256 over the run's id, the file's name and its
+content, so that a signed file is valid in its own place only. An older file of the same run, signed with the same key,
+is valid.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LEAST_BYTES = 16
 
 
 def key_from_environment() -> bytes | None:
-    """The operator's key; None without one. Raises UsageError for one that is too short, or that others can read."""
+    """The operator's key, or None. Raises UsageError for a key that is too short, or that other users can read."""
     text, file = os.environ.get(KEY), os.environ.get(KEY_FILE)
     if text is not None and file is not None:
         raise UsageError(f"{KEY} and {KEY_FILE} are both set; keep one of them")
@@ -37,13 +37,13 @@ def key_from_environment() -> bytes | None:
 
 
 def sign(key: bytes | None, run_id: str, name: str, data: Mapping[str, Any]) -> dict[str, Any]:
-    """The content with its signature, or as it is without a key."""
+    """The content with its signature; unchanged if there is no key."""
     plain = {field: value for field, value in data.items() if field != _FIELD}
     return plain if key is None else {**plain, _FIELD: _mac(key, run_id, name, plain)}
 
 
 def verified(key: bytes | None, run_id: str, name: str, data: Mapping[str, Any]) -> dict[str, Any]:
-    """The content without its signature. Raises UsageError where a key is given and the signature is not this key's."""
+    """The content without its signature. Raises UsageError if there is a key and the signature does not match it."""
     plain = {field: value for field, value in data.items() if field != _FIELD}
     found = data.get(_FIELD)
     if key is None:

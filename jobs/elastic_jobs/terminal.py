@@ -9,13 +9,13 @@ from typing import Any
 
 
 def say(text: str) -> None:
-    """One line for a person."""
+    """Print one line for the user."""
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
 
 
 def confirmed(question: str) -> bool:
-    """Asks on a terminal; elsewhere the answer is no."""
+    """Ask on a terminal; without a terminal the answer is no."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         return False
     say(f"{question} [y/N]")

@@ -60,9 +60,9 @@ class ElasticTrainer:
     `scaling_config.num_workers` is a number or a pair (min, max). `run_config.storage_path` holds checkpoints and the
     journal; `run_config.name` is the run's id: an existing run continues from its newest checkpoint. The other
     arguments are keys of a job file (docs/job.md); `job` takes those that have no argument of their own, for example
-    `job={"spare_slots": 1}`. What Ray Train offers and a run cannot honour is refused by name.
+    `job={"spare_slots": 1}`. Options of Ray Train that a run cannot honour are refused by name.
 
-    Raises UsageError for everything that is wrong with the arguments; nothing has been started then.
+    Raises UsageError for wrong arguments, before anything is started.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class ElasticTrainer:
         keys.update({name: value for name, value in given.items() if value is not None})
         twice = sorted(keys.keys() & (job or {}).keys())
         if twice:
-            raise UsageError(f"ElasticTrainer: {twice[0]!r} stands in job={{...}} and in another argument; keep one")
+            raise UsageError(f"ElasticTrainer: {twice[0]!r} is given in job={{...}} and as another argument; keep one")
         data = {**keys, **(job or {}), "entry_point": f"{__name__}:ElasticTrainer"}
         spec = parse_job(Document("ElasticTrainer", data), Path.cwd())
         self.settings = spec.settings(str(run.name), str(spec.storage_url))

@@ -112,7 +112,7 @@ def _resume_job(options: argparse.Namespace, backend: Backend) -> int:
 
 
 def _job(options: argparse.Namespace, folder: RunFolder) -> Job:
-    """From the job file, else as the run's folder has it, once its code is trusted. Raises UsageError."""
+    """The job of the job file, else that of the run's folder, once its code is trusted. Raises UsageError."""
     if options.job is None:
         job = _moved(folder.read_job(), folder)
         check_code(job, options.trust_storage or folder.signed)
@@ -126,8 +126,8 @@ def _job(options: argparse.Namespace, folder: RunFolder) -> Job:
 
 
 def _moved(job: Job, folder: RunFolder) -> Job:
-    """The job at the place where it was found: the folder may have been moved or copied. Raises UsageError for a copy
-    of a run that keeps its checkpoints elsewhere."""
+    """The job with the address at which its folder was found: it may have been moved or copied. Raises UsageError for a
+    copy of a run that keeps its checkpoints elsewhere."""
     settings = replace(job.settings, run_id=folder.run_id, storage_url=folder.url)
     if folder.url != job.settings.storage_url:
         settings = replace(settings, checkpoint=_moved_checkpoints(job.settings, folder))
@@ -135,8 +135,8 @@ def _moved(job: Job, folder: RunFolder) -> Job:
 
 
 def _moved_checkpoints(before: RunSettings, folder: RunFolder) -> CheckpointSettings:
-    """Checkpoints beside the journal have moved with it. Those of a storage of their own stay there, and belong to the
-    run at its old place where that still exists: two runs would delete each other's checkpoints."""
+    """Checkpoints beside the journal have moved with it. Checkpoints in another storage stay there, and belong to the
+    run at its old place if that still exists: two runs would delete each other's checkpoints."""
     if before.checkpoint.url == before.storage_url:
         return replace(before.checkpoint, url=folder.url)
     if before.storage_url and RunFolder(before.storage_url, before.run_id).read("job.json") is not None:
@@ -149,7 +149,7 @@ def _moved_checkpoints(before: RunSettings, folder: RunFolder) -> CheckpointSett
 
 
 def _check_checkpoints(job: Job, summary: Mapping[str, Any]) -> None:
-    """Raises UsageError where the journal lists checkpoints and storage has none: the run would begin at step 0."""
+    """Raises UsageError if the journal lists checkpoints and storage has none: the run would begin at step 0."""
     from elastic.checkpoint.storage import CheckpointStore
 
     listed, url = summary.get("checkpoints") or [], job.settings.checkpoint.url
@@ -175,7 +175,7 @@ def _check_not_going_on(backend: Backend, folder: RunFolder, address: str | None
         if isinstance(error.__cause__, TokenRefused):
             # A cluster answers there, so the run may still be running in it.
             raise UsageError(f"{error}{'' if address else _NOT_THERE}") from error
-        say(f"{error}; it is considered over; if it is still running there, it will be ended")
+        say(f"{error}; it counts as ended; if it is still running there, it will be ended")
         return
     except RunNotFound:
         return

@@ -49,7 +49,7 @@ def _weights_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _weights(options: argparse.Namespace) -> dict[str, Any] | None:
-    """As the job's key `weights`. Raises UsageError where neither a folder nor a run has the name."""
+    """The value of the job's key `weights`. Raises UsageError if neither a folder nor a run has the name."""
     given = options.weights
     if given is None:
         if options.allow_missing or options.allow_unexpected or options.allow_pickle:

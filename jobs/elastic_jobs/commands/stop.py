@@ -39,12 +39,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     run_arguments(parser)
     address_argument(parser)
     trust_argument(parser)
-    parser.add_argument("--no-wait", action="store_true", help="return as soon as the run has been told")
-    parser.add_argument("--json", action="store_true", help="print what the run came to as JSON")
+    parser.add_argument("--no-wait", action="store_true", help="return as soon as the run has received the request")
+    parser.add_argument("--json", action="store_true", help="print the outcome of the run as JSON")
 
 
 def run(options: argparse.Namespace, backend: Backend) -> int:
-    """0 when the run has been told, and has ended unless --no-wait."""
+    """0 when the run has received the request, and has ended unless --no-wait."""
     options.address = jobs_address(options)
     if is_jobs_address(options.address):
         return _stop_job(options, backend)
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace, backend: Backend) -> int:
 
 
 def _kept(run_id: str, result: Mapping[str, Any]) -> int:
-    """0 where storage holds the last step, else NOT_FINISHED, said in a sentence."""
+    """0 if storage holds the last step, else NOT_FINISHED and a message."""
     step, saved = result.get("step") or 0, result.get("checkpoint_step")
     if "checkpoint_step" not in result or (saved or 0) >= step:
         return 0
@@ -78,7 +78,7 @@ def _kept(run_id: str, result: Mapping[str, Any]) -> int:
 
 
 def _check_goes_on(folder: RunFolder) -> None:
-    """Raises RunNotFound for a run that was never there, and for one that has ended and has no controller left."""
+    """Raises RunNotFound for an unknown run, and for one that has ended and has no controller left."""
     if read_live(folder) is not None:
         return
     folder.job_record()
@@ -91,7 +91,7 @@ def _check_goes_on(folder: RunFolder) -> None:
 
 
 def _stop_job(options: argparse.Namespace, backend: Backend) -> int:
-    """Through the Jobs API: SIGTERM to the driver, which has the run save and end. Without a driver, one is sent."""
+    """Through the Jobs API: SIGTERM to the driver, which lets the run save and end. Without a driver, one is sent."""
     api = open_api(backend, options.address)
     found = find_run(api, options.run)
     outcome = looked_at(api, found)
@@ -102,7 +102,7 @@ def _stop_job(options: argparse.Namespace, backend: Backend) -> int:
     else:
         replace_driver(api, found, "stop")
         found = find_run(api, found.run_id)
-        # Another driver may have been sent just now, by somebody who knows nothing of the stop.
+        # Another follower, unaware of the stop, may have just sent another driver.
         tell_to_stop(api, found.newest)
     say(f"run {found.run_id} has been told to stop")
     if options.no_wait:

@@ -19,12 +19,16 @@ EXAMPLE = "elastic submit job.yaml --address http://10.0.0.5:8265 --storage s3:/
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("job", metavar="JOB.yaml", help="the job file; its folder is sent unless it says otherwise")
+    parser.add_argument(
+        "job", metavar="JOB.yaml", help="the job file; its folder is sent unless submit.working_dir names another"
+    )
     jobs_address_argument(parser)
-    parser.add_argument("--run-id", metavar="ID", help="the run's name (default: of the job's name and the time)")
+    parser.add_argument(
+        "--run-id", metavar="ID", help="the run's name (default: made from the job's name and the time)"
+    )
     parser.add_argument(
         "--storage", metavar="URL",
-        help=f"where the run is kept, for all nodes to see (default: the job's storage_url, else ${STORAGE})",
+        help=f"the run's storage, which all nodes must reach (default: the job's storage_url, else ${STORAGE})",
     )  # fmt: skip
     parser.add_argument("--no-follow", action="store_true", help="return as soon as the cluster has the job")
     env_argument(parser)
@@ -34,7 +38,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def env_argument(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--env", action="append", default=[], metavar="NAME[=VALUE]",
-        help="an environment variable of the job; without =VALUE it is taken from here. May be repeated",
+        help="an environment variable of the job; without =VALUE the value is taken from here. May be repeated",
     )  # fmt: skip
 
 
@@ -53,7 +57,7 @@ def run(options: argparse.Namespace, backend: Backend) -> int:
 
 
 def check_is_lost(api: JobsApi, known: attempts.Run, address: str) -> None:
-    """A run whose driver is lost may get another. Raises UsageError for one that is in progress, or has ended."""
+    """Only a run whose driver is lost gets another one. Raises UsageError for one that is in progress or has ended."""
     outcome = looked_at(api, known)
     if outcome.verdict is Verdict.RUNNING:
         raise UsageError(
@@ -68,7 +72,7 @@ def check_is_lost(api: JobsApi, known: attempts.Run, address: str) -> None:
 
 
 def after(api: JobsApi, run_id: str, address: str, no_follow: bool, as_json: bool) -> int:
-    """Follows the run, or says how to."""
+    """Follows the run, or prints how to."""
     if not no_follow:
         return follow(api, run_id, address, as_json)
     run = find_run(api, run_id)

@@ -1,4 +1,4 @@
-"""What the front ends need from the packages that start clusters and runs. A seam, so that `elastic story` imports no
+"""The interface of the front ends to the packages that start clusters and runs, so that `elastic story` does not import
 Ray."""
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def node_shape(settings: RunSettings) -> NodeShape:
 
 
 def growth(settings: RunSettings, place: Place) -> Growth:
-    """How the local cluster of an autoscaled run grows. Raises UsageError for a growth that cannot work."""
+    """How the local cluster of an autoscaled run grows. Raises UsageError for contradictory limits."""
     scaling, wanted = settings.scaling, node_shape(settings)
     most = place.max_nodes or scaling.max_slots
     first = scaling.min_slots if place.nodes is None else place.nodes

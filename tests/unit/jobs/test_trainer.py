@@ -81,7 +81,7 @@ def test_settings_of_failures_win_over_ray_trains_budget() -> None:
         ({"scaling_config": ScalingConfig(num_workers=(0, 2))}, "'min_workers' should be greater than or equal to 1"),
         ({"failures": FailureSettings(heartbeat_s=2.0)}, "heartbeat_s (2.0) must be below suspect_after_s"),
         ({"job": {"spare_slot": 1}}, "unknown key 'spare_slot'; did you mean 'spare_slots'?"),
-        ({"job": {"max_steps": 3}, "max_steps": 4}, "'max_steps' stands in job={...} and in another argument"),
+        ({"job": {"max_steps": 3}, "max_steps": 4}, "'max_steps' is given in job={...} and as another argument"),
         ({"max_stepz": 3}, "ElasticTrainer has no argument 'max_stepz'"),
         ({"datasets": {"train": 1}}, "ElasticTrainer(datasets=...) is not supported: give the dataset to"),
         ({"torch_config": object()}, "ElasticTrainer(torch_config=...) is not supported"),

@@ -1,4 +1,4 @@
-"""elastic checkpoints: what a run could be resumed from."""
+"""elastic checkpoints: the checkpoints that a run can be resumed from."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run(options: argparse.Namespace, backend: Backend) -> int:
 
 
 def list_checkpoints(url: str, run_id: str) -> list[dict[str, Any]]:
-    """Newest first. One whose manifest cannot be trusted is listed with its `problem`."""
+    """Newest first. A checkpoint whose manifest cannot be trusted is listed with its `problem`."""
     from elastic.checkpoint.storage import CheckpointStore
 
     store = CheckpointStore(url, run_id)

@@ -1,4 +1,4 @@
-"""elastic logs: the drivers' log of a submitted run, with -f until the run is over; else what its workers printed."""
+"""elastic logs: the drivers' log of a submitted run, with -f until the run ends; else the output of its workers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from elastic_jobs.submit.remote import (
 )
 from elastic_jobs.terminal import put, put_json, say
 
-HELP = "print the log of a submitted run, or what the workers of any other run printed; ends with the run's exit code"
+HELP = "print the log of a submitted run, or the output of any other run's workers; exits with the run's exit code"
 EXAMPLE = "elastic logs gpt-20260102-030405-ab12 -f --address http://10.0.0.5:8265"
 
 # Seconds of silence at the beginning: the Jobs server takes one before its first answer.
@@ -36,11 +36,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="run id, or the submission id of one of its attempts")
     parser.add_argument(
         "-f", "--follow", action="store_true",
-        help="until the run is over, whatever becomes of the connection; a lost driver is replaced",
+        help="follow until the run ends, across lost connections; a lost driver is replaced",
     )  # fmt: skip
     jobs_address_argument(parser)
     storage_argument(parser)
-    parser.add_argument("--worker", type=int, metavar="N", help="only what this worker printed")
+    parser.add_argument("--worker", type=int, metavar="N", help="only the output of this worker")
     parser.add_argument("--json", action="store_true", help="print the outcome as JSON, and the log on stderr")
 
 
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace, backend: Backend) -> int:
 
 
 def _stored(options: argparse.Namespace) -> int:
-    """What the workers of a run printed, from the run's folder in storage."""
+    """The output of a run's workers, from the run's folder in storage."""
     folder = folder_of(options)
     folder.job_record()
     if options.follow:
@@ -69,7 +69,7 @@ def _stored(options: argparse.Namespace) -> int:
     logs = folder.local_path("logs")
     if logs is None:
         raise UsageError(
-            f"storage {folder.url} cannot append, so what workers print is in Ray's own log files on their nodes "
+            f"storage {folder.url} cannot append, so the output of workers is in Ray's own log files on their nodes "
             "(worker-*.out in the logs folder of the Ray session)"
         )
     show = say if options.json else put
@@ -88,7 +88,7 @@ def _stored(options: argparse.Namespace) -> int:
 
 
 def _print(api: JobsApi, run: Run, show: Callable[[str], None]) -> None:
-    """The newest attempt's log, as far as it goes."""
+    """The newest attempt's log so far."""
     log, silent = LogReader(), 0
     for piece in api.tail(run.newest.submission_id, 0, run.newest.state.ended):
         for line in log.feed(piece):

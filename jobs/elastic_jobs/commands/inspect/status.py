@@ -1,4 +1,4 @@
-"""elastic status: one run: a submitted one with its attempts, any other by its journal."""
+"""elastic status: the state of one run: a submitted run with its attempts, any other by its journal."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="run id, or the submission id of one of its attempts")
     jobs_address_argument(parser)
     storage_argument(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON; values of environment variables are left out")
+    parser.add_argument("--json", action="store_true", help="print JSON, without values of environment variables")
 
 
 def run(options: argparse.Namespace, backend: Backend) -> int:
@@ -53,7 +53,7 @@ def run(options: argparse.Namespace, backend: Backend) -> int:
 
 
 def _stored(options: argparse.Namespace) -> int:
-    """Of a run that `elastic run` started: what its folder in storage says."""
+    """A run that `elastic run` started, by its folder in storage."""
     folder = folder_of(options)
     folder.job_record()
     summary = {**read_summary(folder), "run_id": folder.run_id}

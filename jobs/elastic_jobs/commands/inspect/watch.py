@@ -39,7 +39,7 @@ def run(options: argparse.Namespace, backend: Backend) -> int:
 
 
 def _from_journal(output: Output, folder: RunFolder, why: RunNotFound) -> int:
-    """The end of a run that is over, from its journal. Raises RunNotFound if there is no journal either."""
+    """Show the end of a run that has ended, from its journal. Raises RunNotFound if there is no journal either."""
     summary = summarize(JournalReader(folder.url, folder.run_id).records())
     summary["run_id"] = folder.run_id
     if exit_code(summary["status"]) != 0:

@@ -37,7 +37,7 @@ def test_resume_of_a_run_that_goes_on_is_refused(job: Path, capfd: pytest.Captur
     silent = FakeBackend()
     silent.attach_run = refuse  # type: ignore[method-assign]
     assert cli.main(["resume", "r1"], silent) == 0
-    assert "cannot be reached at a:1: nobody answers; it is considered over" in capfd.readouterr().err
+    assert "cannot be reached at a:1: nobody answers; it counts as ended" in capfd.readouterr().err
     write_live(RunFolder("runs", "r1"), Live("a:1"))
     gone = FakeBackend()
     gone.reachable = False
