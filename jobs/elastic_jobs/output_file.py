@@ -1,4 +1,4 @@
-"""Files that a command writes for its user: whole or not at all, so that nobody reads half of one."""
+"""Files that a command writes for its user: whole or not at all, so that no reader finds a partial one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from elastic.core.errors import UsageError
 
 
 def write_whole(file: str | Path, text: str) -> None:
-    """Raises UsageError where the file cannot be written."""
+    """Raises UsageError if the file cannot be written."""
     path = Path(file)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -1,4 +1,4 @@
-"""What is believed of storage. A writer of storage must not be able to run code on the operator's machine.
+"""Trust in storage: a writer of storage must not be able to run code on the operator's machine.
 
 `job.json` names code, and `live.json` names a cluster: connecting there sends this machine's Ray token and reads what
 the cluster answers with pickle. So both count only if the operator's own folder or environment names the same, if they
@@ -26,7 +26,7 @@ _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 def trust_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trust-storage", action="store_true",
-        help="believe what the run's folder in storage says: the address of its cluster, and which code it runs",
+        help="trust the run's folder in storage: the address of its cluster, and the code that it names",
     )  # fmt: skip
 
 

@@ -96,7 +96,7 @@ def folder_of(arguments: argparse.Namespace) -> RunFolder:
 
 
 def history_of(arguments: argparse.Namespace) -> tuple[RunFolder, Sequence[Record]]:
-    """The run's folder and all records of its journal; problems of the journal are said."""
+    """The run's folder and all records of its journal; problems of the journal are printed."""
     folder = folder_of(arguments)
     reader = JournalReader(folder.url, folder.run_id)
     records = reader.records()

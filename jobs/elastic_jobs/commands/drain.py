@@ -1,4 +1,4 @@
-"""elastic drain: tell the cluster that a node is about to go away."""
+"""elastic drain: give the cluster notice that a node is about to end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from elastic_jobs.running.live import read_live
 from elastic_jobs.terminal import put_json, say
 from elastic_jobs.trust import check_address, trust_argument
 
-HELP = "tell the cluster that a node is about to go away"
+HELP = "give the cluster notice that a node is about to end"
 EXAMPLE = "elastic drain 10.0.0.7 --run gpt-20260102-030405-ab12 --notice 120"
 
 _NOTICE_S = 120.0

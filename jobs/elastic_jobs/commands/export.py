@@ -55,7 +55,7 @@ def run(options: argparse.Namespace, backend: Backend) -> int:
 
 
 def _address(options: argparse.Namespace) -> str:
-    """Of a checkpoint, or of a run for its newest one. A run's name is looked up in its storage."""
+    """The folder of a checkpoint, or of a run for its newest one. A run's name is looked up in its storage."""
     given = str(options.run)
     if "/" in given or os.path.isdir(given):
         if options.checkpoint:

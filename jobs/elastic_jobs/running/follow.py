@@ -31,13 +31,13 @@ _REFRESH_S = 0.25
 
 
 class Company(Protocol):
-    """What goes along with the follower of a run: 1. `start`; 2. `leave` on Ctrl-C, and `start` again if that is
+    """Work that accompanies following a run: 1. `start`; 2. `leave` on Ctrl-C, and `start` again if that returns
     False; 3. `end` once the run has ended."""
 
     def start(self, display: Display) -> None: ...
 
     def leave(self) -> bool:
-        """Whether the run can do without the follower now."""
+        """Whether the follower may leave now."""
         ...
 
     def end(self) -> Sequence[Mapping[str, Any]]:
@@ -93,7 +93,7 @@ def watch(
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[list[int]]:
-    """A second Ctrl-C while the follower leaves must not end the run by chance: it is counted, and asked about."""
+    """A second Ctrl-C while the follower leaves must not end the run by accident: it must be confirmed."""
     again: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: again.append(number))
     try:
@@ -121,7 +121,7 @@ def conclude(
         try:
             write_summary(output.summary_file, summary)
         except UsageError as error:
-            # The exit code is that of the run, also when the disk fails.
+            # The exit code is that of the run, even if the disk fails.
             say(f"the summary cannot be written: {error}")
     say_why(result, summary)
     show(summary, output.as_json)
@@ -129,7 +129,7 @@ def conclude(
 
 
 def read_summary(folder: RunFolder) -> dict[str, Any]:
-    """The summary of the journal; of no records where that cannot be read."""
+    """The summary of the journal, or of no records if the journal cannot be read."""
     try:
         return summarize(JournalReader(folder.url, folder.run_id).records())
     except ElasticError as error:
@@ -154,12 +154,12 @@ def say_why(result: Mapping[str, Any], summary: Mapping[str, Any]) -> None:
 
 
 def printable(text: str) -> str:
-    """Keeps line ends, and removes everything else that a terminal would act on."""
+    """The text with its line ends, without other characters that a terminal would interpret."""
     return "".join(char if char.isprintable() or char == "\n" else " " for char in text).rstrip()
 
 
 def check_summary_file(file: str | None) -> None:
-    """Before the run, because afterwards is too late. Raises UsageError."""
+    """Called before the run, because afterwards is too late. Raises UsageError."""
     if file is None:
         return
     folder = Path(file).absolute().parent

@@ -1,4 +1,4 @@
-"""A run as the front ends see it: the seam to the runtime, and a fake of it for tests."""
+"""A run as the front ends see it: the interface to the runtime, and a fake of it for tests."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class RunHandle(Protocol):
     def run_id(self) -> str: ...
 
     def progress(self) -> Mapping[str, Any]:
-        """What is known now. Keys (absent or None if unknown): status, step (finished steps), max_steps, loss,
+        """The present figures. Keys (absent or None if unknown): status, step (finished steps), max_steps, loss,
         learning_rate (of the first group), grad_norm, steps_per_s, tokens_per_s or samples_per_s, world_size,
         generation, last_checkpoint, last_checkpoint_step, doing (a sentence while the run does anything but train),
-        asking_for (the requested nodes that are missing, in words), incidents (a count), stragglers (each with worker,
+        asking_for (the requested nodes that are missing, as text), incidents (a count), stragglers (each with worker,
         rank, node, factor)."""
         ...
 

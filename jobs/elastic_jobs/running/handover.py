@@ -33,7 +33,7 @@ def hand_over(plan: RunPlan, cluster_socket: str, address: str, folder: RunFolde
         return f"no background process can be started: {error}"
     assert child.stdin is not None
     assert child.stdout is not None
-    # A process that has ended at once reads nothing and has no answer either.
+    # A process that has ended at once reads nothing and gives no answer.
     with contextlib.suppress(BrokenPipeError), child.stdin:
         child.stdin.write(request)
     answer = child.stdout.readline().strip()

@@ -17,6 +17,6 @@ def launch(backend: Backend, plan: RunPlan, folder: RunFolder) -> int:
     address = plan.place.address
     if address is None:
         return run_locally(backend, plan, folder)
-    # The hint before the run: a launcher killed in between leaves no run that cannot be found.
+    # live.json before the run: a launcher that is killed in between must not leave a run that cannot be found.
     write_live(folder, Live(address))
     return watch(backend.start_run(plan.job, address), folder, plan.output, address=address)

@@ -1,5 +1,4 @@
-"""Where a run can be reached while it runs: `live.json` beside its journal. A hint only; the run itself is the
-truth."""
+"""Where a run can be reached while it runs: `live.json` beside its journal. Only a hint: the run itself decides."""
 
 from __future__ import annotations
 
@@ -54,7 +53,7 @@ def remove_live(folder: RunFolder) -> None:
 
 
 def forget_live(folder: RunFolder) -> None:
-    """As `remove_live`, for a run that has ended: storage that fails now is reported and nothing else."""
+    """As `remove_live`, for a run that has ended: a failure of storage is only reported."""
     try:
         remove_live(folder)
     except StorageError as error:
@@ -68,7 +67,7 @@ def how_to_come_back(folder: RunFolder, address: str | None) -> str:
 
 def reach(backend: Backend, folder: RunFolder, address: str | None, trusted: bool = False) -> RunHandle:
     """The handle of a running run. Raises RunNotFound if it does not run at any known address, and
-    UsageError for an address from storage that is not to be believed (`elastic_jobs.trust`)."""
+    UsageError for an address from storage that is not trusted (`elastic_jobs.trust`)."""
     live = read_live(folder)
     where = address or (live.address if live else None)
     if where is None:

@@ -1,4 +1,4 @@
-"""What a run is, where it starts, and what is printed at its end: made once, handed through, and stored as JSON only
+"""A run's job, the place where it starts, and the output at its end: made once, handed through, and stored as JSON only
 where a process or storage boundary is crossed."""
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Job:
         return {**vars(self), "settings": self.settings.to_json()}
 
     def record(self) -> dict[str, Any]:
-        """What `elastic resume` needs, as `job.json` holds it."""
+        """The content of `job.json`, from which `elastic resume` continues."""
         return {**self.to_json(), "created_at": round(time.time(), 3)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Job:
-        """Inverse of `to_json` and `record`. Raises IntegrityError where it holds something else, and UsageError for
+        """Inverse of `to_json` and `record`. Raises IntegrityError for other content, and UsageError for
         settings of a newer version."""
         settings, entry_point, config = data.get("settings"), data.get("entry_point"), data.get("config") or {}
         folder = data.get("folder") or "."
@@ -64,7 +64,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Output:
-    """What is left of a run for its follower: a report (or JSON) on stdout, and a summary file."""
+    """The output for a run's follower: a report (or JSON) on stdout, and a summary file."""
 
     summary_file: str | None = None
     as_json: bool = False
