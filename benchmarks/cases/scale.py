@@ -23,6 +23,7 @@ from elastic.core.settings import RunSettings, ScalingSettings, SnapshotSettings
 from elastic.core.typed_json import decode, encode
 from elastic.observe import records
 from elastic.observe.journal import JournalWriter
+from elastic.runtime.controller.collector import collect_seldom
 from elastic.runtime.controller.control_loop import ControlLoop
 from elastic.runtime.controller.records import Records
 from elastic.runtime.controller.replay import Replayed
@@ -109,6 +110,7 @@ def measure(options: Options) -> list[Figure]:
 
 
 def _measured(nodes: int, journal: JournalWriter) -> Iterator[tuple[str, str, float]]:
+    collect_seldom()
     fleet = Fleet(nodes, journal)
     yield _START, "s", _seconds(fleet.start)
     yield _LOSS, "s", _seconds(fleet.lose)

@@ -30,6 +30,7 @@ from elastic.observe.journal import JournalWriter
 from elastic.observe.records import run_began, run_ended
 from elastic.observe.sink_files import file_sinks
 from elastic.observe.sinks import RunInfo, Sinks
+from elastic.runtime.controller.collector import collect_seldom
 from elastic.runtime.controller.committer import Committer
 from elastic.runtime.controller.control_loop import ControlLoop
 from elastic.runtime.controller.exits import end_actor, end_fenced, restart_process
@@ -71,6 +72,7 @@ class ControllerActor:
 
     def __init__(self, settings: RunSettings, entry: Entry, token: bytes) -> None:
         raise_priority()
+        collect_seldom()
         self._settings = settings
         self._entry = entry
         # Authenticates the parts of this run to each other; an argument, so that a restarted controller gets it again.
