@@ -179,9 +179,14 @@ class EngineKind(GroupHooks, Protocol):
         needs (None: it is not known yet), so that neither a join nor a recovery waits for it."""
         ...
 
-    def answer_user_calls(self, initialize: Callable[..., Any] | None, spec: GenerationSpec) -> None:
+    def answer_user_calls(
+        self, initialize: Callable[..., Any] | None, run_id: str, spec: Callable[[], GenerationSpec]
+    ) -> None:
         """Until it is called with None: user code that calls the engine's library itself, to build an engine, gets
-        `initialize` instead, or a UsageError; it must not train outside of the platform."""
+        `initialize` instead, or a UsageError; it must not train outside of the platform.
+
+        `spec()` is the generation's. Before there is one it waits for it, groups included: where the library would
+        answer that nothing is initialized, it is called first."""
         ...
 
     def resolve(self, config: Config | None, spec: GenerationSpec, loader_batch: int | None = None) -> ResolvedConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,8 +54,20 @@ _current: Generation | None = None
 _early_state = State()
 
 
+# The process has no generation yet, and the training function is called ahead of it: waits for one.
+_await: Callable[[], None] | None = None
+
+
 def current() -> Generation | None:
+    if _current is None and _await is not None:
+        _await()
     return _current
+
+
+def await_with(wait: Callable[[], None] | None) -> None:
+    """From here on `current` calls `wait` where there is no generation."""
+    global _await
+    _await = wait
 
 
 def install(generation: Generation) -> None:

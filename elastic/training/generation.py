@@ -58,8 +58,9 @@ class Generation:
         """Join the process groups. Raises what `ProcessGroup.join` raises."""
         cleanup.warm_up(self.kind)
         self.scope.device = self.group.join(self.scope.check)
-        self.kind.answer_user_calls(_public_initialize, self.scope.spec)
-        self.closing.callback(self.kind.answer_user_calls, None, self.scope.spec)
+        spec = self.scope.spec
+        self.kind.answer_user_calls(public_initialize, spec.run_id, lambda: spec)
+        self.closing.callback(self.kind.answer_user_calls, None, spec.run_id, lambda: spec)
         if not self.scope.coordinator.keeps_nothing:
             foreign_loops.refuse()
             self.closing.callback(foreign_loops.allow)
@@ -106,6 +107,6 @@ class Generation:
         return cleanup.collect(self._native)
 
 
-def _public_initialize(*args: Any, **kwargs: Any) -> Any:
+def public_initialize(*args: Any, **kwargs: Any) -> Any:
     """`elastic.initialize`, by its public name: the module that defines it is above this one."""
     return import_module("elastic").initialize(*args, **kwargs)

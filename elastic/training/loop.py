@@ -93,8 +93,9 @@ class GenerationRunner:
 
     # -- the parts of `run`, for a function that stays in its loop: see `in_loop` --------------------------------------
 
-    def join(self, in_loop: InLoop | None = None) -> None:
-        """Form the process group, with this generation installed. Raises what forming it raises."""
+    def join(self, in_loop: InLoop | None = None, begins: bool = True) -> None:
+        """Form the process group, with this generation installed. Raises what forming it raises. `begins`: the user's
+        function has not run before."""
         scope = self._scope
         scope.check()
         cleanup.warm_up(self.generation.kind)
@@ -104,8 +105,8 @@ class GenerationRunner:
         if self._group.fails_silently:
             threading.Thread(target=self._watch_group, name="elastic-group", daemon=True).start()
         scope.enter(Phase.BUILDING)
-        # The user's function builds the model: equal weights on every rank and at every world size.
-        rng.seed_everything(self.spec.seed, "build")
+        if begins:
+            seed_build(self.spec.seed)
 
     def returned(self) -> GenerationResult:
         """The user's function returned. `except BaseException` in it may have swallowed an end: check again."""
@@ -225,6 +226,11 @@ class GenerationRunner:
     def _keep_aborting(self) -> None:
         while not self._left.wait(_ABORT_EVERY_S):
             self._group.abort()
+
+
+def seed_build(seed: int) -> None:
+    """The user's function builds the model: equal weights on every rank and at every world size."""
+    rng.seed_everything(seed, "build")
 
 
 def call(fn: Callable[..., Any], config: Mapping[str, Any] | None) -> None:

@@ -205,7 +205,8 @@ def _live(pipe: Connection) -> None:
 
 
 class Training:
-    """The training thread, as a worker has one. With `in_loop` in the configuration the function stays in its loop."""
+    """The training thread, as a worker has one. With `in_loop` in its configuration the function stays in its loop;
+    with `ahead` it is called before there is a generation."""
 
     def __init__(self) -> None:
         self.runner: Any = None
@@ -256,7 +257,7 @@ class Training:
         function = getattr(trainings, fn)
         if config.get("in_loop"):
             made = FunctionCall(function, config, self._next, lambda why: tell("point", f"left: {why}"))
-            runner, result = made.run(runner)
+            runner, result = made.run(_ahead(runner) if config.get("ahead") else runner)
         else:
             result = runner.run(function, config)
         self._left(runner, result)
@@ -287,3 +288,15 @@ class Training:
                 [held for held in tcp_sockets() if store not in (held.local[1], (held.peer or held.local)[1])],
             ),
         )
+
+
+def _ahead(runner: Any) -> Any:
+    from elastic.engines.select import engine_kind
+    from elastic.training.in_loop.ahead import Ahead
+
+    def first() -> Any:
+        point("waits")
+        return runner
+
+    spec = runner.spec
+    return Ahead(spec.run_id, spec.seed, engine_kind(spec.engine), first)

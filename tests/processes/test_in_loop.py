@@ -102,6 +102,7 @@ def test_nothing_of_an_evaluation_is_invented(crew: Crew, tmp_path: Path) -> Non
     crew.begin([0, 1], "evaluates_for_ever", config, **more)
     for number in (0, 1):
         crew.reached(number, "there")
+    crew.reached(0, "committed step 1")
     for number in (0, 1):
         crew.abort(number, "another rank was lost")
     for number in (0, 1):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import crew
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import elastic
@@ -222,6 +225,75 @@ def train_in_loop(config: dict[str, Any]) -> None:
             passed["abandoned"] += elastic.get_context().abandoned
             elastic.report(rank=context.rank)
     crew.told.update(passed, starts=elastic.state["starts"])
+
+
+def asks_nothing() -> Any:
+    return None
+
+
+def asks_in_a_thread() -> Any:
+    """The answer comes when the training thread has its generation."""
+    answers: list[int] = []
+    threads.append(threading.Thread(target=lambda: answers.append(elastic.get_context().rank)))
+    threads[-1].start()
+    return answers
+
+
+def asks_deepspeed() -> int:
+    import deepspeed
+
+    return deepspeed.comm.get_rank() if deepspeed.comm.is_initialized() else 0
+
+
+def asks_deepspeed_to_begin() -> int:
+    import deepspeed
+
+    deepspeed.init_distributed()
+    return deepspeed.comm.get_rank()
+
+
+threads: list[threading.Thread] = []
+# What a script's set-up may ask for its rank.
+ASKS: dict[str, Callable[[], Any]] = {
+    "nothing": asks_nothing,
+    "variable": lambda: int(os.environ["RANK"]),
+    "variable, with a default": lambda: int(os.environ.get("RANK", 0)),
+    "whether there is a variable": lambda: int(os.environ["RANK"]) if "RANK" in os.environ else 0,
+    "torch": lambda: dist.get_rank() if dist.is_initialized() else 0,
+    "deepspeed.comm": asks_deepspeed,
+    "deepspeed.init_distributed": asks_deepspeed_to_begin,
+    "elastic": lambda: elastic.get_context().rank,
+    "a thread": asks_in_a_thread,
+}
+
+
+def sets_up_ahead(config: dict[str, Any]) -> None:
+    """As `train`, with what set-up asks."""
+    import deepspeed
+
+    crew.told["calls"] = crew.told.get("calls", 0) + 1
+    model = Small(0.1)
+    crew.point("set up")
+    if config.get("raises", 0) >= crew.told["calls"]:
+        raise ValueError("the set-up has failed")
+    crew.told["rank"] = ASKS[config.get("asks", "nothing")]()
+    made = deepspeed.initialize if config.get("native") else elastic.initialize
+    engine, _, loader, _ = made(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=0.02),
+        training_data=Numbers(37, torch.float32),
+        config=deepspeed_config(config),
+    )
+    elastic.state["starts"] = crew.told["starts"] = 1
+    for _ in elastic.epochs():
+        for batch in loader:
+            one_pass(engine, batch)
+    while threads:
+        threads.pop().join()
+
+
+def needs_nothing(config: dict[str, Any]) -> None:
+    crew.told["calls"] = crew.told.get("calls", 0) + 1
 
 
 def evaluates_for_ever(config: dict[str, Any]) -> None:

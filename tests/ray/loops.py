@@ -319,3 +319,12 @@ def evaluates_and_exports(config: dict[str, Any]) -> None:
                     time.sleep(config["slow_s"])
     if elastic.get_context().rank == 0:
         time.sleep(config["slow_s"])
+
+
+def sets_up_while_held(config: dict[str, Any]) -> None:
+    """Set-up lasts as long as the test wants: as long as `hold` is in the folder."""
+    hold, until = Path(config["folder"]) / "hold", time.monotonic() + _PATIENCE_S
+    while hold.exists() and time.monotonic() < until:
+        (hold.parent / "sets up").touch()
+        time.sleep(_POLL_S)
+    train(config)

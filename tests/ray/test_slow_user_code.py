@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from elastic_cluster import LocalCluster
-from harness import Run
+from harness import Run, wait_until
 
 from elastic.core.settings import ScalingSettings
 
@@ -43,3 +43,23 @@ def test_a_restore_from_slow_storage_may_take_longer_than_a_join(cluster: LocalC
     assert incident["kind"] == "worker-lost"
     assert incident["restore"]["read_s"] > 30.0
     assert len(run.events("RestoreProgressed")) > 3
+
+
+def test_a_newcomer_sets_up_while_the_others_train(cluster: LocalCluster, tmp_path: Path) -> None:
+    run = Run(cluster, tmp_path, "loops:sets_up_while_held", scaling=ScalingSettings(1, 2))
+    run.allow(6)
+    run.start()
+    run.reach(6)
+    hold = tmp_path / "hold"
+    hold.touch()
+    os.kill(run.worker(1)["pid"], signal.SIGKILL)
+    run.allow(7)
+    run.wait_generation(2)
+    wait_until((tmp_path / "sets up").exists, "the new worker to call its function")
+    run.allow(14)
+    run.reach(14)
+    assert run.handle.progress()["generation"] == 2
+    hold.unlink()
+    run.walk_until(lambda: run.handle.progress()["world_size"] == 2, "the new worker to join")
+    run.finish()
+    run.assert_whole()

@@ -41,6 +41,7 @@ class DeepSpeed:
         return accelerator.communication_backend_name(), torch.device(accelerator.device_name(local_rank))
 
     def before_join(self) -> None:
+        user_calls.group_comes()
         teardown.clear_stage3_globals()
         # Standard output carries data, standard error carries messages.
         for handler in logging.getLogger("DeepSpeed").handlers:
@@ -56,12 +57,15 @@ class DeepSpeed:
     def destroy_groups(self) -> None:
         teardown.destroy_groups()
 
-    def answer_user_calls(self, initialize: Callable[..., Any] | None, spec: GenerationSpec) -> None:
+    def answer_user_calls(
+        self, initialize: Callable[..., Any] | None, run_id: str, spec: Callable[[], GenerationSpec]
+    ) -> None:
         if initialize is None:
             user_calls.answer(None, None)
         else:
-            monitors.name_run(spec.run_id)
-            user_calls.answer(initialize, lambda config: dict(self.resolve(config, spec).native))
+            monitors.name_run(run_id)
+            user_calls.await_group(spec)
+            user_calls.answer(initialize, lambda config: dict(self.resolve(config, spec()).native))
 
     def resolve(self, config: Config | None, spec: GenerationSpec, loader_batch: int | None = None) -> ResolvedConfig:
         chosen = config if config is not None else spec.engine_config

@@ -34,6 +34,39 @@ def answer(initialize: Callable[..., Any] | None, resolve: Callable[[Any], Any] 
     _initialize, _resolve = initialize, resolve
 
 
+class _AwaitedGroup:
+    """In the place of `deepspeed.comm`'s backend while the process has no group: what needs the group waits for it."""
+
+    def __init__(self, wait: Callable[[], Any]) -> None:
+        self._wait = wait
+
+    def is_initialized(self) -> bool:
+        """It is where anything is done with it."""
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        from deepspeed.comm import comm
+
+        self._wait()
+        return getattr(comm.cdb, name)
+
+
+def await_group(wait: Callable[[], Any]) -> None:
+    """Where there is no group yet, `deepspeed.comm.is_initialized` would answer no."""
+    from deepspeed.comm import comm
+
+    if comm.cdb is None:
+        comm.cdb = _AwaitedGroup(wait)
+
+
+def group_comes() -> None:
+    """The group is about to be made: DeepSpeed is to wrap it."""
+    from deepspeed.comm import comm
+
+    if isinstance(comm.cdb, _AwaitedGroup):
+        comm.cdb = None
+
+
 @contextmanager
 def building() -> Iterator[None]:
     """The platform itself builds an engine."""

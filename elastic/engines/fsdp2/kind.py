@@ -45,7 +45,9 @@ class Fsdp2:
         forget_meshes()
         dist.destroy_process_group()
 
-    def answer_user_calls(self, initialize: Callable[..., Any] | None, spec: GenerationSpec) -> None:
+    def answer_user_calls(
+        self, initialize: Callable[..., Any] | None, run_id: str, spec: Callable[[], GenerationSpec]
+    ) -> None:
         return None
 
     def resolve(self, config: Config | None, spec: GenerationSpec, loader_batch: int | None = None) -> ResolvedConfig:

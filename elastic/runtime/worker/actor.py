@@ -47,6 +47,8 @@ _DELIVERY_TIMEOUT_S = 5.0
 _ASK_AGAIN_S = 0.2
 # A holder that sends no byte for this long counts as gone.
 _READ_TIMEOUT_S = 10.0
+# Of the limit for a worker's start: imports and kernels come before.
+_SET_UP_SHARE = 0.6
 
 
 @dataclass
@@ -86,6 +88,8 @@ class WorkerActor:
         self._store: CheckpointStore | None = None
         self._writer: BackgroundWriter | None = None
         self._function: Callable[..., Any] | None = None
+        # The function waits for its first generation, or has ended without one.
+        self._set_up = threading.Event()
         self._token = token
         self._node: NodeFacts | None = None
         self._memory: SnapshotClient | None = None
@@ -93,7 +97,7 @@ class WorkerActor:
     # --- called by the controller ---
 
     def prepare(self, node: NodeFacts) -> dict[str, Any]:
-        """Import everything, load the user's function, start heartbeats.
+        """Import everything, load the user's function, start heartbeats, and let the function do its set-up.
 
         Raises UsageError for a bad entry point; UsageError or RuntimeError where torch does not use the GPU that Ray
         reserves.
@@ -132,6 +136,10 @@ class WorkerActor:
             check_device(gpus, look(self._settings.engine), os.environ, f"{node_id[:8]} ({address})")
         self._function = self._entry.load()
         threading.Thread(target=self._train, name="elastic-training", daemon=True).start()
+        if failures.in_loop:
+            # A generation that begins with this worker does not wait for its set-up then. What is left of a longer one
+            # is waited for there, within its own limit.
+            self._set_up.wait(failures.worker_start_timeout_s * _SET_UP_SHARE)
         return {"pid": os.getpid(), "host": address}
 
     def command(self, incarnation: int, name: str, *args: Any) -> Any:
@@ -219,20 +227,26 @@ class WorkerActor:
     # --- the training thread ---
 
     def _train(self) -> None:
+        from elastic.engines.select import engine_kind
+        from elastic.training.in_loop.ahead import Ahead
         from elastic.training.in_loop.function_call import FunctionCall
 
         ray_train_face.install()
+        settings = self._settings
         assert self._function is not None
-        call = None
-        if self._settings.failures.in_loop:
-            call = FunctionCall(self._function, self._entry.config, self._next, self._function_left)
+        if not settings.failures.in_loop:
+            while True:
+                runner = self._work.get().runner
+                self._left(runner, runner.run(self._function, self._entry.config))
+        call = FunctionCall(self._function, self._entry.config, self._next, self._function_left)
+        first = Ahead(settings.run_id, settings.seed, engine_kind(settings.engine), self._first)
+        self._left(*call.run(first))
         while True:
-            runner = self._work.get().runner
-            if call is None:
-                result = runner.run(self._function, self._entry.config)
-            else:
-                runner, result = call.run(runner)
-            self._left(runner, result)
+            self._left(*call.run(self._work.get().runner))
+
+    def _first(self) -> GenerationRunner:
+        self._set_up.set()
+        return self._work.get().runner
 
     def _next(self, runner: GenerationRunner, result: GenerationResult) -> GenerationRunner:
         """The user's function stays in its loop; for the controller this worker has left the generation."""

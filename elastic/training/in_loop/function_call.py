@@ -10,8 +10,9 @@ from typing import Any
 
 from elastic.core.errors import CollectiveFailed, GenerationEnded, RunOver
 from elastic.training import cleanup, context
+from elastic.training.in_loop.ahead import Ahead, until_needed
 from elastic.training.in_loop.assembly import Given, Handles, assemble
-from elastic.training.loop import GenerationRunner, call
+from elastic.training.loop import GenerationRunner, call, seed_build
 from elastic.training.result import GenerationResult, Kind
 
 logger = logging.getLogger(__name__)
@@ -56,12 +57,16 @@ class FunctionCall:
         self._stays = True
         self._calls, self._called_at = 0, 0.0
 
-    def run(self, runner: GenerationRunner) -> tuple[GenerationRunner, GenerationResult]:
-        """Call the function for `runner`'s generation. Returns the last generation that it ran in, which is left, and
-        how that one ended."""
+    def run(self, begins: GenerationRunner | Ahead) -> tuple[GenerationRunner, GenerationResult]:
+        """Call the function for a generation, or ahead of its process's first. Returns the last generation that it ran
+        in, which is left, and how that one ended."""
         while True:
-            self._runner, self._following, self._unclean, self._abandoned, self._reason = runner, None, None, None, None
-            result = self._called(runner)
+            self._runner, self._following, self._unclean, self._abandoned, self._reason = None, None, None, None, None
+            result = self._called_ahead(begins) if isinstance(begins, Ahead) else self._called(begins)
+            if self._runner is None:
+                assert isinstance(begins, Ahead)
+                begins = begins.first()
+                continue
             survived = result.kind in _SURVIVED and not self._current.generation.scope.last
             if self._handles is not None and self._reason is None and survived:
                 self._leave_function(self._obstacle() or "it was not asking for its next batch: an evaluation, say")
@@ -70,7 +75,7 @@ class FunctionCall:
             if self._following is not None:
                 context.uninstall(self._current.generation)
                 cleanup.collect(None)
-                runner = self._following
+                begins = self._following
                 continue
             if self._unclean is not None:
                 self._current.left_behind()
@@ -81,16 +86,62 @@ class FunctionCall:
 
     def _called(self, runner: GenerationRunner) -> GenerationResult:
         try:
+            self._runner = runner
             context.install(runner.generation)
             runner.join(self)
-            self._calls, self._called_at = self._calls + 1, time.monotonic()
-            with suppress(RunOver):
-                call(self._fn, self._config)
+            self._call()
             return self._current.returned()
         except BaseException as error:  # noqa: BLE001 - the shell's edge: everything becomes a result
-            result = self._current.classify(error)
+            return self._classified(error)
+
+    def _called_ahead(self, ahead: Ahead) -> GenerationResult:
+        """Without a generation still, the function is to be called in one: it raised what it may not raise there."""
+        seed_build(ahead.seed)
+        try:
+            with until_needed(ahead, lambda: self._enter(ahead.first())):
+                self._call()
+                # It may have needed none.
+                context.current()
+            return self._current.returned()
+        except BaseException as error:  # noqa: BLE001 - the shell's edge: everything becomes a result
+            if self._runner is not None:
+                return self._classified(error)
+            text = f"{type(error).__name__}: {error}"
+            logger.warning("the training function is called again, in a generation; ahead of it, it raised %s", text)
             cleanup.forget(error)
-            return result
+            return GenerationResult("user_error", 0, message=text)
+
+    def _call(self) -> None:
+        self._calls, self._called_at = self._calls + 1, time.monotonic()
+        with suppress(RunOver):
+            call(self._fn, self._config)
+
+    def _classified(self, error: BaseException) -> GenerationResult:
+        result = self._current.classify(error)
+        cleanup.forget(error)
+        return result
+
+    def _enter(self, runner: GenerationRunner) -> None:
+        """Install and join the generation that the function waits for. One that ends meanwhile is left for the next:
+        the function has not seen it."""
+        while True:
+            self._runner = runner
+            context.install(runner.generation)
+            try:
+                runner.join(self, begins=False)
+            except (Exception, GenerationEnded) as error:
+                result = runner.classify(error)
+                if result.kind not in _SURVIVED or runner.generation.scope.last:
+                    raise
+                cleanup.forget(error)
+            else:
+                return
+            runner.announce(result)
+            runner.leave(result)
+            if not runner.clean:
+                self._unclean = result
+                raise self._leave_function("the generation was not left cleanly")
+            runner = self._next_runner(runner, result)
 
     # -- InLoop --------------------------------------------------------------------------------------------------------
 

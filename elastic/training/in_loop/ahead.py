@@ -1,0 +1,123 @@
+"""The user's function is called before its process has a generation: set-up is done while the others train.
+
+It runs until something needs to know the generation. There the call waits, on the training thread: for the process to
+be a member, and for its groups. What needs it: whatever of `elastic` asks for the current generation, the variables
+that torchrun would set, and the default group of torch.distributed. Whether that is initialized is answered with yes,
+without waiting: libraries ask it everywhere, and it is before anything is done with it.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from elastic.engines import foreign_loops
+from elastic.engines.base import EngineKind
+from elastic.training import context
+from elastic.training.generation import public_initialize
+
+if TYPE_CHECKING:
+    from elastic.training.loop import GenerationRunner
+
+# What `ProcessGroup.join` sets.
+_VARIABLES = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"})
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """`first` returns this process's first generation; it may be waited for long."""
+
+    run_id: str
+    seed: int
+    kind: EngineKind
+    first: Callable[[], GenerationRunner]
+
+
+class _Gate:
+    """Closed until the function needs its generation; `join` is called once, on the thread that made the gate."""
+
+    def __init__(self, join: Callable[[], None]) -> None:
+        self._join = join
+        self._thread = threading.get_ident()
+        self._joined = threading.Event()
+        self._open = False
+
+    def pass_through(self) -> None:
+        if threading.get_ident() != self._thread:
+            # A thread of the user's set-up. The training thread opens the gate at the latest when it returns.
+            self._joined.wait()
+        elif not self._open:
+            self.open()
+            self._join()
+            self._joined.set()
+
+    def open(self) -> None:
+        """From here on everything is as in a generation."""
+        global _gate
+        self._open, _gate = True, None
+        context.await_with(None)
+        os.environ.__class__ = _PLAIN
+
+
+_gate: _Gate | None = None
+_PLAIN: Any = type(os.environ)
+
+
+class _Variables(_PLAIN):  # type: ignore[misc]  # a class that is found at run time
+    """`os.environ`, in which a rank's variables are waited for."""
+
+    def __getitem__(self, key: Any) -> Any:
+        if key in _VARIABLES and _gate is not None:
+            _gate.pass_through()
+        # Not super(): passing through has made it the plain class again.
+        return _PLAIN.__getitem__(self, key)
+
+
+@functools.cache
+def _watch_world() -> None:
+    """`torch.distributed.get_rank` and the others all look here."""
+    meta: Any = type(dist.GroupMember)
+    plain, plain_initialized = meta.WORLD, dist.is_initialized
+
+    def world(cls: Any) -> Any:
+        if _gate is not None:
+            _gate.pass_through()
+        return plain.fget(cls)
+
+    def is_initialized() -> bool:
+        return _gate is not None or plain_initialized()
+
+    meta.WORLD = property(world, plain.fset)
+    dist.is_initialized = dist.distributed_c10d.is_initialized = is_initialized
+
+
+@contextmanager
+def until_needed(ahead: Ahead, join: Callable[[], None]) -> Iterator[None]:
+    """Within it, `join` is called by the first thing that needs the generation. It installs and joins one, or raises
+    what the function is to be left with."""
+    global _gate
+    _watch_world()
+    foreign_loops.refuse()
+    gate = _Gate(join)
+
+    def spec() -> Any:
+        current = context.current()
+        assert current is not None
+        return current.scope.spec
+
+    ahead.kind.answer_user_calls(public_initialize, ahead.run_id, spec)
+    context.await_with(gate.pass_through)
+    os.environ.__class__ = _Variables
+    _gate = gate
+    try:
+        yield
+    finally:
+        gate.open()
+        gate._joined.set()

@@ -1,0 +1,76 @@
+"""The user's function is called before its process has a generation; the oracle is a function that is not."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from crew import Crew
+from test_oracle import BATCH, FLOOR, LAST_STEP, Run, _assert_ended, _distance, _undisturbed
+from trainings import ASKS
+
+pytestmark = pytest.mark.processes
+
+CONFIG: dict[str, Any] = {"stage": 1, "dropout": 0.1, "in_loop": True, "ahead": True}
+MORE: dict[str, Any] = {"batch": BATCH, "max_world_size": 4}
+
+
+@pytest.fixture(scope="module")
+def still(crew: Crew, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return _undisturbed(crew, tmp_path_factory.mktemp("still"), {"stage": 1, "dropout": 0.1}, 2)
+
+
+@pytest.mark.parametrize("asks", ASKS)
+def test_a_set_up_that_asks_is_answered_as_in_a_generation(crew: Crew, tmp_path: Path, still: Run, asks: str) -> None:
+    config = {**CONFIG, "asks": asks, "url": str(tmp_path)}
+    outcomes = crew.run([0, 1], "sets_up_ahead", config, **MORE)
+    _assert_ended(outcomes, "finished", LAST_STEP)
+    told = {"nothing": [None, None], "a thread": [[0], [1]]}.get(asks, [0, 1])
+    assert [outcome.told["rank"] for outcome in outcomes] == told
+    for number in (0, 1):
+        points = crew.members[number].points
+        assert points.index("set up") < points.index("waits"), "the model was built before it waited"
+        assert points.count("waits") == outcomes[number].told["calls"] == 1
+    assert _distance(still.losses, Run(tmp_path, [outcomes]).losses) <= 8 * FLOOR
+
+
+def test_the_engines_own_initialize_is_answered(crew: Crew, tmp_path: Path, still: Run) -> None:
+    outcomes = crew.run([0, 1], "sets_up_ahead", {**CONFIG, "native": True, "url": str(tmp_path)}, **MORE)
+    _assert_ended(outcomes, "finished", LAST_STEP)
+    assert _distance(still.losses, Run(tmp_path, [outcomes]).losses) <= 8 * FLOOR
+
+
+def test_what_cannot_be_done_ahead_is_done_in_a_generation(crew: Crew, tmp_path: Path) -> None:
+    outcomes = crew.run([0, 1], "sets_up_ahead", {**CONFIG, "raises": 1, "url": str(tmp_path)}, **MORE)
+    _assert_ended(outcomes, "finished", LAST_STEP)
+    assert [outcome.told["calls"] for outcome in outcomes] == [2, 2]
+
+
+def test_what_fails_in_a_generation_too_is_the_users_error(crew: Crew, tmp_path: Path) -> None:
+    for outcome in crew.run([0, 1], "sets_up_ahead", {**CONFIG, "raises": 2, "url": str(tmp_path)}, **MORE):
+        assert (outcome.result.kind, outcome.result.message) == ("user_error", "the set-up has failed")
+
+
+def test_a_function_that_needs_no_generation_has_been_in_one(crew: Crew, tmp_path: Path) -> None:
+    for outcome in crew.run([0, 1], "needs_nothing", {**CONFIG, "url": str(tmp_path)}, **MORE):
+        assert (outcome.result.kind, outcome.result.completed, outcome.told["calls"]) == ("finished", False, 1)
+
+
+def test_a_generation_that_ends_while_it_is_joined_costs_no_set_up(crew: Crew, tmp_path: Path, still: Run) -> None:
+    config = {**CONFIG, "url": str(tmp_path)}
+    crew.begin([0, 1, 2], "sets_up_ahead", config, **MORE)
+    crew.members[2].signal(signal.SIGKILL)
+    crew.members[2].process.join()
+    for number in (0, 1):
+        crew.reached(number, "waits")
+    for number in (0, 1):
+        crew.abort(number, "rank 2 was lost")
+    for number in (0, 1):
+        assert crew.outcome(number).result.kind in ("ended", "collective_failed")
+    crew.replace(2)
+    outcomes = crew.run([0, 1], "sets_up_ahead", config, **MORE)
+    _assert_ended(outcomes, "finished", LAST_STEP)
+    assert [outcome.told["calls"] for outcome in outcomes] == [1, 1]
+    assert _distance(still.losses, Run(tmp_path, [outcomes]).losses) <= 8 * FLOOR
