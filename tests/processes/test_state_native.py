@@ -10,7 +10,8 @@ import pytest
 from native_cases import CASES
 from native_processes import run_processes
 
-pytestmark = pytest.mark.processes
+# The module's fixture trains in many processes, one after the other.
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
