@@ -240,7 +240,7 @@ def test_a_worker_is_prepared_once_however_often_it_is_asked(monkeypatch: pytest
     monkeypatch.setattr(worker_module, "HeartbeatSender", lambda *args: None)
     monkeypatch.setattr(ray, "get_gpu_ids", lambda: [])
     monkeypatch.setattr(WorkerActor, "_import", lambda self: imported.append(1))
-    monkeypatch.setattr(WorkerActor, "_train", lambda self: None)
+    monkeypatch.setattr(WorkerActor, "_train", lambda self: self._set_up.set())
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     worker = WorkerActor(0, SETTINGS, Entry(parse_entry_point("json:dumps")), None, b"t" * 32)
