@@ -8,7 +8,6 @@ without waiting: libraries ask it everywhere, and it is before anything is done 
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -60,50 +59,55 @@ class _Gate:
 
     def open(self) -> None:
         """From here on everything is as in a generation."""
-        global _gate
-        self._open, _gate = True, None
-        context.await_with(None)
-        os.environ.__class__ = _PLAIN
+        self._open = True
+        _watch(None)
 
 
 _gate: _Gate | None = None
 _PLAIN: Any = type(os.environ)
+_META: Any = type(dist.GroupMember)
+_WORLD, _IS_INITIALIZED = _META.WORLD, dist.is_initialized
+
+
+def _pass_through() -> None:
+    gate = _gate
+    if gate is not None:
+        gate.pass_through()
 
 
 class _Variables(_PLAIN):  # type: ignore[misc]  # a class that is found at run time
     """`os.environ`, in which a rank's variables are waited for."""
 
     def __getitem__(self, key: Any) -> Any:
-        if key in _VARIABLES and _gate is not None:
-            _gate.pass_through()
+        if key in _VARIABLES:
+            _pass_through()
         # Not super(): passing through has made it the plain class again.
         return _PLAIN.__getitem__(self, key)
 
 
-@functools.cache
-def _watch_world() -> None:
-    """`torch.distributed.get_rank` and the others all look here."""
-    meta: Any = type(dist.GroupMember)
-    plain, plain_initialized = meta.WORLD, dist.is_initialized
+def _world(cls: Any) -> Any:
+    _pass_through()
+    return _WORLD.fget(cls)
 
-    def world(cls: Any) -> Any:
-        if _gate is not None:
-            _gate.pass_through()
-        return plain.fget(cls)
 
-    def is_initialized() -> bool:
-        return _gate is not None or plain_initialized()
+def _is_initialized() -> bool:
+    return _gate is not None or _IS_INITIALIZED()
 
-    meta.WORLD = property(world, plain.fset)
-    dist.is_initialized = dist.distributed_c10d.is_initialized = is_initialized
+
+def _watch(gate: _Gate | None) -> None:
+    """`torch.distributed.get_rank` and the others all ask for WORLD. None: everything is torch's own again."""
+    global _gate
+    _gate = gate
+    context.await_with(None if gate is None else gate.pass_through)
+    os.environ.__class__ = _PLAIN if gate is None else _Variables
+    _META.WORLD = _WORLD if gate is None else property(_world, _WORLD.fset)
+    dist.is_initialized = dist.distributed_c10d.is_initialized = _IS_INITIALIZED if gate is None else _is_initialized
 
 
 @contextmanager
 def until_needed(ahead: Ahead, join: Callable[[], None]) -> Iterator[None]:
     """Within it, `join` is called by the first thing that needs the generation. It installs and joins one, or raises
     what the function is to be left with."""
-    global _gate
-    _watch_world()
     foreign_loops.refuse()
     gate = _Gate(join)
 
@@ -113,9 +117,7 @@ def until_needed(ahead: Ahead, join: Callable[[], None]) -> Iterator[None]:
         return current.scope.spec
 
     ahead.kind.answer_user_calls(public_initialize, ahead.run_id, spec)
-    context.await_with(gate.pass_through)
-    os.environ.__class__ = _Variables
-    _gate = gate
+    _watch(gate)
     try:
         yield
     finally:
