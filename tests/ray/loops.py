@@ -94,17 +94,17 @@ def build(config: dict[str, Any]) -> tuple[Any, Any, Numbers]:
         }
     engine, _, loader, _ = elastic.initialize(model=model, training_data=data, optimizer=optimizer, **of_engine)
     _ENGINES.append(weakref.ref(engine))
-    _between_steps(config, data)
+    between_steps(config, data)
     return engine, loader, data
 
 
-# The coordinator's own, and what `_between_steps` was last given.
+# The coordinator's own, and what `between_steps` was last given.
 _ASK: list[Callable[[Any, int], Any]] = []
 _LOOP: list[tuple[dict[str, Any], Numbers]] = []
 _calls = 0
 
 
-def _between_steps(config: dict[str, Any], data: Numbers) -> None:
+def between_steps(config: dict[str, Any], data: Numbers) -> None:
     """Have `_closed_step` called after every step of this process: it is closed then, and the next has not begun.
 
     The user's code does not run at that moment: what it does after engine.step() belongs to the step. For the class,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any
 
 import loops
@@ -53,14 +52,11 @@ def train(config: dict[str, Any]) -> None:
         num_workers=2,
         prefetch_factor=2,
     )
-    before = elastic.get_context().step
+    loops.between_steps(config, loops.Numbers(0, torch.float32))
     for batch in loader:
         loss = nn.functional.cross_entropy(engine(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
         engine.backward(loss)
         engine.step()
-        if (now := elastic.get_context().step) > before:
-            before = now
-            loops.gate(Path(config["folder"]), now)
 
 
 def oracle(url: str, steps: int, seed: int = 0) -> tuple[dict[int, str], dict[int, list[int]]]:
