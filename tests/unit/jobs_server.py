@@ -25,7 +25,7 @@ submit:
 
 
 class Server(FakeJobsApi):
-    """Drivers that do as they are told by `script`: one (exit code or None for SIGKILL) per attempt."""
+    """Drivers that follow `script`: one exit code per attempt, or None for SIGKILL."""
 
     def __init__(self, *script: int | None) -> None:
         super().__init__(ClusterFacts(metadata.version("ray"), ({"CPU": 4.0, "memory": 1e10},)))
