@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -47,6 +49,22 @@ class Agreement:
                     raise error
                 raise self._verdict(kind, rank, error, doing) from error
 
+    def sums_later(self, values: Sequence[int]) -> Callable[[], list[int]]:
+        """As `sums`, of values of 63 bits: begun now, and waited for by the function that is returned. It also raises
+        what went wrong here."""
+        summed = torch.tensor(values, dtype=torch.int64).to(self._device)
+        try:
+            work = dist.all_reduce(summed, group=self._group, async_op=True)
+        except RuntimeError as error:
+            return partial(_raise, error)
+
+        def wait() -> list[int]:
+            if work is not None:
+                work.wait()
+            return [int(value) for value in summed.cpu().tolist()]
+
+        return wait
+
     def sums(self, values: Sequence[int]) -> list[int]:
         """Sums modulo 2**64 over the ranks, of values modulo 2**64."""
         signed = [value - (1 << 64) if value >= 1 << 63 else value for value in (v % (1 << 64) for v in values)]
@@ -88,6 +106,10 @@ class Agreement:
         if error is None:
             return kind(f"rank {rank} failed while {doing}; its own error says why", Where(rank=rank))
         return kind(f"rank {rank} failed while {doing}, and this rank too: {error}", Where(rank=rank))
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 def _class_of(error: Exception) -> int:

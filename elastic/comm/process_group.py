@@ -46,6 +46,7 @@ class ProcessGroup:
         self._hooks = hooks
         self._store: Store | None = None
         self._communicators: nccl.Communicators | None = None
+        self._cell: dist.ProcessGroup | None = None
         self._backend = ""
         self._aborting: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
         # Groups that are the platform's or the engine's; every other one is the script's.
@@ -89,12 +90,26 @@ class ProcessGroup:
             world_size=self.spec.world_size,
             timeout=self._timeout(),
         )
+        if self.spec.sp > 1:
+            # Known to its members alone: thousands of cells are not made on every rank.
+            ranks = list(self.spec.mesh.cell(self.spec.rank))
+            self._cell = dist.new_group(ranks, timeout=self._timeout(), use_local_synchronization=True)
         if self.fails_silently:
             self._communicators = nccl.Communicators(device)
             self._connect("world")
         self._hooks.after_join(backend)
         self._known.update(_groups())
         return device
+
+    @property
+    def cell(self) -> dist.ProcessGroup | None:
+        """The ranks that share their sequences with this one; None where each rank has its own, and after `close`."""
+        return self._cell
+
+    def hand_out_cell(self) -> dist.ProcessGroup | None:
+        """The same, for the user's code to hold: as with groups that it makes itself, it ends with the generation."""
+        self._of_script = self._of_script or self._cell is not None
+        return self._cell
 
     def before_engine(self) -> None:
         """The engine is about to make its groups: those that appeared since `join` are the script's."""
@@ -104,6 +119,10 @@ class ProcessGroup:
     def has_groups_of_script(self) -> bool:
         """Has the user's code made groups (torch.distributed.new_group)? They end with the generation."""
         return self._of_script or any(group not in self._known for group in _groups())
+
+    def collectives(self) -> int:
+        """How many collectives this rank has begun in all groups together."""
+        return sum(_begun(group) for group in _groups())
 
     def seal(self) -> None:
         """After the engine made its groups: set their timeouts and exchange socket addresses. Collective."""
@@ -165,7 +184,7 @@ class ProcessGroup:
                 self._hooks.destroy_groups()
         except (RuntimeError, ValueError, AssertionError) as error:
             logger.warning("generation %d: groups did not close cleanly: %s", self.spec.generation, error)
-        self._store = None
+        self._store = self._cell = None
         with self._abort_lock:
             self._joined = False
         release_store(self.rendezvous)
@@ -247,6 +266,14 @@ def _join_all(threads: list[threading.Thread], limit_s: float) -> None:
     deadline = time.monotonic() + limit_s
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _begun(group: dist.ProcessGroup) -> int:
+    try:
+        return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]  # torch's stubs lack it
+    except RuntimeError:
+        # Its backend does not count, or it was aborted.
+        return 0
 
 
 def _groups() -> list[dist.ProcessGroup]:

@@ -201,7 +201,7 @@ def _rows(
 
 
 def _merged(communication: float, work: float) -> float:
-    """What concurrent communication adds to the work that it runs beside."""
+    """What communication adds to the work that runs concurrently."""
     return p_norm(communication, work, _OVERLAP_KNEE) - work
 
 

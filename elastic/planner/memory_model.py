@@ -90,7 +90,7 @@ class MemoryModel:
             logits = tokens * model.vocabulary * self.logit_bytes // (mesh.tp * mesh.sp)
         off_states, off_weights = strategy.offload != "none", strategy.offload == "parameters"
         optimizer = states.master + states.moments
-        # ZeRO-Offload keeps an fp32 copy of the gradients beside the states (arXiv 2101.06840, section 4).
+        # ZeRO-Offload keeps an fp32 copy of the gradients next to the states (arXiv 2101.06840, section 4).
         host = (optimizer + 4 * held if off_states else 0) + (states.weights if off_weights else 0)
         return MemoryBreakdown(
             weights=0 if off_weights else states.weights,

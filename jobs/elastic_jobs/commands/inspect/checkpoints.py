@@ -6,7 +6,8 @@ import argparse
 from typing import Any
 
 from elastic.core.errors import IntegrityError
-from elastic.observe.text import clean, date, plural, size, table
+from elastic.core.wording import plural
+from elastic.observe.text import clean, date, size, table
 from elastic_jobs.commands.common import folder_of, run_arguments
 from elastic_jobs.running.backend import Backend
 from elastic_jobs.terminal import put, put_json, say

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from elastic.observe.text import clean, date, plural, table
+from elastic.core.wording import plural
+from elastic.observe.text import clean, date, table
 from elastic_jobs.running.backend import Backend
 from elastic_jobs.submit import attempts
 from elastic_jobs.submit.attempts import Run

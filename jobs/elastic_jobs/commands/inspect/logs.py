@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import groupby
 from pathlib import Path
 
 from elastic.core.errors import UsageError
+from elastic.runtime.worker.logs import placed
+from elastic.runtime.worker.uploaded_output import worker_of
 from elastic_jobs.commands.common import folder_of, storage_argument
 from elastic_jobs.exit_codes import exit_code
+from elastic_jobs.run_folder import RunFolder
 from elastic_jobs.running.backend import Backend
 from elastic_jobs.running.follow import printable, read_summary
 from elastic_jobs.submit.attempts import Run
@@ -41,12 +45,17 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     jobs_address_argument(parser)
     storage_argument(parser)
     parser.add_argument("--worker", type=int, metavar="N", help="only the output of this worker")
+    parser.add_argument("--rank", type=int, metavar="N", help="only what workers printed while they had this rank")
+    parser.add_argument("--generation", type=int, metavar="N", help="only what they printed in this generation")
     parser.add_argument("--json", action="store_true", help="print the outcome as JSON, and the log on stderr")
 
 
 def run(options: argparse.Namespace, backend: Backend) -> int:
     if options.address is None or options.storage is not None:
         return _stored(options)
+    chosen = [f"--{name}" for name in ("worker", "rank", "generation") if getattr(options, name) is not None]
+    if chosen:
+        raise UsageError(f"{chosen[0]} selects from the output of workers, which is in storage: use --storage URL here")
     api = open_api(backend, options.address)
     if options.follow:
         return follow(api, options.run, options.address, options.json)
@@ -66,25 +75,34 @@ def _stored(options: argparse.Namespace) -> int:
     folder.job_record()
     if options.follow:
         raise UsageError(f"-f follows submitted runs (--address); here:  elastic watch {folder.run_id}")
-    logs = folder.local_path("logs")
-    if logs is None:
-        raise UsageError(
-            f"storage {folder.url} cannot append, so the output of workers is in Ray's own log files on their nodes "
-            "(worker-*.out in the logs folder of the Ray session)"
-        )
     show = say if options.json else put
-    for file in sorted(Path(logs).glob("worker-*.log")):
-        number = file.stem.partition("-")[2]
-        # A link may lead out of the storage.
-        if file.is_symlink() or not number.isdecimal() or options.worker not in (None, int(number)):
+    for worker, lines in _outputs(folder):
+        if options.worker not in (None, worker):
             continue
-        with file.open(encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                show(printable(f"[worker {int(number)}] {line}"))
+        for line in placed(lines):
+            if options.rank in (None, line.rank) and options.generation in (None, line.generation):
+                show(printable(f"[worker {worker}] {line.text}"))
     status = read_summary(folder).get("status")
     if options.json:
         put_json({"run_id": folder.run_id, "status": status, "exit_code": exit_code(status)})
     return exit_code(status)
+
+
+def _outputs(folder: RunFolder) -> Iterator[tuple[int, Iterable[str]]]:
+    """Each worker's lines, by its number."""
+    logs = folder.local_path("logs")
+    if logs is None:
+        texts = ((worker_of(name), text) for name, text in folder.texts("logs"))
+        for worker, pieces in groupby(texts, key=lambda piece: piece[0]):
+            if worker is not None:
+                yield worker, (line for _, text in pieces for line in text.splitlines(keepends=True))
+        return
+    for file in sorted(Path(logs).glob("worker-*.log")):
+        number = file.stem.partition("-")[2]
+        # A link may lead out of the storage.
+        if not file.is_symlink() and number.isdecimal():
+            with file.open(encoding="utf-8", errors="replace") as lines:
+                yield int(number), lines
 
 
 def _print(api: JobsApi, run: Run, show: Callable[[str], None]) -> None:

@@ -1,0 +1,170 @@
+"""The ledger of one rank's collectives: operation, axis, dtype, calls, bytes and seconds, folded step by step.
+
+With synchronous collectives all ranks have the same step time, and the slow rank is the one that waits least: a step's
+time less `waited_s` is the rank's own.
+
+On a device a collective is only enqueued. It is timed by two events on the stream that enqueues it, which are read once
+the device has reached them, so nothing waits for the device; the row may come with a later step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from elastic.core.data.collectives import CollectiveUse
+
+Call = Callable[..., Any]
+# Operation, axis, dtype; and one call of it: that, its payload in bytes, when it began, how long the thread was in it,
+# and the event before it on the stream.
+_Key = tuple[str, str, str]
+_Use = tuple[_Key, int, float, float, Any]
+
+
+class CollectiveLedger:
+    """Calls made through `timed` are counted from then on. `waited_s` only grows: seconds that the calling thread spent
+    in collectives, on the CPU."""
+
+    def __init__(self, device: torch.device, axes: Mapping[dist.ProcessGroup, str]) -> None:
+        """`axes` names the groups of the mesh."""
+        self.waited_s = 0.0
+        self.on_device = device.type == "cuda"
+        self._axes: dict[Any, str] = dict(axes)
+        # Calls, bytes, seconds, of which waited: plain lists, since this is done for every call.
+        self._rows: dict[_Key, list[Any]] = {}
+        self._pending: list[tuple[_Key, int, Any, Any]] = []
+
+    def name_axis(self, group: dist.ProcessGroup, axis: str) -> None:
+        """Another group of the mesh."""
+        self._axes[group] = axis
+
+    def timed(self, op: str, call: Call) -> Call:
+        """The same call, counted. A handle that it returns is counted until the end of its `wait`."""
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            payload, dtype = _payload(args, kwargs)
+            key = (op, self._axis(args, kwargs), dtype)
+            mark = self._mark() if self.on_device else None
+            began = time.perf_counter()
+            try:
+                result = call(*args, **kwargs)
+            finally:
+                spent = time.perf_counter() - began
+                if not self.on_device:
+                    self.waited_s += spent
+            if hasattr(result, "wait"):
+                return _Handle(result, self, (key, payload, began, spent, mark))
+            self._done(key, payload, spent, spent, mark)
+            return result
+
+        return wrapped
+
+    def take(self) -> tuple[CollectiveUse, ...]:
+        """What has been completed since the last call, in the order of the names. Does not wait for the device."""
+        if self._pending:
+            pending, self._pending = self._pending, []
+            for key, payload, start, end in pending:
+                if end.query():
+                    # Events count milliseconds.
+                    self._add(key, payload, start.elapsed_time(end) / 1000.0, 0.0)
+                else:
+                    self._pending.append((key, payload, start, end))
+        rows, self._rows = self._rows, {}
+        return tuple(CollectiveUse(*key, *rows[key]) for key in sorted(rows))
+
+    def close(self) -> None:
+        """Release the groups: one that is kept keeps its sockets open."""
+        self._axes.clear()
+        self._pending.clear()
+
+    def waited(self, use: _Use, wait_s: float) -> None:
+        """A handle's first wait is over, after `wait_s`."""
+        key, payload, began, called_s, mark = use
+        if not self.on_device:
+            self.waited_s += wait_s
+        self._done(key, payload, time.perf_counter() - began, called_s + wait_s, mark)
+
+    def _done(self, key: _Key, payload: int, seconds: float, waited_s: float, mark: Any) -> None:
+        if mark is not None:
+            self._pending.append((key, payload, mark, self._mark()))
+        else:
+            self._add(key, payload, seconds, waited_s)
+
+    def _add(self, key: _Key, payload: int, seconds: float, waited_s: float) -> None:
+        row = self._rows.get(key)
+        if row is None:
+            self._rows[key] = [1, payload, seconds, waited_s]
+            return
+        row[0] += 1
+        row[1] += payload
+        row[2] += seconds
+        row[3] += waited_s
+
+    def _mark(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def _axis(self, args: Iterable[Any], kwargs: Mapping[str, Any]) -> str:
+        group = kwargs.get("group")
+        if group is None:
+            for value in args:
+                if isinstance(value, dist.ProcessGroup):
+                    group = value
+        name = self._axes.get(group)
+        if name is None:
+            self._axes[group] = name = self._name(group)
+        return name
+
+    def _name(self, group: Any) -> str:
+        """Of a group that is none of the mesh's: DeepSpeed makes several over the same ranks."""
+        ranks = dist.get_process_group_ranks(group)
+        for known, name in self._axes.items():
+            if known is not None and dist.get_process_group_ranks(known) == ranks:
+                return name
+        return "world" if len(ranks) == dist.get_world_size() else f"{len(ranks)} ranks"
+
+
+class _Handle:
+    """torch's handle of a pending collective with its wait timed."""
+
+    def __init__(self, handle: Any, ledger: CollectiveLedger, use: _Use) -> None:
+        self._handle, self._ledger = handle, ledger
+        self._use: _Use | None = use
+
+    def wait(self, *args: Any, **kwargs: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return self._handle.wait(*args, **kwargs)
+        finally:
+            use, self._use = self._use, None
+            if use is not None:
+                self._ledger.waited(use, time.perf_counter() - began)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handle, name)
+
+
+def _payload(args: Iterable[Any], kwargs: Mapping[str, Any]) -> tuple[int, str]:
+    """(bytes of the largest argument, its dtype): lists of tensors count as one. (0, "") where there is no tensor."""
+    largest, dtype = -1, None
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            size, kind = value.nbytes, value.dtype
+        elif isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor):
+            size, kind = sum(tensor.nbytes for tensor in value), value[0].dtype
+        else:
+            continue
+        if size > largest:
+            largest, dtype = size, kind
+    return (0, "") if dtype is None else (largest, _dtype_name(dtype))
+
+
+@cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,87 @@
+"""The ledger on a process group of one rank: bytes, axes, handles, and what it keeps of groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from elastic.comm.collective_ledger import CollectiveLedger
+
+
+@pytest.fixture
+def group() -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+def test_calls_are_folded_by_operation_axis_and_dtype(group: dist.ProcessGroup) -> None:
+    ledger = CollectiveLedger(torch.device("cpu"), {group: "dp"})
+    reduce = ledger.timed("all_reduce", dist.all_reduce)
+    for tensor in (torch.ones(8), torch.ones(4), torch.ones(2, dtype=torch.float64)):
+        reduce(tensor, group=group)
+    ledger.timed("barrier", dist.barrier)()
+    rows = {(use.op, use.axis, use.dtype): (use.calls, use.bytes) for use in ledger.take()}
+    assert rows == {
+        ("all_reduce", "dp", "float32"): (2, 48),
+        ("all_reduce", "dp", "float64"): (1, 16),
+        # The default group has the same ranks as the mesh's.
+        ("barrier", "dp", ""): (1, 0),
+    }
+    assert ledger.take() == ()
+    assert ledger.waited_s > 0.0
+
+
+def test_the_payload_is_the_larger_side(group: dist.ProcessGroup) -> None:
+    ledger = CollectiveLedger(torch.device("cpu"), {group: "dp"})
+    ledger.timed("all_gather", dist.all_gather)([torch.empty(3, dtype=torch.bfloat16)], torch.ones(3).bfloat16())
+    ledger.timed("reduce_scatter", lambda output, inputs: None)(torch.empty(2), [torch.ones(2), torch.ones(2)])
+    assert [(use.op, use.dtype, use.bytes) for use in ledger.take()] == [
+        ("all_gather", "bfloat16", 6),
+        ("reduce_scatter", "float32", 16),
+    ]
+
+
+def test_a_handle_counts_when_it_is_waited_for_and_once(group: dist.ProcessGroup) -> None:
+    ledger = CollectiveLedger(torch.device("cpu"), {group: "dp"})
+    tensor = torch.ones(4)
+    handle = ledger.timed("all_reduce", dist.all_reduce)(tensor, group=group, async_op=True)
+    assert ledger.take() == ()
+    handle.wait()
+    handle.wait()
+    assert handle.is_completed()
+    (use,) = ledger.take()
+    assert (use.calls, use.bytes) == (1, 16)
+    assert 0.0 < use.waited_s <= use.seconds
+
+
+def test_other_groups_are_named_by_their_size(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = CollectiveLedger(torch.device("cpu"), {})
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0] if group is None else [0, 1])
+    call = ledger.timed("broadcast", lambda tensor, group=None: None)
+    call(torch.ones(1))
+    call(torch.ones(1), group)
+    assert [use.axis for use in ledger.take()] == ["2 ranks", "world"]
+
+
+def test_a_failed_call_is_not_a_row_and_its_time_counts(group: dist.ProcessGroup) -> None:
+    ledger = CollectiveLedger(torch.device("cpu"), {group: "dp"})
+
+    def fails(tensor: torch.Tensor) -> None:
+        raise RuntimeError("the peer is gone")
+
+    with pytest.raises(RuntimeError, match="the peer is gone"):
+        ledger.timed("all_reduce", fails)(torch.ones(1))
+    assert ledger.take() == ()
+    assert ledger.waited_s > 0.0
+
+
+def test_after_close_no_group_is_kept(group: dist.ProcessGroup) -> None:
+    ledger = CollectiveLedger(torch.device("cpu"), {group: "dp"})
+    ledger.close()
+    assert not ledger._axes
