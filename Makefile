@@ -21,7 +21,7 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 # Else each of them would compile all that it imports, and the tests', by itself.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all slow unit lint bench verification wheel clean
+.PHONY: demo test test-all slow faults soak unit lint bench verification wheel clean
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -43,11 +43,20 @@ test-all: test
 
 # What `make test` leaves out but for the oracle.
 slow: $(READY)
-	$(BIN)/python -m pytest -q $(SIDE_BY_SIDE) tests -m slow
+	$(BIN)/python -m pytest -q -rs $(SIDE_BY_SIDE) tests -m slow
 
 # The pure tests: no Ray, no training processes.
 unit: $(READY)
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal tests/simulation tests/unit $(FAST)
+
+# One run through each kind of fault, and the table of what it cost.
+faults: $(READY)
+	$(BIN)/python -m pytest -q tests/faults
+
+# The failures of 400 servers in a year, in so many hours, on a local cluster.
+HOURS ?= 2
+soak: $(READY)
+	ELASTIC_SOAK_HOURS=$(HOURS) $(BIN)/python -m pytest -q tests/faults/test_soak.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

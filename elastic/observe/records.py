@@ -85,12 +85,13 @@ class _StepAlways(TypedDict):
 
 class Step(_StepAlways, total=False):
     """One step in a "steps" record; see `CompletedStep`. `anomaly` and `skipped`: the step was not applied. `content`:
-    64 bits in hexadecimal form, of a stream."""
+    64 bits in hexadecimal form, of a stream. `collectives`: rank 0's, each the fields of a `CollectiveUse`."""
 
     metrics_by_rank: Mapping[str, Mapping[str, Any]]
     anomaly: str
     skipped: Sequence[Range]
     content: str
+    collectives: Sequence[Sequence[Any]]
 
 
 class Steps(TypedDict):
@@ -212,6 +213,8 @@ def step(done: CompletedStep, now: float) -> Step:
         record |= {"anomaly": done.anomaly, "skipped": done.skipped}
     if done.content:
         record["content"] = f"{done.content:016x}"
+    if done.collectives:
+        record["collectives"] = [use.to_json() for use in done.collectives]
     return record
 
 

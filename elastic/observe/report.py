@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from elastic.observe.text import clean, duration, number, outcome, plural, size, step_range, table, world_change
+from elastic.core.wording import plural
+from elastic.observe.text import clean, duration, number, outcome, size, step_range, table, world_change
 
 Summary = Mapping[str, Any]
 

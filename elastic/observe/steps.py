@@ -1,10 +1,14 @@
-"""The steps of a run's final timeline as rows, for tables, charts and exporters."""
+"""A run's steps as rows, for tables, charts and exporters: the final timeline, and what collectives cost."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
+from elastic.core.data.collectives import CollectiveUse
 from elastic.observe.records import Record, begins_generation, steps_of
 
 _COLUMNS = ("step", "time", "generation", "loss", "grad_norm", "duration_s", "samples")
@@ -31,3 +35,63 @@ def _row(step: Record) -> dict[str, Any]:
         f"metrics.{name}" if name in _COLUMNS else name: value for name, value in (step.get("metrics") or {}).items()
     }
     return {**{name: step.get(name) for name in _COLUMNS}, **metrics}
+
+
+@dataclass(frozen=True)
+class CollectiveTable:
+    """Rank 0's collectives in one generation. Each row has the medians over the steps in which it occurs: calls and
+    bytes are rounded down to whole ones. `step_s` is the median step's duration."""
+
+    generation: int
+    world_size: int
+    first_step: int
+    last_step: int
+    step_s: float
+    rows: tuple[CollectiveUse, ...]
+
+
+def collective_table(records: Iterable[Record], generation: int | None = None) -> CollectiveTable | None:
+    """Of this generation, or of the newest that has any. None where the journal has none.
+
+    A generation's first step is left out where there are others: it contains what is done once.
+    """
+    sizes: dict[int, int] = {}
+    steps: dict[int, list[Record]] = defaultdict(list)
+    for record in records:
+        if begins_generation(record):
+            sizes[int(record["number"])] = int(record["world_size"])
+        for step in steps_of([record]):
+            if step.get("collectives"):
+                steps[int(step["generation"])].append(step)
+    chosen = max(steps, default=None) if generation is None else generation
+    if chosen is None or chosen not in steps or chosen not in sizes:
+        return None
+    counted = steps[chosen][1:] or steps[chosen]
+    return CollectiveTable(
+        generation=chosen,
+        world_size=sizes[chosen],
+        first_step=min(int(step["step"]) for step in counted),
+        last_step=max(int(step["step"]) for step in counted),
+        step_s=median(float(step["duration_s"]) for step in counted),
+        rows=_medians(counted),
+    )
+
+
+def _medians(steps: Sequence[Record]) -> tuple[CollectiveUse, ...]:
+    seen: dict[tuple[str, str, str], list[CollectiveUse]] = defaultdict(list)
+    for step in steps:
+        for row in step["collectives"]:
+            use = CollectiveUse.from_json(row)
+            seen[use.op, use.axis, use.dtype].append(use)
+
+    rows = [
+        CollectiveUse(
+            *key,
+            calls=int(median(use.calls for use in uses)),
+            bytes=int(median(use.bytes for use in uses)),
+            seconds=median(use.seconds for use in uses),
+            waited_s=median(use.waited_s for use in uses),
+        )
+        for key, uses in seen.items()
+    ]
+    return tuple(sorted(rows, key=lambda use: (-use.bytes, use.op, use.axis)))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from elastic.core.wording import plural
 from elastic.observe.records import Record
 from elastic.observe.summary import incident_seconds, lost
-from elastic.observe.text import clean, clock, date, duration, number, outcome, plural, size
+from elastic.observe.text import clean, clock, date, duration, number, outcome, size
 
 
 @dataclass(frozen=True)

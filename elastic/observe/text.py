@@ -34,6 +34,13 @@ def duration(seconds: float | None) -> str:
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+def brief(seconds: float) -> str:
+    """Of a part of a step: "0.12 ms", "45.2 ms"; a second and more as `duration`."""
+    if seconds >= 1:
+        return duration(seconds)
+    return f"{seconds * 1000:.2f} ms" if seconds < 0.01 else f"{seconds * 1000:.1f} ms"
+
+
 def size(count: float | None) -> str:
     """Bytes in decimal units."""
     if count is None:
@@ -59,7 +66,7 @@ def finite(value: Any) -> float | None:
 _OUTCOMES = {
     "not-finished": "is not finished",
     "user-code-failed": "failed in user code",
-    "usage": "cannot go on as it is written",
+    "usage": "cannot continue as it is written",
     "gave-up": "gave up",
     "no-capacity": "ended for lack of nodes",
     "integrity": "ended without an intact state to resume from",
@@ -83,10 +90,6 @@ def step_range(first: int | None, last: int | None) -> str:
     if last is None:
         return f"from {first}"
     return f"{first} to {last}" if last >= first else "none"
-
-
-def plural(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def table(rows: Sequence[Mapping[str, str]]) -> list[str]:

@@ -63,7 +63,7 @@ def test_a_worker_killed_in_the_middle_of_its_copy(stack: ExitStack) -> None:
     kill(worker)
     assert node.held() == (held(SHARD, 1),)
     assert node.record(held(SHARD, 1)) == samples.full_record(SHARD, 1)
-    # A new worker of a new generation goes on with the same server.
+    # A new worker of a new generation continues with the same server.
     after = template(0, 1, 2, NUMEL)
     with closing(SnapshotClient(node.local_name, TOKEN)) as memory:
         memory.open(after, after.bytes, [], base=(1, 1))
@@ -89,7 +89,7 @@ def test_a_worker_killed_while_its_snapshot_is_sent(stack: ExitStack) -> None:
 
 
 def wait_for_senders(node: SnapshotServer) -> None:
-    """They go on without their worker and end with its last snapshot."""
+    """They continue without their worker and end with its last snapshot."""
     for replication in node._replications:
         assert replication.join(30)
 

@@ -241,7 +241,7 @@ def test_a_rank_killed_with_its_node_in_the_middle_of_its_share(stack: ExitStack
     )
     assert [(snapshot.step, snapshot.holders) for snapshot in found] == [(1, ("0", "3", "2"))]
     stripe.assert_made(1, 1)
-    # The next generation goes on with another stripe, and with the same holder.
+    # The next generation continues with another stripe, and with the same holder.
     stripe.records = shards(2)
     stripe.workers[1] = worker(stack, stripe.nodes[1].local_name)
     stripe.open(stripe.holder.address, base=(1, 1))

@@ -1,4 +1,4 @@
-"""Nodes with parity against a model: shares come in pieces, in any order, break off and go on; any node may go."""
+"""Nodes with parity against a model: shares come in pieces, in any order, break off and continue; any node may go."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker whose connection to its node's memory breaks: it goes on over another one, with everything as it was."""
+"""A worker whose connection to its node's memory breaks: it continues over another one, with everything as it was."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_replica_that_was_under_way_arrives(stack: ExitStack) -> None:
     assert proxy.reached.wait(30)
     (first,) = node._replications
     cut(memory)
-    # What is left of the first connection does not go on sending the same beside the second.
+    # What is left of the first connection does not send the same concurrently with the second.
     assert all(sender._stopped for sender in first._senders)
     proxy.go.set()
     assert memory.wait_complete(2, 30), memory.failed()

@@ -119,7 +119,7 @@ def test_requests_that_make_no_sense_do_no_harm(node: SnapshotServer, message: d
 
 
 REQUESTS = [
-    OpenShard(replace(template(0), step=0), (("10.0.0.1", 5),), (1, 2), (0, 1)),
+    OpenShard(replace(template(0), step=0), (("10.0.0.1", 5),), (1, 2), (0, 1), (("10.0.0.2", 6),)),
     BeginSnapshot(),
     CommitSnapshot(3, {"loss": [1, 2.5, None]}),
     SettleSnapshot(3),

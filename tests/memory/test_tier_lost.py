@@ -52,10 +52,11 @@ class Trickle(Proxy):
 class Rank(SilentCoordinator):
     """A rank of a state of `nbytes`, and its snapshots."""
 
-    def __init__(self, memory: SnapshotClient, holder: Any, nbytes: int) -> None:
+    def __init__(self, memory: SnapshotClient, holder: Any, nbytes: int, spares: tuple[Any, ...] = ()) -> None:
         self.lost: list[str] = []
+        self.moved: list[str] = []
         self._memory = memory
-        plan = MemoryPlan(targets=(holder,), every_steps=None)
+        plan = MemoryPlan(targets=(holder,), every_steps=None, spares=spares)
         self.scope = GenerationScope(GenerationSpec("run", 1, 0, 1, memory=plan), self, torch.device("cpu"))
         record = template(0, 1, numel=nbytes // 8)
         agreement = SimpleNamespace(least=lambda values: [int(value) for value in values])
@@ -72,6 +73,9 @@ class Rank(SilentCoordinator):
 
     def memory_lost(self, reason: str) -> None:
         self.lost.append(reason)
+
+    def replica_moved(self, sentence: str) -> None:
+        self.moved.append(sentence)
 
     def step(self) -> None:
         self.scope.step += 1
@@ -97,6 +101,37 @@ def test_a_holder_that_takes_a_replica_byte_by_byte_is_named(stack: ExitStack, m
     assert len(rank.lost) == 1, "the tier is gone, and the rank has not said so"
     assert f"127.0.0.1:{slow.address[1]}" in rank.lost[0]
     assert "the snapshot of step 1 is not complete" in rank.lost[0]
+
+
+@pytest.mark.parametrize("fault", ["refuses", "trickles"])
+def test_another_node_takes_the_place_of_one_that_takes_no_replicas_within_the_generation(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    monkeypatch.setattr(sender, "GIVE_UP_S", 0.5)
+    nodes = [samples.server() for _ in range(4)]
+    for server in nodes:
+        stack.callback(server.close)
+    node, other, dead, spare = nodes
+    proxy = stack.enter_context(closing(Trickle(other.address) if fault == "trickles" else Proxy(other.address)))
+    if fault == "refuses":
+        # Every connection is refused at once.
+        other.close()
+    # The first that might take its place is not there either.
+    dead.close()
+    memory = stack.enter_context(closing(SnapshotClient(node.local_name, TOKEN)))
+    rank = Rank(memory, proxy.address, 8 << 20, (dead.address, spare.address))
+    stack.callback(rank.snapshots.close)
+    deadline = time.monotonic() + LIMIT_S
+    while not any(held.replica for held in spare.held()) and time.monotonic() < deadline:
+        rank.step()
+        memory.wait_complete(rank.scope.step, 0.05)
+    rank.step()
+    assert memory.wait_complete(rank.scope.step, LIMIT_S), memory.failed()
+    assert rank.scope.step in [held.step for held in spare.held() if held.replica]
+    assert rank.lost == []
+    host, port = spare.address
+    assert rank.moved[-1].endswith(f"{host}:{port} keeps it instead")
+    assert f"127.0.0.1:{proxy.address[1]} accepts no replica of rank 0" in rank.moved[0]
 
 
 @pytest.mark.parametrize("alone", [False, True])

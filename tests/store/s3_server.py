@@ -38,8 +38,12 @@ def s3_port(command: Sequence[str] = (sys.executable, str(CHILD))) -> Iterator[i
 
 def use(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
     """Send this process's requests there, by the standard environment variables."""
+    import s3fs
+
     for name, value in {**CREDENTIALS, "AWS_ENDPOINT_URL": endpoint}.items():
         monkeypatch.setenv(name, value)
+    # fsspec keeps what it has connected, and asks the environment no more: a server of an earlier test, for example.
+    s3fs.S3FileSystem.clear_instance_cache()
 
 
 def make_bucket(name: str) -> None:

@@ -12,10 +12,12 @@ from html import escape
 from typing import Any
 
 from elastic.core.secrets import HIDDEN, is_secret_name, redact
+from elastic.core.wording import plural
 from elastic.observe.html import figures
 from elastic.observe.html.style import STYLE
+from elastic.observe.steps import collective_table
 from elastic.observe.summary import summarize
-from elastic.observe.text import clean, date, duration, finite, number, plural, size, step_range, world_change
+from elastic.observe.text import brief, clean, date, duration, finite, number, size, step_range, world_change
 
 Record = Mapping[str, Any]
 Summary = Mapping[str, Any]
@@ -34,6 +36,7 @@ def page(records: Sequence[Record], job: Mapping[str, Any] | None = None) -> str
         _section("World size and throughput", figures.throughput(steps, summary) if steps else ""),
         _section("Incidents", figures.incidents(summary) + _phase_key(summary) + _incident_table(summary)),
         _section("Where the time went", _ledger(summary)),
+        _section("Collectives", _collectives(records)),
         _section("Generations", _generation_table(summary)),
         _section("Checkpoints", _checkpoint_table(summary)),
         _section("Slowest ranks", _stragglers(steps)),
@@ -132,6 +135,23 @@ def _ledger(summary: Summary) -> str:
     owners = sorted(ledger.items(), key=lambda item: -item[1])
     rows = [(owner, duration(seconds), f"{seconds / total:.1%}") for owner, seconds in owners if seconds > 0]
     return figures.time_ledger(ledger) + _table(("owner", "time", "share"), rows) if rows else ""
+
+
+def _collectives(records: Sequence[Record]) -> str:
+    """Of the newest generation that has any."""
+    found = collective_table(records)
+    if found is None:
+        return ""
+    rows = [
+        (use.op, use.axis, use.dtype or "-", str(use.calls), size(use.bytes), brief(use.seconds), brief(use.waited_s))
+        for use in found.rows
+    ]
+    words = (
+        f"Generation {found.generation}, {plural(found.world_size, 'rank')}: rank 0 in the median of steps "
+        f"{found.first_step} to {found.last_step}, of {brief(found.step_s)}."
+    )
+    names = ("operation", "axis", "dtype", "calls", "payload", "time", "waited")
+    return f'<p class="faint">{escape(words)}</p>' + _table(names, rows)
 
 
 def _generation_table(summary: Summary) -> str:

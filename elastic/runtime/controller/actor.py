@@ -30,6 +30,7 @@ from elastic.observe.journal import JournalWriter
 from elastic.observe.records import run_began, run_ended
 from elastic.observe.sink_files import file_sinks
 from elastic.observe.sinks import RunInfo, Sinks
+from elastic.runtime import handed_environment
 from elastic.runtime.controller.collector import collect_seldom
 from elastic.runtime.controller.committer import Committer
 from elastic.runtime.controller.control_loop import ControlLoop
@@ -64,7 +65,7 @@ _LINGER_S = 600.0
 
 
 class ControllerActor:
-    """Asyncio actor; detached, named, restarted by Ray for as long as the run goes on.
+    """Asyncio actor; detached, named, restarted by Ray for as long as the run continues.
 
     Clients call `progress`, `wait_step`, `wait_end`, `stop`, `leave`; agents call `beat`; workers call `deliver`;
     controllers of other runs call `claim`.
@@ -73,6 +74,8 @@ class ControllerActor:
     def __init__(self, settings: RunSettings, entry: Entry, token: bytes) -> None:
         raise_priority()
         collect_seldom()
+        # Of storage, and what errors of user code must not show.
+        handed_environment.take()
         self._settings = settings
         self._entry = entry
         # Authenticates the parts of this run to each other; an argument, so that a restarted controller gets it again.
@@ -201,7 +204,7 @@ class ControllerActor:
             logger.warning("this controller ends: %s", error)
             await end_fenced()
         except BaseException as error:
-            logger.exception("the controller of run %s cannot go on", self._settings.run_id)
+            logger.exception("the controller of run %s cannot continue", self._settings.run_id)
             self._result = self._result or {"status": "not-finished", "reason": f"the controller failed: {error!r}"}
             if not self._ready.is_set():
                 self._failed = repr(error)

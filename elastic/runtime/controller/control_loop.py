@@ -1,4 +1,4 @@
-"""The control loop: each event is journaled, then decided on, then acted on; and the tables beside the run's state.
+"""The control loop: each event is journaled, then decided on, then acted on; and the tables next to the run's state.
 
 This module holds the controller's knowledge of its run. Calls of other actors, clocks and deadlines are handled in
 `actor.py`.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from elastic.core import actions as act
@@ -16,17 +17,24 @@ from elastic.core.data.steps import CompletedStep, StepReport
 from elastic.core.event_groups import together
 from elastic.core.policy.stragglers import StragglerWatch
 from elastic.core.run import machine
-from elastic.core.run.phase import USER_CODE_FAILED, Finished
+from elastic.core.run.phase import USER_CODE_FAILED, Finished, Joining
 from elastic.core.run.state import RunState
 from elastic.core.settings import RunSettings
 from elastic.observe import records
 from elastic.runtime.controller.acks import Acks
 from elastic.runtime.controller.clock import RunClock
 from elastic.runtime.controller.committer import Committer
-from elastic.runtime.controller.faults import fault_record, unreadable_record
+from elastic.runtime.controller.faults import fault_record, unable, unreadable_record
 from elastic.runtime.controller.hands.executor import Executor
 from elastic.runtime.controller.incidents import IncidentBook
-from elastic.runtime.controller.progress import News, cadence_record, figures, function_left_record, left_out_record
+from elastic.runtime.controller.progress import (
+    News,
+    cadence_record,
+    figures,
+    function_left_record,
+    left_out_record,
+    replica_moved_record,
+)
 from elastic.runtime.controller.records import Records
 from elastic.runtime.controller.replay import Replayed
 from elastic.runtime.controller.replay_state import ReplayState
@@ -68,10 +76,10 @@ class ControlLoop:
         self._user_traceback: str | None = None
         self._attempt = old.attempt
         self._faults = old.faults
-        # The number of the last event of this attempt; and, of the event that is being handled, the number and the
-        # events that it stands for.
+        # The number of the last event of this attempt; and of the event that is being handled the number, and what
+        # tells which of those that it stands for are left out if this fails.
         self._number = old.events
-        self._handling: tuple[int, Sequence[ev.Event]] | None = None
+        self._handling: tuple[int, Callable[[], Sequence[ev.Event]]] | None = None
         self._executor: Executor
         self._committer: Committer
 
@@ -145,14 +153,23 @@ class ControlLoop:
                 self._completed(done, now)
         elif item.kind == "moved":
             self.telemetry.watch.moved(item.data["generation"], now, over=bool(item.data["over"]))
+            self._set_up_moved(worker, now)
         elif item.kind == "cadence":
             self._records.note(cadence_record(item.data))
+        elif item.kind == "replica_moved":
+            self._records.note(replica_moved_record(item.data))
         elif item.kind == "save_left_out":
             self._records.note(left_out_record(item.data))
         elif item.kind == "restored":
             restore = self.telemetry.restored(item.data)
             if restore is not None:
                 self._incidents.restored(restore)
+
+    def _set_up_moved(self, worker: int, now: float) -> None:
+        """Reported every second and by everybody; the rules need it a few times per limit, and the journal no more."""
+        phase, limit_s = self.state.phase, self.state.settings.failures.join_timeout_s
+        if isinstance(phase, Joining) and worker not in phase.training and now - phase.progress_at > limit_s / 8:
+            self._emit(ev.SetUpProgressed(self.state.generation, worker))
 
     def _completed(self, done: CompletedStep, now: float) -> None:
         """Every rank has finished the step."""
@@ -206,8 +223,8 @@ class ControlLoop:
         await (self._records.write() if fresh else self._records.start())
         first = self.state
         for number, (event, parts) in numbered:
-            self._handling = number, parts
             before = self.state
+            self._handling = number, partial(unable, before, event, parts, now)
             self.state, actions = machine.step(before, event, now)
             self._follow(before, event, now)
             for action in actions:
@@ -229,8 +246,8 @@ class ControlLoop:
         step = self.telemetry.step
         if self._faults.budget_spent(step):
             return None
-        number, events = self._handling or (None, ())
-        return fault_record(error, events, number, step, self._place())
+        number, left_out = self._handling or (None, tuple)
+        return fault_record(error, left_out(), number, step, self._place())
 
     def _place(self) -> dict[str, int]:
         return {"generation": self.state.generation, "world_size": self.state.world_size}
@@ -254,7 +271,7 @@ class ControlLoop:
         return action.generation == self.telemetry.generation
 
     def _follow(self, before: RunState, event: ev.Event, now: float) -> None:
-        """Update the tables beside the state after a transition."""
+        """Update the tables next to the state after a transition."""
         state = self.state
         self.telemetry.owner(state, now)
         if isinstance(event, ev.SlotPlaced) and event.slot in state.fleet.slots:
@@ -268,7 +285,7 @@ class ControlLoop:
             self.telemetry.generation_ended(before.generation, now)
 
     def _forget_lost(self, before: RunState) -> None:
-        """What is known beside the state of workers and nodes that have left the run since `before`."""
+        """What is known, outside of the state, about workers and nodes that have left the run since `before`."""
         old, new = before.fleet, self.state.fleet
         # A number stands for one slot or worker only: fewer than came means that some have left.
         slots_left = len(old.slots) + new.next_slot - old.next_slot > len(new.slots)

@@ -9,6 +9,7 @@ from typing import Any
 from elastic.core.actions import Note
 from elastic.core.run.phase import Closing, Training
 from elastic.core.run.state import RunState, SlotPhase, WorkerPhase
+from elastic.core.wording import plural
 from elastic.observe import records
 from elastic.runtime.controller.telemetry import Telemetry
 
@@ -70,7 +71,7 @@ def _doing(state: RunState, news: News) -> str | None:
 def _asking_for(state: RunState) -> str | None:
     """The pending slots in words; None without any."""
     pending = sum(slot.phase is SlotPhase.PENDING for slot in state.fleet.slots.values())
-    return f"{pending} more node{'s' * (pending != 1)}" if pending else None
+    return plural(pending, "more node") if pending else None
 
 
 def _placement(state: RunState) -> list[dict[str, Any]]:
@@ -87,6 +88,12 @@ def _placement(state: RunState) -> list[dict[str, Any]]:
         for worker in state.fleet.workers.values()
         if worker.phase is not WorkerPhase.STARTING
     ]
+
+
+def replica_moved_record(told: Mapping[str, Any]) -> records.Decision:
+    """The journal's record of a node that keeps replicas in the place of another one."""
+    place = {key: told[key] for key in ("step", "generation", "world_size")}
+    return records.decision("replica-moved", told["sentence"], **place, data={})
 
 
 def left_out_record(told: Mapping[str, Any]) -> records.Decision:

@@ -140,7 +140,7 @@ class Records:
             self._begin()
 
     async def write(self, records: Sequence[Record] = (), limit_s: float | None = None) -> None:
-        """Durable on return, unless storage is away or slow: training then goes on, and the records are tried again
+        """Durable on return, unless storage is away or slow: training then continues, and the records are tried again
         with the next ones. With `limit_s` this waits for that long, whatever happened before.
 
         Raises Fenced when a newer controller writes this journal, and TypeError or ValueError for a record that JSON

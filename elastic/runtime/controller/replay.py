@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 
 from elastic.core import events as ev
 from elastic.core.data.steps import Range
+from elastic.core.event_groups import apart
 from elastic.core.run import machine
 from elastic.core.run.state import RunState
 from elastic.core.settings import RunSettings
 from elastic.observe.journal import JournalWriter, Problem
 from elastic.observe.records import Record, begins_generation, skips_of, steps_of
 from elastic.observe.replay_points import ReplayPoint
-from elastic.runtime.controller.faults import Faults
+from elastic.runtime.controller.faults import Faults, one_by_one
 from elastic.runtime.controller.replay_state import ReplayState
 from elastic.runtime.controller.telemetry import Telemetry
 
@@ -86,7 +87,7 @@ class Replayed:
         self.attempt, self.begun, self.unknown = attempt, True, False
 
     def _forget(self, attempt: int) -> None:
-        """A new attempt: nothing of the one before goes on."""
+        """A new attempt: nothing of the one before continues."""
         self._begin(attempt, 0.0)
         self.begun, self.events, self.last_time, self.faults = False, 0, 0.0, Faults()
 
@@ -104,7 +105,7 @@ class Replayed:
         if kind == "event":
             # Journals of older releases do not number them.
             self.events = int(record.get("number", self.events + 1))
-            if not self.unknown and self.events not in self.faults.numbers:
+            if not self.unknown:
                 self._event(record)
         elif begins_generation(record):
             self.generation = max(self.generation, int(record["number"]))
@@ -118,14 +119,22 @@ class Replayed:
     def _event(self, record: Record) -> None:
         try:
             event, now = ev.from_json(record), float(record["now"])
+            rest = self.faults.rest_of(event, self.events)
+            if not rest:
+                return
             if isinstance(event, ev.RunStarted):
                 self._begin(int(record["incarnation"]), now)
-            self.state, _ = machine.step(self.state, event, now)
+            self.state, failed = one_by_one(self.state, rest, now)
+            # Of reports that were taken together, the others are as good as ever.
+            self.state, failed = one_by_one(self.state, [part for whole in failed for part in apart(whole)], now)
         except Exception:
             # Whatever a record holds: a controller that cannot start is worse than one that has to ask.
             logger.exception("record %s of the journal cannot be replayed; what follows it is unknown", record["seq"])
             self.unknown = True
             return
+        if failed:
+            logger.error("record %s of the journal cannot be replayed; what follows it is unknown", record["seq"])
+            self.unknown = True
         self.generation = max(self.generation, self.state.generation)
         self._telemetry.owner(self.state, now)
         if isinstance(event, ev.CheckpointCommitted):
@@ -145,7 +154,7 @@ def replay(
     starts = [i for i, r in enumerate(records) if r["type"] == "event" and r.get("event") == "RunStarted"]
     holes = [problem.place for problem in problems if problem.maybe_event]
     made = Replayed._from(settings, point)
-    # The attempt of the point goes on where no other one has begun: then all holes come after its start.
+    # The attempt of the point continues where no other one has begun: then all holes come after its start.
     first = starts[-1] if starts else -1
     began = bool(starts) or made.begun
     attempt = int(records[first]["incarnation"]) if starts else made.attempt

@@ -183,7 +183,7 @@ class Telemetry:
         self.contents.add(step["step"], [(a, b) for a, b in (*positions, *skipped)], int(step.get("content", "0"), 16))
 
     def books(self) -> Books:
-        """A view of what goes on being changed; complete where nothing is unwritten."""
+        """A view of what keeps changing; complete where nothing is unwritten."""
         return Books(self.generation, self.table, self.samples, self.time, self.step, self.loss, self.metrics)
 
     def take(self, books: Books) -> None:

@@ -28,6 +28,7 @@ from elastic.core.settings import RunSettings
 from elastic.runtime.messages import BEAT_LIMIT_S, Beat, NodeFacts
 from elastic.runtime.niceness import raise_priority
 from elastic.runtime.node.heartbeats import open_mailbox, receive
+from elastic.runtime.processes import Computing, is_stopped
 from elastic.transport.handshake import Address, connect
 
 logger = logging.getLogger(__name__)
@@ -37,8 +38,12 @@ _MIN_FREE_BYTES = 64 << 20
 
 
 # A worker's heartbeats come from a Python thread: an import or a long library call may delay them for this long in a
-# healthy process. A longer delay, or a process stopped by a signal, counts as silence.
+# healthy process. A longer delay counts as silence, unless the process computes: a call that keeps Python's lock
+# (unpickling a dataset) may take minutes, and what does not end is a hang. A process stopped by a signal is silent.
 _BUSY_S = 10.0
+# From which silence on and how often the processor's time is asked for, and how much of it a process that computes
+# has used.
+_LOOKED_AT_S, _COMPUTING_EVERY_S, _COMPUTES = 2.0, 4.0, 0.5
 # Two tries take less than the default time limit of a survey.
 _REACH_LIMIT_S = 0.7
 
@@ -63,6 +68,8 @@ class AgentActor:
         self._pids: dict[int, int] = {}
         self._watched: dict[int, int] = {}
         self._heard: dict[int, float] = {}
+        # Of workers that are silent.
+        self._computing: dict[int, Computing] = {}
         self._gone: dict[int, str] = {}
         self._wake = asyncio.Event()
         self._box, self._name = open_mailbox()
@@ -158,9 +165,19 @@ class AgentActor:
             worker = message.get("worker")
             if isinstance(worker, int) and self._pids.get(worker) == pid:
                 self._heard[worker] = now
+                self._computing.pop(worker, None)
 
     def _age(self, worker: int, silent_s: float) -> float:
-        return silent_s if silent_s > _BUSY_S or _is_stopped(self._pids[worker]) else 0.0
+        return silent_s if is_stopped(self._pids[worker]) or not self._busy(worker, silent_s) else 0.0
+
+    def _busy(self, worker: int, silent_s: float) -> bool:
+        if silent_s < _LOOKED_AT_S:
+            return True
+        now = time.monotonic()
+        if worker not in self._computing:
+            self._computing[worker] = Computing(self._pids[worker], _COMPUTES, _COMPUTING_EVERY_S, now)
+        computes = self._computing[worker].look(now)
+        return computes or silent_s <= _BUSY_S
 
     def _ended(self, worker: int) -> None:
         self._gone[worker] = f"process {self._pids.get(worker)} on node {self._node[:8]} has ended"
@@ -174,6 +191,7 @@ class AgentActor:
             os.close(handle)
         for table in (self._pids, self._heard):
             table.pop(worker, None)
+        self._computing.pop(worker, None)
 
     async def _beat(self) -> None:
         last_answer = time.monotonic()
@@ -218,12 +236,3 @@ async def unreachable(others: Mapping[str, Address], reaches: Callable[[Address]
     finally:
         pool.shutdown(wait=False)
     return tuple(node for node, reached in zip(others, found, strict=True) if not reached)
-
-
-def _is_stopped(pid: int) -> bool:
-    """Whether a signal or a tracer has stopped the process (states T and t of proc(5))."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
-    except OSError:
-        return False

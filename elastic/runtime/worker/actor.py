@@ -22,12 +22,13 @@ import ray
 from elastic.core import events as ev
 from elastic.core.errors import ElasticError, Fenced, StorageError, UsageError
 from elastic.core.settings import RunSettings
+from elastic.runtime import handed_environment
 from elastic.runtime.messages import Item, NodeFacts, Reply
 from elastic.runtime.node.heartbeats import HeartbeatSender
 from elastic.runtime.train_function import Entry
 from elastic.runtime.worker import codec, ray_train_face
 from elastic.runtime.worker.device import check_device, look
-from elastic.runtime.worker.logs import log_file, redirect
+from elastic.runtime.worker.logs import begin_generation, keep_output
 from elastic.runtime.worker.outbox import Outbox
 
 if TYPE_CHECKING:
@@ -58,6 +59,9 @@ class _Current:
     runner: GenerationRunner
 
 
+# After these a worker has nothing more to print; and how long its output may take to storage then.
+_LAST = frozenset(("finished", "user_error", "usage_error"))
+_FLUSH_S = 5.0
 _COMMANDS = frozenset(("host_store", "begin", "end", "propose_stop", "commit_stop", "ping"))
 
 
@@ -70,6 +74,7 @@ class WorkerActor:
     """
 
     def __init__(self, worker: int, settings: RunSettings, entry: Entry, controller: Any, token: bytes) -> None:
+        handed_environment.take()
         self._worker = worker
         self._settings = settings
         self._entry = entry
@@ -90,9 +95,12 @@ class WorkerActor:
         self._function: Callable[..., Any] | None = None
         # The function waits for its first generation, or has ended without one.
         self._set_up = threading.Event()
+        self._training_thread: int | None = None
         self._token = token
         self._node: NodeFacts | None = None
         self._memory: SnapshotClient | None = None
+        # Output goes to the run's folder.
+        self._flush_output: Callable[[float], Any] | None = None
 
     # --- called by the controller ---
 
@@ -112,7 +120,7 @@ class WorkerActor:
     def _prepare(self, node: NodeFacts) -> dict[str, Any]:
         self._node = node
         if self._entry.keep_prints:
-            redirect(log_file(self._settings.storage_url, self._settings.run_id, self._worker))
+            self._flush_output = keep_output(self._settings.storage_url, self._settings.run_id, self._worker)
         gpus = ray.get_gpu_ids()
         if not gpus:
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -135,7 +143,9 @@ class WorkerActor:
             node_id = ray.get_runtime_context().get_node_id()
             check_device(gpus, look(self._settings.engine), os.environ, f"{node_id[:8]} ({address})")
         self._function = self._entry.load()
-        threading.Thread(target=self._train, name="elastic-training", daemon=True).start()
+        training = threading.Thread(target=self._train, name="elastic-training", daemon=True)
+        training.start()
+        self._training_thread = training.ident
         if failures.in_loop:
             # A generation that begins with this worker does not wait for its set-up then. What is left of a longer one
             # is waited for there, within its own limit.
@@ -171,6 +181,7 @@ class WorkerActor:
 
     def begin(self, spec: GenerationSpec, rendezvous: Rendezvous) -> None:
         from elastic.runtime.worker.ray_coordinator import RayCoordinator
+        from elastic.runtime.worker.work_watch import WorkWatch
         from elastic.training.loop import GenerationRunner
 
         with self._lock:
@@ -185,6 +196,7 @@ class WorkerActor:
             )  # fmt: skip
             runner = GenerationRunner(spec, coordinator, rendezvous, on_result=self._announce)
             self._current = _Current(spec.generation, coordinator, runner)
+            WorkWatch(runner.generation.scope, self._training_thread).start()
             self._work.put(self._current)
 
     def end(self, generation: int, cause: str) -> None:
@@ -236,22 +248,29 @@ class WorkerActor:
         assert self._function is not None
         if not settings.failures.in_loop:
             while True:
-                runner = self._work.get().runner
+                runner = self._taken()
                 self._left(runner, runner.run(self._function, self._entry.config))
         call = FunctionCall(self._function, self._entry.config, self._next, self._function_left)
         first = Ahead(settings.run_id, settings.seed, engine_kind(settings.engine), self._first)
         self._left(*call.run(first))
         while True:
-            self._left(*call.run(self._work.get().runner))
+            self._left(*call.run(self._taken()))
 
     def _first(self) -> GenerationRunner:
         self._set_up.set()
-        return self._work.get().runner
+        return self._taken()
 
     def _next(self, runner: GenerationRunner, result: GenerationResult) -> GenerationRunner:
         """The user's function stays in its loop; for the controller this worker has left the generation."""
         self._left(runner, result)
-        return self._work.get().runner
+        return self._taken()
+
+    def _taken(self) -> GenerationRunner:
+        """The next generation, once there is one."""
+        runner = self._work.get().runner
+        if self._flush_output is not None:
+            begin_generation(runner.spec.generation, runner.spec.rank, runner.spec.world_size)
+        return runner
 
     def _function_left(self, why: str) -> None:
         with self._lock:
@@ -267,6 +286,9 @@ class WorkerActor:
     def _left(self, runner: GenerationRunner, result: GenerationResult) -> None:
         from elastic.comm.rendezvous import release_store
 
+        if self._flush_output is not None and result.kind in _LAST:
+            # The process may be ended as soon as it has left.
+            self._flush_output(_FLUSH_S)
         with self._lock:
             self._current = None
             generation = runner.spec.generation

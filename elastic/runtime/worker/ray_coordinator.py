@@ -110,6 +110,9 @@ class RayCoordinator:
         self._memory_works = False
         self._post(ev.MemoryLost(self._spec.generation, self._worker, reason))
 
+    def replica_moved(self, sentence: str) -> None:
+        self._outbox.put(Item("replica_moved", {"sentence": sentence, "step": self._step, **self._place()}))
+
     def boundary(self, step: int) -> Stop | None:
         with self._change:
             self._step = step

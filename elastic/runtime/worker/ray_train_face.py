@@ -7,16 +7,14 @@ takes seconds and most training functions never do.
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.util
 import logging
 import os
-import sys
 from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from elastic.core.errors import UsageError
+from elastic.engines.when_imported import when_imported
 
 if TYPE_CHECKING:
     from elastic.training.context import Context
@@ -28,28 +26,7 @@ _HOME = "ray.train.v2._internal.execution.train_fn_utils"
 
 def install() -> None:
     """Once per process, before the user's code runs."""
-    module = sys.modules.get(_HOME)
-    if module is not None:
-        module.set_train_fn_utils(TrainFunctionFace())
-    elif not any(isinstance(finder, _WhenImported) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _WhenImported())
-
-
-class _WhenImported(importlib.abc.MetaPathFinder):
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        if fullname != _HOME:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def executed(module: Any) -> None:
-                execute(module)
-                module.set_train_fn_utils(TrainFunctionFace())
-
-            spec.loader.exec_module = executed  # type: ignore[method-assign]
-        return spec
+    when_imported(_HOME, lambda module: module.set_train_fn_utils(TrainFunctionFace()))
 
 
 class TrainFunctionFace:

@@ -14,7 +14,7 @@ from kube_fake import rbac
 from kube_fake.object_table import Key, selected
 from kube_fake.patches import patched
 from kube_fake.request import Fault, Request
-from kube_fake.resources import Place, groups_document, locate, resources_document
+from kube_fake.resources import VERSIONS_DOCUMENT, Place, groups_document, locate, openapi_document, resources_document
 from kube_fake.validation import Manifest, Refusal
 
 if TYPE_CHECKING:
@@ -80,8 +80,12 @@ class Handler(BaseHTTPRequestHandler):
     def _discovery(self, path: str) -> dict[str, Any] | None:
         if path == "/version":
             return _VERSION
+        if path == "/api":
+            return VERSIONS_DOCUMENT
         if path == "/apis":
             return groups_document(self._fake.resources)
+        if path.startswith("/openapi/v3"):
+            return openapi_document(self._fake.resources, path.removeprefix("/openapi/v3").strip("/"))
         return resources_document(self._fake.resources, path.removeprefix("/apis/").removeprefix("/api/"))
 
     @property
@@ -137,7 +141,13 @@ class Handler(BaseHTTPRequestHandler):
                 ]
                 metadata = {"resourceVersion": table.version}
                 self._send(
-                    200, {"kind": f"{resource.kind}List", "apiVersion": "v1", "metadata": metadata, "items": bare}
+                    200,
+                    {
+                        "kind": f"{resource.kind}List",
+                        "apiVersion": resource.api_version,
+                        "metadata": metadata,
+                        "items": bare,
+                    },
                 )
             case "watch":
                 self._watch(place)

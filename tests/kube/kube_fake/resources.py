@@ -87,6 +87,30 @@ def _padded(rest: list[str]) -> tuple[str | None, str | None]:
     return (rest[0] if rest else None), (rest[1] if len(rest) > 1 else None)
 
 
+# What GET /api answers.
+VERSIONS_DOCUMENT = {"kind": "APIVersions", "versions": ["v1"]}
+
+
+def openapi_document(resources: Iterable[Resource], path: str) -> dict[str, Any] | None:
+    """What GET /openapi/v3 answers, and under it ("apis/ray.io/v1"): no schemas, but that the server validates fields
+    and tries requests itself, which is what kubectl looks for."""
+    by_path: dict[str, list[Resource]] = {}
+    for each in resources:
+        by_path.setdefault(f"{'apis' if each.group else 'api'}/{each.api_version}", []).append(each)
+    if not path:
+        return {"paths": {name: {"serverRelativeURL": f"/openapi/v3/{name}?hash=0"} for name in by_path}}
+    if path not in by_path:
+        return None
+    options = [{"name": name, "in": "query", "schema": {"type": "string"}} for name in ("dryRun", "fieldValidation")]
+    paths = {}
+    for each in by_path[path]:
+        place = "namespaces/{namespace}/" if each.namespaced else ""
+        kind = {"group": each.group, "version": each.version, "kind": each.kind}
+        patch = {"parameters": options, "x-kubernetes-group-version-kind": kind, "responses": {}}
+        paths[f"/{path}/{place}{each.plural}/{{name}}"] = {"patch": patch}
+    return {"openapi": "3.0.0", "info": {"title": "fake", "version": "v1"}, "paths": paths}
+
+
 def groups_document(resources: Iterable[Resource]) -> dict[str, Any]:
     """What GET /apis answers."""
     versions: dict[str, list[str]] = {}

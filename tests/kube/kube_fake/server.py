@@ -11,6 +11,7 @@ from http.server import ThreadingHTTPServer
 from types import TracebackType
 from typing import Any
 
+from kube_fake.certificate import self_signed
 from kube_fake.handler import Handler
 from kube_fake.logs import PodLog
 from kube_fake.object_table import ObjectTable
@@ -38,7 +39,10 @@ class _Server(ThreadingHTTPServer):
 class FakeKubernetes:
     """A context manager. `namespace` exists from the start; `kuberay` is the version of its API, None without it."""
 
-    def __init__(self, kuberay: str | None = "v1", namespace: str = "team") -> None:
+    def __init__(self, kuberay: str | None = "v1", namespace: str = "team", tls: bool = False) -> None:
+        # For the kubeconfig; empty where the fake speaks plain HTTP.
+        self.certificate = ""
+        self._tls = tls
         self.resources = served(kuberay)
         if unknown := {rule for each in self.resources for rule in rules(each.schema)} - RULES.keys():
             raise ValueError(f"the CRDs have validation rules that the fake does not know: {sorted(unknown)}")
@@ -56,11 +60,16 @@ class FakeKubernetes:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_address[1]}"
+        return f"{'https' if self._tls else 'http'}://127.0.0.1:{self._server.server_address[1]}"
 
     def __enter__(self) -> FakeKubernetes:
         self._server = _Server(("127.0.0.1", 0), Handler)
         self._server.fake = self
+        if self._tls:
+            context, self.certificate = self_signed()
+            self._server.socket = context.wrap_socket(
+                self._server.socket, server_side=True, do_handshake_on_connect=False
+            )
         serve = self._server.serve_forever
         self._thread = threading.Thread(target=serve, args=(0.02,), name="fake-kubernetes", daemon=True)
         self._thread.start()
@@ -116,20 +125,21 @@ class FakeKubernetes:
         return token
 
     def kubeconfig(self, namespace: str | None = "team", token: str = ADMIN_TOKEN) -> str:
-        return kubeconfig(self.url, namespace, token)
+        return kubeconfig(self.url, namespace, token, self.certificate)
 
 
-def kubeconfig(url: str, namespace: str | None = "team", token: str = ADMIN_TOKEN) -> str:
+def kubeconfig(url: str, namespace: str | None = "team", token: str = ADMIN_TOKEN, certificate: str = "") -> str:
     """Of a server, as JSON, which is YAML. Its one context is called "test"."""
     context: dict[str, Any] = {"cluster": "fake", "user": "me"}
     if namespace is not None:
         context["namespace"] = namespace
+    cluster = {"server": url, **({"certificate-authority-data": certificate} if certificate else {})}
     return json.dumps(
         {
             "apiVersion": "v1",
             "kind": "Config",
             "current-context": "test",
-            "clusters": [{"name": "fake", "cluster": {"server": url}}],
+            "clusters": [{"name": "fake", "cluster": cluster}],
             "users": [{"name": "me", "user": {"token": token}}],
             "contexts": [{"name": "test", "context": context}],
         }

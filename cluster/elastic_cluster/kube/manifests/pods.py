@@ -124,7 +124,7 @@ def _volumes(job: KubeJob, size: Size, user: bool, files: bool) -> tuple[list[Js
     if files and job.files:
         volumes.append({"name": "files", "configMap": {"name": f"{job.name}-files"}})
         mounts += [
-            # One file of its folder, so that what the image has beside it stays.
+            # One file of its folder, so that what the image has next to it stays.
             {"name": "files", "mountPath": path, "subPath": file_key(path), "readOnly": True}
             for path in sorted(job.files)
         ]

@@ -12,6 +12,9 @@ from elastic.core.settings import RunSettings
 from elastic.runtime.controller.hands.snapshot_directory import targets_of
 from elastic.runtime.messages import NodeFacts
 
+# Nodes that may take the place of one that does not take a rank's replicas.
+_SPARES = 2
+
 
 def generation_specs(
     settings: RunSettings,
@@ -28,6 +31,7 @@ def generation_specs(
             rank=rank,
             world_size=len(action.members),
             seed=settings.seed,
+            sp=settings.mesh.sp,
             max_world_size=settings.scaling.max_workers,
             batch=batch,
             checkpoint=action.checkpoint,
@@ -55,15 +59,21 @@ def memory_plans(
     domains = {node: facts.domain for node, facts in known.items() if facts.domain}
     placed: Sequence[tuple[str, ...]]
     stripes: Sequence[tuple[int, ...]] = [()] * len(nodes)
+    spare: Sequence[tuple[str, ...]] = [()] * len(nodes)
     if memory.parity:
         shared = place_parity(nodes, memory.parity, domains)
         placed = [(stripe.holder,) if stripe is not None else () for stripe in shared]
         # The parity of a single rank is a replica.
         stripes = [stripe.ranks if stripe is not None and len(stripe.ranks) > 1 else () for stripe in shared]
     else:
-        placed = place_replicas(nodes, memory.replicas, domains)
-    targets = targets_of(placed, {node: facts.memory for node, facts in known.items()})
+        # The next best follow those that get the replicas. Parity has none: all ranks of a stripe would have to move.
+        ringed = place_replicas(nodes, memory.replicas + _SPARES, domains)
+        placed, spare = [ring[: memory.replicas] for ring in ringed], [ring[memory.replicas :] for ring in ringed]
+    addresses = {node: facts.memory for node, facts in known.items()}
+    every, cost, required = memory.every_steps, memory.cost_limit, memory.required
     return tuple(
-        MemoryPlan(where, stripe, memory.every_steps, memory.cost_limit, memory.required)
-        for where, stripe in zip(targets, stripes, strict=True)
+        MemoryPlan(where, stripe, every, cost, required, spares)
+        for where, stripe, spares in zip(
+            targets_of(placed, addresses), stripes, targets_of(spare, addresses), strict=True
+        )
     )

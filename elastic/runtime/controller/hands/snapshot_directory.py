@@ -85,7 +85,7 @@ class SnapshotDirectory:
     async def wait_for(self, identifier: str) -> Assembled:
         """Raises IntegrityError or StorageError that says what is missing."""
         if self._collecting is None or self._collecting[1] != identifier:
-            raise StorageError(f"snapshot {identifier} is not the one that the run goes on from")
+            raise StorageError(f"snapshot {identifier} is not the one that the run continues from")
         try:
             return await asyncio.shield(self._collecting[2])
         except asyncio.CancelledError:

@@ -65,7 +65,7 @@ class HeartbeatTable:
             try:
                 self.look(self._clock())
             except Exception:
-                # An exception must not end the watch: the run would go on unwatched.
+                # An exception must not end the watch: the run would continue unwatched.
                 logger.exception("the check for silence and standstill failed")
 
     def look(self, now: float) -> None:
@@ -73,7 +73,8 @@ class HeartbeatTable:
         failures, state, telemetry = self._failures, self._state(), self._telemetry
         ending = isinstance(state.phase, Ending)
         limit_s = failures.probe_timeout_s + failures.heartbeat_s if ending else failures.suspect_after_s
-        silence = self._seen.silent(now, limit_s)
+        # At the end of a generation nobody is probed, and a worker that speaks is there.
+        silence = self._seen.silent(now, limit_s, agents=not ending)
         if silence is not None:
             self._emit(silence)
             if not all(worker in state.fleet.workers for worker in silence.workers):

@@ -69,7 +69,7 @@ def test_controllers_know_each_other_by_name() -> None:
 
 
 class Watched:
-    """A run that may have three slots and has none, and the watch beside it."""
+    """A run that may have three slots and has none, and the watch next to it."""
 
     def __init__(self, low: int = 1, placed: int = 0) -> None:
         self.s = Scenario(low, 3).do(ev.RunStarted())

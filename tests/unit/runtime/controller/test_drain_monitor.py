@@ -82,7 +82,7 @@ def test_whatever_goes_wrong_the_next_look_follows(monkeypatch: pytest.MonkeyPat
 
     def told(event: NodesDraining) -> None:
         heard.append(event)
-        # The watch goes on for ever by itself.
+        # The watch continues for ever by itself.
         raise asyncio.CancelledError
 
     with pytest.raises(asyncio.CancelledError):

@@ -1,4 +1,4 @@
-"""A controller whose own code fails: what is written down, and how the next incarnation goes on without the cause."""
+"""A controller whose own code fails: what is written down, and how the next incarnation continues without the cause."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from controller_life import BEGUN, JOINED, Controller, begun, item
+from controller_life import BEGUN, JOINED, SETTINGS, Controller, begun, item
 
 from elastic.core import events as ev
-from elastic.core.run import machine
+from elastic.core.run import generations, machine
 from elastic.core.run.state import RunState
-from elastic.observe.journal import JournalReader
+from elastic.observe.journal import JournalReader, JournalWriter
 from elastic.runtime.controller.faults import KIND, MOST_IN_A_ROW, Faults
 from elastic.runtime.controller.records import Records
+from elastic.runtime.controller.replay import replay
 from elastic.runtime.messages import Item
 
 POISON = ev.CollectiveFailed(1, 0, 3, "poison")
@@ -74,6 +75,59 @@ def test_the_next_incarnation_goes_on_without_the_event_that_the_last_one_could_
     third, error = life(tmp_path, ev.TrainingReached(1, 1, 0))
     assert error is None
     assert type(third.loop.state.phase).__name__ == "Training"
+
+
+@pytest.fixture
+def poisoned_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rule that raises for the report of worker 1, alone and together with others."""
+    joined = generations.group_joined
+
+    def rule(transition: Any, workers: Any) -> None:
+        if 1 in workers:
+            raise ZeroDivisionError("a bug")
+        joined(transition, workers)
+
+    monkeypatch.setattr(generations, "group_joined", rule)
+
+
+def test_of_reports_that_one_turn_took_together_only_the_poisoned_one_is_left_out(
+    tmp_path: Path, poisoned_report: None
+) -> None:
+    begun(tmp_path, BEGUN[:-1])
+    _, error = life(tmp_path, JOINED, ev.GroupJoined(1, 1))
+    assert isinstance(error, ZeroDivisionError)
+    (record,) = faults(tmp_path)
+    assert record["sentence"].startswith("the controller could not handle GroupJoined")
+    second, error = life(tmp_path, JOINED, ev.GroupJoined(1, 1))
+    assert error is None
+    assert second.loop.state.phase.joined == {0}  # type: ignore[union-attr]
+    assert not second.loop.state.trouble.incident
+
+
+def test_where_only_the_whole_group_fails_its_reports_are_taken_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rule(transition: Any, event: ev.MembersReported) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(generations, "members_reported", rule)
+    begun(tmp_path, BEGUN[:-1])
+    _, error = life(tmp_path, JOINED, ev.GroupJoined(1, 1))
+    assert isinstance(error, ZeroDivisionError)
+    assert "takes them one after the other" in faults(tmp_path)[0]["sentence"]
+    second, error = life(tmp_path)
+    assert error is None
+    assert second.loop.state.phase.joined == {0, 1}  # type: ignore[union-attr]
+
+
+def test_a_report_that_a_replay_cannot_apply_does_not_take_the_others_of_its_turn_along(
+    tmp_path: Path, poisoned_report: None
+) -> None:
+    """Its controller was killed before it could say so: what follows is unknown, and the other report is not."""
+    begun(tmp_path, (*BEGUN[:-1], ev.MembersReported(1, "GroupJoined", (0, 1), (0, 0))))
+    old = replay(JournalWriter(str(tmp_path), "run").replayed, SETTINGS)
+    assert old.state.phase.joined == {0}  # type: ignore[union-attr]
+    assert old.unknown
 
 
 def test_the_budget_counts_faults_in_a_row_without_a_new_step() -> None:

@@ -6,7 +6,8 @@ import pytest
 
 from elastic.core.actions import BeginGeneration
 from elastic.core.settings import RunSettings
-from elastic.runtime.controller.hands.generation_specs import generation_specs
+from elastic.runtime.controller.hands.generation_specs import generation_specs, memory_plans
+from elastic.runtime.messages import NodeFacts
 
 
 @pytest.mark.parametrize(("checkpoint", "content"), [("step-00000004-g0001", {40: 7}), (None, {})])
@@ -17,3 +18,14 @@ def test_repeated_steps_are_known_where_the_run_goes_on_from_a_checkpoint(
     begin = BeginGeneration(2, (0, 1), checkpoint, 4 if checkpoint else 0)
     specs = generation_specs(RunSettings("r"), begin, [None, None], {40: 7})
     assert [spec.content for spec in specs] == [content, content]
+
+
+def test_the_nodes_that_may_take_a_keepers_place_are_none_that_keep_the_shard() -> None:
+    nodes = [f"n{number}" for number in range(5)]
+    known = {node: NodeFacts("mailbox", ("10.0.0.1", number), "memory") for number, node in enumerate(nodes)}
+    for rank, plan in enumerate(memory_plans(RunSettings("r"), nodes, known)):
+        assert plan is not None
+        assert len(plan.targets) == 1
+        assert len({("10.0.0.1", rank), *plan.targets, *plan.spares}) == 4
+    pair = memory_plans(RunSettings("r"), nodes[:2], known)
+    assert [plan.spares for plan in pair if plan is not None] == [(), ()]

@@ -66,7 +66,7 @@ def test_what_waits_for_storage_is_not_durable_until_storage_has_it(
         monkeypatch.setattr(controller.journal, "extend", slow)
         assert (await controller.deliver([item(JOINED, 1)], None)).durable == 0
         await controller.turn()
-        # The run goes on meanwhile: what it decides is not held up.
+        # The run continues meanwhile: what it decides is not held up.
         assert controller.records.failing
         assert (await controller.deliver([item(FAILED, 2)], 2)).durable == 0
         await controller.turn()

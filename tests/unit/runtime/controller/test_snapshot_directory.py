@@ -111,7 +111,7 @@ def test_a_node_that_does_not_answer_holds_nothing_and_that_is_said() -> None:
         held.collect(2, IDENTIFIER, ["a"])
         with pytest.raises(IntegrityError, match="cannot be put together any more"):
             await held.wait_for(IDENTIFIER)
-        with pytest.raises(StorageError, match="not the one that the run goes on from"):
+        with pytest.raises(StorageError, match="not the one that the run continues from"):
             await held.wait_for(snapshot_id(7, 1))
         return found
 

@@ -1,4 +1,4 @@
-"""What telemetry says of a run that goes on: rates are per what was really counted."""
+"""What telemetry says of a run that continues: rates are per what was really counted."""
 
 from __future__ import annotations
 
