@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from elastic_jobs.trainer import ElasticTrainer
 
-    from elastic import data
+    from elastic import data, sequence
     from elastic.core.errors import ElasticError, UsageError
     from elastic.core.settings import AnomalySettings, FailureSettings, SnapshotSettings, StragglerSettings
     from elastic.interchange.export import export
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AnomalySettings", "Context", "ElasticError", "ElasticTrainer", "FailureSettings", "SnapshotSettings",
     "StragglerSettings", "UsageError", "busy", "data", "epochs", "export", "get_context", "initialize", "keep",
-    "prepare_data_loader", "report", "state", "step",
+    "prepare_data_loader", "report", "sequence", "state", "step",
 ]  # fmt: skip
 
 _HOMES = {
@@ -60,8 +60,8 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return version("ray-elastic")
-    if name == "data":
-        return import_module("elastic.data")
+    if name in ("data", "sequence"):
+        return import_module(f"elastic.{name}")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -32,6 +32,15 @@ def together(events: Iterable[Event]) -> list[tuple[Event, list[Event]]]:
     return made
 
 
+def apart(event: Event) -> list[Event]:
+    """The reports that the event stands for, in their order."""
+    if not isinstance(event, MembersReported):
+        return [event]
+    kind = next(kind for kind in _REPORTS if kind.__name__ == event.report)
+    named = zip(event.workers, event.steps, strict=True)
+    return [kind(event.generation, worker, *((step,) if _REPORTS[kind] else ())) for worker, step in named]
+
+
 def _kind(event: Any) -> tuple[type[Any], int] | None:
     return (type(event), event.generation) if type(event) in _REPORTS else None
 

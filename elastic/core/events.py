@@ -169,6 +169,14 @@ class RestoreProgressed:
 
 
 @dataclass(frozen=True)
+class SetUpProgressed:
+    """The worker's set-up computes, or says that it is busy; reported while the generation's start takes long."""
+
+    generation: int
+    worker: int
+
+
+@dataclass(frozen=True)
 class TrainingReached:
     """The worker's state is installed and verified (or freshly initialised); its next step is `step`."""
 
@@ -364,9 +372,9 @@ class ControlStoreBack:
 
 
 GenerationEvent = (
-    GroupJoined | RestoreProgressed | TrainingReached | FirstStepDone | ProgressStalled | CollectiveFailed |
-    UserCodeFailed | AnomalyFound | StepSkipped | StragglerFound | RestoreFailed | StopPromised | MemoryLost |
-    WorkerLeft | WorkerCompleted | MembersReported
+    GroupJoined | RestoreProgressed | SetUpProgressed | TrainingReached | FirstStepDone | ProgressStalled |
+    CollectiveFailed | UserCodeFailed | AnomalyFound | StepSkipped | StragglerFound | RestoreFailed | StopPromised |
+    MemoryLost | WorkerLeft | WorkerCompleted | MembersReported
 )  # fmt: skip
 
 Event = (

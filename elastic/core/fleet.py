@@ -13,10 +13,7 @@ from enum import Enum
 from functools import cached_property
 from typing import ClassVar
 
-from elastic.core.tables import Numbers, Table
-
-# Nodes are looked up in this many small tables.
-_BUCKETS = 4096
+from elastic.core.tables import Numbers, Table, bucket_of
 
 
 class SlotPhase(str, Enum):
@@ -70,7 +67,7 @@ class Slots(Table[Slot]):
 
     def on(self, node: str | None) -> tuple[int, ...]:
         """The slots on this node, in the order of their numbers."""
-        return self._by_node.get(_bucket(node), {}).get(node, ()) if node is not None else ()
+        return self._by_node.get(bucket_of(node), {}).get(node, ()) if node is not None else ()
 
     @property
     def shut(self) -> frozenset[str]:
@@ -100,8 +97,8 @@ class Slots(Table[Slot]):
         if node is None:
             return
         there = (*(other for other in self.on(node) if other != slot), *(() if away else (slot,)))
-        bucket = {**self._by_node.get(_bucket(node), {}), node: tuple(sorted(there))}
-        self._by_node = self._by_node.put({_bucket(node): {name: slots for name, slots in bucket.items() if slots}})
+        bucket = {**self._by_node.get(bucket_of(node), {}), node: tuple(sorted(there))}
+        self._by_node = self._by_node.put({bucket_of(node): {name: slots for name, slots in bucket.items() if slots}})
 
 
 class Workers(Table[Worker]):
@@ -177,7 +174,3 @@ def _updated(numbers: Numbers, changed: Collection[int], inside: Collection[int]
     new = [number for number in inside if number not in numbers]
     numbers = numbers.minus(gone) if gone else numbers
     return numbers.plus(new) if new else numbers
-
-
-def _bucket(node: str) -> int:
-    return hash(node) % _BUCKETS

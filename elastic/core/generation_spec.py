@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elastic.core.data.steps import Range
+from elastic.core.mesh import Mesh
 from elastic.core.settings import AnomalySettings, WeightsSettings
 
 
@@ -24,7 +25,8 @@ class BatchSettings:
 class MemoryPlan:
     """Snapshots of one rank in its node's memory; see `core.settings.SnapshotSettings`.
 
-    `targets` hold the replicas. With `stripe` they keep the parity of these ranks' shards instead, this one among them.
+    `targets` hold the replicas; one that does not take them is replaced by one of `spares`. With `stripe` they keep the
+    parity of these ranks' shards instead, this one among them.
     """
 
     targets: tuple[tuple[str, int], ...] = ()
@@ -32,6 +34,7 @@ class MemoryPlan:
     every_steps: int | None = None
     cost_limit: float = 0.01
     required: bool = False
+    spares: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,8 @@ class GenerationSpec:
     rank: int
     world_size: int
     seed: int = 0
+    # How many neighbouring ranks share each sequence; see `core.mesh`.
+    sp: int = 1
     # The size that DeepSpeed configs written for a fixed world size are read with.
     max_world_size: int = 1
     batch: BatchSettings = field(default_factory=BatchSettings)
@@ -73,3 +78,7 @@ class GenerationSpec:
     # A collective that makes no progress for this long fails by itself, whatever else goes wrong. Over NCCL it is only
     # noticed then, and has to be aborted: torch would end the process instead (`comm.nccl`).
     collective_timeout_s: float = 600.0
+
+    @property
+    def mesh(self) -> Mesh:
+        return Mesh.of(self.world_size, self.sp)

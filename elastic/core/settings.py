@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from elastic.core.errors import UsageError
+from elastic.core.mesh import MeshSettings
 
 Json = Any
 
@@ -27,7 +28,7 @@ class FailureSettings:
     probe_timeout_s: float = 0.5
     # A node whose agent is silent this many times in a row counts as lost, although its workers answer their probes.
     silent_agent_limit: int = 8
-    # No step for max(floor, factor * median step time), with heartbeats going on, is a hang.
+    # No step for max(floor, factor * median step time), with heartbeats continuing, is a hang.
     hang_floor_s: float = 30.0
     hang_factor: float = 10.0
     # How long a worker may take to leave its generation, before it is left out.
@@ -112,7 +113,7 @@ class ScalingSettings:
 class CheckpointSettings:
     """Where checkpoints go (any fsspec URL), how often, and which are kept.
 
-    The newest `keep_last` are kept, and beside them every one whose step is a multiple of `keep_every_steps`.
+    The newest `keep_last` are kept, and with them every one whose step is a multiple of `keep_every_steps`.
     `every_steps` None saves only where a generation ends as planned and at the end of the run.
     """
 
@@ -236,6 +237,7 @@ class RunSettings:
     engine: str = "deepspeed"
     engine_config: Mapping[str, Json] | None = None
     weights: WeightsSettings | None = None
+    mesh: MeshSettings = field(default_factory=MeshSettings)
     storage_url: str = "./runs"
 
     def __post_init__(self) -> None:
@@ -261,7 +263,7 @@ class RunSettings:
         parts = {
             "scaling": ScalingSettings, "checkpoint": CheckpointSettings, "snapshots": SnapshotSettings,
             "failures": FailureSettings, "anomalies": AnomalySettings,
-            "stragglers": StragglerSettings,
+            "stragglers": StragglerSettings, "mesh": MeshSettings,
         }  # fmt: skip
         values = {key: _build(parts[key], value) if key in parts else value for key, value in data.items()}
         values["sinks"] = tuple(_build(SinkSettings, sink) for sink in values.get("sinks") or ())

@@ -15,6 +15,8 @@ V = TypeVar("V")
 _Own = TypeVar("_Own", bound="Table[Any]")
 
 _BITS = 8
+# Names are looked up in this many small tables.
+_BUCKETS = 4096
 
 
 class Table(Mapping[int, V]):
@@ -101,6 +103,11 @@ class _Values(ValuesView[V]):
 
     def __iter__(self) -> Iterator[V]:
         return chain.from_iterable(chunk.values() for chunk in self._mapping._chunks.values())
+
+
+def bucket_of(name: str) -> int:
+    """The number under which a table keeps what it knows of this name, and what it knows of a few others."""
+    return hash(name) % _BUCKETS
 
 
 class Amounts(Table[int]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from random import Random
 
+from elastic.core.mesh import MeshSettings
 from elastic.core.settings import (
     AnomalySettings,
     CheckpointSettings,
@@ -145,8 +146,11 @@ def draw(seed: int) -> Plan:
     # Drawn from random streams of their own, like the faults above, so that the plans of older seeds do not change.
     parity = Random(f"parity {seed}").choice((0, 0, 0, 1, 2, 3))
     policy = Random(f"policy {seed}").choice(("eager", "eager", "eager", "patient"))
+    # Of what divides both limits; most often 1.
+    common = [cell for cell in (1, 1, 2, 3) if scaling.min_workers % cell == 0 == scaling.max_workers % cell]
     plan.settings = replace(
         plan.settings,
+        mesh=MeshSettings(sp=Random(f"mesh {seed}").choice(common)),
         snapshots=replace(plan.settings.snapshots, parity=parity),
         scaling=replace(scaling, policy=policy),  # type: ignore[arg-type]
     )

@@ -156,6 +156,7 @@ class Invariants:
         self.begun.add(action.generation)
         scaling, newest = after.settings.scaling, self._newest(before, after, event)
         assert scaling.min_workers <= len(action.members) <= scaling.max_workers
+        assert len(action.members) % after.settings.mesh.cell == 0, "a cell is not whole"
         assert len(set(action.members)) == len(action.members), "a worker has two ranks"
         slots = {after.fleet.workers[worker].slot for worker in action.members if worker in after.fleet.workers}
         assert slots.isdisjoint(after.fleet.evicted), "a slot that is to be given back is trained on"
@@ -333,7 +334,7 @@ class Invariants:
             and after.trouble.incident
             and after.trouble.incident.lost_workers
         ):
-            seen("anomaly beside a lost node")
+            seen("anomaly with a lost node")
         if len(after.fleet.evicted) > len(before.fleet.evicted):
             seen("eviction")
         if isinstance(new, Training) and len(after.fleet.evicted) < len(before.fleet.evicted):

@@ -236,7 +236,7 @@ class Group:
                 self.kick()
 
     def kick(self) -> None:
-        """Try to go on: an obstacle may be gone."""
+        """Try to continue: an obstacle may be gone."""
         for member in self.members:
             if member.group is self and member.stop_at == self.step:
                 member.act(0.01, member.stop_here)

@@ -23,7 +23,7 @@ SOMETIMES = {
     *(f"incident {kind}" for kind in ("resize", "stop", "collective-failed", "hang", "worker-frozen", "worker-lost",
       "node-frozen", "node-lost", "restore-failed", "user-error", "usage-error", "anomaly")),
     *(f"anomaly, policy {policy}" for policy in ("rollback", "skip", "stop")), "anomalies within",
-    "anomaly beside a lost node", "eviction", "slow slot given back", "is kept: ", "it is kept",
+    "anomaly with a lost node", "eviction", "slow slot given back", "is kept: ", "it is kept",
     *(f"finished: {status}" for status in ("finished", "not-finished", "user-code-failed", "usage", "stopped",
       "gave-up", "no-capacity", "integrity")),
     *(f"stopped in {phase}" for phase in ("Waiting", "Pausing", "Ending")),

@@ -27,7 +27,7 @@ def place_parity(
     """For each rank its stripe, of at most `width` ranks; None where there is no second node.
 
     `nodes[rank]` is the rank's node; `domains` maps nodes to failure domains (rack, zone). No node has two parts of a
-    stripe, so any one node may be lost. No domain has, where domains are no larger than there are stripes beside each
+    stripe, so any one node may be lost. No domain has, where domains are no larger than there are stripes next to each
     other and there are more of them than a stripe has ranks: any one domain may be lost then.
 
     With N nodes a stripe has at most N - 1 ranks, and stripes are of even size: four nodes with a width of 3 make two

@@ -4,7 +4,7 @@ A step is cut into micro-batches without looking at the world size; only then ar
 step, their cut and their random streams (one per micro-batch) are the same at every world size, and the gradient is
 exactly the mean over the step's samples.
 
-Ranges of positions may be skipped (samples that made a step's loss or gradient no number): every step from there on
+Ranges of positions may be skipped (samples that made a step's loss or gradient non-finite): every step from there on
 takes the next ones instead. Numbers of steps stay what they are.
 """
 

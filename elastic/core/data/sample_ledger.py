@@ -91,7 +91,7 @@ class SampleLedger:
         return True
 
     def rollback(self, to_step: int) -> None:
-        """The run goes on after step `to_step`: later steps have not happened."""
+        """The run continues after step `to_step`: later steps have not happened."""
         self._odd = {step: ranges for step, ranges in self._odd.items() if step <= to_step}
         self._passed = {step: ranges for step, ranges in self._passed.items() if step <= to_step}
         while self._stretches and self._stretches[-1].last > to_step:

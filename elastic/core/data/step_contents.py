@@ -26,5 +26,5 @@ class StepContents:
                 del self._known[next(iter(self._known))]
 
     def after(self, step: int) -> dict[int, int]:
-        """First position to content of the steps that are done again when the run goes on after `step`."""
+        """First position to content of the steps that are done again when the run continues after `step`."""
         return {start: content for start, (number, content) in self._known.items() if number > step}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from elastic.core.data.finite import FinitePlace, deal_cut
 from elastic.core.data.micro_batches import MicroBatch, deal, next_position, step_positions, steps_in
 from elastic.core.data.readers import Slots
 from elastic.core.data.samples import SampleOrder
@@ -19,11 +20,17 @@ class StepPlan:
     """The fixed facts by which any step of the run is dealt. All figures count samples, except `world_size`, `rank`
     and `micro_steps` (the micro-batches of a full step on each rank: the gradient accumulation steps).
 
+    Where ranks share sequences (`core.mesh`), `world_size` and `rank` are those of cells; `leads` is True for the rank
+    of each cell that stands for it wherever samples are counted.
+
     `total_samples` is what the run consumes; None where the training function alone decides when the run ends. `skips`
     are the ranges of positions that the run leaves out. Without `shuffle` every epoch has the dataset's own order.
 
     A stream has no `dataset_size`: its positions are those of its readers (`core.data.readers`), it has one endless
-    epoch, and `stream` names what else defines its order. `block` and `blocks_at_once`: see `SampleOrder`."""
+    epoch, and `stream` names what else defines its order. `block` and `blocks_at_once`: see `SampleOrder`.
+
+    A stream that has epochs is planned one step ahead: `finite` says where it stands, and this plan answers for the
+    step that begins there."""
 
     global_batch: int
     micro_batch: int
@@ -37,6 +44,8 @@ class StepPlan:
     stream: tuple[tuple[str, str], ...] = ()
     block: int = 0
     blocks_at_once: int = 1
+    finite: FinitePlace | None = None
+    leads: bool = True
 
     def order(self, seed: int) -> SampleOrder:
         """The dataset index of every position; of a stream, the position itself."""
@@ -51,37 +60,66 @@ class StepPlan:
 
     @property
     def last_step(self) -> int | None:
-        """Number of steps in the whole run, where it is bounded."""
+        """Number of steps in the whole run, where it is known."""
         return None if self.total_samples is None else steps_in(self.total_samples, self.global_batch)
+
+    @property
+    def endless(self) -> bool:
+        """A stream whose readers begin anew by themselves, without epochs that the run could count."""
+        return self.dataset_size is None and self.finite is None
+
+    @property
+    def bounded(self) -> bool:
+        """Does the run have an end of its own? Otherwise the training function alone decides."""
+        return self.total_samples is not None or (self.finite is not None and self.finite.epochs is not None)
 
     def over(self, step: int) -> bool:
         """Is nothing left to do when `step` steps are finished?"""
         last = self.last_step
-        return last is not None and step >= last
+        return (last is not None and step >= last) or (self.finite is not None and self.finite.over)
 
     def deal(self, step: int) -> tuple[MicroBatch, ...]:
+        if self.finite is not None:
+            # Before the ranks have agreed, a whole step: what is compared when a state was restored.
+            cut = self.finite.cut or [self.slots.size(reader) for reader in range(self.slots.readers)]
+            return deal_cut(self._place(step).position, cut, self.world_size, self.rank)
         return deal(
             step, self.global_batch, self.micro_batch, self.world_size, self.rank, self.total_samples, self.skips
         )
 
     def consumed(self, step: int) -> int:
         """Samples that were consumed when `step` steps are finished."""
+        if self.finite is not None:
+            done = self.finite.after_step() if step == self.finite.step + 1 else self._place(step)
+            return done.samples
         consumed = step * self.global_batch
         return consumed if self.total_samples is None else min(consumed, self.total_samples)
 
     def position(self, step: int) -> int:
         """The position of the sample that follows when `step` steps are finished."""
+        if self.finite is not None:
+            return self._place(step).position
         return next_position(self.consumed(step), self.skips)
 
     def positions(self, step: int) -> Range:
         """What the whole step consumes, on all ranks."""
+        if self.finite is not None:
+            return self._place(step).position, self.finite.end
         return step_positions(step, self.global_batch, self.total_samples, self.skips)
 
     def epoch(self, step: int) -> int:
-        """The epoch in which the step's first sample lies; a step may reach over into the next."""
+        """The epoch in which the step's first sample lies; a step may reach over into the next. At the end of a
+        stream, its last one."""
+        if self.finite is not None:
+            return self.finite.epoch - 1 if self.finite.over else self.finite.epoch
         if self.dataset_size is None:
             return 0
         return next_position(step * self.global_batch, self.skips) // self.dataset_size
+
+    def _place(self, step: int) -> FinitePlace:
+        assert self.finite is not None
+        assert self.finite.step == step, f"a stream stands before step {self.finite.step}, not {step}"
+        return self.finite
 
     def _first_step(self, epoch: int, dataset_size: int) -> int:
         """The first step that begins in `epoch` or, where none does, in a later one; not limited by the run's end."""
@@ -93,8 +131,10 @@ class StepPlan:
 
     def batches_in(self, epoch: int) -> int:
         """Micro-batches of this rank in the steps that begin in `epoch`, padding included. Raises TypeError for a
-        stream without an end: it has no length."""
+        stream without an end, and for one with epochs: they have no length."""
         last = self.last_step
+        if self.finite is not None:
+            raise TypeError("the loader of a stream with epochs has no length: its readers find their ends by reading")
         if self.dataset_size is None:
             if last is None:
                 raise TypeError("the loader of a stream has no length where the job has no max_steps")
@@ -113,8 +153,8 @@ def total_samples(
     """How many samples the run consumes: whichever of `max_steps` and `epochs` ends first; None without both, where the
     training function decides.
 
-    Samples that are skipped are missing from an epoch, not from a number of steps. Raises UsageError for epochs of a
-    stream, whose length nobody knows (`dataset_size` None).
+    Samples that are skipped are missing from an epoch, not from a number of steps. Nobody knows how many samples the
+    epochs of a stream have (`dataset_size` None): see `core.data.finite`.
     """
     for name, value in (("max_steps", max_steps), ("epochs", epochs)):
         if value is not None and value < 1:
@@ -122,9 +162,7 @@ def total_samples(
     limits = []
     if max_steps is not None:
         limits.append(max_steps * global_batch)
-    if epochs is not None:
-        if dataset_size is None:
-            raise UsageError("the job's epochs cannot bound a stream, whose length is not known: set max_steps instead")
+    if epochs is not None and dataset_size is not None:
         whole = epochs * dataset_size
         limits.append(whole - sum(max(0, min(stop, whole) - start) for start, stop in skips))
     return min(limits, default=None)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from elastic.core.data.collectives import CollectiveUse
 from elastic.core.events import FirstStepDone
 from elastic.core.typed_json import NOT_KEPT
 
@@ -33,6 +34,7 @@ class StepReport:
     `anomaly` says why the step was not applied; `skipped` is then what it would have consumed.
     `metrics` is what the user attached with `elastic.report`.
     `content` stands for what was read from a stream (0: none): the sum over its readers, modulo 2**64.
+    `collectives` are those of rank 0, empty on all others.
     """
 
     step: int
@@ -50,6 +52,7 @@ class StepReport:
     noncollective_s: float = 0.0
     metrics: Mapping[str, Any] = field(default_factory=dict)
     content: int = 0
+    collectives: tuple[CollectiveUse, ...] = ()
     generation: int = 0
     rank: int = 0
 
@@ -78,6 +81,7 @@ class CompletedStep:
     rank that reported the name. `metrics_by_rank` has the single values of names whose values differ between ranks, of
     the lowest `RANKS_PER_METRIC` ranks.
     `content` is the sum over all readers of a stream, modulo 2**64: a step that is repeated must give the same.
+    `collectives` are those of rank 0.
     """
 
     generation: int
@@ -99,6 +103,7 @@ class CompletedStep:
     metrics: Mapping[str, Any] = field(default_factory=dict)
     metrics_by_rank: Mapping[str, Mapping[int, Any]] = field(default_factory=dict)
     content: int = 0
+    collectives: tuple[CollectiveUse, ...] = ()
 
     @property
     def first_step_done(self) -> FirstStepDone | None:
@@ -195,6 +200,7 @@ class StepTable:
             metrics=metrics,
             metrics_by_rank=metrics_by_rank,
             content=sum(report.content for report in reports) % _MODULUS,
+            collectives=reports[0].collectives,
         )
 
 

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from elastic.core.wording import plural
+
 Resources = Mapping[str, float]
 
 
@@ -142,7 +144,7 @@ def _too_few(need: Need, cluster: Cluster, here: int) -> Judgement:
     """Single slots fit, but fewer than the minimum."""
     slot, missing = need.slot, need.min_slots - here
     what = (
-        f"the run needs {_slots(need.min_slots)} of {told(slot)} at least and the nodes have room for {here}: "
+        f"the run needs {plural(need.min_slots, 'slot')} of {told(slot)} at least and the nodes have room for {here}: "
         f"{missing} short"
     )
     if not cluster.autoscaled:
@@ -168,10 +170,6 @@ def _limit(slot: Resources, cluster: Cluster) -> int | None:
             return None
         total += each * (node_type.max_count or 0)
     return total
-
-
-def _slots(count: int) -> str:
-    return f"{count} slot{'s' * (count != 1)}"
 
 
 def told(resources: Resources) -> str:

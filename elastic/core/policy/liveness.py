@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from math import inf
 from statistics import median
 
@@ -22,7 +23,7 @@ class LastSeen:
 
     A worker beats to its node's agent, and the agent reports the ages of those beats. A worker is therefore silent on
     its own only by its agent's clock; when the agent itself is late, it is the node that is suspected, once, with
-    all of its workers.
+    all of its workers, whatever these say themselves: a node is of no use without its agent.
 
     The observer's own lateness is evidence against itself: after a pause of the caller everybody looks silent, because
     nothing was read. One heartbeat interval of grace follows, in which what was queued can be heard.
@@ -38,6 +39,8 @@ class LastSeen:
         self._oldest = inf
         self._forgotten: set[int] = set()
         self._reported: dict[int, float] = {}
+        # Nodes whose agents alone are silent, and when that was reported.
+        self._agents: dict[str, float] = {}
         self._active: float | None = None
         self._woke, self._slept_s = 0.0, 0.0
         self._excused: float | None = None
@@ -48,6 +51,8 @@ class LastSeen:
         self._awake(now)
         self._excused = None
         self._nodes[node] = max(now, self._nodes.get(node, now))
+        if self._agents:
+            self._agents.pop(node, None)
         workers, reported = self._workers, self._reported
         for worker, age_s in (ages or {}).items():
             when, before = now - age_s, workers.get(worker)
@@ -71,6 +76,7 @@ class LastSeen:
         no silence of theirs.
         """
         self._nodes.setdefault(node, by)
+        self._oldest = min(self._oldest, by)
         if worker not in self._workers:
             self._seen(worker, node, by)
 
@@ -90,9 +96,11 @@ class LastSeen:
             self.forget_worker(worker)
         for node in self._nodes.keys() - set(nodes):
             del self._nodes[node]
+            self._agents.pop(node, None)
 
-    def silent(self, now: float, limit_s: float) -> Silence | None:
-        """The workers that were not heard of for more than `limit_s`, with the nodes that are silent as a whole.
+    def silent(self, now: float, limit_s: float, *, agents: bool = True) -> Silence | None:
+        """The workers that were not heard of for more than `limit_s`, with the nodes that are silent as a whole; with
+        `agents` also the nodes whose agents are silent although their workers speak.
 
         Each is reported once, and again after another `limit_s` of silence. To be called a few times per `limit_s`.
         """
@@ -102,21 +110,26 @@ class LastSeen:
         if now - self._oldest <= limit_s:
             # Nobody can be silent yet: with 80,000 workers a look at each of them, ten times a second, fills a core.
             return None
-        self._oldest = min((seen for _, seen in self._workers.values()), default=inf)
+        heard = chain((seen for _, seen in self._workers.values()), self._nodes.values())
+        self._oldest = min(heard, default=inf)
         suspects = {worker for worker in self._workers if self._is_silent(worker, now, limit_s)}
+        alone = self._without_agent(suspects, now, limit_s) if agents else set()
         due = sorted(w for w in suspects if w not in self._reported or now - self._reported[w] > limit_s)
+        due += sorted(alone)
         if not due:
             return None
-        self._reported.update((worker, now) for worker in due)
+        self._reported.update((worker, now) for worker in due if worker in suspects)
+        suspects |= alone
         nodes = sorted({self._workers[worker][0] for worker in due})
+        self._agents.update((node, now) for node in nodes if self._node_silent(node, now, limit_s))
         speaking = {where for worker, (where, _) in self._workers.items() if worker not in suspects}
         whole = tuple(node for node in nodes if node not in speaking and self._node_silent(node, now, limit_s))
-        longest = max(now - self._workers[worker][1] for worker in due)
+        longest = max(now - self._heard(worker, worker in alone) for worker in due)
         return Silence(tuple(due), longest, whole)
 
     def alone(self, now: float, limit_s: float) -> bool:
-        """Every one of several nodes has been silent for `limit_s`, and for less than the workers go on without hearing
-        from the controller: it is the observer that is cut off, and what it does not hear is no evidence."""
+        """Every one of several nodes has been silent for `limit_s`, and for less time than workers continue without a
+        controller: it is the observer that is cut off, and what it does not hear is no evidence."""
         latest = max(self._nodes.values(), default=now)
         # Half of it: beats come at different times, and the first node to be overdue must not be accused by itself.
         return len(self._nodes) > 1 and limit_s / 2 < now - latest <= self._alone_s
@@ -139,6 +152,19 @@ class LastSeen:
         by_its_agent = agent - seen > limit_s
         with_its_agent = now - agent > limit_s
         return now - seen > limit_s and (by_its_agent or with_its_agent)
+
+    def _without_agent(self, silent: set[int], now: float, limit_s: float) -> set[int]:
+        """The workers that speak and whose agents do not, where that is to be reported."""
+        due = {
+            node
+            for node, heard in self._nodes.items()
+            if now - heard > limit_s and now - self._agents.get(node, heard) > limit_s
+        }
+        return {w for w, (node, _) in self._workers.items() if node in due and w not in silent} if due else set()
+
+    def _heard(self, worker: int, by_its_agent: bool) -> float:
+        node, seen = self._workers[worker]
+        return self._nodes[node] if by_its_agent else seen
 
     def _node_silent(self, node: str, now: float, limit_s: float) -> bool:
         return node in self._nodes and now - self._nodes[node] > limit_s
@@ -189,7 +215,7 @@ class HangLimit:
 
 
 class ProgressWatch:
-    """Notices that heartbeats go on and steps do not. Time counts only while the caller says that members train."""
+    """Notices that heartbeats continue and steps do not. Time counts only while the caller says that members train."""
 
     def __init__(self, limit: HangLimit) -> None:
         self._limit = limit

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from elastic.core.policy.capacity import fits
+from elastic.core.wording import plural
 
 # A run requests nothing for this long after it last had to make room: released slots take that long to be placed.
 HOLD_S = 8.0
@@ -98,7 +99,7 @@ def deal(claims: Sequence[Claim], free: int) -> dict[str, int]:
 
 
 def _reason(own: Claim, first: Claim) -> str:
-    needs = f"waits for {first.wanted} slot{'s' * (first.wanted != 1)}" if first.wanted else "is getting slots"
+    needs = f"waits for {plural(first.wanted, 'slot')}" if first.wanted else "is getting slots"
     if first.held < first.least:
         needs += f" and has {first.held} of the {first.least} that it needs"
     if first.priority != own.priority:

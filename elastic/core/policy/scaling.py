@@ -11,13 +11,16 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from elastic.core.errors import UsageError
+from elastic.core.mesh import whole_cells
 from elastic.core.settings import ScalingSettings
+from elastic.core.wording import plural, verb
 
 
 @dataclass(frozen=True)
 class ScalingFacts:
     """What a policy may look at. `idle` workers could join now; `arriving` workers are being started.
 
+    Sizes are multiples of `cell`, as are the settings' `min_workers` and `max_workers`.
     `now` and `waiting_since` are seconds; `first_start` is True until the run's first generation has begun.
     """
 
@@ -30,6 +33,12 @@ class ScalingFacts:
     waiting_since: float = 0.0
     first_start: bool = False
     storage_failing: bool = False
+    cell: int = 1
+
+    @property
+    def grown(self) -> int:
+        """The members that there could be now."""
+        return whole_cells(min(self.members + self.idle, self.settings.max_workers), self.cell)
 
 
 @dataclass(frozen=True)
@@ -67,18 +76,21 @@ class EagerScaling:
         more = facts.arriving + facts.pending_slots
         room = facts.idle < facts.settings.max_workers
         if facts.first_start and room and more and (facts.arriving or facts.now < gather_until):
-            return _gathering(facts, f"{facts.arriving} more are starting", gather_until)
+            return _gathering(facts, _starting(facts), gather_until)
         return _start(facts)
 
     def grow(self, facts: ScalingFacts) -> Verdict:
-        size = min(facts.members + facts.idle, facts.settings.max_workers)
+        size = facts.grown
         if size <= facts.members:
-            return Verdict(False, "no worker to add")
+            spare = facts.idle and facts.members < facts.settings.max_workers
+            return Verdict(False, f"{facts.idle} idle of {facts.cell} for a cell" if spare else "no worker to add")
+        newcomers = plural(facts.idle, "new worker")
         if facts.storage_failing:
-            return Verdict(False, f"{facts.idle} new workers wait: growing needs a checkpoint and storage is failing")
+            wait = verb(facts.idle, "waits", "wait")
+            return Verdict(False, f"{newcomers} {wait}: growing needs a checkpoint and storage is failing")
         if facts.arriving and size < facts.settings.max_workers:
-            return Verdict(False, f"{facts.idle} new workers ready; {facts.arriving} more are starting")
-        return Verdict(True, f"{facts.idle} new workers are ready: {facts.members} -> {size}", size)
+            return Verdict(False, f"{newcomers} ready; {_starting(facts)}")
+        return Verdict(True, f"{newcomers} {verb(facts.idle)} ready: {facts.members} -> {size}", size)
 
 
 class PatientScaling:
@@ -115,9 +127,13 @@ def _too_few(facts: ScalingFacts) -> Verdict:
     missing = low - facts.idle
     return Verdict(
         False,
-        f"waiting for {missing} more worker{'s' * (missing > 1)}: {facts.idle} of at least {low} ready, "
-        f"{facts.arriving} starting, {facts.pending_slots} slots pending",
+        f"waiting for {plural(missing, 'more worker')}: {facts.idle} of at least {low} ready, "
+        f"{facts.arriving} starting, {plural(facts.pending_slots, 'slot')} pending",
     )
+
+
+def _starting(facts: ScalingFacts) -> str:
+    return f"{facts.arriving} more {verb(facts.arriving)} starting"
 
 
 def _gathering(facts: ScalingFacts, why: str, until: float) -> Verdict:
@@ -126,4 +142,8 @@ def _gathering(facts: ScalingFacts, why: str, until: float) -> Verdict:
 
 def _start(facts: ScalingFacts) -> Verdict:
     low, high = facts.settings.min_workers, facts.settings.max_workers
-    return Verdict(True, f"{facts.idle} workers ready (at least {low}, at most {high})", min(facts.idle, high))
+    return Verdict(
+        True,
+        f"{plural(facts.idle, 'worker')} ready (at least {low}, at most {high})",
+        whole_cells(min(facts.idle, high), facts.cell),
+    )

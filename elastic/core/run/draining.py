@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elastic.core.events import NodesDraining
+from elastic.core.mesh import whole_cells
 from elastic.core.run.generations import start_pause
 from elastic.core.run.phase import Training, Waiting
 from elastic.core.run.recovery import query_snapshots
@@ -78,7 +79,7 @@ def leave_draining(transition: Transition, phase: Training) -> bool:
         return False
     low = state.settings.scaling.min_workers
     staying = len(state.members) - len(going) + state.idle_count
-    size = min(staying, state.settings.scaling.max_workers)
+    size = whole_cells(min(staying, state.settings.scaling.max_workers), state.settings.mesh.cell)
     notices = [state.fleet.draining[node] for node in {state.fleet.node_of(w) for w in going} if node is not None]
     urgent = any(notice.urgent for notice in notices)
     replaced = size >= len(state.members)

@@ -17,6 +17,7 @@ from elastic.core.events import (
     ProgressStalled,
     RestoreFailed,
     RestoreProgressed,
+    SetUpProgressed,
     StopPromised,
     TrainingReached,
     UserCodeFailed,
@@ -29,6 +30,7 @@ from elastic.core.run.recovery import backdate, close_incident, fail_generation,
 from elastic.core.run.state import KnownCheckpoint, WorkerPhase
 from elastic.core.run.transition import Transition
 from elastic.core.tables import Amounts
+from elastic.core.wording import plural
 
 _KEPT = 100
 
@@ -53,8 +55,8 @@ def begin(transition: Transition, size: int, reason: str) -> None:
     transition.enter(Joining(transition.now))
     origin = f"{source_of(base)}, {base.id}, step {step}" if base else "the beginning"
     transition.say(
-        f"generation {number} begins with {size} workers from {origin}: {reason}"
-        + (f"; {repeated} steps will be repeated" if repeated else ""),
+        f"generation {number} begins with {plural(size, 'worker')} from {origin}: {reason}"
+        + (f"; {plural(repeated, 'step')} will be repeated" if repeated else ""),
         number=number, world_size=size, step=step,
     )  # fmt: skip
     only_saves = transition.state.gives_up_for is not None
@@ -99,6 +101,13 @@ def restore_progressed(transition: Transition, event: RestoreProgressed) -> None
     transition.enter(replace(phase, restored=restored, moved_at=transition.now))
 
 
+def set_up_progressed(transition: Transition, event: SetUpProgressed) -> None:
+    """Progress of a member that does not train yet; members that train already only wait for it."""
+    phase, members = transition.state.phase, transition.state.members
+    if isinstance(phase, Joining) and event.worker in members and event.worker not in phase.training:
+        transition.enter(replace(phase, moved_at=transition.now))
+
+
 def training_reached(transition: Transition, workers: Iterable[int]) -> None:
     phase, members = transition.state.phase, transition.state.members
     known = [worker for worker in workers if worker in members]
@@ -139,7 +148,7 @@ def first_step_done(transition: Transition, event: FirstStepDone) -> None:
         seconds = transition.now - incident.times["symptom"]
         transition.say(
             f"{incident.kind} is over: first step after {seconds:.2f} s at world size {transition.state.world_size}, "
-            f"{incident.steps_repeated} steps repeated",
+            f"{plural(incident.steps_repeated, 'step')} repeated",
             kind="recovered",
         )
     close_incident(transition)

@@ -155,6 +155,8 @@ def _apply_to_generation(transition: Transition, event: ev.GenerationEvent) -> N
     match event:
         case ev.RestoreProgressed():
             generations.restore_progressed(transition, event)
+        case ev.SetUpProgressed():
+            generations.set_up_progressed(transition, event)
         case ev.GroupJoined():
             generations.group_joined(transition, (event.worker,))
         case ev.TrainingReached():
@@ -231,6 +233,11 @@ def _run_started(transition: Transition, event: ev.RunStarted) -> None:
         started_at=transition.now,
     )
     transition.set_trouble(skips=event.skips)  # fmt: skip
-    scaling = transition.state.settings.scaling
+    scaling, mesh = transition.state.settings.scaling, transition.state.settings.mesh
+    cells = f", in cells of {mesh.cell} ({mesh})" if mesh.cell > 1 else ""
+    rounded = f"; {mesh.rounded}" if mesh.rounded else ""
     origin = f"from step {furthest} of an earlier run" if known else "from the beginning"
-    transition.say(f"the run starts {origin} with {scaling.min_workers} to {scaling.max_workers} workers", kind="start")
+    transition.say(
+        f"the run starts {origin} with {scaling.min_workers} to {scaling.max_workers} workers{cells}{rounded}",
+        kind="start",
+    )

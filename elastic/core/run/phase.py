@@ -7,7 +7,7 @@
     Closing --some members cannot write it--> Waiting, for the members that can
     Ending --every member left or was written off--> Waiting, or Finished when a budget is spent
 
-A suspicion (silent workers that are being probed) exists beside the phase: training continues while it is checked.
+A suspicion (silent workers that are being probed) is no phase: training continues while it is checked.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Joining:
     since: float
     joined: Numbers = field(default_factory=Numbers)
     training: Numbers = field(default_factory=Numbers)
-    # Bytes of state that each member has read so far, and when one of these numbers has grown (0: not yet).
+    # Bytes of state that each member has read so far; when one of these numbers has grown, or a member's set-up has
+    # last made progress (0: not yet).
     restored: Amounts = field(default_factory=Amounts)
     moved_at: float = 0.0
 

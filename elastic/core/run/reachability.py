@@ -1,7 +1,7 @@
 """Handling of the nodes' answers: which snapshots they hold, which nodes they reach, and which node is left out.
 
 Nodes that cannot talk to each other cannot train together, however well the controller hears both of them. They are
-asked after a failure that nobody seems to be to blame for, and before a node with a history is let in beside a
+asked after a failure that nobody seems to be to blame for, and before a node with a history is admitted together with a
 generation that trains: it would be found out only when that generation has been ended for it.
 """
 

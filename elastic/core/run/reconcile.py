@@ -30,6 +30,7 @@ from elastic.core.run.slot_demand import keep_to_limit, make_room, why_waiting
 from elastic.core.run.state import RunState, WorkerPhase
 from elastic.core.run.storage_trouble import kept_in_memory, save_without, who_cannot_save
 from elastic.core.run.transition import Transition
+from elastic.core.wording import plural
 
 
 def reconcile(transition: Transition) -> None:
@@ -299,8 +300,8 @@ def _closing(transition: Transition, phase: Closing) -> None:
         finish(
             transition,
             NOT_FINISHED,
-            f"the training function returned after {phase.step} steps, before the end of the run; one iteration over "
-            "the loader is one epoch: `for epoch in elastic.epochs(): for batch in loader` reaches the end",
+            f"the training function returned after {plural(phase.step, 'step')}, before the end of the run; one "
+            "iteration over the loader is one epoch: `for epoch in elastic.epochs(): for batch in loader` reaches it",
         )
     elif transition.passed(phase.deadline) and not (phase.reached_end and save_without(transition, phase)):
         what = f"training is done, but storage has not taken the checkpoint of step {phase.step}"
@@ -335,4 +336,5 @@ def _facts(state: RunState, since: float, now: float) -> ScalingFacts:
         first_start=state.generation == state.first_generation,
         # Growth waits for it only where the nodes' memory does not take the step that it begins with.
         storage_failing=state.saved.storage_failing and not kept_in_memory(state),
+        cell=state.settings.mesh.cell,
     )

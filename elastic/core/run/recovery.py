@@ -12,6 +12,7 @@ from elastic.core.actions import CloseIncident, EndGeneration, FinishRun, QueryS
 from elastic.core.checkpoint.snapshots import is_snapshot
 from elastic.core.fleet import Members, Slots, Workers
 from elastic.core.incident import Incident
+from elastic.core.mesh import whole_cells
 from elastic.core.run.budgets import anomaly_budget_spent, backoff_s, count_failure, most_node_losses
 from elastic.core.run.phase import (
     GAVE_UP,
@@ -27,8 +28,9 @@ from elastic.core.run.phase import (
 )
 from elastic.core.run.state import RunState, Survey, WorkerPhase
 from elastic.core.run.transition import Transition
+from elastic.core.wording import plural
 
-# The strongest evidence that was seen names the incident; weaker evidence is kept beside it. A lost process is stronger
+# The strongest evidence that was seen names the incident; weaker evidence is kept with it. A lost process is stronger
 # than an exception: user code that loses a peer in a collective may well raise something of its own.
 _KINDS = (
     "resize", "stop", "collective-failed", "hang", "user-error", "anomaly", "worker-frozen", "worker-lost",
@@ -189,12 +191,15 @@ def _give_up(transition: Transition, reason: str) -> None:
 
 def _go_on(transition: Transition, phase: Ending) -> None:
     survivors, low = transition.state.idle_count, transition.state.settings.scaling.min_workers
-    what = f"continue with {survivors}" if survivors >= low else f"wait for {low - survivors} more workers"
-    lost = f"{len(phase.lost)} workers lost" if phase.lost else "no worker lost"
+    size = whole_cells(survivors, transition.state.settings.mesh.cell)
+    what = f"continue with {size}" if survivors >= low else f"wait for {plural(low - survivors, 'more worker')}"
+    lost = f"{plural(len(phase.lost), 'worker')} lost" if phase.lost else "no worker lost"
     pause = backoff_s(transition.state)
     after = f" after {pause:.1f} s" if pause else ""
     transition.say(f"{lost}, {survivors} in good order (at least {low} needed): {what}{after}")
-    transition.amend(action=what, alternatives=f"wait for {transition.state.settings.scaling.max_workers} workers")
+    transition.amend(
+        action=what, alternatives=f"wait for {plural(transition.state.settings.scaling.max_workers, 'worker')}"
+    )
     _escalate(transition)
     # If no member was seen to be lost, the connection between two members may be.
     wait(transition, what, pause, reach=phase.kind in ("hang", "collective-failed", "restore-failed"))
@@ -203,7 +208,7 @@ def _go_on(transition: Transition, phase: Ending) -> None:
 def wait(transition: Transition, reason: str, pause_s: float = 0.0, reach: bool = False) -> None:
     """No generation runs; the next one begins after `pause_s`, when there are enough workers."""
     not_before = transition.now + pause_s if pause_s else 0.0
-    # Failed starts beside a healthy generation do not count against this wait.
+    # Failed starts during a healthy generation do not count against this wait.
     transition.set(members=Members())
     transition.set_trouble(streaks=replace(transition.trouble.streaks, start_failures=0))
     transition.enter(Waiting(transition.now, reason, not_before))

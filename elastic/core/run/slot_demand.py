@@ -12,6 +12,7 @@ from elastic.core.run.phase import NO_CAPACITY, Training, Waiting
 from elastic.core.run.recovery import finish
 from elastic.core.run.state import RunState, SlotPhase
 from elastic.core.run.transition import Transition
+from elastic.core.wording import plural
 
 
 def capacity_judged(transition: Transition, event: CapacityJudged) -> None:
@@ -33,14 +34,14 @@ def slots_shared(transition: Transition, event: SlotsShared) -> None:
         )
         transition.say("no other run needs this run's slots any more: requesting up to max_workers again", kind="share")
     elif event.limit < len(before.fleet.slots):
-        transition.say(f"{_slots(len(before.fleet.slots))} -> {event.limit}: {event.reason}", kind="share")
+        transition.say(f"{plural(len(before.fleet.slots), 'slot')} -> {event.limit}: {event.reason}", kind="share")
 
 
 def why_waiting(state: RunState, reason: str) -> str:
     """The policy's reason, the shortage of the cluster, and the limit set by other runs."""
     held = ""
     if state.fleet.slot_limit is not None and state.fleet.slot_limit < state.settings.scaling.max_slots:
-        held = f"requesting at most {_slots(state.fleet.slot_limit)}: {state.fleet.slot_limit_reason}"
+        held = f"requesting at most {plural(state.fleet.slot_limit, 'slot')}: {state.fleet.slot_limit_reason}"
     return "; ".join(filter(None, (reason, state.fleet.shortage, held)))
 
 
@@ -93,7 +94,3 @@ def make_room(transition: Transition, phase: Training) -> bool:
     )
     start_pause(transition, "share", f"{state.fleet.slot_limit_reason}: {len(state.members)} -> {size}")
     return True
-
-
-def _slots(count: int) -> str:
-    return f"{count} slot{'s' * (count != 1)}"

@@ -1,6 +1,6 @@
 """The state of a run. Frozen: `machine.step` returns a new one.
 
-`RunState` says in which phase and generation the run is. Three records beside it hold the rest: `Fleet` (nodes, slots,
+`RunState` says in which phase and generation the run is. Three records next to it hold the rest: `Fleet` (nodes, slots,
 workers), `Saved` (checkpoints and snapshots) and `Trouble` (failures, suspicions, incidents, anomalies). The phases are
 in `phase.py`.
 """
@@ -102,7 +102,7 @@ class Fleet:
     workers: Workers = field(default_factory=Workers)
     next_slot: int = 0
     next_worker: int = 0
-    quarantine: Quarantine = field(default_factory=dict)
+    quarantine: Quarantine = field(default_factory=Quarantine)
     # Every node of the cluster that is about to go away.
     draining: Mapping[str, Notice] = field(default_factory=dict)
     # Nodes with a history that were asked, during this generation, whether they and the others reach each other.

@@ -33,7 +33,7 @@ def ending() -> Scenario:
 
 
 def ending_with_a_worn_slot() -> Scenario:
-    """Two failed starts too many beside members: the slot is released when they have left."""
+    """Two failed starts too many next to members: the slot is released when they have left."""
     s = training().do(ev.WorkerDied(0, "killed"))
     for _ in range(9):
         s.do(*(ev.WorkerStartFailed(worker, "no") for worker in s.state.fleet.workers.starting))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from elastic.core.data.samples import SampleOrder
 from elastic.core.errors import UsageError
 
-# Printed once and never to be changed: a run that goes on with a newer release must see the same samples.
+# Printed once and never to be changed: a run that continues with a newer release must see the same samples.
 GOLDEN = {
     (1, 0): [0, 0, 0, 0, 0, 0],
     (2, 0): [1, 0, 0, 1, 0, 1],

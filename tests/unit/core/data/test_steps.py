@@ -8,6 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic.core.data.collectives import CollectiveUse
 from elastic.core.data.steps import RANKS_PER_METRIC, CompletedStep, StepReport, StepTable, join, union
 from elastic.core.events import FirstStepDone
 
@@ -31,6 +32,17 @@ def test_a_step_is_complete_when_every_rank_has_reported_it() -> None:
     second = table.add(report(2, 12, 1))
     assert second is not None
     assert second.first_step_done is None
+
+
+def test_a_completed_step_has_the_collectives_of_rank_0() -> None:
+    table = StepTable()
+    table.begin(1, 2)
+    use = CollectiveUse("all_reduce", "dp", "float32", 2, 64, 0.25, 0.125)
+    table.add(report(1, 1, 1))
+    done = table.add(report(1, 1, 0, collectives=(use,)))
+    assert done is not None
+    assert done.collectives == (use,)
+    assert CollectiveUse.from_json(json.loads(json.dumps(use.to_json()))) == use
 
 
 def test_reports_of_other_generations_ranks_and_done_steps_are_dropped() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -113,13 +114,13 @@ def test_a_late_agent_does_not_condemn_its_workers_one_by_one() -> None:
     assert table.silent(11.0, LIMIT_S) is None
 
 
-def test_a_worker_that_speaks_for_itself_acquits_itself_and_its_node() -> None:
+def test_a_worker_that_speaks_for_itself_acquits_itself_and_its_node_where_nobody_is_probed() -> None:
     table = LastSeen(BEAT_S)
     table.heard_node("a", 0.0, {0: 0.0, 1: 0.0})
     found = []
     for tick in range(1, 8):
         table.heard_worker(1, "a", tick * BEAT_S)
-        found.append(table.silent(tick * BEAT_S, LIMIT_S))
+        found.append(table.silent(tick * BEAT_S, LIMIT_S, agents=False))
     assert [(f.workers, f.nodes) for f in found if f is not None] == [((0,), ())]
 
 
@@ -324,3 +325,24 @@ def test_after_the_last_step_nothing_is_expected() -> None:
     watch.step_ended(3, 40, 0.0)
     watch.moved(3, 0.0, over=True)
     assert watch_until(watch, 0.0, 1000.0) == []
+
+
+def test_an_agent_that_is_silent_is_reported_although_its_workers_speak() -> None:
+    """Step reports come from the workers themselves: while they train at full speed no worker is ever silent."""
+    table = LastSeen(BEAT_S)
+    for node, worker in (("a", 0), ("b", 1)):
+        table.heard_node(node, 0.0, {worker: 0.0})
+    found = []
+    for tick in range(1, 101):
+        now = tick / 20
+        table.heard_node("a", now, {0: 0.0})
+        table.heard_worker(1, "b", now)
+        if silence := table.silent(now, LIMIT_S):
+            found.append((now, silence))
+        assert tick % 20 or table.silent(now, LIMIT_S, agents=False) is None
+    assert {(silence.workers, silence.nodes) for _, silence in found} == {((1,), ("b",))}
+    times = [now for now, _ in found]
+    assert min(later - earlier for earlier, later in pairwise(times)) > LIMIT_S
+    assert len(times) >= 3
+    table.heard_node("b", 5.0, {1: 0.0})
+    assert table.silent(5.5, LIMIT_S) is None

@@ -11,7 +11,7 @@ from machine_scenario import Scenario
 
 from elastic.core import actions as act
 from elastic.core import events as ev
-from elastic.core.policy.quarantine import Quarantine, avoided, left_out, next_release, struck
+from elastic.core.policy.quarantine import Quarantine, Strikes, avoided, left_out, next_release, struck
 from elastic.core.run.phase import Pausing, Training
 from elastic.core.run.state import SlotPhase
 from elastic.core.settings import ScalingSettings
@@ -21,7 +21,7 @@ PAIRS = st.sets(st.tuples(st.sampled_from(NODES), st.sampled_from(NODES)).filter
 
 
 def strikes(*times: float, certain: bool = False) -> Quarantine:
-    table: Quarantine = {}
+    table = Quarantine()
     for now in times:
         table = struck(table, "n", now, 60.0, 3600.0, certain=certain)
     return table
@@ -45,7 +45,30 @@ def test_a_node_is_forgiven_in_time() -> None:
     assert next_release(table, 59.0) == 60.0
     assert avoided(table, 60.0) == ()
     assert next_release(table, 60.0) is None
-    assert struck(table, "other", 10_000.0, 60.0, 3600.0, certain=False).keys() == {"other"}
+    assert struck(table, "n", 10_000.0, 60.0, 3600.0, certain=False)["n"].count == 1
+
+
+def test_nodes_that_are_gone_for_good_do_not_fill_the_table() -> None:
+    table, most = Quarantine(), 0
+    for number in range(40_000):
+        table = struck(table, f"gone-{number}", 601.0 * number, 60.0, 3600.0, certain=False)
+        most = max(most, len(table))
+    assert len(table) == len(dict(table)) == most <= 4096
+
+
+@given(st.lists(st.tuples(st.sampled_from(NODES), st.floats(0.0, 900.0), st.booleans())))
+def test_the_table_knows_what_a_dictionary_of_all_strikes_would(story: list[tuple[str, float, bool]]) -> None:
+    table, known, now = Quarantine(), dict[str, Strikes](), 0.0
+    for node, pause_s, certain in story:
+        now += pause_s
+        table = struck(table, node, now, 60.0, 3600.0, certain=certain)
+        known[node] = table[node]
+        shut = {name: old.until for name, old in known.items() if old.until > now}
+        assert avoided(table, now) == tuple(sorted(shut))
+        assert next_release(table, now) == min(shut.values(), default=None)
+        assert dict(table).items() <= known.items()
+        assert len(table) == len(dict(table))
+        assert Quarantine(dict(table)) == table
 
 
 @given(PAIRS)
@@ -149,7 +172,7 @@ def test_a_node_that_is_still_cut_off_does_not_stop_those_that_train() -> None:
     run = back(cut(Scenario(2, 3, memory=True).started(3), 0, 2))
     run.do(ev.SnapshotsReported(asked(run), (), (("node-2", "node-0"),)))
     assert isinstance(run.phase, Training)
-    assert run.state.fleet.quarantine["node-2"].count == 2, "it is left alone for longer"
+    assert run.state.fleet.quarantine["node-2"].count == 2, "it is quarantined for longer"
     assert "node-2" not in run.state.fleet.nodes
     assert run.state.world_size == 2
 

@@ -12,7 +12,7 @@ from machine_scenario import Scenario
 from elastic.core import actions as act
 from elastic.core import events as ev
 from elastic.core.errors import UsageError
-from elastic.core.policy.scaling import POLICIES, ScalingFacts, policy_named
+from elastic.core.policy.scaling import POLICIES, EagerScaling, ScalingFacts, policy_named
 from elastic.core.run import machine
 from elastic.core.run.phase import Joining, Training, Waiting
 from elastic.core.settings import RunSettings, ScalingSettings
@@ -81,3 +81,25 @@ def test_a_replay_decides_alike_under_every_policy(name: str) -> None:
     for event, now in run.journal:
         state, _ = machine.step(state, event, now)
     assert state == run.state
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_starts_and_grows_by_whole_cells(name: str) -> None:
+    policy = policy_named(name)
+    for idle, members, waited in product(range(9), (2, 4), (0.0, 9.0)):
+        facts = ScalingFacts(SETTINGS, 100.0, idle, 0, 0, members, 100.0 - waited, cell=2)
+        start, grow = policy.start(facts), policy.grow(facts)
+        assert not start.go or start.size in (2, 4)
+        assert not grow.go or (grow.size == 4 and members < 4 <= members + idle)
+    assert EagerScaling().grow(ScalingFacts(SETTINGS, 0.0, 1, 0, 0, 2, cell=2)).reason == "1 idle of 2 for a cell"
+
+
+def test_a_worker_that_has_no_cell_stands_by_until_another_comes() -> None:
+    run = Scenario(2, 4, cell=2)
+    run.started(4)
+    run.lose_node(0).left(7)
+    assert run.acts(act.BeginGeneration)[-1].members == (1, 2)
+    assert "continue with 2" in run.state.trouble.incident.action
+    assert run.train().acts(act.ProposeStop) == []
+    run.nodes(1)
+    assert run.acts(act.ProposeStop) or run.acts(act.QuerySnapshots), "the run grows by a whole cell"

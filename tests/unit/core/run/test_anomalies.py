@@ -1,4 +1,4 @@
-"""A step whose loss or gradient is no number: what the run goes back to, what it leaves out, and when it ends."""
+"""A step whose loss or gradient is non-finite: what the run goes back to, what it leaves out, and when it ends."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from machine_scenario import Scenario
 
 from elastic.core import events as ev
 from elastic.core.event_groups import together
+from elastic.core.policy.quarantine import Quarantine, struck
 from elastic.core.run import machine
 
 RANKS = 4
@@ -100,3 +101,13 @@ def test_reports_of_one_turn_cost_less_together(report: type[Any]) -> None:
     ((event, _),) = together(events)
     single = instructions(lambda: machine.step(s.state, events[0], s.now))
     assert instructions(lambda: machine.step(s.state, event, s.now)) < single * len(events) / 5
+
+
+def test_a_strike_costs_the_same_however_many_nodes_have_one() -> None:
+    def cost(nodes: int) -> int:
+        table = Quarantine()
+        for number in range(nodes):
+            table = struck(table, f"node-{number}", 1.0, 60.0, 3600.0, certain=False)
+        return instructions(lambda: struck(table, "one more", 2.0, 60.0, 3600.0, certain=False))
+
+    assert cost(1000) <= 1.1 * cost(10) + 300

@@ -293,3 +293,13 @@ def test_only_new_bytes_give_a_restore_more_time() -> None:
     assert isinstance(s.state.phase, Ending)
     assert s.state.phase.kind == "hang"
     assert "no progress for 60 s, 30 bytes of state restored" in s.state.phase.evidence
+
+
+def test_a_set_up_that_makes_progress_is_no_hang() -> None:
+    s = Scenario(2, 2, join_timeout_s=60).do(ev.RunStarted()).nodes(2).do(ev.GroupJoined(1, 0), ev.GroupJoined(1, 1))
+    for _ in range(3):
+        s.wait(50).do(ev.SetUpProgressed(1, 0))
+    assert isinstance(s.state.phase, Joining)
+    s.do(ev.TrainingReached(1, 0, 0)).wait(50).do(ev.SetUpProgressed(1, 0), ev.SetUpProgressed(0, 1)).wait(10)
+    assert isinstance(s.state.phase, Ending), "what a member does that trains already brings nobody nearer"
+    assert s.state.phase.kind == "hang"

@@ -27,7 +27,7 @@ def test_survivors_go_on_at_once_when_there_are_enough() -> None:
 def test_too_few_survivors_wait_for_a_node() -> None:
     s = Scenario(3, 3).started(3).lose_node(1).left(7)
     assert isinstance(s.phase, Waiting)
-    assert "wait for 1 more workers" in s.said()
+    assert "wait for 1 more worker" in s.said()
     s.nodes(1)
     assert s.acts(act.BeginGeneration)[0].members == (0, 2, 3)
 
