@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
+    from elastic.comm.collective_ledger import CollectiveLedger
     from elastic.core.checkpoint.manifest import Json
+    from elastic.core.data.collectives import CollectiveUse
     from elastic.core.generation_spec import GenerationSpec
     from elastic.core.settings import RunSettings
     from elastic.engines.live_state import Fragment, ShardedState
@@ -58,13 +60,14 @@ class LossScale:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """One optimizer step. All but `collective_s` is the same on every rank.
+    """One optimizer step. All but `collective_s` and `collectives` is the same on every rank.
 
     `applied` is False where the engine skipped the update. `grad_norm` is the L2 norm of the gradient over all ranks
     before clipping, a number or a 0-d tensor that the device may still be computing; None where the engine does not
     compute it; a value that is non-finite or negative stands for a non-finite gradient. `learning_rates` are those of
     the parameter groups after the step. `loss_scale` is None without a loss scaler. `collective_s` are the seconds
     that the training thread spent in collectives since the step's first forward pass; None where that is not measured.
+    `collectives` are those of this rank that were completed since the last outcome, folded.
     """
 
     applied: bool
@@ -72,9 +75,43 @@ class StepOutcome:
     learning_rates: tuple[float, ...]
     loss_scale: LossScale | None = None
     collective_s: float | None = None
+    collectives: tuple[CollectiveUse, ...] = ()
 
 
-class Engine(Protocol):
+class Witness(Protocol):
+    """What verification reads of a live engine, by another way than that of snapshots and restores."""
+
+    def fragments(self, names: Collection[str] | None = None) -> Iterable[Fragment]:
+        """This rank's live tensors of these names, or all, one for each kind and name. Looked up parameter
+        by parameter, not as those of `state()`."""
+        ...
+
+    def wrong_numbers(self, saved: Mapping[str, Json], names: Collection[str] | None = None) -> list[str]:
+        """What differs between `saved`, which rank 0 is about to save ("optimizer" and all of `extra_state`), and the
+        objects that own it, read by another way; scalars of the optimizer for the parameters in `names`, or all."""
+        ...
+
+    def expected_extra_state(self, saved: Mapping[str, Json]) -> dict[str, Json]:
+        """What `extra_state` must give after `saved` was restored at this world size, on which counters may depend.
+        Pure: a restore is verified against it."""
+        ...
+
+
+class Detachable(Protocol):
+    """Ends in place: the next generation builds an engine on the same model and optimizer."""
+
+    def obstacle(self) -> str | None:
+        """Why no other engine can be built on this model and optimizer after `detach`, in one sentence; None where one
+        can."""
+        ...
+
+    def detach(self) -> None:
+        """`close`, and give model and optimizer back as they were before `build`, but for the parameters' values: the
+        objects are the same, and whatever the user has added to them since stays."""
+        ...
+
+
+class Engine(Witness, Detachable, Protocol):
     """One engine of one generation, on the training thread. Call order:
 
     1. `state` once, before the first step; where a checkpoint is restored also `load_extra_state`, and then
@@ -95,6 +132,8 @@ class Engine(Protocol):
     device: torch.device
     # The ranks over which samples are dealt and gradients averaged.
     data_group: dist.ProcessGroup
+    # Its collectives; others that belong to the step are counted in it, too.
+    ledger: CollectiveLedger
     # False where the engine itself decides which steps are applied and says nothing about it: outcomes are not judged.
     judged: bool
 
@@ -130,33 +169,8 @@ class Engine(Protocol):
         """
         ...
 
-    def fragments(self, names: Collection[str] | None = None) -> Iterable[Fragment]:
-        """This rank's live tensors of these names, or all, one for each kind and name. For verification: looked up
-        parameter by parameter, by another way than those of `state()`, which snapshots and restores go."""
-        ...
-
-    def wrong_numbers(self, saved: Mapping[str, Json], names: Collection[str] | None = None) -> list[str]:
-        """What differs between `saved`, which rank 0 is about to save ("optimizer" and all of `extra_state`), and the
-        objects that own it, read by another way; scalars of the optimizer for the parameters in `names`, or all."""
-        ...
-
-    def expected_extra_state(self, saved: Mapping[str, Json]) -> dict[str, Json]:
-        """What `extra_state` must give after `saved` was restored at this world size, on which counters may depend.
-        Pure: a restore is verified against it."""
-        ...
-
     def load_extra_state(self, saved: Mapping[str, Json]) -> None:
         """The inverse of `extra_state`, from any world size."""
-        ...
-
-    def obstacle(self) -> str | None:
-        """Why no other engine can be built on this model and optimizer after `detach`, in one sentence; None where one
-        can."""
-        ...
-
-    def detach(self) -> None:
-        """`close`, and give model and optimizer back as they were before `build`, but for the parameters' values: the
-        objects are the same, and whatever the user has added to them since stays."""
         ...
 
     def close(self) -> None:

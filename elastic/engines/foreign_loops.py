@@ -6,11 +6,11 @@ They would train as DistributedDataParallel: no step would be counted, nothing s
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
 from elastic.core.errors import UsageError
+from elastic.engines.when_imported import when_imported
 
 # (module, class, method): what to write instead.
 _REFUSED: dict[tuple[str, str, str], str] = {
@@ -32,6 +32,10 @@ _REFUSED: dict[tuple[str, str, str], str] = {
         "DistributedDataParallel does not train elastically; pass the model to elastic.initialize instead of wrapping "
         "it (transformers: `from elastic.integrations.transformers import Trainer`)"
     ),
+    ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel", "__init__"): (
+        "FullyShardedDataParallel does not train elastically; pass the model to elastic.initialize instead of wrapping "
+        "it: ZeRO stage 3 shards it, or torch's fully_shard with the job key `engine: fsdp2`"
+    ),
 }
 
 # Objects with this attribute are the platform's own: a Trainer of `elastic.integrations` and what it makes.
@@ -41,13 +45,11 @@ _refusing = False
 
 
 def refuse() -> None:
-    """From here on the loops of the libraries that are loaded raise UsageError."""
+    """From here on these loops raise UsageError, also those of libraries that the training function imports."""
     global _refusing
     _refusing = True
     for (module, name, method), sentence in _REFUSED.items():
-        found = getattr(sys.modules.get(module), name, None)
-        if found is not None:
-            _guard(found, method, sentence)
+        when_imported(module, functools.partial(_guard_in, name, method, sentence))
 
 
 def allow() -> None:
@@ -56,15 +58,22 @@ def allow() -> None:
     _refusing = False
 
 
+def _guard_in(name: str, method: str, sentence: str, module: Any) -> None:
+    owner = getattr(module, name, None)
+    if owner is not None:
+        _guard(owner, method, sentence)
+
+
 def _guard(owner: type, method: str, sentence: str) -> None:
-    """Once per class: a guard stays, and asks whether a run is going on."""
+    """Once per class: a guard stays, and asks whether a run is continuing."""
     original: Callable[..., Any] = getattr(owner, method)
     if getattr(original, "_elastic_guard", False):
         return
 
     @functools.wraps(original)
     def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _refusing and not getattr(self, OWN, False):
+        # Not `getattr(self, ...)`: an object that is not made yet may look for what it wraps.
+        if _refusing and not vars(self).get(OWN, getattr(type(self), OWN, False)):
             raise UsageError(f"{sentence}; nothing was trained")
         return original(self, *args, **kwargs)
 

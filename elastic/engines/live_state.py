@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from elastic.core.sharding.layout import Chunk
+from elastic.engines.model.plain_names import named_buffers, named_modules, named_parameters
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -152,7 +153,7 @@ class ShardedState(Protocol):
 
 def parameter_names(module: torch.nn.Module) -> dict[int, str]:
     """id of each parameter -> its first name; a tied parameter appears once, under the name that torch lists first."""
-    return {id(parameter): name for name, parameter in module.named_parameters()}
+    return {id(parameter): name for name, parameter in named_parameters(module)}
 
 
 def specs_of(
@@ -162,7 +163,7 @@ def specs_of(
     trained = set(optimized)
     found = [
         TensorSpec(name, MASTER if name in trained else PARAM, shape_of(parameter))
-        for name, parameter in module.named_parameters()
+        for name, parameter in named_parameters(module)
     ]
     return found + [
         TensorSpec(name, BUFFER, tuple(tensor.shape), persistent) for name, tensor, persistent in _buffers(module)
@@ -192,7 +193,7 @@ def frozen_whole(module: torch.nn.Module, optimized: Sequence[str]) -> list[Extr
     trained = set(optimized)
     return [
         Extra(PARAM, parameter.data, Chunk(name, 0, parameter.numel(), whole_buffer(name), 0), replicated=True)
-        for name, parameter in module.named_parameters()
+        for name, parameter in named_parameters(module)
         if name not in trained and parameter.numel()
     ]
 
@@ -202,7 +203,7 @@ def weights_whole(module: torch.nn.Module, optimized: Sequence[str]) -> list[Wei
     trained = set(optimized)
     return [
         Weight(name, 0, parameter.data.reshape(-1), whole=True)
-        for name, parameter in module.named_parameters()
+        for name, parameter in named_parameters(module)
         if name in trained and parameter.numel()
     ]
 
@@ -215,7 +216,7 @@ def whole_buffer(name: str) -> str:
 def _buffers(module: torch.nn.Module) -> list[tuple[str, torch.Tensor, bool]]:
     fleeting = {
         f"{prefix}.{name}" if prefix else name
-        for prefix, child in module.named_modules()
+        for prefix, child in named_modules(module)
         for name in child._non_persistent_buffers_set
     }
-    return [(name, tensor, name not in fleeting) for name, tensor in module.named_buffers()]
+    return [(name, tensor, name not in fleeting) for name, tensor in named_buffers(module)]

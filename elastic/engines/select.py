@@ -24,7 +24,8 @@ def check_engine(name: str) -> None:
 def check_config(name: str, config: Mapping[str, Any], batch: BatchSettings, workers: tuple[int, int]) -> None:
     """What the engine of that name says about a job's configuration of it, without its library.
 
-    `workers` are the smallest and the largest world size. Raises UsageError for what the engine cannot honour.
+    `workers` are the smallest and the largest number of ranks with samples of their own. Raises UsageError for what
+    the engine cannot honour.
     """
     try:
         importlib.import_module(f"elastic.engines.{name}.config").check(config, batch, workers)

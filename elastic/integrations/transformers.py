@@ -55,12 +55,18 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def create_accelerator_and_postprocess(self) -> None:
         """Called by the constructor. What accelerate keeps for the process is of the generation before: it is reset."""
         GradientState._reset_state()
+        if api.get_context().device.type == "cpu":
+            # Without it accelerate takes each rank for a run of its own: all would be process zero and log alone.
+            self.args.use_cpu = True
         # Looked at again, it makes accelerate's state of the process anew: arguments may be older than the generation.
         self.args.__dict__.pop("_setup_devices", None)
         logger.debug("trains on %s", self.args.device)
         transformers_arguments.refuse(self, Trainer)
         super().create_accelerator_and_postprocess()
         setattr(self.accelerator, OWN, True)
+        unwrap = self.accelerator.unwrap_model
+        # Label smoothing asks the model for its name: DeepSpeed's engine is no causal language model.
+        self.accelerator.unwrap_model = lambda model, *args, **kwargs: unwrap(_model_of(model), *args, **kwargs)
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         # The engine's precision counts: accelerate would wrap the model's forward pass for good, to evaluate.
@@ -96,7 +102,6 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
-        began = time.time()
         engine, loader = self._initialize()
         self._begin_state(loader.plan.global_batch, loader.plan.dataset_size)
         self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
@@ -106,14 +111,13 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         epochs = None if self.args.max_steps > 0 else math.ceil(self.args.num_train_epochs)
         if self.state.global_step < self.state.max_steps:
             for epoch in api.epochs(epochs):
-                self._elastic_epoch(engine, loader, epoch, began, ignore_keys_for_eval)
+                self._elastic_epoch(engine, loader, epoch, ignore_keys_for_eval)
                 if self.control.should_training_stop:
                     break
         samples = self.state.max_steps * loader.plan.global_batch
-        return self._finalize_training(None, samples, began)
+        return self._finalize_training(None, samples, self._began)
 
     def _initialize(self) -> tuple[Any, Any]:
-        here = api.get_context()
         generation = context.current()
         assert generation is not None
         spec = generation.scope.spec
@@ -123,6 +127,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             )
         config = transformers_arguments.engine_config(self.args, spec.engine_config)
         dataset, collate = self._training_data()
+        read: dict[str, Any] = {
+            "collate_fn": collate,
+            "num_workers": self.args.dataloader_num_workers,
+            "prefetch_factor": self.args.dataloader_prefetch_factor,
+        }
         resolved = generation.kind.resolve(config, spec, None)
         self._planned_steps = self._steps(len(dataset), resolved.global_batch)
         self.create_optimizer()
@@ -131,20 +140,24 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             model=self.model,
             optimizer=self.optimizer,
             lr_scheduler=self.lr_scheduler,
-            training_data=dataset,
-            collate_fn=collate,
             config=config,
-            num_workers=self.args.dataloader_num_workers,
-            prefetch_factor=self.args.dataloader_prefetch_factor,
+            **self._ordered(dataset, config["train_micro_batch_size_per_gpu"], read),
         )
         engine.begin_again("accelerate's state is that of one generation")
+        # Not to be prepared for an evaluation: accelerate would move the weights away from where ZeRO has them.
+        self.accelerator._models.append(self.model)
         self.lr_scheduler = scheduler
         self.model_wrapped = engine
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = loader
-        self._world_size = here.world_size
         return engine, loader
+
+    def _ordered(self, dataset: Any, micro_batch: int, read: dict[str, Any]) -> dict[str, Any]:
+        """What `initialize` reads: a DataLoader says that samples come in the dataset's order."""
+        if getattr(self.args, "train_sampling_strategy", "random") != "sequential":
+            return {"training_data": dataset, **read}
+        return {"training_data": torch.utils.data.DataLoader(dataset, micro_batch, shuffle=False, **read)}
 
     def _training_data(self) -> tuple[Any, Any]:
         """The dataset and the collator, without the columns that the model does not take."""
@@ -177,17 +190,18 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         _restore_callbacks(self, kept.get("callbacks", {}))
         # A step's control is that of the last function's end.
         self.control.should_training_stop = False
-        self._tr_loss = torch.tensor(0.0, device=self.args.device)
+        # The losses since the last line of the log, of all ranks, and of the lines before.
+        self._tr_loss = _sum(kept.get("loss", 0.0), self.args.device)
         self._total_loss_scalar = kept.get("loss_total", 0.0)
-        # Steps after the last logged one are not in the total: the mean leaves them out.
-        self._initial_global_step = self.state.global_step - kept.get("loss_steps", 0)
-        self._loss_began = self.state.global_step - kept.get("loss_steps", 0)
-        self._globalstep_last_logged = self.state.global_step
+        self._globalstep_last_logged = kept.get("logged", self.state.global_step)
+        self._initial_global_step = kept.get("first", self.state.global_step)
+        self._step_loss = _sum(0.0, self.args.device)
+        self._began = time.time() - kept.get("seconds", 0.0)
         self._initial_num_input_tokens_seen = 0
         self.current_flos, self._rate = 0.0, None
         self._samples = (global_batch, dataset_size)
 
-    def _elastic_epoch(self, engine: Any, loader: Any, epoch: int, began: float, ignore_keys: list[str] | None) -> None:
+    def _elastic_epoch(self, engine: Any, loader: Any, epoch: int, ignore_keys: list[str] | None) -> None:
         self.control = self.callback_handler.on_epoch_begin(self.args, self.state, self.control)
         first = True
         for inputs in loader:
@@ -198,23 +212,23 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 self.control = self.callback_handler.on_substep_end(self.args, self.state, self.control)
                 continue
             self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
-            self._after(engine, epoch, began, ignore_keys)
+            self._after(engine, epoch, ignore_keys)
             if self.control.should_epoch_stop or self.control.should_training_stop:
                 break
         self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
-        self._after(engine, epoch, began, ignore_keys)
+        self._after(engine, epoch, ignore_keys)
 
     def _micro_batch(self, engine: Any, inputs: Any) -> bool:
         """Forward, backward and the engine's step; True where this was the last micro-batch of an optimizer step."""
         engine.train()
-        # Shares of all ranks' micro-batches add up to one; transformers logs the mean over the ranks.
-        share = engine.batch_share * self._world_size
+        # Those of all micro-batches of all ranks add up to one.
+        share = engine.batch_share
         inputs = self._prepare_inputs(inputs)
         with self.compute_loss_context_manager():
             loss = self.compute_loss(engine, inputs)
         engine.backward(loss)
         if share:
-            self._tr_loss += loss.detach().float() * share
+            self._step_loss += loss.detach().float() * share
             self.current_flos += float(self.floating_point_ops(inputs))
         last = bool(engine.is_gradient_accumulation_boundary())
         if last:
@@ -223,16 +237,27 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             self.control = self.callback_handler.on_pre_optimizer_step(self.args, self.state, self.control)
         engine.step()
         if last:
+            self._add_loss()
             self.control = self.callback_handler.on_optimizer_step(self.args, self.state, self.control)
             self.state.global_step += 1
             self.state.epoch = self.state.global_step * self._samples[0] / self._samples[1]
         return last
 
-    def _after(self, engine: Any, epoch: int, began: float, ignore_keys: list[str] | None) -> None:
+    def _add_loss(self) -> None:
+        """The mean over the global batch, at every number of ranks. Gathered in each step, as transformers gathers the
+        number of items: what has not been logged yet would be lost with its rank."""
+        torch.distributed.all_reduce(self._step_loss)
+        if self.args.logging_nan_inf_filter and not torch.isfinite(self._step_loss):
+            # transformers' own rule: the average since the last line.
+            self._step_loss = self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
+        self._tr_loss += self._step_loss
+        self._step_loss = torch.zeros_like(self._tr_loss)
+
+    def _after(self, engine: Any, epoch: int, ignore_keys: list[str] | None) -> None:
         """Logs, evaluates and asks for a save where the arguments say so; what the next function needs is kept."""
         with api.busy("evaluating"):
             self._maybe_log_save_evaluate(
-                self._tr_loss, engine.get_global_grad_norm(), engine, None, epoch, ignore_keys, began, self._rate
+                self._tr_loss, engine.get_global_grad_norm(), engine, None, epoch, ignore_keys, self._began, self._rate
             )
         self._keep()
 
@@ -248,9 +273,21 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             "best_global_step": state.best_global_step,
             "total_flos": state.total_flos,
             "callbacks": _callbacks(self),
+            "loss": _number(self._tr_loss.item()),
             "loss_total": _number(self._total_loss_scalar),
-            "loss_steps": self._globalstep_last_logged - self._loss_began,
+            "logged": self._globalstep_last_logged,
+            "first": self._initial_global_step,
+            "seconds": time.time() - self._began,
         }
+
+
+def _model_of(model: Any) -> Any:
+    return model.module if isinstance(model, ElasticEngine) else model
+
+
+def _sum(value: float | None, device: torch.device) -> torch.Tensor:
+    """Of losses; a kept one that was not finite is None."""
+    return torch.tensor(math.nan if value is None else value, dtype=torch.float64, device=device)
 
 
 def _callbacks(trainer: Any) -> dict[str, Any]:

@@ -24,6 +24,8 @@ _REFUSED: Mapping[str, tuple[Any, str]] = {
     "resume_from_checkpoint": (None, _RESUME),
     "push_to_hub": (False, "export the finished run (`elastic export RUN --to hf DIR`) and push that folder"),
     "dataloader_drop_last": (False, "every sample of an epoch is used once; leave it out"),
+    "include_num_input_tokens_seen": ("no", "the platform counts tokens: `elastic report RUN`"),
+    "enable_jit_checkpoint": (False, _RESUME),
     "torch_compile": (False, "call torch.compile on the model yourself"),
     "fp16_full_eval": (False, "the model is evaluated in the dtype that it is trained in"),
     "bf16_full_eval": (False, "the model is evaluated in the dtype that it is trained in"),
@@ -84,6 +86,8 @@ def _refused(trainer: Any, base: type) -> Iterator[tuple[str, str]]:
         yield f"lr_scheduler_type={args.lr_scheduler_type}", "take a schedule that depends on the step alone"
     if str(getattr(args, "train_sampling_strategy", "random")) not in ("random", "sequential"):
         yield f"train_sampling_strategy={args.train_sampling_strategy}", "the platform orders the samples"
+    if getattr(trainer, "loss_is_scaled_for_ga", None):
+        yield "loss_is_scaled_for_ga", "compute_loss returns the mean over the micro-batch"
     for name, instead in _NOT_CALLED.items():
         if _overridden(trainer, base, name):
             yield f"an override of {name}", instead

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from importlib.metadata import version
 from pathlib import Path
@@ -19,6 +20,8 @@ from elastic.interchange.state_dict import ExportedState, export_dtype
 from elastic.interchange.tensors import CheckpointTensors, TensorInfo
 from elastic.interchange.torch_file import LazyTensor, save
 from elastic.interchange.universal import write_universal
+
+logger = logging.getLogger(__name__)
 
 Format = Literal["safetensors", "hf", "torch", "dcp", "deepspeed-universal"]
 FORMATS: tuple[str, ...] = get_args(Format)
@@ -56,7 +59,7 @@ def export(
     folder, manifest = open_folder(address_of(checkpoint))
     source = CheckpointTensors(folder, manifest)
     state = ExportedState(source, cast, hugging_face_prefix(source) if to == "hf" else "")
-    about = {
+    about: dict[str, Any] = {
         "made_by": f"ray-elastic {version('ray-elastic')}",
         "format": to,
         "run": manifest.run_id,
@@ -64,10 +67,16 @@ def export(
         "step": manifest.step,
         "dtype": str(cast).removeprefix("torch.") if cast else "as stored",
     }
+    if source.registered:
+        about["left_out"] = source.registered
     with output_folder(directory, about, overwrite) as output:
         if to == "hf":
             write_configuration(source, state, output, config)
         _write(to, source, state, output, max_file_bytes)
+    if source.registered:
+        logger.warning(
+            "only the model is exported; what elastic.state.register has kept is not: %s", ", ".join(source.registered)
+        )
     return Path(os.path.abspath(Path(directory).expanduser()))
 
 

@@ -1,4 +1,4 @@
-"""What `from_pretrained` needs beside the weights: the model's configuration. transformers itself is not needed."""
+"""What `from_pretrained` needs next to the weights: the model's configuration. transformers itself is not needed."""
 
 from __future__ import annotations
 

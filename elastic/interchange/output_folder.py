@@ -1,4 +1,4 @@
-"""A folder that appears whole or not at all: written beside its place under a temporary name, synced, then renamed."""
+"""A folder that appears whole or not at all: written next to its place under a temporary name, synced, then renamed."""
 
 from __future__ import annotations
 

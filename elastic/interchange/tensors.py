@@ -15,7 +15,7 @@ from elastic.core.checkpoint.manifest import Json, Manifest, StoredTensor
 from elastic.core.errors import IntegrityError
 from elastic.core.sharding.layout import Chunk, RankLayout
 from elastic.core.sharding.reshard import SourceIndex
-from elastic.engines.live_state import BUFFER, MASTER, PARAM
+from elastic.engines.live_state import BUFFER, KEPT, MASTER, PARAM
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _TARGET = "target"
@@ -40,7 +40,8 @@ class TensorInfo:
 
 
 class CheckpointTensors:
-    """`tensors` are those of the model's state_dict, in the model's order: buffers outside of it are left out.
+    """`tensors` are those of the model's state_dict, in the model's order: buffers outside of it are left out, and so
+    are the tensors of objects that the user has registered.
 
     `aliases` maps every other name of a shared (tied) tensor to the one name that it is stored under.
     """
@@ -52,7 +53,9 @@ class CheckpointTensors:
         self._stored = _stored_dtypes(manifest)
         fleeting = set(manifest.extra_state.get("fleeting_buffers", ()))
         self.tensors: dict[str, TensorInfo] = {
-            name: self._info(name, tuple(shape)) for name, shape in manifest.parameters.items() if name not in fleeting
+            name: self._info(name, tuple(shape))
+            for name, shape in manifest.parameters.items()
+            if name not in fleeting and self._stored.get(name, {}).keys() != {KEPT}
         }
         self.aliases: dict[str, str] = {
             alias: name for alias, name in self.model.get("aliases", {}).items() if name in self.tensors
@@ -60,9 +63,15 @@ class CheckpointTensors:
 
     @property
     def model(self) -> Mapping[str, Json]:
-        """What `engines.model_description` said of the model; empty for a checkpoint from before it did."""
+        """What `engines.model.description` said of the model; empty for a checkpoint from before it did."""
         found = self.manifest.extra_state.get("model")
         return found if isinstance(found, Mapping) else {}
+
+    @property
+    def registered(self) -> list[str]:
+        """The names of the objects that the run has registered (`elastic.state.register`)."""
+        caller = self.manifest.extra_state.get("caller")
+        return sorted(caller.get("objects") or ()) if isinstance(caller, Mapping) else []
 
     def state_kinds(self, name: str) -> list[str]:
         """The kinds of optimizer state that the checkpoint has of a parameter, for example "exp_avg"."""

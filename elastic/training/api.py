@@ -136,7 +136,7 @@ def keep(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def step() -> AbstractContextManager[None]:
     """`with elastic.step(): ...` around forward, backward and step: where a peer is lost in it, the block is left, and
-    the loop goes on with its next batch. Nothing is computed from outputs of an abandoned step.
+    the loop continues with its next batch. Nothing is computed from outputs of an abandoned step.
 
     Without it such a step runs to its end: see docs/in-loop.md. Raises UsageError before `initialize`.
     """
@@ -149,9 +149,10 @@ def step() -> AbstractContextManager[None]:
 def busy(what: str, limit_s: float = 3600.0) -> AbstractContextManager[None]:
     """`with elastic.busy("evaluating"):` code in it may take `limit_s` without a step and is not taken for a hang.
 
-    Not needed around code that calls the engine, the loader or this module every now and then.
+    Not needed around code that calls the engine, the loader or this module every now and then, nor around code of the
+    set-up that computes. A worker that does its set-up while the others train does not wait here.
     """
-    return reporting(_generation().scope, what, limit_s)
+    return reporting(None if context.waits() else _generation().scope, what, limit_s)
 
 
 def report(**metrics: Any) -> None:

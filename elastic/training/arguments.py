@@ -67,10 +67,10 @@ def refuse_arguments(args: Any, model: Any, mpu: Any, mesh_param: Any, distribut
     if model is None:
         raise UsageError("elastic.initialize needs a model: pass model=")
     if mpu is not None:
-        raise UsageError("elastic.initialize: mpu is not supported, ranks here are data parallel only; leave it out")
-    if mesh_param is not None:
         raise UsageError(
-            "elastic.initialize: mesh_param is not supported, ranks here are data parallel only; leave it out"
+            "elastic.initialize: mpu is not supported; leave it out; the job's mesh: {sp: N} shares sequences"
         )
+    if mesh_param is not None:
+        raise UsageError("elastic.initialize: mesh_param is not supported, the platform makes the mesh; leave it out")
     if distributed_port != _DEFAULT_PORT:
         logger.warning("distributed_port=%d is not used: the platform connects the workers", distributed_port)

@@ -12,16 +12,26 @@ from elastic.training.scope import MOVED_EVERY_S, GenerationScope
 
 logger = logging.getLogger(__name__)
 
+# Until when the blocks that the process is in may last.
+_declared: dict[object, float] = {}
+
+
+def declared() -> bool:
+    """Whether this process is in a block that says so. From any thread."""
+    now = time.monotonic()
+    return any(now < until for until in tuple(_declared.values()))
+
 
 @contextmanager
-def reporting(scope: GenerationScope, what: str, limit_s: float) -> Iterator[None]:
+def reporting(scope: GenerationScope | None, what: str, limit_s: float) -> Iterator[None]:
     """Reports progress every second while the body runs, for `limit_s` at most: after that it is a hang like any other.
 
     A generation that has ended ends the body at its next call of the engine or the loader, and the report with it.
+    None: the process has no generation yet, and the body waits for none; `declared` tells who waits for it.
     """
-    left = threading.Event()
+    left, block = threading.Event(), object()
 
-    def report() -> None:
+    def report(scope: GenerationScope) -> None:
         until = time.monotonic() + limit_s
         while not left.wait(MOVED_EVERY_S) and scope.ended is None:
             if time.monotonic() >= until:
@@ -31,10 +41,15 @@ def reporting(scope: GenerationScope, what: str, limit_s: float) -> Iterator[Non
                 return
             scope.coordinator.moved()
 
-    thread = threading.Thread(target=report, name="elastic-busy", daemon=True)
-    thread.start()
+    _declared[block] = time.monotonic() + limit_s
+    thread = None
+    if scope is not None:
+        thread = threading.Thread(target=report, args=(scope,), name="elastic-busy", daemon=True)
+        thread.start()
     try:
         yield
     finally:
+        del _declared[block]
         left.set()
-        thread.join()
+        if thread is not None:
+            thread.join()

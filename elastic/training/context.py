@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, MutableMapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,6 +28,9 @@ class Context:
     run_id: str
     local_rank: int
     epoch: int = 0
+    # The ranks as a grid, {"dp": 2, "sp": 2}, and this rank's place in it; see docs/parallelism.md.
+    mesh: Mapping[str, int] = field(default_factory=lambda: {"dp": 1, "sp": 1})
+    coordinates: Mapping[str, int] = field(default_factory=lambda: {"dp": 0, "sp": 0})
     # The current step is abandoned: its outputs do not count, and its samples are dealt again with the next batch.
     abandoned: bool = False
 
@@ -44,6 +47,8 @@ class Context:
             run_id=scope.spec.run_id,
             local_rank=scope.local_rank,
             epoch=0 if steps is None else steps.epoch,
+            mesh=scope.spec.mesh.axes,
+            coordinates=scope.spec.mesh.coordinates(scope.spec.rank),
             abandoned=scope.broken,
         )
 
@@ -62,6 +67,11 @@ def current() -> Generation | None:
     if _current is None and _await is not None:
         _await()
     return _current
+
+
+def waits() -> bool:
+    """Whether `current` would wait for a generation."""
+    return _current is None and _await is not None
 
 
 def await_with(wait: Callable[[], None] | None) -> None:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -23,12 +24,15 @@ from elastic.training.result import BadStep
 from elastic.training.scope import GenerationScope
 from elastic.training.session import InLoop
 from elastic.training.step_loop import StepLoop, StepProgress
+from elastic.training.user.rates import Rates
 from elastic.training.user.state import State
 
 logger = logging.getLogger(__name__)
 
+# By this step of a generation its exchanges are in the ledger, on a device too.
+_SHARES_BY_STEP = 3
 # Where in elastic.state the `client_state` of DeepSpeed's save_checkpoint is kept.
-_CLIENT_STATE = "client_state"
+_CLIENT_STATE, _CLIENT_STEP = "client_state", "client_state of step"
 
 
 class ElasticEngine:
@@ -51,6 +55,7 @@ class ElasticEngine:
         # Why the user's function must be called again for another generation.
         self._begins_again: str | None = None
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._rates = Rates()
         self.open(engine, scope, steps, state, watch)
 
     def open(
@@ -62,6 +67,9 @@ class ElasticEngine:
         self._state = state
         self._watch = watch
         self._loss: torch.Tensor | float = 0.0
+        self._grad_norm: float | None = None
+        # Finished steps of a generation whose ranks share sequences, up to the first exchange between them.
+        self._unshared: int | None = 0 if scope.spec.sp > 1 else None
 
     @property
     def plan(self) -> StepPlan:
@@ -130,7 +138,8 @@ class ElasticEngine:
         weight = progress.active.weight
         scale = loss_scale(weight, self.plan.micro_steps, self.plan.world_size)
         if weight > 0.0:
-            self._loss = self._loss + loss.detach().float() * weight
+            # Where ranks share sequences each of them adds its part: the reports of all ranks are added up.
+            self._loss = self._loss + loss.detach().float() * (weight / self._scope.spec.sp)
         progress.backwards += 1
         scaled = loss * scale if self._watch is None else self._watch.guarded(loss, scale)
         with self._scope.translating():
@@ -171,6 +180,16 @@ class ElasticEngine:
     def train_batch_size(self) -> int:
         """The global batch. DeepSpeed's own figure is nominal: it counts padding at sizes that do not divide."""
         return self.plan.global_batch
+
+    def get_global_grad_norm(self) -> float | None:
+        """The L2 norm of the whole gradient before clipping, in the step just made; None before the first.
+
+        Also where DeepSpeed computes none for itself (ZeRO off): the watch for non-finite steps has it.
+        """
+        if self._grad_norm is not None:
+            return self._grad_norm
+        norm = self._open().native.get_global_grad_norm()
+        return None if norm is None else float(norm)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """What DeepSpeed answers at the same place: is the micro-batch at hand the last of its step?
@@ -213,6 +232,7 @@ class ElasticEngine:
             self._scope.check()
             if client_state:
                 self._state[_CLIENT_STATE] = dict(client_state)
+                self._state[_CLIENT_STEP] = self._scope.step
             self._steps.ask_save()
         except (Exception, GenerationEnded) as error:
             if not self._abandoned(error):
@@ -233,6 +253,12 @@ class ElasticEngine:
             "run already; start another run from one with `elastic resume RUN`"
         )
         checkpoint = self._scope.spec.checkpoint
+        of_step = self._state.get(_CLIENT_STEP, self._scope.step)
+        if checkpoint is not None and of_step != self._scope.step:
+            _say_once(
+                f"engine.load_checkpoint: client_state was given to save_checkpoint after step {of_step}, and step "
+                f"{self._scope.step} is restored; what it counts is engine.global_steps"
+            )
         return (None, None) if checkpoint is None else (checkpoint, self._state.get(_CLIENT_STATE, {}))
 
     def close(self) -> None:
@@ -276,6 +302,11 @@ class ElasticEngine:
         training: bool = self._engine is not None and self._engine.module.training
         return training and progress is not None and progress.active is not None
 
+    def abandons(self, error: BaseException) -> bool:
+        """A collective of the step at hand has failed outside of the calls above: is the step abandoned? Else `error`
+        must be raised."""
+        return self._training and self._abandoned(error)
+
     def _abandoned(self, error: BaseException) -> bool:
         return self._in_loop is not None and not self._strict and self._in_loop.abandon(error)
 
@@ -291,7 +322,9 @@ class ElasticEngine:
             self._watch.begin()
         if batch.weight == 0.0 and not self._buffers:
             self._buffers = [(buffer, buffer.detach().clone()) for buffer in self._open().module.buffers()]
-        rng.seed_everything(*rng.forward_stream(self._scope.spec.seed, progress.step, batch.index, progress.forwards))
+        spec = self._scope.spec
+        part = spec.mesh.sequence(spec.rank)
+        rng.seed_everything(*rng.forward_stream(spec.seed, progress.step, batch.index, progress.forwards, part))
         progress.forwards += 1
 
     def _restore_buffers(self) -> None:
@@ -308,8 +341,28 @@ class ElasticEngine:
         duration_s = time.perf_counter() - progress.begun
         # NCCL, aborted, lets what was enqueued run on over data that never came: nothing of such a step counts.
         self._scope.check()
+        self._look_for_exchanges(outcome)
         bad = self._judged(loss, outcome)
-        self._steps.step_finished(_report(progress, outcome, loss, bad, duration_s), outcome.applied)
+        report = _report(progress, outcome, loss, bad, duration_s, self.plan.leads)
+        self._grad_norm = report.grad_norm
+        self._rates.check(report.step, report.learning_rates)
+        if self._scope.spec.rank == 0:
+            # Those of one rank stand for all: the step's volume is the same on each, or nearly so.
+            report = replace(report, collectives=outcome.collectives)
+        self._steps.step_finished(report, outcome.applied)
+
+    def _look_for_exchanges(self, outcome: StepOutcome) -> None:
+        """Ranks that do not share their sequences, although the job says so, all compute the same."""
+        if self._unshared is None:
+            return
+        self._unshared += 1
+        if any(use.axis == "sp" for use in outcome.collectives):
+            self._unshared = None
+        elif self._unshared == _SHARES_BY_STEP:
+            _say_once(
+                f"mesh: {{sp: {self._scope.spec.sp}}}: the script shares no sequences, so that all workers of a cell "
+                "compute the same; use elastic.sequence (docs/parallelism.md), or leave mesh out"
+            )
 
     def _judged(self, loss: float, outcome: StepOutcome) -> BadStep | None:
         """What is wrong with the step just made, where it was skipped. Raises GenerationEnded, on every rank, where the
@@ -329,10 +382,10 @@ def _say_once(message: str) -> None:
 
 
 def _report(
-    progress: StepProgress, outcome: StepOutcome, loss: float, bad: BadStep | None, duration_s: float
+    progress: StepProgress, outcome: StepOutcome, loss: float, bad: BadStep | None, duration_s: float, leads: bool
 ) -> StepReport:
-    """All but `save_stall_s` and `metrics`."""
-    positions = progress.positions()
+    """All but `save_stall_s` and `metrics`. Only the rank that `leads` its cell reports samples."""
+    positions = progress.positions() if leads else ()
     return StepReport(
         step=progress.step + 1,
         loss=loss,

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from importlib import import_module
 from typing import Any
 
+from elastic.comm.collective_ledger import CollectiveLedger
 from elastic.comm.process_group import ProcessGroup
 from elastic.core.generation_spec import GenerationSpec, Rendezvous
 from elastic.engines import foreign_loops
@@ -50,6 +51,7 @@ class Generation:
         self.loader: ElasticLoader | None = None
         # What `close` closes, the last first.
         self.closing = ExitStack()
+        self.ledger: CollectiveLedger | None = None
         self._metrics: dict[str, Any] = {}
         self._stays = False
         self._native: weakref.ReferenceType[Any] | None = None
@@ -71,7 +73,9 @@ class Generation:
 
     def own(self, engine: Engine) -> None:
         """From here on the engine is closed however the generation ends."""
-        self._native = weakref.ref(engine.native)
+        self._native, self.ledger = weakref.ref(engine.native), engine.ledger
+        if self.group.cell is not None:
+            self.ledger.name_axis(self.group.cell, "sp")
         self.closing.callback(lambda: engine.detach() if self._stays else engine.close())
 
     def began(self, steps: StepLoop, engine: ElasticEngine, loader: ElasticLoader) -> None:
@@ -92,7 +96,7 @@ class Generation:
 
         `stays`: the user's function stays in its loop, and the next engine is built on the same model and optimizer.
         """
-        self.steps = self.engine = self.loader = None
+        self.steps = self.engine = self.loader = self.ledger = None
         self._stays = stays
         try:
             self.closing.close()

@@ -69,6 +69,9 @@ class SilentCoordinator:
     def memory_lost(self, reason: str) -> None:
         logger.warning("no snapshots in memory: %s", reason)
 
+    def replica_moved(self, sentence: str) -> None:
+        logger.warning("%s", sentence)
+
     def boundary(self, step: int) -> Stop | None:
         return None
 

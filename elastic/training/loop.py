@@ -16,6 +16,7 @@ from elastic.core.errors import CollectiveFailed, GenerationEnded, IntegrityErro
 from elastic.core.generation_spec import GenerationSpec, Rendezvous
 from elastic.engines.base import EngineKind
 from elastic.training import cleanup, context, rng
+from elastic.training.advice import advice
 from elastic.training.generation import Generation
 from elastic.training.result import GenerationResult, Kind
 from elastic.training.session import Coordinator, InLoop, Phase
@@ -136,6 +137,9 @@ class GenerationRunner:
         failure = as_collective_failure(error, scope.where())
         if failure is not None:
             return self._collective_failed(failure)
+        sentence = advice(error)
+        if sentence is not None:
+            return self._result("usage_error", error, message=sentence)
         if is_of_hardware(error):
             return self._result("device_failed", error)
         if scope.phase is Phase.RESTORING or isinstance(error, (IntegrityError, StorageError)):
@@ -196,7 +200,7 @@ class GenerationRunner:
             logger.exception("generation %d: the outcome could not be reported", self.spec.generation)
 
     def leave(self, result: GenerationResult, stays: bool = False) -> None:
-        """Close everything. `stays`: the user's function goes on with the next generation, on the same model."""
+        """Close everything. `stays`: the user's function continues with the next generation, on the same model."""
         scope, generation = self._scope, self.generation
         if result.kind not in ("finished", "ended", "anomaly") or (result.kind == "ended" and not scope.planned):
             # Pending collectives of this rank would block the destruction of the groups. After a normal end nothing is
@@ -235,7 +239,12 @@ def seed_build(seed: int) -> None:
 
 def call(fn: Callable[..., Any], config: Mapping[str, Any] | None) -> None:
     takes_config = bool(inspect.signature(fn).parameters)
-    if takes_config:
-        fn(dict(config or {}))
-    else:
-        fn()
+    try:
+        if takes_config:
+            fn(dict(config or {}))
+        else:
+            fn()
+    except SystemExit as end:
+        # `sys.exit(main())` at the end of a script.
+        if end.code:
+            raise

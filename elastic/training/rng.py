@@ -21,9 +21,11 @@ def derive(*parts: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def forward_stream(seed: int, step: int, batch: int, number: int) -> tuple[int | str, ...]:
-    """The name of the random stream of the forward pass `number` over micro-batch `batch` of a step."""
-    return seed, "forward", step, batch, number
+def forward_stream(seed: int, step: int, batch: int, number: int, sequence: int = 0) -> tuple[int | str, ...]:
+    """The name of the random stream of the forward pass `number` over micro-batch `batch` of a step; of part `sequence`
+    where ranks share sequences, so that no two parts have the same dropout."""
+    name = (seed, "forward", step, batch, number)
+    return (*name, "sequence", sequence) if sequence else name
 
 
 def seed_everything(*parts: int | str) -> None:

@@ -1,4 +1,4 @@
-"""One generation as its parts see it: what is fixed, how far it has come, and whether it may go on."""
+"""One generation as its parts see it: what is fixed, how far it has come, and whether it may continue."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class GenerationScope:
     local_rank: int = 0
     step: int = 0
     phase: Phase = Phase.IDLE
-    # What this rank met, where it cannot go on: a lost peer, or a restored state that was not verified.
+    # What this rank met, where it cannot continue: a lost peer, or a restored state that was not verified.
     failure: Exception | None = None
     # How it ended, where it ended by itself: at a planned step, or because of a non-finite one. Every rank alike.
     planned: bool = False
@@ -81,7 +81,7 @@ class GenerationScope:
         return self._ended is not None or self.failure is not None
 
     def check(self) -> None:
-        """Raise GenerationEnded or the failure once this generation cannot go on.
+        """Raise GenerationEnded or the failure once this generation cannot continue.
 
         Called by everything that the user's loop calls, so that an `except Exception` in it cannot keep a dead
         generation running.
@@ -102,7 +102,7 @@ class GenerationScope:
     @contextmanager
     def translating(self) -> Iterator[None]:
         """Around collectives: the loss of a peer becomes CollectiveFailed, and is remembered so that a loop that
-        swallows the error does not go on with a broken group."""
+        swallows the error does not continue with a broken group."""
         try:
             yield
         except Exception as error:

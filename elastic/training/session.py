@@ -67,8 +67,9 @@ class SnapshotMemory(Protocol):
         targets: Sequence[tuple[str, int]],
         base: tuple[int, int] | None = None,
         stripe: Sequence[int] = (),
+        spares: Sequence[tuple[str, int]] = (),
     ) -> None:
-        """`base`: (generation, step) of what was restored; `stripe`: see `MemoryPlan`.
+        """`base`: (generation, step) of what was restored; `stripe`, `spares`: see `MemoryPlan`.
 
         Raises UsageError when the node has not enough memory. Any call may raise StorageError when the node's memory
         is out of reach, and Fenced after a newer generation.
@@ -91,6 +92,10 @@ class SnapshotMemory(Protocol):
         """Why snapshots do not become complete at present, in one sentence; None where they do."""
         ...
 
+    def moved(self) -> str | None:
+        """Which node keeps replicas in the place of another one that did not take them, in one sentence."""
+        ...
+
     def settled(self, step: int) -> None:
         """Every rank's snapshot of `step` is complete: older ones can be dropped."""
         ...
@@ -105,6 +110,14 @@ class InLoop(Protocol):
 
     def keep(self, given: Any, handles: Any) -> None:
         """What `elastic.initialize` was given and what it returned: the next generation is built from it."""
+        ...
+
+    def on_its_own(self) -> None:
+        """From here on the user's code runs outside of the steps, up to `comes_back`."""
+        ...
+
+    def comes_back(self) -> None:
+        """It asks for the first batch of an iteration."""
         ...
 
     def abandon(self, error: BaseException) -> bool:
@@ -164,6 +177,10 @@ class Coordinator(Protocol):
 
     def memory_lost(self, reason: str) -> None:
         """No more snapshots are taken into memory in this generation. `reason` is empty where another rank has it."""
+        ...
+
+    def replica_moved(self, sentence: str) -> None:
+        """Another node than planned keeps this rank's replicas from now on."""
         ...
 
     def boundary(self, step: int) -> Stop | None: ...

@@ -18,6 +18,7 @@ from elastic.core.data.micro_batches import MicroBatch
 from elastic.core.data.step_plan import StepPlan
 from elastic.core.data.steps import StepReport
 from elastic.core.errors import UsageError
+from elastic.training.data.stream.finite import Course
 from elastic.training.data.stream.repeated import RepeatedSteps
 from elastic.training.result import BadStep
 from elastic.training.saving.snapshots import Snapshots
@@ -75,7 +76,7 @@ class StepProgress:
         if self.active is None:
             raise UsageError("engine.step() was called without a batch from the loader; iterate over the loader")
         if self.backwards == 0:
-            raise UsageError(f"step {self.step}: engine.step() was called without engine.backward(loss)")
+            raise UsageError(f"step {self.step}: engine.step() came without engine.backward(loss) (no loss.backward())")
 
     def finish_batch(self) -> None:
         self.active = None
@@ -104,7 +105,7 @@ class StepLoop:
     """`progress` is the current step, None before the first. `finished`: the run's last step is done and saved.
 
     `take_metrics` gives what the user's code has reported since it was last called; `before_first` is called once,
-    before the first batch is handed out.
+    before the first batch is handed out. `course`: of a stream with epochs, whose plan is made step by step.
     """
 
     def __init__(
@@ -115,8 +116,10 @@ class StepLoop:
         take_metrics: Callable[[], Mapping[str, Any]],
         repeated: RepeatedSteps | None = None,
         before_first: Callable[[], None] | None = None,
+        course: Course | None = None,
     ) -> None:
-        self.plan = plan
+        self._plan = plan
+        self._course = course
         self.progress: StepProgress | None = None
         self.finished = False
         self._scope = scope
@@ -128,6 +131,11 @@ class StepLoop:
         self._repeated = repeated
         self._save_asked = False
         self._open_step: FinishedStep | None = None
+
+    @property
+    def plan(self) -> StepPlan:
+        """Of the step under way; between two steps, of the next one."""
+        return self._plan if self._course is None else self._course.plan
 
     # -- for the loader ------------------------------------------------------------------------------------------------
 
@@ -159,12 +167,7 @@ class StepLoop:
         self._scope.check()
         self.require_between_batches()
         if self.progress is None or self.progress.complete:
-            if self.over:
-                if not self.ended_by_epochs:
-                    self.finish()
-                return False
-            if epoch is not None and self.epoch > epoch:
-                # An earlier one, after a recovery: its steps are repeated in this iteration.
+            if not self._goes_on(epoch):
                 return False
             self._close_step()
             if self._before_first is not None:
@@ -174,6 +177,11 @@ class StepLoop:
             self._scope.enter(Phase.TRAINING)
             self.progress = StepProgress(self._scope.step, self.plan.deal(self._scope.step))
         return True
+
+    def last_batch_read(self) -> None:
+        """The last micro-batch of a step is at hand: what comes next is agreed on while it is computed. Collective."""
+        if self._course is not None:
+            self._course.look_ahead()
 
     def finish(self) -> None:
         """The run is over: close its last step and save it. Raises GenerationEnded where the generation ends here."""
@@ -206,6 +214,9 @@ class StepLoop:
     def step_finished(self, report: StepReport, applied: bool) -> None:
         """The optimizer has made the current step, or skipped it. It is closed when the loop comes back."""
         assert self.progress is not None
+        if self._course is not None:
+            with self._scope.translating():
+                self._course.step_finished()
         self._scope.step = report.step
         self._open_step = FinishedStep(report, applied, self.progress.fenced_s)
 
@@ -220,7 +231,13 @@ class StepLoop:
         return (self.plan.micro_steps if self.over else len(self.plan.deal(self._scope.step))) == 1
 
     def ask_save(self) -> None:
-        """Save the current step, or the one just finished, when it is closed; a closed one at once. Collective."""
+        """Save the current step, or the one just finished, when it is closed; a closed one at once. Collective.
+
+        Nothing before the first step: what was restored is saved, and a worker that has joined runs here through epochs
+        that are over, while the others wait in their loop.
+        """
+        if self.progress is None:
+            return
         if self._open_step is not None or (self.progress is not None and not self.progress.complete):
             self._save_asked = True
         elif self._scope.step > 0:
@@ -255,13 +272,28 @@ class StepLoop:
         else:
             self._close_step()
             self._save()
-            self.finished = self.plan.last_step is None
+            self.finished = not self.plan.bounded
         return self.finished
 
     def close(self) -> None:
         self._snapshots = self._before_first = None
 
     # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _goes_on(self, epoch: int | None) -> bool:
+        """Is there another step, of `epoch`? Collective where it begins an epoch of a stream, or the generation."""
+        while True:
+            if self.over:
+                if not self.ended_by_epochs:
+                    self.finish()
+                return False
+            if epoch is not None and self.epoch > epoch:
+                # An earlier one, after a recovery: its steps are repeated in this iteration.
+                return False
+            if self._course is None or self._course.cut:
+                return True
+            with self._scope.translating():
+                self._course.settle()
 
     def _close_step(self) -> None:
         """Take the snapshots that are due after the step just finished, report it, begin the copies. Collective."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from elastic.core.errors import ElasticError
 from elastic_jobs.command_parser import CommandParser, add_commands
 from elastic_jobs.commands import completion, drain, export, resume, run, stop, submit
-from elastic_jobs.commands.inspect import checkpoints, list_runs, logs, report, status, story, trace, watch
+from elastic_jobs.commands.inspect import checkpoints, list_runs, logs, report, status, story, trace, watch, wire
 from elastic_jobs.commands.kube import group
 from elastic_jobs.commands.planning import laws, plan
 from elastic_jobs.exit_codes import NOT_FINISHED, TABLE
@@ -39,6 +39,7 @@ _COMMANDS: dict[str, Any] = {
     "export": export,
     "report": report,
     "trace": trace,
+    "wire": wire,
     "plan": plan,
     "laws": laws,
     "kube": group,

@@ -1,4 +1,4 @@
-"""The folder of a run, <storage>/<run id>/: it holds the job beside the journal, so a run id is enough to resume it."""
+"""The folder of a run, <storage>/<run id>/: it holds the job and the journal, so a run id is enough to resume it."""
 
 from __future__ import annotations
 
@@ -109,6 +109,12 @@ class RunFolder:
     def remove(self, name: str) -> None:
         with self._named("written"):
             self._objects.remove([f"{self.run_id}/{name}"])
+
+    def texts(self, folder: str) -> Iterator[tuple[str, str]]:
+        """Name and text of each object directly below a folder of the run, by name."""
+        with self._named("read"):
+            for name in self._objects.names(f"{self.run_id}/{folder}"):
+                yield name, self._objects.get(f"{self.run_id}/{folder}/{name}").decode(errors="replace")
 
     def local_path(self, name: str) -> str | None:
         """The path of a file of the run on this machine; None for remote storage.

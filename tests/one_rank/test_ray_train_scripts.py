@@ -14,6 +14,7 @@ from torch import nn
 
 from elastic.comm.rendezvous import host_store
 from elastic.core.generation_spec import BatchSettings, GenerationSpec
+from elastic.engines import when_imported
 from elastic.runtime.worker import ray_train_face
 from elastic.training.local import run_local
 
@@ -27,7 +28,7 @@ def face() -> Iterator[None]:
     module: Any = sys.modules.get(ray_train_face._HOME)
     if module is not None:
         module.set_train_fn_utils(None)
-    sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, ray_train_face._WhenImported)]
+    when_imported.forget(ray_train_face._HOME)
 
 
 def run(train: Any, url: Path) -> Any:

@@ -1,5 +1,6 @@
 """A stream under a real engine, one rank: generations that follow each other read and train as one that goes through,
-and a repeated step that reads something else ends the run before it is trained on."""
+also through epochs whose readers are of unequal length; and a repeated step that reads something else ends the run
+before it is trained on."""
 
 from __future__ import annotations
 
@@ -28,6 +29,11 @@ STEPS = 12
 def documents(reader: int, readers: int) -> Iterator[list[int]]:
     """Seven documents for each reader, over and over."""
     return ([reader, *range(number)] for number in range(7))
+
+
+def uneven_documents(reader: int, readers: int) -> Iterator[list[int]]:
+    """None for the third reader; every document has a sample of its own length."""
+    return ([reader, number, 1, 1, 1] for number in range((5, 9, 0, 2, 6)[reader]))
 
 
 def random_documents(reader: int, readers: int) -> Iterator[list[int]]:
@@ -114,3 +120,90 @@ def test_a_repeated_step_that_reads_something_else_is_not_trained_on(whole: list
     result, reports = run(replace(again, generation=4, content=wrong), tmp_path)
     assert (result.kind, len(reports)) == ("usage_error", 2)
     assert "step 7 is repeated and has read other samples than before" in result.message
+
+
+# -- epochs -----------------------------------------------------------------------------------------------------------
+
+
+def train_epochs(config: dict[str, Any]) -> None:
+    import elastic
+
+    model = nn.Sequential(nn.Embedding(32, 8), nn.Dropout(0.1), nn.Linear(8, 32))
+    stages = {"shuffle_window": 3, "pack": elastic.data.Pack(4, eos=31)} if config["packed"] else {}
+    engine, _, loader, _ = elastic.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2),
+        training_data=elastic.data.stream(
+            uneven_documents, transform=None if config["packed"] else torch.tensor, repeat=config["repeat"], **stages
+        ),
+        num_workers=config["num_workers"],
+        config={
+            "train_batch_size": 9,
+            "train_micro_batch_size_per_gpu": 2,
+            "zero_optimization": {"stage": 2},
+            "zero_allow_untested_optimizer": True,
+        },
+    )
+    with pytest.raises(TypeError, match="no length"):
+        len(loader)
+    for epoch in elastic.epochs(config["count"]):
+        assert loader.epoch == epoch
+        for batch in loader:
+            logits = engine(batch[:, :-1].to(engine.device)).flatten(0, 1)
+            engine.backward(nn.functional.cross_entropy(logits, batch[:, 1:].to(engine.device).flatten()))
+            engine.step()
+            # Between two steps, `epoch` is that of the next one.
+            elastic.report(epoch=epoch, left=len(elastic.state.setdefault("seen", [])))
+        elastic.state["seen"] = [*elastic.state.get("seen", ()), epoch]
+
+
+def run_epochs(spec: GenerationSpec, folder: Path, end_at: int | None = None, **config: Any) -> tuple[Any, list[Any]]:
+    config = {"num_workers": 0, "packed": True, "repeat": True, "count": None, **config}
+    result, coordinator = run_local(train_epochs, config, spec, host_store("127.0.0.1"), str(folder), end_at)
+    return result, coordinator.reports
+
+
+EPOCHS = replace(SPEC, batch=BatchSettings(epochs=3), checkpoint_every_steps=2)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_run_of_epochs_ends_with_its_last_reader_and_goes_on_from_any_step(packed: bool, tmp_path: Path) -> None:
+    result, whole = run_epochs(EPOCHS, tmp_path / "whole", packed=packed)
+    assert result.kind == "finished", result.traceback
+    last = len(whole)
+    if not packed:
+        # The last reader's micro-batches are of one sample, the others' of two.
+        assert [report.samples for report in whole] == 3 * [7, 5, 4, 3, 2, 1]
+    assert [report.positions for report in whole] == [
+        ((sum(r.samples for r in whole[:step]), sum(r.samples for r in whole[: step + 1])),) for step in range(last)
+    ]
+    assert [report.metrics["epoch"] for report in whole] == sorted(report.metrics["epoch"] for report in whole)
+    for end in range(1, last):
+        folder = tmp_path / str(end)
+        result, first = run_epochs(EPOCHS, folder, packed=packed, end_at=end)
+        assert (result.kind, len(first)) == ("ended", end)
+        newest = max(CheckpointStore(str(folder), "streams").list(), key=lambda found: found.step)
+        spec = replace(EPOCHS, generation=2, checkpoint=newest.id)
+        result, second = run_epochs(spec, folder, packed=packed, num_workers=end % 2 * 2)
+        assert result.kind == "finished", result.traceback
+        assert told([*first, *second]) == told(whole)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_stream_that_does_not_repeat_is_read_as_often_as_the_loop_asks(count: int, tmp_path: Path) -> None:
+    endless = replace(EPOCHS, batch=BatchSettings())
+    result, reports = run_epochs(endless, tmp_path, packed=False, repeat=False, count=count)
+    assert result.kind == "finished", result.traceback
+    assert sum(report.samples for report in reports) == count * 22
+
+
+def test_max_steps_end_a_run_of_epochs_too(tmp_path: Path) -> None:
+    bounded = replace(EPOCHS, batch=BatchSettings(max_steps=3))
+    result, reports = run_epochs(bounded, tmp_path, packed=False, repeat=False)
+    assert (result.kind, len(reports)) == ("finished", 3), result.traceback
+
+
+def test_epochs_of_a_stream_without_epochs_are_refused(tmp_path: Path) -> None:
+    result, reports = run_epochs(replace(EPOCHS, batch=BatchSettings()), tmp_path, count=2)
+    assert (result.kind, reports) == ("usage_error", [])
+    assert "elastic.epochs(2): this stream has no epochs" in result.message

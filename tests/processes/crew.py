@@ -5,6 +5,7 @@ The test is the controller: it tells ranks, world size and checkpoint, sees ever
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import queue
@@ -248,13 +249,12 @@ class Training:
                 raise
 
     def _run(self, fn: str, config: dict[str, Any], runner: Any) -> None:
-        import trainings
-
         from elastic.training.in_loop.function_call import FunctionCall
 
         told.clear()
         indices.clear()
-        function = getattr(trainings, fn)
+        module, _, name = fn.rpartition(".")
+        function = getattr(importlib.import_module(module or "trainings"), name)
         if config.get("in_loop"):
             made = FunctionCall(function, config, self._next, lambda why: tell("point", f"left: {why}"))
             runner, result = made.run(_ahead(runner) if config.get("ahead") else runner)

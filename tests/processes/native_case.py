@@ -78,7 +78,7 @@ def save_checkpoint(engine: Any, folder: Path, run_id: str, step: int, caller: d
 
     state = open_state(engine)
     snapshot = state.snapshot(run_id=run_id, generation=1, step=step, caller=caller)
-    # The engine goes on before the snapshot is written: it must not change under the writer.
+    # The engine continues before the snapshot is written: it must not change under the writer.
     second = state.snapshot(run_id=run_id, generation=1, step=step, caller=caller)
     for tensor in second.tensors.values():
         tensor.zero_()

@@ -29,7 +29,7 @@ def main() -> None:
         try:
             run(rank, folder)
             verdicts[name] = ""
-        except BaseException:  # noqa: BLE001 - the traceback is the verdict; the other processes cannot go on either
+        except BaseException:  # noqa: BLE001 - the traceback is the verdict; the other processes cannot continue either
             verdicts[name] = traceback.format_exc()
             report.write_text(json.dumps(verdicts))
             os._exit(1)

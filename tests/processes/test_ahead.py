@@ -55,7 +55,8 @@ def test_what_fails_in_a_generation_too_is_the_users_error(crew: Crew, tmp_path:
 
 def test_a_function_that_needs_no_generation_has_been_in_one(crew: Crew, tmp_path: Path) -> None:
     for outcome in crew.run([0, 1], "needs_nothing", {**CONFIG, "url": str(tmp_path)}, **MORE):
-        assert (outcome.result.kind, outcome.result.completed, outcome.told["calls"]) == ("finished", False, 1)
+        assert (outcome.result.kind, outcome.told["calls"]) == ("usage_error", 1)
+        assert "has returned without elastic.initialize" in outcome.result.message
 
 
 def test_a_generation_that_ends_while_it_is_joined_costs_no_set_up(crew: Crew, tmp_path: Path, still: Run) -> None:

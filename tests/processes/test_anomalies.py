@@ -1,4 +1,4 @@
-"""A step whose loss or gradient is no number, on real DeepSpeed: every rank finds it, nobody saves it or applies it."""
+"""A step with a non-finite loss or gradient, on real DeepSpeed: every rank finds it, nobody saves it or applies it."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def test_what_follows_a_step_is_kept_through_a_change_of_the_world_size(
     if how == "planned":
         crew.run([0, 1, 2], fn, config, end_at=4, **saving)
     elif how == "aborted":
-        # The checkpoint that the cadence gives, of a generation that goes on after it.
+        # The checkpoint that the cadence gives, of a generation that continues after it.
         crew.run([0, 1, 2], fn, config, end_at=5, **saving)
     else:
         crew.run([0, 1, 2], fn, {**config, "leave_after": 3}, **saving)

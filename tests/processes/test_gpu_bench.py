@@ -26,7 +26,7 @@ def test_every_figure_is_measured(tmp_path: Path) -> None:
     rebuilds = figures["rebuild in the process: last step to next step", "ray-elastic"]
     assert len(rebuilds.values) == 4
     assert min(rebuilds.values) > 0
-    # Each of the rebuilds was restored from the memory of the process beside it.
+    # Each of the rebuilds was restored from the memory of the process next to it.
     assert len(figures["restore from memory, reading and installing", "ray-elastic"].values) == 4
     assert len(figures["training thread kept by a snapshot", "ray-elastic"].values) == 4
     assert {subject for name, subject in figures if name == "training kept by a durable save"} == {

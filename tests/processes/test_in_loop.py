@@ -29,7 +29,7 @@ CASES = [
 def test_survivors_of_a_killed_rank_stay_in_their_loop(
     crew: Crew, tmp_path: Path, stage: int, where: str, strict: bool
 ) -> None:
-    """3 ranks, one is killed within a step; 2 go on; a newcomer makes them 3 again, which is a planned change."""
+    """3 ranks, one is killed within a step; 2 continue; a newcomer makes them 3 again, which is a planned change."""
     config = {"stage": stage, "dropout": 0.1, "in_loop": True, "strict": strict, "url": str(tmp_path / "moved")}
     if where == "backward":
         config["num_workers"] = 1
@@ -123,6 +123,34 @@ def test_a_function_that_holds_the_native_engine_is_called_again(crew: Crew, tmp
     newest = CheckpointStore(str(tmp_path), "run").list()[0]
     again = crew.run([0, 1], "keeps_the_native_engine", config, checkpoint=newest.id, batch=BATCH)
     _assert_ended(again, "finished", LAST_STEP)
+
+
+@pytest.mark.parametrize(
+    ("place", "by", "again"),
+    [
+        ("set-up", "elastic.epochs", 1),
+        ("before", "elastic.epochs", 1),
+        ("after", "range", 1),
+        ("after", "elastic.epochs", 0),
+        ("within", "range", 0),
+        ("save", "range", 0),
+    ],
+)
+def test_a_worker_that_joins_waits_for_nobody_in_collectives_of_its_own(
+    crew: Crew, tmp_path: Path, place: str, by: str, again: int
+) -> None:
+    """It joins in the second epoch; the others are in their loop, unless the function must be called again on all."""
+    config = {"stage": 1, "in_loop": True, "url": str(tmp_path), "place": place, "by": by}
+    more: dict[str, Any] = {"batch": BATCH, "max_world_size": 3}
+    _assert_ended(crew.run([0, 1], "joins_in", config, end_at=6, **more), "ended", 6)
+    points = [list(crew.members[number].points) for number in (0, 1)]
+    newest = CheckpointStore(str(tmp_path), "run").list()[0]
+    grown = crew.run([0, 1, 2], "joins_in", config, checkpoint=newest.id, **more)
+    _assert_ended(grown, "finished", LAST_STEP)
+    for rank in (0, 1):
+        left = [point for point in points[rank] if point.startswith("left")]
+        assert len(left) == again
+        assert all("takes part in collectives" in reason for reason in left)
 
 
 @pytest.mark.slow

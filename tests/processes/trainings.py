@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -70,6 +71,7 @@ def deepspeed_config(config: dict[str, Any]) -> dict[str, Any]:
             "stage3_param_persistence_threshold": 20,
             **config.get("zero", {}),
         },
+        **config.get("top", {}),
     }
     if config.get("schedule", True):
         made["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": 0.02}}
@@ -83,6 +85,14 @@ def deepspeed_config(config: dict[str, Any]) -> dict[str, Any]:
 
 def fsdp2_options(config: dict[str, Any]) -> dict[str, Any]:
     return {"global_batch": 10, "micro_batch": 2, "gradient_clipping": 0.5, **config.get("fsdp2", {})}
+
+
+def of_engine(config: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What `elastic.initialize` is given besides, for the engine that `config` names."""
+    if config.get("engine", "deepspeed") == "deepspeed":
+        return {"config": deepspeed_config(config)}
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=5)
+    return {"config": fsdp2_options(config), "lr_scheduler": schedule}
 
 
 def believe_in_half_precision() -> None:
@@ -107,17 +117,13 @@ def build(config: dict[str, Any]) -> tuple[Any, Any]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    if deepspeed:
-        of_engine: dict[str, Any] = {"config": deepspeed_config(config)}
-    else:
-        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=5)
-        of_engine = {"config": fsdp2_options(config), "lr_scheduler": schedule}
     engine, _, loader, _ = elastic.initialize(
         model=model,
         training_data=Numbers(config.get("size", 37), dtype),
         optimizer=optimizer,
         num_workers=config.get("num_workers", 0),
-        **of_engine,
+        weights=config.get("weights"),
+        **of_engine(config, optimizer),
     )
     return engine, loader
 
@@ -138,6 +144,20 @@ def train(config: dict[str, Any]) -> None:
             one_pass(engine, batch)
             elastic.report(rank=elastic.get_context().rank)
     crew.told.update(starts=elastic.state["starts"], passes=float(engine.module.passes), epoch=loader.epoch)
+
+
+def train_and_keep_warnings(config: dict[str, Any]) -> None:
+    """As `train`, with what the engine has warned of."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("elastic")
+    logger.addHandler(handler)
+    try:
+        train(config)
+    finally:
+        logger.removeHandler(handler)
+    crew.told["warnings"] = said
 
 
 def train_and_tell_draws(config: dict[str, Any]) -> None:
@@ -307,6 +327,24 @@ def evaluates_for_ever(config: dict[str, Any]) -> None:
                 crew.point("there")
                 while True:
                     engine(x)
+
+
+def joins_in(config: dict[str, Any]) -> None:
+    """Has a collective of its own at `config["place"]`; `config["by"]` says how it comes by its epochs."""
+    places: dict[str, Callable[[], Any]] = {config["place"]: lambda: dist.all_reduce(torch.ones(1))}
+    nothing = str
+    places.get("set-up", nothing)()
+    engine, loader = build(config)
+    if config["place"] == "save":
+        places["after"] = lambda: engine.save_checkpoint("a folder")
+    for _ in elastic.epochs() if config["by"] == "elastic.epochs" else range(2):
+        places.get("before", nothing)()
+        batches = iter(loader)
+        for batch in batches:
+            one_pass(engine, batch)
+            places.get("within", nothing)()
+        del batches
+        places.get("after", nothing)()
 
 
 def keeps_the_native_engine(config: dict[str, Any]) -> None:
@@ -509,7 +547,7 @@ def train_on_a_bad_sample(config: dict[str, Any]) -> None:
 _GONE_WRONG = {
     "nan": lambda loss, out: loss * float("nan"),
     "inf": lambda loss, out: loss / 0.0,
-    # The loss is no number, its gradient is one.
+    # The loss is non-finite, its gradient is finite.
     "constant": lambda loss, out: loss + float("inf"),
     # The other way round: the derivative of a root at zero.
     "gradient": lambda loss, out: loss + torch.sqrt((out.float() * 0.0).sum().abs()),

@@ -24,7 +24,7 @@ from pydantic import BaseModel, ValidationError
 Keys = dict[str, Any]
 
 _UNKNOWN = "?"
-# What `deepspeed.initialize` reads before and beside DeepSpeedConfig (deepspeed/__init__.py and runtime/engine.py).
+# What `deepspeed.initialize` reads before and next to DeepSpeedConfig (deepspeed/__init__.py and runtime/engine.py).
 _ELSEWHERE = ("data_parallel_size", "sequence_parallel_size", "vocabulary_size")
 # DeepSpeed hands these on to whatever the user names, or copies them whole.
 _FREE = ("params", "data_efficiency", "pipeline", "metrics")
@@ -159,7 +159,7 @@ def _optimizers() -> dict[str, list[Any]]:
         "lion": [DeepSpeedCPULion, FusedLion],
     }
     torchs = inspect.getmembers(torch.optim, lambda kind: inspect.isclass(kind) and kind is not torch.optim.Optimizer)
-    # DeepSpeed's own that are made of packages beside it: their parameters are not known here.
+    # DeepSpeed's own that are made of packages next to it: their parameters are not known here.
     others: dict[str, list[Any]] = {name: [] for name in DEEPSPEED_OPTIMIZERS}
     return {name: [kind] for name, kind in torchs if issubclass(kind, torch.optim.Optimizer)} | others | known
 

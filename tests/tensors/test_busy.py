@@ -9,7 +9,7 @@ import torch
 
 from elastic.core.generation_spec import GenerationSpec
 from elastic.training import scope as scopes
-from elastic.training.busy import reporting
+from elastic.training.busy import declared, reporting
 from elastic.training.local import SilentCoordinator
 from elastic.training.scope import GenerationScope
 
@@ -70,6 +70,18 @@ def test_busy_code_that_hangs_is_a_hang_in_the_end(
         thread.join(30.0)
         assert not thread.is_alive()
     assert "still exporting after 0 s" in caplog.text
+
+
+def test_busy_code_before_there_is_a_generation_is_declared() -> None:
+    assert not declared()
+    with reporting(None, "downloading", 60.0):
+        assert declared()
+        with reporting(None, "unpacking", -1.0):
+            pass
+        assert declared()
+    assert not declared()
+    with reporting(None, "downloading", -1.0):
+        assert not declared(), "for longer than it may last it is a hang"
 
 
 def test_a_generation_that_ended_is_not_reported(scope: GenerationScope, coordinator: Counting) -> None:

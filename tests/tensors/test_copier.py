@@ -1,4 +1,4 @@
-"""Copies beside the training: no optimizer step overtakes one, and what goes wrong is told before the next update."""
+"""Copies concurrently with training: no optimizer step overtakes one; errors are reported before the next update."""
 
 from __future__ import annotations
 

@@ -23,6 +23,9 @@ from elastic.checkpoint.folder import explain
 from elastic.checkpoint.storage import CheckpointStore
 from elastic.core.checkpoint.assembly import assemble
 from elastic.core.errors import IntegrityError, UsageError
+from elastic.core.settings import WeightsSettings
+from elastic.core.sharding.layout import Chunk, RankLayout, merged
+from elastic.interchange.weights import open_weights
 
 ALIASES = {"head": "emb"}
 STATE_DICT = [name for name in samples.SHAPES if name != "flag"]
@@ -42,6 +45,28 @@ def write(storage: Path, kind: str = "zero3", world: int = 3, step: int = 40, **
         store.write_shard(replace(snapshot, extra_state=said if snapshot.rank == 0 else None))
         for snapshot in samples.snapshots(samples.written(kind, world), full_state(), step=step)
     ]
+    manifest = assemble(records, run_id="run")
+    store.commit(manifest)
+    return storage / "run" / "checkpoints" / manifest.id
+
+
+def write_with_registered(storage: Path) -> Path:
+    """As a run writes it that has registered an EMA of two tensors and a generator."""
+    store, full, layout = CheckpointStore(str(storage), "run"), full_state(), samples.written("zero12", 2)
+    kept = {"state/ema/0": torch.randn(12), "state/ema/1": torch.randn(3)}
+    said = {"fleeting_buffers": ["flag"], "model": {"aliases": ALIASES}, "caller": {"objects": {"rng": {}, "ema": {}}}}
+    records = []
+    for snapshot in samples.snapshots(layout, full):
+        own = kept if snapshot.rank == 0 else {}
+        chunks = tuple(Chunk(name, 0, value.numel(), name, 0) for name, value in own.items())
+        buffers = {name: value.numel() for name, value in own.items()}
+        shapes = {**samples.SHAPES, **{name: tuple(value.shape) for name, value in kept.items()}}
+        tensors = {**snapshot.tensors, **{f"kept/{name}": value for name, value in own.items()}}
+        made = replace(
+            snapshot, parameters=shapes, layout=merged(snapshot.layout, RankLayout(chunks, buffers)), tensors=tensors,
+            extra_state=said if snapshot.rank == 0 else None,
+        )  # fmt: skip
+        records.append(store.write_shard(made))
     manifest = assemble(records, run_id="run")
     store.commit(manifest)
     return storage / "run" / "checkpoints" / manifest.id
@@ -69,6 +94,21 @@ def test_safetensors_holds_the_whole_tensors_of_any_layout(tmp_path: Path, kind:
 def test_torch_loads_it_without_trusting_it(tmp_path: Path) -> None:
     folder = elastic.export(write(tmp_path / "runs"), tmp_path / "out", to="torch")
     same(torch.load(folder / "model.pt", weights_only=True), [*STATE_DICT, "head"])
+
+
+@pytest.mark.parametrize("to", ["safetensors", "torch", "dcp"])
+def test_registered_objects_are_left_out_by_name(tmp_path: Path, to: Any, caplog: pytest.LogCaptureFixture) -> None:
+    folder = elastic.export(write_with_registered(tmp_path / "runs"), tmp_path / "out", to=to)
+    assert json.loads((folder / "elastic-export.json").read_text())["left_out"] == ["ema", "rng"]
+    assert "is not: ema, rng" in caplog.text
+    assert not [path for path in folder.rglob("*") if "ema" in path.name]
+    if to == "torch":
+        same(torch.load(folder / "model.pt", weights_only=True), [*STATE_DICT, "head"])
+
+
+def test_a_run_begins_with_the_weights_of_one_that_has_registered_objects(tmp_path: Path) -> None:
+    weights = open_weights(WeightsSettings(str(write_with_registered(tmp_path / "runs"))))
+    assert sorted(weights.shapes) == sorted([*STATE_DICT, "head"])
 
 
 # torch says that one process loads alone, which is what is meant here.

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from elastic.core.errors import UsageError
 from elastic.engines import foreign_loops
@@ -53,6 +56,24 @@ def test_it_is_refused_inside_and_works_outside(
     call()
 
 
+def test_a_library_that_the_function_imports_is_refused_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Seen: `from accelerate import Accelerator` within the function trained each rank for itself, to "finished"."""
+    (tmp_path / "accelerate").mkdir()
+    (tmp_path / "accelerate" / "__init__.py").write_text("from accelerate.accelerator import Accelerator\n")
+    body = "class Accelerator:\n    def prepare(self, *_): ...\n"
+    (tmp_path / "accelerate" / "accelerator.py").write_text(body)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "accelerate"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    foreign_loops.refuse()
+    made = importlib.import_module("accelerate").Accelerator
+    with pytest.raises(UsageError, match="Accelerator does not train elastically"):
+        made().prepare()
+    monkeypatch.delitem(sys.modules, "accelerate")
+    monkeypatch.delitem(sys.modules, "accelerate.accelerator")
+
+
 def test_the_platforms_own_trainer_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     made = library(monkeypatch, "transformers.trainer", "Trainer", "train")
     ours: Any = type("Ours", (made,), {foreign_loops.OWN: True})
@@ -60,8 +81,10 @@ def test_the_platforms_own_trainer_is_not_refused(monkeypatch: pytest.MonkeyPatc
     ours().train()
 
 
-def test_wrapping_in_ddp_is_refused() -> None:
+def test_wrapping_in_ddp_or_fsdp_is_refused() -> None:
     foreign_loops.refuse()
+    with pytest.raises(UsageError, match="engine: fsdp2"):
+        FullyShardedDataParallel(torch.nn.Linear(2, 2))
     with pytest.raises(UsageError, match="pass the model to"):
         torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
 
@@ -82,6 +105,8 @@ class TestArguments:
             ({"load_best_model_at_end": True}, "elastic export RUN --checkpoint ID"),
             ({"auto_find_batch_size": True}, "global batch of a run is fixed"),
             ({"train_sampling_strategy": "group_by_length"}, "the platform orders the samples"),
+            ({"include_num_input_tokens_seen": "all"}, "the platform counts tokens"),
+            ({"enable_jit_checkpoint": True}, "the platform saves and resumes by itself"),
         ],
     )
     def test_what_cannot_be_honoured_is_named(self, given: dict[str, Any], words: str) -> None:
@@ -89,6 +114,14 @@ class TestArguments:
 
         trainer = SimpleNamespace(args=self.arguments(**given))
         with pytest.raises(UsageError, match=words):
+            refuse(trainer, SimpleNamespace)
+
+    def test_a_loss_that_is_scaled_already_is_named(self) -> None:
+        """It would be scaled by the number of micro-batches a second time, without a word."""
+        from elastic.integrations.transformers_arguments import refuse
+
+        trainer = SimpleNamespace(args=self.arguments(), loss_is_scaled_for_ga=True)
+        with pytest.raises(UsageError, match="compute_loss returns the mean over the micro-batch"):
             refuse(trainer, SimpleNamespace)
 
     def test_an_override_that_would_not_be_called_is_named(self) -> None:

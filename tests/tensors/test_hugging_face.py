@@ -18,7 +18,7 @@ from elastic.core.checkpoint.assembly import assemble
 from elastic.core.errors import UsageError
 from elastic.core.sharding.layout import merged
 from elastic.core.sharding.zero import owner_layout, zero3_layout
-from elastic.engines.model_description import describe
+from elastic.engines.model.description import describe
 
 
 class Tied(nn.Module):

@@ -448,6 +448,18 @@ def test_a_save_that_is_asked_for_after_a_step_is_made_when_it_is_closed() -> No
     assert engine.durable == [True, True, True]
 
 
+def test_a_save_in_an_epoch_that_a_worker_skips_is_nobody_elses() -> None:
+    """The others are in their loop: a collective save would wait for them."""
+    _, engine, loader, _ = make(max_steps=5, step=4)
+    assert list(loader) == []
+    engine.steps.ask_save()
+    assert engine.durable == []
+    for _ in loader:
+        engine.step()
+    engine.steps.ask_save()
+    assert engine.saved == [5]
+
+
 def test_a_planned_end_holds_what_followed_its_step() -> None:
     made = make(max_steps=3, end_at=1)
     with pytest.raises(GenerationEnded, match="planned at step 1"):

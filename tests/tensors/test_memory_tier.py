@@ -27,7 +27,10 @@ class Node:
         self.committed: list[int] = []
         self.settled_steps: list[int] = []
 
-    def open(self, template: Any, nbytes: int, targets: Any, base: Any = None, stripe: Sequence[int] = ()) -> None:
+    def open(
+        self, template: Any, nbytes: int, targets: Any, base: Any = None, stripe: Sequence[int] = (),
+        spares: Sequence[Any] = (),
+    ) -> None:  # fmt: skip
         assert nbytes == self.nbytes
 
     def segment(self) -> memoryview:
@@ -44,6 +47,9 @@ class Node:
 
     def wait_complete(self, step: int, timeout_s: float) -> bool:
         return step in self.committed
+
+    def moved(self) -> str | None:
+        return None
 
     def failed(self) -> str | None:
         return self.gone

@@ -27,10 +27,11 @@ from elastic.core.generation_spec import GenerationSpec
 from elastic.core.settings import FailureSettings
 from elastic.runtime import storage_retry
 from elastic.runtime.messages import Item, Reply
-from elastic.runtime.node.agent import AgentActor, _is_stopped
+from elastic.runtime.node.agent import AgentActor
 from elastic.runtime.node.heartbeats import HeartbeatSender, open_mailbox, receive
+from elastic.runtime.processes import is_stopped
 from elastic.runtime.storage_retry import RetryingSource
-from elastic.runtime.worker.logs import log_file
+from elastic.runtime.worker.logs import log_file, placed
 from elastic.runtime.worker.outbox import Outbox
 from elastic.runtime.worker.ray_coordinator import RayCoordinator
 from elastic.training.session import Phase, Stop
@@ -136,12 +137,28 @@ def test_a_stopped_process_is_told_from_a_busy_one() -> None:
     process = subprocess.Popen([sys.executable, "-c", "import os,signal;os.kill(os.getpid(),signal.SIGSTOP)"])
     try:
         os.waitpid(process.pid, os.WUNTRACED)
-        assert _is_stopped(process.pid)
-        assert not _is_stopped(os.getpid())
+        assert is_stopped(process.pid)
+        assert not is_stopped(os.getpid())
     finally:
         process.kill()
         process.wait(LIMIT_S)
-    assert not _is_stopped(process.pid)
+    assert not is_stopped(process.pid)
+
+
+def test_each_line_of_a_redirected_process_has_its_generation_and_rank(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "logs" / "worker-0001.log"
+    code = (
+        "import os, sys; from pathlib import Path\n"
+        "from elastic.runtime.worker.logs import begin_generation, redirect\n"
+        "assert redirect(Path(sys.argv[1])); print('set-up'); begin_generation(2, 1, 3)\n"
+        "os.write(2, b'native\\n'); begin_generation(4, 0, 2); print('last')"
+    )
+    subprocess.run([sys.executable, "-c", code, str(path)], check=True, timeout=60)
+    with path.open() as lines:
+        found = [(line.text.strip(), line.generation, line.rank) for line in placed(lines)]
+    assert [line for line in found if not line[0].startswith("---")] == [
+        ("set-up", None, None), ("native", 2, 1), ("last", 4, 0),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("run_id", ["../out", "/abs", "a/b"])

@@ -34,7 +34,7 @@ class Rank(SilentCoordinator):
         self.writer = BackgroundWriter(self, lambda record: None, lambda *_: None)  # type: ignore[arg-type]
         spec = GenerationSpec("run", 1, 0, RANKS, checkpoint_every_steps=1)
         self.scope = GenerationScope(spec, self, torch.device("cpu"))
-        # The least over all ranks, which were asked before any of them went on.
+        # The least over all ranks, which were asked before any of them continued.
         agreement = SimpleNamespace(least=lambda values: [int(all(ready))])
         state: Any = SimpleNamespace(agreement=agreement, verify_replicas=lambda: None, capture=self._capture)
         self.snapshots = Snapshots(self.scope, state, dict)

@@ -279,7 +279,7 @@ class TestScaler:
 
 
 def test_what_the_users_code_may_change_is_copied_before_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Frozen parameters that follow the weights, say: a copy made beside the next forward pass would be torn."""
+    """Frozen parameters that follow the weights, say: a copy made during the next forward pass would be torn."""
     flat, frozen, buffer = torch.ones(4), torch.ones(3), torch.ones(2)
     whole = [Extra(kind, tensor, Chunk(kind, 0, len(tensor), kind, 0), True)
              for kind, tensor in ((PARAM, frozen), (BUFFER, buffer))]  # fmt: skip

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from elastic.core import events as ev
-from elastic.core.run import machine
 from elastic.core.settings import RunSettings, ScalingSettings
 from elastic.observe.journal import JournalWriter
 from elastic.runtime.controller.actor import ControllerActor
@@ -61,13 +60,11 @@ class Controller:
         await self.loop.turn(events)
 
 
-def begun(url: Path) -> None:
+def begun(url: Path, events: Sequence[ev.Event] = BEGUN) -> None:
+    """A journal with these events, which no controller may have been able to handle."""
     writer = JournalWriter(str(url), "run")
-    state = machine.initial(SETTINGS, 1.0)
-    for number, event in enumerate(BEGUN):
+    for number, event in enumerate(events):
         writer.append({"type": "event", "now": 1.0 + number, **ev.to_json(event)})
-        state, _ = machine.step(state, event, 1.0 + number)
-    assert state.generation == 1
 
 
 def item(event: ev.Event, number: int) -> Item:

@@ -6,6 +6,7 @@ from typing import Any, Literal, TypeVar
 
 from elastic.core import actions as act
 from elastic.core import events as ev
+from elastic.core.mesh import MeshSettings
 from elastic.core.run import machine
 from elastic.core.run.phase import Finished, RunPhase
 from elastic.core.run.state import SlotPhase, WorkerPhase
@@ -25,12 +26,19 @@ class Scenario:
         gather_s: float = 5.0,
         memory: bool = False,
         policy: Literal["eager", "patient"] = "eager",
+        cell: int = 1,
         **failures: Any,
     ) -> None:
         scaling = ScalingSettings(low, high, per_slot, gather_s, policy=policy)
         self.now = 1000.0
         self.state = machine.initial(
-            RunSettings("r", scaling=scaling, snapshots=SnapshotSettings(memory), failures=FailureSettings(**failures)),
+            RunSettings(
+                "r",
+                scaling=scaling,
+                snapshots=SnapshotSettings(memory),
+                failures=FailureSettings(**failures),
+                mesh=MeshSettings(cell),
+            ),
             self.now,
         )
         self.last: list[act.Action] = []

@@ -19,7 +19,7 @@ from elastic_cluster.chaos import Action, Chaos
 from elastic_jobs import exit_codes
 from elastic_jobs.cli import parser
 from elastic_jobs.job_file.load import parse_job
-from elastic_jobs.job_file.sections import AnomalySpec, CheckpointSpec, SnapshotSpec, StragglerSpec
+from elastic_jobs.job_file.sections import AnomalySpec, CheckpointSpec, MeshSpec, SnapshotSpec, StragglerSpec
 from elastic_jobs.job_file.spec import JobSpec
 from elastic_jobs.job_file.submit_section import SubmitSpec
 from elastic_jobs.job_file.yaml_lines import parse
@@ -106,6 +106,7 @@ def test_exit_codes() -> None:
             "## Top level",
             {name: field.get_default(call_default_factory=True) for name, field in JobSpec.model_fields.items()},
         ),
+        ("## mesh", {name: field.default for name, field in MeshSpec.model_fields.items()}),
         ("## checkpoint", {name: field.default for name, field in CheckpointSpec.model_fields.items()}),
         ("## snapshots", {name: field.default for name, field in SnapshotSpec.model_fields.items()}),
         ("## anomalies", {name: field.default for name, field in AnomalySpec.model_fields.items()}),
@@ -116,7 +117,7 @@ def test_exit_codes() -> None:
         ),
         ("## failures", {field.name: field.default for field in dataclasses.fields(FailureSettings)}),
     ],
-    ids=["top", "checkpoint", "snapshots", "anomalies", "stragglers", "submit", "failures"],
+    ids=["top", "mesh", "checkpoint", "snapshots", "anomalies", "stragglers", "submit", "failures"],
 )
 def test_job_keys_and_their_defaults(section: str, defaults: dict[str, Any]) -> None:
     text = (ROOT / "docs" / "job.md").read_text().partition(f"\n{section}\n")[2].partition("\n## ")[0]
@@ -146,7 +147,7 @@ def test_the_incident_that_is_shown_has_the_fields_of_one() -> None:
 
 
 def test_faults() -> None:
-    text = (ROOT / "docs" / "failures.md").read_text().partition("## Trying it")[2]
+    text = (ROOT / "docs" / "failures.md").read_text().partition("## Fault injection")[2]
     assert set(dict(_ROW.findall(text))) >= {action.value for action in Action}
     for document in DOCUMENTS:
         for plan in re.findall(r'--chaos "([^"]+)"', document.read_text()):
@@ -237,10 +238,13 @@ def actions(command: argparse.ArgumentParser) -> Iterator[argparse.Action]:
                 yield from actions(below)
 
 
+_SECTIONS = AnomalySpec, CheckpointSpec, MeshSpec, SnapshotSpec, StragglerSpec, SubmitSpec, FailureSettings
+
+
 def default(value: object) -> str:
     if value is PydanticUndefined:
         return "required"
-    if isinstance(value, (AnomalySpec, CheckpointSpec, SnapshotSpec, StragglerSpec, SubmitSpec, FailureSettings)):
+    if isinstance(value, _SECTIONS):
         return "see below"
     if value is None:
         return "none"

@@ -15,7 +15,7 @@ def first_group_for_all() -> Change:
 
 
 def other_dicts() -> Change:
-    """The engine's optimizer is a new one with the loaded groups; the scheduler goes on writing into the old ones."""
+    """The engine's optimizer is a new one with the loaded groups; the scheduler still writes into the old ones."""
     import copy
 
     def install(original: Any, engine: Any, stage: Any, saved: Any) -> None:

@@ -12,7 +12,7 @@ from verification.scene import Place, World, place, require, stage_of
 
 
 def plain(world: World) -> dict[str, Any]:
-    """All that a world's state has beside its tensors, by name."""
+    """All that a world's state has next to its tensors, by name."""
     return dict(require(world.run(lambda engine, _: _plain(engine)))[0])
 
 

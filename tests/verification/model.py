@@ -75,7 +75,7 @@ BUFFERS = (
 
 @dataclass(frozen=True)
 class Setup:
-    """One way to hold a training state. `zero` goes into `zero_optimization`, `extra` beside it."""
+    """One way to hold a training state. `zero` goes into `zero_optimization`, `extra` next to it."""
 
     stage: int
     dtype: str = "fp32"

@@ -40,7 +40,7 @@ _PARTS = {
     "optimizer scalars": "optimizer scalars",
     "hyper-parameters": "hyper-parameters",
     "live parameter groups": "live groups",
-    "optimizer state that": "nothing beside it",
+    "optimizer state that": "nothing next to it",
     "loss scaler": "loss scaler",
     "learning-rate scheduler": "scheduler",
     "global_": "counters",
@@ -93,7 +93,7 @@ def examine(mutation: Mutation) -> Verdict:
 class _Outcome:
     errors: Sequence[Exception]
     differences: Sequence[str]
-    # Ranks that would have gone on to train.
+    # Ranks that would have continued to train.
     trained: int = 0
 
 

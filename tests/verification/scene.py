@@ -118,7 +118,7 @@ def open_state(engine: Any) -> Any:
 
 @dataclass(frozen=True)
 class Place:
-    """Where one rank would go on: its state to be saved, and (micro-batch, samples, seed) of its next passes."""
+    """Where one rank would continue: its state to be saved, and (micro-batch, samples, seed) of its next passes."""
 
     caller: dict[str, Any]
     passes: tuple[Any, ...]

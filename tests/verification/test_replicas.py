@@ -45,6 +45,9 @@ class Memory:
     def wait_complete(self, step: int, timeout_s: float) -> bool:
         return step in self.committed
 
+    def moved(self) -> str | None:
+        return None
+
     def failed(self) -> str | None:
         return None
 

@@ -93,7 +93,7 @@ class OpenShard:
     """Begin a generation's shard, or continue it on a new connection. Answer: `Opened`.
 
     Replicas of each snapshot go to `targets`; with `stripe` (ranks), the targets keep parity instead. `base` is the
-    snapshot that the generation was restored from.
+    snapshot that the generation was restored from. A target that takes no replicas is replaced by one of `spares`.
     """
 
     do: ClassVar[str] = "open"
@@ -101,6 +101,7 @@ class OpenShard:
     targets: tuple[Address, ...] = field(metadata=_read(_addresses))
     base: SnapshotRef | None = field(metadata=_read(_ref))
     stripe: tuple[int, ...] = field(metadata=_read(_counts))
+    spares: tuple[Address, ...] = field(metadata=_read(_addresses))
 
 
 @dataclass(frozen=True)
@@ -248,7 +249,8 @@ class Progress:
 
     `complete_step` is -1 while there is none; `seconds`: the last one's duration from its commit on. `failed`: why
     replication does not proceed at the moment. `lost`: it was given up for this generation. `lacks_memory`: because a
-    node that keeps replicas or parity has too little memory for them.
+    node that keeps replicas or parity has too little memory for them. `moved`: which node has taken the place of which
+    one last, and why.
     """
 
     generation: int = field(metadata=_read(count))
@@ -258,6 +260,7 @@ class Progress:
     lacks_memory: bool = field(metadata=_read(_bool))
     seconds: float = field(metadata=_read(_seconds))
     sent_bytes: int = field(metadata=_read(count))
+    moved: str | None = field(metadata=_read(_optional_text))
 
 
 WorkerRequest = OpenShard | BeginSnapshot | CommitSnapshot | SettleSnapshot | LeaseShard

@@ -74,14 +74,16 @@ class SnapshotClient:
         targets: Sequence[Address],
         base: SnapshotRef | None = None,
         stripe: Sequence[int] = (),
+        spares: Sequence[Address] = (),
     ) -> None:
         """Once per generation, before its first snapshot.
 
         `template` is the constant part of this rank's record in the generation; `begin` of its tensors is an offset
         into the segment of `nbytes`. `targets` get a replica of each snapshot, or with `stripe` (ranks, including this
-        one) keep parity of their shards. `base` is (generation, step) of the snapshot in memory from which this
-        generation was restored, given once that state was verified: all other older snapshots are freed then. Without
-        it older generations stay until a snapshot of this one is settled.
+        one) keep parity of their shards; one that takes no replicas is replaced by one of `spares`. `base` is
+        (generation, step) of the snapshot in memory from which this generation was restored, given once that state was
+        verified: all other older snapshots are freed then. Without it older generations stay until a snapshot of this
+        one is settled.
 
         Raises UsageError when two buffers of this shard do not fit into the node's memory with what it holds for
         others.
@@ -95,7 +97,7 @@ class SnapshotClient:
             self._progress = None
         self._maps.clear()
         self._opened, self._writing, self._reconnections = None, None, 0
-        request = OpenShard(template, tuple(targets), base, tuple(stripe))
+        request = OpenShard(template, tuple(targets), base, tuple(stripe), tuple(spares))
         self._ask(request, Opened)
         self._opened = request
 
@@ -143,6 +145,11 @@ class SnapshotClient:
         """Why replication does not proceed, in one sentence; None once it does again: it is retried."""
         with self._changed:
             return self._broken or (self._progress.failed if self._progress is not None else None)
+
+    def moved(self) -> str | None:
+        """Which node keeps replicas in the place of which other one, and why; None while it is none."""
+        with self._changed:
+            return self._progress.moved if self._progress is not None else None
 
     def settled(self, step: int) -> None:
         """Every rank's snapshot of `step` is complete: the server frees older ones."""

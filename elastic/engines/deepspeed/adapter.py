@@ -8,11 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from elastic.comm.collective_ledger import CollectiveLedger
 from elastic.core.checkpoint.manifest import Json
 from elastic.engines.base import StepOutcome
 from elastic.engines.deepspeed import extra_state
 from elastic.engines.deepspeed.belongings import Belongings
-from elastic.engines.deepspeed.collective_clock import CollectiveClock
+from elastic.engines.deepspeed.collectives import CountedBackend
 from elastic.engines.deepspeed.nonfinite import NonFinite
 from elastic.engines.deepspeed.state.fragments import fragments
 from elastic.engines.deepspeed.state.live_numbers import expected_numbers, wrong_numbers
@@ -40,14 +41,15 @@ class DeepSpeedAdapter:
         # Stage 3 gathers weights within the forward pass.
         self._gathers = native.zero_optimization_partition_weights()
         self._output = LastOutput()
-        self._clock = CollectiveClock()
+        self.ledger = CollectiveLedger(self.device, {self.data_group: "dp"})
+        self._counted = CountedBackend()
         self._last = True
-        # What the clock showed at the first forward pass of the step; None between two steps.
+        # What the ledger showed at the first forward pass of the step; None between two steps.
         self._began_s: float | None = None
 
-    def time_collectives(self) -> None:
-        """From here on outcomes have `collective_s`, on the CPU."""
-        self._clock.install(self.device)
+    def count_collectives(self) -> None:
+        """From here on outcomes have `collectives` and, on the CPU, `collective_s`."""
+        self._counted.install(self.ledger)
 
     def forward(self, inputs: Sequence[Any], named: Mapping[str, Any], last: bool | None) -> Any:
         if last is not None:
@@ -55,7 +57,7 @@ class DeepSpeedAdapter:
             self.native.set_gradient_accumulation_boundary(last)
             self._last = last
             if self._began_s is None:
-                self._began_s = self._clock.waited_s
+                self._began_s = self.ledger.waited_s
         output = self.native(*inputs, **named)
         return self._output.seen(output) if self._gathers else output
 
@@ -88,7 +90,8 @@ class DeepSpeedAdapter:
             grad_norm=norm,
             learning_rates=_learning_rates(self.native.optimizer),
             loss_scale=None if self._nonfinite is None else self._nonfinite.loss_scale(),
-            collective_s=self._clock.waited_s - began_s if self._clock.works and began_s is not None else None,
+            collective_s=None if began_s is None or self.ledger.on_device else self.ledger.waited_s - began_s,
+            collectives=self.ledger.take(),
         )
 
     def state(self) -> ZeroState:
@@ -128,8 +131,9 @@ class DeepSpeedAdapter:
         native, self.native, self._belongings = self.native, None, None
         if native is not None:
             release_engine(native)
-        # Before the groups are destroyed: DeepSpeed does so through the object that the clock stands in for.
-        self._clock.remove()
+        # Before the groups are destroyed: DeepSpeed does so through the object that the proxy stands in for.
+        self._counted.remove()
+        self.ledger.close()
         self._nonfinite = None
         self._output.forget()
         self.module = torch.nn.Identity()

@@ -29,8 +29,13 @@ def read_config(config: Config) -> dict[str, Any]:
 
 
 def check(config: Mapping[str, Any], batch: BatchSettings, workers: tuple[int, int]) -> None:
-    """`resolve` at the smallest world size. Raises UsageError."""
-    resolve(config, batch, *workers)
+    """`resolve` at the smallest world size; a job without batch sizes leaves them to its training function (another
+    configuration, or a DataLoader). Raises UsageError."""
+    given = (batch.global_batch, batch.micro_batch, _count(config, _GLOBAL), _count(config, _MICRO))
+    if any(given):
+        resolve(config, batch, *workers)
+    else:
+        _check_options(config)
 
 
 def resolve(
@@ -39,8 +44,10 @@ def resolve(
     world_size: int,
     max_world_size: int | None = None,
     loader_batch: int | None = None,
+    cell: int = 1,
 ) -> ResolvedConfig:
-    """Determine the batch sizes and make the configuration for `world_size`.
+    """Determine the batch sizes and make the configuration for `world_size`, in cells of `cell` ranks that share their
+    samples (`core.mesh`).
 
     The job's batch settings come first, then the configuration's. A configuration written for a fixed world size is
     read as if that were `max_world_size`. The batch figures inside `native` are nominal: they agree with one another,
@@ -48,21 +55,26 @@ def resolve(
     `loader_batch` is the batch size of a DataLoader that was taken over: the micro-batch, which must not be given
     otherwise elsewhere. Raises UsageError for contradictions and for what is refused.
     """
-    refuse(config)
-    refuse_unknown(config)
-    _check_stage(config)
-    if _get(config, "comms_logger.enabled"):
-        logger.warning("comms_logger makes every collective synchronous: the run will be slower while it is on")
+    _check_options(config)
     batch = _with_loader(config, batch, loader_batch)
     micro, total = resolve_batch(config, batch, max_world_size or world_size)
     micro_steps = micro_steps_per_rank(total, micro, world_size)
     resolved = copy.deepcopy(dict(config))
     resolved[_MICRO] = micro
     resolved[_ACCUMULATION] = micro_steps
-    resolved[_GLOBAL] = micro * micro_steps * world_size
+    # To DeepSpeed all ranks are data parallel: a cell's samples count once for each of its ranks.
+    resolved[_GLOBAL] = micro * micro_steps * world_size * cell
     # DeepSpeed calls a user's own optimizer (torch's AdamW, say) untested; refusing it would surprise.
     resolved.setdefault("zero_allow_untested_optimizer", True)
     return ResolvedConfig(resolved, total, micro, micro_steps)
+
+
+def _check_options(config: Mapping[str, Any]) -> None:
+    refuse(config)
+    refuse_unknown(config)
+    _check_stage(config)
+    if _get(config, "comms_logger.enabled"):
+        logger.warning("comms_logger makes every collective synchronous: the run will be slower while it is on")
 
 
 def resolve_batch(config: Mapping[str, Any], batch: BatchSettings, max_world_size: int) -> tuple[int, int]:
@@ -78,7 +90,8 @@ def resolve_batch(config: Mapping[str, Any], batch: BatchSettings, max_world_siz
     total, micro = batch.global_batch or total, batch.micro_batch or micro
     if total is None and micro is None:
         raise UsageError(
-            f"no batch size: give {_GLOBAL} or {_MICRO} in the DeepSpeed configuration, or the job's batch"
+            f"no batch size: give {_GLOBAL} or {_MICRO} in the DeepSpeed configuration, the job's global_batch, or a "
+            "DataLoader with a batch_size as training data"
         )
     if micro is None:
         assert total is not None

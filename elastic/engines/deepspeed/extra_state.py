@@ -8,7 +8,7 @@ from typing import Any
 from elastic.core.checkpoint.manifest import Json
 from elastic.engines.deepspeed.monitors import continue_csv
 from elastic.engines.json_values import decode, encode
-from elastic.engines.module_extra import install_modules, read_modules
+from elastic.engines.model.extra_state import install_modules, read_modules
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 # What a scaler has learned. Its settings (window, factor, minimum) come from the configuration.

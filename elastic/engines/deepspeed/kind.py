@@ -18,7 +18,7 @@ from elastic.engines.deepspeed.adapter import DeepSpeedAdapter
 from elastic.engines.deepspeed.belongings import Belongings, fill_placeholders
 from elastic.engines.deepspeed.config import read_config, resolve
 from elastic.engines.deepspeed.operators import build_ahead
-from elastic.engines.deepspeed.refused import refuse_model
+from elastic.engines.deepspeed.refused import refuse_model, refuse_without_values, refuse_wrapped
 
 
 class DeepSpeed:
@@ -75,8 +75,8 @@ class DeepSpeed:
             )
         read = read_config(chosen)
         monitors.refuse_missing(read)
-        max_size = max(spec.max_world_size, spec.world_size)
-        return resolve(read, spec.batch, spec.world_size, max_size, loader_batch)
+        most_cells = max(spec.max_world_size, spec.world_size) // spec.sp
+        return resolve(read, spec.batch, spec.mesh.dp, most_cells, loader_batch, spec.sp)
 
     def build(
         self, resolved: ResolvedConfig, nonfinite: Nonfinite | None, device: torch.device, objects: UserObjects
@@ -84,6 +84,8 @@ class DeepSpeed:
         import deepspeed
 
         refuse_model(objects.model)
+        refuse_without_values(objects.model)
+        refuse_wrapped(objects.model, resolved.native)
         fill_placeholders(objects.model)
         belongings = Belongings(objects.model, objects.optimizer)
         try:
@@ -107,7 +109,7 @@ class DeepSpeed:
             teardown.release_engine(native)
             raise
         belongings.built(native)
-        engine.time_collectives()
+        engine.count_collectives()
         return engine, wrapped, scheduler
 
 

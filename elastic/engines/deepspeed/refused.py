@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from elastic.core.errors import UsageError
+from elastic.engines.model.plain_names import is_wrapper
 from elastic.engines.whole_tensor import refuse_whole_tensor
 
 _Test = Callable[[Any], bool]
@@ -121,8 +122,14 @@ REFUSED: tuple[tuple[str, _Test, str], ...] = (
         _true,
         "experts are bound to groups of a fixed size; native MoE and expert parallelism are not supported yet",
     ),
-    ("tensor_parallel.autotp_size", _above_one, "ranks here are data parallel only; remove the block"),
-    ("sequence_parallel_size", _above_one, "ranks here are data parallel only; remove the key"),
+    ("tensor_parallel.autotp_size", _above_one, "tensor parallelism is not supported; remove the block"),
+    (
+        "sequence_parallel_size",
+        _above_one,
+        "DeepSpeed then partitions over the data-parallel ranks alone, and weights drift apart; remove the key and "
+        "give the job's mesh: {sp: N}",
+    ),
+    ("data_parallel_size", _present, "the platform sets it at every world size; remove the key"),
     ("hybrid_engine.enabled", _true, "its inference engine is bound to one world size; remove the block"),
     ("autotuning.enabled", _true, "it ends the process by itself; tune with DeepSpeed's launcher, then run here"),
     ("compile.deepcompile", _true, "its native state is bound to the process group of one generation; remove the key"),
@@ -169,6 +176,30 @@ def refuse_model(model: Any) -> None:
                 f"native MoE ({type(module).__name__}) is not supported yet: its experts are bound to groups of a "
                 "fixed size and are saved apart"
             )
+
+
+def refuse_without_values(model: Any) -> None:
+    """Raise UsageError for a model on the meta device."""
+    # Under deepspeed.zero.Init parameters are placeholders with a `ds_id`.
+    meta = next((name for name, p in model.named_parameters() if p.is_meta and not hasattr(p, "ds_id")), None)
+    if meta is not None:
+        raise UsageError(
+            f"parameter {meta!r} is on the meta device and has no values: build the model on the CPU, or under "
+            "deepspeed.zero.Init with stage 3"
+        )
+
+
+def refuse_wrapped(model: Any, config: Mapping[str, Any]) -> None:
+    """Raise UsageError for a module that torch.compile has wrapped, where DeepSpeed cannot train it: seen with stage 3
+    of 0.19.8 alone ("'dict' object has no attribute '_in_forward'")."""
+    stage = config.get("zero_optimization", {}).get("stage", 0)
+    found = next((name for name, module in model.named_modules() if is_wrapper(module)), None)
+    if stage == 3 and found is not None:
+        what = f"module {found!r}" if found else "the model"
+        raise UsageError(
+            f"DeepSpeed's stage 3 cannot train {what} as torch.compile has wrapped it; compile it in place "
+            "(model.compile()), or the engine (engine.compile())"
+        )
 
 
 def _values(config: Any, path: list[str]) -> Iterator[Any]:

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def release_engine(engine: Any) -> None:
-    """Destroy a DeepSpeed engine. Errors are logged: the groups may be broken already, and the process goes on."""
+    """Destroy a DeepSpeed engine. Errors are logged: the groups may be broken already, and the process continues."""
     try:
         engine.destroy()
     except Exception as error:  # noqa: BLE001 - foreign teardown code on a half-dead generation may raise anything

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from elastic.comm.collective_ledger import CollectiveLedger
 from elastic.core.checkpoint.manifest import Json
 from elastic.core.errors import UsageError
 from elastic.engines import saved_numbers
 from elastic.engines.base import ResolvedConfig, StepOutcome
+from elastic.engines.fsdp2.collectives import count_collectives
 from elastic.engines.fsdp2.fragments import fragments, numbers
 from elastic.engines.fsdp2.gradients import clip, local_gradients, total_norm
 from elastic.engines.fsdp2.sharding import reshard
@@ -20,7 +22,7 @@ from elastic.engines.fsdp2.state import Fsdp2State
 from elastic.engines.json_values import decode, encode
 from elastic.engines.last_output import LastOutput
 from elastic.engines.live_state import Fragment
-from elastic.engines.module_extra import install_modules, read_modules
+from elastic.engines.model.extra_state import install_modules, read_modules
 
 _COUNTERS = ("global_steps", "skipped_steps")
 
@@ -85,6 +87,11 @@ class Fsdp2Adapter:
         self._withhold = withhold
         self._last = True
         self._output = LastOutput()
+        self.ledger = CollectiveLedger(device, {self.data_group: "dp"})
+        count_collectives(self.module, self.ledger)
+        self._all_reduce = self.ledger.timed("all_reduce", dist.all_reduce)
+        # What the ledger showed at the first forward pass of the step; None between two steps.
+        self._began_s: float | None = None
 
     def forward(self, inputs: Sequence[Any], named: Mapping[str, Any], last: bool | None) -> Any:
         if last is not None:
@@ -93,6 +100,8 @@ class Fsdp2Adapter:
             # Within a step gradients are added up on each rank and reduced once, with its last micro-batch.
             module.set_requires_gradient_sync(last)
             module.set_is_last_backward(last)
+            if self._began_s is None:
+                self._began_s = self.ledger.waited_s
         return self._output.seen(self.module(*inputs, **named))
 
     def forward_alone(self, inputs: Sequence[Any], named: Mapping[str, Any]) -> Any:
@@ -111,7 +120,7 @@ class Fsdp2Adapter:
             return None
         native = self.native
         gradients = local_gradients(p for group in native.optimizer.param_groups for p in group["params"])
-        norm = native._norm = total_norm(gradients, self.device, self.data_group)
+        norm = native._norm = total_norm(gradients, self.device, self.data_group, self._all_reduce)
         applied = not self._withhold or math.isfinite(float(norm))
         if applied:
             if self._clipping:
@@ -124,7 +133,14 @@ class Fsdp2Adapter:
         native.global_steps += 1
         self.module.zero_grad(set_to_none=True)
         rates = tuple(float(group["lr"]) for group in native.optimizer.param_groups if "lr" in group)
-        return StepOutcome(applied=applied, grad_norm=norm, learning_rates=rates)
+        began_s, self._began_s = self._began_s, None
+        return StepOutcome(
+            applied=applied,
+            grad_norm=norm,
+            learning_rates=rates,
+            collective_s=None if began_s is None or self.ledger.on_device else self.ledger.waited_s - began_s,
+            collectives=self.ledger.take(),
+        )
 
     def state(self) -> Fsdp2State:
         state = Fsdp2State(self.module, self.native.optimizer, self.native.lr_scheduler, self._mesh)
@@ -176,6 +192,7 @@ class Fsdp2Adapter:
         if native is not None:
             native.module.zero_grad(set_to_none=True)
             reshard(native.module)
+        self.ledger.close()
         self.module = torch.nn.Identity()
         self._mesh = None
 

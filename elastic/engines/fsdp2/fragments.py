@@ -7,7 +7,7 @@ what torch stored.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -15,6 +15,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from elastic.engines.fsdp2.sharding import reshard
 from elastic.engines.live_state import BUFFER, MASTER, PARAM, Fragment
+from elastic.engines.model.plain_names import named_buffers, named_parameters
 
 
 def fragments(engine: Any, names: Collection[str] | None = None) -> Iterator[Fragment]:
@@ -26,7 +27,7 @@ def fragments(engine: Any, names: Collection[str] | None = None) -> Iterator[Fra
         for kind, value in (engine.optimizer.state.get(parameter) or {}).items() if trained else ():
             if isinstance(value, DTensor):
                 yield from _part(kind, name, value)
-    for name, buffer in engine.module.named_buffers():
+    for name, buffer in named_buffers(engine.module):
         if buffer.numel() and (names is None or name in names):
             yield Fragment(BUFFER, name, 0, buffer.detach().reshape(-1))
 
@@ -42,7 +43,8 @@ def numbers(engine: Any, names: Collection[str] | None = None) -> Mapping[str, M
 
 def _parameters(engine: Any, names: Collection[str] | None) -> Iterator[tuple[str, DTensor]]:
     reshard(engine.module)
-    return ((name, p) for name, p in engine.module.named_parameters() if names is None or name in names)
+    found = ((name, p) for name, p in named_parameters(engine.module) if names is None or name in names)
+    return cast("Iterator[tuple[str, DTensor]]", found)
 
 
 def _part(kind: str, name: str, tensor: DTensor) -> Iterator[Fragment]:

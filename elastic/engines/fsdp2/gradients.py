@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,12 @@ def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
 
 
-def total_norm(gradients: list[torch.Tensor], device: torch.device, group: dist.ProcessGroup) -> torch.Tensor:
+def total_norm(
+    gradients: list[torch.Tensor],
+    device: torch.device,
+    group: dist.ProcessGroup,
+    all_reduce: Callable[..., Any] = dist.all_reduce,
+) -> torch.Tensor:
     """The L2 norm over the shards of all ranks: a 0-d fp64 tensor, bitwise the same on every rank; inf or NaN where any
     element is non-finite. Collective, without waiting for the device.
 
@@ -24,7 +30,7 @@ def total_norm(gradients: list[torch.Tensor], device: torch.device, group: dist.
     parts = [gradient.double().square().sum() for gradient in gradients if gradient.numel()]
     total = torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64)
     total = total.to(device)
-    dist.all_reduce(total, group=group)
+    all_reduce(total, group=group)
     return total.sqrt()
 
 

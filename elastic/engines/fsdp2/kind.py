@@ -16,6 +16,7 @@ from elastic.engines.base import Config, EngineKind, Nonfinite, ResolvedConfig, 
 from elastic.engines.fsdp2.adapter import Fsdp2Adapter, Fsdp2Engine
 from elastic.engines.fsdp2.config import read_options, resolve
 from elastic.engines.fsdp2.sharding import forget_meshes, repoint, shard_model
+from elastic.engines.model.plain_names import named_parameters
 
 # torch imports these at the first use of a DTensor or an optimizer only.
 _IMPORTED_LATE = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.experimental")
@@ -52,15 +53,15 @@ class Fsdp2:
 
     def resolve(self, config: Config | None, spec: GenerationSpec, loader_batch: int | None = None) -> ResolvedConfig:
         chosen = config if config is not None else spec.engine_config or {}
-        return resolve(read_options(chosen), spec.batch, spec.world_size, loader_batch)
+        return resolve(read_options(chosen), spec.batch, spec.mesh.dp, loader_batch)
 
     def build(
         self, resolved: ResolvedConfig, nonfinite: Nonfinite | None, device: torch.device, objects: UserObjects
     ) -> tuple[Fsdp2Adapter, Any, Any]:
         model, lr_scheduler = objects.model, objects.lr_scheduler
-        before = {id(parameter): name for name, parameter in model.named_parameters()}
+        before = {id(parameter): name for name, parameter in named_parameters(model)}
         mesh = shard_model(model, resolved.native, device)
-        after = dict(model.named_parameters())
+        after = dict(named_parameters(model))
         base = _optimizer(objects, resolved, before, after)
         scheduler = lr_scheduler(base) if callable(lr_scheduler) else lr_scheduler
         native = Fsdp2Engine(model, base, scheduler, resolved.micro_steps)

@@ -17,6 +17,7 @@ from torch.distributed.tensor._redistribute import clear_redistribute_planner_ca
 from torch.distributed.tensor._sharding_prop import LocalLRUCache
 
 from elastic.core.errors import UsageError
+from elastic.engines.model.plain_names import named_parameters
 
 
 def shard_model(model: torch.nn.Module, options: Mapping[str, Any], device: torch.device) -> DeviceMesh:
@@ -27,7 +28,7 @@ def shard_model(model: torch.nn.Module, options: Mapping[str, Any], device: torc
     """
     if isinstance(model, FSDPModule):
         return _mesh_of(model)
-    for name, parameter in model.named_parameters():
+    for name, parameter in named_parameters(model):
         if parameter.is_meta:
             raise UsageError(f"parameter {name!r} is on the meta device; build the model on the CPU or its device")
         if parameter.dim() == 0:
@@ -135,7 +136,7 @@ def _dp_mesh(device: torch.device) -> DeviceMesh:
 
 
 def _mesh_of(model: torch.nn.Module) -> DeviceMesh:
-    for name, parameter in model.named_parameters():
+    for name, parameter in named_parameters(model):
         if not isinstance(parameter, DTensor):
             raise UsageError(f"parameter {name!r} is not sharded: call fully_shard on the whole model, or not at all")
         if parameter.placements != (Shard(0),) or parameter.device_mesh.size() != dist.get_world_size():

@@ -17,6 +17,7 @@ from elastic.core.errors import UsageError
 from elastic.core.sharding.layout import Chunk
 from elastic.engines.fsdp2.sharding import reshard
 from elastic.engines.live_state import PARAM, Extra, Master, TensorSpec, Weight, specs_of, whole_buffer
+from elastic.engines.model.plain_names import named_parameters
 
 
 class Fsdp2State:
@@ -31,7 +32,7 @@ class Fsdp2State:
         reshard(module)
         # The sharded parameters stay the same objects; while it is gathered the module has others.
         self._parameters: dict[str, DTensor] = {}
-        for name, parameter in module.named_parameters():
+        for name, parameter in named_parameters(module):
             # torch's cache of shardings outlives a generation's groups, and its meshes do not compare ranks.
             if not isinstance(parameter, DTensor) or parameter.device_mesh.get_local_rank() != self.rank:
                 raise UsageError(f"parameter {name!r} is not sharded over this generation's ranks")

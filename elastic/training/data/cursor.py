@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from elastic.comm.agreement import Agreement
+from elastic.core.data.finite import FinitePlace
 from elastic.core.data.readers import MODULUS, ReaderStates, merged, owned
 from elastic.core.data.samples import SampleOrder
 from elastic.core.data.step_plan import StepPlan, total_samples
@@ -19,12 +20,16 @@ from elastic.training.state.verification import listed
 
 # Compared by what they mean: samples may have been left out since.
 _MOVED = ("skips", "position")
+# Of checkpoints from before these were saved.
+_BEFORE = {"shuffle": True, "epochs of the readers": "each its own"}
 
 
 def to_state(plan: StepPlan, seed: int, step: int) -> dict[str, Any]:
     """The cursor after `step` steps, as JSON; it is saved with every state."""
+    finite = plan.finite
     return {
         "step": step,
+        **({} if finite is None else {"epoch": finite.epoch, "samples": finite.samples, "begun": finite.begun}),
         "position": plan.position(step),
         "skips": [list(range_) for range_ in plan.skips],
         "data": _order(plan, seed),
@@ -45,11 +50,10 @@ def validate(saved: Mapping[str, Any], plan: StepPlan, seed: int) -> None:
     """Raises UsageError where the saved state was trained with another order of samples than this run's."""
     order = _order(plan, seed)
     for name in {**order, **saved["data"]}:
-        # Checkpoints from before `shuffle` was saved were shuffled.
-        value, before = order.get(name), saved["data"].get(name, True if name == "shuffle" else None)
+        value, before = order.get(name), saved["data"].get(name, _BEFORE.get(name) if name in order else None)
         if before != value:
             raise UsageError(
-                f"the checkpoint was made with {name} {before}, this run has {value}: it cannot go on "
+                f"the checkpoint was made with {name} {before}, this run has {value}: it cannot continue "
                 f"with the same samples; set {name} back, or start a new run"
             )
 
@@ -60,6 +64,10 @@ def from_state(saved: Mapping[str, Any], plan: StepPlan, batch: BatchSettings) -
     Raises IntegrityError for a state that was trained on samples that this run leaves out.
     """
     position = int(saved["position"])
+    if plan.finite is not None:
+        step, samples, epoch = (int(saved[name]) for name in ("step", "samples", "epoch"))
+        place = FinitePlace(batch.epochs, step, samples, position, epoch, begun=bool(saved["begun"]))
+        plan = replace(plan, finite=place)
     before = _until(position, ((start, stop) for start, stop in saved.get("skips", ())))
     for start, stop in _until(position, plan.skips):
         if not any(a <= start and stop <= b for a, b in before):
@@ -79,7 +87,7 @@ def skipping(plan: StepPlan, skips: tuple[Range, ...], batch: BatchSettings) -> 
 def verify(
     saved: Mapping[str, Any], here: Mapping[str, Any], plan: StepPlan, order: SampleOrder, agreement: Agreement
 ) -> None:
-    """Does the run go on where `saved` was taken: step, samples, random streams, the user's state? Collective.
+    """Does the run continue where `saved` was taken: step, samples, random streams, the user's state? Collective.
 
     `here` is what this rank would save now; the user's state may have more keys than were saved. Raises IntegrityError
     that names what differs, with the same verdict on every rank.
@@ -92,13 +100,15 @@ def verify(
     flagged, _ = agreement.any_and_unequal(list(wrong.values()), [])
     failed = [what for what, flag in zip(wrong, flagged, strict=True) if flag]
     if failed:
-        raise IntegrityError(f"the run would not go on where the snapshot of step {step} was taken: {listed(failed)}")
+        raise IntegrityError(
+            f"the run would not continue where the snapshot of step {step} was taken: {listed(failed)}"
+        )
 
 
 def readers_of(saved: Any, plan: StepPlan, agreement: Agreement) -> ReaderStates | None:
     """The states of all readers of a stream, from the JSON in a manifest. Collective.
 
-    Raises IntegrityError, on every rank, unless the ranks own every reader once and go on from what was saved.
+    Raises IntegrityError, on every rank, unless the ranks own every reader once and continue from what was saved.
     """
     if not plan.stream:
         return None
@@ -107,18 +117,19 @@ def readers_of(saved: Any, plan: StepPlan, agreement: Agreement) -> ReaderStates
         found = "none" if states is None else str(states.total)
         raise IntegrityError(f"the checkpoint has states of {found} readers, the run reads with {plan.slots.readers}")
     hashes = {reader: rng.derive(reader, json.dumps(state, sort_keys=True)) for reader, state in states.states.items()}
-    mine = owned(states.total, plan.world_size, plan.rank)
+    mine = owned(states.total, plan.world_size, plan.rank) if plan.leads else range(0)
     if agreement.sums([sum(hashes[reader] for reader in mine)]) != [sum(hashes.values()) % MODULUS]:
-        raise IntegrityError("the ranks do not go on from the reader states that were saved")
+        raise IntegrityError("the ranks do not continue from the reader states that were saved")
     return states
 
 
 def next_step(plan: StepPlan, order: SampleOrder, step: int) -> int:
     """Samples, weights and random streams of this rank's micro-batches in `step` as one number below 2**64.
 
-    Its sum over the ranks modulo 2**64 is `whole_step` at every world size. 0 after the last step.
+    Its sum over the ranks modulo 2**64 is `whole_step` at every world size. 0 after the last step, and for ranks that
+    stand for nobody.
     """
-    if plan.over(step):
+    if plan.over(step) or not plan.leads:
         return 0
     batches = [batch for batch in plan.deal(step) if batch.weight > 0.0]
     total = 0
@@ -131,13 +142,14 @@ def next_step(plan: StepPlan, order: SampleOrder, step: int) -> int:
 
 def whole_step(plan: StepPlan, order: SampleOrder, step: int) -> int:
     """The same for all micro-batches of the step, as a single rank would have it."""
-    return next_step(replace(plan, world_size=1, rank=0), order, step)
+    return next_step(replace(plan, world_size=1, rank=0, leads=True), order, step)
 
 
 def _order(plan: StepPlan, seed: int) -> dict[str, Any]:
     """What defines the order in which positions count samples, and the random streams."""
     return {
         **dict(plan.stream),
+        **({"epochs of the readers": "each its own" if plan.finite is None else "together"} if plan.stream else {}),
         **({"blocks of samples": f"{plan.block}, {plan.blocks_at_once} at once"} if plan.block else {}),
         "seed": seed,
         "global_batch": plan.global_batch,
@@ -159,7 +171,8 @@ def _follows(saved: Mapping[str, Any], here: Mapping[str, Any], plan: StepPlan) 
     position, moved = int(saved["position"]), int(here["position"])
     # Counted here and not by the plan: what is below the position and not left out was consumed.
     consumed = position - sum(min(stop, position) - start for start, stop in then if start < position)
-    counted = consumed == int(saved["step"]) * plan.global_batch or plan.over(int(saved["step"]))
+    whole = int(saved["samples"]) if plan.finite is not None else int(saved["step"]) * plan.global_batch
+    counted = consumed == whole or (plan.finite is None and plan.over(int(saved["step"])))
     between = union((*now, (position, moved))) == now if moved > position else moved == position
     return counted and union((*then, *now)) == now and between
 

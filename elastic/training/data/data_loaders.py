@@ -29,8 +29,9 @@ from elastic.training.data.reader import (
     has_random_access,
     require_map_style,
 )
+from elastic.training.data.stream.finite import FiniteReader
 from elastic.training.data.stream.foreign import streamed
-from elastic.training.data.stream.loading import stream_reader
+from elastic.training.data.stream.loading import StreamReader, stream_reader
 from elastic.training.data.stream.spec import Stream
 from elastic.training.scope import GenerationScope
 
@@ -152,7 +153,9 @@ def open_reader(
     }
     if isinstance(source.dataset, Stream):
         source.dataset.check(plan.slots.readers)
-        return stream_reader(source.dataset.parts, plan, scope.spec.seed, scope.step, states, source.collate_fn, **how)
+        kind = StreamReader if plan.finite is None else FiniteReader
+        seed, collate = scope.spec.seed, source.collate_fn
+        return stream_reader(source.dataset.parts, plan, seed, scope.step, states, collate, kind, **how)
     return BatchReader(source.dataset, plan, plan.order(scope.spec.seed), scope.step, source.collate_fn, **how)
 
 

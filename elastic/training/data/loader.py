@@ -107,11 +107,13 @@ class ElasticLoader:
 
     @property
     def steps(self) -> int | None:
-        """Optimizer steps in the whole run; None where neither the job's `max_steps` nor its `epochs` is given."""
+        """Optimizer steps in the whole run; None where neither the job's `max_steps` nor its `epochs` is given, and for
+        epochs of a stream, whose length nobody knows."""
         return self.plan.last_step
 
     def __len__(self) -> int:
-        """Batches of the next iteration's epoch on this rank at this world size, padding included."""
+        """Batches of the next iteration's epoch on this rank at this world size, padding included. Raises TypeError for
+        a stream, unless it is endless and the job has `max_steps`."""
         return self.plan.batches_in(max(self._next_epoch, self._steps.epoch))
 
     def __iter__(self) -> Iterator[Any]:
@@ -123,10 +125,22 @@ class ElasticLoader:
         self._next_epoch = self._steps.epoch
         return self._next_epoch
 
+    def is_beyond(self, step: int) -> bool:
+        """Has the loop left the epoch that the run is in after `step` finished steps?
+
+        False for a stream, whose epochs end where its readers do: no step of the past tells that.
+        """
+        return self.plan.finite is None and self.plan.epoch(step) < self._next_epoch
+
     def epochs(self) -> Iterator[Iterator[Any]]:
         """One iterable per epoch that is left, each to be used up before the next is asked for."""
         for _ in elapsing_epochs(self):
             yield iter(self)
+
+    def on_its_own(self) -> None:
+        """From here on the user's code runs outside of the steps."""
+        if self._in_loop is not None:
+            self._in_loop.on_its_own()
 
     def ended_run(self) -> bool:
         """Is the run over? Its last step is saved then."""
@@ -143,9 +157,14 @@ class ElasticLoader:
             self._next_epoch = max(self._next_epoch, self._steps.epoch)
         epoch, began = self._next_epoch, self._scope.step
         self._refuse_endless()
-        while self._staying(lambda: self._steps.advance(epoch)):
-            self._empty_in_a_row, self._left_early = 0, True
-            yield self._next_batch()
+        if self._in_loop is not None:
+            self._in_loop.comes_back()
+        try:
+            while self._staying(lambda: self._steps.advance(epoch)):
+                self._empty_in_a_row, self._left_early = 0, True
+                yield self._next_batch()
+        finally:
+            self.on_its_own()
         self._next_epoch, self._left_early = epoch + 1, False
         if self.finished:
             self.close()
@@ -176,6 +195,12 @@ class ElasticLoader:
         """`while True: for batch in loader` does not notice that the run is over."""
         self._empty_in_a_row += 1
         if self._steps.over and self._empty_in_a_row > _MOST_EMPTY:
+            if self._scope.spec.rank == 0:
+                logger.warning(
+                    "the run is over after step %d and the training function loops on (`while True`): it is left, and "
+                    "what stands after its loop does not run; `for epoch in elastic.epochs()` ends by itself",
+                    self._scope.step,
+                )
             raise RunOver(self._scope.step)
 
     def _next_batch(self) -> Any:
@@ -185,8 +210,10 @@ class ElasticLoader:
         self.given += 1
         begun = time.perf_counter()
         content = self._reader.read(progress.batches, progress.next_batch - 1)
+        if progress.on_last_batch:
+            self._steps.last_batch_read()
         progress.data_wait_s += time.perf_counter() - begun
-        if batch.weight > 0:
+        if batch.weight > 0 and self._steps.plan.leads:
             progress.tokens += _tokens(content)
             progress.content += self._reader.sum
         # For what the user's loop draws between here and the forward pass.
@@ -197,14 +224,22 @@ class ElasticLoader:
 def elapsing_epochs(loader: ElasticLoader, count: int | None = None) -> Iterator[int]:
     """The number of each epoch that is left, below `count` and up to the end of the run.
 
-    An epoch whose iteration was left early is given again. Raises UsageError for one that was not iterated over. The
+    An epoch whose iteration was left early is given again. Raises UsageError for one that was not iterated over, and
+    for a `count` where there are no epochs. The
     run is finished when the epoch after its last one is asked for.
     """
+    if count is not None and loader.plan.endless:
+        raise UsageError(
+            f"elastic.epochs({count}): this stream has no epochs, each of its readers begins anew by itself; give "
+            "elastic.data.stream(..., repeat=False), or the job's epochs"
+        )
     loader.ended_by_epochs = True
     try:
         while not loader.ended_run() and (count is None or loader.epoch < count):
             before, epoch = loader.given, loader.begin_epoch()
             yield epoch
+            # A worker that joins begins in this epoch, too: what came after its steps is done by all.
+            loader.on_its_own()
             loader.step_loop.require_between_batches()
             if loader.given == before:
                 raise UsageError(f"epoch {epoch} was not iterated over before the next one was asked for")

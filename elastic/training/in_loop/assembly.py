@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic.core.checkpoint.snapshots import is_snapshot
+from elastic.core.data.finite import FinitePlace
 from elastic.core.data.readers import READERS
 from elastic.core.data.step_plan import StepPlan, total_samples
 from elastic.core.generation_spec import GenerationSpec
@@ -18,6 +19,7 @@ from elastic.training.data.blocks import InBlocks
 from elastic.training.data.data_loaders import DataSource, open_reader
 from elastic.training.data.loader import ElasticLoader
 from elastic.training.data.reader import MicroBatchReader
+from elastic.training.data.stream.finite import Course, FiniteReader
 from elastic.training.data.stream.repeated import RepeatedSteps
 from elastic.training.data.stream.spec import Stream
 from elastic.training.engine import ElasticEngine
@@ -103,11 +105,15 @@ def _copied(parameters: Sequence[Any] | None) -> list[Any] | None:
 
 def _plan(spec: GenerationSpec, resolved: ResolvedConfig, source: DataSource) -> StepPlan:
     blocks = source.dataset if isinstance(source.dataset, InBlocks) else None
+    stream = source.dataset if isinstance(source.dataset, Stream) else None
+    # The job's epochs are those of the run: its readers do not begin anew by themselves.
+    has_epochs = stream is not None and (not stream.repeat or spec.batch.epochs is not None)
     return StepPlan(
         global_batch=resolved.global_batch,
         micro_batch=resolved.micro_batch,
-        world_size=spec.world_size,
-        rank=spec.rank,
+        world_size=spec.mesh.dp,
+        rank=spec.mesh.data(spec.rank),
+        leads=spec.mesh.sequence(spec.rank) == 0,
         dataset_size=source.size,
         total_samples=total_samples(
             source.size, resolved.global_batch, spec.batch.max_steps, spec.batch.epochs, spec.skips
@@ -115,9 +121,10 @@ def _plan(spec: GenerationSpec, resolved: ResolvedConfig, source: DataSource) ->
         micro_steps=resolved.micro_steps,
         skips=spec.skips,
         shuffle=source.shuffle,
-        stream=source.dataset.facts if isinstance(source.dataset, Stream) else (),
+        stream=stream.facts if stream is not None else (),
         block=blocks.block if blocks is not None else 0,
         blocks_at_once=blocks.at_once if blocks is not None else 1,
+        finite=FinitePlace(spec.batch.epochs) if has_epochs else None,
     )
 
 
@@ -144,10 +151,11 @@ def _opened(
         scope.enter(Phase.BUILDING)
     reader = open_reader(source, plan, scope, generation.group.close_in_child(), readers)
     generation.closing.callback(reader.close)
+    course = Course(plan, reader, state.agreement) if isinstance(reader, FiniteReader) else None
     snapshots = Snapshots(
         scope,
         state,
-        lambda: run_state(scope, plan, generation.state),
+        lambda: run_state(scope, plan if course is None else course.plan, generation.state),
         saved_step,
         lambda: {} if (own := reader.states()) is None else {READERS: own.to_json()},
         Comparison(scope, generation.state, state.agreement),
@@ -162,4 +170,5 @@ def _opened(
     def before_first() -> None:
         before_first_batch(scope, generation.state, engine, state, source.dataset)
 
-    return StepLoop(scope, plan, snapshots, generation.take_metrics, repeated, before_first), watch, reader
+    steps = StepLoop(scope, plan, snapshots, generation.take_metrics, repeated, before_first, course)
+    return steps, watch, reader

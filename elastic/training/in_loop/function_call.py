@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from elastic.core.errors import CollectiveFailed, GenerationEnded, RunOver
+from elastic.core.checkpoint.snapshots import is_snapshot, parse_snapshot_id
+from elastic.core.errors import CollectiveFailed, GenerationEnded, RunOver, UsageError
+from elastic.core.names import parse_checkpoint_id
 from elastic.training import cleanup, context
 from elastic.training.in_loop.ahead import Ahead, until_needed
 from elastic.training.in_loop.assembly import Given, Handles, assemble
@@ -17,7 +19,7 @@ from elastic.training.result import GenerationResult, Kind
 
 logger = logging.getLogger(__name__)
 
-# What a survivor can go on after. Everything else is the user's code, its use of the platform, or this rank's device.
+# A survivor continues after these. Everything else is the user's code, its use of the platform, or this rank's device.
 _SURVIVED: frozenset[Kind] = frozenset({"ended", "anomaly", "collective_failed", "restore_failed"})
 
 # Set-up that takes longer, and is done a second time by the same process, is named.
@@ -55,6 +57,9 @@ class FunctionCall:
         # Why the function is left.
         self._reason: str | None = None
         self._stays = True
+        # The user's code outside of the steps has taken part in collectives; how many there were when it began.
+        self._joins_in: str | None = None
+        self._collectives: int | None = None
         self._calls, self._called_at = 0, 0.0
 
     def run(self, begins: GenerationRunner | Ahead) -> tuple[GenerationRunner, GenerationResult]:
@@ -89,8 +94,9 @@ class FunctionCall:
             self._runner = runner
             context.install(runner.generation)
             runner.join(self)
+            self.on_its_own()
             self._call()
-            return self._current.returned()
+            return self._returned()
         except BaseException as error:  # noqa: BLE001 - the shell's edge: everything becomes a result
             return self._classified(error)
 
@@ -102,7 +108,7 @@ class FunctionCall:
                 self._call()
                 # It may have needed none.
                 context.current()
-            return self._current.returned()
+            return self._returned()
         except BaseException as error:  # noqa: BLE001 - the shell's edge: everything becomes a result
             if self._runner is not None:
                 return self._classified(error)
@@ -115,6 +121,16 @@ class FunctionCall:
         self._calls, self._called_at = self._calls + 1, time.monotonic()
         with suppress(RunOver):
             call(self._fn, self._config)
+
+    def _returned(self) -> GenerationResult:
+        result = self._current.returned()
+        if self._current.generation.engine is None:
+            raise UsageError(
+                "the training function has returned without elastic.initialize: no step was counted and nothing saved; "
+                "train with the engine and the loader that elastic.initialize returns, not with the model and an "
+                "optimizer of its own (transformers: `from elastic.integrations.transformers import Trainer`)"
+            )
+        return result
 
     def _classified(self, error: BaseException) -> GenerationResult:
         result = self._current.classify(error)
@@ -135,6 +151,7 @@ class FunctionCall:
                     raise
                 cleanup.forget(error)
             else:
+                self.on_its_own()
                 return
             runner.announce(result)
             runner.leave(result)
@@ -146,12 +163,20 @@ class FunctionCall:
     # -- InLoop --------------------------------------------------------------------------------------------------------
 
     def initializing(self) -> None:
+        self._judge("its set-up")
         seconds = time.monotonic() - self._called_at
         if self._calls > 1 and seconds > _SLOW_S:
             self._on_left(f"its set-up has taken {seconds:.1f} s again; elastic.keep(...) keeps what it makes")
 
     def keep(self, given: Given, handles: Handles) -> None:
         self._given, self._handles = given, handles
+        self.on_its_own()
+
+    def on_its_own(self) -> None:
+        self._collectives = self._current.generation.group.collectives()
+
+    def comes_back(self) -> None:
+        self._judge("its code before the first batch, or between two iterations,")
 
     def abandon(self, error: BaseException) -> bool:
         runner = self._current
@@ -200,14 +225,22 @@ class FunctionCall:
         assert self._runner is not None
         return self._runner
 
+    def _judge(self, code: str) -> None:
+        """A worker that joins runs this code while the others wait in their loop: nobody would answer there."""
+        before, self._collectives = self._collectives, None
+        if before is not None and self._current.generation.group.collectives() > before:
+            self._joins_in = f"{code} takes part in collectives, which a worker that joins does with all others"
+
     def _obstacle(self) -> str | None:
         """Why the function cannot stay; None where it can."""
         if self._handles is None:
             return "its elastic.initialize had not returned"
         if not self._stays:
             return "the engine could not be built again on the same model"
+        if self._joins_in is not None:
+            return self._joins_in
         if self._current.generation.group.has_groups_of_script:
-            return "it has made process groups of its own, which end with their generation"
+            return "it has made or taken process groups, which end with their generation"
         return self._handles.engine.obstacle()
 
     def _leave_function(self, why: str) -> GenerationEnded:
@@ -222,7 +255,10 @@ class FunctionCall:
         following = self._next_runner(runner, result)
         if following.spec.checkpoint is None:
             self._following = following
-            raise self._leave_function("there is no state to go on from: the run begins at its first step")
+            raise self._leave_function("there is no state to continue from: the run begins at its first step")
+        if self._handles is not None and self._handles.loader.is_beyond(_step_of(following.spec.checkpoint)):
+            self._following = following
+            raise self._leave_function("the run goes back over the end of an epoch, after which its code has run")
         # The object stays, and with it what was registered in it; the values are those that are restored.
         following.generation.state = runner.generation.state
         for key in list(following.generation.state):
@@ -249,3 +285,8 @@ class FunctionCall:
                 "training function is called again",
                 where,
             ) from error
+
+
+def _step_of(checkpoint: str) -> int:
+    """The finished steps of a checkpoint, or of a snapshot in memory, by its id."""
+    return parse_snapshot_id(checkpoint)[0] if is_snapshot(checkpoint) else parse_checkpoint_id(checkpoint).step

@@ -79,6 +79,7 @@ class MemoryTier:
         self._captures = 0
         self._steps = 0
         self._reported_interval = 0
+        self._moved: str | None = None
         # Why this rank takes no snapshots; all ranks stop when one of them has a reason.
         self._problem: str | None = None
         self._off = False
@@ -176,7 +177,7 @@ class MemoryTier:
         self._scope.coordinator.cadence(self._scope.step, every, cost_s, step_s)
 
     def _capture(self, step: int) -> MemoryCopy | None:
-        """A problem of this rank alone is told at the next agreement: until then the others go on."""
+        """A problem of one rank is reported at the next agreement; until then the others continue."""
         self._taken, self._committed_at = step, None
         self._captures += 1
         self._scope.enter(Phase.SAVING)
@@ -202,7 +203,8 @@ class MemoryTier:
                     return MemoryCopy(transfer, step, {**(extra or {}), **self._own_state()}, self)
             # The first snapshot, or the optimizer keeps more than it did at the one before.
             self._record, size = state.record(self._scope.spec.generation)
-            self._memory.open(self._record, size, self._plan.targets, self._base(), self._plan.stripe)
+            plan = self._plan
+            self._memory.open(self._record, size, plan.targets, self._base(), plan.stripe, plan.spares)
         raise AssertionError(f"the state of step {step} has another shape each time it is looked at")
 
     def _await_last(self, limit_s: float) -> None:
@@ -230,6 +232,9 @@ class MemoryTier:
             self._problem = str(error)
 
     def _look(self) -> None:
+        if (moved := self._memory.moved()) is not None and moved != self._moved:
+            self._moved = moved
+            self._scope.coordinator.replica_moved(moved)
         try:
             self._complete = max(self._complete, self._memory.complete())
         except UsageError as error:  # a node that keeps replicas lacks the memory
@@ -246,6 +251,8 @@ class MemoryTier:
         if self._taken is None or self._complete >= self._taken or self._committed_at is None:
             return None
         limit_s = _COMPLETE_LIMIT_S + (self._record.bytes if self._record is not None else 0) / _SLOWEST_BYTES_S
+        # Each node that may take the keeper's place has its time.
+        limit_s *= 1 + len(self._plan.spares)
         waited_s = time.monotonic() - self._committed_at
         if waited_s <= limit_s:
             return None

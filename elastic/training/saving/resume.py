@@ -17,7 +17,7 @@ _OBJECTS = "objects"
 
 def run_state(scope: GenerationScope, plan: StepPlan, user: State) -> dict[str, Any]:
     """The data cursor after the step just finished, and the user's own state; JSON. The tensors of registered objects
-    are kept beside it: `user.captured` has them."""
+    are kept next to it: `user.captured` has them."""
     return {
         **cursor.to_state(plan, scope.spec.seed, scope.step),
         "user": user.dump(),

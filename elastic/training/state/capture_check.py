@@ -17,7 +17,7 @@ from elastic.checkpoint.shards import DTYPE_NAMES
 from elastic.core.checkpoint.manifest import Json, StoredTensor
 from elastic.core.errors import IntegrityError, Where
 from elastic.core.sharding.layout import Chunk, RankLayout
-from elastic.engines.base import Engine
+from elastic.engines.base import Witness
 from elastic.engines.live_state import BUFFER, KEPT, MASTER, PARAM, Fragment
 from elastic.training.state.verification import listed
 
@@ -46,7 +46,7 @@ class CaptureCheck:
     @classmethod
     def of(
         cls,
-        engine: Engine,
+        engine: Witness,
         where: Where,
         layout: RankLayout,
         targets: Mapping[str, torch.Tensor],

@@ -28,7 +28,7 @@ from elastic.core.sharding.layout import RankLayout
 from elastic.engines.base import Engine
 from elastic.engines.inventory import Inventory, gaps
 from elastic.engines.live_state import BUFFER, KEPT, PARAM
-from elastic.engines.model_description import describe
+from elastic.engines.model.description import describe
 from elastic.engines.optimizer_state import decode_scalars, install_groups, install_state, scalars_of
 from elastic.engines.optimizer_trial import try_optimizer
 from elastic.training.session import RestoreReport
@@ -58,7 +58,7 @@ def open_state(engine: Engine) -> EngineState:
     error: Exception | None = None
     try:
         found = EngineState(engine, agreement)
-    except Exception as caught:  # noqa: BLE001 - the other ranks go on to collectives: they must learn of it
+    except Exception as caught:  # noqa: BLE001 - the other ranks proceed to collectives: they must learn of it
         error = caught
     agreement.raise_together(error, "looking at the engine")
     assert found is not None

@@ -119,7 +119,7 @@ def host_memory(nbytes: int) -> torch.Tensor:
     """Zeroed memory of its own mapping, 1-D uint8, that data workers do not inherit (MADV_DONTFORK).
 
     A process that is forked shares private pages until one side writes. Where the parent writes, it gets another page;
-    a device goes on writing into the first one where the kernel does not know of pins, and the copy is torn.
+    a device keeps writing into the first one where the kernel does not know of pins, and the copy is torn.
     """
     mapping = mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapping.madvise(mmap.MADV_DONTFORK)

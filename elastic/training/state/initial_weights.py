@@ -11,7 +11,7 @@ from elastic.comm.agreement import Agreement
 from elastic.core.errors import IntegrityError
 from elastic.core.settings import WeightsSettings
 from elastic.engines.live_state import ShardedState, buffers
-from elastic.engines.model_description import aliases
+from elastic.engines.model.description import aliases
 from elastic.interchange.weights import CheckpointWeights, Weights, match_names, open_weights
 
 _log = logging.getLogger(__name__)

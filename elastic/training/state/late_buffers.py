@@ -10,6 +10,7 @@ import torch
 
 from elastic.core.checkpoint.manifest import Json, Manifest
 from elastic.engines.live_state import BUFFER, TensorSpec, whole_buffer
+from elastic.engines.model.plain_names import named_modules
 from elastic.training.state.dtypes import torch_dtype
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ def adopt(module: torch.nn.Module, manifest: Manifest, grown_there: Mapping[str,
         if before != (list(built[name]) if name in built else None) or name not in manifest.parameters:
             continue
         path, _, leaf = name.rpartition(".")
-        owner, shape = module.get_submodule(path), tuple(manifest.parameters[name])
+        owner, shape = dict(named_modules(module))[path], tuple(manifest.parameters[name])
         live = owner._buffers.get(leaf)
         if live is not None:
             owner._buffers[leaf] = live.new_zeros(shape)

@@ -99,7 +99,7 @@ class State(MutableMapping[str, Any]):
         self.adopt_objects(other)
 
     def adopt_objects(self, other: State) -> None:
-        """Take over the registered objects of a generation whose function goes on: they are given their state anew."""
+        """Take over the registered objects of a generation whose function continues: their state is loaded anew."""
         self._objects |= other._objects
 
     def require_claimed(self) -> None:
@@ -109,7 +109,7 @@ class State(MutableMapping[str, Any]):
             raise UsageError(
                 f"the checkpoint has the state of {name!r} ({saved.kind}), which this training function has not "
                 f"registered before its first batch: call elastic.state.register({name}=...), or "
-                f"elastic.state.register({name}=None) to go on without it"
+                f"elastic.state.register({name}=None) to continue without it"
             )
 
     def waits_for(self, name: str) -> bool:

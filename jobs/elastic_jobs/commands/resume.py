@@ -135,7 +135,7 @@ def _moved(job: Job, folder: RunFolder) -> Job:
 
 
 def _moved_checkpoints(before: RunSettings, folder: RunFolder) -> CheckpointSettings:
-    """Checkpoints beside the journal have moved with it. Checkpoints in another storage stay there, and belong to the
+    """Checkpoints next to the journal have moved with it. Checkpoints in another storage stay there, and belong to the
     run at its old place if that still exists: two runs would delete each other's checkpoints."""
     if before.checkpoint.url == before.storage_url:
         return replace(before.checkpoint, url=folder.url)

@@ -51,7 +51,7 @@ def check(job: Job) -> list[Finding]:
         *_found("run id", check_run_id, settings.run_id),
         *_found("storage_url", check_url, settings.storage_url),
         *_found("checkpoint.url", check_url, settings.checkpoint.url),
-        # Options are stored beside the journal, so they must hold no secret.
+        # Options are stored next to the journal, so they must hold no secret.
         *_found("config", check_options, job.config, "config"),
         *(_found("weights.source", check_url, settings.weights.source) if settings.weights is not None else ()),
         *_found(settings.engine, check_options, settings.engine_config or {}, settings.engine),
@@ -123,7 +123,8 @@ def _check_engine_config(settings: RunSettings) -> None:
     """Options that an elastic run cannot honour, and contradicting batch sizes."""
     if settings.engine_config is not None and settings.engine in ENGINES:
         batch = BatchSettings(settings.global_batch, settings.micro_batch, settings.max_steps, settings.epochs)
-        workers = (settings.scaling.min_workers, settings.scaling.max_workers)
+        cell = settings.mesh.cell
+        workers = (settings.scaling.min_workers // cell, settings.scaling.max_workers // cell)
         check_config(settings.engine, settings.engine_config, batch, workers)
 
 

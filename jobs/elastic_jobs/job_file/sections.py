@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
+from elastic.core.mesh import MeshSettings, whole_cells
 from elastic.core.settings import (
     AnomalySettings,
     FailureSettings,
@@ -44,6 +45,39 @@ def checked_failures(value: Any) -> FailureSettings:
             f"heartbeat_s ({checked.heartbeat_s}) must be below suspect_after_s ({checked.suspect_after_s})"
         )
     return checked
+
+
+class MeshSpec(BaseModel):
+    """See `MeshSettings`. Other axes are refused by their names."""
+
+    model_config = CONFIG
+
+    sp: Count = 1
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_axes(cls, data: Any) -> Any:
+        for axis in ("tp", "ep", "pp"):
+            if isinstance(data, dict) and axis in data:
+                raise ValueError(f"{axis} is not supported: sp is the only axis beside data parallelism so far")
+        if isinstance(data, dict) and "dp" in data:
+            raise ValueError("dp follows from the number of workers, which changes; leave it out")
+        return data
+
+    def cells(self, low: int, high: int) -> tuple[int, int, MeshSettings]:
+        """Worker counts in whole cells: the smallest rounded up, the largest down. ValueError without any."""
+        cell = self.sp
+        fewest, most = -(-low // cell) * cell, whole_cells(high, cell)
+        if most < fewest:
+            raise ValueError(
+                f"min_workers ({low}) to max_workers ({high}) has no multiple of {cell} (mesh: {{sp: {self.sp}}})"
+            )
+        changes = [
+            f"{name} {given} was rounded to {made}"
+            for name, given, made in (("min_workers", low, fewest), ("max_workers", high, most))
+            if given != made
+        ]
+        return fewest, most, MeshSettings(self.sp, ", ".join(changes))
 
 
 class CheckpointSpec(BaseModel):

@@ -27,6 +27,7 @@ from elastic_jobs.job_file.sections import (
     AnomalySpec,
     CheckpointSpec,
     Count,
+    MeshSpec,
     SinkSpec,
     SnapshotSpec,
     StragglerSpec,
@@ -50,6 +51,7 @@ class JobSpec(BaseModel):
     max_workers: Count
     workers_per_slot: Count = 1
     spare_slots: Annotated[int, Field(ge=0)] = 0
+    mesh: MeshSpec = Field(default_factory=MeshSpec)
     gather_s: Annotated[float, Field(ge=0)] = ScalingSettings.gather_s
     priority: Annotated[int, Field(ge=-1000, le=1000)] = ScalingSettings.priority
     share_after_s: Annotated[float, Field(gt=0)] = ScalingSettings.share_after_s
@@ -92,6 +94,12 @@ class JobSpec(BaseModel):
             raise ValueError(
                 f"min_workers ({low}) and max_workers ({high}) must be multiples of workers_per_slot ({slot})"
             )
+        fewest, most = self.sizes
+        if fewest % slot or most % slot:
+            raise ValueError(
+                f"min_workers ({fewest}) and max_workers ({most}), in whole cells of {self.mesh.sp}, must be multiples "
+                f"of workers_per_slot ({slot}) too"
+            )
         return self
 
     @model_validator(mode="after")
@@ -116,6 +124,12 @@ class JobSpec(BaseModel):
             raise ValueError("max_steps and epochs are both given; a run has one end")
         return self
 
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """`min_workers` and `max_workers` in whole cells of the mesh."""
+        fewest, most, _ = self.mesh.cells(self.min_workers, self.max_workers)
+        return fewest, most
+
     def job(self, file: Path, run_id: str | None) -> Job:
         """The job of one run, under a new id where `run_id` is None. `file` is where the job was read from.
 
@@ -127,14 +141,15 @@ class JobSpec(BaseModel):
 
     def settings(self, run_id: str, storage_url: str) -> RunSettings:
         """The settings of a run; `storage_url` is used if the job names no storage."""
+        fewest, most, mesh = self.mesh.cells(self.min_workers, self.max_workers)
         checkpoint_url = self.checkpoint.url or self.storage_url or storage_url
         return RunSettings(
             run_id=run_id,
             name=self.name,
             seed=self.seed,
             scaling=ScalingSettings(
-                self.min_workers,
-                self.max_workers,
+                fewest,
+                most,
                 self.workers_per_slot,
                 self.gather_s,
                 self.spare_slots,
@@ -158,6 +173,7 @@ class JobSpec(BaseModel):
             engine=self.engine,
             weights=self.weights.settings() if self.weights is not None else None,
             engine_config=self.fsdp2 if self.engine == "fsdp2" else _mapping(self.deepspeed),
+            mesh=mesh,
             storage_url=self.storage_url or self.checkpoint.url or storage_url,
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -18,10 +19,13 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _LAST_WORDS_S = 30.0
 _GRACE = "RAY_JOB_STOP_WAIT_TIME_S"
 _SIGNAL = "RAY_JOB_STOP_SIGNAL"
+# Read by the dynamic linker, the interpreter, the allocator or Ray while a process starts.
+_AT_START = re.compile(r"(LD_|DYLD_|PYTHON|RAY_|MALLOC_|GLIBC_|JE_MALLOC|TCMALLOC).*|PATH")
 
 
 class SubmitSpec(BaseModel):
-    """Sizes in decimal megabytes. An environment variable without a value is taken from the submitter."""
+    """Sizes in decimal megabytes. An environment variable without a value is taken from the submitter, and is not
+    handed to Ray."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -42,7 +46,9 @@ class SubmitSpec(BaseModel):
     def _names(cls, value: dict[str, str | None]) -> dict[str, str | None]:
         for name, given in value.items():
             _check_name(name)
-            if given is not None and is_secret_name(name):
+            if given is None:
+                _check_time(name)
+            elif is_secret_name(name):
                 raise ValueError(
                     f"{name} looks like a secret: omit its value, and it is taken from the submitter's environment"
                 )
@@ -70,9 +76,18 @@ class SubmitSpec(BaseModel):
         return max(1, round(wanted))
 
 
+@dataclass(frozen=True)
+class Variables:
+    """A job's environment: variables that were `given` with their values, which are on record, and those that were
+    `taken` from the submitter's environment, which may be secrets."""
+
+    given: Mapping[str, str]
+    taken: Mapping[str, str] = field(repr=False)
+
+
 def environment(
     spec: Mapping[str, str | None], options: Sequence[str], local: Mapping[str, str] = os.environ
-) -> dict[str, str]:
+) -> Variables:
     """The job's variables: those of the job file, then `--env NAME=VALUE` and `--env NAME`. Raises UsageError.
 
     A name without a value is taken from `local`, so that a secret need not be in a file or a command line.
@@ -82,6 +97,8 @@ def environment(
         name, given, value = option.partition("=")
         try:
             _check_name(name)
+            if not given:
+                _check_time(name)
         except ValueError as error:
             raise UsageError(f"--env {name}: {error}") from error
         if given and is_secret_name(name):
@@ -90,7 +107,10 @@ def environment(
     missing = [name for name, value in wanted.items() if value is None and name not in local]
     if missing:
         raise UsageError(f"the environment variable {missing[0]!r} should be sent to the job, but is not set here")
-    return {name: local[name] if value is None else value for name, value in wanted.items()}
+    return Variables(
+        {name: value for name, value in wanted.items() if value is not None},
+        {name: local[name] for name, value in wanted.items() if value is None},
+    )
 
 
 def runtime_env(spec: SubmitSpec, env_vars: Mapping[str, str], grace_s: int) -> dict[str, Any]:
@@ -101,6 +121,15 @@ def runtime_env(spec: SubmitSpec, env_vars: Mapping[str, str], grace_s: int) -> 
     if spec.py_modules:
         made["py_modules"] = list(spec.py_modules)
     return made
+
+
+def _check_time(name: str) -> None:
+    """A variable without a value is set by our own code, which begins when the process has started."""
+    if _AT_START.fullmatch(name):
+        raise ValueError(
+            f"{name} is read while a process starts, and what is taken from the submitter's environment is set after "
+            "that: give its value, or set it on the nodes"
+        )
 
 
 def _check_name(name: str) -> None:

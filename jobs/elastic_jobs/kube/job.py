@@ -83,7 +83,7 @@ def kube_job(
         namespace=namespace or section.namespace,
         as_cluster=as_cluster,
         slot=_slot(spec),
-        min_slots=spec.min_workers // spec.workers_per_slot,
+        min_slots=spec.sizes[0] // spec.workers_per_slot,
         files={place: _text(file), **_deepspeed_file(file, section.folder)},
         env={name: value.ref() if isinstance(value, SecretSpec) else value for name, value in section.env.items()},
         volumes=tuple(kube.Volume(v.claim, v.mount, v.read_only) for v in section.volumes),
@@ -180,7 +180,7 @@ def _group(group: GroupSpec, spec: JobSpec, section: KubernetesSpec) -> kube.Gro
 
 
 def _max_slots(spec: JobSpec) -> int:
-    return spec.max_workers // spec.workers_per_slot + spec.spare_slots
+    return spec.sizes[1] // spec.workers_per_slot + spec.spare_slots
 
 
 def _drain_s(group: GroupSpec, spec: JobSpec) -> int:

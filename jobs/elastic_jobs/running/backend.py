@@ -12,7 +12,7 @@ from elastic_cluster.chaos import Breakable
 
 from elastic.core.errors import ElasticError, UsageError
 from elastic.core.settings import RunSettings
-from elastic.observe.text import plural
+from elastic.core.wording import plural
 from elastic_jobs.running.handle import RunHandle
 from elastic_jobs.running.run_plan import Job, Place
 from elastic_jobs.submit.jobs_api import JobsApi

@@ -1,4 +1,4 @@
-"""Where a run can be reached while it runs: `live.json` beside its journal. Only a hint: the run itself decides."""
+"""Where a run can be reached while it runs: `live.json` next to its journal. Only a hint: the run itself decides."""
 
 from __future__ import annotations
 

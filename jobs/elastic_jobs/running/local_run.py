@@ -10,7 +10,7 @@ from typing import Any
 
 from elastic_cluster.source import ClusterError
 
-from elastic.observe.text import plural
+from elastic.core.wording import plural
 from elastic_jobs.display import Display
 from elastic_jobs.run_folder import RunFolder
 from elastic_jobs.running import handover

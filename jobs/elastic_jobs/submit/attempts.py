@@ -21,6 +21,8 @@ RUN_KEY = "elastic-run"
 ATTEMPT_KEY = "elastic-attempt"
 STORAGE_KEY = "elastic-storage"
 VERSION_KEY = "elastic-version"
+# Names of the variables that were taken from the submitter's environment.
+TAKEN_KEY = "elastic-env"
 
 # An attempt that is lost this soon after its start has done nothing; after this many in a row no more are sent.
 SHORT_LIFE_S = 60.0
@@ -45,7 +47,7 @@ class JobState(str, Enum):
 class JobRecord:
     """One job of the Jobs API. Times in seconds since the epoch.
 
-    `runtime_env` holds the values of environment variables, so it is never printed: see `redacted`.
+    `runtime_env` holds the values of environment variables that were given, so it is never printed: see `redacted`.
     """
 
     submission_id: str
@@ -76,8 +78,8 @@ class JobRecord:
     def redacted(self) -> dict[str, Any]:
         """For people and programs: names of environment variables without their values."""
         shown = {**vars(self), "state": self.state.value, "metadata": dict(self.metadata)}
-        env_vars = self.runtime_env.get("env_vars") or {}
-        shown["runtime_env"] = {**self.runtime_env, "env_vars": dict.fromkeys(env_vars, "<redacted>")}
+        names = [*(self.runtime_env.get("env_vars") or {}), *filter(None, self.metadata.get(TAKEN_KEY, "").split(","))]
+        shown["runtime_env"] = {**self.runtime_env, "env_vars": dict.fromkeys(names, "<redacted>")}
         return shown
 
 

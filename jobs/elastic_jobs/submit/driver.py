@@ -28,6 +28,7 @@ from elastic.entrypoint import parse_entry_point
 from elastic.observe.journal import JournalReader
 from elastic.observe.summary import summarize
 from elastic.observe.text import clean
+from elastic.runtime import handed_environment
 from elastic_jobs.display import LineDisplay
 from elastic_jobs.exit_codes import DRIVER_BLIND, DRIVER_LOST, STATUSES, exit_code
 from elastic_jobs.job_file.checks import check_new_end, check_seed, check_storage, is_done
@@ -271,6 +272,7 @@ def main(words: list[str] | None = None, backend: Backend | None = None) -> int:
         command = DriverCommand.of_words(words)
         check_version(command)
         address = os.environ.get("RAY_ADDRESS", "auto")
+        handed_environment.take(address)
         return Driver(command, backend or _real(), StopRequest(), address, command.was_submitted(os.environ)).drive()
     except ElasticError as error:
         say(f"elastic driver: {clean(str(error))}")

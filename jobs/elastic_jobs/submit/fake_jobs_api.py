@@ -1,10 +1,11 @@
-"""A Jobs server in memory, for tests. Ships beside the interface and passes the same contract test."""
+"""A Jobs server in memory, for tests. Ships next to the interface and passes the same contract test."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from elastic.runtime.handed_environment import VARIABLE
 from elastic_jobs.submit.attempts import JobRecord, JobState, identity
 from elastic_jobs.submit.jobs_api import AlreadySubmitted, ClusterFacts, PackageGone, Submission
 
@@ -21,6 +22,7 @@ class FakeJobsApi:
         self.on_stop: Callable[[str], None] = lambda submission_id: self.end(submission_id, JobState.STOPPED)
         self.on_idle: Callable[[str], None] = lambda submission_id: None
         self.packages = {GCS_PACKAGE}
+        self.handed: dict[str, dict[str, str]] = {}
         self._records: dict[str, JobRecord] = {}
         self._logs: dict[str, str] = {}
         self._now = 1000.0
@@ -55,6 +57,10 @@ class FakeJobsApi:
         self._now += 1.0
         run_id, attempt = identity(submission.metadata)
         runtime_env = {"working_dir": GCS_PACKAGE, **submission.runtime_env}
+        if submission.variables:
+            name = f"gcs://elastic-environment-{submission.submission_id}"
+            self.handed[name] = dict(submission.variables)
+            runtime_env["env_vars"] = {**runtime_env.get("env_vars", {}), VARIABLE: name}
         self._records[submission.submission_id] = JobRecord(
             submission.submission_id, JobState.RUNNING, run_id, attempt, started_at=self._now, node="fake",
             entrypoint=submission.entrypoint, metadata=dict(submission.metadata), runtime_env=runtime_env,

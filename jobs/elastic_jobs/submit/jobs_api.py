@@ -32,7 +32,7 @@ class PackageGone(UsageError):
 class DriverNeeds:
     """What Ray reserves for the driver. If any amount is above zero, the driver may run on any node, not only the head.
 
-    By default memory is reserved and no CPU, so that a slot that needs all CPUs of a node can be placed beside the
+    By default memory is reserved and no CPU, so that a slot that needs all CPUs of a node can be placed next to the
     driver.
     """
 
@@ -51,7 +51,11 @@ class DriverNeeds:
 
 @dataclass(frozen=True)
 class Submission:
-    """A job to submit. The package is either `archive`, a local zip file, or a URI in `runtime_env["working_dir"]`."""
+    """A job to submit. The package is either `archive`, a local zip file, or a URI in `runtime_env["working_dir"]`.
+
+    `variables` reach the processes of the job without being part of what Ray knows of it: see
+    `elastic.runtime.handed_environment`. The next attempt's `runtime_env` names them.
+    """
 
     submission_id: str
     entrypoint: str
@@ -59,6 +63,7 @@ class Submission:
     needs: DriverNeeds
     runtime_env: Mapping[str, Any] = field(repr=False)
     archive: Path | None = None
+    variables: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from elastic.core.errors import UsageError
-from elastic.observe.text import plural, size
+from elastic.core.wording import plural
+from elastic.observe.text import size
 from elastic_jobs.submit.gitignore import Pattern, ignored, parse_patterns
 
 # The Jobs server refuses larger requests (Ray's `DASHBOARD_CLIENT_MAX_SIZE`) without a message.

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from ray.job_submission import JobSubmissionClient
 
 from elastic.core.errors import UsageError
 from elastic.observe.text import clean
+from elastic.runtime import handed_environment
 from elastic_jobs.submit.attempts import JobRecord, JobState, identity
 from elastic_jobs.submit.jobs_api import AlreadySubmitted, ClusterFacts, Denied, PackageGone, Submission, Unreachable
 
@@ -110,6 +112,9 @@ class RayJobsApi:
             runtime_env["working_dir"] = str(submission.archive)
         else:
             self._check_package(runtime_env.get("working_dir"))
+        if submission.variables:
+            named = {handed_environment.VARIABLE: self._handed(submission.variables)}
+            runtime_env["env_vars"] = {**runtime_env.get("env_vars", {}), **named}
         deadline = time.monotonic() + _AGENT_S
         while not self._try_submit(submission, runtime_env):
             if time.monotonic() > deadline:
@@ -191,6 +196,15 @@ class RayJobsApi:
     def stop(self, submission_id: str) -> bool:
         answer = self._client._do_request("POST", f"/api/jobs/{submission_id}/stop")
         return bool(self._checked(answer).get("stopped"))
+
+    def _handed(self, variables: Mapping[str, str]) -> str:
+        """Put the variables into the control store, as Ray's client does with packages; returns under which name."""
+        name = f"elastic-environment-{secrets.token_hex(16)}"
+        packed = handed_environment.packed(variables)
+        answer = self._client._do_request("PUT", f"/api/packages/gcs/{name}", data=packed)
+        if answer.status_code != 200:
+            raise Unreachable(f"the Jobs server at {self._address} did not take the environment: {_last(answer.text)}")
+        return f"gcs://{name}"
 
     def _check_package(self, uri: str | None) -> None:
         """Checking a package also makes the cluster keep it for a few more minutes."""

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
 from elastic.core.errors import NoCapacity, UsageError
 from elastic.core.policy.capacity import Cluster, Need, Supply, judge
-from elastic.observe.text import plural, size
+from elastic.core.wording import plural
+from elastic.observe.text import size
 from elastic_jobs.job_file.checks import check, refuse
 from elastic_jobs.job_file.load import load_job
 from elastic_jobs.job_file.spec import JobSpec
-from elastic_jobs.job_file.submit_section import environment, runtime_env
+from elastic_jobs.job_file.submit_section import Variables, environment, runtime_env
 from elastic_jobs.run_folder import ENVIRONMENT
 from elastic_jobs.running.run_plan import Job
 from elastic_jobs.submit import attempts
@@ -33,7 +34,7 @@ class Draft:
     job: Job
     file: str
     package: Package
-    env_vars: dict[str, str] = field(repr=False)
+    variables: Variables
 
     @property
     def storage(self) -> str:
@@ -110,7 +111,9 @@ def send(api: JobsApi, draft: Draft, attempt: int, mode: Mode, address: str, max
     """Packs and submits. Raises UsageError if another client has submitted this attempt in the meantime."""
     spec, version, run_id = draft.spec, metadata.version("ray-elastic"), draft.job.settings.run_id
     command = DriverCommand(draft.file, run_id, attempt, mode, draft.storage, version, max_steps)
-    about = attempts.metadata(run_id, attempt, draft.storage, version)
+    about = {**attempts.metadata(run_id, attempt, draft.storage, version), NEEDS_KEY: draft.needs.to_text()}
+    if draft.variables.taken:
+        about[attempts.TAKEN_KEY] = ",".join(draft.variables.taken)
     grace_s = spec.submit.grace_s(spec.failures)
     say(f"sending {plural(len(draft.package.files), 'file')}, {size(draft.package.bytes)}, of {draft.package.root}")
     if draft.package.left_out:
@@ -120,8 +123,8 @@ def send(api: JobsApi, draft: Draft, attempt: int, mode: Mode, address: str, max
         archive = Path(folder) / "package.zip"
         write_archive(draft.package, archive)
         submission = Submission(
-            attempts.submission_id(run_id, attempt), command.line(), {**about, NEEDS_KEY: draft.needs.to_text()},
-            draft.needs, runtime_env(spec.submit, draft.env_vars, grace_s), archive,
+            attempts.submission_id(run_id, attempt), command.line(), about, draft.needs,
+            runtime_env(spec.submit, draft.variables.given, grace_s), archive, draft.variables.taken,
         )  # fmt: skip
         try:
             api.submit(submission)

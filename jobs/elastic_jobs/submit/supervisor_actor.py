@@ -1,6 +1,6 @@
 """The supervisor of a run as an actor: one per run, detached, started by the run's first driver.
 
-It runs on the head node, beside the Jobs server. There it reaches the server on any address
+It runs on the head node, next to the Jobs server. There it reaches the server on any address
 (by default the server listens on loopback only), is lost only together with the server, and keeps no other node busy.
 It reserves almost nothing and is restarted with the head.
 """

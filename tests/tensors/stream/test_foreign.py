@@ -85,7 +85,6 @@ def test_iterators_of_ray_data_are_refused() -> None:
     ("arguments", "message"),
     [
         ({"open": 3}, "takes a function open"),
-        ({"repeat": False}, "repeat=False"),
         ({"shuffle_window": -1}, "at least 0, got -1"),
     ],
 )
@@ -104,6 +103,10 @@ def test_a_mixture_names_what_defines_it() -> None:
     for streams, weights in (([one], [1]), ([one, two], [1]), ([one, two], [1, 0]), ([mixed, one], [1, 1])):
         with pytest.raises(UsageError, match=r"elastic\.data\.mix"):
             elastic.data.mix(streams, weights)
+    once = elastic.data.stream(Numbers, repeat=False)
+    with pytest.raises(UsageError, match="some of the streams have repeat=False and others not"):
+        elastic.data.mix([one, once], [1, 1])
+    assert (one.repeat, mixed.repeat, elastic.data.mix([once, once], [1, 1]).repeat) == (True, True, False)
 
 
 # -- with the real libraries ------------------------------------------------------------------------------------------
@@ -141,6 +144,41 @@ def resumed_everywhere(stream: Stream, readers: int, samples: int) -> list[list[
             assert first + reader.read(at, samples - at) == whole
         shares.append(whole)
     return shares
+
+
+def epochs_resumed_everywhere(stream: Stream, readers: int, epochs: int) -> list[list[list[Any]]]:
+    """What each reader gives in each epoch, after it was found that reading resumes at every sample and every end."""
+
+    def read(number: int, again_at: int) -> list[list[Any]]:
+        reader = Reader(stream.parts, SEED, number, readers)
+        given: list[list[Any]] = []
+        for epoch in range(epochs):
+            given.append([])
+            while True:
+                if reader.count == again_at:
+                    reader = Reader(stream.parts, SEED, number, readers, json.loads(json.dumps(reader.state())))
+                if not (taken := reader.take(1, epoch)):
+                    break
+                given[-1] += taken
+        return given
+
+    shares = []
+    for number in range(readers):
+        whole = read(number, -1)
+        for at in range(sum(map(len, whole)) + 1):
+            assert read(number, at) == whole
+        shares.append(whole)
+    return shares
+
+
+def test_epochs_of_a_hugging_face_stream_end_with_its_shards() -> None:
+    for window in (0, 5):
+        uneven = hugging_face(shards=5).filter(lambda row: row["x"] % 3)
+        stream = elastic.data.stream(elastic.data.hugging_face(uneven), shuffle_window=window, repeat=False)
+        shares = epochs_resumed_everywhere(stream, 2, 3)
+        assert len(shares[0][0]) != len(shares[1][0])
+        for epoch in range(3):
+            assert sorted(row["x"] for share in shares for row in share[epoch]) == [x for x in range(24) if x % 3]
 
 
 def test_hugging_face_streams_are_read_by_shards() -> None:
@@ -228,3 +266,6 @@ def test_nodes_of_torchdata_are_read_by_their_state() -> None:
 
     shares = resumed_everywhere(elastic.data.stream(opened, shuffle_window=3), 2, 12)
     assert sorted(number for share in shares for number in share) == list(range(24))
+    for window in (0, 3):
+        for share in epochs_resumed_everywhere(elastic.data.stream(opened, shuffle_window=window), 3, 2):
+            assert list(map(len, share)) == [8, 8]

@@ -6,14 +6,18 @@ import contextlib
 import json
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
-from stream_samples import SEED, Numbers, added, shown
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stream_samples import SEED, Ahead, Numbers, added, shown
 
 from elastic.core.data.readers import ReaderStates, merged
 from elastic.core.data.step_plan import StepPlan
 from elastic.core.errors import IntegrityError, UsageError
 from elastic.training.data import cursor
+from elastic.training.data.stream import loading
 from elastic.training.data.stream.loading import StreamReader, stream_reader
 from elastic.training.data.stream.pipeline import Pack, Stages
 from elastic.training.data.stream.reader import Parts
@@ -91,6 +95,19 @@ def test_the_number_of_loading_processes_may_change() -> None:
     assert states == END
 
 
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 7), st.integers(1, 3), st.integers(0, 3)), max_size=5))
+def test_any_sizes_and_numbers_of_processes_read_the_same(lives: list[tuple[int, int, int]]) -> None:
+    history, states = [], None
+    with mock.patch.object(loading, "DataLoader", Ahead):
+        for world_size, steps, processes in [*lives, (2, STEPS, 1)]:
+            first = len(history)
+            part, states = train(world_size, first, min(first + steps, STEPS), states, processes)
+            history += part
+    assert history == WHOLE
+    assert states == END
+
+
 def test_skipped_samples_are_read_by_nobody() -> None:
     _, states = train(2, 0, 2)
     history, _ = train(3, 2, 4, states, skips=((14, 21),))
@@ -130,7 +147,7 @@ def test_states_of_a_manifest_are_all_there() -> None:
     fewer = {"total": 4, "states": {str(reader): END.states[reader] for reader in (0, 1, 3)}}
     with pytest.raises(IntegrityError, match=r"the states of \[2\] are missing"):
         cursor.readers_of(fewer, plan(), agreement)
-    with pytest.raises(IntegrityError, match="do not go on from the reader states"):
+    with pytest.raises(IntegrityError, match="do not continue from the reader states"):
         # The other rank does not sum up what it owns.
         cursor.readers_of(END.to_json(), plan(2, 0), agreement)
 
@@ -145,7 +162,7 @@ def test_ranks_that_read_other_data_are_refused(unequal: bool) -> None:
     told: list[list[int]] = []
     agreement: Any = Ranks()
     if unequal:
-        with pytest.raises(UsageError, match="rank 1 has pack 5, seed 11, global_batch 7"):
+        with pytest.raises(UsageError, match="rank 1 has pack 5, epochs of the readers each its own, seed 11"):
             cursor.require_equal(plan(2, 1), SEED, agreement)
     for other in (plan(2, 1), plan(2, 0), replace(plan(2, 0), stream=(("pack", "6"),))):
         with contextlib.suppress(UsageError):
@@ -160,5 +177,5 @@ def test_ranks_that_read_other_data_are_refused(unequal: bool) -> None:
 def test_another_stream_does_not_go_on(change: Any) -> None:
     saved = cursor.to_state(plan(), SEED, 2)
     cursor.validate(saved, plan(3, 1), SEED)
-    with pytest.raises(UsageError, match="cannot go on with the same samples"):
+    with pytest.raises(UsageError, match="cannot continue with the same samples"):
         cursor.validate(saved, replace(plan(), **change), SEED)

@@ -85,9 +85,9 @@ def test_a_reader_drops_what_the_run_leaves_out() -> None:
 
 def test_a_mixture_draws_by_its_weights() -> None:
     mixture = Parts((Stages(Numbers), Stages(counted)), (1.0, 3.0))
-    drawn = [mixture.chosen(SEED, 2, count) for count in range(4000)]
+    drawn = [next(mixture.chosen(SEED, 2, count)) for count in range(4000)]
     assert 2850 < sum(drawn) < 3150
-    assert drawn != [mixture.chosen(SEED, 3, count) for count in range(4000)]
+    assert drawn != [next(mixture.chosen(SEED, 3, count)) for count in range(4000)]
 
 
 KILOBYTE = 1024

@@ -37,7 +37,7 @@ def test_every_sink_takes_any_run_of_records_and_is_opened_again(kind: Callable[
             sink.write(record)
         sink.close()
     assert path.read_text()
-    assert [file.name for file in path.parent.iterdir()] == ["out"], "nothing is left beside it"
+    assert [file.name for file in path.parent.iterdir()] == ["out"], "nothing is left next to it"
 
 
 @pytest.mark.parametrize("kind", SINKS)

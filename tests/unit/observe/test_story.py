@@ -13,7 +13,7 @@ def test_decisions_incidents_and_ends_are_told() -> None:
         "00:01:41     +1.00 s  run is running",
         "00:01:42     +2.00 s  [gen 1, world 4, step 0] 4 workers ready",
         "00:01:47     +7.00 s  [gen 1, world 4, step 41] incident 1: node-lost, node abcdef01 (worker 2); "
-        "go on with the survivors; world size 4 -> 3; detected after 0.25 s, "
+        "continue with the survivors; world size 4 -> 3; detected after 0.25 s, "
         "decided after 0.50 s, rebuilt after 1.00 s, restored after 1.50 s, "
         "first step after 2.00 s; 1 step repeated; state from storage",
         "00:01:51    +11.00 s  [step 100] run is finished, loss 2.5000",

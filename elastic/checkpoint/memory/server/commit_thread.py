@@ -34,6 +34,8 @@ class CommitThread(threading.Thread, ABC):
         self.sent_step = -1
         self.sent_bytes = 0
         self.problem: str | None = None
+        # Which target was replaced by which, and why.
+        self.moved: str | None = None
         # The target was given up, perhaps because it lacks the memory.
         self.lost = self.lacks_memory = False
         self._on_change = on_change

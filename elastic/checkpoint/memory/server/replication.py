@@ -13,7 +13,7 @@ from elastic.checkpoint.memory.messages import OpenShard, Progress
 from elastic.checkpoint.memory.server.commit_thread import CommitThread, Job
 from elastic.checkpoint.memory.server.hasher import Hasher
 from elastic.checkpoint.memory.server.node_shards import NodeShards
-from elastic.checkpoint.memory.server.sender import Sender
+from elastic.checkpoint.memory.server.sender import Sender, Spares
 from elastic.checkpoint.memory.shard_buffers import ShardKey
 
 
@@ -29,8 +29,9 @@ class Replication:
         self._complete_step = -1
         self._committed_at = self._seconds = 0.0
         key = ShardKey(self.generation, self.rank, replica=False)
+        spares = Spares(request.spares)
         self._senders: list[CommitThread] = [
-            Sender(shards, request, target, token, self._update) for target in request.targets
+            Sender(shards, request, target, token, self._update, spares) for target in request.targets
         ] or [Hasher(shards, key, self._update)]
         for sender in self._senders:
             sender.start()
@@ -43,7 +44,10 @@ class Replication:
         # Replication that was given up comes first: it is the decisive reason.
         failed = "; ".join(str(sender.problem) for sender in sorted(troubled, key=lambda each: not each.lost)) or None
         lacks_memory = any(sender.lacks_memory for sender in lost)
-        return Progress(self.generation, self._complete_step, failed, bool(lost), lacks_memory, self._seconds, sent)
+        moved = next((sender.moved for sender in self._senders if sender.moved is not None), None)
+        return Progress(
+            self.generation, self._complete_step, failed, bool(lost), lacks_memory, self._seconds, sent, moved
+        )
 
     @property
     def alive(self) -> bool:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 from elastic.checkpoint.memory.messages import (
     Accepted,
@@ -30,10 +33,31 @@ _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 5.0
 # A target that has failed for this long is given up for this generation. Longer than detecting a node's loss takes.
 GIVE_UP_S = 30.0
+# Where another node could take its place, a target that takes a snapshot more slowly has failed.
+_SLOWEST_BYTES_S = 20e6
+
+
+class Spares:
+    """Nodes that may take the place of one that takes no replicas, for all senders of a rank."""
+
+    def __init__(self, addresses: Iterable[Address]) -> None:
+        self._left = deque(addresses)
+
+    def __bool__(self) -> bool:
+        return bool(self._left)
+
+    def take(self) -> Address | None:
+        try:
+            return self._left.popleft()
+        except IndexError:
+            return None
 
 
 class Sender(CommitThread):
-    """The target keeps a replica of each snapshot, or with a `stripe` in the request parity of these ranks' shards."""
+    """The target keeps a replica of each snapshot, or with a `stripe` in the request parity of these ranks' shards.
+
+    A target that takes no replicas is replaced by a spare one; without one, replication is given up for the generation.
+    """
 
     def __init__(
         self,
@@ -42,6 +66,7 @@ class Sender(CommitThread):
         target: Address,
         token: bytes,
         on_change: Callable[[], None],
+        spares: Spares,
     ) -> None:
         super().__init__(f"rank {request.template.rank} to {target[0]}:{target[1]}", on_change)
         self._failing_since = 0.0
@@ -51,6 +76,8 @@ class Sender(CommitThread):
         self._target = target
         self._token = token
         self._channel: Channel | None = None
+        self._spares = spares
+        self._too_slow = False
 
     def _interrupt(self) -> None:
         """Also interrupts a transfer."""
@@ -76,10 +103,13 @@ class Sender(CommitThread):
                 self._close()
                 if not pauses:
                     self._failing_since = time.monotonic()
-                if self._gives_up(error, pauses):
+                if self._has_failed(pauses) and self._moves(str(error)):
+                    pauses = 0
+                elif self._gives_up(error, pauses):
                     break
-                self._pause(pauses)
-                pauses += 1
+                else:
+                    self._pause(pauses)
+                    pauses += 1
                 with self._changed:
                     # A newer snapshot replaces one that cannot be sent.
                     job = self._job
@@ -112,18 +142,50 @@ class Sender(CommitThread):
             if accepted.have:
                 return
             before = channel.sent_bytes
-            if self._request.stripe:
-                xxh3 = send_share(channel, reading.segment, accepted.begin)
-            else:
-                xxh3 = send_replica(channel, reading.segment)
+            with self._limited(channel, reading.segment.nbytes):
+                if self._request.stripe:
+                    xxh3 = send_share(channel, reading.segment, accepted.begin)
+                else:
+                    xxh3 = send_replica(channel, reading.segment)
         self.sent_bytes += channel.sent_bytes - before
         self._shards.hashed(job.number, job.step, xxh3)
+
+    @contextmanager
+    def _limited(self, channel: Channel, nbytes: int) -> Iterator[None]:
+        """Where there is a spare target, a transfer that takes too long fails although something moves all the time."""
+        timer = threading.Timer(GIVE_UP_S + nbytes / _SLOWEST_BYTES_S, self._stop_slow, (channel,))
+        if self._spares:
+            timer.daemon = True
+            timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _stop_slow(self, channel: Channel) -> None:
+        self._too_slow = True
+        channel.shut()
+
+    def _has_failed(self, pauses: int) -> bool:
+        late = pauses > 0 and time.monotonic() - self._failing_since >= GIVE_UP_S
+        return self._too_slow or late
+
+    def _moves(self, why: str) -> bool:
+        """Whether a spare node takes the target's place. Not when the generation is over."""
+        if self._stopped or self._retiring or (spare := self._spares.take()) is None:
+            return False
+        why = "it takes it too slowly" if self._too_slow else why
+        self.moved = f"{self._refusal(why)}; {spare[0]}:{spare[1]} keeps it instead"
+        logger.warning("%s", self.moved)
+        self._target, self._too_slow, self.problem = spare, False, None
+        self._on_change()
+        return True
 
     def _gives_up(self, error: Exception, pauses: int) -> bool:
         if self._stopped:
             return True
         # The generation is over: no later attempt can succeed. A snapshot that is dropped or damaged is one of many.
-        if isinstance(error, Fenced) or (pauses and time.monotonic() - self._failing_since >= GIVE_UP_S):
+        if isinstance(error, Fenced) or self._has_failed(pauses):
             self.lost, self.lacks_memory = True, isinstance(error, UsageError)
         # The other side may have closed an idle connection: only a second failure in a row counts.
         if pauses or self.lost:

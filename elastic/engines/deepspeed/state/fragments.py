@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from elastic.engines.live_state import BUFFER, MASTER, PARAM, Fragment
+from elastic.engines.model.plain_names import named_buffers, named_parameters
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,12 @@ _Find = Callable[[Any], _Place]
 def fragments(engine: Any, names: Collection[str] | None = None) -> Iterator[Fragment]:
     """Of the tensors in `names`, or of all: trained parameters with optimizer state, frozen ones, module buffers."""
     base, find = stepping(engine), _finder(engine)
-    for name, parameter in engine.module.named_parameters():
+    for name, parameter in named_parameters(engine.module):
         if names is None or name in names:
             place = find(parameter)
             if place.numel > 0:
                 yield from _fragments(base, name, place)
-    for name, buffer in engine.module.named_buffers():
+    for name, buffer in named_buffers(engine.module):
         if buffer.numel() and (names is None or name in names):
             yield Fragment(BUFFER, name, 0, buffer.detach().reshape(-1))
 
@@ -49,7 +50,7 @@ def numbers(engine: Any, names: Collection[str] | None = None) -> Mapping[str, M
     """What the optimizer keeps of each trained parameter besides tensors of its shape: name -> key -> value."""
     base, find = stepping(engine), _finder(engine)
     found = {}
-    for name, parameter in engine.module.named_parameters():
+    for name, parameter in named_parameters(engine.module):
         master = find(parameter).master if names is None or name in names else None
         if master is not None:
             kept = base.state.get(master) or {}

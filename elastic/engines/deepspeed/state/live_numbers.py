@@ -9,7 +9,7 @@ from elastic.core.checkpoint.manifest import Json
 from elastic.engines import saved_numbers
 from elastic.engines.deepspeed.state.fragments import numbers, stepping
 from elastic.engines.json_values import decode
-from elastic.engines.module_extra import read_modules
+from elastic.engines.model.extra_state import read_modules
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 

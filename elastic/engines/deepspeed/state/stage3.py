@@ -15,6 +15,7 @@ from elastic.core.sharding.layout import Chunk, Layout
 from elastic.core.sharding.zero import zero3_layout
 from elastic.engines.deepspeed.state.zero import ZeroState, full_numel
 from elastic.engines.live_state import PARAM, Extra, Master, Weight, whole_buffer
+from elastic.engines.model.plain_names import named_parameters
 
 
 class Stage3State(ZeroState):
@@ -63,7 +64,7 @@ class Stage3State(ZeroState):
         """This rank's slices, and the small parameters that stay whole on every rank."""
         trained = {id(parameter) for sub_group in self._wrapper.fp16_groups for parameter in sub_group}
         found = []
-        parameters: list[tuple[str, Any]] = list(self.module.named_parameters())
+        parameters: list[tuple[str, Any]] = list(named_parameters(self.module))
         for name, parameter in parameters:
             if id(parameter) not in trained:
                 continue

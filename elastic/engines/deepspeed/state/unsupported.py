@@ -72,7 +72,7 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "SuperOffload",
         lambda engine: bool(engine.super_offload()),
-        "its optimizer steps run in other processes, beside the training step",
+        "its optimizer steps run in other processes, concurrently with training step",
     ),
     (
         "zero_hpz_partition_size above 1",

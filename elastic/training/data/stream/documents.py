@@ -33,7 +33,14 @@ class Mark:
 
 
 class Documents:
-    """Training thread or loading process only. The epoch after the last document of one begins by itself."""
+    """Training thread or loading process only. `epoch` is the one that is being read, from `source`."""
+
+    source: Any
+    # That of the source after the documents taken.
+    _state: str | None
+    # The document that was read to see whether there is another one, and whether there was none.
+    _ahead: list[Any]
+    _ended: bool
 
     def __init__(self, open_: Open, reader: int, readers: int, mark: Mark | None = None) -> None:
         """Raises UsageError where the source has no document at `mark` any more."""
@@ -41,7 +48,7 @@ class Documents:
         self._reader, self._readers = reader, readers
         mark = mark or Mark()
         self._begin(mark.epoch, mark.state)
-        self._document, self._loaded = mark.document, mark.state
+        self._document = mark.document
         if mark.state is None and sum(1 for _ in islice(self._iterator, mark.document)) < mark.document:
             raise UsageError(
                 f"reader {reader} of {readers} has fewer than the {mark.document} documents of epoch {mark.epoch} that "
@@ -50,39 +57,42 @@ class Documents:
 
     def mark(self) -> Mark:
         """Where the next document is read from."""
-        if self._document == 0:
-            return Mark(self._epoch)
-        if self._loaded is None and hasattr(self.source, "state_dict"):
-            # As text at once: the source goes on to change what it has given.
-            self._loaded = json.dumps(self.source.state_dict(), default=_plain, separators=(",", ":"))
-        return Mark(self._epoch, self._document, self._loaded)
+        if self._ended:
+            return Mark(self.epoch + 1)
+        return Mark(self.epoch, self._document, self._state) if self._document else Mark(self.epoch)
 
     def take(self, most: int) -> list[Any]:
         """The next documents of the current epoch: `most`, fewer at its end, none when it is over."""
-        taken = list(islice(self._iterator, most))
+        taken = [*self._ahead, *islice(self._iterator, most - len(self._ahead))]
         self._document += len(taken)
-        if taken:
-            # Until the first document after a load, the state of some sources (Hugging Face's) is their beginning.
-            self._loaded = None
+        self._ahead = []
+        # Until the first document after a load, the state of some sources (Hugging Face's) is their beginning.
+        if taken and hasattr(self.source, "state_dict"):
+            # As text at once: the source changes what it has given.
+            self._state = json.dumps(self.source.state_dict(), default=_plain, separators=(",", ":"))
+            # The state of some sources (torchdata's) after their last document is their beginning, too.
+            self._ahead = list(islice(self._iterator, 1))
+            self._ended = not self._ahead
         return taken
 
-    def next_epoch(self) -> None:
-        """Raises UsageError for a reader without documents."""
-        if self._document == 0:
+    def next_epoch(self, must_read: bool) -> None:
+        """Raises UsageError for a reader without documents in the epoch now over, which `must_read` some."""
+        if must_read and self._document == 0:
             raise UsageError(
                 f"reader {self._reader} of {self._readers} has no documents: a stream needs at least one shard or file "
                 "for each micro-batch of a step; use more shards, striped=True, or a larger micro-batch"
             )
-        self._begin(self._epoch + 1, None)
-        self._document, self._loaded = 0, None
+        self._begin(self.epoch + 1, None)
+        self._document = 0
 
     def _begin(self, epoch: int, state: str | None) -> None:
-        self._epoch = epoch
+        self.epoch = epoch
+        self._state, self._ahead, self._ended = state, [], False
         self.source = self._open(self._reader, self._readers)
         if hasattr(self.source, "set_epoch"):
             self.source.set_epoch(epoch)
         if state is not None:
-            self.source.load_state_dict(json.loads(state))  # type: ignore[attr-defined]
+            self.source.load_state_dict(json.loads(state))
         self._iterator: Iterator[Any] = iter(self.source)
 
 

@@ -21,11 +21,13 @@ from elastic.training.data.stream.reader import Parts, Reader
 Collate = Callable[[list[Any]], Any]
 # What the user gets; its reader's state after it; what it adds to the sum of its step.
 Loaded = tuple[Any, dict[str, Any], int]
+# Packed, a reader's tokens of an epoch may be a sample only together with those of the epoch before.
+_FURTHER = 100
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What is read: the stream, its order and the place from which reading goes on."""
+    """What is read: the stream, its order and the place from which reading continues."""
 
     parts: Parts
     plan: StepPlan
@@ -34,8 +36,21 @@ class Reading:
     states: Mapping[int, Any]
     collate: Collate
 
-    def reader(self, number: int) -> Reader:
-        return Reader(self.parts, self.seed, number, self.plan.slots.readers, self.states.get(number))
+    def readers(self, numbers: Iterable[int]) -> dict[int, Reader]:
+        """By number, where they stand. Raises UsageError for readers that share an object."""
+        total = self.plan.slots.readers
+        readers = {number: Reader(self.parts, self.seed, number, total, self.states.get(number)) for number in numbers}
+        _require_own_sources(readers.values())
+        return readers
+
+    def shadow(self, number: int, samples: int) -> Any:
+        """The first samples of another rank's reader, for a rank that has none: its state must not move."""
+        finite = self.plan.finite
+        state = self.parts.begin(0 if finite is None else finite.epoch)
+        reader = Reader(self.parts, self.seed, number, self.plan.slots.readers, state)
+        if finite is None:
+            return self.collate(reader.read(0, samples))
+        return self.collate(reader.take(samples, finite.epoch + _FURTHER))
 
 
 class StreamReader:
@@ -58,15 +73,16 @@ class StreamReader:
         self._reading = reading
         self._own = owned(plan.slots.readers, plan.world_size, plan.rank)
         self._states = {reader: reading.states.get(reader) or reading.parts.begin() for reader in self._own}
-        # Every step is whole, and dealt alike.
-        self._pads = any(batch.weight == 0.0 for batch in replace(plan, total_samples=None).deal(reading.step))
+        # Every step is whole, and dealt alike; but where there are epochs, any rank pads near the end of one.
+        dealt = replace(plan, total_samples=None).deal(reading.step)
+        self._pads = plan.finite is not None or any(batch.weight == 0.0 for batch in dealt)
         self._spare: Any = None
         # What the last micro-batch adds to the sum of its step.
         self.sum = 0
         shares = [self._own[number::num_workers] for number in range(num_workers)] if num_workers else [self._own]
-        self._sources: list[Iterator[Loaded]] = []
+        self._sources: list[Iterator[Any]] = []
         for share in filter(None, shares):
-            micro_batches = MicroBatches(reading, share)
+            micro_batches = self._micro_batches(reading, share)
             if num_workers == 0:
                 self._sources.append(iter(micro_batches))
                 continue
@@ -89,16 +105,16 @@ class StreamReader:
         if batch.weight == 0.0:
             self.sum = 0
             return copy.deepcopy(self._padding(batch))
-        source = self._sources[(batch.index - self._own.start) % len(self._sources)]
-        content, self._states[batch.index], self.sum = next(source)
+        content, self._states[batch.index], self.sum = self._next(batch.index)
         if self._spare is None and self._pads:
             # A copy: the user may modify the batch, and padding passes need it whole.
             self._spare = copy.deepcopy(content)
         return content
 
     def states(self) -> ReaderStates | None:
-        """Of this rank's own readers, after what was handed out."""
-        return ReaderStates(self._reading.plan.slots.readers, dict(self._states))
+        """Of this rank's own readers, after what was handed out; none where another rank stands for the cell."""
+        plan = self._reading.plan
+        return ReaderStates(plan.slots.readers, dict(self._states) if plan.leads else {})
 
     def close(self) -> None:
         """Stop the loading processes now, not when the garbage collector finds them."""
@@ -108,11 +124,21 @@ class StreamReader:
             if shut is not None:
                 shut()
 
+    def _micro_batches(self, reading: Reading, share: Collection[int]) -> IterableDataset[Any]:
+        return MicroBatches(reading, share)
+
+    def _source(self, reader: int) -> Iterator[Any]:
+        """What the reader is read from; in the order of the deal."""
+        return self._sources[(reader - self._own.start) % len(self._sources)]
+
+    def _next(self, reader: int) -> Loaded:
+        loaded: Loaded = next(self._source(reader))
+        return loaded
+
     def _padding(self, batch: MicroBatch) -> Any:
         if self._spare is None:
-            # This rank owns no reader. Another rank's state must not move: the first samples do as well as any.
-            shadow = Reader(self._reading.parts, self._reading.seed, batch.index, self._reading.plan.slots.readers)
-            self._spare = self._reading.collate(shadow.read(0, batch.samples))
+            # This rank has read nothing yet, and perhaps never will: the first samples do as well as any.
+            self._spare = self._reading.shadow(batch.index, batch.samples)
         return self._spare
 
 
@@ -124,8 +150,7 @@ class MicroBatches(IterableDataset[Loaded]):
 
     def __iter__(self) -> Iterator[Loaded]:
         reading, plan = self._reading, self._reading.plan
-        readers = {number: reading.reader(number) for number in self._readers}
-        _require_own_sources(readers.values())
+        readers = reading.readers(self._readers)
         for step in itertools.takewhile(lambda step: not plan.over(step), itertools.count(reading.step)):
             for batch in plan.deal(step):
                 if batch.weight > 0.0 and batch.index in readers:
@@ -136,11 +161,18 @@ class MicroBatches(IterableDataset[Loaded]):
 
 
 def stream_reader(
-    parts: Parts, plan: StepPlan, seed: int, step: int, states: ReaderStates | None, collate: Collate | None, **how: Any
+    parts: Parts,
+    plan: StepPlan,
+    seed: int,
+    step: int,
+    states: ReaderStates | None,
+    collate: Collate | None,
+    kind: type[StreamReader] = StreamReader,
+    **how: Any,
 ) -> StreamReader:
     """Reads `parts` from `step` on; `how` are the keyword arguments of `StreamReader`."""
     known = {} if states is None else states.states
-    return StreamReader(Reading(parts, plan, seed, step, known, collate or default_collate), **how)
+    return kind(Reading(parts, plan, seed, step, known, collate or default_collate), **how)
 
 
 def _require_own_sources(readers: Iterable[Reader]) -> None:

@@ -21,7 +21,7 @@ Transform = Callable[[Any], Any]
 @dataclass(frozen=True)
 class Pack:
     """Documents, sequences of token ids, are joined, each followed by `eos` (None: by nothing), and cut into samples of
-    exactly `tokens` ids: 1-D int64 tensors. A document may go on in the next sample of the same reader."""
+    exactly `tokens` ids: 1-D int64 tensors. A document may continue in the next sample of the same reader."""
 
     tokens: int
     eos: int | None = None
@@ -41,11 +41,38 @@ class Stages:
     transform: Transform | None = None
 
 
-class Pipeline:
-    """The samples of one reader, without end.
+class EpochEnded(Exception):
+    """The next sample is not of the epochs that were asked for."""
 
-    Its state is the mark before the current window, the number of its documents that are used up, and the tokens of
-    the next one that are. On resume the window is read again, and must be the same.
+
+@dataclass(frozen=True)
+class _Begin:
+    """Where a sample begins: the mark before the window and its hash, the documents of it that are used up, and of the
+    next one the tokens that are (`tokens`: all that it has)."""
+
+    mark: Mark
+    window_hash: int
+    used: int
+    offset: int
+    tokens: np.ndarray[Any, np.dtype[np.int64]]
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "epoch": self.mark.epoch,
+            "document": self.mark.document,
+            "source": self.mark.state,
+            "used": self.used,
+            "offset": self.offset,
+            "window": f"{self.window_hash:x}",
+            "tokens": f"{content_hash(self.tokens):x}" if self.offset else "0",
+        }
+
+
+class Pipeline:
+    """The samples of one reader, epoch after epoch. A packed sample belongs to the epoch in which it ends.
+
+    The state is the mark before the window in which the next sample begins, the number of its documents that are used
+    up, and the tokens of the next one that are. On resume the window is read again, and must be the same.
     """
 
     def __init__(
@@ -64,6 +91,11 @@ class Pipeline:
         # Tokens of the document under way: all of them, and how many are in samples already.
         self._tokens = np.empty(0, np.int64)
         self._offset = 0
+        # Of a packed sample that is not full at the end of an epoch: its tokens so far, and where it began.
+        self._filled = 0
+        self._began: _Begin | None = None
+        # The last epoch that may be read; None: every one.
+        self._until: int | None = None
         if state is not None and (state["used"] or state["offset"]):
             self._resume(state)
 
@@ -74,35 +106,33 @@ class Pipeline:
 
     def state(self) -> dict[str, Any]:
         """JSON: where the next sample begins."""
-        mark = self._mark
-        return {
-            "epoch": mark.epoch,
-            "document": mark.document,
-            "source": mark.state,
-            "used": self._used,
-            "offset": self._offset,
-            "window": f"{self._hash:x}",
-            "tokens": f"{content_hash(self._tokens):x}" if self._offset else "0",
-        }
+        return (self._began or self._here()).state()
 
-    def next(self) -> Any:
-        """The next sample. Raises UsageError for documents that cannot be packed, and what source and transform do."""
+    def next(self, until: int | None = None) -> Any:
+        """The next sample, of epochs up to `until` (None: of any). Raises EpochEnded where these have none left, and
+        UsageError for documents that cannot be packed, and what source and transform do."""
+        self._until = until
         return self._document() if self._stages.pack is None else self._packed(self._stages.pack)
 
+    def _here(self) -> _Begin:
+        return _Begin(self._mark, self._hash, self._used, self._offset, self._tokens)
+
     def _packed(self, pack: Pack) -> torch.Tensor:
-        sample = np.empty(pack.tokens, np.int64)
-        filled = 0
-        while filled < pack.tokens:
+        if self._began is None:
+            self._began, self._filled = self._here(), 0
+            self._sample = np.empty(pack.tokens, np.int64)
+        while self._filled < pack.tokens:
             if self._offset == 0:
                 self._tokens = self._tokenized(pack)
-            part = self._tokens[self._offset : self._offset + pack.tokens - filled]
-            sample[filled : filled + len(part)] = part
-            filled += len(part)
+            part = self._tokens[self._offset : self._offset + pack.tokens - self._filled]
+            self._sample[self._filled : self._filled + len(part)] = part
+            self._filled += len(part)
             self._offset += len(part)
             if self._offset == len(self._tokens):
                 self._offset = 0
                 self._use_up()
-        return torch.from_numpy(sample)
+        self._began = None
+        return torch.from_numpy(self._sample)
 
     def _document(self) -> Any:
         document = self._current()
@@ -127,10 +157,18 @@ class Pipeline:
             self._window, self._used, self._hash = [], 0, 0
             self._mark = self._documents.mark()
 
+    def _beyond(self, further: int = 0) -> bool:
+        """Is the epoch that is read, or the one after it, none of those that were asked for?"""
+        return self._until is not None and self._documents.epoch + further > self._until
+
     def _fill(self) -> None:
         """Read the next window. An epoch's last one may be short: no window reaches over into the next epoch."""
-        while not (window := self._documents.take(self._stages.window)):
-            self._documents.next_epoch()
+        # A state at the end of an epoch is that of the next one's beginning.
+        while not (window := [] if self._beyond() else self._documents.take(self._stages.window)):
+            if self._beyond(1):
+                raise EpochEnded
+            # Where epochs are counted, a reader may have none of a small one's documents.
+            self._documents.next_epoch(must_read=self._until is None)
             self._mark = self._documents.mark()
         self._window, self._hash = window, 0
         for document in window:
@@ -161,7 +199,7 @@ class Pipeline:
     def _tokenized(self, pack: Pack) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The tokens of the next document that has any, its `eos` included."""
         epoch = self._mark.epoch
-        while self._mark.epoch <= epoch + 1:
+        while self._until is not None or self._mark.epoch <= epoch + 1:
             document = self._current()
             tokens = np.asarray(document)
             if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 from elastic.training import rng
 from elastic.training.data.stream.content import chained, content_hash, reader_sum
-from elastic.training.data.stream.pipeline import Pipeline, Stages
+from elastic.training.data.stream.pipeline import EpochEnded, Pipeline, Stages
 
 _DRAWS = 1 << 63
 
@@ -22,17 +22,21 @@ class Parts:
     stages: tuple[Stages, ...]
     weights: tuple[float, ...]
 
-    def chosen(self, seed: int, reader: int, count: int) -> int:
-        """The part of which the reader's sample `count` is."""
-        if len(self.stages) == 1:
-            return 0
-        reached = list(accumulate(self.weights))
-        drawn = rng.derive(seed, "mixture", reader, count) / _DRAWS * reached[-1]
-        return min(bisect_right(reached, drawn), len(self.stages) - 1)
+    def chosen(self, seed: int, reader: int, count: int) -> Iterator[int]:
+        """The part of which the reader's sample `count` is; then those of which it is where the ones before are at the
+        end of their epoch. What is drawn does not depend on which are, and of the others each keeps its share."""
+        left = list(range(len(self.stages)))
+        while len(left) > 1:
+            reached = list(accumulate(self.weights[part] for part in left))
+            again = (len(self.stages) - len(left),) if len(left) < len(self.stages) else ()
+            drawn = rng.derive(seed, "mixture", reader, count, *again) / _DRAWS * reached[-1]
+            yield left.pop(min(bisect_right(reached, drawn), len(left) - 1))
+        yield left[0]
 
-    def begin(self) -> dict[str, Any]:
-        """The state of a reader that has read nothing yet."""
-        return {"count": 0, "chain": "0", "parts": [None] * len(self.stages)}
+    def begin(self, epoch: int = 0) -> dict[str, Any]:
+        """The state of a reader that has read nothing yet, and begins with `epoch`."""
+        part = {"epoch": epoch, "document": 0, "source": None, "used": 0, "offset": 0} if epoch else None
+        return {"count": 0, "chain": "0", "parts": [part] * len(self.stages)}
 
 
 class Reader:
@@ -70,13 +74,32 @@ class Reader:
             self._next()
         return [self._next() for _ in range(samples)]
 
+    def take(self, samples: int, epoch: int) -> list[Any]:
+        """The next samples of `epoch`, fewer than `samples` at its end, none when it is over."""
+        taken: list[Any] = []
+        try:
+            while len(taken) < samples:
+                taken.append(self._next(epoch))
+        except EpochEnded:
+            pass
+        return taken
+
     @property
     def sum(self) -> int:
         """What this reader adds to the sum of the step that it has just read for."""
         return reader_sum(self.number, self.count, self.chain)
 
-    def _next(self) -> Any:
-        sample = self._pipelines[self._parts.chosen(self._seed, self.number, self.count)].next()
+    def _next(self, until: int | None = None) -> Any:
+        """Raises EpochEnded where no part has a sample of the epochs up to `until`."""
+        sample = self._drawn(until)
         self.chain = chained(self.chain, content_hash(sample))
         self.count += 1
         return sample
+
+    def _drawn(self, until: int | None) -> Any:
+        for part in self._parts.chosen(self._seed, self.number, self.count):
+            try:
+                return self._pipelines[part].next(until)
+            except EpochEnded:
+                continue
+        raise EpochEnded

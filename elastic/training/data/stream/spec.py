@@ -15,10 +15,12 @@ from elastic.training.data.stream.reader import Parts
 @dataclass(frozen=True)
 class Stream:
     """A run's streamed training data. `facts` name what defines its order besides seed and batches; they are kept with
-    every checkpoint, and a run with others cannot go on from it."""
+    every checkpoint, and a run with others cannot continue from it."""
 
     parts: Parts
     facts: tuple[tuple[str, str], ...]
+    # Each reader begins anew by itself; otherwise the run counts epochs, as it does where the job has `epochs`.
+    repeat: bool = True
 
     def check(self, readers: int) -> None:
         """Raises UsageError where a source cannot be shared between so many readers."""
@@ -42,17 +44,16 @@ def stream(
     each micro-batch of a step, whatever the number of workers. `elastic.data.jsonl`, `text`, `webdataset` and
     `hugging_face` give such functions. Windows of `shuffle_window` documents are shuffled (0: none). `transform` is
     applied to each document, with torch, numpy and `random` seeded for it. `pack` cuts token ids into samples of equal
-    length. At its end a reader begins its next epoch.
+    length.
+
+    With `repeat` a reader that is at its end begins its next epoch by itself, and the run is bounded by `max_steps`.
+    Without, and where the job has `epochs`, the run has epochs: each `for batch in loader` is one of them, in which
+    every document is read once; steps near its end are short. A packed sample belongs to the epoch in which it ends.
 
     `fingerprint` stands for the content: a checkpoint is not continued with another one. Raises UsageError.
     """
     if not callable(open):
         raise UsageError(f"elastic.data.stream takes a function open(reader, readers), not a {type(open).__qualname__}")
-    if not repeat:
-        raise UsageError(
-            "elastic.data.stream(repeat=False) is not supported: readers of unequal length would end in different "
-            "steps; bound the run by max_steps"
-        )
     if shuffle_window < 0:
         raise UsageError(f"shuffle_window must be at least 0, got {shuffle_window}")
     if fingerprint is None and hasattr(open, "fingerprint"):
@@ -63,12 +64,15 @@ def stream(
         "shuffle_window": str(window),
         "pack": "none" if pack is None else f"{pack.tokens} tokens, eos {pack.eos}",
     }
-    return Stream(Parts((Stages(open, window, pack, transform),), (1.0,)), tuple(facts.items()))
+    return Stream(Parts((Stages(open, window, pack, transform),), (1.0,)), tuple(facts.items()), repeat)
 
 
 def mix(streams: Iterable[Stream], weights: Sequence[float]) -> Stream:
     """Each sample comes from one of the streams, drawn with these weights (any positive numbers) by seed, reader and
-    the sample's number: the same at every world size and after every resume. Raises UsageError."""
+    the sample's number: the same at every world size and after every resume.
+
+    Where the run has epochs, one ends with the last of the streams: a stream that is at its end gives nothing more, and
+    the others keep their shares among themselves. Raises UsageError."""
     mixed = tuple(streams)
     if len(mixed) < 2 or len(mixed) != len(weights) or not all(0 < weight < math.inf for weight in weights):
         raise UsageError(
@@ -77,7 +81,9 @@ def mix(streams: Iterable[Stream], weights: Sequence[float]) -> Stream:
         )
     if any(len(one.parts.stages) > 1 for one in mixed):
         raise UsageError("elastic.data.mix cannot mix a mixture; give all streams to one call")
+    if len({one.repeat for one in mixed}) > 1:
+        raise UsageError("elastic.data.mix: some of the streams have repeat=False and others not; set it for all alike")
     parts = Parts(tuple(one.parts.stages[0] for one in mixed), tuple(map(float, weights)))
     facts = {f"{name} of stream {number}": value for number, one in enumerate(mixed) for name, value in one.facts}
     facts["weights of the mixture"] = ", ".join(f"{weight:g}" for weight in weights)
-    return Stream(parts, tuple(facts.items()))
+    return Stream(parts, tuple(facts.items()), mixed[0].repeat)

@@ -11,7 +11,7 @@ LIMIT_S = 20.0
 
 
 class Slow(CommitThread):
-    """Reports each job that it takes, and works on it until it is allowed to go on."""
+    """Reports each job that it takes, and works on it until it is allowed to continue."""
 
     def __init__(self) -> None:
         super().__init__("slow", lambda: None)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from elastic.core.errors import UsageError
 from elastic.core.generation_spec import BatchSettings
-from elastic.engines.deepspeed.config import read_config, resolve
+from elastic.engines.deepspeed.config import check, read_config, resolve
 from elastic.engines.deepspeed.refused import REFUSED, refuse_model
 
 NONE = BatchSettings()
@@ -80,6 +80,21 @@ def test_where_the_batch_comes_from(config: dict[str, Any], batch: BatchSettings
 def test_contradictions_are_told(config: dict[str, Any], batch: BatchSettings, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         resolve(config, batch, 2, max_world_size=4)
+
+
+def test_a_job_may_leave_the_batch_to_its_training_function() -> None:
+    check({"zero_optimization": {"stage": 2}, "train_batch_size": "auto"}, NONE, (1, 4))
+    for config, words in (
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage"),
+        ({"zero_optimisation": {}}, "zero_optimization"),
+        ({"sequence_parallel_size": 2}, "sequence_parallel_size"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            check(config, NONE, (1, 4))
+    with pytest.raises(UsageError, match="contradictory"):
+        check(
+            {"train_batch_size": 9, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}, NONE, (1, 4)
+        )
 
 
 # A value with which each refused option is switched on.

@@ -46,6 +46,18 @@ def test_status_and_logs_of_a_run_that_elastic_run_started(job: Path, capfd: pyt
     assert capfd.readouterr().out.splitlines() == ["[worker 0] hello", "[worker 0]  [31mred", "[worker 12] there"]
     assert cli.main(["logs", "r1", "--worker", "12"], FakeBackend()) == 104
     assert capfd.readouterr().out == "[worker 12] there\n"
+    (logs / "worker-0012.log").write_text(
+        "set-up\n--- generation 1, rank 2 of 3 ---\none\n--- generation 3, rank 0 of 2 ---\ntwo\n"
+    )
+    for chosen, shown in (
+        (["--rank", "2"], ["--- generation 1, rank 2 of 3 ---", "one"]),
+        (["--rank", "0", "--generation", "3"], ["--- generation 3, rank 0 of 2 ---", "two"]),
+        (["--generation", "2"], []),
+    ):
+        assert cli.main(["logs", "r1", *chosen], FakeBackend()) == 104
+        assert capfd.readouterr().out.splitlines() == [f"[worker 12] {line}" for line in shown]
+    assert cli.main(["logs", "r1", "--rank", "2", "--address", "a:1"], FakeBackend()) == 2
+    assert "--rank selects from the output of workers" in capfd.readouterr().err
     assert cli.main(["logs", "r1", "-f"], FakeBackend()) == 2
     assert cli.main(["status", "r2"], FakeBackend()) == 102
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from elastic_jobs import cli
 from elastic_jobs.submit import attempts, driver_protocol
-from elastic_jobs.submit.attempts import JobState
+from elastic_jobs.submit.attempts import TAKEN_KEY, JobState
 from elastic_jobs.submit.driver_command import DriverCommand
 from elastic_jobs.submit.fake_jobs_api import GCS_PACKAGE
 from elastic_jobs.submit.jobs_api import ClusterFacts, Submission, Unreachable
@@ -37,7 +37,10 @@ def test_what_goes_to_the_cluster(job: Path, capfd: pytest.CaptureFixture[str]) 
     assert (sent.needs.cpus, sent.needs.memory_bytes) == (0.0, 500_000_000)
     # 60 s to save and leave, 300 s for storage, 30 s to say so.
     grace = {"RAY_JOB_STOP_WAIT_TIME_S": "390", "RAY_JOB_STOP_SIGNAL": "SIGTERM"}
-    assert sent.runtime_env == {"env_vars": {"PLAIN": "yes", "SUB_SECRET": "xyzzy", "MODE": "fast", **grace}}
+    # Ray gets only what is on record anyway; the control store carries the rest.
+    assert sent.runtime_env == {"env_vars": {"PLAIN": "yes", "MODE": "fast", **grace}}
+    assert sent.variables == {"SUB_SECRET": "xyzzy"}
+    assert sent.metadata[TAKEN_KEY] == "SUB_SECRET"
     assert "xyzzy" not in f"{sent}{sent.metadata}{sent.entrypoint}"
     out, err = capfd.readouterr()
     assert "xyzzy" not in out + err
@@ -57,6 +60,7 @@ def test_not_followed(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
     ("change", "words", "code", "told"),
     [
         ("", ["--storage", "runs"], 2, "is inside the package"),
+        ("", ["--env", "LD_PRELOAD"], 2, "LD_PRELOAD is read while a process starts"),
         ("", ["--storage", "s3://key:secret@bucket/runs"], 2, "holds credentials"),
         ("", ["--env", "NOT_THERE"], 2, "'NOT_THERE' should be sent to the job, but is not set here"),
         ("", ["--env", "HF_TOKEN=xyzzy"], 2, "give `--env HF_TOKEN` alone"),

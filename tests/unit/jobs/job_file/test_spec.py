@@ -13,7 +13,10 @@ from elastic_jobs.job_file.checks import check
 from elastic_jobs.job_file.load import load_job
 from elastic_jobs.job_file.spec import JobSpec
 
+from elastic.core import actions as act
+from elastic.core import events as ev
 from elastic.core.errors import UsageError
+from elastic.core.run import machine
 from elastic.core.settings import (
     GPU_FAILURES,
     AnomalySettings,
@@ -128,6 +131,14 @@ def test_deepspeed_config_may_be_a_file_beside_the_job(tmp_path: Path) -> None:
         ),
         ("scaling_policy: hasty\n", "line 3: 'scaling_policy' should be 'eager' or 'patient', but is 'hasty'"),
         ("config: [\n", "not valid YAML"),
+        ("mesh: {tp: 2}\n", "tp is not supported: sp is the only axis beside data parallelism so far"),
+        ("mesh: {dp: 2}\n", "dp follows from the number of workers, which changes; leave it out"),
+        ("mesh: {sp: 0}\n", "'mesh.sp' should be greater than or equal to 1, but is 0"),
+        ("mesh: {sp: 8}\n", "min_workers (1) to max_workers (4) has no multiple of 8 (mesh: {sp: 8})"),
+        (
+            "workers_per_slot: 2\nmin_workers: 2\nmesh: {sp: 3}\n",
+            "min_workers (3) and max_workers (3), in whole cells of 3, must be multiples of workers_per_slot (2) too",
+        ),
     ],
 )
 def test_one_sentence_names_the_place(tmp_path: Path, text: str, said: str) -> None:
@@ -253,3 +264,16 @@ def test_limits_have_other_defaults_where_workers_have_a_gpu(tmp_path: Path) -> 
 def test_a_slip_in_failures_is_named_with_and_without_a_gpu(gpu: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="abort_timeout_s"):
         load(tmp_path, f"{GOOD}{gpu}failures: {{abort_timeout: 3.0}}\n")
+
+
+def test_worker_counts_are_rounded_to_whole_cells_and_the_run_says_so(tmp_path: Path) -> None:
+    spec = load(tmp_path, GOOD.replace("max_workers: 4", "max_workers: 7") + "min_workers: 3\nmesh: {sp: 2}\n")
+    settings = spec.settings("r", "./runs")
+    assert (settings.scaling.min_workers, settings.scaling.max_workers) == (4, 6)
+    state = machine.initial(settings, 0.0)
+    _, actions = machine.step(state, ev.RunStarted(), 0.0)
+    (said,) = [action.sentence for action in actions if isinstance(action, act.Note) and action.kind == "start"]
+    assert said == (
+        "the run starts from the beginning with 4 to 6 workers, in cells of 2 (mesh: {sp: 2}); "
+        "min_workers 3 was rounded to 4, max_workers 7 was rounded to 6"
+    )

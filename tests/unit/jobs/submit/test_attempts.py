@@ -107,7 +107,7 @@ def test_three_short_lives_in_a_row_are_a_crash_loop() -> None:
     assert attempts.Run("gpt", (long[0], *short)).crash_loop
     # Storage that does not answer takes longer, and leaves as little done.
     assert attempts.Run("gpt", (short[0], replace(long[1], exit_code=69), short[2])).crash_loop
-    # Stopped and gone on with, or at an end of another kind: none of these is a driver that was lost.
+    # Stopped and continued with, or at an end of another kind: none of these is a driver that was lost.
     assert not attempts.Run("gpt", (short[0], replace(short[1], state=JobState.STOPPED), short[2])).crash_loop
     assert not attempts.Run("gpt", (short[0], replace(short[1], exit_code=104), short[2])).crash_loop
 

@@ -60,9 +60,19 @@ def test_what_a_reader_asks_for_is_there() -> None:
     text = Reader(page(records())).text
     for words in (
         "r1", "finished", "Loss", "World size and throughput", "Incidents", "node-lost", "abcdef01",
-        "no heartbeat for 1.5 s", "go on with the survivors", "4 -> 3", "Where the time went", "productive",
+        "no heartbeat for 1.5 s", "continue with the survivors", "4 -> 3", "Where the time went", "productive",
         "Checkpoints", "c80", "12.3 MB", "2,400",
     ):  # fmt: skip
+        assert words in text, words
+
+
+def test_collectives_are_shown_where_the_journal_has_them() -> None:
+    assert "Collectives" not in Reader(page(records())).text
+    last = records()[-1]
+    rows = [["all_reduce", "dp", "float32", 2, 3e6, 0.0125, 0.01]]
+    last["steps"] = [{**step, "collectives": rows} for step in last["steps"]]
+    text = Reader(page([*records()[:-1], last])).text
+    for words in ("Collectives", "Generation 2, 3 ranks: rank 0", "all_reduce", "3.0 MB", "12.5 ms", "10.0 ms"):
         assert words in text, words
 
 

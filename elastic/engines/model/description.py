@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from elastic.core.checkpoint.manifest import Json
+from elastic.engines.model.plain_names import named_buffers, named_modules, named_parameters, unwrapped
 
 logger = logging.getLogger(__name__)
 
@@ -20,13 +21,20 @@ def describe(model: torch.nn.Module) -> dict[str, Json]:
     `hugging_face` is None, or the configuration of the first Hugging Face model in `model`, with the `prefix` of its
     names ("" for the model itself, else for example "lm."). transformers is not imported.
     """
-    return {"class": type(model).__qualname__, "aliases": aliases(model), "hugging_face": _hugging_face(model)}
+    return {
+        "class": type(unwrapped(model)).__qualname__,
+        "aliases": aliases(model),
+        "hugging_face": _hugging_face(model),
+    }
 
 
 def aliases(model: torch.nn.Module) -> dict[str, str]:
     """Every name of a parameter or buffer of the state_dict that is not the one torch lists first -> that one."""
     found: dict[str, str] = {}
-    for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
+    for named in (
+        named_parameters(model, remove_duplicate=False),
+        named_buffers(model, remove_duplicate=False),
+    ):
         first: dict[int, str] = {}
         for name, tensor in named:
             if first.setdefault(id(tensor), name) != name:
@@ -35,7 +43,7 @@ def aliases(model: torch.nn.Module) -> dict[str, str]:
 
 
 def _hugging_face(model: torch.nn.Module) -> Json:
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         config: Any = getattr(module, "config", None)
         if not (hasattr(module, "save_pretrained") and hasattr(config, "to_json_string")):
             continue

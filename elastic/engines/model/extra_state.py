@@ -1,4 +1,4 @@
-"""What modules keep beside tensors: `get_extra_state` and `set_extra_state` of torch's nn.Module."""
+"""What modules keep next to tensors: `get_extra_state` and `set_extra_state` of torch's nn.Module."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from elastic.core.checkpoint.manifest import Json
 from elastic.core.errors import ModelMismatch
 from elastic.engines.json_values import decode, encode
+from elastic.engines.model.plain_names import named_modules
 
 logger = logging.getLogger(__name__)
 
@@ -43,4 +44,4 @@ def install_modules(model: torch.nn.Module, saved: Mapping[str, Json] | None) ->
 
 def _with_extra(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     base = torch.nn.Module.get_extra_state
-    return ((name, module) for name, module in model.named_modules() if type(module).get_extra_state is not base)
+    return ((name, module) for name, module in named_modules(model) if type(module).get_extra_state is not base)

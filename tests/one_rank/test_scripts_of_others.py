@@ -1,0 +1,299 @@
+"""Scripts in the forms of public tutorials, unchanged: as DeepSpeed runs them, inside of a run, and with two changes of
+the generation. What they end with is the same."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scripts_of_others import SCRIPTS, gpt_by_hand
+
+from elastic.checkpoint.storage import CheckpointStore
+from elastic.comm.rendezvous import host_store
+from elastic.core.errors import CollectiveFailed
+from elastic.core.generation_spec import BatchSettings, GenerationSpec
+from elastic.core.settings import AnomalySettings
+from elastic.engines.deepspeed import user_calls
+from elastic.training.in_loop.function_call import FunctionCall
+from elastic.training.local import LocalCoordinator, run_local
+from elastic.training.loop import GenerationRunner
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+STEPS = 6
+
+
+def spec(checkpoint: str | None = None, number: int = 1, seed: int = 0) -> GenerationSpec:
+    batch = BatchSettings(max_steps=STEPS)
+    return GenerationSpec(
+        "script", number, 0, 1, batch=batch, checkpoint=checkpoint, seed=seed, anomalies=AnomalySettings()
+    )
+
+
+def by_deepspeed(script: Any, stage: int, folder: Path) -> Any:
+    """Within a generation for its process group and its seed alone: DeepSpeed's own engine and loader."""
+    noted: list[Any] = []
+
+    def train() -> None:
+        with user_calls.building():
+            script(noted.append, lambda loader: loader, stage, folder, STEPS)
+
+    result, _ = run_local(train, None, spec(), host_store("127.0.0.1"), str(folder))
+    assert result.kind == "finished", result.traceback
+    return noted[-1]
+
+
+def elastically(script: Any, stage: int, folder: Path, *ends: int) -> Any:
+    """In generations, all but the last of which end after a given step."""
+    noted: list[Any] = []
+
+    def train() -> None:
+        import elastic
+
+        script(noted.append, elastic.prepare_data_loader, stage, folder, STEPS)
+
+    for number, end_at in enumerate((*ends, None), start=1):
+        saved = CheckpointStore(str(folder), "script").list()
+        given = spec(saved[0].id if saved else None, number)
+        result, _ = run_local(train, None, given, host_store("127.0.0.1"), str(folder), end_at)
+        assert result.kind == ("ended" if end_at else "finished"), result.traceback
+    assert result.step == STEPS
+    return noted[-1]
+
+
+def assert_equal(found: dict[str, Any], wanted: dict[str, Any], rel: float = 1e-4) -> None:
+    assert sorted(found) == sorted(wanted)
+    for name, value in wanted.items():
+        assert found[name] == pytest.approx(value, rel=rel, abs=1e-5), name
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+def test_it_ends_as_with_deepspeed(script: Any, stage: int, tmp_path: Path) -> None:
+    still = elastically(script, stage, tmp_path / "still")
+    moved = elastically(script, stage, tmp_path / "moved", 2, 4)
+    assert_equal(moved, still, rel=1e-6)
+    if script is not gpt_by_hand:
+        # Its dropout draws from the platform's stream.
+        assert_equal(still, by_deepspeed(script, stage, tmp_path / "plain"))
+
+
+def called(train: Any, folder: Path) -> Any:
+    """As a worker calls a training function, in one generation."""
+    given, rendezvous = spec(), host_store("127.0.0.1")
+    coordinator = LocalCoordinator(given, rendezvous, str(folder))
+    runner = GenerationRunner(given, coordinator, rendezvous, lambda result: coordinator.close(wait=False))
+    _, result = FunctionCall(train, None, next_runner=lambda runner, result: runner).run(runner)
+    return result
+
+
+def built(stage: int = 0) -> tuple[Any, Any]:
+    import elastic
+
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    engine, _, loader, _ = elastic.initialize(
+        model=model,
+        optimizer=optimizer,
+        training_data=[torch.ones(4)] * 12,
+        config={"train_batch_size": 6, "zero_optimization": {"stage": stage}},
+    )
+    return engine, loader
+
+
+def own_group() -> None:
+    torch.distributed.init_process_group("gloo")
+
+
+def own_command_line() -> None:
+    argparse.ArgumentParser().parse_args(["--node-ip-address=10.0.0.1"])
+
+
+def own_optimizer() -> None:
+    """Seen: it ended with "one iteration over the loader is one epoch", of a loader that there was not."""
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(3):
+        model(torch.ones(2, 4)).mean().backward()
+        optimizer.step()
+
+
+def own_backward() -> None:
+    engine, loader = built(stage=1)
+    for x in loader:
+        engine(x).mean().backward()
+        engine.step()
+
+
+def own_step() -> None:
+    """Ray Train's own DeepSpeed example."""
+    engine, loader = built()
+    for x in loader:
+        engine.backward(engine(x).mean())
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+
+
+def next_of_an_earlier_epoch() -> None:
+    raise StopIteration
+
+
+@pytest.mark.parametrize(
+    ("train", "sentence"),
+    [
+        (own_group, "torch.distributed.init_process_group: the process group is formed"),
+        (own_command_line, "take options from the function's argument"),
+        (own_optimizer, "has returned without elastic.initialize"),
+        (own_backward, r"engine.step() came without engine.backward(loss) (no loss.backward())"),
+        (own_step, "call engine.step() after every engine.backward(loss)"),
+        (next_of_an_earlier_epoch, "batch for _ in elastic.epochs()"),
+    ],
+)
+def test_what_is_written_for_another_launcher_says_what_to_write(train: Any, sentence: str, tmp_path: Path) -> None:
+    result = called(train, tmp_path)
+    assert (result.kind, sentence in result.message) == ("usage_error", True), result
+
+
+@pytest.mark.parametrize(("code", "kind"), [(None, "finished"), (0, "finished"), (3, "user_error")])
+def test_a_script_that_ends_with_sys_exit(code: int | None, kind: str, tmp_path: Path) -> None:
+    """Seen: `sys.exit(main())` after the last step was "user code failed"."""
+
+    def train() -> None:
+        engine, loader = built()
+        for _ in range(3):
+            for x in loader:
+                engine.backward(engine(x).mean())
+                engine.step()
+        sys.exit(code)
+
+    assert called(train, tmp_path).kind == kind
+
+
+def test_an_endless_loop_is_left_with_a_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What stands after it does not run. Seen: without any word."""
+    after: list[bool] = []
+
+    def train() -> None:
+        engine, loader = built()
+        while True:
+            for x in loader:
+                engine.backward(engine(x).mean())
+                engine.step()
+            if engine.global_steps > STEPS:
+                break
+        after.append(True)
+
+    assert called(train, tmp_path).kind == "finished"
+    assert after == []
+    assert [record.message for record in caplog.records if "what stands after its loop does not run" in record.message]
+
+
+def test_client_state_of_an_earlier_step_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """DeepSpeed's is that of the step that is loaded. The platform restores newer ones."""
+
+    def train() -> None:
+        engine, loader = built()
+        engine.load_checkpoint("anywhere")
+        for _ in range(3):
+            for x in loader:
+                engine.backward(engine(x).mean())
+                engine.step()
+                if engine.global_steps == 2:
+                    engine.save_checkpoint("anywhere", client_state={"step": 2})
+
+    run_local(train, None, spec(), host_store("127.0.0.1"), str(tmp_path), 3)
+    newest = CheckpointStore(str(tmp_path), "script").list()[0]
+    run_local(train, None, spec(newest.id, 2), host_store("127.0.0.1"), str(tmp_path))
+    assert [record.message for record in caplog.records if "after step 2, and step 3 is restored" in record.message]
+
+
+def in_its_loop(train: Any, folder: Path, resumes_at: int) -> tuple[list[GenerationRunner], Any]:
+    """The first generation is to fail in its loop; the second continues after step `resumes_at`, once it is saved."""
+    runners: list[GenerationRunner] = []
+
+    def runner(checkpoint: str | None = None) -> GenerationRunner:
+        given = GenerationSpec(
+            "back", len(runners) + 1, 0, 1, batch=BatchSettings(max_steps=8), checkpoint=checkpoint,
+            checkpoint_every_steps=1,
+        )  # fmt: skip
+        rendezvous = host_store("127.0.0.1")
+        coordinator = LocalCoordinator(given, rendezvous, str(folder))
+        runners.append(GenerationRunner(given, coordinator, rendezvous, lambda _: coordinator.close(wait=True)))
+        return runners[-1]
+
+    def following(_: GenerationRunner, result: Any) -> GenerationRunner:
+        return runner({entry.step: entry.id for entry in CheckpointStore(str(folder), "back").list()}[resumes_at])
+
+    first = runner()
+    return runners, lambda: FunctionCall(train, None, following).run(first)[1]
+
+
+def lose_a_peer(runner: GenerationRunner) -> None:
+    scope: Any = runner.generation.scope
+    # What is saved is complete before.
+    scope.coordinator._writer.flush()
+    scope.fail(CollectiveFailed("a peer was lost"))
+
+
+def test_a_step_back_over_the_end_of_an_epoch(tmp_path: Path) -> None:
+    """Seen: the loop of the later epoch went on with the last steps of the earlier one, whose own end never came: a
+    scheduler that is stepped there was one step behind from then on."""
+    rates: dict[int, list[float]] = {}
+    calls: list[int] = []
+
+    def train() -> None:
+        import elastic
+
+        calls.append(1)
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        elastic.state.register(scheduler=scheduler)
+        engine, _, loader, _ = elastic.initialize(
+            model=model, optimizer=optimizer, training_data=[torch.ones(4)] * 12, config={"train_batch_size": 6}
+        )
+        for _ in range(4):
+            for x in loader:
+                step = elastic.get_context().step
+                if step == 4 and len(runners) == 1:
+                    # Early in the third epoch; the newest state is of the second.
+                    lose_a_peer(runners[-1])
+                rates.setdefault(step, []).append(optimizer.param_groups[0]["lr"])
+                engine.backward(engine(x).mean())
+                engine.step()
+            scheduler.step()
+
+    runners, run = in_its_loop(train, tmp_path, resumes_at=3)
+    result = run()
+    assert (result.kind, result.step, len(calls)) == ("finished", 8, 2), result.traceback
+    assert {step: tried[-1] for step, tried in rates.items()} == {step: 0.5 ** (step // 2) for step in range(8)}
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_rate_by_a_counter_of_its_own_is_named(own: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Seen: after a repeated step such a loop trained on with the rates of later steps, without a word."""
+
+    def train() -> None:
+        import elastic
+
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        engine, _, loader, _ = elastic.initialize(
+            model=model, optimizer=optimizer, training_data=[torch.ones(4)] * 48, config={"train_batch_size": 6}
+        )
+        for counter, x in enumerate(loader):
+            if counter == 6:
+                lose_a_peer(runners[0])
+            optimizer.param_groups[0]["lr"] = 1.0 / (1 + (counter if own else elastic.get_context().step))
+            engine.backward(engine(x).mean())
+            engine.step()
+
+    runners, run = in_its_loop(train, tmp_path, resumes_at=5)
+    result = run()
+    assert (result.kind, result.step) == ("finished", 8), result.traceback
+    said = [record.message for record in caplog.records if "is repeated with learning rate" in record.message]
+    assert len(said) == own
