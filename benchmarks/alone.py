@@ -1,4 +1,4 @@
-"""One rank of this project without Ray: its generations one after the other, its snapshots in a process beside it."""
+"""One rank of this project without Ray: its generations one after the other, its snapshots in a process next to it."""
 
 from __future__ import annotations
 

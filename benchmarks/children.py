@@ -109,7 +109,7 @@ class Children:
             raise NotMeasured(f"{name} had not ended after {limit_s:g} s: {self.tail(name)}") from None
 
     def until(self, condition: Callable[[], T | None], awaited: str, limit_s: float) -> T:
-        """`until`, given up at once where a process has ended that was to go on."""
+        """`until`, given up at once where a process has ended that was to continue."""
 
         def look() -> T | None:
             if value := condition():

@@ -1,7 +1,7 @@
 """One CUDA device and no Ray: what snapshots, saves, rebuilds and restores cost there. `python -m benchmarks.gpu`.
 
 A model of a billion parameters in bf16 with ZeRO-1; `--small` is the same with a tiny model, on whatever device there
-is. The snapshots lie in the memory of a process beside this one, as they do in a run.
+is. The snapshots lie in the memory of a process next to this one, as they do in a run.
 """
 
 from __future__ import annotations

@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from types import TracebackType
 from typing import Any
 
@@ -90,7 +92,7 @@ class OwnRun:
     """One run, started at once. `with` ends it, however the case ends."""
 
     def __init__(self, cluster: Cluster, made: RunSettings, size: str, stage: int, **config: Any) -> None:
-        """`config` is given to the training function beside the size, the stage and the folder of the marks."""
+        """`config` is given to the training function next to the size, the stage and the folder of the marks."""
         self.cluster, self.settings = cluster, made
         self.marks = Path(made.storage_url) / f"{made.run_id}-marks"
         self.marks.mkdir(parents=True)
@@ -119,6 +121,12 @@ class OwnRun:
             return sum(step.world_size == world_size and step.era == done[-1].era for step in done) >= count
 
         self.until(enough, f"{count} steps of {world_size} workers", _START_LIMIT_S)
+
+    def step_s(self) -> float:
+        """The median time between two of the newest steps of one era."""
+        done = completed(read_marks(self.marks))
+        ends = [step.at for step in done if step.era == done[-1].era][-20:]
+        return median(after - before for before, after in pairwise(ends))
 
     def wait_checkpoint(self) -> None:
         """Until there is one to go back to: a save that is still on its way is none."""

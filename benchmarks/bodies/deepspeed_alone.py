@@ -1,6 +1,6 @@
 """DeepSpeed without this project, as its documentation shows it: training, native checkpoints, universal ones.
 
-A native checkpoint belongs to one world size. To go on with another it is converted (`ds_to_universal`) and loaded with
+A native checkpoint belongs to one world size. For another it is converted (`ds_to_universal`) and loaded with
 `load_universal`: https://www.deepspeed.ai/tutorials/universal-checkpointing/.
 """
 

@@ -1,7 +1,9 @@
-"""This project's recovery: a fault strikes one of four nodes, the others go on, the node comes back; many times."""
+"""This project's recovery: a fault strikes one of four nodes, the others continue, the node comes back; many times."""
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +28,8 @@ class Plan:
     """One run with one kind of fault, `repetitions` times. `source`: "memory" or "storage".
 
     Without `grows` the run ends with the last recovery and not with the node's return. `set_up_s`: what the training
-    function does before it builds its model.
+    function does before it builds its model. The fault strikes when a step has just been seen to end, or with
+    `any_moment` at a random moment of a step: which one decides whether the newest snapshot is of the step before.
     """
 
     what: str
@@ -38,11 +41,16 @@ class Plan:
     spares: int = 0
     grows: bool = True
     set_up_s: float = 0.0
+    any_moment: bool = False
 
     @property
     def name(self) -> str:
+        return f"{self.what}, {self.conditions}"
+
+    @property
+    def conditions(self) -> str:
         set_up = f", {self.set_up_s:g} s of set-up" if self.set_up_s else ""
-        return f"{self.what}, ZeRO-{self.stage}, from {self.source}{set_up}"
+        return f"ZeRO-{self.stage}, from {self.source}{set_up}{', at any moment of a step' if self.any_moment else ''}"
 
 
 @dataclass
@@ -58,14 +66,15 @@ class Found:
 
 
 def plans(options: Options) -> list[Plan]:
-    killed, slower, few = (options.pick(full, 1) for full in (10, 6, 2))
+    killed, slower, some, few = (options.pick(full, 1) for full in (10, 6, 4, 2))
     fast = (Target("median", 1.5), Target("p95", 3.0))
     slow = (Target("median", 3.0),)
     every = [
         *(Plan("node SIGKILL -> next step, 4 -> 3", "kill_node", stage, "memory", times, targets)
           for stage, times, targets in ((1, killed, fast), (2, killed, fast), (3, slower, slow))),
+        Plan("node SIGKILL -> next step, 4 -> 3", "kill_node", 1, "memory", some, fast, set_up_s=20.0),
+        Plan("node SIGKILL -> next step, 4 -> 3", "kill_node", 1, "memory", killed, fast, any_moment=True),
         *(Plan("node SIGKILL -> next step, 4 -> 3", "kill_node", stage, "storage", few) for stage in (1, 2, 3)),
-        Plan("node SIGKILL -> next step, 4 -> 3", "kill_node", 1, "memory", few, fast, set_up_s=20.0),
     ]  # fmt: skip
     return every[:1] if options.quick else every
 
@@ -87,7 +96,9 @@ def measure_plans(options: Options, wanted: Sequence[Plan]) -> list[Figure]:
 def _measure(options: Options, cluster: Cluster, plan: Plan) -> Found:
     memory = plan.source == "memory"
     made = settings(
-        f"{plan.fault}-{plan.stage}-{plan.source}-{plan.spares}-{plan.set_up_s:g}".replace("_", "-"),
+        f"{plan.fault}-{plan.stage}-{plan.source}-{plan.spares}-{plan.set_up_s:g}-{plan.any_moment:d}".replace(
+            "_", "-"
+        ),
         options.folder,
         workers=(2, NODES),
         snapshots=SnapshotSettings(enabled=memory, every_steps=1 if memory else None),
@@ -95,7 +106,7 @@ def _measure(options: Options, cluster: Cluster, plan: Plan) -> Found:
         save_every=100 if memory else SAVE_EVERY,
         spares=plan.spares,
     )
-    found = Found()
+    found, moments = Found(), random.Random(1)
     if options.over:
         return Found(failure="the time was over before its turn came")
     try:
@@ -107,6 +118,8 @@ def _measure(options: Options, cluster: Cluster, plan: Plan) -> Found:
                 run.wait_steps(max(_STEPS_BETWEEN, 0 if memory else SAVE_EVERY), NODES)
                 if not memory:
                     run.wait_checkpoint()
+                if plan.any_moment:
+                    time.sleep(moments.uniform(0.0, run.step_s()))
                 _strike(run, plan, found)
                 if plan.grows:
                     cluster.heal()
@@ -167,7 +180,7 @@ def report(plan: Plan, found: Found) -> list[Figure]:
     if plan.fault != "kill_node" or not plan.grows:
         return rows
     targets = (Target("median", 1.0),) if plan.stage < 3 and plan.source == "memory" else ()
-    name = f"scale-up pause, 3 -> 4, ZeRO-{plan.stage}, from {plan.source}"
+    name = f"scale-up pause, 3 -> 4, {plan.conditions}"
     pause = Figure(CASE, name, "s", tuple(found.pauses), targets=targets, failure=found.failure,
                    notes=("from the end of the last step before to that of the first step after, that step included",),
                    details={"resizes": found.resizes})  # fmt: skip

@@ -1,4 +1,4 @@
-"""A checkpoint in storage read at another world size: bytes and time, beside what DeepSpeed needs for the same."""
+"""A checkpoint in storage read at another world size: bytes and time, next to what DeepSpeed needs for the same."""
 
 from __future__ import annotations
 

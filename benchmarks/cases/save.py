@@ -1,4 +1,4 @@
-"""How long a durable save keeps the training, beside `torch.distributed.checkpoint.async_save` of the same state."""
+"""How long a durable save blocks training, and `torch.distributed.checkpoint.async_save` of the same state."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _own(options: Options, size: Size, saves: int) -> list[Figure]:
     after, others = _durations(steps, {record["step"] for record in records})
     noise = statistic(others, "p95") - statistic(others, "median")
     stall = Figure(CASE, NAME, "s", stalls, notes=(f"{size.name} model",), details={"after": after, "others": others})
-    # The copies go on beside the next step, which waits for what is left of them before its update.
+    # The copies continue during the next step, which waits for what is left of them before its update.
     extra = tuple(seconds - statistic(others, "median") for seconds in after)
     return [
         stall,

@@ -131,7 +131,7 @@ def _measured(nodes: int, journal: JournalWriter) -> Iterator[tuple[str, str, fl
 
 
 def _loop_of(fleet: Fleet) -> ControlLoop:
-    """The controller's loop beside the run's state as it is now."""
+    """The controller's loop next to the run's state as it is now."""
     settings, state = fleet.state.settings, fleet.state
     loop = ControlLoop(settings, Replayed(settings), Records(), lambda event: None, lambda: None)
     loop.state = state

@@ -4,7 +4,7 @@ All subjects are there from the start and take turns, a few steps each, so that 
 all of them. A gate between two steps holds those whose turn it is not. A single step varies by more than what is looked
 for, so there are many short turns, and a median comes with the interval that it lies in.
 
-Two clocks: the wall, and the processor time of the whole machine, which also has what the platform does beside the
+Two clocks: the wall, and the processor time of the whole machine, which also has what the platform does next to the
 training, and does not have what a neighbour takes away.
 """
 

@@ -57,7 +57,7 @@ def _kill_one(children: Children) -> Change:
         return bool(done) and done[-1].world_size == AGENTS and done[-1].step >= 2 * SAVE_EVERY + SAVE_EVERY // 2
 
     children.until(enough, f"{SAVE_EVERY} steps of {AGENTS} workers", _START_LIMIT_S)
-    # The agent that serves the rendezvous is the first; without it torchrun cannot go on at all.
+    # The agent that serves the rendezvous is the first; without it torchrun cannot continue at all.
     at = children.kill(f"agent-{AGENTS - 1}")
 
     def back() -> Change | None:
