@@ -26,6 +26,7 @@ from namespaces import LINK, Network
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastic.core.errors import ElasticError, UsageError
+from elastic.core.names import parse_checkpoint_id
 from elastic.core.settings import RunSettings, ScalingSettings
 from elastic.runtime.driver import client
 
@@ -195,6 +196,17 @@ def walk_to(run: AfarRun, world_size: int, steps: int = 3) -> None:
 
     done: list[int] = []
     run.walk_until(there, f"{steps} steps at world size {world_size}")
+
+
+def assert_unheard(run: AfarRun, worker: int, generation: int) -> None:
+    """Nothing that the worker has said since that generation began is in the journal, nor is a checkpoint before it."""
+    records = run.records()
+    begun = next(place for place, r in enumerate(records) if r["type"] == "generation" and r["number"] == generation)
+    for record in records[begun:]:
+        if record["type"] == "event" and record["event"] != "WorkerDied":  # Which Ray says of it.
+            assert record.get("worker") != worker, record
+        if record["type"] == "checkpoint":
+            assert parse_checkpoint_id(record["id"]).generation >= generation, record
 
 
 class AfarHandle:

@@ -25,11 +25,4 @@ def nodes() -> Iterator[LocalCluster]:
 @pytest.fixture
 def cluster(nodes: LocalCluster) -> Iterator[LocalCluster]:
     """The module's cluster, whole."""
-    harness.heal(nodes)
-    yield nodes
-    try:
-        harness.wait_until(lambda: not harness.left_in_cluster(nodes), "the processes of the run to be gone", 20.0)
-    except AssertionError:
-        left = harness.left_in_cluster(nodes)
-        harness.clear(nodes)
-        raise AssertionError(f"the test has left {left}") from None
+    yield from harness.each_test(nodes)

@@ -70,6 +70,7 @@ def main(config: dict[str, Any]) -> None:
         callbacks=[Counting()],
     )
     result = trainer.train()
+    Path(config["folder"], f"{config['name']}.rank{arguments.process_index}").touch()
     if trainer.is_world_process_zero():
         out = {"steps": result.global_step, "log": trainer.state.log_history, "counted": Counting.steps}
         Path(config["folder"], f"{config['name']}.json").write_text(json.dumps(out))

@@ -148,6 +148,10 @@ def train(config: dict[str, Any]) -> None:
 def _closed_step(config: dict[str, Any], now: Any, data: Numbers) -> None:
     folder = Path(config["folder"])
     given, data.given = data.given, []
+    if pace_s := config.get("pace_s"):
+        # A run of hours: nobody counts its files.
+        time.sleep(pace_s)
+        return
     _put(folder / f"given-{now.generation}-{now.rank}-{now.step}.json", json.dumps(given))
     fault = config.get("fault")
     if fault is not None and (now.step, now.rank) == (fault["step"], fault["rank"]):
@@ -296,7 +300,10 @@ def restores_slowly(config: dict[str, Any]) -> None:
 
 def evaluates_and_exports(config: dict[str, Any]) -> None:
     """After step 2 every rank evaluates for `slow_s`, after step 3 rank 0 alone does something else for as long, and
-    after the last step it exports for as long."""
+    after the last step it exports for as long. Its set-up computes for `set_up_s`, in the generation."""
+    until = time.monotonic() + (config["set_up_s"] if elastic.get_context().world_size else 0)
+    while time.monotonic() < until:
+        torch.randn(100, 100) @ torch.randn(100, 100)
     engine, loader, _ = build(config)
     before = elastic.get_context().step
     for _ in elastic.epochs():

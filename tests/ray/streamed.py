@@ -53,16 +53,35 @@ def train(config: dict[str, Any]) -> None:
         prefetch_factor=2,
     )
     loops.between_steps(config, loops.Numbers(0, torch.float32))
-    for batch in loader:
-        loss = nn.functional.cross_entropy(engine(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
-        engine.backward(loss)
-        engine.step()
+    for _ in elastic.epochs():
+        for batch in loader:
+            loss = nn.functional.cross_entropy(engine(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+            engine.backward(loss)
+            engine.step()
 
 
-def oracle(url: str, steps: int, seed: int = 0) -> tuple[dict[int, str], dict[int, list[int]]]:
+def _readers(url: str) -> list[Reader]:
+    readers = Slots(GLOBAL_BATCH, MICRO_BATCH).readers
+    return [Reader(stream(url).parts, 0, number, readers) for number in range(readers)]
+
+
+def oracle_of_epochs(url: str, epochs: int) -> tuple[dict[int, str], dict[int, int]]:
+    """The sum and the number of samples of every step, as one process reads them. The readers end in other steps."""
+    sums: dict[int, str] = {}
+    sizes: dict[int, int] = {}
+    readers = _readers(url)
+    for epoch in range(epochs):
+        while any(taken := [len(reader.take(MICRO_BATCH, epoch)) for reader in readers]):
+            step = len(sums) + 1
+            parts = [reader.sum for reader, size in zip(readers, taken, strict=True) if size]
+            sums[step], sizes[step] = f"{sum(parts) % 2**64:016x}", sum(taken)
+    return sums, sizes
+
+
+def oracle(url: str, steps: int) -> tuple[dict[int, str], dict[int, list[int]]]:
     """The sum of every step, and all tokens by reader, as one process reads them that nothing happens to."""
     slots = Slots(GLOBAL_BATCH, MICRO_BATCH)
-    readers = [Reader(stream(url).parts, seed, number, slots.readers) for number in range(slots.readers)]
+    readers = _readers(url)
     sums: dict[int, str] = {}
     read: dict[int, list[int]] = {reader.number: [] for reader in readers}
     for step in range(1, steps + 1):

@@ -64,9 +64,9 @@ def test_runs_side_by_side_each_end_for_their_own_reason(cluster: LocalCluster, 
     assert [generation["first_step"] for generation in again.summary()["generations"]] == [1, 1]
 
     reason = nowhere.ended("no-capacity")["reason"]
-    # What the cluster lacks is told beside it, once that has been looked at.
+    # What the cluster lacks is reported as well, once that has been looked at.
     waiting, _, lacking = reason.partition("; ")
-    assert waiting == "after 1 s still waiting for 1 more worker: 0 of at least 1 ready, 0 starting, 1 slots pending"
+    assert waiting == "after 1 s still waiting for 1 more worker: 0 of at least 1 ready, 0 starting, 1 slot pending"
     assert not lacking or lacking.startswith("a worker wants GPU: 1, which no node has")
     assert "_group_" not in lacking
 

@@ -15,7 +15,6 @@ from elastic_cluster import LocalCluster
 from harness import HERE, LIMIT_S, PACKAGES, Run, given_samples, module_cluster, wait_until
 
 from elastic.runtime.driver import client
-from elastic.runtime.driver.controller_placement import Place
 
 pytestmark = pytest.mark.ray
 
@@ -79,39 +78,6 @@ def test_training_goes_on_without_the_control_store_and_a_node_that_is_lost_mean
     (incident,) = (incident for incident in run.incidents() if not incident["planned"])
     assert incident["kind"] == "node-lost"
     assert incident["steps_repeated"] <= 1
-
-
-@pytest.mark.slow
-def test_a_controller_that_is_lost_with_its_node_comes_back_on_another_and_the_run_goes_on(
-    cluster: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # As on a cluster of several machines, where it is kept off the head.
-    away = cluster.nodes()[-1]
-    monkeypatch.setattr(client, "choose", lambda *_: Place(away.node_id, False, "this test wants it there"))
-    run = Run(cluster, tmp_path, memory={"every_steps": 1}, epochs=4)
-    run.allow(6)
-    run.start()
-    run.reach(6)
-    before = run.handle.progress()
-    assert before["controller_pid"] in cluster.node(away.name).pids
-
-    cluster.kill_node(away.name)
-    run.wait_generation(2)
-    now = run.handle.progress()
-    assert now["controller_pid"] != before["controller_pid"]
-    assert now["world_size"] == 3
-    kept = {w["pid"] for w in before["workers"] if w["node"] != away.node_id}
-    assert {w["pid"] for w in now["workers"]} >= kept, "the survivors' processes continue"
-    cluster.add_node(away.name)
-    run.grow_to(4)
-    run.finish()
-
-    run.assert_whole()
-    summary = run.summary()
-    assert (summary["controllers"], summary["attempts"]) == (2, 1)
-    assert [generation["world_size"] for generation in summary["generations"]] == [4, 3, 4]
-    (incident,) = (incident for incident in run.incidents() if not incident["planned"])
-    assert incident["kind"] == "node-lost"
 
 
 _JOB = """

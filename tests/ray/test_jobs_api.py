@@ -1,4 +1,4 @@
-"""A real Jobs server with token authentication: submitted, followed, its driver killed, stopped, gone on with, refused.
+"""A real Jobs server with token authentication: submitted, followed, its driver killed, stopped, resumed, refused.
 
 The command line runs in this process, whose Ray knows no token: it is given to the client as a header. What the
 environment's own token comes to is seen from a process of its own.
@@ -100,7 +100,7 @@ class Submitted(Run):
         (work / "loops.py").write_text((HERE / "loops.py").read_text())
         (work / ".gitignore").write_text("data/\n*.bin\n")
         (work / "data" / "large.bin").write_bytes(bytes(2_000_000))
-        # Modules of the user's own, beside the training script: nobody else may take them for theirs.
+        # Modules of the user's own, concurrently with training script: nobody else may take them for theirs.
         for name in ("jobs.py", "cluster.py", "utils.py", "elastic_test.py"):
             (work / name).write_text(f"raise SystemExit('{name} was imported')\n")
         self.job = {
@@ -150,6 +150,44 @@ def _command(pid: int) -> str:
         return ""
 
 
+# Reversed: what the function has seen is the one thing that holds it.
+_READER = """
+import os
+import pathlib
+
+import loops
+
+SEEN = os.environ["SECRET_OF_MINE"]
+
+
+def train(config):
+    (pathlib.Path(config["folder"]) / "seen").write_text(SEEN[::-1])
+    loops.train(config)
+"""
+
+
+class CommandLines(threading.Thread):
+    """Looks at the command lines of all processes meanwhile: those in which Ray sets up a worker live for a second."""
+
+    def __init__(self, secret: str) -> None:
+        super().__init__(daemon=True)
+        self._secret = secret
+        self._over = threading.Event()
+        self.found: list[str] = []
+
+    def __enter__(self) -> CommandLines:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self.join()
+
+    def run(self) -> None:
+        while not self._over.wait(0.02):
+            self.found += [line for pid in processes.table() if self._secret in (line := _command(pid))]
+
+
 class Following(threading.Thread):
     """`elastic logs -f`, as somebody else."""
 
@@ -172,20 +210,30 @@ def test_a_submitted_job_is_followed_to_its_end(
 ) -> None:
     monkeypatch.setenv("SECRET_OF_MINE", SECRET)
     run = Submitted(place, tmp_path, "straight", workers=1)
-    assert run.submit("--env", "SECRET_OF_MINE") == 0
+    run.job["entry_point"] = "reader.py:train"
+    (run.file.parent / "reader.py").write_text(_READER)
+    run.file.write_text(yaml.safe_dump(run.job))
+    with CommandLines(SECRET) as lines:
+        assert run.submit("--env", "SECRET_OF_MINE") == 0
     out, err = capfd.readouterr()
     assert "run straight is finished" in err
-    assert "sending 7 files" in err
+    assert "sending 8 files" in err
     assert "attempt 1: started" in out
     run.assert_samples_once()
-    # The secret reached the job, and neither its records nor its log nor what is kept of the run.
+    # The secret reached the job's code before it was imported, and nothing that others can read.
+    assert (tmp_path / "seen").read_text() == SECRET[::-1]
+    assert lines.found == []
     record = run.api.find("straight-a1")
     assert record is not None
-    assert record.runtime_env["env_vars"]["SECRET_OF_MINE"] == SECRET
-    told = f"{out}{err}{record}{record.redacted()}{run.everything_kept()}{run.log(1)}"
+    told = f"{out}{err}{vars(record)}{record.redacted()}{run.everything_kept()}{run.log(1)}"
     assert SECRET not in told
+    logs = [path for path in (place.cluster.directory / "ray/session_latest/logs").rglob("*") if path.is_file()]
+    assert [path for path in logs if SECRET in path.read_text(errors="replace")] == []
+    assert any("ELASTIC_HANDED_ENVIRONMENT" in path.read_text(errors="replace") for path in logs), "Ray writes it there"
     assert place.elastic("status", "straight", "--json") == 0
-    assert SECRET not in capfd.readouterr().out
+    shown = capfd.readouterr().out
+    assert SECRET not in shown
+    assert "SECRET_OF_MINE" in shown
     # A run that has ended is neither begun again nor stopped.
     assert run.submit() == 2
     assert place.elastic("stop", "straight") == 102

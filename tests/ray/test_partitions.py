@@ -11,11 +11,9 @@ from pathlib import Path
 
 import namespaces
 import pytest
-from afar import PATIENT, AfarRun, Cluster, begun, each_test, walk_for, walk_to
+from afar import PATIENT, AfarRun, Cluster, assert_unheard, begun, each_test, walk_for, walk_to
 from elastic_cluster.local import processes
 from harness import given_samples, wait_until
-
-from elastic.core.names import parse_checkpoint_id
 
 pytestmark = pytest.mark.ray
 
@@ -75,37 +73,6 @@ def test_a_short_cut_is_no_incident_and_a_longer_one_of_the_controller_alone_is_
 
 
 @pytest.mark.slow
-def test_a_node_cut_from_the_controller_is_left_behind_and_comes_back_as_a_newcomer(
-    cluster: Cluster, tmp_path: Path
-) -> None:
-    run = begun(cluster, tmp_path, PATIENT)
-    cut = run.worker(2)
-    node = cluster.number(cut["node"])
-    cluster.network.cut(HEAD, node)
-    # The workers reach each other, so all of them do these steps, and every shard of the next checkpoint is written:
-    # also that of which the controller does not hear while it counts.
-    run.allow(10)
-    unheard = tmp_path / "runs" / "run" / "checkpoints" / "step-00000010-g0001"
-    wait_until(lambda: len(list(unheard.glob("rank-*.safetensors"))) == 3, "all three shards of step 10 to be written")
-    run.wait_generation(2)
-    run.allow(20)
-    run.reach(20)
-    assert run.handle.progress()["world_size"] == 2
-    cluster.network.heal(HEAD, node)
-    wait_until(lambda: processes.read(cut["pid"]) is None, "the process that was cut off to be gone")
-    walk_to(run, 3)
-    run.finish()
-
-    run.assert_whole()
-    (incident,) = (incident for incident in run.incidents() if not incident["planned"])
-    assert (incident["lost_workers"], incident["lost_nodes"]) == ([cut["worker"]], [cut["node"]])
-    assert (incident["resumed_step"], incident["steps_repeated"]) == (5, 5)
-    assert "step-00000010-g0001" not in [record["id"] for record in run.records("checkpoint")]
-    assert "step-00000010-g0002" in [record["id"] for record in run.records("checkpoint")]
-    _assert_unheard(run, cut["worker"], 2)
-
-
-@pytest.mark.slow
 def test_two_nodes_that_cannot_reach_each_other_cost_one_of_them(cluster: Cluster, tmp_path: Path) -> None:
     run = begun(cluster, tmp_path, {**PATIENT, "hang_floor_s": 6.0, "quarantine_s": 5.0})
     pair = [run.worker(rank)["node"] for rank in (0, 2)]
@@ -140,7 +107,7 @@ def test_a_link_that_goes_down_is_a_lost_node_and_one_that_flaps_is_left_alone(
     cluster.network.link_up(node)
     wait_until(lambda: processes.read(cut["pid"]) is None, "the process that was cut off to be gone")
     walk_to(run, 3)
-    _assert_unheard(run, cut["worker"], 2)
+    assert_unheard(run, cut["worker"], 2)
 
     # Up and down three times. The first time shows a pattern; the others find the node out of the run.
     for _ in range(3):
@@ -165,14 +132,3 @@ def _assert_left_alone(run: AfarRun, node: str, seconds: float) -> None:
     said = next(record["time"] for record in run.records("decision") if record["kind"] == "quarantine")
     placed = [event["time"] for event in run.events("SlotPlaced") if event["node"] == node]
     assert min(when for when in placed if when > said) > said + seconds
-
-
-def _assert_unheard(run: AfarRun, worker: int, generation: int) -> None:
-    """Nothing that the worker has said since that generation began is in the journal, nor is a checkpoint before it."""
-    records = run.records()
-    begun = next(place for place, r in enumerate(records) if r["type"] == "generation" and r["number"] == generation)
-    for record in records[begun:]:
-        if record["type"] == "event" and record["event"] != "WorkerDied":  # Which Ray says of it.
-            assert record.get("worker") != worker, record
-        if record["type"] == "checkpoint":
-            assert parse_checkpoint_id(record["id"]).generation >= generation, record

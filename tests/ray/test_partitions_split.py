@@ -14,7 +14,7 @@ from afar import PATIENT, AfarRun, Cluster, begun, each_test, walk_to
 
 from elastic.core.settings import ScalingSettings
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 FAILURES = {**PATIENT, "hang_floor_s": 6.0, "quarantine_s": 5.0}
 

@@ -15,6 +15,7 @@ import pytest
 import s3_proxy
 import s3_server
 from elastic_cluster import LocalCluster
+from elastic_jobs.run_folder import RunFolder
 from harness import Record, Run, wait_until
 from s3_proxy import Proxy, Request, Trouble
 
@@ -88,6 +89,9 @@ def test_a_killed_node_is_recovered_from_s3(cluster: LocalCluster, proxy: Proxy,
     assert (incident["source"], incident["lost_nodes"]) == ("storage", [lost.node_id])
     assert (incident["step"], incident["resumed_step"], incident["steps_repeated"]) == (7, 5, 2)
     assert throttled
+    proxy.decide = s3_proxy.fine
+    texts = [text for _, text in RunFolder(run.url, "run").texts("logs")]
+    assert sum(f"--- generation 2, rank {rank} of 3 ---" in text for text in texts for rank in range(3)) == 3
 
     store = CheckpointStore(run.url, "run")
     newest = store.manifest(store.list()[0].id)

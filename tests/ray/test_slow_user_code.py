@@ -1,4 +1,5 @@
-"""Evaluation, work of one rank alone, an export after the last step, and a restore from slow storage are no hangs."""
+"""What takes long and is no hang: a set-up that computes, an evaluation, work of one rank alone, an export after the
+last step, a restore from slow storage."""
 
 from __future__ import annotations
 
@@ -17,12 +18,13 @@ pytestmark = pytest.mark.ray
 
 def test_what_takes_long_without_a_step_is_no_hang(cluster: LocalCluster, tmp_path: Path) -> None:
     run = Run(
-        cluster, tmp_path, "loops:evaluates_and_exports", scaling=ScalingSettings(2, 2), config={"slow_s": 7.0},
-        epochs=1, failures={"hang_floor_s": 4.0},
+        cluster, tmp_path, "loops:evaluates_and_exports", scaling=ScalingSettings(2, 2),
+        config={"slow_s": 7.0, "set_up_s": 9.0}, epochs=1, failures={"hang_floor_s": 4.0, "join_timeout_s": 6.0},
     ).start()  # fmt: skip
     run.finish()
     run.assert_whole()
     assert run.incidents() == []
+    assert run.events("SetUpProgressed")
 
 
 def test_a_restore_from_slow_storage_may_take_longer_than_a_join(cluster: LocalCluster, tmp_path: Path) -> None:

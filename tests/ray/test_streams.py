@@ -45,10 +45,12 @@ def nodes(url: str) -> Iterator[LocalCluster]:
     yield from harness.module_cluster(4, cpus_per_node=1, environment=environment)
 
 
-def started(cluster: LocalCluster, folder: Path, url: str, run_id: str, **options: Any) -> Run:
+def started(
+    cluster: LocalCluster, folder: Path, url: str, run_id: str, epochs: int | None = None, **options: Any
+) -> Run:
     folder.mkdir()
-    run = Run(cluster, folder, "streamed:train", run_id=run_id, config={"corpus": url}, epochs=None, **options)
-    run.settings = replace(run.settings, max_steps=STEPS)
+    run = Run(cluster, folder, "streamed:train", run_id=run_id, config={"corpus": url}, epochs=epochs, **options)
+    run.settings = replace(run.settings, max_steps=STEPS if epochs is None else None)
     return run
 
 
@@ -76,6 +78,27 @@ def test_a_streamed_run_through_killed_and_added_nodes_is_the_undisturbed_run(
         assert loss == pytest.approx(still.losses()[step], rel=CEILING, abs=CEILING), f"step {step}"
     ledger = run.records("samples")[-1]
     assert (ledger["seen"], ledger["missing"], ledger["repeated"]) == (STEPS * streamed.GLOBAL_BATCH, 0, 0)
+
+
+def test_epochs_of_uneven_readers_through_killed_and_added_nodes_are_those_of_one_process(
+    cluster: LocalCluster, url: str, tmp_path: Path
+) -> None:
+    """The first reader has two files, the others one: in the second half of an epoch only its samples are left. Nodes
+    are killed before and in that half and added within it; the run goes on over the epoch's end."""
+    sums, sizes = streamed.oracle_of_epochs(url, epochs=2)
+    ends = [step for step, size in sizes.items() if size < sizes.get(step + 1, size + 1)]
+    assert 20 < ends[0] < len(sums)
+    assert set(list(sizes.values())[15 : ends[0] - 1]) == {streamed.MICRO_BATCH}
+
+    run = started(
+        cluster, tmp_path / "moved", url, "moved-epochs", epochs=2, memory={"every_steps": 1}, every_steps=None
+    )
+    harness.four_three_two_four(run)
+    assert [incident["world_size"] for incident in run.incidents()[:3]] == [4, 3, 2]
+    assert {step: told["content"] for step, told in run.steps().items()} == sums
+    assert {step: told["samples"] for step, told in run.steps().items()} == sizes
+    ledger = run.records("samples")[-1]
+    assert (ledger["seen"], ledger["missing"], ledger["repeated"]) == (sum(sizes.values()), 0, 0)
 
 
 def assert_documents_are_read_once(read: dict[int, list[int]]) -> None:

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from elastic.observe.journal import JournalReader
+
 pytest.importorskip("transformers", reason="the extra `hf` is not installed")
 pytest.importorskip("accelerate", reason="the extra `hf` is not installed")
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 HERE = Path(__file__).resolve().parent
 JOB = """
@@ -43,20 +45,32 @@ def run(folder: Path, name: str, stage: int, *more: str) -> dict[str, Any]:
     return {**json.loads((folder / f"{name}.json").read_text()), "summary": json.loads(summary.read_text())}
 
 
+def steps(folder: Path, name: str) -> list[dict[str, Any]]:
+    """As the journal has them."""
+    records = JournalReader(str(folder / "runs"), name).records()
+    return [step for record in records if record["type"] == "steps" for step in record["steps"]]
+
+
 @pytest.mark.timeout(540)
 @pytest.mark.parametrize("stage", [2])
 def test_a_killed_node_changes_no_loss(tmp_path: Path, stage: int) -> None:
     quiet = run(tmp_path, "quiet", stage)
     killed = run(tmp_path, "killed", stage, "--chaos", "kill-node@step=7")
-    assert killed["summary"]["generations"] > 1
+    assert len(killed["summary"]["generations"]) > 1
     assert killed["steps"] == quiet["steps"] == 16
     assert quiet["counted"] == 16
+    # Seen on CPUs: accelerate took each rank for a run of its own, and every rank was process zero.
+    assert sorted(path.name for path in tmp_path.glob("quiet.rank*")) == ["quiet.rank0", "quiet.rank1", "quiet.rank2"]
+    journal = {step["step"]: step["loss"] for step in steps(tmp_path, "quiet")}
     wanted = {entry["step"]: entry["loss"] for entry in quiet["log"] if "loss" in entry}
     found = {entry["step"]: entry["loss"] for entry in killed["log"] if "loss" in entry}
     assert sorted(found) == sorted(wanted) == list(range(1, 17))
-    assert found == pytest.approx(wanted, rel=1e-3)
+    # Seen: the loss of rank 0's samples, up to 1.5 % from that of all.
+    assert wanted == pytest.approx(journal, rel=1e-5)
+    assert found == pytest.approx(wanted, rel=1e-4)
     evaluated = [(entry["step"], entry["eval_loss"]) for entry in quiet["log"] if "eval_loss" in entry]
-    assert [step for step, _ in evaluated] == [5, 10, 15]
+    # transformers evaluates at the end of the training as well.
+    assert [step for step, _ in evaluated] == [5, 10, 15, 16]
     again = [(entry["step"], entry["eval_loss"]) for entry in killed["log"] if "eval_loss" in entry]
-    assert [step for step, _ in again] == [5, 10, 15]
-    assert [loss for _, loss in again] == pytest.approx([loss for _, loss in evaluated], rel=1e-3)
+    assert [step for step, _ in again] == [5, 10, 15, 16]
+    assert [loss for _, loss in again] == pytest.approx([loss for _, loss in evaluated], rel=1e-4)

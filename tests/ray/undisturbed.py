@@ -17,6 +17,7 @@ import torch
 
 from elastic.checkpoint.source import ReadRange
 from elastic.checkpoint.storage import CheckpointStore
+from elastic.core.data.steps import Range
 
 _LIMIT_S = 120.0
 # torch's store looks up the name of everybody who connects; a resolver that drops a query would cost 5 s.
@@ -48,21 +49,30 @@ class Outcome:
 
 
 class Undisturbed:
-    """Four processes, started once; each trains as any rank of one generation after another."""
+    """Processes, started once; each trains as any rank of one generation after another."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = 4) -> None:
         self._runs = 0
         with _environment(_SETTINGS):
-            self._members = [_member() for _ in range(4)]
+            self._members = [_member() for _ in range(size)]
 
-    def train(self, config: Mapping[str, Any], epochs: int, folder: Path, world_size: int) -> Outcome:
-        """`loops.train` from the first step to the last at one world size. Files go below `folder`."""
+    def train(
+        self, config: Mapping[str, Any], epochs: int, folder: Path, world_size: int, skips: tuple[Range, ...] = ()
+    ) -> Outcome:
+        """`loops.train` from the first step to the last at one world size, without the positions that are skipped.
+        Files go below `folder`."""
         folder.mkdir()
         self._runs += 1
         pipes = [pipe for _, pipe in self._members[:world_size]]
         pipes[0].send(None)
         rendezvous = _receive(pipes[0])
-        fields = {"run_id": "still", "generation": self._runs, "world_size": world_size, "max_world_size": 4}
+        fields = {
+            "run_id": "still",
+            "generation": self._runs,
+            "world_size": world_size,
+            "max_world_size": 4,
+            "skips": skips,
+        }
         for rank, pipe in enumerate(pipes):
             pipe.send(({**config, "folder": str(folder)}, epochs, {**fields, "rank": rank}, rendezvous))
         losses: Counter[int] = Counter()
