@@ -36,18 +36,27 @@ _REFUSED: dict[tuple[str, str, str], str] = {
         "FullyShardedDataParallel does not train elastically; pass the model to elastic.initialize instead of wrapping "
         "it: ZeRO stage 3 shards it, or torch's fully_shard with the job key `engine: fsdp2`"
     ),
+    ("torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState", "__init__"): (
+        "fully_shard needs the job key `engine: fsdp2`, which shards the model passed to elastic.initialize, where the "
+        "script has not; or leave the call out: ZeRO stage 3 shards the model, too"
+    ),
 }
+
+# What the engine of that name takes from the user, or calls itself.
+_TAKEN = {"fsdp2": "FSDPState"}
 
 # Objects with this attribute are the platform's own: a Trainer of `elastic.integrations` and what it makes.
 OWN = "_is_elastic"
 
 _refusing = False
+_taken: str | None = None
 
 
-def refuse() -> None:
-    """From here on these loops raise UsageError, also those of libraries that the training function imports."""
-    global _refusing
-    _refusing = True
+def refuse(engine: str) -> None:
+    """From here on these loops raise UsageError, also those of libraries that the function imports. `engine` is
+    the name of the run's."""
+    global _refusing, _taken
+    _refusing, _taken = True, _TAKEN.get(engine)
     for (module, name, method), sentence in _REFUSED.items():
         when_imported(module, functools.partial(_guard_in, name, method, sentence))
 
@@ -73,7 +82,7 @@ def _guard(owner: type, method: str, sentence: str) -> None:
     @functools.wraps(original)
     def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Not `getattr(self, ...)`: an object that is not made yet may look for what it wraps.
-        if _refusing and not vars(self).get(OWN, getattr(type(self), OWN, False)):
+        if _refusing and owner.__name__ != _taken and not vars(self).get(OWN, getattr(type(self), OWN, False)):
             raise UsageError(f"{sentence}; nothing was trained")
         return original(self, *args, **kwargs)
 

@@ -64,7 +64,7 @@ class Generation:
         self.kind.answer_user_calls(public_initialize, spec.run_id, lambda: spec)
         self.closing.callback(self.kind.answer_user_calls, None, spec.run_id, lambda: spec)
         if not self.scope.coordinator.keeps_nothing:
-            foreign_loops.refuse()
+            foreign_loops.refuse(self.kind.name)
             self.closing.callback(foreign_loops.allow)
 
     @property

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import FullyShardedDataParallel
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from elastic.core.errors import UsageError
 from elastic.engines import foreign_loops
@@ -48,7 +50,7 @@ def test_it_is_refused_inside_and_works_outside(
     def call() -> None:
         made() if method == "__init__" else getattr(made(), method)()
 
-    foreign_loops.refuse()
+    foreign_loops.refuse("deepspeed")
     with pytest.raises(UsageError, match="nothing was trained") as raised:
         call()
     assert words in str(raised.value)
@@ -66,7 +68,7 @@ def test_a_library_that_the_function_imports_is_refused_too(monkeypatch: pytest.
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(tmp_path)
 
-    foreign_loops.refuse()
+    foreign_loops.refuse("deepspeed")
     made = importlib.import_module("accelerate").Accelerator
     with pytest.raises(UsageError, match="Accelerator does not train elastically"):
         made().prepare()
@@ -77,16 +79,29 @@ def test_a_library_that_the_function_imports_is_refused_too(monkeypatch: pytest.
 def test_the_platforms_own_trainer_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     made = library(monkeypatch, "transformers.trainer", "Trainer", "train")
     ours: Any = type("Ours", (made,), {foreign_loops.OWN: True})
-    foreign_loops.refuse()
+    foreign_loops.refuse("deepspeed")
     ours().train()
 
 
 def test_wrapping_in_ddp_or_fsdp_is_refused() -> None:
-    foreign_loops.refuse()
+    foreign_loops.refuse("deepspeed")
     with pytest.raises(UsageError, match="engine: fsdp2"):
         FullyShardedDataParallel(torch.nn.Linear(2, 2))
     with pytest.raises(UsageError, match="pass the model to"):
         torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+
+
+def test_fully_shard_is_refused_but_by_the_engine_that_is_made_of_it() -> None:
+    """Seen: such a script trained outside of the platform, and was refused when it had returned."""
+    foreign_loops.refuse("deepspeed")
+    with pytest.raises(UsageError, match=r"engine: fsdp2.*nothing was trained"):
+        fully_shard(torch.nn.Linear(2, 2))
+    foreign_loops.refuse("fsdp2")
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        assert isinstance(fully_shard(torch.nn.Linear(2, 2)), FSDPModule)
+    finally:
+        dist.destroy_process_group()
 
 
 class TestArguments:

@@ -108,7 +108,7 @@ def _watch(gate: _Gate | None) -> None:
 def until_needed(ahead: Ahead, join: Callable[[], None]) -> Iterator[None]:
     """Within it, `join` is called by the first thing that needs the generation. It installs and joins one, or raises
     what the function is to be left with."""
-    foreign_loops.refuse()
+    foreign_loops.refuse(ahead.kind.name)
     gate = _Gate(join)
 
     def spec() -> Any:

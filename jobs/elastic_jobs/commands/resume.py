@@ -162,7 +162,11 @@ def _check_checkpoints(job: Job, summary: Mapping[str, Any]) -> None:
 
 
 def _with_end(job: Job, max_steps: int | None) -> Job:
-    return job if max_steps is None else replace(job, settings=replace(job.settings, max_steps=max_steps, epochs=None))
+    if max_steps is None:
+        return job
+    if job.settings.epochs is not None:
+        say(f"--max-steps {max_steps} takes the place of the job's `epochs: {job.settings.epochs}`")
+    return replace(job, settings=replace(job.settings, max_steps=max_steps, epochs=None))
 
 
 def _check_not_going_on(backend: Backend, folder: RunFolder, address: str | None, trusted: bool) -> None:

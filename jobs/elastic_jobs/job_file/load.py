@@ -91,9 +91,12 @@ def _with_present_names(document: Document) -> Document:
 
 def _replaced(document: Document, given: Mapping[str, Any]) -> Document:
     values = {key: value for key, value in given.items() if value is not None}
-    # A run has one end.
-    ends = {"epochs": None} if "max_steps" in values else {}
-    return replace(document, data={**document.data, **ends, **values})
+    epochs = document.data.get("epochs")
+    if "max_steps" in values and epochs is not None:
+        # A run has one end.
+        values["epochs"] = None
+        say(f"--max-steps {values['max_steps']} takes the place of the job's `epochs: {epochs}`")
+    return replace(document, data={**document.data, **values})
 
 
 def _keys() -> dict[tuple[str, ...], list[str]]:

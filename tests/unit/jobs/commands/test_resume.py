@@ -28,6 +28,20 @@ def test_resume_takes_the_job_as_it_was(job: Path) -> None:
     assert after.checkpoint == before.checkpoint
 
 
+@pytest.mark.parametrize("command", [["resume", "r1"], ["resume", "r1", "--job", "job.yaml"]])
+def test_steps_that_take_the_place_of_epochs_are_told(
+    job: Path, command: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Seen: the job's epochs were gone without a word."""
+    job.write_text(job.read_text().replace("max_steps: 10", "epochs: 3"))
+    first, second = FakeBackend("gave-up"), FakeBackend()
+    assert cli.main(["run", "job.yaml", "--run-id", "r1"], first) == 104
+    assert first.calls[1][1].epochs == 3
+    assert cli.main([*command, "--max-steps", "20"], second) == 0
+    assert (second.calls[-1][1].max_steps, second.calls[-1][1].epochs) == (20, None)
+    assert capfd.readouterr().err.count("--max-steps 20 takes the place of the job's `epochs: 3`") == 1
+
+
 def test_resume_of_a_run_that_goes_on_is_refused(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["run", "job.yaml", "--run-id", "r1"], FakeBackend("stopped")) == 103
     write_live(RunFolder("runs", "r1"), Live("a:1"))
