@@ -81,6 +81,26 @@ def test_a_run_through_other_world_sizes_equals_the_undisturbed_run(
         assert_read_as_by_one_process(run.outcomes)
 
 
+def killed(crew: Crew, config: dict[str, Any], saved: int, spec: dict[str, Any]) -> list[int]:
+    """Four begin; the victim of `config` is killed where that says, its process replaced. The others, whose newest
+    checkpoint is that of step `saved`."""
+    crew.begin(range(4), TRAIN, config, **spec)
+    for number in range(4):
+        crew.reached(number, "there")
+    crew.reached(0, f"committed step {saved}")
+    victim = config["victim"]
+    crew.members[victim].signal(signal.SIGKILL)
+    crew.members[victim].process.join()
+    survivors = [number for number in range(4) if number != victim]
+    for number in survivors:
+        crew.abort(number, f"rank {victim} was lost")
+    ended = [crew.outcome(number) for number in survivors]
+    crew.replace(victim)
+    assert {outcome.result.kind for outcome in ended} <= {"ended", "collective_failed"}
+    assert CheckpointStore(config["url"], "run").list()[0].step == saved
+    return survivors
+
+
 @pytest.mark.parametrize(
     ("at", "victim", "where"),
     [
@@ -102,21 +122,8 @@ def test_a_rank_that_is_killed_near_the_end_of_an_epoch(
     """Three continue from the step before, then four again, a planned change in the next step."""
     config: dict[str, Any] = {"stage": 1, "in_loop": in_loop, "url": str(tmp_path / "moved")}
     spec = more(config, checkpoint_every_steps=1)
-    crew.begin(range(4), TRAIN, {**config, "at": at, "victim": victim, "where": where}, **spec)
-    for number in range(4):
-        crew.reached(number, "there")
-    crew.reached(0, f"committed step {at}")
-    crew.members[victim].signal(signal.SIGKILL)
-    crew.members[victim].process.join()
-    survivors = [number for number in range(4) if number != victim]
-    for number in survivors:
-        crew.abort(number, f"rank {victim} was lost")
-    ended = [crew.outcome(number) for number in survivors]
-    crew.replace(victim)
-    assert {outcome.result.kind for outcome in ended} <= {"ended", "collective_failed"}
-
+    survivors = killed(crew, {**config, "at": at, "victim": victim, "where": where}, at, spec)
     store, generations = CheckpointStore(str(tmp_path / "moved"), "run"), []
-    assert store.list()[0].step == at
     end_at = at + 1 if at + 1 < LAST_STEP else None
     shrunk = crew.run(survivors[::-1], TRAIN, config, checkpoint=store.list()[0].id, end_at=end_at, **spec)
     generations.append(shrunk)
@@ -132,3 +139,20 @@ def test_a_rank_that_is_killed_near_the_end_of_an_epoch(
     expected = {name: loss for name, loss in still.losses.items() if int(name.removeprefix("loss ")) > at}
     assert _distance(expected, moved.losses) <= ALLOWED
     assert _distance(still.state, moved.state) <= ALLOWED
+
+
+@pytest.mark.parametrize("saved", [STEPS_PER_EPOCH - 2, STEPS_PER_EPOCH])
+def test_a_loop_is_left_where_the_run_goes_back_over_the_end_of_an_epoch(
+    crew: Crew, tmp_path: Path, saved: int
+) -> None:
+    """Its loop is in the second epoch; what comes after the first one has run, and must run again."""
+    config: dict[str, Any] = {"stage": 1, "in_loop": True, "url": str(tmp_path / "moved")}
+    spec = more(config, checkpoint_every_steps=saved)
+    at = STEPS_PER_EPOCH + 1
+    survivors = killed(crew, {**config, "at": at, "victim": 2, "where": "backward"}, saved, spec)
+    checkpoint = CheckpointStore(config["url"], "run").list()[0].id
+    outcomes = crew.run(survivors, TRAIN, config, checkpoint=checkpoint, **spec)
+    _assert_ended(outcomes, "finished", LAST_STEP)
+    assert [outcome.told["calls"] for outcome in outcomes] == [2 if saved < STEPS_PER_EPOCH else 1] * 3
+    assert outcomes[0].told["epochs"] == [0, 1]
+    assert_read_as_by_one_process(outcomes, saved)

@@ -53,6 +53,8 @@ class ElasticLoader:
         self.open(scope, steps, reader)
         # The epoch of the next iteration: how many epochs the iterations of this function have used up.
         self._next_epoch = 0
+        # Finished steps of the run at the end of the epoch before that.
+        self._epoch_ended = 0
         # The last iteration was left before it was told that its epoch is over.
         self._left_early = False
         self._empty_in_a_row = 0
@@ -126,11 +128,11 @@ class ElasticLoader:
         return self._next_epoch
 
     def is_beyond(self, step: int) -> bool:
-        """Has the loop left the epoch that the run is in after `step` finished steps?
-
-        False for a stream, whose epochs end where its readers do: no step of the past tells that.
-        """
-        return self.plan.finite is None and self.plan.epoch(step) < self._next_epoch
+        """Has the loop left the epoch that the run is in after `step` finished steps?"""
+        if self.plan.finite is None:
+            return self.plan.epoch(step) < self._next_epoch
+        # Epochs of a stream end where its readers do: no plan tells that of a step of the past.
+        return step < self._epoch_ended
 
     def epochs(self) -> Iterator[Iterator[Any]]:
         """One iterable per epoch that is left, each to be used up before the next is asked for."""
@@ -155,7 +157,7 @@ class ElasticLoader:
         if self._left_early:
             # Perhaps after the very last batch of its epoch: then this one is the next epoch's.
             self._next_epoch = max(self._next_epoch, self._steps.epoch)
-        epoch, began = self._next_epoch, self._scope.step
+        epoch, began, given = self._next_epoch, self._scope.step, self.given
         self._refuse_endless()
         if self._in_loop is not None:
             self._in_loop.comes_back()
@@ -166,6 +168,8 @@ class ElasticLoader:
         finally:
             self.on_its_own()
         self._next_epoch, self._left_early = epoch + 1, False
+        if self.given > given:
+            self._epoch_ended = self._scope.step
         if self.finished:
             self.close()
         elif epoch == 0 and self._scope.step == began and self._scope.spec.rank == 0:
