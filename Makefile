@@ -14,6 +14,12 @@ SIDE_BY_SIDE ?= -n 2 --dist loadfile --no-loadscope-reorder
 # All but the pure tests, those first that take longest.
 OTHERS := $(addprefix tests/,ray processes one_rank store memory verification tensors kube)
 
+# For tests of real processes. With ELASTIC_TESTS_AGAIN those that failed are run once more, one after another on a machine
+# that does nothing else; it fails where none had failed (pytest itself did), or one does again.
+AGAIN = || { code=$$?; [ -n "$$ELASTIC_TESTS_AGAIN" ] && [ $$code = 1 ] || exit $$code; \
+	echo "once more, alone: the tests that failed"; \
+	env -u ELASTIC_TESTS_UNTIL $(BIN)/python -m pytest -v -rs --last-failed --last-failed-no-failures none
+
 # One thread per process: the tests start many processes on few cores.
 export OMP_NUM_THREADS ?= 1
 export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO ?= 0
@@ -33,7 +39,7 @@ demo: $(READY)
 	$(BIN)/python examples/demo.py
 
 test: lint unit
-	$(BIN)/python -m pytest -q $(SIDE_BY_SIDE) $(OTHERS) $(FAST)
+	$(BIN)/python -m pytest -q $(SIDE_BY_SIDE) $(OTHERS) $(FAST) $(AGAIN) $(OTHERS) $(FAST); }
 
 # With the slow tests, and the oracle through real kills for every ZeRO stage, type, optimizer, dropout and source: 64
 # runs instead of 6.
@@ -43,7 +49,7 @@ test-all: test
 
 # What `make test` leaves out but for the oracle.
 slow: $(READY)
-	$(BIN)/python -m pytest -q -rs $(SIDE_BY_SIDE) tests -m slow
+	$(BIN)/python -m pytest -q -rs $(SIDE_BY_SIDE) tests -m slow $(AGAIN) tests -m slow; }
 
 # The pure tests: no Ray, no training processes.
 unit: $(READY)

@@ -79,9 +79,10 @@ def test_a_run_through_killed_and_added_nodes_is_the_undisturbed_run(
     if config.get("engine") == "fsdp2":
         assert calls > {"1"}, "fully_shard is not undone: a process that stayed has to call its function again"
     else:
-        # From storage a run may go back by several steps, and so over the end of an epoch.
+        # A run goes back by a step or more, and so perhaps over the end of an epoch; from memory, too, where the newest
+        # snapshot is not with its peer yet.
         left = run.decisions("function-left")
-        assert all(source == "storage" and "back over the end of an epoch" in reason for reason in left), left
+        assert all("back over the end of an epoch" in reason for reason in left), left
         assert left or calls == {"1"}, "a process that stayed has called its function again"
 
     still = undisturbed.train(run.config, 2, tmp_path / "four", 4)
