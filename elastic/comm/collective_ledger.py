@@ -5,12 +5,15 @@ time less `waited_s` is the rank's own.
 
 On a device a collective is only enqueued. It is timed by two events on the stream that enqueues it, which are read once
 the device has reached them, so nothing waits for the device; the row may come with a later step.
+
+Who wants the calls one by one sets `watch`.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -26,6 +29,19 @@ _Key = tuple[str, str, str]
 _Use = tuple[_Key, int, float, float, Any]
 
 
+@dataclass(frozen=True)
+class CollectiveCall:
+    """One finished call: fields as in `CollectiveUse`. `began_s` is time.perf_counter() when it was made."""
+
+    op: str
+    axis: str
+    dtype: str
+    bytes: int
+    began_s: float
+    seconds: float
+    waited_s: float
+
+
 class CollectiveLedger:
     """Calls made through `timed` are counted from then on. `waited_s` only grows: seconds that the calling thread spent
     in collectives, on the CPU."""
@@ -37,7 +53,9 @@ class CollectiveLedger:
         self._axes: dict[Any, str] = dict(axes)
         # Calls, bytes, seconds, of which waited: plain lists, since this is done for every call.
         self._rows: dict[_Key, list[Any]] = {}
-        self._pending: list[tuple[_Key, int, Any, Any]] = []
+        self._pending: list[tuple[_Key, int, float, Any, Any]] = []
+        # Told of each call when it is complete, on the thread that makes the calls; on a device by `take`.
+        self.watch: Callable[[CollectiveCall], None] | None = None
 
     def name_axis(self, group: dist.ProcessGroup, axis: str) -> None:
         """Another group of the mesh."""
@@ -59,7 +77,7 @@ class CollectiveLedger:
                     self.waited_s += spent
             if hasattr(result, "wait"):
                 return _Handle(result, self, (key, payload, began, spent, mark))
-            self._done(key, payload, spent, spent, mark)
+            self._done((key, payload, began, spent, mark), spent, spent)
             return result
 
         return wrapped
@@ -68,12 +86,12 @@ class CollectiveLedger:
         """What has been completed since the last call, in the order of the names. Does not wait for the device."""
         if self._pending:
             pending, self._pending = self._pending, []
-            for key, payload, start, end in pending:
+            for key, payload, began, start, end in pending:
                 if end.query():
                     # Events count milliseconds.
-                    self._add(key, payload, start.elapsed_time(end) / 1000.0, 0.0)
+                    self._add(key, payload, began, start.elapsed_time(end) / 1000.0, 0.0)
                 else:
-                    self._pending.append((key, payload, start, end))
+                    self._pending.append((key, payload, began, start, end))
         rows, self._rows = self._rows, {}
         return tuple(CollectiveUse(*key, *rows[key]) for key in sorted(rows))
 
@@ -81,21 +99,25 @@ class CollectiveLedger:
         """Release the groups: one that is kept keeps its sockets open."""
         self._axes.clear()
         self._pending.clear()
+        self.watch = None
 
     def waited(self, use: _Use, wait_s: float) -> None:
         """A handle's first wait is over, after `wait_s`."""
-        key, payload, began, called_s, mark = use
         if not self.on_device:
             self.waited_s += wait_s
-        self._done(key, payload, time.perf_counter() - began, called_s + wait_s, mark)
+        _, _, began, called_s, _ = use
+        self._done(use, time.perf_counter() - began, called_s + wait_s)
 
-    def _done(self, key: _Key, payload: int, seconds: float, waited_s: float, mark: Any) -> None:
+    def _done(self, use: _Use, seconds: float, waited_s: float) -> None:
+        key, payload, began, _, mark = use
         if mark is not None:
-            self._pending.append((key, payload, mark, self._mark()))
+            self._pending.append((key, payload, began, mark, self._mark()))
         else:
-            self._add(key, payload, seconds, waited_s)
+            self._add(key, payload, began, seconds, waited_s)
 
-    def _add(self, key: _Key, payload: int, seconds: float, waited_s: float) -> None:
+    def _add(self, key: _Key, payload: int, began: float, seconds: float, waited_s: float) -> None:
+        if self.watch is not None:
+            self.watch(CollectiveCall(*key, payload, began, seconds, waited_s))
         row = self._rows.get(key)
         if row is None:
             self._rows[key] = [1, payload, seconds, waited_s]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from elastic.comm.collective_ledger import CollectiveCall
 from elastic.core.data.micro_batches import loss_scale
 from elastic.core.data.readers import MODULUS
 from elastic.core.data.step_plan import StepPlan
@@ -56,6 +57,7 @@ class ElasticEngine:
         self._begins_again: str | None = None
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._rates = Rates()
+        self._watch_calls: Callable[[CollectiveCall], None] | None = None
         self.open(engine, scope, steps, state, watch)
 
     def open(
@@ -70,6 +72,7 @@ class ElasticEngine:
         self._grad_norm: float | None = None
         # Finished steps of a generation whose ranks share sequences, up to the first exchange between them.
         self._unshared: int | None = 0 if scope.spec.sp > 1 else None
+        engine.ledger.watch = self._watch_calls
 
     @property
     def plan(self) -> StepPlan:
@@ -208,6 +211,12 @@ class ElasticEngine:
                 f"engine.set_gradient_accumulation_boundary({is_boundary}) contradicts the platform, which sets the "
                 "number of micro-batches per step at every world size; remove the call"
             )
+
+    def watch_collectives(self, watch: Callable[[CollectiveCall], None] | None) -> None:
+        """`watch` is called with each of the engine's collectives when it is complete, in this and in later
+        generations, on the thread that trains; on a device once the device has reached it, when a later step ends. It
+        must not train. None ends it."""
+        self._watch_calls = self._open().ledger.watch = watch
 
     def save_checkpoint(
         self,

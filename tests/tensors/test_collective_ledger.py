@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastic.comm.collective_ledger import CollectiveLedger
+from elastic.comm.collective_ledger import CollectiveCall, CollectiveLedger
 
 
 @pytest.fixture
@@ -60,6 +60,33 @@ def test_a_handle_counts_when_it_is_waited_for_and_once(group: dist.ProcessGroup
     assert 0.0 < use.waited_s <= use.seconds
 
 
+def test_who_watches_is_told_of_each_call_when_it_is_complete(group: dist.ProcessGroup) -> None:
+    ledger = CollectiveLedger(torch.device("cpu"), {group: "dp"})
+    told: list[CollectiveCall] = []
+    reduce = ledger.timed("all_reduce", dist.all_reduce)
+    reduce(torch.ones(8))
+    ledger.watch = told.append
+    handle = reduce(torch.ones(4), async_op=True)
+    reduce(torch.ones(2, dtype=torch.float64))
+    assert [(call.dtype, call.bytes) for call in told] == [("float64", 16)]
+    handle.wait()
+    handle.wait()
+    assert [(call.op, call.axis, call.dtype, call.bytes) for call in told] == [
+        ("all_reduce", "dp", "float64", 16),
+        ("all_reduce", "dp", "float32", 16),
+    ]
+    assert told[1].began_s < told[0].began_s
+    ledger.watch = None
+    reduce(torch.ones(1))
+    assert len(told) == 2
+    # The rows are those of all calls, watched or not.
+    rows = {use.dtype: use for use in ledger.take()}
+    assert (rows["float32"].calls, rows["float64"].calls) == (3, 1)
+    assert (rows["float64"].seconds, rows["float64"].waited_s) == (told[0].seconds, told[0].waited_s)
+    # The other one was made in the meantime: nobody waited for this one then.
+    assert 0.0 < told[1].waited_s <= told[1].seconds - told[0].seconds
+
+
 def test_other_groups_are_named_by_their_size(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     ledger = CollectiveLedger(torch.device("cpu"), {})
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0] if group is None else [0, 1])
@@ -83,5 +110,7 @@ def test_a_failed_call_is_not_a_row_and_its_time_counts(group: dist.ProcessGroup
 
 def test_after_close_no_group_is_kept(group: dist.ProcessGroup) -> None:
     ledger = CollectiveLedger(torch.device("cpu"), {group: "dp"})
+    ledger.watch = lambda call: None
     ledger.close()
     assert not ledger._axes
+    assert ledger.watch is None, "it refers to what the user's function holds"

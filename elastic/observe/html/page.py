@@ -43,15 +43,17 @@ def page(records: Sequence[Record], job: Mapping[str, Any] | None = None) -> str
         _section("Error of the training function", _error(summary)),
         _section("Configuration", _configuration(job)),
     ]
-    name = escape(str(summary["run_id"] or "run"))
+    return document(f"{summary['run_id'] or 'run'}: elastic report", "\n".join(filter(None, sections)))
+
+
+def document(title: str, body: str, style: str = STYLE) -> str:
+    """A whole page of `body`, which is HTML already."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         # The page loads and executes nothing, whatever texts the run contains.
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
-        f"<title>{name}: elastic report</title><style>{STYLE}</style></head><body><main>"
-        + "\n".join(section for section in sections if section)
-        + "</main></body></html>\n"
+        f"<title>{escape(title)}</title><style>{style}</style></head><body><main>{body}</main></body></html>\n"
     )
 
 
