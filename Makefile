@@ -27,7 +27,7 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 # Else each of them would compile all that it imports, and the tests', by itself.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all slow faults soak unit lint bench verification wheel clean
+.PHONY: demo lab test test-all slow faults soak unit lint bench verification wheel clean
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -37,6 +37,11 @@ $(READY): pyproject.toml
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
+
+# Gradients on their way, predicted and measured. LAB='--full' trains DistilBERT itself.
+LAB ?=
+lab: $(READY)
+	cd examples && ../$(BIN)/python -m lab $(LAB)
 
 test: lint unit
 	$(BIN)/python -m pytest -q $(SIDE_BY_SIDE) $(OTHERS) $(FAST) $(AGAIN) $(OTHERS) $(FAST); }

@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ FAULTS = "kill-node@step=35,add-node@step=40"
 # training carries every difference on. Seen: 7e-7 after 180 steps.
 TOLERANCE = 1e-4
 
+NAMES = ("undisturbed", "disturbed")
 MARKS = ("detected", "decided", "rebuilt", "restored", "first_step")
 Summary = Mapping[str, Any]
 
@@ -45,16 +46,18 @@ def main() -> int:
     return 1 if wrong else 0
 
 
-def run(folder: Path, run_id: str, *more: str) -> bool:
+def run(folder: Path, run_id: str, *more: str, job: Path = JOB, nodes: int = NODES) -> bool:
     """Through the command line, its progress shown live; False if the run did not reach its end."""
-    command = ["run", str(JOB), "--nodes", str(NODES), "--run-id", run_id, "--storage", str(folder)]
+    command = ["run", str(job), "--nodes", str(nodes), "--run-id", run_id, "--storage", str(folder)]
     command += ["--summary", str(folder / f"{run_id}.json"), *more]
-    say(f"\n{run_id}: elastic run examples/{JOB.name} --nodes {NODES} {' '.join(more)}".rstrip())
+    say(f"\n{run_id}: elastic run {os.path.relpath(job, ROOT)} --nodes {nodes} {' '.join(more)}".rstrip())
     with open(folder / f"{run_id}.txt", "wb") as report:
         # In a session of its own, since Ctrl-C in a terminal makes `elastic run` leave its run to the background.
         child = subprocess.Popen(
             [sys.executable, "-m", "elastic_jobs.cli", *command],
             stdout=report,
+            # Modules that a job names are found here.
+            cwd=ROOT / "examples",
             env={"OMP_NUM_THREADS": "1", **os.environ},
             start_new_session=True,
         )
@@ -127,10 +130,14 @@ def column(incident: Summary, moved: Summary) -> dict[str, str]:
 
 
 def comparison(
-    still: Summary, moved: Summary, still_losses: Mapping[int, float], moved_losses: Mapping[int, float]
+    still: Summary,
+    moved: Summary,
+    still_losses: Mapping[int, float],
+    moved_losses: Mapping[int, float],
+    names: Sequence[str] = NAMES,
 ) -> list[str]:
     rows = [
-        {"": name, "undisturbed": one, "disturbed": other}
+        {"": name, names[0]: one, names[1]: other}
         for name, one, other in zip(cells(still), cells(still).values(), cells(moved).values(), strict=True)
     ]
     step, largest = largest_difference(still_losses, moved_losses)
@@ -161,14 +168,18 @@ def largest_difference(one: Mapping[int, float], other: Mapping[int, float]) -> 
 
 
 def problems(
-    still: Summary, moved: Summary, still_losses: Mapping[int, float], moved_losses: Mapping[int, float]
+    still: Summary,
+    moved: Summary,
+    still_losses: Mapping[int, float],
+    moved_losses: Mapping[int, float],
+    names: Sequence[str] = NAMES,
 ) -> Iterator[str]:
-    for name, summary in (("undisturbed", still), ("disturbed", moved)):
+    for name, summary in zip(names, (still, moved), strict=True):
         samples = summary["samples"]
         if samples["missing"] or samples["repeated"] or not samples["seen"]:
             yield f"the {name} run's samples are not exact: {samples}"
     if not any(incident["kind"] == "node-lost" for incident in moved["incidents"]):
-        yield "no node was lost in the disturbed run"
+        yield f"no node was lost in the {names[1]} run"
     if still_losses.keys() != moved_losses.keys():
         yield "the runs did not do the same steps"
     elif largest_difference(still_losses, moved_losses)[1] > TOLERANCE:

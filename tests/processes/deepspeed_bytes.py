@@ -10,27 +10,16 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterable
 from typing import Any
 
 from deepspeed_ranks import GROUPS, join_fake
+from lab.memory import gradient_bytes, master, moment_bytes, storages, weight_bytes
 
 WORLDS = (2, 3, 8, 64, 1000, 1024)
 STAGES = (0, 1, 2, 3)
 DTYPES = ("fp32", "bf16")
 REDUCE_BUCKET = 5000
 PERSISTENCE_THRESHOLD = 500
-
-
-def storages(tensors: Iterable[Any]) -> int:
-    """Bytes of the storages behind them, each counted once."""
-    found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}
-    return sum(size for address, size in found.items() if address)
-
-
-def elements(tensors: Iterable[Any]) -> int:
-    """Bytes of their elements: gradients of a partition are views of whole gradients on the CPU."""
-    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
 
 def make_engine(stage: int, dtype: str) -> Any:
@@ -78,12 +67,8 @@ def measure(stage: int, dtype: str, rank: int, world_size: int) -> dict[str, int
     if stage < 3 or rank == 0:
         trained["gradients"], trained["bucket"] = _train(engine, stage)
         trained["persistent"] = storages(parameters) if stage == 3 else 0
-        states = getattr(optimizer, "optimizer", optimizer).state.values()
-        trained["moments"] = storages(state[name] for state in states for name in ("exp_avg", "exp_avg_sq"))
-    found = {
-        "weights": storages([p.ds_tensor for p in parameters] if stage == 3 else parameters),
-        "master": storages(_master(optimizer)),
-    }
+        trained["moments"] = moment_bytes(optimizer)
+    found = {"weights": weight_bytes(engine, stage), "master": storages(master(optimizer))}
     release_engine(engine)
     comm.destroy_process_group()
     return found | trained
@@ -92,7 +77,7 @@ def measure(stage: int, dtype: str, rank: int, world_size: int) -> dict[str, int
 def _train(engine: Any, stage: int) -> tuple[int, int]:
     """Trains a step of two micro-batches. Returns bytes: gradients held until the step, bucket that reduces them."""
     engine.backward(engine())
-    held = storages(p.grad for p in engine.module.parameters())
+    held = gradient_bytes(engine, stage) if stage < 2 else 0
     engine.step()
     loss, seen = engine(), [0]
     if stage:
@@ -101,7 +86,7 @@ def _train(engine: Any, stage: int) -> tuple[int, int]:
             tensor.register_hook(lambda _: seen.append(storages(_bucket(engine.optimizer))))
     engine.backward(loss)
     if stage > 1:
-        held = elements(g for group in engine.optimizer.averaged_gradients.values() for g in group)
+        held = gradient_bytes(engine, stage)
     engine.step()
     return held, max(seen)
 
@@ -109,13 +94,6 @@ def _train(engine: Any, stage: int) -> tuple[int, int]:
 def _bucket(optimizer: Any) -> list[Any]:
     buffers = [bucket.buffer for bucket in optimizer.ipg_buckets.values()]
     return [tensor for buffer in buffers for tensor in (buffer if isinstance(buffer, list) else [buffer])]
-
-
-def _master(optimizer: Any) -> list[Any]:
-    for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):
-        if hasattr(optimizer, name):
-            return list(getattr(optimizer, name))
-    return [tensor for group in getattr(optimizer, "fp32_groups", []) for tensor in group]
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ from elastic.planner.model_shape import Tensors
 from elastic.planner.states import BF16_ADAM, FP32_ADAM, state_bytes
 
 _HERE = Path(__file__).parent
+_ROOT = _HERE.parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +26,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     report = tmp_path_factory.mktemp("bytes") / "bytes.json"
     done = subprocess.run(
         [sys.executable, str(_HERE / "deepspeed_bytes.py"), str(report)],
-        env=os.environ | {"PYTHONPATH": str(_HERE.parent.parent)},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(_ROOT), str(_ROOT / "examples")])},
         capture_output=True,
         text=True,
         timeout=280,
