@@ -82,7 +82,9 @@ def watch(
                         f"Ctrl-C was pressed again: stop run {folder.run_id}, with a last checkpoint?"
                     ):
                         handle.stop("Ctrl-C")
-                    say(f"detached; {how_to_come_back(folder, address)}")
+                        say(f"run {folder.run_id} saves a last checkpoint and ends; continue it with `elastic resume`")
+                    else:
+                        say(f"detached; {how_to_come_back(folder, address)}")
                     return NOT_FINISHED
         finally:
             display.close()

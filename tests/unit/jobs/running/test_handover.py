@@ -106,6 +106,7 @@ def test_a_second_ctrl_c_asks_whether_to_stop(
         signal.signal(signal.SIGINT, before)
     assert "stop run r1, with a last checkpoint? [y/N]" in asked.getvalue()
     assert backend.handle.stop_reason == stopped
+    assert ("continues" in asked.getvalue()) is not bool(stopped)
     assert backend.cluster.log == ["detach"]
 
 
