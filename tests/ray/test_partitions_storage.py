@@ -96,13 +96,10 @@ def test_no_checkpoint_is_made_without_the_node_and_the_next_one_when_it_is_back
 
     run.assert_whole()
     assert run.incidents() == []
-    # None: the controller says that one save has taken the place of another, as it may.
-    assert {event["worker"] for event in run.events("SaveFailing")} - {None} == {cut["worker"]}
-    first, again, *later = run.decisions("storage")
+    assert {event["worker"] for event in run.events("SaveFailing")} == {cut["worker"]}
+    first, again = run.decisions("storage")
     assert "training continues" in first
     assert again == f"storage accepts checkpoints again: {saved}"
-    # Where steps are quick, one save may take the place of another that waits.
-    assert all("takes its place" in told or told.startswith("storage accepts checkpoints again") for told in later)
     complete = store.look("back").complete
     assert complete[:2] == ["step-00000005-g0001", saved]
     assert complete[-1] == "step-00000051-g0001"

@@ -28,7 +28,7 @@ def test_a_checkpoint_that_was_made_and_not_told_is_told_by_the_next_controller(
 
     async def made() -> list[ev.Event]:
         told: list[ev.Event] = []
-        committer = Committer(RunSettings("run"), store, {}, told.append, lambda *_: None)
+        committer = Committer(RunSettings("run"), store, {}, told.append, lambda *_: None, lambda _: None)
         for shard in shards:
             committer.add(shard, None, -1)
         await committer.close(LIMIT_S)

@@ -260,7 +260,7 @@ class ControllerActor:
             lambda step: loop.telemetry.contents.after(step),
         )
         self._given_back.clear()
-        self._committer = Committer(settings, store, versions(), emit, loop.note_checkpoint)
+        self._committer = Committer(settings, store, versions(), emit, loop.note_checkpoint, loop.note_left_out)
         loop.connect(self._executor, self._committer)
         if isinstance(old.state.phase, Finished):
             # The controller was killed after the end of the run: it reports the end again and repeats nothing.

@@ -39,7 +39,8 @@ class _Whole:
 
 
 class Committer:
-    """`emit` gets CheckpointCommitted and SaveFailing; `record(id, step, bytes, seconds)` is told of each commit.
+    """`emit` gets CheckpointCommitted and SaveFailing; `record(id, step, bytes, seconds)` is told of each commit, and
+    `left_out` of each whole checkpoint that another takes the place of ("step", "generation", "world_size", "by").
 
     One commit at a time, and the newest wins: a checkpoint that is whole while an older one still waits for storage
     takes its place. Calls of storage run on one thread of the committer's own: a storage that hangs delays nothing but
@@ -53,12 +54,14 @@ class Committer:
         versions: Mapping[str, str],
         emit: Callable[[ev.Event], None],
         record: Callable[[str, int, int, float], None],
+        left_out: Callable[[Mapping[str, Any]], None],
     ) -> None:
         self._settings = settings
         self._store = store
         self._versions = versions
         self._emit = emit
         self._record = record
+        self._left_out = left_out
         self._thread = ThreadPoolExecutor(1, "elastic-commits")
         self._shards: dict[CheckpointRef, dict[int, ShardRecord]] = {}
         self._began: dict[CheckpointRef, float] = {}
@@ -151,9 +154,9 @@ class Committer:
         await self._call(self._retire, whole.ref, {whole.ref.id, whole.protect or whole.ref.id})
 
     def _say_overtaken(self, whole: _Whole, by: CheckpointRef) -> None:
-        why = f"storage is slower than the cadence, and the checkpoint of step {by.step} takes its place"
-        logger.warning("checkpoint %s is not made: %s", whole.ref.id, why)
-        self._emit(ev.SaveFailing(whole.ref.step, why, 0.0))
+        logger.warning("checkpoint %s is not made: that of step %d takes its place", whole.ref.id, by.step)
+        place = {"step": whole.ref.step, "generation": whole.ref.generation, "world_size": len(whole.shards)}
+        self._left_out({**place, "by": by.step})
 
     def _write(self, shards: Sequence[ShardRecord], written_at: float) -> Manifest:
         # The same bytes at every try: one whose answer was lost may have written them already.

@@ -159,7 +159,7 @@ class ControlLoop:
         elif item.kind == "replica_moved":
             self._records.note(replica_moved_record(item.data))
         elif item.kind == "save_left_out":
-            self._records.note(left_out_record(item.data))
+            self.note_left_out(item.data)
         elif item.kind == "restored":
             restore = self.telemetry.restored(item.data)
             if restore is not None:
@@ -200,6 +200,9 @@ class ControlLoop:
     def note_checkpoint(self, identifier: str, step: int, size: int, seconds: float) -> None:
         stall_s = self.telemetry.stall_of(step)
         self._records.note(records.checkpoint(identifier, step, size, seconds, stall_s))
+
+    def note_left_out(self, told: Mapping[str, Any]) -> None:
+        self._records.note(left_out_record(told))
 
     # --- turns ---
 

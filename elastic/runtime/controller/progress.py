@@ -97,11 +97,13 @@ def replica_moved_record(told: Mapping[str, Any]) -> records.Decision:
 
 
 def left_out_record(told: Mapping[str, Any]) -> records.Decision:
-    """The journal's record of a save that all ranks left out."""
-    step = told["step"]
+    """The journal's record of a save that all ranks left out; of one that is in storage and does not become a
+    checkpoint where `by` names the step of the one that takes its place."""
+    step, by = told["step"], told.get("by")
+    instead = "an older one still waits" if by is None else f"that of step {by} takes its place"
     return records.decision(
         "save-left-out",
-        f"the checkpoint of step {step} is left out: storage is slower than the cadence, and an older one still waits",
+        f"the checkpoint of step {step} is left out: storage is slower than the cadence, and {instead}",
         step=step,
         generation=told["generation"],
         world_size=told["world_size"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ from elastic.core.errors import StorageError
 from elastic.core.names import CheckpointRef, parse_checkpoint_id
 from elastic.core.settings import FailureSettings, RunSettings
 from elastic.runtime.controller.committer import Committer
+from elastic.runtime.controller.progress import left_out_record
 
 LIMIT_S = 20.0
 SETTINGS = RunSettings("run")
@@ -34,7 +36,7 @@ class Nothing:
 
 def test_what_a_generation_has_left_unfinished_is_not_kept_for_ever() -> None:
     store: Any = Nothing()
-    committer = Committer(SETTINGS, store, {}, lambda event: None, lambda *_: None)
+    committer = Committer(SETTINGS, store, {}, lambda event: None, lambda *_: None, lambda _: None)
 
     def shard(generation: int, step: int) -> ShardRecord:
         return ShardRecord(0, 2, generation, step, "f", 0, "", (), (), {})
@@ -78,7 +80,7 @@ def test_what_a_newer_checkpoint_has_overtaken_goes_with_it() -> None:
         kept.append(weakref.ref(made))
         return made
 
-    committer = Committer(SETTINGS, store, {}, lambda event: None, lambda *_: None)
+    committer = Committer(SETTINGS, store, {}, lambda event: None, lambda *_: None, lambda _: None)
 
     async def scenario() -> None:
         committer.add(shard(0, 8), None, -1)
@@ -115,11 +117,12 @@ def whole(step: int) -> ShardRecord:
 def test_the_newest_whole_checkpoint_takes_the_place_of_those_that_wait() -> None:
     store: Any = Hanging()
     told: list[ev.Event] = []
+    left_out: list[Mapping[str, Any]] = []
 
     async def scenario() -> None:
         # Whatever else the loop's own threads do, a commit that hangs must not take one of them.
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
-        committer = Committer(SETTINGS, store, {}, told.append, lambda *_: None)
+        committer = Committer(SETTINGS, store, {}, told.append, lambda *_: None, left_out.append)
         for step in range(1, 41):
             committer.add(whole(step), None, -1)
             if step == 1:
@@ -133,9 +136,12 @@ def test_the_newest_whole_checkpoint_takes_the_place_of_those_that_wait() -> Non
     asyncio.run(scenario())
     assert store.tried == [1, 40]
     assert [event.step for event in told if isinstance(event, ev.CheckpointCommitted)] == [1, 40]
-    overtaken = [event for event in told if isinstance(event, ev.SaveFailing)]
-    assert [event.step for event in overtaken] == list(range(2, 40))
-    assert overtaken[0].error == "storage is slower than the cadence, and the checkpoint of step 3 takes its place"
+    assert [one["step"] for one in left_out] == list(range(2, 40))
+    # Storage works: it is not told to fail.
+    assert not [event for event in told if isinstance(event, ev.SaveFailing)]
+    assert left_out_record(left_out[0])["sentence"] == (
+        "the checkpoint of step 2 is left out: storage is slower than the cadence, and that of step 3 takes its place"
+    )
 
 
 def test_a_commit_that_waits_for_its_next_try_gives_way_at_once() -> None:
@@ -147,10 +153,13 @@ def test_a_commit_that_waits_for_its_next_try_gives_way_at_once() -> None:
 
     store: Any = Failing()
     told: list[ev.Event] = []
+    left_out: list[Mapping[str, Any]] = []
 
     async def scenario() -> None:
         failures = FailureSettings(storage_backoff_s=1e6, storage_backoff_limit_s=1e6)
-        committer = Committer(replace(SETTINGS, failures=failures), store, {}, told.append, lambda *_: None)
+        committer = Committer(
+            replace(SETTINGS, failures=failures), store, {}, told.append, lambda *_: None, left_out.append
+        )
         committer.add(whole(1), None, -1)
         while not told:
             await asyncio.sleep(0.001)
@@ -159,4 +168,5 @@ def test_a_commit_that_waits_for_its_next_try_gives_way_at_once() -> None:
 
     asyncio.run(scenario())
     assert store.complete == {"step-00000002-g0001"}
-    assert [type(event) for event in told] == [ev.SaveFailing, ev.SaveFailing, ev.CheckpointCommitted]
+    assert [type(event) for event in told] == [ev.SaveFailing, ev.CheckpointCommitted]
+    assert [(one["step"], one["by"]) for one in left_out] == [(1, 2)]
