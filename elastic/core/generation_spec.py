@@ -70,6 +70,8 @@ class GenerationSpec:
     # Ranges of positions that the run leaves out; and the handling of a non-finite loss (None: not watched).
     skips: tuple[Range, ...] = ()
     anomalies: AnomalySettings | None = None
+    # Every how many steps the gradient noise is measured; None: never.
+    noise_every_steps: int | None = None
     # No step is done before the coordinator says where to stop: the generation only saves what it begins with.
     stops_at_start: bool = False
     # Of a stream: what completed steps beyond the checkpoint have read, by their first position. Done again, they must

@@ -178,6 +178,17 @@ class StragglerSettings:
 
 
 @dataclass(frozen=True)
+class GradientNoiseSettings:
+    """Measurement of the gradient noise scale in every step whose number `every_steps` divides; None: in none.
+
+    It reads each micro-batch's own gradient and changes nothing: neither the batch nor the learning rate follows from
+    it.
+    """
+
+    every_steps: int | None = None
+
+
+@dataclass(frozen=True)
 class SinkSettings:
     """Where the run's records go besides the journal: a file at the absolute `path` on the controller's node.
 
@@ -231,6 +242,7 @@ class RunSettings:
     failures: FailureSettings = field(default_factory=FailureSettings)
     anomalies: AnomalySettings = field(default_factory=AnomalySettings)
     stragglers: StragglerSettings = field(default_factory=StragglerSettings)
+    gradient_noise: GradientNoiseSettings = field(default_factory=GradientNoiseSettings)
     sinks: tuple[SinkSettings, ...] = ()
     resources_per_worker: Mapping[str, float] = field(default_factory=lambda: {"CPU": 1.0})
     # The kind of engine that every worker trains with, and its configuration: DeepSpeed's, or the options of FSDP2.
@@ -263,7 +275,7 @@ class RunSettings:
         parts = {
             "scaling": ScalingSettings, "checkpoint": CheckpointSettings, "snapshots": SnapshotSettings,
             "failures": FailureSettings, "anomalies": AnomalySettings,
-            "stragglers": StragglerSettings, "mesh": MeshSettings,
+            "stragglers": StragglerSettings, "mesh": MeshSettings, "gradient_noise": GradientNoiseSettings,
         }  # fmt: skip
         values = {key: _build(parts[key], value) if key in parts else value for key, value in data.items()}
         values["sinks"] = tuple(_build(SinkSettings, sink) for sink in values.get("sinks") or ())

@@ -116,7 +116,7 @@ class Engine(Witness, Detachable, Protocol):
 
     1. `state` once, before the first step; where a checkpoint is restored also `load_extra_state`, and then
        `expected_extra_state` and `extra_state` to verify it
-    2. for every micro-batch: `forward` (any number of times), `backward` once, `step` once
+    2. for every micro-batch: `forward` (any number of times), `leaves` if need be, `backward` once, `step` once
     3. `state()`'s object and `extra_state` between any two steps, for snapshots
     4. `close` at the end of the generation, before the process groups are destroyed; or `detach`, where `obstacle` has
        none to tell and the next generation builds an engine on the same model and optimizer
@@ -154,6 +154,11 @@ class Engine(Witness, Detachable, Protocol):
     def step(self, inputs: Sequence[Any], named: Mapping[str, Any], consumed: int) -> StepOutcome | None:
         """After each `backward`: the optimizer's step where `last` was True, else None. `consumed` is how many samples
         the run will have consumed by then."""
+        ...
+
+    def leaves(self) -> dict[str, torch.Tensor]:
+        """The trained parameters by name, as the graph of the last forward pass holds them: a hook on one of them gets
+        this rank's gradient of this micro-batch, before anything is added to it or reduced."""
         ...
 
     def state(self) -> ShardedState:

@@ -85,13 +85,15 @@ class _StepAlways(TypedDict):
 
 class Step(_StepAlways, total=False):
     """One step in a "steps" record; see `CompletedStep`. `anomaly` and `skipped`: the step was not applied. `content`:
-    64 bits in hexadecimal form, of a stream. `collectives`: rank 0's, each the fields of a `CollectiveUse`."""
+    64 bits in hexadecimal form, of a stream. `collectives`: rank 0's, each the fields of a `CollectiveUse`.
+    `gradient_parts`: of a step whose gradient noise was measured, see `StepReport`."""
 
     metrics_by_rank: Mapping[str, Mapping[str, Any]]
     anomaly: str
     skipped: Sequence[Range]
     content: str
     collectives: Sequence[Sequence[Any]]
+    gradient_parts: Sequence[float]
 
 
 class Steps(TypedDict):
@@ -215,6 +217,8 @@ def step(done: CompletedStep, now: float) -> Step:
         record["content"] = f"{done.content:016x}"
     if done.collectives:
         record["collectives"] = [use.to_json() for use in done.collectives]
+    if done.gradient_parts:
+        record["gradient_parts"] = [_writable(value) for value in done.gradient_parts]
     return record
 
 

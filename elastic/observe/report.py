@@ -21,6 +21,7 @@ def report(summary: Summary) -> list[str]:
         _generations(summary),
         _checkpoints(summary),
         _ledger(summary),
+        _noise(summary),
     ]
     lines: list[str] = []
     for section in sections:
@@ -99,3 +100,8 @@ def _ledger(summary: Summary) -> list[str]:
     owners = sorted(ledger.items(), key=lambda item: -item[1])
     shares = [f"{owner} {duration(seconds)} ({seconds / total:.0%})" for owner, seconds in owners if seconds > 0]
     return [f"time: {', '.join(shares)}"] if shares else []
+
+
+def _noise(summary: Summary) -> list[str]:
+    noise = summary.get("gradient_noise")
+    return [f"gradient noise: {noise['advice']}"] if noise else []

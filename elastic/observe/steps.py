@@ -20,14 +20,20 @@ def step_rows(records: Iterable[Record]) -> list[dict[str, Any]]:
     Columns: step, time (wall clock seconds), generation, loss, grad_norm, duration_s, samples, and each of the user's
     metrics by its name (by `metrics.NAME` where a column has that name).
     """
-    rows: dict[int, dict[str, Any]] = {}
+    return [_row(step) for step in final_steps(records)]
+
+
+def final_steps(records: Iterable[Record]) -> list[Record]:
+    """The records of the steps that count, in order: without those that were rolled back, and of a repeated step its
+    last version."""
+    kept: dict[int, Record] = {}
     for record in records:
         if begins_generation(record):
             first = int(record["first_step"])
-            rows = {step: row for step, row in rows.items() if step < first}
+            kept = {step: row for step, row in kept.items() if step < first}
         for step in steps_of([record]):
-            rows[int(step["step"])] = _row(step)
-    return [rows[step] for step in sorted(rows)]
+            kept[int(step["step"])] = step
+    return [kept[step] for step in sorted(kept)]
 
 
 def _row(step: Record) -> dict[str, Any]:

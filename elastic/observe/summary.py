@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from elastic.observe.laws.gradient_noise import noise_scale
 from elastic.observe.records import Record, of, steps_of
 from elastic.observe.text import finite
 
@@ -31,7 +32,8 @@ _STAMPS = {"seq", "incarnation", "time", "type"}
 
 def summarize(records: Iterable[Record]) -> Json:
     """Keys: run_id, status, reason, steps, final_loss, error, started_at, ended_at, wall_s, generations, incidents,
-    samples, checkpoints, save_stall_s, attempts, time_ledger, controllers. Times are wall clock seconds."""
+    samples, checkpoints, save_stall_s, attempts, time_ledger, gradient_noise (a `NoiseScale`), controllers.
+    Times are wall clock seconds."""
     all_records = list(records)
     attempts = _attempts(all_records)
     run = _run(all_records, attempts[-1])
@@ -54,6 +56,7 @@ def summarize(records: Iterable[Record]) -> Json:
         "save_stall_s": _stalls(of(all_records, "checkpoint")),
         "attempts": len(attempts),
         "time_ledger": time_ledger(attempts),
+        "gradient_noise": None if (noise := noise_scale(all_records)) is None else noise.to_json(),
         "controllers": max((int(record.get("incarnation", 0)) for record in all_records), default=0),
     }
 

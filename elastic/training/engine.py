@@ -19,6 +19,7 @@ from elastic.core.data.step_plan import StepPlan
 from elastic.core.data.steps import StepReport
 from elastic.core.errors import GenerationEnded, UsageError
 from elastic.engines.base import Engine, StepOutcome
+from elastic.engines.gradient_squares import GradientSquares
 from elastic.training import rng
 from elastic.training.anomalies import AnomalyWatch
 from elastic.training.result import BadStep
@@ -73,6 +74,7 @@ class ElasticEngine:
         # Finished steps of a generation whose ranks share sequences, up to the first exchange between them.
         self._unshared: int | None = 0 if scope.spec.sp > 1 else None
         engine.ledger.watch = self._watch_calls
+        self._squares = GradientSquares(scope.spec.noise_every_steps)
 
     @property
     def plan(self) -> StepPlan:
@@ -145,8 +147,9 @@ class ElasticEngine:
             self._loss = self._loss + loss.detach().float() * (weight / self._scope.spec.sp)
         progress.backwards += 1
         scaled = loss * scale if self._watch is None else self._watch.guarded(loss, scale)
-        with self._scope.translating():
-            result = self._open().backward(scaled, kwargs)
+        engine = self._open()
+        with self._scope.translating(), self._squares.around(progress.step + 1, engine, scaled, scale, weight):
+            result = engine.backward(scaled, kwargs)
         self._restore_buffers()
         return result
 
@@ -353,6 +356,7 @@ class ElasticEngine:
         self._look_for_exchanges(outcome)
         bad = self._judged(loss, outcome)
         report = _report(progress, outcome, loss, bad, duration_s, self.plan.leads)
+        report = replace(report, gradient_parts=self._squares.taken(report.step, outcome))
         self._grad_norm = report.grad_norm
         self._rates.check(report.step, report.learning_rates)
         if self._scope.spec.rank == 0:

@@ -109,6 +109,7 @@ def whole(engine: Engine) -> dict[str, torch.Tensor]:
 
 def hold(kind: EngineKind, resolved: ResolvedConfig, device: torch.device) -> None:
     trains_as_plain_torch_does(kind, resolved, device)
+    leaves_get_each_micro_batchs_own_gradient(kind, resolved, device)
     state_covers_the_model(kind, resolved, device)
     extra_state_goes_round(kind, resolved, device)
     a_non_finite_step_is_not_applied(kind, resolved, device)
@@ -135,6 +136,32 @@ def trains_as_plain_torch_does(kind: EngineKind, resolved: ResolvedConfig, devic
     engine.module.train()
     assert float(engine.module.seen) == before == 3 * MICRO_STEPS  # type: ignore[arg-type]
     assert one_step(engine, 3, rank).applied, "an evaluation pass is not part of a step"
+    engine.close()
+
+
+def leaves_get_each_micro_batchs_own_gradient(kind: EngineKind, resolved: ResolvedConfig, device: torch.device) -> None:
+    engine, _ = build(kind, resolved, device)
+    rank = torch.distributed.get_rank()
+    found: dict[str, torch.Tensor] = {}
+
+    def reader(name: str) -> Callable[[torch.Tensor], None]:
+        return lambda gradient: found.update({name: gradient.detach().cpu().clone()})
+
+    for number in range(MICRO_STEPS):
+        found.clear()
+        last = number == MICRO_STEPS - 1
+        loss = loss_of(lambda x, last=last: engine.forward((x,), {}, last), batch(0, number, rank))  # type: ignore[misc]
+        hooks: list[Any] = [leaf.register_hook(reader(name)) for name, leaf in engine.leaves().items()]  # type: ignore[no-untyped-call]
+        engine.backward(loss, {})
+        engine.step((), {}, consumed=8)
+        for hook in hooks:
+            hook.remove()
+        model = Small()
+        loss_of(model, batch(0, number, rank)).backward()  # type: ignore[no-untyped-call]
+        trained = {name: p.grad / MICRO_STEPS for name, p in model.named_parameters() if p.grad is not None}
+        assert found.keys() == trained.keys()
+        for name, gradient in trained.items():
+            torch.testing.assert_close(found[name], gradient)
     engine.close()
 
 

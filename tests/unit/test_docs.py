@@ -19,7 +19,14 @@ from elastic_cluster.chaos import Action, Chaos
 from elastic_jobs import exit_codes
 from elastic_jobs.cli import parser
 from elastic_jobs.job_file.load import parse_job
-from elastic_jobs.job_file.sections import AnomalySpec, CheckpointSpec, MeshSpec, SnapshotSpec, StragglerSpec
+from elastic_jobs.job_file.sections import (
+    AnomalySpec,
+    CheckpointSpec,
+    GradientNoiseSpec,
+    MeshSpec,
+    SnapshotSpec,
+    StragglerSpec,
+)
 from elastic_jobs.job_file.spec import JobSpec
 from elastic_jobs.job_file.submit_section import SubmitSpec
 from elastic_jobs.job_file.yaml_lines import parse
@@ -111,13 +118,14 @@ def test_exit_codes() -> None:
         ("## snapshots", {name: field.default for name, field in SnapshotSpec.model_fields.items()}),
         ("## anomalies", {name: field.default for name, field in AnomalySpec.model_fields.items()}),
         ("## stragglers", {name: field.default for name, field in StragglerSpec.model_fields.items()}),
+        ("## gradient_noise", {name: field.default for name, field in GradientNoiseSpec.model_fields.items()}),
         (
             "## submit",
             {name: field.get_default(call_default_factory=True) for name, field in SubmitSpec.model_fields.items()},
         ),
         ("## failures", {field.name: field.default for field in dataclasses.fields(FailureSettings)}),
     ],
-    ids=["top", "mesh", "checkpoint", "snapshots", "anomalies", "stragglers", "submit", "failures"],
+    ids=["top", "mesh", "checkpoint", "snapshots", "anomalies", "stragglers", "gradient_noise", "submit", "failures"],
 )
 def test_job_keys_and_their_defaults(section: str, defaults: dict[str, Any]) -> None:
     text = (ROOT / "docs" / "job.md").read_text().partition(f"\n{section}\n")[2].partition("\n## ")[0]
@@ -238,7 +246,16 @@ def actions(command: argparse.ArgumentParser) -> Iterator[argparse.Action]:
                 yield from actions(below)
 
 
-_SECTIONS = AnomalySpec, CheckpointSpec, MeshSpec, SnapshotSpec, StragglerSpec, SubmitSpec, FailureSettings
+_SECTIONS = (
+    AnomalySpec,
+    CheckpointSpec,
+    GradientNoiseSpec,
+    MeshSpec,
+    SnapshotSpec,
+    StragglerSpec,
+    SubmitSpec,
+    FailureSettings,
+)
 
 
 def default(value: object) -> str:

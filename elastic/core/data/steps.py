@@ -18,7 +18,7 @@ Range = tuple[int, int]
 RANKS_PER_METRIC = 32
 _MODULUS = 1 << 64
 _ALWAYS = ("step", "loss", "positions", "samples", "duration_s")
-_WHERE_SET = ("tokens", "anomaly", "skipped", "metrics", "content")
+_WHERE_SET = ("tokens", "anomaly", "skipped", "metrics", "content", "grad_norm", "gradient_parts")
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,8 @@ class StepReport:
     `metrics` is what the user attached with `elastic.report`.
     `content` stands for what was read from a stream (0: none): the sum over its readers, modulo 2**64.
     `collectives` are those of rank 0, empty on all others.
+    `gradient_parts`, where the gradient noise was measured: (number of this rank's micro-batches, the sum of their
+    share of the step's samples times the squared norm of their own gradient). A step's are the sums over the ranks.
     """
 
     step: int
@@ -53,6 +55,7 @@ class StepReport:
     metrics: Mapping[str, Any] = field(default_factory=dict)
     content: int = 0
     collectives: tuple[CollectiveUse, ...] = ()
+    gradient_parts: tuple[float, ...] = ()
     generation: int = 0
     rank: int = 0
 
@@ -66,6 +69,7 @@ class StepReport:
         """The inverse of `to_json`. Unknown keys are ignored. Raises KeyError or TypeError for anything else."""
         known: dict[str, Any] = {name: data[name] for name in (*_ALWAYS, *_WHERE_SET) if name in data}
         known |= {name: _ranges(known[name]) for name in ("positions", "skipped") if name in known}
+        known |= {"gradient_parts": tuple(known.get("gradient_parts", ()))}
         return cls(**known, generation=generation, rank=rank)
 
 
@@ -81,7 +85,7 @@ class CompletedStep:
     rank that reported the name. `metrics_by_rank` has the single values of names whose values differ between ranks, of
     the lowest `RANKS_PER_METRIC` ranks.
     `content` is the sum over all readers of a stream, modulo 2**64: a step that is repeated must give the same.
-    `collectives` are those of rank 0.
+    `collectives` are those of rank 0. `gradient_parts` are sums over all ranks, empty where one did not measure.
     """
 
     generation: int
@@ -104,6 +108,7 @@ class CompletedStep:
     metrics_by_rank: Mapping[str, Mapping[int, Any]] = field(default_factory=dict)
     content: int = 0
     collectives: tuple[CollectiveUse, ...] = ()
+    gradient_parts: tuple[float, ...] = ()
 
     @property
     def first_step_done(self) -> FirstStepDone | None:
@@ -201,6 +206,7 @@ class StepTable:
             metrics_by_rank=metrics_by_rank,
             content=sum(report.content for report in reports) % _MODULUS,
             collectives=reports[0].collectives,
+            gradient_parts=_summed([report.gradient_parts for report in reports]),
         )
 
 
@@ -225,6 +231,11 @@ def _mean(values: Sequence[Any]) -> Any:
     if not numbers:
         return values[0]
     return numbers[0] if all(number == numbers[0] for number in numbers) else math.fsum(numbers) / len(numbers)
+
+
+def _summed(parts: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+    """Not rounded on the way: the order of the ranks makes no difference."""
+    return tuple(math.fsum(column) for column in zip(*parts, strict=True)) if all(parts) else ()
 
 
 def _excess(reports: Sequence[StepReport]) -> float:

@@ -94,6 +94,9 @@ class DeepSpeedAdapter:
             collectives=self.ledger.take(),
         )
 
+    def leaves(self) -> dict[str, torch.Tensor]:
+        return {name: leaf for name, leaf in self.module.named_parameters() if leaf.requires_grad}
+
     def state(self) -> ZeroState:
         state = open_zero_state(self.native)
         # A scheduler that cannot be carried is refused now, not at the first snapshot.

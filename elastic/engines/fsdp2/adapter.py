@@ -17,7 +17,7 @@ from elastic.engines.base import ResolvedConfig, StepOutcome
 from elastic.engines.fsdp2.collectives import count_collectives
 from elastic.engines.fsdp2.fragments import fragments, numbers
 from elastic.engines.fsdp2.gradients import clip, local_gradients, total_norm
-from elastic.engines.fsdp2.sharding import reshard
+from elastic.engines.fsdp2.sharding import gathered, reshard
 from elastic.engines.fsdp2.state import Fsdp2State
 from elastic.engines.json_values import decode, encode
 from elastic.engines.last_output import LastOutput
@@ -141,6 +141,9 @@ class Fsdp2Adapter:
             collective_s=None if began_s is None or self.ledger.on_device else self.ledger.waited_s - began_s,
             collectives=self.ledger.take(),
         )
+
+    def leaves(self) -> dict[str, torch.Tensor]:
+        return gathered(self.module)
 
     def state(self) -> Fsdp2State:
         state = Fsdp2State(self.module, self.native.optimizer, self.native.lr_scheduler, self._mesh)

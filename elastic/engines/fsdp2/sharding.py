@@ -17,7 +17,7 @@ from torch.distributed.tensor._redistribute import clear_redistribute_planner_ca
 from torch.distributed.tensor._sharding_prop import LocalLRUCache
 
 from elastic.core.errors import UsageError
-from elastic.engines.model.plain_names import named_parameters
+from elastic.engines.model.plain_names import named_parameters, plain
 
 
 def shard_model(model: torch.nn.Module, options: Mapping[str, Any], device: torch.device) -> DeviceMesh:
@@ -76,6 +76,26 @@ def reshard(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def gathered(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Trained parameters by name, as forward passes use them: where they are sharded, the gathered one, which is the
+    same object in every pass once there was a first."""
+    found: dict[str, torch.Tensor] = {
+        name: parameter
+        for name, parameter in named_parameters(model)
+        if parameter.requires_grad and not isinstance(parameter, DTensor)
+    }
+    groups = [
+        group
+        for module in model.modules()
+        if isinstance(module, FSDPModule)
+        for group in module._get_fsdp_state()._fsdp_param_groups
+    ]
+    for sharded in (parameter for group in groups for parameter in group.fsdp_params):
+        if sharded.sharded_param.requires_grad:
+            found[plain(str(sharded._param_fqn))] = sharded.unsharded_param
+    return found
 
 
 def repoint(optimizer: torch.optim.Optimizer, old: Mapping[int, str], new: Mapping[str, torch.nn.Parameter]) -> None:

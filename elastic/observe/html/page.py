@@ -37,6 +37,7 @@ def page(records: Sequence[Record], job: Mapping[str, Any] | None = None) -> str
         _section("Incidents", figures.incidents(summary) + _phase_key(summary) + _incident_table(summary)),
         _section("Where the time went", _ledger(summary)),
         _section("Collectives", _collectives(records)),
+        _section("Gradient noise", _noise(summary)),
         _section("Generations", _generation_table(summary)),
         _section("Checkpoints", _checkpoint_table(summary)),
         _section("Slowest ranks", _stragglers(steps)),
@@ -154,6 +155,19 @@ def _collectives(records: Sequence[Record]) -> str:
     )
     names = ("operation", "axis", "dtype", "calls", "payload", "time", "waited")
     return f'<p class="faint">{escape(words)}</p>' + _table(names, rows)
+
+
+def _noise(summary: Summary) -> str:
+    noise = summary["gradient_noise"]
+    if not noise:
+        return ""
+    words = (
+        f"Averages over {plural(noise['measured'], 'measured step')} up to step {noise['step']}: squared norm of the "
+        f"gradient {number(noise['gradient'])}, trace of the samples' covariance {number(noise['noise'])}. Their ratio "
+        "is a proxy for the batch beyond which more samples per step save few steps. Advice: the batch and the "
+        "learning rate stay as the job says."
+    )
+    return f'<p>{escape(noise["advice"])}.</p><p class="faint">{escape(words)}</p>'
 
 
 def _generation_table(summary: Summary) -> str:

@@ -8,8 +8,10 @@ from typing import Any
 
 from elastic.core.checkpoint.snapshots import is_snapshot
 from elastic.core.data.finite import FinitePlace
+from elastic.core.data.micro_batches import refused_noise
 from elastic.core.data.readers import READERS
 from elastic.core.data.step_plan import StepPlan, total_samples
+from elastic.core.errors import UsageError
 from elastic.core.generation_spec import GenerationSpec
 from elastic.core.settings import WeightsSettings
 from elastic.engines.base import Config, Engine, ResolvedConfig, UserObjects
@@ -64,6 +66,10 @@ def assemble(generation: Generation, given: Given, handles: Handles | None = Non
     an earlier generation. Collective. Raises what `elastic.initialize` raises."""
     scope, source = generation.scope, given.source
     resolved = generation.kind.resolve(given.config, scope.spec, source.micro_batch)
+    if scope.spec.noise_every_steps is not None:
+        refused = refused_noise(scope.spec.sp, resolved.global_batch, resolved.micro_batch)
+        if refused is not None:
+            raise UsageError(refused)
     nonfinite = scope.spec.anomalies.policy if scope.spec.anomalies is not None else None
     engine, optimizer, scheduler = generation.kind.build(
         resolved,

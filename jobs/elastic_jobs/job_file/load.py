@@ -18,6 +18,7 @@ from elastic_jobs.job_file import kubernetes_section
 from elastic_jobs.job_file.sections import (
     AnomalySpec,
     CheckpointSpec,
+    GradientNoiseSpec,
     SinkSpec,
     SnapshotSpec,
     StragglerSpec,
@@ -107,6 +108,7 @@ def _keys() -> dict[tuple[str, ...], list[str]]:
         ("snapshots",): list(SnapshotSpec.model_fields),
         ("anomalies",): list(AnomalySpec.model_fields),
         ("stragglers",): list(StragglerSpec.model_fields),
+        ("gradient_noise",): list(GradientNoiseSpec.model_fields),
         ("weights",): list(WeightsSpec.model_fields),
         ("sinks",): list(SinkSpec.model_fields),
         ("submit",): list(SubmitSpec.model_fields),

@@ -141,6 +141,14 @@ class StragglerSpec(BaseModel):
     calibration_windows: Count = StragglerSettings.calibration_windows
 
 
+class GradientNoiseSpec(BaseModel):
+    """See `GradientNoiseSettings`."""
+
+    model_config = CONFIG
+
+    every_steps: Count | None = None
+
+
 class SinkSpec(BaseModel):
     """See `SinkSettings`. `{run_id}` in `path` stands for the run's id."""
 

@@ -8,11 +8,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, PlainValidator, model_validator
 
+from elastic.core.data.micro_batches import refused_noise
 from elastic.core.settings import (
     GPU_FAILURES,
     AnomalySettings,
     CheckpointSettings,
     FailureSettings,
+    GradientNoiseSettings,
     RunSettings,
     ScalingSettings,
     SinkSettings,
@@ -27,6 +29,7 @@ from elastic_jobs.job_file.sections import (
     AnomalySpec,
     CheckpointSpec,
     Count,
+    GradientNoiseSpec,
     MeshSpec,
     SinkSpec,
     SnapshotSpec,
@@ -71,6 +74,7 @@ class JobSpec(BaseModel):
     failures: Annotated[FailureSettings, PlainValidator(checked_failures)] = Field(default_factory=FailureSettings)
     anomalies: AnomalySpec = Field(default_factory=AnomalySpec)
     stragglers: StragglerSpec = Field(default_factory=StragglerSpec)
+    gradient_noise: GradientNoiseSpec = Field(default_factory=GradientNoiseSpec)
     sinks: list[SinkSpec] = Field(default_factory=list)
     storage_url: str | None = None
     kubernetes: KubernetesSpec | None = None
@@ -124,6 +128,14 @@ class JobSpec(BaseModel):
             raise ValueError("max_steps and epochs are both given; a run has one end")
         return self
 
+    @model_validator(mode="after")
+    def _measurable(self) -> JobSpec:
+        if self.gradient_noise.every_steps is not None:
+            refused = refused_noise(self.mesh.sp, self.global_batch, self.micro_batch)
+            if refused is not None:
+                raise ValueError(refused)
+        return self
+
     @property
     def sizes(self) -> tuple[int, int]:
         """`min_workers` and `max_workers` in whole cells of the mesh."""
@@ -168,6 +180,7 @@ class JobSpec(BaseModel):
             failures=self.failures,
             anomalies=AnomalySettings(**dict(self.anomalies)),
             stragglers=StragglerSettings(**dict(self.stragglers)),
+            gradient_noise=GradientNoiseSettings(**dict(self.gradient_noise)),
             sinks=tuple(SinkSettings(sink.kind, sink.path.replace("{run_id}", run_id)) for sink in self.sinks),
             resources_per_worker=self.resources_per_worker,
             engine=self.engine,

@@ -16,7 +16,7 @@ from elastic.observe.summary import summarize
 
 STEP = CompletedStep(
     2, 7, True, float("nan"), ((0, 4),), 4, 0.5, 0.1, 0.2, 9, None, (0.1,), "the loss is nan", ((4, 8),), (0.3,), 0.0,
-    {"x": 1.5}, {"x": {0: 1.0, 1: 2.0}}, 255,
+    {"x": 1.5}, {"x": {0: 1.0, 1: 2.0}}, 255, gradient_parts=(3.0, float("inf")),
 )  # fmt: skip
 RESTORES = [
     {"rank": rank, "generation": 2, "checkpoint": "c", "source": "memory", "step": 6, "bytes_read": 10,
@@ -51,7 +51,8 @@ RESTORES = [
                 {"step": 7, "generation": 2, "loss": None, "time": 1.235, "duration_s": 0.5, "data_wait_s": 0.1,
                  "save_stall_s": 0.2, "straggler_s": 0.0, "samples": 4, "positions": [[0, 4]], "grad_norm": None,
                  "learning_rates": [0.1], "metrics": {"x": 1.5}, "metrics_by_rank": {"x": {"0": 1.0, "1": 2.0}},
-                 "anomaly": "the loss is nan", "skipped": [[4, 8]], "content": "00000000000000ff"}]},
+                 "anomaly": "the loss is nan", "skipped": [[4, 8]], "content": "00000000000000ff",
+                 "gradient_parts": [3.0, None]}]},
         ),
         (
             records.restore(RESTORES),

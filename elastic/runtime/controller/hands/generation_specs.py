@@ -45,6 +45,7 @@ def generation_specs(
             # A run that begins anew may have been given other data.
             content=(content or {}) if action.checkpoint is not None else {},
             anomalies=settings.anomalies if settings.anomalies.policy != "off" else None,
+            noise_every_steps=settings.gradient_noise.every_steps,
             collective_timeout_s=settings.failures.collective_timeout_s,
         )
         for rank, plan in enumerate(plans)

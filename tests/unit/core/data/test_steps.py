@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import given
@@ -43,6 +44,17 @@ def test_a_completed_step_has_the_collectives_of_rank_0() -> None:
     assert done is not None
     assert done.collectives == (use,)
     assert CollectiveUse.from_json(json.loads(json.dumps(use.to_json()))) == use
+
+
+def test_parts_of_gradients_are_added_up_where_every_rank_has_them() -> None:
+    table = StepTable()
+    table.begin(1, 3)
+    # A rank whose only pass is padding has measured, too.
+    parts = ((2.0, 0.5), (1.0, 0.25), (0.0, 0.0))
+    for step, known in ((1, parts), (2, (*parts[:2], ()))):
+        done = [table.add(report(1, step, rank, gradient_parts=own)) for rank, own in enumerate(known)][-1]
+        assert done is not None
+        assert done.gradient_parts == ((3.0, 0.75) if step == 1 else ())
 
 
 def test_reports_of_other_generations_ranks_and_done_steps_are_dropped() -> None:
@@ -137,5 +149,6 @@ def test_values_by_rank_are_bounded() -> None:
 
 def test_a_report_that_travels_with_a_snapshot_is_small_and_complete() -> None:
     whole = report(3, 7, 1, metrics={"x": 1}, anomaly="the loss is nan", skipped=((1, 2),), positions=())
+    whole = replace(whole, grad_norm=2.5, gradient_parts=(2.0, 0.5))
     assert StepReport.from_json(json.loads(json.dumps(whole.to_json())), 3, 1) == whole
     assert set(report(3, 7, 1).to_json()) == {"step", "loss", "positions", "samples", "duration_s"}

@@ -21,6 +21,7 @@ from elastic.core.settings import (
     GPU_FAILURES,
     AnomalySettings,
     FailureSettings,
+    GradientNoiseSettings,
     RunSettings,
     SnapshotSettings,
     StragglerSettings,
@@ -62,6 +63,7 @@ checkpoint: {url: ckpt, every_steps: 10, keep_last: 3, keep_every_steps: 50}
 failures: {suspect_after_s: 2, crash_streak: 9, capacity_timeout_s: 60}
 stragglers: {policy: evict, factor: 1.2, window_steps: 10, windows: 2, calibration_windows: 1}
 anomalies: {policy: skip, max_anomalies: 2, window_steps: 50, max_overflows: 3}
+gradient_noise: {every_steps: 5}
 storage_url: s3://bucket/runs
 """,
     )
@@ -77,6 +79,7 @@ storage_url: s3://bucket/runs
     assert settings.failures == FailureSettings(**{**GPU_FAILURES, **given})
     assert settings.stragglers == StragglerSettings("evict", 1.2, 10, 2, 1)
     assert settings.anomalies == AnomalySettings("skip", 2, 50, 3)
+    assert settings.gradient_noise == GradientNoiseSettings(5)
     assert RunSettings.from_json(json.loads(json.dumps(settings.to_json()))) == settings
 
 
@@ -108,6 +111,19 @@ def test_deepspeed_config_may_be_a_file_beside_the_job(tmp_path: Path) -> None:
         (
             "failures: {suspect_after: 3}\n",
             "line 3: unknown key 'failures.suspect_after'; did you mean 'suspect_after_s'?",
+        ),
+        (
+            "gradient_noise: {every: 3}\n",
+            "line 3: unknown key 'gradient_noise.every'; did you mean 'every_steps'?",
+        ),
+        ("gradient_noise: {every_steps: 0}\n", "'gradient_noise.every_steps' should be greater than or equal to 1"),
+        (
+            "gradient_noise: {every_steps: 1}\nglobal_batch: 8\nmicro_batch: 8\n",
+            "needs two of them: micro_batch (8) must be below global_batch (8)",
+        ),
+        (
+            "gradient_noise: {every_steps: 1}\nmesh: {sp: 2}\n",
+            "with mesh: {sp: 2} a rank's gradient is that of its part of the sequences only",
         ),
         ("failures: {seed: 3}\n", "unknown key 'failures.seed'; 'seed' belongs at the top level"),
         ("min_workers: 5\n", "min_workers (5) is above max_workers (4)"),
