@@ -86,7 +86,8 @@ class _StepAlways(TypedDict):
 class Step(_StepAlways, total=False):
     """One step in a "steps" record; see `CompletedStep`. `anomaly` and `skipped`: the step was not applied. `content`:
     64 bits in hexadecimal form, of a stream. `collectives`: rank 0's, each the fields of a `CollectiveUse`.
-    `gradient_parts`: of a step whose gradient noise was measured, see `StepReport`."""
+    `gradient_parts`: of a step whose gradient noise was measured, `sample_flops`: of the run's first step, see
+    `StepReport`. `energy_j`: of all ranks' devices, where all measure it."""
 
     metrics_by_rank: Mapping[str, Mapping[str, Any]]
     anomaly: str
@@ -94,6 +95,8 @@ class Step(_StepAlways, total=False):
     content: str
     collectives: Sequence[Sequence[Any]]
     gradient_parts: Sequence[float]
+    sample_flops: float
+    energy_j: float
 
 
 class Steps(TypedDict):
@@ -140,11 +143,12 @@ class Samples(TypedDict):
 
 
 class Ledger(TypedDict):
-    """type "ledger": the time of one attempt, by owner."""
+    """type "ledger": the time of one attempt, by owner, in seconds and in accelerator-seconds."""
 
     type: str
     seconds: Mapping[str, float]
     wall_s: float
+    held_s: Mapping[str, float]
 
 
 # --- made by the controller ---
@@ -219,6 +223,10 @@ def step(done: CompletedStep, now: float) -> Step:
         record["collectives"] = [use.to_json() for use in done.collectives]
     if done.gradient_parts:
         record["gradient_parts"] = [_writable(value) for value in done.gradient_parts]
+    if done.sample_flops:
+        record["sample_flops"] = done.sample_flops
+    if done.energy_j:
+        record["energy_j"] = round(done.energy_j, 3)
     return record
 
 
@@ -259,8 +267,8 @@ def samples(counted: SampleCount) -> Samples:
     }  # fmt: skip
 
 
-def ledger(seconds: Mapping[str, float], wall_s: float) -> Ledger:
-    return {"type": "ledger", "seconds": seconds, "wall_s": wall_s}
+def ledger(seconds: Mapping[str, float], wall_s: float, held_s: Mapping[str, float]) -> Ledger:
+    return {"type": "ledger", "seconds": seconds, "wall_s": wall_s, "held_s": held_s}
 
 
 # --- for readers ---

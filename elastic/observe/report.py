@@ -21,6 +21,7 @@ def report(summary: Summary) -> list[str]:
         _generations(summary),
         _checkpoints(summary),
         _ledger(summary),
+        _compute(summary),
         _noise(summary),
     ]
     lines: list[str] = []
@@ -105,3 +106,8 @@ def _ledger(summary: Summary) -> list[str]:
 def _noise(summary: Summary) -> list[str]:
     noise = summary.get("gradient_noise")
     return [f"gradient noise: {noise['advice']}"] if noise else []
+
+
+def _compute(summary: Summary) -> list[str]:
+    compute = summary.get("compute")
+    return [f"compute: {sentence}" for sentence in compute["sentences"]] if compute else []

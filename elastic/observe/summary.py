@@ -7,10 +7,11 @@ None or empty, never guessed.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from elastic.observe.laws.compute import compute_ledger
 from elastic.observe.laws.gradient_noise import noise_scale
 from elastic.observe.records import Record, of, steps_of
 from elastic.observe.text import finite
@@ -30,15 +31,16 @@ _SAMPLES = ("seen", "missing", "repeated", "skipped")
 _STAMPS = {"seq", "incarnation", "time", "type"}
 
 
-def summarize(records: Iterable[Record]) -> Json:
+def summarize(records: Iterable[Record], watts: float | None = None) -> Json:
     """Keys: run_id, status, reason, steps, final_loss, error, started_at, ended_at, wall_s, generations, incidents,
-    samples, checkpoints, save_stall_s, attempts, time_ledger, gradient_noise (a `NoiseScale`), controllers.
-    Times are wall clock seconds."""
+    samples, checkpoints, save_stall_s, attempts, time_ledger, compute (a `ComputeLedger`), gradient_noise
+    (a `NoiseScale`), controllers. `watts`: see `ComputeLedger.at`. Times are wall clock seconds."""
     all_records = list(records)
     attempts = _attempts(all_records)
     run = _run(all_records, attempts[-1])
     times = [float(record["time"]) for record in all_records if "time" in record]
     generations = _generations(all_records)
+    ledger = compute_ledger(all_records, _by_owner(attempts, lambda last: last.get("held_s") or {})).at(watts)
     return {
         "run_id": run.get("run_id"),
         "status": run.get("status", "unknown"),
@@ -56,6 +58,7 @@ def summarize(records: Iterable[Record]) -> Json:
         "save_stall_s": _stalls(of(all_records, "checkpoint")),
         "attempts": len(attempts),
         "time_ledger": time_ledger(attempts),
+        "compute": ledger.to_json() if ledger.known else None,
         "gradient_noise": None if (noise := noise_scale(all_records)) is None else noise.to_json(),
         "controllers": max((int(record.get("incarnation", 0)) for record in all_records), default=0),
     }
@@ -136,10 +139,7 @@ def lost(record: Record) -> str:
 def time_ledger(attempts: Sequence[Sequence[Record]]) -> dict[str, float]:
     """Owner -> seconds: the last ledger of each attempt (it covers the whole attempt), and the time between attempts
     as "paused"."""
-    total: dict[str, float] = {}
-    for attempt in attempts:
-        for owner, seconds in _ledger(attempt).items():
-            total[owner] = total.get(owner, 0.0) + seconds
+    total = _by_owner(attempts, _seconds)
     gaps = [_time(later[0]) - _time(earlier[-1]) for earlier, later in pairwise(attempts)]
     return {**total, "paused": total.get("paused", 0.0) + sum(gaps)} if total and gaps else total
 
@@ -148,16 +148,22 @@ def time_ledger(attempts: Sequence[Sequence[Record]]) -> dict[str, float]:
 _RENAMED = {"prove": "verify"}
 
 
-def _ledger(records: Sequence[Record]) -> dict[str, float]:
-    ledgers = of(records, "ledger")
-    if not ledgers:
-        return {}
-    last = ledgers[-1]
-    nested = next((last[key] for key in ("seconds", "owners", "ledger") if isinstance(last.get(key), Mapping)), None)
-    owners = nested if nested is not None else {key: value for key, value in last.items() if key not in _STAMPS}
-    return {
-        _RENAMED.get(owner, str(owner)): float(value) for owner, value in owners.items() if finite(value) is not None
-    }
+def _by_owner(attempts: Iterable[Sequence[Record]], read: Callable[[Record], Mapping[str, Any]]) -> dict[str, float]:
+    """What is read of the last ledger of each attempt, added up."""
+    total: dict[str, float] = {}
+    for attempt in attempts:
+        for owner, value in read(next(reversed(of(attempt, "ledger")), {})).items():
+            if finite(value) is not None:
+                name = _RENAMED.get(owner, str(owner))
+                total[name] = total.get(name, 0.0) + float(value)
+    return total
+
+
+def _seconds(ledger: Record) -> Mapping[str, Any]:
+    nested = next(
+        (ledger[key] for key in ("seconds", "owners", "ledger") if isinstance(ledger.get(key), Mapping)), None
+    )
+    return nested if nested is not None else {key: value for key, value in ledger.items() if key not in _STAMPS}
 
 
 def _attempts(records: Sequence[Record]) -> list[list[Record]]:

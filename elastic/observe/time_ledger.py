@@ -46,6 +46,9 @@ class TimeLedger:
     The time of a training step is `unknown` until a checkpoint covers the step: `commit` makes it productive,
     `rollback` makes it replay, since the step must be repeated. Times are whole nanoseconds, so that the parts add up
     to the whole exactly.
+
+    With `hold` every instant counts as often as accelerators are held then, up to the next `hold`: the ledger is one of
+    accelerator-seconds. `wall_s` stays that of the clock.
     """
 
     _start: int
@@ -59,6 +62,7 @@ class TimeLedger:
     _covered: list[tuple[int, int]]
     _last_step: int
     _usual: int
+    _held: int
 
     def __init__(self, now: float, owner: str = QUEUE) -> None:
         self._start = self._now = _nanoseconds(now)
@@ -69,6 +73,12 @@ class TimeLedger:
         self._covered = []
         self._last_step = 0
         self._usual = 0
+        self._held = 1
+
+    def hold(self, count: int, now: float) -> None:
+        """From `now` on so many accelerators are held."""
+        self._advance(now)
+        self._held = count
 
     def switch(self, owner: str, now: float) -> None:
         """From `now` on the time is `owner`'s. Raises KeyError for an owner that is not in OWNERS."""
@@ -92,7 +102,7 @@ class TimeLedger:
         rest, self._open = sum(self._open.values()), dict.fromkeys(_STEPPING, 0)
         stalls = {CHECKPOINT_STALL: checkpoint_stall_s, DATA_STALL: data_stall_s, STRAGGLER_EXCESS: straggler_excess_s}
         for owner, seconds in stalls.items():
-            part = min(rest, max(0, _nanoseconds(seconds)))
+            part = min(rest, max(0, _nanoseconds(seconds) * self._held))
             self._totals[owner] += part
             rest -= part
         self._tentative.append((step, rest))
@@ -116,11 +126,11 @@ class TimeLedger:
 
     def move(self, source: str, target: str, seconds: float) -> float:
         """Move up to `seconds` of `source`'s closed time to `target`, when the real owner is known only afterwards;
-        returns the seconds that were moved."""
-        part = min(self._totals[source], max(0, _nanoseconds(seconds)))
+        returns the seconds that were moved. Of accelerator-seconds, those of all that are held."""
+        part = min(self._totals[source], max(0, _nanoseconds(seconds) * self._held))
         self._totals[source] -= part
         self._totals[target] += part
-        return part / 1e9
+        return part / 1e9 / self._held if self._held else 0.0
 
     def nanoseconds(self, now: float) -> dict[str, int]:
         """Every owner's time up to `now`; the values sum to the time since the start exactly."""
@@ -143,7 +153,7 @@ class TimeLedger:
         # A clock that was set back must not make any owner's time negative.
         until = max(self._now, _nanoseconds(now))
         account = self._open if self._owner in _STEPPING else self._totals
-        account[self._owner] += until - self._now
+        account[self._owner] += (until - self._now) * self._held
         self._now = until
 
     def _close_open(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -13,12 +13,14 @@ from typing import Any
 import torch
 
 from elastic.comm.collective_ledger import CollectiveCall
+from elastic.comm.device_energy import EnergyMeter
 from elastic.core.data.micro_batches import loss_scale
 from elastic.core.data.readers import MODULUS
 from elastic.core.data.step_plan import StepPlan
 from elastic.core.data.steps import StepReport
 from elastic.core.errors import GenerationEnded, UsageError
 from elastic.engines.base import Engine, StepOutcome
+from elastic.engines.flop_count import FlopCount
 from elastic.engines.gradient_squares import GradientSquares
 from elastic.training import rng
 from elastic.training.anomalies import AnomalyWatch
@@ -59,6 +61,7 @@ class ElasticEngine:
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._rates = Rates()
         self._watch_calls: Callable[[CollectiveCall], None] | None = None
+        self._energy = EnergyMeter(scope.device)
         self.open(engine, scope, steps, state, watch)
 
     def open(
@@ -75,6 +78,9 @@ class ElasticEngine:
         self._unshared: int | None = 0 if scope.spec.sp > 1 else None
         engine.ledger.watch = self._watch_calls
         self._squares = GradientSquares(scope.spec.noise_every_steps)
+        # In the run's first step, which one rank counts for all.
+        self._flops = FlopCount(engine) if scope.step == 0 and scope.spec.rank == 0 else None
+        self._sample_flops = 0.0
 
     @property
     def plan(self) -> StepPlan:
@@ -113,10 +119,12 @@ class ElasticEngine:
         self._scope.check()
         self._scope.moved()
         engine, progress, last = self._open(), self._steps.progress, None
+        counting: AbstractContextManager[Any] = nullcontext()
         if progress is not None and progress.active is not None and engine.module.training:
             self._before_forward(progress)
             last = progress.on_last_batch
-        with self._scope.translating():
+            counting = counting if self._flops is None else self._flops.forward()
+        with self._scope.translating(), counting:
             return engine.forward(inputs, kwargs, last)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> Any:
@@ -148,8 +156,12 @@ class ElasticEngine:
         progress.backwards += 1
         scaled = loss * scale if self._watch is None else self._watch.guarded(loss, scale)
         engine = self._open()
-        with self._scope.translating(), self._squares.around(progress.step + 1, engine, scaled, scale, weight):
+        measured = self._squares.around(progress.step + 1, engine, scaled, scale, weight)
+        flops, self._flops = self._flops, None
+        with self._scope.translating(), measured, nullcontext() if flops is None else flops.backward():
             result = engine.backward(scaled, kwargs)
+        if flops is not None:
+            self._sample_flops = flops.of_sample(progress.active.samples, progress.tokens, self._scope.spec.sp)
         self._restore_buffers()
         return result
 
@@ -356,7 +368,9 @@ class ElasticEngine:
         self._look_for_exchanges(outcome)
         bad = self._judged(loss, outcome)
         report = _report(progress, outcome, loss, bad, duration_s, self.plan.leads)
-        report = replace(report, gradient_parts=self._squares.taken(report.step, outcome))
+        flops, self._sample_flops = self._sample_flops, 0.0
+        parts = self._squares.taken(report.step, outcome)
+        report = replace(report, gradient_parts=parts, sample_flops=flops, energy_j=self._energy.take())
         self._grad_norm = report.grad_norm
         self._rates.check(report.step, report.learning_rates)
         if self._scope.spec.rank == 0:

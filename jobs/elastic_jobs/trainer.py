@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,9 @@ from elastic.core.errors import (
 from elastic.core.settings import AnomalySettings, FailureSettings, RunSettings, SnapshotSettings, StragglerSettings
 from elastic.entrypoint import check_function
 from elastic.observe.journal import JournalReader
+from elastic.observe.records import Record
 from elastic.observe.steps import step_rows
+from elastic.observe.summary import summarize
 from elastic.runtime.driver import client
 from elastic.runtime.train_function import Entry
 from elastic_jobs.display import open_display
@@ -141,7 +143,11 @@ class ElasticTrainer:
             remote = result.get("error")
             raise error_type(str(result["reason"])) from (_OnWorker(remote) if remote else None)
         own = {"loss": result.get("loss"), "step": result.get("step"), "status": result["status"]}
-        frame = _frame(self.settings)
+        records = _history(self.settings)
+        summary = summarize(records or ())
+        # What the run has cost, and what its gradients say of its batch: see docs/laws.md.
+        own |= {key: summary[key] for key in ("compute", "gradient_noise")}
+        frame = None if records is None else _frame(records)
         # The run's own names win: a user's metric `step` is in the table under `metrics.step`.
         metrics = {**(result.get("metrics") or {}), **own}
         return Result(metrics=metrics, checkpoint=checkpoint, path=folder, error=None, metrics_dataframe=frame)
@@ -155,13 +161,17 @@ def _checkpoint(url: str) -> Checkpoint:
     return Checkpoint(url)
 
 
-def _frame(settings: RunSettings) -> Any:
-    """A pandas DataFrame with one row per step of the final timeline; None where the journal cannot be read."""
+def _frame(records: Sequence[Record]) -> Any:
+    """A pandas DataFrame with one row per step of the final timeline."""
     import pandas  # type: ignore[import-untyped]
 
+    return pandas.DataFrame(step_rows(records))
+
+
+def _history(settings: RunSettings) -> Sequence[Record] | None:
+    """The run's journal; None where it cannot be read."""
     try:
-        records = JournalReader(settings.storage_url, settings.run_id).records()
+        return JournalReader(settings.storage_url, settings.run_id).records()
     except ElasticError as error:
         logger.warning("metrics_dataframe is None: %s", error)
         return None
-    return pandas.DataFrame(step_rows(records))

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from trainings import Numbers, Small, build, of_engine, one_pass
+from trainings import Numbers, Small, build, of_engine, one_pass, train
 
 import elastic
+from elastic.training import engine
 
 # Of every sample's coordinates, and how far the weights, which stay zero, are from their mean.
 SPREADS = (0.5, 1.0, 1.5, 2.0)
@@ -30,11 +31,20 @@ def train_on_one_sample(config: dict[str, Any]) -> None:
 
     trainings.Numbers = Same  # type: ignore[misc]
     try:
-        engine, loader = build(config)
+        trained, loader = build(config)
     finally:
         trainings.Numbers = Numbers  # type: ignore[misc]
     for batch in loader:
-        one_pass(engine, batch)
+        one_pass(trained, batch)
+
+
+def train_uncounted(config: dict[str, Any]) -> None:
+    """As `trainings.train`, without the count of FLOPs."""
+    counted, engine.FlopCount = engine.FlopCount, lambda _: None  # type: ignore[assignment, misc]
+    try:
+        train(config)
+    finally:
+        engine.FlopCount = counted  # type: ignore[misc]
 
 
 class Points(torch.utils.data.Dataset[torch.Tensor]):
@@ -64,12 +74,12 @@ class Distance(nn.Module):
 def train_where_noise_is_known(config: dict[str, Any]) -> None:
     model = Distance()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    engine, _, loader, _ = elastic.initialize(
+    trained, _, loader, _ = elastic.initialize(
         model=model, training_data=Points(config["size"]), optimizer=optimizer, **of_engine(config, optimizer)
     )
     for batch in loader:
-        engine.backward(engine(batch))
-        engine.step()
+        trained.backward(trained(batch))
+        trained.step()
 
 
 class Reentrant(Small):
@@ -85,8 +95,8 @@ class Reentrant(Small):
 def train_reentrant(config: dict[str, Any]) -> None:
     model = Reentrant(0.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-    engine, _, loader, _ = elastic.initialize(
+    trained, _, loader, _ = elastic.initialize(
         model=model, training_data=Numbers(37, torch.float32), optimizer=optimizer, **of_engine(config, optimizer)
     )
     for batch in loader:
-        one_pass(engine, batch)
+        one_pass(trained, batch)

@@ -56,6 +56,15 @@ def test_what_deepspeed_cannot_train_is_refused_by_name(crew: Crew, tmp_path: Pa
     assert f"DeepSpeed's stage 3 cannot train {what} as torch.compile has wrapped it" in outcome.result.message
 
 
+@pytest.mark.parametrize("by", ["wrapped", "part", "in place", "engine"])
+def test_a_compiled_model_is_not_run_uncompiled_to_count_its_flops(crew: Crew, tmp_path: Path, by: str) -> None:
+    """Its data has no tokens, so that there is no estimate either."""
+    (outcome,) = crew.run([0], "compiled.train", {"stage": 0, "by": by, "url": str(tmp_path)}, batch=BATCH)
+    _assert_ended([outcome], "finished", LAST_STEP)
+    assert {report.sample_flops for report in outcome.reports} == {0.0}
+    assert min(outcome.told["graphs"].values()) > 0
+
+
 def through(crew: Crew, url: Path, config: dict[str, Any], parts: list[tuple[tuple[int, ...], int | None]]) -> Run:
     """Continues what is at `url`."""
     store, generations = CheckpointStore(str(url), "run"), []

@@ -357,6 +357,13 @@ class Run:
         # The two ends are read from the clock at two places each.
         assert sum(ledger["seconds"].values()) == pytest.approx(wall_s, abs=1.0)
         assert min(ledger["seconds"].values()) >= 0.0
+        # Some accelerators are held in whatever time is productive, and never more than the run may have.
+        scaling = self.settings.scaling
+        most = scaling.max_slots * scaling.workers_per_slot
+        for owner, seconds in ledger["seconds"].items():
+            assert 0.0 <= ledger["held_s"].get(owner, 0.0) <= most * seconds + 1e-6, owner
+        if "productive" in ledger["seconds"]:
+            assert ledger["held_s"]["productive"] >= ledger["seconds"]["productive"]
 
     def assert_generations_are_told(self) -> None:
         """Numbers grow by one, worlds are complete, and each begins where its checkpoint was."""

@@ -76,6 +76,10 @@ def test_the_trainer_takes_and_gives_what_ray_trains_does(cluster: LocalCluster,
     assert result.metrics is not None
     assert (result.metrics["step"], result.metrics["status"]) == (26, "finished")
     assert result.metrics["loss"] < 5.0
+    compute = result.metrics["compute"]
+    assert compute["model_flops"] == compute["sample_flops"] * 254 > 0
+    assert compute["accelerator_s"]["productive"] > 0.0
+    assert compute["energy_j"] is None
     assert result.metrics["rank"] == 1.5, "the mean of both ranks, in step 26"
     assert result.metrics_dataframe is not None
     assert list(result.metrics_dataframe["step"]) == list(range(1, 27))

@@ -18,7 +18,7 @@ Range = tuple[int, int]
 RANKS_PER_METRIC = 32
 _MODULUS = 1 << 64
 _ALWAYS = ("step", "loss", "positions", "samples", "duration_s")
-_WHERE_SET = ("tokens", "anomaly", "skipped", "metrics", "content", "grad_norm", "gradient_parts")
+_WHERE_SET = ("tokens", "anomaly", "skipped", "metrics", "content", "grad_norm", "gradient_parts", "sample_flops")
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,9 @@ class StepReport:
     `collectives` are those of rank 0, empty on all others.
     `gradient_parts`, where the gradient noise was measured: (number of this rank's micro-batches, the sum of their
     share of the step's samples times the squared norm of their own gradient). A step's are the sums over the ranks.
+    `sample_flops` are what the forward and backward pass of one sample takes, counted by rank 0 in the run's first step
+    (0.0: not counted); negative where they were estimated. `energy_j` is what the rank's device has used since the
+    report before (0.0: not measured).
     """
 
     step: int
@@ -56,6 +59,8 @@ class StepReport:
     content: int = 0
     collectives: tuple[CollectiveUse, ...] = ()
     gradient_parts: tuple[float, ...] = ()
+    sample_flops: float = 0.0
+    energy_j: float = 0.0
     generation: int = 0
     rank: int = 0
 
@@ -85,7 +90,8 @@ class CompletedStep:
     rank that reported the name. `metrics_by_rank` has the single values of names whose values differ between ranks, of
     the lowest `RANKS_PER_METRIC` ranks.
     `content` is the sum over all readers of a stream, modulo 2**64: a step that is repeated must give the same.
-    `collectives` are those of rank 0. `gradient_parts` are sums over all ranks, empty where one did not measure.
+    `collectives` are those of rank 0. `gradient_parts` and `energy_j` are sums over all ranks, empty or 0.0
+    where one did not measure; `sample_flops` is rank 0's.
     """
 
     generation: int
@@ -109,6 +115,8 @@ class CompletedStep:
     content: int = 0
     collectives: tuple[CollectiveUse, ...] = ()
     gradient_parts: tuple[float, ...] = ()
+    sample_flops: float = 0.0
+    energy_j: float = 0.0
 
     @property
     def first_step_done(self) -> FirstStepDone | None:
@@ -207,6 +215,8 @@ class StepTable:
             content=sum(report.content for report in reports) % _MODULUS,
             collectives=reports[0].collectives,
             gradient_parts=_summed([report.gradient_parts for report in reports]),
+            sample_flops=reports[0].sample_flops,
+            energy_j=sum(used) if all(used := [report.energy_j for report in reports]) else 0.0,
         )
 
 

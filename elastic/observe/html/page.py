@@ -26,9 +26,10 @@ Summary = Mapping[str, Any]
 _MOST_ROWS = 200
 
 
-def page(records: Sequence[Record], job: Mapping[str, Any] | None = None) -> str:
-    """The whole document. `job` is the job as it was started; secrets in it are not shown."""
-    summary = summarize(records)
+def page(records: Sequence[Record], job: Mapping[str, Any] | None = None, watts: float | None = None) -> str:
+    """The whole document. `job` is the job as it was started; secrets in it are not shown. `watts`: the power of one
+    accelerator, from which the energy is estimated where no device has told it."""
+    summary = summarize(records, watts)
     steps = _steps(records, summary)
     sections = [
         *_head(summary),
@@ -37,6 +38,7 @@ def page(records: Sequence[Record], job: Mapping[str, Any] | None = None) -> str
         _section("Incidents", figures.incidents(summary) + _phase_key(summary) + _incident_table(summary)),
         _section("Where the time went", _ledger(summary)),
         _section("Collectives", _collectives(records)),
+        _section("Compute", _compute(summary, watts)),
         _section("Gradient noise", _noise(summary)),
         _section("Generations", _generation_table(summary)),
         _section("Checkpoints", _checkpoint_table(summary)),
@@ -155,6 +157,22 @@ def _collectives(records: Sequence[Record]) -> str:
     )
     names = ("operation", "axis", "dtype", "calls", "payload", "time", "waited")
     return f'<p class="faint">{escape(words)}</p>' + _table(names, rows)
+
+
+def _compute(summary: Summary, watts: float | None) -> str:
+    compute = summary["compute"] or {"accelerator_s": {}, "sentences": [], "energy_j": None, "watts": None}
+    unused = ""
+    if watts is not None and compute["watts"] is None:
+        why = (
+            "the devices have told it" if compute["energy_j"] is not None else "accelerator-hours come with a run's end"
+        )
+        unused = f'<p class="faint">No energy is estimated from {watts:g} W: {escape(why)}.</p>'
+    held = compute["accelerator_s"]
+    total = sum(held.values())
+    owners = sorted(held.items(), key=lambda item: -item[1])
+    rows = [(owner, f"{value / 3600:.3g}", f"{value / total:.1%}") for owner, value in owners if value > 0]
+    said = "".join(f"<p>{escape(sentence)}.</p>" for sentence in compute["sentences"])
+    return said + unused + _table(("owner", "accelerator-hours", "share"), rows)
 
 
 def _noise(summary: Summary) -> str:

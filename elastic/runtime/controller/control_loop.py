@@ -280,7 +280,7 @@ class ControlLoop:
         if isinstance(event, ev.SlotPlaced) and event.slot in state.fleet.slots:
             self._executor.placed(event.slot, event.node)
         if isinstance(event, ev.CheckpointCommitted):
-            self.telemetry.time.commit(event.step)
+            self.telemetry.committed(event.step)
         elif isinstance(event, ev.FirstStepDone):
             self.telemetry.table.first_known(event.generation)
         # The same members may begin the next generation in the turn that ended this one.

@@ -138,7 +138,7 @@ class Replayed:
         self.generation = max(self.generation, self.state.generation)
         self._telemetry.owner(self.state, now)
         if isinstance(event, ev.CheckpointCommitted):
-            self._telemetry.time.commit(event.step)
+            self._telemetry.committed(event.step)
         elif isinstance(event, ev.FirstStepDone):
             self._telemetry.table.first_known(event.generation)
 

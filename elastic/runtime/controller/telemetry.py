@@ -32,6 +32,7 @@ class Books:
     table: StepTable
     samples: SampleLedger
     time: TimeLedger
+    held: TimeLedger
     step: int
     loss: float | None
     metrics: dict[str, Any]
@@ -48,6 +49,10 @@ class Telemetry:
         self.samples = SampleLedger()
         self.contents = StepContents()
         self.time = TimeLedger(now)
+        # The same in accelerator-seconds: those of the slots that are placed.
+        self.held = TimeLedger(now)
+        self.held.hold(0, now)
+        self._per_slot = settings.scaling.workers_per_slot
         self._hang = HangLimit(limits.hang_floor_s, limits.hang_factor, limits.join_timeout_s)
         self.watch = ProgressWatch(self._hang)
         self._unwritten: list[records.Step] = []
@@ -74,7 +79,8 @@ class Telemetry:
         self.table.begin(number, world_size, step)
         self.samples.rollback(step)
         self.samples.skip(skips)
-        self.time.rollback(step)
+        for ledger in self._ledgers:
+            ledger.rollback(step)
         self.step = step
         self._recent.clear()
         self._restores.clear()
@@ -98,14 +104,17 @@ class Telemetry:
     def _completed(self, done: CompletedStep, now: float) -> None:
         if done.first:
             # The time of verification is known only after the restore; until then it is booked as the restore's.
-            for owner in (RESHARD, RESTORE):
-                self._verify_s -= self.time.move(owner, VERIFY, self._verify_s)
+            for ledger in self._ledgers:
+                left_s = self._verify_s
+                for owner in (RESHARD, RESTORE):
+                    left_s -= ledger.move(owner, VERIFY, left_s)
             self._verify_s = 0.0
         self._reached(done.step, finite(done.loss))
         self.metrics.update(done.metrics)
         self.samples.add(done.step, done.positions, done.skipped)
         self.contents.add(done.step, (*done.positions, *done.skipped), done.content)
-        self.time.step_done(done.step, now, done.save_stall_s, done.data_wait_s, done.straggler_s)
+        for ledger in self._ledgers:
+            ledger.step_done(done.step, now, done.save_stall_s, done.data_wait_s, done.straggler_s)
         if not done.first:
             self._hang.add(done.duration_s)
         if done.save_stall_s:
@@ -164,8 +173,9 @@ class Telemetry:
         self._reached(step["step"], step["loss"])
         self.metrics.update(step.get("metrics") or {})
         self._recall_samples(step)
-        self.time.step_done(step["step"], when, step.get("save_stall_s", 0.0), step.get("data_wait_s", 0.0),
-                            step.get("straggler_s", 0.0))  # fmt: skip
+        stalls = [step.get(name, 0.0) for name in ("save_stall_s", "data_wait_s", "straggler_s")]
+        for ledger in self._ledgers:
+            ledger.step_done(step["step"], when, *stalls)
         self.table.known(step["step"])
 
     def replay_samples(self, replayed: Iterable[records.Record]) -> None:
@@ -184,11 +194,14 @@ class Telemetry:
 
     def books(self) -> Books:
         """A view of what keeps changing; complete where nothing is unwritten."""
-        return Books(self.generation, self.table, self.samples, self.time, self.step, self.loss, self.metrics)
+        return Books(
+            self.generation, self.table, self.samples, self.time, self.held, self.step, self.loss, self.metrics
+        )
 
     def take(self, books: Books) -> None:
         """Continue with the books of the controller before."""
         self.generation, self.samples, self.time = books.generation, books.samples, books.time
+        self.held = books.held
         self.table = books.table.restored()
         self.step, self.loss, self.metrics = books.step, books.loss, books.metrics
 
@@ -197,8 +210,20 @@ class Telemetry:
 
     # --- time ---
 
+    @property
+    def _ledgers(self) -> tuple[TimeLedger, TimeLedger]:
+        return self.time, self.held
+
     def owner(self, state: RunState, now: float) -> None:
-        self.time.switch(owner_of(state), now)
+        slots = state.fleet.slots
+        self.held.hold((len(slots) - len(slots.pending)) * self._per_slot, now)
+        for ledger in self._ledgers:
+            ledger.switch(owner_of(state), now)
+
+    def committed(self, step: int) -> None:
+        """A checkpoint covers everything up to and including `step`."""
+        for ledger in self._ledgers:
+            ledger.commit(step)
 
     def flush(self, now: float, force: bool = False) -> None:
         """Write waiting steps when there are many, or when they have waited long."""
@@ -222,4 +247,7 @@ class Telemetry:
     def summary_records(self, now: float) -> list[records.Record]:
         """The closing records of a run: samples and time."""
         counted = self.samples.result(self.samples.end())
-        return [records.samples(counted), records.ledger(self.time.totals(now), self.time.wall_s())]
+        return [
+            records.samples(counted),
+            records.ledger(self.time.totals(now), self.time.wall_s(), self.held.totals(now)),
+        ]

@@ -20,6 +20,13 @@ def positive(text: str) -> int:
     return value
 
 
+def above_zero(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number above zero, not {text}")
+    return value
+
+
 def storage_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--storage", metavar="URL", help=f"where runs are kept (any fsspec URL; default ${ENVIRONMENT}, else {DEFAULT})"

@@ -28,6 +28,28 @@ def test_steps_are_unknown_until_a_checkpoint_covers_them() -> None:
     assert ledger.totals(9.0) == {own.START: 5.0, own.PRODUCTIVE: 3.0, own.UNKNOWN: 1.0}
 
 
+def test_every_instant_counts_as_often_as_accelerators_are_held() -> None:
+    ledger = TimeLedger(0.0)
+    ledger.hold(0, 0.0)
+    ledger.hold(4, 3.0)
+    ledger.switch(own.INIT, 4.0)
+    ledger.switch(own.PRODUCTIVE, 6.0)
+    ledger.step_done(1, 8.0, data_stall_s=0.5)
+    ledger.hold(2, 9.0)
+    ledger.step_done(2, 10.0, checkpoint_stall_s=0.25)
+    ledger.commit(1)
+    assert ledger.totals(10.0) == {
+        own.QUEUE: 4.0, own.INIT: 8.0, own.PRODUCTIVE: 6.0, own.DATA_STALL: 2.0, own.UNKNOWN: 5.5,
+        own.CHECKPOINT_STALL: 0.5,
+    }  # fmt: skip
+    assert ledger.wall_s() == 10.0
+    ledger.rollback(1)
+    assert ledger.totals(10.0)[own.REPLAY] == 5.5
+    # A second of every accelerator that is held.
+    assert ledger.move(own.INIT, own.VERIFY, 1.0) == 1.0
+    assert ledger.totals(10.0)[own.VERIFY] == 2.0
+
+
 def test_rolled_back_steps_and_the_broken_one_become_replay_and_the_standstill_detection() -> None:
     ledger = TimeLedger(0.0, own.PRODUCTIVE)
     for step in range(1, 5):

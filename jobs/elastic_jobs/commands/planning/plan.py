@@ -22,7 +22,7 @@ from elastic.planner import (
     parse_model,
     refusals,
 )
-from elastic_jobs.commands.common import positive
+from elastic_jobs.commands.common import above_zero, positive
 from elastic_jobs.job_file.load import load_job
 from elastic_jobs.job_file.spec import JobSpec
 from elastic_jobs.running.backend import Backend
@@ -52,15 +52,12 @@ def cluster_arguments(parser: argparse.ArgumentParser, required: bool) -> None:
     parser.add_argument(
         "--nodes", metavar="NxDxKIND", required=required, help="nodes x devices per node x device, such as 8x8xH100"
     )
-    parser.add_argument("--network", type=_rate, metavar="GBPS", help="gigabits per second of a node (default: usual)")
-    parser.add_argument("--host-memory", type=_rate, metavar="GIB", help="host memory of a node; it limits offload")
-
-
-def _rate(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number above zero, not {text}")
-    return value
+    parser.add_argument(
+        "--network", type=above_zero, metavar="GBPS", help="gigabits per second of a node (default: usual)"
+    )
+    parser.add_argument(
+        "--host-memory", type=above_zero, metavar="GIB", help="host memory of a node; it limits offload"
+    )
 
 
 def cluster_of(options: argparse.Namespace) -> Cluster:

@@ -57,6 +57,16 @@ def test_parts_of_gradients_are_added_up_where_every_rank_has_them() -> None:
         assert done.gradient_parts == ((3.0, 0.75) if step == 1 else ())
 
 
+def test_energy_is_that_of_all_ranks_or_of_none_and_flops_are_rank_0s() -> None:
+    table = StepTable()
+    table.begin(1, 2)
+    for step, used in ((1, (2.0, 3.0)), (2, (2.0, 0.0))):
+        table.add(report(1, step, 1, energy_j=used[1]))
+        done = table.add(report(1, step, 0, energy_j=used[0], sample_flops=7.0))
+        assert done is not None
+        assert (done.energy_j, done.sample_flops) == (5.0 if step == 1 else 0.0, 7.0)
+
+
 def test_reports_of_other_generations_ranks_and_done_steps_are_dropped() -> None:
     table = StepTable()
     table.begin(2, 1, start_step=10)
@@ -149,6 +159,6 @@ def test_values_by_rank_are_bounded() -> None:
 
 def test_a_report_that_travels_with_a_snapshot_is_small_and_complete() -> None:
     whole = report(3, 7, 1, metrics={"x": 1}, anomaly="the loss is nan", skipped=((1, 2),), positions=())
-    whole = replace(whole, grad_norm=2.5, gradient_parts=(2.0, 0.5))
+    whole = replace(whole, grad_norm=2.5, gradient_parts=(2.0, 0.5), sample_flops=9.0)
     assert StepReport.from_json(json.loads(json.dumps(whole.to_json())), 3, 1) == whole
     assert set(report(3, 7, 1).to_json()) == {"step", "loss", "positions", "samples", "duration_s"}

@@ -32,6 +32,17 @@ def test_a_report_is_written_whole(runs: Path, capsys: pytest.CaptureFixture[str
     assert [file.name for file in runs.iterdir() if file.name.startswith(".")] == []
 
 
+def test_energy_is_estimated_from_a_power_above_zero(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = runs / "report.html"
+    writer = JournalWriter(str(runs), "r1")
+    writer.append({"type": "ledger", "seconds": {"productive": 1.0}, "wall_s": 1.0, "held_s": {"productive": 3600.0}})
+    assert main(["report", "r1", "--storage", str(runs), "-o", str(target), "--watts", "700"]) == 0
+    assert "0.7 kWh, estimated from 700 W per accelerator held" in target.read_text()
+    with pytest.raises(SystemExit):
+        main(["report", "r1", "--watts", "-5"])
+    assert "must be a number above zero, not -5" in capsys.readouterr().err
+
+
 def test_a_trace_is_written(runs: Path) -> None:
     target = runs / "trace.json"
     assert main(["trace", "r1", "--storage", str(runs), "-o", str(target)]) == 0

@@ -99,6 +99,23 @@ def test_the_interval_holds_the_truth_about_as_often_as_it_says() -> None:
     assert 0.89 < held / (200 - wide) < 0.99
 
 
+def test_at_its_ends_the_interval_is_a_quantile_away_from_what_was_seen() -> None:
+    """Fieller's definition, residual by residual: of averages that are correlated."""
+    found = list(estimates(40, (4, 4, 4, 4), seed=2))
+    scale = averaged(found)
+    assert scale is not None
+    assert scale.low is not None
+    assert scale.high is not None
+    weights = [0.95**age for age in reversed(range(40))]
+    weights = [weight / sum(weights) for weight in weights]
+    spread = sum(weight * weight for weight in weights)
+    for end in (scale.low, scale.high):
+        residuals = [one.noise - end * one.gradient for one in found]
+        mean = sum(w * r for w, r in zip(weights, residuals, strict=True))
+        variance = sum(w * (r - mean) ** 2 for w, r in zip(weights, residuals, strict=True)) * spread / (1 - spread)
+        assert abs(mean) == pytest.approx(_student(1 / spread - 1) * math.sqrt(variance))
+
+
 def test_no_interval_before_there_is_enough() -> None:
     found = list(estimates(FEWEST, (16, 16, 16), seed=3))
     few, enough = averaged(found[:-1]), averaged(found)

@@ -65,6 +65,9 @@ def test_a_replayed_controller_keeps_the_books(tmp_path: Path) -> None:
     totals = telemetry.time.totals(9.0)
     assert sum(totals.values()) == pytest.approx(9.0)
     assert totals["productive"] > 0
+    held = telemetry.held.totals(9.0)
+    assert held["productive"] == pytest.approx(2 * totals["productive"])
+    assert "queue" not in held, "nothing is held before slots are placed"
 
 
 def test_a_first_step_that_was_written_down_and_not_told_is_told_with_the_next_one(tmp_path: Path) -> None:
