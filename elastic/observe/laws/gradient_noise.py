@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import NormalDist
 from typing import Any
 
@@ -49,8 +49,8 @@ class Estimate:
 @dataclass(frozen=True)
 class NoiseScale:
     """The averages after `step`, of `measured` steps. `critical_batch` is their ratio in samples, from `low` to `high`
-    with 95 % confidence; None while the steps are too few, or too noisy to tell the gradient from zero.
-    `global_batch` is that of the last measured step."""
+    with 95 % confidence. All three are None while the steps are too few; while the gradient cannot be told from zero
+    there is no more than `low`, if the noise can. `global_batch` is that of the last measured step."""
 
     step: int
     measured: int
@@ -69,10 +69,14 @@ class NoiseScale:
     def advice(self) -> str:
         """One sentence. McCandlish et al., section 2.4: a batch B takes 1 + B_crit/B times the fewest steps, and
         1 + B/B_crit times the fewest samples."""
-        steps = plural(self.measured, "measured step")
-        if self.critical_batch is None or self.low is None or self.high is None:
-            return f"no critical batch yet: {steps}, whose gradients are too few or too noisy"
-        batch = self.global_batch
+        steps, batch = plural(self.measured, "measured step"), self.global_batch
+        if self.low is None:
+            return f"no critical batch yet: {steps}, which are too few or too noisy"
+        if self.critical_batch is None or self.high is None:
+            return (
+                f"critical batch above {_count(self.low)} samples; this run uses {_count(batch)}, and {steps} do not "
+                "tell its gradient from the noise: there is no upper end"
+            )
         text = f"critical batch about {_count(self.critical_batch)} samples ({_count(self.low)} to {_count(self.high)})"
         text += f"; this run uses {_count(batch)}"
         if self.critical_batch <= 0.0:
@@ -114,15 +118,17 @@ def averaged(estimates: Sequence[Estimate]) -> NoiseScale | None:
     if ends is None:
         return found
     # Noise is never negative; its estimate may be.
-    ratio, low, high = (max(0.0, value) for value in (noise / gradient, *ends))
-    return NoiseScale(last.step, len(estimates), last.samples, noise, gradient, ratio, low, high)
+    low, high = max(0.0, ends[0]), ends[1]
+    if high is None:
+        return replace(found, low=low)
+    return replace(found, critical_batch=max(0.0, noise / gradient), low=low, high=max(0.0, high))
 
 
 def _interval(
     weights: Sequence[float], pairs: Sequence[tuple[float, float]], noise: float, gradient: float
-) -> tuple[float, float] | None:
-    """Fieller's 95 % interval of noise / gradient, two averages that are correlated. None where it has no end: the
-    gradient cannot be told from zero."""
+) -> tuple[float, float | None] | None:
+    """Fieller's 95 % interval of noise / gradient, two averages that are correlated. Without an upper end where the
+    gradient cannot be told from zero; None where the noise cannot either."""
     spread = math.fsum(weight * weight for weight in weights)
 
     def covariance(one: int, other: int) -> float:
@@ -138,10 +144,12 @@ def _interval(
     a = gradient * gradient - t * t * covariance(1, 1)
     b = noise * gradient - t * t * covariance(0, 1)
     c = noise * noise - t * t * covariance(0, 0)
-    if gradient <= 0.0 or a <= 0.0:
-        return None
     root = math.sqrt(max(0.0, b * b - a * c))
-    return (b - root) / a, (b + root) / a
+    if gradient > 0.0 and a > 0.0:
+        return (b - root) / a, (b + root) / a
+    # The set is what lies outside of the two roots, of which one is negative: no ratio can be. The other one is
+    # (b - root) / a, in a form that a = 0 does not matter to.
+    return (c / (b + root), None) if noise > 0.0 and c > 0.0 else None
 
 
 def _student(freedom: float) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from statistics import fmean, stdev
 from typing import Any
 
@@ -106,14 +107,18 @@ def test_at_its_ends_the_interval_is_a_quantile_away_from_what_was_seen() -> Non
     assert scale is not None
     assert scale.low is not None
     assert scale.high is not None
-    weights = [0.95**age for age in reversed(range(40))]
+    for end in (scale.low, scale.high):
+        at_its_end(found, end)
+
+
+def at_its_end(found: Sequence[Estimate], end: float) -> None:
+    weights = [0.95**age for age in reversed(range(len(found)))]
     weights = [weight / sum(weights) for weight in weights]
     spread = sum(weight * weight for weight in weights)
-    for end in (scale.low, scale.high):
-        residuals = [one.noise - end * one.gradient for one in found]
-        mean = sum(w * r for w, r in zip(weights, residuals, strict=True))
-        variance = sum(w * (r - mean) ** 2 for w, r in zip(weights, residuals, strict=True)) * spread / (1 - spread)
-        assert abs(mean) == pytest.approx(_student(1 / spread - 1) * math.sqrt(variance))
+    residuals = [one.noise - end * one.gradient for one in found]
+    mean = sum(w * r for w, r in zip(weights, residuals, strict=True))
+    variance = sum(w * (r - mean) ** 2 for w, r in zip(weights, residuals, strict=True)) * spread / (1 - spread)
+    assert abs(mean) == pytest.approx(_student(1 / spread - 1) * math.sqrt(variance))
 
 
 def test_no_interval_before_there_is_enough() -> None:
@@ -122,15 +127,25 @@ def test_no_interval_before_there_is_enough() -> None:
     assert few is not None
     assert enough is not None
     assert few.critical_batch is None
-    assert few.advice == f"no critical batch yet: {FEWEST - 1} measured steps, whose gradients are too few or too noisy"
+    assert few.advice == f"no critical batch yet: {FEWEST - 1} measured steps, which are too few or too noisy"
     assert enough.critical_batch is not None
 
 
-def test_a_gradient_that_is_not_told_from_zero_has_no_critical_batch() -> None:
-    alternating = [Estimate(number, 8, 4.0, 1.0 if number % 2 else -0.9) for number in range(1, 41)]
-    scale = averaged(alternating)
+def test_a_gradient_that_is_not_told_from_zero_has_no_upper_end() -> None:
+    found = [Estimate(n, 8, 4.0 + 0.1 * (n % 3), 1.0 if n % 2 else -0.9) for n in range(1, 41)]
+    scale = averaged(found)
     assert scale is not None
-    assert (scale.critical_batch, scale.low, scale.high) == (None, None, None)
+    assert (scale.critical_batch, scale.high) == (None, None)
+    assert scale.low is not None
+    assert scale.low > 5.0
+    at_its_end(found, scale.low)
+    assert scale.advice == (
+        "critical batch above 11 samples; this run uses 8, and 40 measured steps do not tell its gradient from the "
+        "noise: there is no upper end"
+    )
+    neither = averaged([replace(one, noise=(-1) ** one.step) for one in found])
+    assert neither is not None
+    assert neither.low is None
 
 
 def test_what_is_advised() -> None:
