@@ -12,7 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from demo import ROOT, say
 from elastic.observe.journal import JournalReader
 from elastic.planner.links import Link
 from lab import allreduce, figures, report
+from lab.classifier import Shape
 from lab.prepare import Prepared, prepare
 
 JOB = ROOT / "examples" / "lab.yaml"
@@ -32,6 +33,9 @@ STAGES = (0, 3)
 RANKS, PER_NODE = 4, 2
 SIZES = (4096, 65536, 1 << 20, 1 << 22)
 REPETITIONS = 20
+# What --full changes in the job: DistilBERT's own shape, a rate for pretrained weights, and about as many buckets.
+FULL_CONFIG = {**asdict(Shape()), "lr": 5e-5}
+FULL_ZERO = {"reduce_bucket_size": 19_000_000, "stage3_prefetch_bucket_size": 4_000_000}
 # Fewer, and none could be watched before and after the killed node.
 FEWEST_STEPS = 8
 
@@ -91,6 +95,9 @@ def _options(job: dict[str, Any]) -> argparse.Namespace:
     parser.add_argument("--repetitions", type=int, default=REPETITIONS, metavar="N", help="of each all-reduce")
     parser.add_argument("--folder", metavar="DIR", help="where everything is kept (default: runs/lab-<time>)")
     options, (batch, _) = parser.parse_args(), _batches(job)
+    if options.full:
+        job["config"] |= FULL_CONFIG
+        job["deepspeed"]["zero_optimization"] |= FULL_ZERO
     if options.sentences is not None:
         if options.sentences < FEWEST_STEPS * batch:
             parser.error(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -196,7 +195,3 @@ def _to_and_fro(tensor: Tensor, wire: Wire) -> None:
     wire.send(tensor, other)
     if not wire.rank % 2:
         wire.receive(tensor, other)
-
-
-def best_and_median(seconds: Sequence[float]) -> tuple[float, float]:
-    return min(seconds), statistics.median(seconds)

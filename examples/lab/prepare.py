@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,9 @@ class Prepared:
 def prepare(
     folder: Path, config: Mapping[str, Any], batch: int, full: bool, wait_s: float, say: Callable[[str], None]
 ) -> Prepared:
-    """Writes `folder`/data.json, in whole batches, and says what was chosen, and why. `full`: DistilBERT itself, not a
-    small one."""
-    changed = {**config, **(asdict(Shape()) if full else {})}
+    """Writes `folder`/data.json, in whole batches, and says what was chosen, and why. `full`: with
+    DistilBERT's weights and tokens, where a hub has them."""
+    changed = dict(config)
     pretrained = folder / "model" if full else None
     length, count = int(changed["length"]), int(changed["sentences"])
     ids = None
