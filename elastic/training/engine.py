@@ -287,7 +287,7 @@ class ElasticEngine:
 
     def close(self) -> None:
         """Drop the underlying engine. The user may still hold this object: it must not keep the shards alive."""
-        self._engine = self._watch = None
+        self._engine = self._watch = self._flops = None
         self._steps.close()
         self._buffers.clear()
         self._loss = 0.0
