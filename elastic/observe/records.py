@@ -207,7 +207,7 @@ def step(done: CompletedStep, now: float) -> Step:
         "duration_s": round(done.duration_s, 5), "data_wait_s": round(done.data_wait_s, 5),
         "save_stall_s": round(done.save_stall_s, 5), "straggler_s": round(done.straggler_s, 5),
         "samples": done.samples, "positions": done.positions,
-        "grad_norm": done.grad_norm, "learning_rates": done.learning_rates,
+        "grad_norm": _writable(done.grad_norm), "learning_rates": [_writable(rate) for rate in done.learning_rates],
         "metrics": {name: _writable(value) for name, value in done.metrics.items()},
     }  # fmt: skip
     if done.metrics_by_rank:

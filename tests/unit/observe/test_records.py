@@ -15,8 +15,8 @@ from elastic.observe import records
 from elastic.observe.summary import summarize
 
 STEP = CompletedStep(
-    2, 7, True, float("nan"), ((0, 4),), 4, 0.5, 0.1, 0.2, 9, None, (0.1,), "the loss is nan", ((4, 8),), (0.3,), 0.0,
-    {"x": 1.5}, {"x": {0: 1.0, 1: 2.0}}, 255, gradient_parts=(3.0, float("inf")), sample_flops=1312.0,
+    2, 7, True, float("nan"), ((0, 4),), 4, 0.5, 0.1, 0.2, 9, float("inf"), (0.1,), "the loss is nan", ((4, 8),),
+    (0.3,), 0.0, {"x": 1.5}, {"x": {0: 1.0, 1: 2.0}}, 255, gradient_parts=(3.0, float("inf")), sample_flops=1312.0,
     energy_j=2.00049,
 )  # fmt: skip
 RESTORES = [
