@@ -102,7 +102,7 @@ def recoveries(moved: Summary) -> list[str]:
 
 def heading(incident: Summary, moved: Summary) -> str:
     cause = cause_of(incident, moved)
-    return cause["fault"] if cause else incident["kind"]
+    return str(cause["fault"] if cause else incident["kind"])
 
 
 def cause_of(incident: Summary, moved: Summary) -> Summary | None:
