@@ -49,8 +49,11 @@ def test_what_cannot_be_done_ahead_is_done_in_a_generation(crew: Crew, tmp_path:
 
 
 def test_what_fails_in_a_generation_too_is_the_users_error(crew: Crew, tmp_path: Path) -> None:
-    for outcome in crew.run([0, 1], "sets_up_ahead", {**CONFIG, "raises": 2, "url": str(tmp_path)}, **MORE):
-        assert (outcome.result.kind, outcome.result.message) == ("user_error", "the set-up has failed")
+    outcomes = crew.run([0, 1], "sets_up_ahead", {**CONFIG, "raises": 2, "url": str(tmp_path)}, **MORE)
+    told = [(outcome.result.kind, outcome.result.message) for outcome in outcomes]
+    # The rank that comes first may have left while the other one still connects to it.
+    users = [one for one in told if one[0] != "collective_failed"]
+    assert set(users) == {("user_error", "the set-up has failed")}, told
 
 
 def test_a_function_that_needs_no_generation_has_been_in_one(crew: Crew, tmp_path: Path) -> None:
