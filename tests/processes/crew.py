@@ -272,7 +272,8 @@ class Training:
         from elastic.comm.sockets import tcp_sockets
 
         coordinator = self._coordinators.pop(runner)
-        store = int(os.environ["MASTER_PORT"])
+        # There is none where the process has left before it joined.
+        store = int(os.environ.get("MASTER_PORT", 0))
         tell(
             "outcome",
             Outcome(

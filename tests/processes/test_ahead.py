@@ -27,7 +27,8 @@ def test_a_set_up_that_asks_is_answered_as_in_a_generation(crew: Crew, tmp_path:
     config = {**CONFIG, "asks": asks, "url": str(tmp_path)}
     outcomes = crew.run([0, 1], "sets_up_ahead", config, **MORE)
     _assert_ended(outcomes, "finished", LAST_STEP)
-    told = {"nothing": [None, None], "a thread": [[0], [1]]}.get(asks, [0, 1])
+    nothing = [None, None]
+    told = {"nothing": nothing, "not, and copies all variables": nothing, "a thread": [[0], [1]]}.get(asks, [0, 1])
     assert [outcome.told["rank"] for outcome in outcomes] == told
     for number in (0, 1):
         points = crew.members[number].points

@@ -259,6 +259,13 @@ def asks_in_a_thread() -> Any:
     return answers
 
 
+def copies_in_a_thread() -> None:
+    """As botocore does for a credential; seen: the training thread waited for it, and it for the training thread."""
+    thread = threading.Thread(target=os.environ.copy, daemon=True)
+    thread.start()
+    thread.join()
+
+
 def asks_deepspeed() -> int:
     import deepspeed
 
@@ -284,6 +291,7 @@ ASKS: dict[str, Callable[[], Any]] = {
     "deepspeed.init_distributed": asks_deepspeed_to_begin,
     "elastic": lambda: elastic.get_context().rank,
     "a thread": asks_in_a_thread,
+    "not, and copies all variables": copies_in_a_thread,
 }
 
 

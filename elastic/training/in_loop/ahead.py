@@ -117,6 +117,10 @@ def until_needed(ahead: Ahead, join: Callable[[], None]) -> Iterator[None]:
         return current.scope.spec
 
     ahead.kind.answer_user_calls(public_initialize, ahead.run_id, spec)
+    # Left by another launcher, or by this process's last generation: not this rank's. Who copies the whole environment
+    # (botocore does, on a thread that the training thread waits for) must not come upon them, and wait for ever.
+    for name in _VARIABLES:
+        os.environ.pop(name, None)
     _watch(gate)
     try:
         yield
