@@ -6,7 +6,7 @@ time less `waited_s` is the rank's own.
 On a device a collective is only enqueued. It is timed by two events on the stream that enqueues it, which are read once
 the device has reached them, so nothing waits for the device; the row may come with a later step.
 
-Who wants the calls one by one sets `watch`.
+`watch`, where it is set, is told of every single call.
 """
 
 from __future__ import annotations

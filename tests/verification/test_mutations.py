@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 
-# The list; what is listed after it has no number of its own.
+# Numbered bugs first; those after them have no number.
 REQUIRED = {1, 2, 4, 5, 6, 8, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 21, 22, 23, 25, 26, 27, 28, 30, 32, 33, 34}
 
 

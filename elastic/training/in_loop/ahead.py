@@ -117,8 +117,8 @@ def until_needed(ahead: Ahead, join: Callable[[], None]) -> Iterator[None]:
         return current.scope.spec
 
     ahead.kind.answer_user_calls(public_initialize, ahead.run_id, spec)
-    # Left by another launcher, or by this process's last generation: not this rank's. Who copies the whole environment
-    # (botocore does, on a thread that the training thread waits for) must not come upon them, and wait for ever.
+    # Another launcher, or this process's last generation, has left these: they are not this rank's. A library that
+    # copies the whole environment would wait at them for ever (botocore, on a thread that this thread waits for).
     for name in _VARIABLES:
         os.environ.pop(name, None)
     _watch(gate)
