@@ -22,7 +22,10 @@ def still(crew: Crew, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return _undisturbed(crew, tmp_path_factory.mktemp("still"), {"stage": 1, "dropout": 0.1}, 2)
 
 
-@pytest.mark.parametrize("asks", ASKS)
+WAITED_FOR = "a thread that is waited for"
+
+
+@pytest.mark.parametrize("asks", [one for one in ASKS if one != WAITED_FOR])
 def test_a_set_up_that_asks_is_answered_as_in_a_generation(crew: Crew, tmp_path: Path, still: Run, asks: str) -> None:
     config = {**CONFIG, "asks": asks, "url": str(tmp_path)}
     outcomes = crew.run([0, 1], "sets_up_ahead", config, **MORE)
@@ -47,6 +50,13 @@ def test_what_cannot_be_done_ahead_is_done_in_a_generation(crew: Crew, tmp_path:
     outcomes = crew.run([0, 1], "sets_up_ahead", {**CONFIG, "raises": 1, "url": str(tmp_path)}, **MORE)
     _assert_ended(outcomes, "finished", LAST_STEP)
     assert [outcome.told["calls"] for outcome in outcomes] == [2, 2]
+
+
+def test_two_threads_that_wait_for_each_other_are_told(crew: Crew, tmp_path: Path, still: Run) -> None:
+    outcomes = crew.run([0, 1], "sets_up_ahead", {**CONFIG, "asks": WAITED_FOR, "url": str(tmp_path)}, **MORE)
+    _assert_ended(outcomes, "finished", LAST_STEP)
+    assert [(outcome.told["calls"], outcome.told["rank"]) for outcome in outcomes] == [(2, 0), (2, 1)]
+    assert _distance(still.losses, Run(tmp_path, [outcomes]).losses) <= 8 * FLOOR
 
 
 def test_what_fails_in_a_generation_too_is_the_users_error(crew: Crew, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 
 import elastic
 from elastic.comm.sockets import tcp_sockets
+from elastic.training.in_loop import ahead
 
 
 class Small(nn.Module):
@@ -266,6 +268,12 @@ def copies_in_a_thread() -> None:
     thread.join()
 
 
+def asks_in_a_thread_that_is_waited_for() -> Any:
+    ahead._STUCK_S = 1.0
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(lambda: elastic.get_context().rank).result()
+
+
 def asks_deepspeed() -> int:
     import deepspeed
 
@@ -292,6 +300,7 @@ ASKS: dict[str, Callable[[], Any]] = {
     "elastic": lambda: elastic.get_context().rank,
     "a thread": asks_in_a_thread,
     "not, and copies all variables": copies_in_a_thread,
+    "a thread that is waited for": asks_in_a_thread_that_is_waited_for,
 }
 
 

@@ -9,7 +9,9 @@ without waiting: libraries ask it everywhere, and it is before anything is done 
 from __future__ import annotations
 
 import os
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from elastic.core.errors import UsageError
 from elastic.engines import foreign_loops
 from elastic.engines.base import EngineKind
 from elastic.training import context
@@ -27,6 +30,14 @@ if TYPE_CHECKING:
 
 # What `ProcessGroup.join` sets.
 _VARIABLES = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"})
+
+# For so long the training thread waits, and the process computes nothing: it waits for a thread that waits for it.
+_STUCK_S = 20.0
+_LOOKS_EVERY_S = 0.5
+# Of one processor.
+_COMPUTES = 0.2
+# Where Python code waits for another thread. `fsspec` does so for its thread of reads.
+_WAITING = frozenset({"threading", "queue", "concurrent.futures._base", "asyncio.base_events", "selectors"})
 
 
 @dataclass(frozen=True)
@@ -51,7 +62,7 @@ class _Gate:
     def pass_through(self) -> None:
         if threading.get_ident() != self._thread:
             # A thread of the user's set-up. The training thread opens the gate at the latest when it returns.
-            self._joined.wait()
+            self._wait_for_training_thread()
         elif not self._open:
             self.open()
             self._join()
@@ -61,6 +72,22 @@ class _Gate:
         """From here on everything is as in a generation."""
         self._open = True
         _watch(None)
+
+    def _wait_for_training_thread(self) -> None:
+        """Raises UsageError where that one waits for this one, which is what both standing still is taken for."""
+        since, used_s = time.monotonic(), time.process_time()
+        while not self._joined.wait(_LOOKS_EVERY_S):
+            passed_s = time.monotonic() - since
+            computes = time.process_time() - used_s >= _COMPUTES * passed_s
+            if self._open or computes or not _waits(self._thread):
+                since, used_s = time.monotonic(), time.process_time()
+            elif passed_s > _STUCK_S:
+                raise UsageError(
+                    f"the thread {threading.current_thread().name} asks for its rank, or for something else of its "
+                    f"generation, which the training thread has not begun: for {passed_s:.0f} s that one has been "
+                    "waiting, as it seems for this thread. Call elastic.get_context() in the training function before "
+                    "it starts such threads"
+                )
 
 
 _gate: _Gate | None = None
@@ -83,6 +110,11 @@ class _Variables(_PLAIN):  # type: ignore[misc]  # a class that is found at run 
             _pass_through()
         # Not super(): passing through has made it the plain class again.
         return _PLAIN.__getitem__(self, key)
+
+
+def _waits(thread: int) -> bool:
+    frame = sys._current_frames().get(thread)
+    return frame is not None and frame.f_globals.get("__name__") in _WAITING
 
 
 def _world(cls: Any) -> Any:
