@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
 from elastic_cluster import LocalCluster
-from harness import Run, kill_together, wait_until
+from harness import Run, actor_processes, kill_together, wait_until
 
 from elastic.core.checkpoint.snapshots import place_replicas
 from elastic.core.settings import ScalingSettings
@@ -130,3 +131,40 @@ def test_with_a_spare_the_run_goes_on_at_the_same_size_at_once(cluster: LocalClu
     (incident,) = run.incidents()
     assert (incident["world_size"], incident["next_world_size"]) == (3, 3)
     assert (incident["source"], incident["steps_repeated"]) == ("memory", 0)
+
+
+def _no_more_descriptors(run: Run, cluster: LocalCluster) -> None:
+    """From here on the nodes' agents can make no segment, and take no connection."""
+    agents = [pid for pid, title in actor_processes(cluster).items() if "AgentActor" in title]
+    assert len(agents) == len(run.handle.progress()["workers"])
+    for pid in agents:
+        most = max(int(entry.name) for entry in Path(f"/proc/{pid}/fd").iterdir()) + 1
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (most, most))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("required", [False, True])
+def test_memory_that_no_node_can_give_is_told_and_storage_is_next(
+    cluster: LocalCluster, tmp_path: Path, required: bool
+) -> None:
+    run = Run(cluster, tmp_path, memory={"every_steps": 4, "required": required}, scaling=ScalingSettings(2, 3))
+    run.allow(2)
+    run.start()
+    run.reach(2)
+    _no_more_descriptors(run, cluster)
+    told = "no more snapshots are taken into memory: rank "
+    if required:
+        outcome = run.finish("usage")
+        assert told in outcome["reason"]
+        assert "the job's snapshots.required ends the run" in outcome["reason"]
+        return
+    run.walk_until(lambda: any(told in one for one in run.decisions("memory")), "the lost tier to be told")
+    last = 5 * (run.waiting_at // 5)
+    run.wait_checkpoint(last)
+    cluster.kill_node(run.node_of(run.away_from_head()[0]).name)
+    run.wait_generation(2)
+    run.finish()
+
+    run.assert_whole()
+    lost = [incident for incident in run.incidents() if not incident["planned"]]
+    assert (lost[0]["source"], lost[0]["resumed_step"]) == ("storage", last)
