@@ -68,6 +68,8 @@ _AGENT_OPTION = "--dashboard_agent_command="
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 # The last part of the folder that a runtime environment agent unpacks packages in.
 _RESOURCES = "/runtime_resources"
+# Ray Train's own switch.
+_TRAIN_PAGE = "RAY_TRAIN_ENABLE_STATE_TRACKING"
 
 _started: list[Any] = []
 _heads: dict[str, Node] = {}
@@ -87,8 +89,9 @@ def _start_process(command: list[str], process_type: str, *args: Any, **kwargs: 
         command = [sys.executable, "-I", "-S", _NODE_INIT, *command]
     if process_type == ray_constants.PROCESS_TYPE_DASHBOARD:
         # Each module is a process. These serve jobs (which ask the one of nodes for the head), the table of nodes, and
-        # the autoscaler's report.
-        command = [*command, "--modules-to-load=JobHead,NodeHead,StateHead,ReportHead"]
+        # the autoscaler's report; the last one the page of Ray Train, for those who have Ray fill it.
+        train = ",TrainHead" if os.environ.get(_TRAIN_PAGE) in ("1", "true") else ""
+        command = [*command, f"--modules-to-load=JobHead,NodeHead,StateHead,ReportHead{train}"]
     if process_type == "monitor":
         # Ray's autoscaler loads the provider of this package, whatever else is called `cluster` where the job is.
         paths = [_PACKAGE_ROOT, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]

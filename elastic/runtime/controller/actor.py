@@ -42,6 +42,7 @@ from elastic.runtime.controller.replay_state import reader
 from elastic.runtime.controller.senses.agent_links import AgentLinks
 from elastic.runtime.controller.senses.capacity_monitor import CapacityMonitor
 from elastic.runtime.controller.senses.drain_monitor import DrainMonitor
+from elastic.runtime.controller.train_page import TrainPage
 from elastic.runtime.messages import Assembled, Beat, Item, Reply
 from elastic.runtime.niceness import raise_priority
 from elastic.runtime.storage_retry import retried
@@ -71,7 +72,7 @@ class ControllerActor:
     controllers of other runs call `claim`.
     """
 
-    def __init__(self, settings: RunSettings, entry: Entry, token: bytes) -> None:
+    def __init__(self, settings: RunSettings, entry: Entry, token: bytes, on_train_page: bool = False) -> None:
         raise_priority()
         collect_seldom()
         # Of storage, and what errors of user code must not show.
@@ -80,6 +81,8 @@ class ControllerActor:
         self._entry = entry
         # Authenticates the parts of this run to each other; an argument, so that a restarted controller gets it again.
         self._token = token
+        self._on_train_page = on_train_page
+        self._page: TrainPage | None = None
         self._ready = asyncio.Event()
         self._ended = asyncio.Event()
         # Set while this actor holds no resources in the cluster.
@@ -188,6 +191,8 @@ class ControllerActor:
             senses = (loop.heartbeats, drains, self._capacity)
             watches = [asyncio.get_running_loop().create_task(sense.run()) for sense in senses]
             while not isinstance(loop.state.phase, Finished):
+                if self._page is not None:
+                    self._page.show(loop.state)
                 events = await self._next_events()
                 try:
                     await loop.turn(events)
@@ -241,7 +246,8 @@ class ControllerActor:
             if reconstructed
             else Replayed.nothing(settings, journal_of)
         )
-        self._sinks.open(RunInfo(settings.run_id, old.attempt, self._journal.incarnation))
+        info = RunInfo(settings.run_id, old.attempt, self._journal.incarnation)
+        self._sinks.open(info)
         # Dropped: a run of a month has many.
         self._journal.replayed, self._journal.point = (), None
         emit = self._events.put_nowait
@@ -260,6 +266,8 @@ class ControllerActor:
             lambda step: loop.telemetry.contents.after(step),
         )
         self._given_back.clear()
+        if self._on_train_page:
+            self._page = TrainPage(settings, self._entry.config, info, secrets, self._executor.actor_id)
         self._committer = Committer(settings, store, versions(), emit, loop.note_checkpoint, loop.note_left_out)
         loop.connect(self._executor, self._committer)
         if isinstance(old.state.phase, Finished):
@@ -326,6 +334,9 @@ class ControllerActor:
         if self._records.failing:
             logger.error("the end of run %s could not be written down", self._settings.run_id)
         await asyncio.to_thread(self._sinks.close, _SINKS_LIMIT_S)
+        if self._page is not None:
+            self._page.show(loop.state, self._result["error"])
+            await asyncio.to_thread(self._page.close, _SINKS_LIMIT_S)
         await self._close()
         self._ended.set()
         await self._tell_step()

@@ -14,6 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from elastic.core.errors import ElasticError, RunNotFound, UsageError
 from elastic.core.settings import RunSettings
 from elastic.runtime import names
+from elastic.runtime.controller import train_page
 from elastic.runtime.controller.actor import ControllerActor
 from elastic.runtime.driver.connection import connect as connect
 from elastic.runtime.driver.controller_placement import Node, choose
@@ -51,7 +52,7 @@ def _create(settings: RunSettings, entry: Entry) -> RayRunHandle:
         name=names.controller(settings.run_id), namespace=names.NAMESPACE, lifetime="detached", max_restarts=-1,
         # Ray ignores a soft affinity of an actor without resources (seen, 2.60).
         max_concurrency=1000, num_cpus=0, memory=1_000_000, scheduling_strategy=_placement(settings),
-    ).remote(settings, entry, secrets.token_bytes(32))  # fmt: skip
+    ).remote(settings, entry, secrets.token_bytes(32), train_page.enabled())  # fmt: skip
     return RayRunHandle(settings.run_id, actor)
 
 

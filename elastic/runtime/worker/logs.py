@@ -35,13 +35,18 @@ class Line:
     rank: int | None
 
 
+def log_name(run_id: str, worker: int) -> str:
+    """Below the storage, where that is a disk."""
+    return f"{run_id}/logs/worker-{worker:04d}.log"
+
+
 def log_file(storage_url: str, run_id: str, worker: int) -> Path | None:
     """None where the storage is not a disk, or a link in it leads elsewhere."""
     root = local_root(storage_url)
     if root is None:
         return None
     try:
-        return Path(path_below(root, f"{check_run_id(run_id)}/logs/worker-{worker:04d}.log"))
+        return Path(path_below(root, log_name(check_run_id(run_id), worker)))
     except IntegrityError as error:
         logger.warning("output stays in Ray's log files: %s", error)
         return None

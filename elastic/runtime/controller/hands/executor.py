@@ -69,6 +69,7 @@ class Executor:
         self.snapshots = SnapshotDirectory(
             settings.run_id, self._agents.of, settings.failures.survey_timeout_s * 0.8, on_steps
         )
+        self.actor_id = self._workers.actor_id
         self._tasks: set[asyncio.Task[None]] = set()
 
     # --- called by the controller ---

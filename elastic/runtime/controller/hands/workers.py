@@ -65,6 +65,11 @@ class Workers:
         """-1 for a worker without a slot."""
         return self._slots.get(worker, -1)
 
+    def actor_id(self, worker: int) -> str:
+        """In Ray's hexadecimal form; empty for a worker without an actor."""
+        handle = self.handles.get(worker)
+        return str(handle._actor_id.hex()) if handle is not None else ""
+
     def in_slot(self, slot: int) -> list[int]:
         return [worker for worker, where in self._slots.items() if where == slot]
 
