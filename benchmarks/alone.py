@@ -24,6 +24,7 @@ from elastic.core.generation_spec import BatchSettings, GenerationSpec, MemoryPl
 from elastic.training.local import LocalCoordinator
 from elastic.training.loop import GenerationRunner
 from elastic.training.session import Stop
+from elastic.training.state.pins import pinning
 from elastic.transport.handshake import TOKEN_BYTES
 
 RUN_ID = "alone"
@@ -42,7 +43,7 @@ class MemoryNode:
         )
         place = self._hear()
         self._holder = Holder((place["address"][0], place["address"][1]), place["local_name"])
-        self.memory = SnapshotClient(place["local_name"], self._token)
+        self.memory = SnapshotClient(place["local_name"], self._token, pinning("deepspeed"))
 
     def newest(self) -> tuple[str, Manifest]:
         """The id of the newest snapshot and its manifest. RuntimeError where there is none."""

@@ -100,6 +100,10 @@ class SnapshotMemory(Protocol):
         """Every rank's snapshot of `step` is complete: older ones can be dropped."""
         ...
 
+    def abandon(self) -> None:
+        """The memory of `segment` may still be written, by a device or a thread: it is not used again."""
+        ...
+
 
 class InLoop(Protocol):
     """Keeps the user's function in its loop while generations change. On the training thread."""

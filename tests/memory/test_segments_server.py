@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -114,6 +114,97 @@ def test_a_new_generation_takes_the_place_of_the_old_one_when_it_has_settled(sta
     assert set(node.held()) == {held(new, 3)}
     take(memory, new, 4)  # carries the mark of step 3
     assert set(other.held()) == {held(new, 3, replica=True), held(new, 4, replica=True)}
+
+
+def where(memory: SnapshotClient) -> int:
+    """The address of the memory that is given next."""
+    return torch.frombuffer(memory.segment(), dtype=torch.uint8).data_ptr()
+
+
+class Pinned:
+    """What a driver knows of a worker's memory, by address."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[int, int] = {}
+        self.made = 0
+
+    def pin(self, memory: memoryview) -> Callable[[], None]:
+        self.made += 1
+        address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+        self.sizes[address] = len(memory)
+        return lambda: self.sizes.__delitem__(address)
+
+
+@pytest.mark.parametrize("numel", [1000, 700])
+def test_a_generation_writes_into_the_memory_that_the_last_one_had_mapped(stack: ExitStack, numel: int) -> None:
+    """12 GB are mapped and registered with a driver in seconds, on the training thread."""
+    node, other, pinned = server(stack), server(stack), Pinned()
+    memory = SnapshotClient(node.local_name, TOKEN, pinned.pin)
+    stack.callback(memory.close)
+    first, places = template(0, 1, 1), list[int]()
+    memory.open(first, first.bytes, [other.address])
+    for step in (1, 2):
+        places.append(where(memory))
+        take(memory, first, step)
+    for generation, step in ((2, 3), (3, 5)):
+        again = template(0, 1, generation, numel)
+        memory.open(again, again.bytes, [other.address], base=(generation - 1, step - 1))
+        assert held(template(0, 1, generation - 1, numel), step - 1) in node.held(), "what was restored stays"
+        for later in (step, step + 1):
+            assert where(memory) in places
+            take(memory, again, later)
+            assert node.record(held(again, later)) == samples.full_record(again, later)
+    assert (pinned.made, sorted(pinned.sizes)) == (2, sorted(places))
+    assert node.stats()["segments"] == 2
+    memory.close()
+    assert pinned.sizes == {}
+
+
+def test_memory_that_is_too_small_for_the_next_generation_is_let_go_of_at_once(stack: ExitStack) -> None:
+    node, pinned = server(stack), Pinned()
+    memory = SnapshotClient(node.local_name, TOKEN, pinned.pin)
+    stack.callback(memory.close)
+    first, larger = template(0, 1, 1), template(0, 1, 2, 1500)
+    memory.open(first, first.bytes, [])
+    for step in (1, 2):
+        take(memory, first, step)
+    memory.open(larger, larger.bytes, [], base=(1, 2))
+    assert pinned.sizes == {}
+    assert node.stats()["segments"] == 1, "the snapshot that was restored"
+    for step in (3, 4):
+        take(memory, larger, step)
+    assert sorted(pinned.sizes.values()) == [larger.bytes] * 2
+    assert node.stats()["segments"] == 2
+
+
+def test_memory_into_which_a_device_may_still_write_is_given_to_nobody(stack: ExitStack) -> None:
+    node, pinned = server(stack), Pinned()
+    memory = SnapshotClient(node.local_name, TOKEN, pinned.pin)
+    stack.callback(memory.close)
+    first, again = template(0, 1, 1), template(0, 1, 2)
+    memory.open(first, first.bytes, [])
+    late = memory.segment()
+    memory.commit(1, {})
+    memory.abandon()
+    memory.open(again, again.bytes, [])
+    take(memory, again, 2)
+    late[:] = bytes(len(late))
+    assert node.record(held(again, 2)) == samples.full_record(again, 2)
+    assert len(pinned.sizes) == 2, "it stays registered"
+
+
+def test_a_worker_that_has_gone_keeps_no_memory(stack: ExitStack) -> None:
+    node = server(stack)
+    record, after = template(0, 1), template(0, 1, 2)
+    memory = SnapshotClient(node.local_name, TOKEN)
+    memory.open(record, record.bytes, [])
+    take(memory, record, 1)
+    memory.close()
+    other = worker(stack, node)
+    other.open(after, after.bytes, [], base=(1, 1))
+    take(other, after, 2)
+    take(other, after, 3)
+    assert node.stats()["segments"] == 2
 
 
 def pair(stack: ExitStack, **limits: int) -> tuple[SnapshotServer, SnapshotServer, SnapshotClient]:

@@ -155,7 +155,7 @@ class Driver:
 def test_memory_that_cannot_be_pinned_harms_nobody(refuses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(refuses)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-    monkeypatch.setattr(pins_module, "_done", lambda device: True)
+    monkeypatch.setattr(pins_module, "done", lambda device: True)
     monkeypatch.setattr(torch, "ones", driver.launch)
     memory, pins = torch.zeros(64, dtype=torch.uint8), Pins(torch.device("cuda"))
     for _ in range(2):

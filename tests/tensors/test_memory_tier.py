@@ -12,6 +12,7 @@ import torch
 from elastic.core.errors import GenerationEnded, StorageError, UsageError
 from elastic.core.generation_spec import GenerationSpec, MemoryPlan
 from elastic.training.local import SilentCoordinator
+from elastic.training.saving import memory_tier
 from elastic.training.saving.snapshots import Snapshots
 from elastic.training.scope import GenerationScope
 from elastic.training.session import SnapshotMemory
@@ -26,6 +27,7 @@ class Node:
         self.gone: str | None = None
         self.committed: list[int] = []
         self.settled_steps: list[int] = []
+        self.abandoned = False
 
     def open(
         self, template: Any, nbytes: int, targets: Any, base: Any = None, stripe: Sequence[int] = (),
@@ -56,6 +58,9 @@ class Node:
 
     def settled(self, step: int) -> None:
         self.settled_steps.append(step)
+
+    def abandon(self) -> None:
+        self.abandoned = True
 
     def _reach(self) -> None:
         if self.gone is not None:
@@ -115,6 +120,20 @@ def test_every_rank_takes_part_also_one_that_was_dealt_nothing(nbytes: int) -> N
     assert rank.node.committed == [1, 2, 3]
     assert rank.node.settled_steps == [1, 2]
     assert rank.lost == []
+
+
+@pytest.mark.parametrize(("copied", "done"), [(True, True), (True, False), (False, True)])
+def test_memory_that_is_still_written_at_the_end_is_not_used_again(
+    copied: bool, done: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Rank()
+    rank.step()
+    copier: Any = rank.snapshots._copier
+    close = copier.close
+    monkeypatch.setattr(copier, "close", lambda: close() and copied)
+    monkeypatch.setattr(memory_tier, "done", lambda device: done)
+    rank.snapshots.close()
+    assert rank.node.abandoned is not (copied and done)
 
 
 def test_a_memory_that_goes_away_between_two_snapshots_is_told() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,11 +14,17 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from elastic.checkpoint.digest import digest, digest_on_device
+from elastic.checkpoint.memory.server.snapshot_server import SnapshotServer
+from elastic.checkpoint.memory.snapshot_client import SnapshotClient
 from elastic.comm import lost_peers
 from elastic.comm.device_check import device_error
 from elastic.comm.nccl import outlive_peers
+from elastic.core.checkpoint.manifest import ShardRecord, StoredTensor
+from elastic.core.names import shard_file
+from elastic.core.sharding.layout import Chunk
 from elastic.training.state.copier import Copier
 from elastic.training.state.host import HostCopy, HostPool
+from elastic.training.state.pins import pinning
 
 pytestmark = [
     pytest.mark.gpu,
@@ -121,6 +129,42 @@ def test_a_snapshot_neither_waits_for_the_training_nor_is_overtaken_by_it(at_onc
     assert found["a"].min() == found["a"].max() == 1.0
     copier.close()
     pool.close()
+
+
+def test_the_nodes_memory_is_registered_once_for_many_generations() -> None:
+    """12 GB take seconds to register, on the training thread: two segments, however many generations use them."""
+    device, token = torch.device("cuda", 0), bytes(32)
+    record, registered = shard(), []
+    with closing(SnapshotServer(token, "127.0.0.1")) as node:
+        pin = pinning("fsdp2")
+
+        def counted(memory: memoryview) -> Callable[[], None]:
+            registered.append(len(memory))
+            return pin(memory)
+
+        with closing(SnapshotClient(node.local_name, token, counted)) as memory:
+            for generation in range(1, 5):
+                base = (generation - 1, 2 * generation - 2) if generation > 1 else None
+                memory.open(replace(record, generation=generation), record.bytes, [], base=base)
+                for step in (2 * generation - 1, 2 * generation):
+                    target = torch.frombuffer(memory.segment(), dtype=torch.uint8)
+                    assert target.is_pinned(), "copies into it would wait for the device"
+                    target.copy_(torch.full((record.bytes,), step, dtype=torch.uint8, device=device), non_blocking=True)
+                    torch.cuda.synchronize()
+                    memory.commit(step, {})
+                    assert memory.wait_complete(step, LIMIT_S)
+                    memory.settled(step)
+    assert registered == [record.bytes] * 2
+
+
+def shard() -> ShardRecord:
+    """64 MiB of one tensor."""
+    numel = 16 << 20
+    return ShardRecord(
+        rank=0, world_size=1, generation=1, step=0, file=shard_file(0, 1), bytes=4 * numel, xxh3="",
+        tensors=(StoredTensor("fp32/flat", "F32", numel, 0),), chunks=(Chunk("w", 0, numel, "flat", 0),), digests={},
+        zero_stage=1, parameters={"w": (numel,)},
+    )  # fmt: skip
 
 
 def test_memory_for_snapshots_can_be_pinned() -> None:

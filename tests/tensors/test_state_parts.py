@@ -78,7 +78,7 @@ class TestHostPool:
             cudaHostUnregister=lambda address: registered.pop(address) and 0,
         )
         monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-        monkeypatch.setattr("elastic.training.state.pins._done", lambda device: True)
+        monkeypatch.setattr("elastic.training.state.pins.done", lambda device: True)
         pool = HostPool(torch.device("cuda"))
         for _ in range(3):
             # A writer that is slow: more in use at once than an idle pool would keep.

@@ -94,6 +94,7 @@ class OpenShard:
 
     Replicas of each snapshot go to `targets`; with `stripe` (ranks), the targets keep parity instead. `base` is the
     snapshot that the generation was restored from. A target that takes no replicas is replaced by one of `spares`.
+    `mapped` are the numbers of the segments that the worker still has mapped, from older generations too.
     """
 
     do: ClassVar[str] = "open"
@@ -102,6 +103,7 @@ class OpenShard:
     base: SnapshotRef | None = field(metadata=_read(_ref))
     stripe: tuple[int, ...] = field(metadata=_read(_counts))
     spares: tuple[Address, ...] = field(metadata=_read(_addresses))
+    mapped: tuple[int, ...] = field(default=(), metadata=_read(_counts))
 
 
 @dataclass(frozen=True)
@@ -219,9 +221,13 @@ class Done:
 
 @dataclass(frozen=True)
 class Opened:
-    """`step` of the newest snapshot that the rank has committed in this generation, -1 where there is none."""
+    """`step` of the newest snapshot that the rank has committed in this generation, -1 where there is none.
+
+    `kept`: those of the mapped segments that may be given to this worker again. It unmaps the others.
+    """
 
     step: int = field(metadata=_read(_step))
+    kept: tuple[int, ...] = field(metadata=_read(_counts))
 
 
 @dataclass(frozen=True)

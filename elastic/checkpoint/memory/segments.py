@@ -15,22 +15,29 @@ _POPULATE_BYTES = 32 << 20
 class Segment:
     """`nbytes` of zeroed memory without a name in any file system. Raises OSError if it cannot be allocated.
 
+    `size` is what it occupies: more than `nbytes` where it is used again for a smaller shard.
     A memfd and not a file in /dev/shm: it ends with the processes that hold it, however they end, and the size of
     /dev/shm, often 64 MiB in containers, does not bound it.
     """
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self._size = max(1, nbytes)  # a mapping cannot be empty
+        self.size = max(1, nbytes)  # a mapping cannot be empty
         self.fd = os.memfd_create("elastic-snapshot", os.MFD_CLOEXEC)
         try:
-            os.ftruncate(self.fd, self._size)
+            os.ftruncate(self.fd, self.size)
             # Occupies only address space until it is touched.
             self._map = map_segment(self.fd, nbytes)
         except OSError:
             os.close(self.fd)
             raise
         self._populated = 0
+
+    def use_again(self, nbytes: int) -> None:
+        """For another shard of at most `size` bytes, for the same worker. The old bytes are still there."""
+        if nbytes > self.size:
+            raise ValueError(f"a segment of {self.size} bytes cannot hold {nbytes}")
+        self.nbytes = nbytes
 
     def map(self) -> memoryview:
         """The memory as writable bytes. Release it before `close`."""
@@ -43,21 +50,21 @@ class Segment:
     @property
     def rough(self) -> bool:
         """True while the system may still have to allocate some of the pages."""
-        return self._populated < self._size
+        return self._populated < self.size
 
     def populate(self) -> None:
         """Let the system allocate some more of the pages, so that the first copy need not wait for them."""
-        begin, self._populated = self._populated, min(self._size, self._populated + _POPULATE_BYTES)
+        begin, self._populated = self._populated, min(self.size, self._populated + _POPULATE_BYTES)
         try:
             os.posix_fallocate(self.fd, begin, self._populated - begin)
         except OSError as error:
-            self._populated = self._size
+            self._populated = self.size
             logger.warning("memory for a snapshot could not be allocated in advance: %s", error)
 
     @property
     def unpopulated_bytes(self) -> int:
         """Bytes of the segment for which the node has not yet allocated memory."""
-        return max(0, self._size - os.fstat(self.fd).st_blocks * 512)
+        return max(0, self.size - os.fstat(self.fd).st_blocks * 512)
 
     def close(self) -> None:
         try:

@@ -6,7 +6,7 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -45,11 +45,18 @@ class SnapshotClient:
     A broken connection is replaced by a new one, which continues where the last one was. If that fails, every call
     raises StorageError, after at most forty seconds if the server is frozen; opening the next generation tries again.
     Calls raise Fenced when a newer generation has begun on this node.
+
+    Memory stays mapped from one generation to the next where the server can use it again: mapping many gigabytes anew,
+    and pinning them for a device, takes seconds. `pin` is called with what was mapped, and what it returns before that
+    is unmapped.
     """
 
-    def __init__(self, local_name: str, token: bytes) -> None:
+    def __init__(
+        self, local_name: str, token: bytes, pin: Callable[[memoryview], Callable[[], None]] = lambda _: lambda: None
+    ) -> None:
         self._local_name = local_name
         self._token = token
+        self._pin = pin
         self._asking = threading.Lock()
         self._changed = threading.Condition()
         self._closed = False
@@ -57,6 +64,10 @@ class SnapshotClient:
         self._progress: Progress | None = None
         self._generation = self._committed = self._settled = -1
         self._maps: dict[int, mmap.mmap] = {}
+        self._unpin: dict[int, Callable[[], None]] = {}
+        # The segments that were given in this generation, and maps that a device may still write into.
+        self._given: set[int] = set()
+        self._abandoned: list[object] = []
         # Repeated on a new connection: the open shard, and the memory that is being written.
         self._opened: OpenShard | None = None
         self._writing: int | None = None
@@ -95,10 +106,16 @@ class SnapshotClient:
             self._generation = template.generation
             self._committed = self._settled = -1
             self._progress = None
-        self._maps.clear()
         self._opened, self._writing, self._reconnections = None, None, 0
-        request = OpenShard(template, tuple(targets), base, tuple(stripe), tuple(spares))
-        self._ask(request, Opened)
+        self._given = set()
+        request = OpenShard(template, tuple(targets), base, tuple(stripe), tuple(spares), tuple(self._maps))
+        try:
+            answer, _ = self._ask(request, Opened)
+            assert answer is not None
+        except ElasticError:
+            self._keep(())
+            raise
+        self._keep(answer.kept)
         self._opened = request
 
     def ready(self) -> bool:
@@ -116,6 +133,13 @@ class SnapshotClient:
         number, nbytes = self._mapped(answer, fd)
         self._writing = number
         return memoryview(self._maps[number])[:nbytes]
+
+    def abandon(self) -> None:
+        """What is mapped may still be written by a device: it stays mapped until the process ends, and is not used
+        again."""
+        with self._asking:
+            self._abandoned += [self._maps, self._unpin]
+            self._maps, self._unpin = {}, {}
 
     def commit(self, step: int, extra_state: Mapping[str, Json] | None) -> None:
         """The segment holds step `step`. Returns at once; replication continues without this process."""
@@ -170,7 +194,7 @@ class SnapshotClient:
         self._link.end("it was closed")
         self._gone("it was closed")
         self._link.join()
-        self._maps.clear()
+        self._keep(())
 
     def _ask(self, request: WorkerRequest, kind: type[_T]) -> tuple[_T | None, int | None]:
         """The answer and its descriptor. The answer is None where a commit had arrived and only its answer was lost."""
@@ -217,7 +241,8 @@ class SnapshotClient:
         """Raises OSError or ElasticError if the server cannot continue from there."""
         if self._opened is None:
             return
-        opened, _ = self._answer(self._opened, Opened)
+        opened, _ = self._answer(replace(self._opened, mapped=tuple(self._maps)), Opened)
+        self._keep(opened.kept)
         if self._writing is not None and opened.step > self._committed:
             self._writing = None
         elif self._writing is not None:
@@ -237,10 +262,22 @@ class SnapshotClient:
             try:
                 # A new connection assigns the same memory again, and a copy into it may be running.
                 if given.number not in self._maps:
-                    self._maps[given.number] = map_segment(fd, given.nbytes)
+                    mapped = self._maps[given.number] = map_segment(fd, given.nbytes)
+                    self._unpin[given.number] = self._pin(memoryview(mapped))
             finally:
                 os.close(fd)
+        self._given.add(given.number)
+        if len(self._given) == 2:
+            # As the server does: what is left of older generations is not needed.
+            self._keep(self._given)
         return given.number, given.nbytes
+
+    def _keep(self, numbers: Collection[int]) -> None:
+        """Unmap all others."""
+        for number in [number for number in self._maps if number not in numbers]:
+            self._unpin.pop(number)()
+            # Whoever still reads it keeps it alive.
+            del self._maps[number]
 
     def _over(self) -> bool:
         """No later step of this generation can become complete."""

@@ -322,10 +322,11 @@ class WorkerActor:
         if self._settings.snapshots.enabled:
             from elastic.checkpoint.memory import source
             from elastic.checkpoint.memory.snapshot_client import SnapshotClient
+            from elastic.training.state.pins import pinning
 
             assert self._node is not None
             logger.debug("imported %s", source)
-            self._memory = SnapshotClient(self._node.memory_name, self._token)
+            self._memory = SnapshotClient(self._node.memory_name, self._token, pinning(self._settings.engine))
         self._store = CheckpointStore(
             self._settings.checkpoint.url, self._settings.run_id, timeout_s=failures.storage_timeout_s
         )

@@ -20,7 +20,7 @@ from elastic.training.scope import GenerationScope
 from elastic.training.session import Phase, SnapshotMemory
 from elastic.training.state.engine_state import EngineState
 from elastic.training.state.host import Transfer, over
-from elastic.training.state.pins import Pins
+from elastic.training.state.pins import done
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,6 @@ class MemoryTier:
         self._memory = memory
         self._cadence = Cadence(plan.every_steps, plan.cost_limit)
         self._costs = Costs()
-        self._pins = Pins(scope.device)
         self._record: ShardRecord | None = None
         self._taken: int | None = None
         # When the snapshot of `_taken` was committed, on the monotonic clock.
@@ -119,9 +118,12 @@ class MemoryTier:
             logger.warning("the snapshot of step %d is not in this node's memory: %s", step, error)
             self._problem = str(error)
 
-    def close(self) -> None:
-        """After the last copy."""
-        self._pins.close()
+    def close(self, copied: bool) -> None:
+        """After the last copy; not `copied`: one of them has not ended. Memory that is still written is not used in the
+        next generation, which gets other memory."""
+        if self._captures and not (copied and done(self._scope.device)):
+            logger.warning("memory of snapshots is left as it is: copies into it have not ended")
+            self._memory.abandon()
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -195,9 +197,7 @@ class MemoryTier:
         state, run_state = self._state, self._run_state()
         for _ in range(2):
             if self._record is not None:
-                target = over(self._memory.segment())
-                self._pins.pin(target)
-                captured = state.capture_into(target, self._record, step, run_state)
+                captured = state.capture_into(over(self._memory.segment()), self._record, step, run_state)
                 if captured is not None:
                     extra, transfer = captured
                     return MemoryCopy(transfer, step, {**(extra or {}), **self._own_state()}, self)

@@ -138,9 +138,9 @@ class Snapshots:
     def close(self) -> None:
         """Copies that were begun are finished first: they may be all that is left of the last step."""
         self._pending.clear()
-        self._copier.close()
+        copied = self._copier.close()
         if self._memory is not None:
-            self._memory.close()
+            self._memory.close(copied)
 
     def _lost(self, error: IntegrityError) -> CollectiveFailed:
         """The restored state was good, what was to be saved is not: the way back is the same as from a lost peer."""

@@ -99,13 +99,14 @@ class Copier:
         with self._idle:
             return self._idle.wait_for(lambda: not self._unfinished, timeout_s)
 
-    def close(self) -> None:
-        """End the thread after the copies that were started. No source is read after this returns."""
+    def close(self) -> bool:
+        """End the thread after the copies that were started. No source is read after this returns True."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._jobs.put(None)
             thread.join(_LIMIT_S)
         self._pending.clear()
+        return thread is None or not thread.is_alive()
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -58,12 +58,13 @@ class NodeShards:
         self._pool.open(key, ShardShape(template.world_size, template.bytes, {key.rank: template}), base)
 
     @contextmanager
-    def writing(self, key: ShardKey) -> Iterator[tuple[int, Segment]]:
+    def writing(self, key: ShardKey, mapped: Collection[int] = ()) -> Iterator[tuple[int, Segment]]:
         """The buffer that the rank's own worker writes next; its old content is invalid from now on.
 
+        `mapped`: the segments that it has mapped. One of them that is free is preferred to a new one.
         The worker writes after this context ends: the descriptor must stay in place only until it is sent.
         """
-        buffer = self._pool.begin(key)
+        buffer = self._pool.begin(key, mapped)
         try:
             yield buffer.id, self._pool.segment(buffer.id)
         finally:

@@ -6,7 +6,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 from elastic.checkpoint.memory.limits import available_bytes, gib
@@ -32,6 +32,9 @@ class SegmentPool:
         self.work = WorkCounter()
         self._available = available
         self._segments: dict[int, Segment] = {}
+        # Mapped by workers that are connected; and those of them that are no buffer of any shard at present.
+        self._lent: set[int] = set()
+        self._spare: set[int] = set()
         self._numbers = itertools.count(1)
         self._closed = False
 
@@ -46,7 +49,8 @@ class SegmentPool:
             self.check_open()
             before = self.table.shards.get(key)
             self.table.open(key, shape, base)
-            need, have = self.table.wanted_bytes(), self._room() + self._expiring_bytes()
+            need = self.table.wanted_bytes()
+            have = self._room() + self._expiring_bytes() + sum(self._segments[number].size for number in self._spare)
             if need > have:
                 self.table.undo_open(key, before)
                 count = 2 + bool(key.stripe)
@@ -58,24 +62,28 @@ class SegmentPool:
                 )
             self.changed.notify_all()
 
-    def begin(self, key: ShardKey) -> ShardBuffer:
-        """The buffer that is written next, with one more user. Raises StorageError when it is not free in time."""
+    def begin(self, key: ShardKey, mapped: Collection[int] = ()) -> ShardBuffer:
+        """The buffer that is written next, with one more user. Raises StorageError when it is not free in time.
+
+        `mapped`: the writer has these segments mapped already.
+        """
         deadline = time.monotonic() + READER_LIMIT_S
         with self.changed:
-            while (buffer := self.claim(key)) is None:
+            while (buffer := self.claim(key, mapped)) is None:
                 if not self.changed.wait(deadline - time.monotonic()):
                     raise StorageError(
                         f"the next buffer has been read for {READER_LIMIT_S} s and cannot be overwritten", key.where
                     )
             return buffer
 
-    def claim(self, key: ShardKey) -> ShardBuffer | None:
+    def claim(self, key: ShardKey, mapped: Collection[int] = ()) -> ShardBuffer | None:
         """`begin` for holders of the lock, without waiting: None while the buffer is in use."""
         self.check_open()
         buffer = self.table.next_buffer(key)
         if buffer is None:
             nbytes = self.table.shards[key].nbytes
-            buffer = self.table.add(key, self.allocate(nbytes, key.where))
+            number = self._use_again(nbytes, mapped)
+            buffer = self.table.add(key, self.allocate(nbytes, key.where) if number is None else number)
         if buffer.users:
             return None
         self.table.begin(buffer)
@@ -122,6 +130,21 @@ class SegmentPool:
             segment = self._segments.pop(number)
         segment.close()
 
+    def kept(self, key: ShardKey, mapped: Collection[int]) -> tuple[int, ...]:
+        """Those of `mapped`, a worker's own segments, that its shard `key` uses or may use again."""
+        with self.changed:
+            return tuple(number for number in mapped if self._fits(key, number))
+
+    def lend(self, number: int) -> None:
+        """A worker maps this segment: it is not freed before `take_back`, so that it can be used again."""
+        with self.changed:
+            self._lent.add(number)
+
+    def take_back(self, numbers: Iterable[int]) -> None:
+        """Their worker does not have them mapped any more, or is gone."""
+        with self.freeing():
+            self._lent -= set(numbers)
+
     def settle(self, settled: SnapshotRef) -> None:
         with self.freeing():
             self.table.settle(settled)
@@ -130,13 +153,17 @@ class SegmentPool:
         with self.changed:
             return self.table.held()
 
-    def prepare(self, key: ShardKey) -> bool:
-        """Do a little of the allocation work ahead of the shard's next snapshot; False when nothing is left to do."""
+    def prepare(self, key: ShardKey, mapped: Collection[int] = ()) -> bool:
+        """Do a little of the allocation work ahead of the shard's next snapshot; False when nothing is left to do.
+
+        Nothing is allocated where one of `mapped` can be used again, or can be as soon as a snapshot is settled.
+        """
         with self.changed:
             buffers = [c for c in self.table.buffers.values() if c.key == key and not c.dropped and not c.users]
             rough = [buffer for buffer in buffers if self._segments[buffer.id].rough]
             if not rough:
                 alone = len(buffers) == 1 and buffers[0].step is not None and self.table.room_for_more(key)
+                alone = alone and not any(self._fits(key, number) for number in {*mapped} - {buffers[0].id})
                 nbytes = self.table.shards[key].nbytes if alone else 0
                 if alone and self._room() >= nbytes:
                     self.table.add(key, self.allocate(nbytes, key.where))
@@ -162,6 +189,7 @@ class SegmentPool:
         """Free all memory; buffers in use are freed when their users are done. Idempotent."""
         with self.changed:
             self._closed = True
+            self._lent.clear()
             self.changed.notify_all()
             for buffer in self.table.buffers.values():
                 buffer.dropped = True
@@ -179,7 +207,9 @@ class SegmentPool:
                 try:
                     yield
                 finally:
-                    gone += [self._segments.pop(number) for number in self.table.collect()]
+                    self._spare |= {*self.table.collect()}
+                    freed, self._spare = self._spare - self._lent, self._spare & self._lent
+                    gone += [self._segments.pop(number) for number in freed]
         finally:
             for segment in gone:
                 segment.close()
@@ -191,8 +221,29 @@ class SegmentPool:
     def _room(self) -> int:
         segments = self._segments.values()
         if self.limit_bytes is not None:
-            return self.limit_bytes - sum(segment.nbytes for segment in segments)
+            return self.limit_bytes - sum(segment.size for segment in segments)
         return self._available() - sum(segment.unpopulated_bytes for segment in segments)
 
     def _expiring_bytes(self) -> int:
-        return sum(self._segments[number].nbytes for number in self.table.expiring())
+        return sum(self._segments[number].size for number in self.table.expiring())
+
+    def _fits(self, key: ShardKey, number: int) -> bool:
+        """Is the segment a buffer of `key`, or one that it can take over, now or when an older generation goes?"""
+        if number not in self._segments:
+            return False
+        buffer = self.table.buffers.get(number)
+        if buffer is not None and buffer.key == key:
+            return True
+        free = number in self._spare or (
+            buffer is not None and not buffer.key.replica and buffer.key.generation < key.generation
+        )
+        return free and key in self.table.shards and self._segments[number].size >= self.table.shards[key].nbytes
+
+    def _use_again(self, nbytes: int, mapped: Collection[int]) -> int | None:
+        """A spare segment that its worker has mapped, the smallest that is large enough; None if there is none."""
+        fitting = [number for number in mapped if number in self._spare and self._segments[number].size >= nbytes]
+        number = min(fitting, key=lambda number: self._segments[number].size, default=None)
+        if number is not None:
+            self._spare.discard(number)
+            self._segments[number].use_again(nbytes)
+        return number

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from typing_extensions import assert_never
@@ -64,6 +64,8 @@ class WorkerSession:
         self._replicate = replicate
         self._replication: Replication | None = None
         self._key: ShardKey | None = None
+        # The segments that the worker has mapped; those of them that were given to it in this generation, two at most.
+        self._mapped: set[int] = set()
         self._given: set[int] = set()
         self._writing: int | None = None
         # The threads that send replicas report progress concurrently with answers.
@@ -73,13 +75,14 @@ class WorkerSession:
         """Until the worker closes the connection or is gone: raises OSError then."""
         try:
             while True:
-                _wait(self._channel, self._pool, self._key)
+                _wait(self._channel, self._pool, self._key, self._mapped)
                 message, _ = self._channel.receive()
                 try:
                     self._handle(worker_request(message))
                 except ElasticError as error:
                     self._answer(error_message(error))
         finally:
+            self._pool.take_back(self._mapped)
             # Committed snapshots are complete on this node: they are sent although the worker is gone.
             if self._replication is not None:
                 self._replication.retire()
@@ -103,7 +106,11 @@ class WorkerSession:
     def _open(self, request: OpenShard) -> None:
         template = request.template
         key = ShardKey(template.generation, template.rank, replica=False)
-        self._shards.open(key, template, request.base)
+        try:
+            self._shards.open(key, template, request.base)
+        except ElasticError:
+            self._keep(())
+            raise
         self._key, self._writing = key, None
         if self._replication is not None:
             self._replication.stop()
@@ -112,12 +119,24 @@ class WorkerSession:
         if newest is not None:
             # The worker has reconnected: its last commit may not have been sent, or not reported.
             self._replication.commit(Job(*newest))
-        self._answer(to_json(Opened(newest[0] if newest is not None else -1)))
+        # What another connection of this worker has lent is freed by its end, unless it is a buffer still.
+        self._given = set()
+        self._keep(self._pool.kept(key, request.mapped))
+        self._answer(to_json(Opened(newest[0] if newest is not None else -1, tuple(sorted(self._mapped)))))
+
+    def _keep(self, numbers: Iterable[int]) -> None:
+        """The worker has these mapped, and unmaps all others."""
+        before, self._mapped = self._mapped, set(numbers)
+        for number in self._mapped:
+            self._pool.lend(number)
+        self._pool.take_back(before - self._mapped)
 
     def _begin(self) -> None:
-        with self._shards.writing(self._own_key()) as (number, segment):
-            fresh = number not in self._given
+        with self._shards.writing(self._own_key(), self._mapped) as (number, segment):
+            fresh = number not in self._mapped
             self._given.add(number)
+            # With two it has all that it needs: what it keeps from older generations is unmapped.
+            self._keep(self._given if len(self._given) == 2 else {*self._mapped, number})
             self._writing = number
             self._answer(to_json(GivenSegment(number, segment.nbytes)), segment.fd if fresh else None)
 
@@ -251,9 +270,9 @@ class PeerSession:
         self._channel.send(to_json(answer))
 
 
-def _wait(channel: Channel, pool: SegmentPool, key: ShardKey | None) -> None:
+def _wait(channel: Channel, pool: SegmentPool, key: ShardKey | None, mapped: Collection[int] = ()) -> None:
     """Until the next request; meanwhile the memory for the next snapshots is prepared."""
-    while channel.idle(0 if key is not None and pool.prepare(key) else _IDLE_S):
+    while channel.idle(0 if key is not None and pool.prepare(key, mapped) else _IDLE_S):
         pass
 
 
