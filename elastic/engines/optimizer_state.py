@@ -81,8 +81,9 @@ def install_state(
 ) -> None:
     """Make the base optimizer's state of `master` exactly this; nothing at all, as before a first step, if it is empty.
 
-    Tensors are written in place where they exist (others may hold them) and made where they do not. Every scalar is a
-    new object: a step tensor shared by two groups would be counted up twice per step.
+    Tensors are written in place where they exist (others may hold them); where they do not, `tensors` are taken over if
+    they lie with the master, and copied if not. Every scalar is a new object: a step tensor shared by two groups would
+    be counted up twice per step.
     """
     if not tensors and not scalars:
         base.state.pop(master.key, None)
@@ -91,8 +92,8 @@ def install_state(
     wanted = set(tensors) | set(scalars or {})
     for key in [key for key in state if key not in wanted]:
         del state[key]
-    for key, host in tensors.items():
-        _put(state, key, host, master)
+    for key, tensor in tensors.items():
+        _put(state, key, tensor, master)
     for key, value in (scalars or {}).items():
         state[key] = _scalar(decode(value), state.get(key), base.param_groups[master.group], master.tensor)
 
@@ -171,12 +172,12 @@ def _local(state: Mapping[Any, Any]) -> dict[Any, Any]:
     return {key: value.to_local() if hasattr(value, "to_local") else value for key, value in state.items()}
 
 
-def _put(state: Any, key: str, host: torch.Tensor, master: Master) -> None:
+def _put(state: Any, key: str, value: torch.Tensor, master: Master) -> None:
     live = _local(state).get(key)
-    if isinstance(live, torch.Tensor) and live.numel() == host.numel() and live.dtype == host.dtype:
-        live.detach().copy_(host.view(live.shape))
+    if isinstance(live, torch.Tensor) and live.numel() == value.numel() and live.dtype == value.dtype:
+        live.detach().copy_(value.view(live.shape))
     else:
-        state[key] = master.wrapped(host.to(device=master.tensor.device, copy=True).view(master.tensor.shape))
+        state[key] = master.wrapped(value.to(device=master.tensor.device).view(master.tensor.shape))
 
 
 def _scalar(value: Any, live: Any, group: Mapping[str, Any], master: torch.Tensor) -> Any:

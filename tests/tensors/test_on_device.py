@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,12 +18,14 @@ from torch._C._distributed_c10d import HashStore
 from elastic.checkpoint.digest import digest, digest_on_device
 from elastic.checkpoint.memory.server.snapshot_server import SnapshotServer
 from elastic.checkpoint.memory.snapshot_client import SnapshotClient
+from elastic.checkpoint.source import ReadRange
 from elastic.comm import lost_peers
 from elastic.comm.device_check import device_error
 from elastic.comm.nccl import outlive_peers
 from elastic.core.checkpoint.manifest import ShardRecord, StoredTensor
 from elastic.core.names import shard_file
 from elastic.core.sharding.layout import Chunk
+from elastic.training.state import reading
 from elastic.training.state.copier import Copier
 from elastic.training.state.host import HostCopy, HostPool
 from elastic.training.state.pins import pinning
@@ -165,6 +169,25 @@ def shard() -> ShardRecord:
         tensors=(StoredTensor("fp32/flat", "F32", numel, 0),), chunks=(Chunk("w", 0, numel, "flat", 0),), digests={},
         zero_stage=1, parameters={"w": (numel,)},
     )  # fmt: skip
+
+
+def test_what_is_read_for_a_device_arrives_there() -> None:
+    """Through two buffers of 1 MiB, 160 times over. A buffer that is filled before the device has read it shows."""
+    content = torch.arange(40 << 20, dtype=torch.int32)
+    target = torch.zeros(40 << 20, dtype=torch.int32, device="cuda")
+
+    def read(manifest: object, ranges: Sequence[ReadRange]) -> int:
+        for each in ranges:
+            assert each.target.is_pinned(), "the copy would wait for the device"
+            each.target.copy_(content[each.offset : each.offset + each.numel])
+        return sum(each.target.nbytes for each in ranges)
+
+    source: Any = SimpleNamespace(read=read)
+    wanted = [ReadRange(0, "a", 0, target.numel(), target)]
+    # Behind work of a second: no copy is made before the first buffers are filled.
+    torch.cuda._sleep(2_000_000_000)
+    assert reading._read(source, None, wanted, 1 << 20) == target.nbytes  # type: ignore[arg-type]
+    assert torch.equal(target.cpu(), content)
 
 
 def test_memory_for_snapshots_can_be_pinned() -> None:

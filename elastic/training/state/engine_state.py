@@ -336,7 +336,7 @@ class EngineState:
         self._sharded.base.register_step_pre_hook(verify_first)
 
     def _read_together(self, source: CheckpointSource, checkpoint_id: str) -> tuple[Staged, frozenset[str]]:
-        """Nothing is installed on any rank before every rank has all it needs in host memory."""
+        """Nothing is installed on any rank before every rank has read all it needs."""
         found: tuple[Staged, frozenset[str]] | None = None
         error: Exception | None = None
         try:
@@ -356,7 +356,7 @@ class EngineState:
         check_extra(self._engine, self._sharded, saved)
         self.restored = kept_in(manifest)
         inventory = self._without(skipped)
-        staged = read_checkpoint(source, manifest, inventory.held(), inventory.masters, self._sharded.rank)
+        staged = read_checkpoint(source, manifest, inventory, self._sharded.rank)
         check_dtypes(inventory.masters, inventory.extras, staged)
         by_name = decode_scalars(saved["optimizer"]["scalars"])
         for master in inventory.masters:

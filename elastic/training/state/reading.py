@@ -1,24 +1,44 @@
-"""From a checkpoint to host memory: exactly what this rank's layout needs, nothing installed yet."""
+"""From a checkpoint to memory where it is needed: exactly what this rank's layout needs, nothing installed yet.
+
+What a device needs goes through two pinned buffers: one is filled from the source while the other is copied to the
+device. Without them the copy would begin when everything was read, and take a second time as long from memory that is
+not pinned.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from elastic.checkpoint.source import CheckpointSource, ReadRange
+from elastic.comm.device_stream import DeviceStream, enqueues
 from elastic.core.checkpoint.manifest import Manifest, StoredTensor
 from elastic.core.errors import IntegrityError, ModelMismatch
-from elastic.core.sharding.layout import RankLayout
 from elastic.core.sharding.reshard import ReadItem, plan_rank
+from elastic.engines.inventory import Inventory
 from elastic.engines.live_state import KEPT, MASTER, Extra, Master
 from elastic.training.state.dtypes import torch_dtype
+from elastic.training.state.host import host_memory
+from elastic.training.state.pins import Pins
+
+logger = logging.getLogger(__name__)
+
+# Long enough that asking the source costs nothing beside reading, short enough to be pinned in a twentieth of a second.
+_BUFFER_BYTES = 256 << 20
+# Every dtype is aligned.
+_ALIGNMENT_BYTES = 16
 
 
 @dataclass(frozen=True)
 class Staged:
-    """`tensors` by buffer of the live layout and kind, in the stored dtype; elements outside all chunks are zero."""
+    """`tensors` by buffer of the live layout and kind, in the stored dtype; elements outside all chunks are zero.
+
+    They lie where the live ones do, or in host memory where the device has no room, and are nobody else's: what an
+    optimizer keeps may be taken over as it is.
+    """
 
     manifest: Manifest
     tensors: Mapping[str, Mapping[str, torch.Tensor]]
@@ -37,29 +57,103 @@ class Staged:
 
 
 def read_checkpoint(
-    source: CheckpointSource, manifest: Manifest, target: RankLayout, masters: Iterable[Master], rank: int
+    source: CheckpointSource, manifest: Manifest, live: Inventory, rank: int, buffer_bytes: int = _BUFFER_BYTES
 ) -> Staged:
-    """Read every range that `target` needs straight into its place. Not collective.
+    """Read every range that `live` needs, for a device through buffers of `buffer_bytes`. Not collective.
 
     Raises IntegrityError (the checkpoint lacks something), StorageError, or ModelMismatch (one tensor, two dtypes).
     """
+    target = live.held()
     stored = [_by_buffer(shard.tensors) for shard in manifest.shards]
     items = plan_rank([shard.layout for shard in manifest.shards], target, spread=rank)
     dtypes = _dtypes(items, stored)
     # A rank whose part is all padding reads nothing, but its optimizer still has state there.
     kinds = _kinds(manifest)
-    for master in masters:
+    for master in live.masters:
         for kind in sorted({kind for name in master.names for kind in kinds.get(name, ())}):
             own = dtypes.setdefault(master.buffer, {})
             if kind not in own:
                 own[kind] = _any_dtype(manifest, kind)
+    devices = {master.buffer: master.tensor.device for master in live.masters}
+    devices |= {extra.chunk.buffer: extra.tensor.device for extra in live.extras}
     tensors = {
-        buffer: {kind: torch.zeros(target.buffers[buffer], dtype=torch_dtype(dtype)) for kind, dtype in own.items()}
+        buffer: {kind: _zeros(target.buffers[buffer], dtype, devices[buffer]) for kind, dtype in own.items()}
         for buffer, own in dtypes.items()
     }
     ranges = [read for item in items for read in _ranges(item, stored[item.source_rank], tensors)]
     needed = sum(read.target.numel() * read.target.element_size() for read in ranges)
-    return Staged(manifest, tensors, source.read(manifest, ranges), needed)
+    return Staged(manifest, tensors, _read(source, manifest, ranges, buffer_bytes), needed)
+
+
+def _zeros(numel: int, dtype: str, device: torch.device) -> torch.Tensor:
+    """On `device`; in host memory where that has no room for both the masters and what is read of them."""
+    try:
+        return torch.zeros(numel, dtype=torch_dtype(dtype), device=device)
+    except torch.OutOfMemoryError:
+        logger.info("%d elements of a checkpoint wait in host memory: the device has no room for them yet", numel)
+        return torch.zeros(numel, dtype=torch_dtype(dtype))
+
+
+def _read(source: CheckpointSource, manifest: Manifest, ranges: Sequence[ReadRange], buffer_bytes: int) -> int:
+    """Fill all targets, wherever they lie; returns the number of bytes fetched."""
+    there = [each for each in ranges if enqueues(each.target.device)]
+    here = [each for each in ranges if not enqueues(each.target.device)]
+    count = source.read(manifest, here) if here or not there else 0
+    return count + (_read_to_device(source, manifest, there, buffer_bytes) if there else 0)
+
+
+def _read_to_device(source: CheckpointSource, manifest: Manifest, ranges: Sequence[ReadRange], nbytes: int) -> int:
+    device = ranges[0].target.device
+    stream, pins = DeviceStream(device), Pins(device)
+    in_order = sorted(ranges, key=lambda each: (each.rank, each.key, each.offset))
+    nbytes = min(nbytes, sum(each.target.nbytes + _ALIGNMENT_BYTES for each in in_order))
+    # A buffer, and when the device has read it.
+    idle: list[tuple[torch.Tensor, torch.Event | None]] = []
+    count = 0
+    try:
+        for number, batch in enumerate(_batches(in_order, nbytes)):
+            if number < 2:
+                buffer, copied = host_memory(nbytes), None
+                pins.pin(buffer)
+            else:
+                buffer, copied = idle.pop(0)
+            if copied is not None:
+                copied.synchronize()
+            views = [
+                (each.target, buffer[begin : begin + each.target.nbytes].view(each.target.dtype))
+                for begin, each in batch
+            ]
+            reads = [replace(each, target=view) for (_, each), (_, view) in zip(batch, views, strict=True)]
+            count += source.read(manifest, reads)
+            for target, view in views:
+                stream.copy(target, view)
+            idle.append((buffer, stream.mark()))
+        for _, copied in idle:
+            if copied is not None:
+                copied.synchronize()
+    finally:
+        pins.close()
+    return count
+
+
+def _batches(ranges: Iterable[ReadRange], nbytes: int) -> Iterator[list[tuple[int, ReadRange]]]:
+    """The ranges, cut where they are long, in batches that fit into a buffer, with the byte at which each begins."""
+    batch: list[tuple[int, ReadRange]] = []
+    end = 0
+    for each in ranges:
+        done, item = 0, each.target.element_size()
+        while done < each.numel:
+            begin = -(-end // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            numel = min(each.numel - done, (nbytes - begin) // item)
+            if numel < 1:
+                yield batch
+                batch, end = [], 0
+                continue
+            target = each.target[done : done + numel]
+            batch.append((begin, replace(each, offset=each.offset + done, numel=numel, target=target)))
+            done, end = done + numel, begin + numel * item
+    if batch:
+        yield batch
 
 
 def kept_in(manifest: Manifest) -> dict[str, torch.Tensor]:

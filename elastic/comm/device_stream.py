@@ -1,0 +1,56 @@
+"""Streams and events of a device: the one place that asks torch for them, in torch's terms for all accelerators.
+
+A call that enqueues work on a device returns before that is done. On the CPU everything is done when a call returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+def enqueues(device: torch.device) -> bool:
+    """Is work on this device still under way when the call that began it has returned?"""
+    return device.type != "cpu"
+
+
+class DeviceStream:
+    """The stream that the calling thread uses at the time of each call, or with `own` another one beside it."""
+
+    def __init__(self, device: torch.device, own: bool = False) -> None:
+        self._device = device
+        self._own: Any = torch.Stream(device=device) if own else None
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Enqueue a copy. It is concurrent only where the side on the host is pinned."""
+        with self.used():
+            target.copy_(source, non_blocking=True)
+
+    def mark(self, timed: bool = False) -> torch.Event:
+        """Reached by the device (`query`, `synchronize`) when everything is done that was enqueued so far."""
+        event = torch.Event(device=self._device, enable_timing=timed)
+        self._stream().record_event(event)
+        return event
+
+    def wait(self, mark: torch.Event) -> None:
+        """What is enqueued from here on begins when `mark` is reached. The calling thread does not wait."""
+        self._stream().wait_event(mark)
+
+    def follow(self) -> None:
+        """A stream of its own: begin after what the thread's stream was given so far."""
+        self._own.wait_stream(torch.accelerator.current_stream(self._device))
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Whatever is computed inside is enqueued here."""
+        if self._own is None:
+            yield
+        else:
+            with self._own:
+                yield
+
+    def _stream(self) -> Any:
+        return torch.accelerator.current_stream(self._device) if self._own is None else self._own
