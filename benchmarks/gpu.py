@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,8 @@ def _config(amount: Amount, marks: Path) -> dict[str, Any]:
 
 
 def _steps(amount: Amount, folder: Path, node: Any, numbers: Any) -> list[Figure]:
-    """Turn by turn with and without snapshots. The first two steps of a generation warm up and do not count."""
+    """Turn by turn with and without snapshots, from the end of a step to the end of the next: whatever delays one is in
+    it, on the host or on the device. The first two steps of a generation warm up and do not count."""
     from benchmarks.alone import live
     from benchmarks.workload import train
 
@@ -74,14 +75,15 @@ def _steps(amount: Amount, folder: Path, node: Any, numbers: Any) -> list[Figure
     config = _config(amount, folder / "steps")
     for _ in range(amount.turns):
         for name, used in ((PLAIN, None), (SNAPSHOTS, node)):
-            lived = live(next(numbers), train, config, folder, end_at=amount.steps, node=used)
-            reports = lived.steps[2:]
-            seconds[name] += [report.duration_s + report.save_stall_s for report in reports]
-            stalls += [report.save_stall_s for report in reports] if used else []
+            number = next(numbers)
+            lived = live(number, train, config, folder, end_at=amount.steps, node=used)
+            ends = [mark.at for mark in read_marks(folder / "steps") if mark.era == number]
+            seconds[name] += [later - before for before, later in pairwise(ends[1:])]
+            stalls += [report.save_stall_s for report in lived.steps[2:]] if used else []
     without, with_them = (Figure(CASE, f"step, {name}", "s", tuple(found)) for name, found in seconds.items())
     return [
         without, with_them, ratio(CASE, "step with snapshots over step without", with_them, without),
-        Figure(CASE, "training thread kept by a snapshot", "s", tuple(stalls)),
+        Figure(CASE, "training thread, or its stream, kept by a snapshot", "s", tuple(stalls)),
     ]  # fmt: skip
 
 

@@ -5,6 +5,7 @@ A call that enqueues work on a device returns before that is done. On the CPU ev
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -54,3 +55,32 @@ class DeviceStream:
 
     def _stream(self) -> Any:
         return torch.accelerator.current_stream(self._device) if self._own is None else self._own
+
+
+class DelayClock:
+    """How long a device's work was delayed by what is enqueued between its steps, beyond the time that the calling
+    thread itself took for that. On the CPU that is nothing.
+
+    Measured by events on the stream, which are read when the device has reached them: nothing waits for it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = DeviceStream(device) if enqueues(device) else None
+        self._pending: list[tuple[torch.Event, torch.Event, float]] = []
+
+    @contextmanager
+    def delay(self) -> Iterator[None]:
+        """Around what the device does instead of training, or waits for."""
+        if self._stream is None:
+            yield
+            return
+        before, began = self._stream.mark(timed=True), time.perf_counter()
+        yield
+        self._pending.append((before, self._stream.mark(timed=True), time.perf_counter() - began))
+
+    def take(self) -> float:
+        """Seconds of the delays that the device has passed since the last call. Call it after a synchronisation."""
+        passed = [entry for entry in self._pending if entry[1].query()]
+        self._pending = [entry for entry in self._pending if entry not in passed]
+        # Events count milliseconds.
+        return sum(max(0.0, before.elapsed_time(after) / 1000.0 - spent_s) for before, after, spent_s in passed)

@@ -218,7 +218,9 @@ class StepLoop:
             with self._scope.translating():
                 self._course.step_finished()
         self._scope.step = report.step
-        self._open_step = FinishedStep(report, applied, self.progress.fenced_s)
+        # The loss was read, so the device has passed what delayed this step.
+        fenced_s = self.progress.fenced_s + self._saving().delayed_s()
+        self._open_step = FinishedStep(report, applied, fenced_s)
 
     @property
     def on_boundary(self) -> bool:

@@ -28,7 +28,7 @@ def test_every_figure_is_measured(tmp_path: Path) -> None:
     assert min(rebuilds.values) > 0
     # Each of the rebuilds was restored from the memory of the process next to it.
     assert len(figures["restore from memory, reading and installing", "ray-elastic"].values) == 4
-    assert len(figures["training thread kept by a snapshot", "ray-elastic"].values) == 4
+    assert len(figures["training thread, or its stream, kept by a snapshot", "ray-elastic"].values) == 4
     assert {subject for name, subject in figures if name == "training kept by a durable save"} == {
         "engine.save_checkpoint",
         "torch DCP async_save",

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from elastic.core.errors import ElasticError
+from elastic.training.state import host
 from elastic.training.state import pins as pins_module
 from elastic.training.state.copier import Copier
 from elastic.training.state.host import HostPool, Transfer, transfer
@@ -86,17 +87,20 @@ def test_closing_finishes_what_was_started(copier: Copier) -> None:
 
 
 class Stream:
-    """A device's stream on which everything is done at once."""
+    """A device's stream on which everything is done at once: see `DeviceStream`."""
 
     def __init__(self, seen: list[str]) -> None:
         self.seen = seen
 
-    def wait_stream(self, other: Any) -> None: ...
+    def follow(self) -> None: ...
 
-    def record_event(self) -> Any:
-        return SimpleNamespace(synchronize=lambda: None)
+    def used(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
-    def wait_event(self, event: Any) -> None:
+    def mark(self) -> Any:
+        return SimpleNamespace(synchronize=lambda: self.seen.append("waited"), query=lambda: False)
+
+    def wait(self, mark: Any) -> None:
         self.seen.append("the stream waits")
 
 
@@ -111,20 +115,16 @@ class Place:
         self.seen.append(f"{where} by {threading.current_thread().name}")
 
 
-def test_what_lies_in_host_memory_is_copied_beside_the_training_on_a_device_too(
-    copier: Copier, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_lies_in_host_memory_is_copied_beside_the_training_on_a_device_too(copier: Copier) -> None:
     """An offloaded optimizer: gigabytes that the training thread would stand still for."""
     seen: list[str] = []
-    stream = Stream(seen)
-    copier._stream = stream
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    stream: Any = Stream(seen)
+    copier._stream = copier._training = stream
     moves: Any = [(Place(seen), SimpleNamespace(is_cuda=False)), (Place(seen), SimpleNamespace(is_cuda=True))]
     copier.start(Transfer(moves, []), lambda: None)
     copier.fence()
     assert copier.drain(LIMIT_S)
-    assert sorted(seen) == ["device by MainThread", "host by elastic-copier", "the stream waits"]
+    assert sorted(seen) == ["device by MainThread", "host by elastic-copier", "the stream waits", "waited"]
 
 
 class Driver:
@@ -170,8 +170,7 @@ def test_memory_that_cannot_be_pinned_harms_nobody(refuses: bool, monkeypatch: p
 def test_memory_into_which_the_device_still_writes_stays_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(refuses=False)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: driver)
-    monkeypatch.setattr(driver, "record_event", lambda: SimpleNamespace(query=lambda: False), raising=False)
+    monkeypatch.setattr(pins_module, "DeviceStream", lambda device: Stream([]))
     monkeypatch.setattr(pins_module, "_LIMIT_S", 0.0)
     kept: list[Any] = []
     monkeypatch.setattr(pins_module, "_KEPT", kept)
@@ -191,6 +190,7 @@ def test_what_cannot_wait_is_enqueued_on_the_device_without_waiting(monkeypatch:
 
     class Source:
         is_cuda = True
+        device = torch.device("cuda", 0)
 
         def detach(self) -> Source:
             return self
@@ -206,11 +206,9 @@ def test_what_cannot_wait_is_enqueued_on_the_device_without_waiting(monkeypatch:
     targets: Any = {"a": Target([])}
     made = transfer(wanted, targets)
     assert enqueued == [True]
-    assert (list(made.moves), made.under_way) == ([], True)
+    assert (list(made.moves), made.device) == ([], torch.device("cuda", 0))
     waits: list[str] = []
-    monkeypatch.setattr(
-        torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: waits.append("waited"))
-    )
+    monkeypatch.setattr(host, "DeviceStream", lambda device: Stream(waits))
     made.run()
     assert waits == ["waited"], "who wants it all at once waits for it"
 

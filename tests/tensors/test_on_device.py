@@ -21,6 +21,7 @@ from elastic.checkpoint.memory.snapshot_client import SnapshotClient
 from elastic.checkpoint.source import ReadRange
 from elastic.comm import lost_peers
 from elastic.comm.device_check import device_error
+from elastic.comm.device_stream import DelayClock
 from elastic.comm.nccl import outlive_peers
 from elastic.core.checkpoint.manifest import ShardRecord, StoredTensor
 from elastic.core.names import shard_file
@@ -131,6 +132,27 @@ def test_a_snapshot_neither_waits_for_the_training_nor_is_overtaken_by_it(at_onc
     assert not work.query(), "the training thread has waited for the device"
     assert copier.drain(LIMIT_S)
     assert found["a"].min() == found["a"].max() == 1.0
+    copier.close()
+    pool.close()
+
+
+def test_an_update_that_waits_for_copies_on_the_device_is_a_stall() -> None:
+    """Copies that begin about a second late: the thread is back at once, and the stall is read when the step ends."""
+    device = torch.device("cuda", 0)
+    pool, copier, clock = HostPool(device), Copier(device), DelayClock(device)
+    source = torch.ones(1 << 20, device=device)
+    _, copies = pool.prepare([HostCopy("a", source)])
+    assert copier._stream is not None
+    with copier._stream.used():
+        torch.cuda._sleep(2_000_000_000)
+    copier.start(copies, lambda: None)
+    with clock.delay():
+        copier.fence()
+    source.add_(1.0)
+    assert clock.take() == 0.0, "the training thread has waited for the device"
+    # As reading the loss does.
+    source.sum().item()
+    assert 0.3 < clock.take() < 10.0
     copier.close()
     pool.close()
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from elastic.checkpoint.snapshot import ShardSnapshot
+from elastic.comm.device_stream import DelayClock
 from elastic.core.checkpoint.manifest import Json
 from elastic.core.errors import CollectiveFailed, IntegrityError
 from elastic.training.saving.memory_tier import MemoryTier
@@ -74,6 +75,7 @@ class Snapshots:
         self._compare = compare or (lambda: None)
         self._compared = False
         self._copier = Copier(scope.device)
+        self._delays = DelayClock(scope.device)
         self._pending: list[PendingCopy] = []
         # Was any optimizer step of this run applied? Before that there is no optimizer state.
         self._applied = scope.spec.checkpoint is not None
@@ -87,7 +89,8 @@ class Snapshots:
         copies took. Collective while a verdict is missing."""
         self._state.verified()
         try:
-            return self._copier.fence()
+            with self._delays.delay():
+                return self._copier.fence()
         except IntegrityError as error:
             raise self._lost(error) from error
 
@@ -99,12 +102,18 @@ class Snapshots:
         if not self._compared:
             self._compared = True
             self._compare()
-        every = self._scope.spec.checkpoint_every_steps
-        if every is not None and step % every == 0:
-            self._to_storage_if_free(step)
-        if self._memory is not None and self._applied:
-            self._note(self._memory.after_step(step, duration_s))
+        # What cannot wait is copied by the stream of the next step, before that.
+        with self._delays.delay():
+            every = self._scope.spec.checkpoint_every_steps
+            if every is not None and step % every == 0:
+                self._to_storage_if_free(step)
+            if self._memory is not None and self._applied:
+                self._note(self._memory.after_step(step, duration_s))
         return time.perf_counter() - began if self._pending else 0.0
+
+    def delayed_s(self) -> float:
+        """Seconds by which snapshots have delayed the device besides, up to its last synchronisation."""
+        return self._delays.take()
 
     def start(self) -> None:
         """Begin the copies that were prepared. After the step was reported: a checkpoint covers reported steps only."""

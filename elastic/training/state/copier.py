@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from elastic.comm.device_stream import DeviceStream, enqueues
 from elastic.core.errors import ElasticError, IntegrityError
 from elastic.training.state.host import Transfer
 
@@ -41,8 +42,8 @@ class Copier:
     """One thread, and on a CUDA device one stream. `start` and `fence` belong to the training thread."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._training = DeviceStream(device)
+        self._stream = DeviceStream(device, own=True) if enqueues(device) else None
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._pending: list[_Job] = []
         self._idle = threading.Condition()
@@ -56,12 +57,12 @@ class Copier:
         if self._stream is not None:
             # The state of an offloaded optimizer is in host memory: copying it here would block this thread.
             job.enqueued, job.transfer = transfer.parted()
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            with torch.cuda.stream(self._stream):
+            self._stream.follow()
+            with self._stream.used():
                 job.enqueued.enqueue()
                 if transfer.check is not None:
                     transfer.check.look(cuda=True)
-                job.event = self._stream.record_event()
+            job.event = self._stream.mark()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="elastic-copier", daemon=True)
             self._thread.start()
@@ -73,15 +74,15 @@ class Copier:
     def fence(self) -> float:
         """Before the state changes: wait until every copy that was started has read it. Returns the seconds waited.
 
-        For tensors on a CUDA device the stream waits, not this thread. Raises ElasticError when a copy failed, and
-        IntegrityError from the first verified copy on that was not what the engine holds.
+        For tensors on a device its stream waits, not this thread (see `DelayClock`). Raises ElasticError when a copy
+        failed, and IntegrityError from the first verified copy on that was not what the engine holds.
         """
         self.raise_failure()
         began, pending = time.perf_counter(), self._pending
         self._pending = []
         for job in pending:
             if job.event is not None:
-                torch.cuda.current_stream(self._device).wait_event(job.event)
+                self._training.wait(job.event)
             if (job.transfer.moves or job.transfer.check is not None) and not job.copied.wait(_LIMIT_S):
                 raise ElasticError(f"a copy of the state to host memory has not ended for {_LIMIT_S:.0f} s")
             self.raise_failure()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 
 import torch
 
 from elastic.checkpoint.digest import device_total, partial_digests, unsigned
+from elastic.comm.device_stream import DeviceStream, enqueues
 from elastic.core.errors import IntegrityError
 from elastic.core.sharding.layout import Chunk, RankLayout
 
@@ -54,13 +56,13 @@ class Reader:
     def __init__(self, chunks: Iterable[Chunk], tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
         self._pieces = tuple(chunks)
         self._tensors = dict(tensors)
-        self._stream: torch.cuda.Stream | None = None
+        self._stream: DeviceStream | None = None
         self._found: dict[str, int] = {}
         self._error: Exception | None = None
-        if device.type == "cuda":
+        if enqueues(device):
             # Not behind the forward pass that follows, but after the copies that filled the tensors.
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            self._stream.wait_stream(torch.cuda.current_stream(device))
+            self._stream = DeviceStream(device, own=True)
+            self._stream.follow()
         self._thread = threading.Thread(target=self._read, name="elastic-verify", daemon=True)
         self._thread.start()
 
@@ -81,7 +83,7 @@ class Reader:
 
     def _read(self) -> None:
         try:
-            with torch.cuda.stream(self._stream):
+            with self._stream.used() if self._stream is not None else nullcontext():
                 self._found = digests(self._pieces, self._taken())
         except Exception as error:  # noqa: BLE001 - raised again by `result`
             self._error = error

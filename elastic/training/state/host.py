@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from elastic.comm.device_stream import DeviceStream, enqueues
 from elastic.training.state.capture_check import CaptureCheck
 from elastic.training.state.pins import Pins
 
@@ -38,13 +39,14 @@ class HostCopy:
 class Transfer:
     """Copies (target, source) to make, and the targets' gaps, to be set to zero after them.
 
-    `under_way`: copies from a device were enqueued already, on the stream that was the current one then. `check` reads
-    the sources once more, between the copies and the next optimizer step, and then compares.
+    `device`: where copies come from; some may have been enqueued already, on the stream that was the current one then.
+    None: all come from host memory. `check` reads the sources once more, between the copies and the next optimizer
+    step, and then compares.
     """
 
     moves: Sequence[tuple[torch.Tensor, torch.Tensor]]
     zeros: Sequence[torch.Tensor]
-    under_way: bool = False
+    device: torch.device | None = None
     check: CaptureCheck | None = None
 
     def enqueue(self) -> None:
@@ -69,8 +71,8 @@ class Transfer:
         if self.check is not None:
             self.check.look(cuda=True)
             self.check.look(cuda=False)
-        if self.under_way or any(source.is_cuda for _, source in self.moves):
-            torch.cuda.current_stream().synchronize()
+        if self.device is not None:
+            DeviceStream(self.device).mark().synchronize()
         self.finish()
         if self.check is not None:
             self.check.compare()
@@ -103,16 +105,17 @@ def transfer(wanted: Sequence[HostCopy], targets: Mapping[str, torch.Tensor]) ->
 
     Enqueued, on the current stream, they precede whatever the training does to their sources next.
     """
-    moves, zeros, under_way = [], [], False
+    moves, zeros, device = [], [], None
     for item in wanted:
         move = (targets[item.key], item.source.detach().reshape(-1))
+        if enqueues(item.source.device):
+            device = item.source.device
         if item.at_once:
             move[0].copy_(move[1], non_blocking=True)
-            under_way |= move[1].is_cuda
         else:
             moves.append(move)
         zeros += [targets[item.key][offset : offset + numel] for offset, numel in item.gaps]
-    return Transfer(moves, zeros, under_way)
+    return Transfer(moves, zeros, device)
 
 
 def host_memory(nbytes: int) -> torch.Tensor:

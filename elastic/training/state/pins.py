@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch
 
+from elastic.comm.device_stream import DeviceStream
 from elastic.engines.select import engine_kind
 
 logger = logging.getLogger(__name__)
@@ -97,7 +98,7 @@ def done(device: torch.device) -> bool:
     if device.type != "cuda":
         return True
     try:
-        event = torch.cuda.current_stream(device).record_event()
+        event = DeviceStream(device).mark()
         deadline = time.monotonic() + _LIMIT_S
         while not event.query():
             if time.monotonic() > deadline:
