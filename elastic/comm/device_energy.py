@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from elastic.comm.nvml import library
+
 logger = logging.getLogger(__name__)
 
 
@@ -19,13 +21,10 @@ class EnergyMeter:
         self._before_mj = 0
         if device.type != "cuda":
             return
-        try:
-            # Not a dependency: installed where users want energy in their reports.
-            import pynvml  # type: ignore[import-not-found, import-untyped, unused-ignore]
-        except ImportError:
+        pynvml = library()
+        if pynvml is None:
             return
         try:
-            pynvml.nvmlInit()
             # A process may see its devices under other numbers than NVML: CUDA_VISIBLE_DEVICES.
             identity = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
             self._handle, self._nvml = pynvml.nvmlDeviceGetHandleByUUID(identity.encode()), pynvml

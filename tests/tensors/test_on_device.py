@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -23,8 +24,10 @@ from elastic.comm import lost_peers
 from elastic.comm.device_check import device_error
 from elastic.comm.device_stream import DelayClock
 from elastic.comm.nccl import outlive_peers
+from elastic.comm.nvml import NvmlDevice
 from elastic.core.checkpoint.manifest import ShardRecord, StoredTensor
 from elastic.core.names import shard_file
+from elastic.core.policy.device_health import unfit
 from elastic.core.sharding.layout import Chunk
 from elastic.training.state import reading
 from elastic.training.state.copier import Copier
@@ -210,6 +213,17 @@ def test_what_is_read_for_a_device_arrives_there() -> None:
     torch.cuda._sleep(2_000_000_000)
     assert reading._read(source, None, wanted, 1 << 20) == target.nbytes  # type: ignore[arg-type]
     assert torch.equal(target.cpu(), content)
+
+
+def test_nvml_tells_of_this_device_and_nothing_against_it() -> None:
+    pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
+    device = NvmlDevice.find(os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0])
+    assert device is not None
+    health = device.health()
+    assert health.name == torch.cuda.get_device_name()
+    assert unfit(health) is None, health
+    assert health.links == health.usual_links
+    assert 0 < device.clocks().sm_mhz <= device.clocks().highest_mhz
 
 
 def test_memory_for_snapshots_can_be_pinned() -> None:

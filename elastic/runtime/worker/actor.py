@@ -27,7 +27,7 @@ from elastic.runtime.messages import Item, NodeFacts, Reply
 from elastic.runtime.node.heartbeats import HeartbeatSender
 from elastic.runtime.train_function import Entry
 from elastic.runtime.worker import codec, ray_train_face
-from elastic.runtime.worker.device import check_device, look
+from elastic.runtime.worker.device import check_device, check_health, look
 from elastic.runtime.worker.logs import begin_generation, keep_output
 from elastic.runtime.worker.outbox import Outbox
 
@@ -140,8 +140,9 @@ class WorkerActor:
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
         self._import()
         if gpus:
-            node_id = ray.get_runtime_context().get_node_id()
-            check_device(gpus, look(self._settings.engine), os.environ, f"{node_id[:8]} ({address})")
+            where = f"{ray.get_runtime_context().get_node_id()[:8]} ({address})"
+            check_device(gpus, look(self._settings.engine), os.environ, where)
+            check_health(gpus, os.environ, where)
         self._function = self._entry.load()
         training = threading.Thread(target=self._train, name="elastic-training", daemon=True)
         training.start()

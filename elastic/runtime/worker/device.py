@@ -1,11 +1,16 @@
-"""Check that the device that Ray reserves for a worker is the one that torch and DeepSpeed use in its process."""
+"""Check that the device that Ray reserves for a worker is the one that torch and DeepSpeed use, and that it is fit."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from elastic.comm.nvml import NvmlDevice
 from elastic.core.errors import UsageError
+from elastic.core.policy.device_health import doubts, unfit
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -65,3 +70,22 @@ def check_device(given: Sequence[int | str], seen: Seen, environment: Mapping[st
             f"{reserved}, and torch {seen.torch} finds it, but DeepSpeed would train on the CPU: look at its warnings "
             "in the worker's log"
         )
+
+
+def check_health(given: Sequence[int | str], environment: Mapping[str, str], node: str) -> None:
+    """What NVML tells of the reserved GPUs, before anything is placed on them; nothing without `nvidia-ml-py`.
+
+    Arguments as in `check_device`. Raises RuntimeError for a device that will not last: another node may have a better
+    one. What is no reason to refuse it is logged.
+    """
+    if environment.get("DS_ACCELERATOR") == "cpu":
+        return
+    for identity in map(str, given):
+        device = NvmlDevice.find(identity)
+        if device is None:
+            continue
+        health = device.health()
+        for doubt in doubts(health):
+            logger.warning("GPU %s of node %s: %s", identity, node, doubt)
+        if (why := unfit(health)) is not None:
+            raise RuntimeError(f"GPU {identity} of node {node}, which Ray reserves for this worker, is unfit: {why}")

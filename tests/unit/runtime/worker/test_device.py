@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
 
 from elastic.core.errors import UsageError
+from elastic.core.policy.device_health import DeviceHealth
 from elastic.core.settings import RunSettings
-from elastic.runtime.worker.device import Seen, check_device
+from elastic.runtime.worker import device as device_module
+from elastic.runtime.worker.device import Seen, check_device, check_health
 
 GOOD = Seen(torch="2.13.0+cu130", built_for="cuda", devices=1, used="cuda")
 
@@ -54,3 +57,38 @@ def test_a_worker_has_one_whole_gpu_or_none(gpus: float, why: str) -> None:
         RunSettings("run", resources_per_worker={"CPU": 1, "GPU": good})
     with pytest.raises(UsageError, match=rf"resources_per_worker\.GPU is {gpus:g}, but must be 0 or 1.*{why}"):
         RunSettings("run", resources_per_worker={"GPU": gpus})
+
+
+class Device:
+    """What NVML tells of GPU 3 and of GPU 4; it does not know others."""
+
+    KNOWN: Mapping[str, DeviceHealth] = {
+        "3": DeviceHealth("H100", remap_pending=True),
+        "4": DeviceHealth("H100", uncorrected_errors=2),
+    }
+
+    def __init__(self, identity: str) -> None:
+        self._health = self.KNOWN[identity]
+
+    @classmethod
+    def find(cls, identity: str) -> Device | None:
+        return cls(identity) if identity in cls.KNOWN else None
+
+    def health(self) -> DeviceHealth:
+        return self._health
+
+
+def test_a_device_that_will_not_last_is_an_error_of_its_node(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(device_module, "NvmlDevice", Device)
+    where = "ab12 (10.0.0.7)"
+    with pytest.raises(RuntimeError, match=r"GPU 3 of node ab12 \(10\.0\.0\.7\), which .* is unfit: .*reset the GPU"):
+        check_health((3,), {}, where)
+    check_health((3,), {"DS_ACCELERATOR": "cpu"}, where)
+    check_health(("9",), {}, where)
+    assert caplog.messages == []
+    check_health((4,), {}, where)
+    assert caplog.messages == [
+        "GPU 4 of node ab12 (10.0.0.7): 2 uncorrectable memory errors since its driver was loaded"
+    ]
