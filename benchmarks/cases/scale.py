@@ -6,15 +6,17 @@ The sizes grow until one of them takes longer than a minute; what is larger is n
 from __future__ import annotations
 
 import json
+import pickle
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.figures import Figure, Target, not_measured
 from benchmarks.options import Options
 from elastic.core import actions as act
 from elastic.core import events as ev
+from elastic.core.data.joined_reports import joined_by_step
 from elastic.core.data.steps import StepReport
 from elastic.core.event_groups import together
 from elastic.core.run import machine
@@ -27,7 +29,7 @@ from elastic.runtime.controller.collector import collect_seldom
 from elastic.runtime.controller.control_loop import ControlLoop
 from elastic.runtime.controller.records import Records
 from elastic.runtime.controller.replay import Replayed
-from elastic.runtime.messages import Beat, Item
+from elastic.runtime.messages import Beat, Item, NodeReports
 
 RANKS = 8
 _SIZES = (30, 100, 300, 1_000, 3_000, 10_000)
@@ -116,7 +118,14 @@ def _measured(nodes: int, journal: JournalWriter) -> Iterator[tuple[str, str, fl
     yield _LOSS, "s", _seconds(fleet.lose)
     loop = _loop_of(fleet)
     yield _BEATS, "s", _seconds(lambda: _beats(loop, fleet))
-    yield _STEP, "s", _seconds(lambda: _step(loop, fleet))
+    yield "step reports of one step, each rank by itself", "s", _seconds(lambda: _step(loop, fleet))
+    for message in _joined(fleet, step=2):
+        # After a change of the fleet its nodes are looked up once, which is not the steady state.
+        loop.node_reports(pickle.loads(message), fleet.now)  # noqa: S301
+    messages: list[bytes] = []
+    joining_s = _seconds(lambda: messages.extend(_joined(fleet, step=3)))
+    yield _STEP, "s", _seconds(lambda: _joined_step(loop, fleet, messages))
+    yield "the agents' part of it, all together", "s", joining_s
     texts: list[str] = []
     yield "a replay point made", "s", _seconds(lambda: texts.append(json.dumps(encode(fleet.state))))
     read: list[RunState] = []
@@ -154,16 +163,40 @@ def _beats(loop: ControlLoop, fleet: Fleet) -> None:
 
 
 def _step(loop: ControlLoop, fleet: Fleet) -> None:
-    """Each rank reports the same step in a message of its own."""
+    """Each rank reports the step in a message of its own, as the workers of nodes with one worker do."""
+    for worker, report in _reports(fleet, step=1):
+        loop.deliver(worker, [Item("step", report, number=1)], fleet.now)
+    if loop.telemetry.step != fleet.state.start_step + 1:
+        raise AssertionError("the step is not complete")
+
+
+def _joined_step(loop: ControlLoop, fleet: Fleet, messages: Sequence[bytes]) -> None:
+    """Each node's agent reports the third step for its ranks. As they come over the network: reading them counts."""
+    for message in messages:
+        if not loop.node_reports(pickle.loads(message), fleet.now):  # noqa: S301
+            raise AssertionError("step reports of a node are not taken")
+    if loop.telemetry.step != fleet.state.start_step + 3:
+        raise AssertionError("the step is not complete")
+
+
+def _joined(fleet: Fleet, step: int) -> Iterator[bytes]:
+    """What the nodes' agents make of their ranks' reports of a step."""
+    by_node: dict[str, list[tuple[int, StepReport]]] = {}
+    for worker, report in _reports(fleet, step):
+        by_node.setdefault(fleet.state.fleet.node_of(worker) or "", []).append((worker, report))
+    for node, sent in by_node.items():
+        steps = joined_by_step(report for _, report in sent)
+        yield pickle.dumps(NodeReports(node, tuple(worker for worker, _ in sent), 1, steps))
+
+
+def _reports(fleet: Fleet, step: int) -> Iterator[tuple[int, StepReport]]:
+    """Workers with their reports of a step; the loss that the user reports is another on each rank."""
     state = fleet.state
     for rank, worker in enumerate(state.members):
-        report = StepReport(
-            state.start_step + 1, 1e-5, ((rank, rank + 1),), 1, 1.0, generation=state.generation, rank=rank,
-            metrics={"loss": 1.0}, noncollective_s=0.5,
+        yield worker, StepReport(
+            state.start_step + step, 1e-5, ((rank, rank + 1),), 1, 1.0, generation=state.generation, rank=rank,
+            metrics={"loss": 1.0 + rank, "accuracy": 0.5}, noncollective_s=0.5 + rank * 1e-6,
         )  # fmt: skip
-        loop.deliver(worker, [Item("step", report, number=1)], fleet.now)
-    if loop.telemetry.step != state.start_step + 1:
-        raise AssertionError("the step is not complete")
 
 
 def _seconds(work: Callable[[], object]) -> float:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from elastic.core.checkpoint.manifest import Manifest
 from elastic.core.checkpoint.manifest_json import from_json
+from elastic.core.data.joined_reports import JoinedReports
 
 # How long an agent waits for the answer to a beat. A restarted controller may be unknown to it for that long.
 BEAT_LIMIT_S = 2.0
@@ -59,6 +60,24 @@ class Reply:
     fenced: bool = False
     durable: int = 0
     taken: bool = True
+
+
+class NodeReports(NamedTuple):
+    """Step reports of several workers of a node, joined by its agent: `workers` have sent them to the controller of
+    incarnation `heard`."""
+
+    node: str
+    workers: tuple[int, ...]
+    heard: int
+    steps: tuple[JoinedReports, ...]
+
+
+@dataclass(frozen=True)
+class NodeReply:
+    """The controller's answer to NodeReports that it has taken: `durable[i]` is as in `Reply`, for `workers[i]`."""
+
+    incarnation: int
+    durable: tuple[int, ...]
 
 
 @dataclass(frozen=True)

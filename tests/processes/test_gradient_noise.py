@@ -15,7 +15,7 @@ from noisy import FAR, SPREADS
 from test_oracle import Run, _distance
 
 from elastic.checkpoint.storage import CheckpointStore
-from elastic.core.data.steps import StepTable
+from elastic.core.data.step_table import StepTable
 from elastic.core.generation_spec import BatchSettings
 from elastic.core.settings import AnomalySettings
 from elastic.observe import records

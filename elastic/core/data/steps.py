@@ -1,22 +1,18 @@
-"""Step reports of the ranks, and the table that joins them: a step that all ranks have reported is complete."""
+"""What a rank reports of a step, and what all ranks' reports of it together say."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
 from elastic.core.data.collectives import CollectiveUse
 from elastic.core.events import FirstStepDone
-from elastic.core.typed_json import NOT_KEPT
 
 Range = tuple[int, int]
 
 # A record of a step keeps the values of at most this many ranks for each metric that differs between ranks.
 RANKS_PER_METRIC = 32
-_MODULUS = 1 << 64
 _ALWAYS = ("step", "loss", "positions", "samples", "duration_s")
 _WHERE_SET = ("tokens", "anomaly", "skipped", "metrics", "content", "grad_norm", "gradient_parts", "sample_flops")
 
@@ -122,138 +118,6 @@ class CompletedStep:
     def first_step_done(self) -> FirstStepDone | None:
         """The event for the state machine, when this is the generation's first complete step."""
         return FirstStepDone(self.generation, self.step) if self.first else None
-
-
-@dataclass
-class StepTable:
-    """The reports of one generation, joined step by step. Reports of other generations are dropped."""
-
-    # The generation that is being counted; -1 before the first.
-    generation: int = -1
-    _world_size: int = 0
-    # Workers send again what is not complete.
-    _reports: dict[int, dict[int, StepReport]] = field(default_factory=dict, metadata=NOT_KEPT)
-    _done: set[int] = field(default_factory=set)
-    _done_below: int = 0
-    # The next complete step is reported to the state machine as the generation's first.
-    _first: bool = True
-    # The state machine knows of the first step.
-    _first_known: bool = False
-
-    def begin(self, generation: int, world_size: int, start_step: int = 0) -> None:
-        """A generation of `world_size` ranks begins after `start_step` finished steps."""
-        self.generation, self._world_size, self._done_below = generation, world_size, start_step + 1
-        self._reports, self._done, self._first, self._first_known = {}, set(), True, False
-
-    def add(self, report: StepReport) -> CompletedStep | None:
-        """One rank's report of a finished step; the completed step when it was the last one missing.
-
-        A second report of the same rank and step changes nothing: the first one counts.
-        """
-        if report.generation != self.generation or not 0 <= report.rank < self._world_size:
-            return None
-        if self._is_done(report.step):
-            return None
-        reports = self._reports.setdefault(report.step, {})
-        reports.setdefault(report.rank, report)
-        return self._complete(report.step) if len(reports) == self._world_size else None
-
-    def known(self, step: int) -> None:
-        """The journal has the completed step: further reports of it change nothing."""
-        self._mark_done(step)
-
-    def first_known(self, generation: int) -> None:
-        """The state machine knows of the generation's first step. A step in the journal does not imply that: a
-        controller may have ended between the two."""
-        if generation == self.generation:
-            self._first, self._first_known = False, True
-
-    def restored(self) -> StepTable:
-        """After a restart of the controller: a first step that the state machine did not get to know is reported with
-        the next one."""
-        self._first = not self._first_known
-        return self
-
-    def _mark_done(self, step: int) -> None:
-        if not self._is_done(step):
-            self._done.add(step)
-        while self._done_below in self._done:
-            self._done.remove(self._done_below)
-            self._done_below += 1
-
-    def _is_done(self, step: int) -> bool:
-        return step < self._done_below or step in self._done
-
-    def _complete(self, step: int) -> CompletedStep:
-        first, self._first = self._first, False
-        by_rank = self._reports.pop(step)
-        reports = [by_rank[rank] for rank in sorted(by_rank)]
-        self._mark_done(step)
-        norms = [report.grad_norm for report in reports if report.grad_norm is not None]
-        metrics, metrics_by_rank = _reduced(reports)
-        return CompletedStep(
-            generation=self.generation,
-            step=step,
-            first=first,
-            loss=sum(report.loss for report in reports),
-            positions=join(position for report in reports for position in report.positions),
-            samples=sum(report.samples for report in reports),
-            duration_s=max(report.duration_s for report in reports),
-            data_wait_s=max(report.data_wait_s for report in reports),
-            save_stall_s=max(report.save_stall_s for report in reports),
-            tokens=sum(report.tokens for report in reports),
-            # DeepSpeed reports a non-finite norm as -1: one rank that saw it is enough.
-            grad_norm=-1.0 if any(norm < 0 for norm in norms) else max(norms, default=None),
-            learning_rates=reports[0].learning_rates,
-            # A rank with a non-finite loss says so; the others know the gradient only.
-            anomaly=max((report.anomaly for report in reports), key=lambda text: (bool(text), "loss" in text)),
-            skipped=join(position for report in reports for position in report.skipped),
-            noncollective_s=tuple(report.noncollective_s for report in reports),
-            straggler_s=_excess(reports),
-            metrics=metrics,
-            metrics_by_rank=metrics_by_rank,
-            content=sum(report.content for report in reports) % _MODULUS,
-            collectives=reports[0].collectives,
-            gradient_parts=_summed([report.gradient_parts for report in reports]),
-            sample_flops=reports[0].sample_flops,
-            energy_j=sum(used) if all(used := [report.energy_j for report in reports]) else 0.0,
-        )
-
-
-def _reduced(reports: Sequence[StepReport]) -> tuple[dict[str, Any], dict[str, dict[int, Any]]]:
-    """(`metrics`, `metrics_by_rank`) of `CompletedStep`; `reports` are in the order of their ranks."""
-    by_name: dict[str, dict[int, Any]] = {}
-    for report in reports:
-        for name, value in report.metrics.items():
-            by_name.setdefault(str(name), {})[report.rank] = value
-    reduced = {name: _mean(list(values.values())) for name, values in by_name.items()}
-    differing = {
-        name: dict(list(values.items())[:RANKS_PER_METRIC])
-        for name, values in by_name.items()
-        if any(repr(value) != repr(next(iter(values.values()))) for value in values.values())
-    }
-    return reduced, differing
-
-
-def _mean(values: Sequence[Any]) -> Any:
-    """The mean of the numbers among them; where there are none, the first value."""
-    numbers = [value for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
-    if not numbers:
-        return values[0]
-    return numbers[0] if all(number == numbers[0] for number in numbers) else math.fsum(numbers) / len(numbers)
-
-
-def _summed(parts: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
-    """Not rounded on the way: the order of the ranks makes no difference."""
-    return tuple(math.fsum(column) for column in zip(*parts, strict=True)) if all(parts) else ()
-
-
-def _excess(reports: Sequence[StepReport]) -> float:
-    if min(report.noncollective_s for report in reports) <= 0.0:
-        return 0.0
-    # Waiting for data has its own owner.
-    working = [report.noncollective_s - report.data_wait_s for report in reports]
-    return max(working) - median(working)
 
 
 def _ranges(positions: Iterable[Range]) -> tuple[Range, ...]:

@@ -43,7 +43,7 @@ from elastic.runtime.controller.senses.agent_links import AgentLinks
 from elastic.runtime.controller.senses.capacity_monitor import CapacityMonitor
 from elastic.runtime.controller.senses.drain_monitor import DrainMonitor
 from elastic.runtime.controller.train_page import TrainPage
-from elastic.runtime.messages import Assembled, Beat, Item, Reply
+from elastic.runtime.messages import Assembled, Beat, Item, NodeReply, NodeReports, Reply
 from elastic.runtime.niceness import raise_priority
 from elastic.runtime.storage_retry import retried
 from elastic.runtime.train_function import Entry
@@ -68,8 +68,8 @@ _LINGER_S = 600.0
 class ControllerActor:
     """Asyncio actor; detached, named, restarted by Ray for as long as the run continues.
 
-    Clients call `progress`, `wait_step`, `wait_end`, `stop`, `leave`; agents call `beat`; workers call `deliver`;
-    controllers of other runs call `claim`.
+    Clients call `progress`, `wait_step`, `wait_end`, `stop`, `leave`; agents call `beat` and `node_reports`; workers
+    call `deliver`; controllers of other runs call `claim`.
     """
 
     def __init__(self, settings: RunSettings, entry: Entry, token: bytes, on_train_page: bool = False) -> None:
@@ -160,6 +160,15 @@ class ControllerActor:
             return Reply(incarnation, taken=False)
         taken = loop.deliver(worker, items, loop.clock.now())
         return Reply(incarnation, fenced=not taken, durable=loop.durable(worker))
+
+    async def node_reports(self, reports: NodeReports) -> NodeReply | None:
+        """Step reports of a node's workers, joined. None where they are not taken: each worker then sends its own by
+        `deliver`, which says why if it has to."""
+        await self._begun()
+        incarnation, loop = self._journal.incarnation, self._loop
+        if reports.heard != incarnation or not loop.node_reports(reports, loop.clock.now()):
+            return None
+        return NodeReply(incarnation, loop.all_durable(reports.workers))
 
     async def snapshot(self, identifier: str) -> Assembled:
         """What a worker needs to restore a snapshot from memory. Raises IntegrityError or StorageError."""

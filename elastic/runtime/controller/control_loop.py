@@ -15,6 +15,7 @@ from elastic.core import actions as act
 from elastic.core import events as ev
 from elastic.core.data.steps import CompletedStep, StepReport
 from elastic.core.event_groups import together
+from elastic.core.fleet import Workers
 from elastic.core.policy.stragglers import StragglerWatch
 from elastic.core.run import machine
 from elastic.core.run.phase import USER_CODE_FAILED, Finished, Joining
@@ -39,7 +40,7 @@ from elastic.runtime.controller.records import Records
 from elastic.runtime.controller.replay import Replayed
 from elastic.runtime.controller.replay_state import ReplayState
 from elastic.runtime.controller.senses.heartbeat_table import HeartbeatTable
-from elastic.runtime.messages import Item
+from elastic.runtime.messages import Item, NodeReports
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +74,8 @@ class ControlLoop:
         self._stragglers.begin(old.state.generation, old.state.members)
         self._news = News()
         self._acks = Acks()
+        # Of this table, groups of workers that are all in it.
+        self._checked: tuple[Workers, set[tuple[int, ...]]] = self.state.fleet.workers, set()
         self._user_traceback: str | None = None
         self._attempt = old.attempt
         self._faults = old.faults
@@ -128,6 +131,39 @@ class ControlLoop:
                 self._records.note(unreadable_record(error, worker, item.kind, self.telemetry.step, self._place()))
         return True
 
+    def node_reports(self, reports: NodeReports, now: float) -> bool:
+        """Step reports of a node's workers. False, and nothing is taken, where a worker is not part of the run, or has
+        sent some of them itself."""
+        if not self._are_part(reports.workers) or not all(map(self.telemetry.table.takes, reports.steps)):
+            return False
+        self.heartbeats.agent_spoke(reports.node, now)
+        for joined in reports.steps:
+            try:
+                if joined.generation == self.state.generation:
+                    self._reported(self.telemetry.joined_reports(joined, now), now)
+            except Exception as error:
+                logger.exception("step reports of node %s could not be taken", reports.node[:8])
+                worker, step = reports.workers[0], self.telemetry.step
+                self._records.note(unreadable_record(error, worker, "step", step, self._place()))
+        return True
+
+    def _are_part(self, workers: tuple[int, ...]) -> bool:
+        """The same workers report every step: they are looked up again when the fleet has changed."""
+        known = self.state.fleet.workers
+        if known is not self._checked[0]:
+            self._checked = known, set()
+        if workers in self._checked[1]:
+            return True
+        if not all(worker in known for worker in workers):
+            return False
+        self._checked[1].add(workers)
+        return True
+
+    def all_durable(self, workers: Sequence[int]) -> tuple[int, ...]:
+        """`durable` of each."""
+        self._acks.written(self._records.durable)
+        return tuple([self._acks.durable(worker) for worker in workers])
+
     def durable(self, worker: int) -> int:
         """Up to which number this worker's events are in the journal."""
         self._acks.written(self._records.durable)
@@ -146,11 +182,7 @@ class ControlLoop:
             # Reports of steps that were rolled back, or are in the journal already.
             logger.debug("a %s report of generation %d came late", item.kind, _generation_of(item))
         elif item.kind == "step":
-            done, first = self.telemetry.report(item.data, now)
-            if first is not None:
-                self._emit(first)
-            if done is not None:
-                self._completed(done, now)
+            self._reported(self.telemetry.report(item.data, now), now)
         elif item.kind == "moved":
             self.telemetry.watch.moved(item.data["generation"], now, over=bool(item.data["over"]))
             self._set_up_moved(worker, now)
@@ -170,6 +202,13 @@ class ControlLoop:
         phase, limit_s = self.state.phase, self.state.settings.failures.join_timeout_s
         if isinstance(phase, Joining) and worker not in phase.training and now - phase.progress_at > limit_s / 8:
             self._emit(ev.SetUpProgressed(self.state.generation, worker))
+
+    def _reported(self, found: tuple[CompletedStep | None, ev.FirstStepDone | None], now: float) -> None:
+        done, first = found
+        if first is not None:
+            self._emit(first)
+        if done is not None:
+            self._completed(done, now)
 
     def _completed(self, done: CompletedStep, now: float) -> None:
         """Every rank has finished the step."""

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic.core import events as ev
+from elastic.core.data.joined_reports import JoinedReports
 from elastic.core.data.step_contents import StepContents
-from elastic.core.data.steps import CompletedStep, Range, StepReport, StepTable
+from elastic.core.data.step_table import StepTable
+from elastic.core.data.steps import CompletedStep, Range, StepReport
 from elastic.core.policy.liveness import HangLimit, ProgressWatch
 from elastic.core.run.state import RunState
 from elastic.core.settings import RunSettings
@@ -95,7 +97,16 @@ class Telemetry:
     def report(self, report: StepReport, now: float) -> tuple[CompletedStep | None, ev.FirstStepDone | None]:
         """One rank's step report. Returns the step when it is complete, and the event if it is a generation's first."""
         self.watch.step_ended(report.generation, report.step, now)
-        done = self.table.add(report)
+        return self._counted(self.table.add(report), now)
+
+    def joined_reports(
+        self, reports: JoinedReports, now: float
+    ) -> tuple[CompletedStep | None, ev.FirstStepDone | None]:
+        """As `report`, of several ranks; only where `table.takes` them."""
+        self.watch.step_ended(reports.generation, reports.step, now)
+        return self._counted(self.table.add_joined(reports), now)
+
+    def _counted(self, done: CompletedStep | None, now: float) -> tuple[CompletedStep | None, ev.FirstStepDone | None]:
         if done is None:
             return None, None
         self._completed(done, now)

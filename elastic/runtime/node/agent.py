@@ -1,6 +1,6 @@
 """The node agent: one actor per node of the run.
 
-It joins its workers' heartbeats into one message to the controller, detects at once when a worker process ends, and
+It joins its workers' heartbeats, and their step reports, into one message each to the controller, detects at once when
 kills its workers when the controller demands it or has been unreachable for too long.
 """
 
@@ -14,7 +14,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -23,11 +23,13 @@ import ray
 from elastic.checkpoint.memory.server.snapshot_server import SnapshotServer
 from elastic.core.checkpoint.manifest import ShardRecord
 from elastic.core.checkpoint.snapshots import Held
+from elastic.core.data.steps import StepReport
 from elastic.core.errors import Fenced
 from elastic.core.settings import RunSettings
-from elastic.runtime.messages import BEAT_LIMIT_S, Beat, NodeFacts
+from elastic.runtime.messages import BEAT_LIMIT_S, Beat, NodeFacts, NodeReply, NodeReports, Reply
 from elastic.runtime.niceness import raise_priority
 from elastic.runtime.node.heartbeats import open_mailbox, receive
+from elastic.runtime.node.report_relay import ReportRelay
 from elastic.runtime.processes import Computing, is_stopped
 from elastic.transport.handshake import Address, connect
 
@@ -46,6 +48,8 @@ _BUSY_S = 10.0
 _LOOKED_AT_S, _COMPUTING_EVERY_S, _COMPUTES = 2.0, 4.0, 0.5
 # Two tries take less than the default time limit of a survey.
 _REACH_LIMIT_S = 0.7
+# Less than a worker waits for its agent (`worker.delivery`): the controller's slowness is not the agent's.
+_REPORTS_LIMIT_S = 0.6
 
 
 class AgentActor:
@@ -71,6 +75,7 @@ class AgentActor:
         # Of workers that are silent.
         self._computing: dict[int, Computing] = {}
         self._gone: dict[int, str] = {}
+        self._relay = ReportRelay(node, self._pass_on, self._pids.keys)
         self._wake = asyncio.Event()
         self._box, self._name = open_mailbox()
         loop = asyncio.get_event_loop()
@@ -148,10 +153,28 @@ class AgentActor:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
+    async def relay(self, worker: int, heard: int, reports: Sequence[StepReport]) -> Reply | None:
+        """A worker's step reports, for the controller of incarnation `heard`. Its answer, or None: the worker then
+        sends them itself."""
+        return await self._relay.deliver(worker, heard, reports)
+
+    async def reports_taken(self) -> int:
+        """How many step reports the controller has taken from this agent."""
+        return self._relay.taken
+
     async def ping(self) -> bool:
         return True
 
     # --- inside ---
+
+    async def _pass_on(self, reports: NodeReports) -> NodeReply | None:
+        try:
+            reply: NodeReply | None = await asyncio.wait_for(
+                self._controller.node_reports.remote(reports), _REPORTS_LIMIT_S
+            )
+        except ray.exceptions.RayError as error:
+            raise ConnectionError(str(error)) from error
+        return reply
 
     def _heed(self, incarnation: int) -> None:
         if incarnation < self._incarnation:

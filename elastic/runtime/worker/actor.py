@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +23,11 @@ from elastic.core import events as ev
 from elastic.core.errors import ElasticError, Fenced, StorageError, UsageError
 from elastic.core.settings import RunSettings
 from elastic.runtime import handed_environment
-from elastic.runtime.messages import Item, NodeFacts, Reply
+from elastic.runtime.messages import Item, NodeFacts
 from elastic.runtime.node.heartbeats import HeartbeatSender
 from elastic.runtime.train_function import Entry
 from elastic.runtime.worker import codec, ray_train_face
+from elastic.runtime.worker.delivery import Delivery
 from elastic.runtime.worker.device import check_device, check_health, look
 from elastic.runtime.worker.logs import begin_generation, keep_output
 from elastic.runtime.worker.outbox import Outbox
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_DELIVERY_TIMEOUT_S = 5.0
 _ASK_AGAIN_S = 0.2
 # A holder that sends no byte for this long counts as gone.
 _READ_TIMEOUT_S = 10.0
@@ -89,7 +89,8 @@ class WorkerActor:
         self._stores: dict[int, Rendezvous] = {}
         self._work: queue.SimpleQueue[_Current] = queue.SimpleQueue()
         self._heartbeats: HeartbeatSender | None = None
-        self._outbox = Outbox(self._deliver, on_fenced=lambda: self._quit("it was removed from the run"))
+        self._delivery = Delivery(worker, controller)
+        self._outbox = Outbox(self._delivery, on_fenced=lambda: self._quit("it was removed from the run"))
         self._store: CheckpointStore | None = None
         self._writer: BackgroundWriter | None = None
         self._function: Callable[..., Any] | None = None
@@ -104,8 +105,9 @@ class WorkerActor:
 
     # --- called by the controller ---
 
-    def prepare(self, node: NodeFacts) -> dict[str, Any]:
-        """Import everything, load the user's function, start heartbeats, and let the function do its set-up.
+    def prepare(self, node: NodeFacts, relay: Any = None) -> dict[str, Any]:
+        """Import everything, load the user's function, start heartbeats, and let the function do its set-up. `relay` is
+        the node's agent where step reports go through it.
 
         Raises UsageError for a bad entry point; UsageError or RuntimeError where torch does not use the GPU that Ray
         reserves.
@@ -114,6 +116,7 @@ class WorkerActor:
         """
         with self._preparing:
             if self._prepared is None:
+                self._delivery.through(relay)
                 self._prepared = self._prepare(node)
             return self._prepared
 
@@ -387,11 +390,6 @@ class WorkerActor:
 
     def _post(self, event: ev.Event) -> None:
         self._outbox.put(Item("event", ev.to_json(event)))
-
-    def _deliver(self, items: Sequence[Item], heard: int | None) -> Reply:
-        call = self._controller.deliver.remote(self._worker, list(items), heard)
-        reply: Reply = ray.get(call, timeout=_DELIVERY_TIMEOUT_S)
-        return reply
 
     def _quit(self, why: str) -> None:
         logger.warning("worker %d ends itself: %s", self._worker, why)

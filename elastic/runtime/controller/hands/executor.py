@@ -172,7 +172,9 @@ class Executor:
             actor = await self._workers.create(worker, slot, group)
             if actor is None:
                 return
-            facts = await actor.prepare.remote(known)
+            # A worker that is alone on its node has nobody's reports to be joined with.
+            relay = agent if self._settings.scaling.workers_per_slot > 1 else None
+            facts = await actor.prepare.remote(known, relay)
             await self._watch_over(node, agent, worker, facts["pid"])
         except (UsageError, ray.exceptions.RayError, OSError, RuntimeError) as error:
             # An error raised in an actor has both its own class and Ray's, and prints the actor's traceback.

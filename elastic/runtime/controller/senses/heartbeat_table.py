@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Collection
 
 from elastic.core.events import Event, WorkerDied
+from elastic.core.fleet import Slots
 from elastic.core.policy.liveness import LastSeen
 from elastic.core.run.phase import Ending, Finished, Training
 from elastic.core.run.state import RunState
@@ -34,6 +35,8 @@ class HeartbeatTable:
         self._telemetry = telemetry
         self._emit = emit
         self._clock = clock
+        # Of this table, nodes that are part of it: most beats come while it does not change.
+        self._checked: tuple[Slots, set[str]] = Slots(), set()
         self._seen = LastSeen(failures.heartbeat_s, failures.controller_lease_s)
 
     def beat(self, beat: Beat, now: float) -> bool:
@@ -50,6 +53,11 @@ class HeartbeatTable:
         node = self._state().fleet.node_of(worker)
         if node is not None:
             self._seen.heard_worker(worker, node, now)
+
+    def agent_spoke(self, node: str, now: float) -> None:
+        """A message of the node's agent other than a heartbeat has arrived."""
+        if self._is_part(node):
+            self._seen.heard_node(node, now)
 
     def expect(self, worker: int, node: str, now: float) -> None:
         """A restarted controller: the node's agent may still be waiting for the answer of the previous one."""
@@ -88,4 +96,9 @@ class HeartbeatTable:
         telemetry.flush(now)
 
     def _is_part(self, node: str) -> bool:
-        return bool(self._state().fleet.slots.on(node))
+        slots = self._state().fleet.slots
+        if slots is not self._checked[0]:
+            self._checked = slots, set()
+        if node not in self._checked[1] and slots.on(node):
+            self._checked[1].add(node)
+        return node in self._checked[1]

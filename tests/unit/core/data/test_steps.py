@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.core.data.collectives import CollectiveUse
-from elastic.core.data.steps import RANKS_PER_METRIC, CompletedStep, StepReport, StepTable, join, union
+from elastic.core.data.step_table import StepTable
+from elastic.core.data.steps import RANKS_PER_METRIC, CompletedStep, StepReport, join, union
 from elastic.core.events import FirstStepDone
 
 

@@ -1,0 +1,54 @@
+"""Step reports of nodes with several workers: joined by the node's agent, and none is lost with it or a controller."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+from elastic_cluster import LocalCluster
+from harness import LIMIT_S, Run, actors_among, module_cluster
+
+from elastic.core.settings import ScalingSettings
+from elastic.runtime import names
+
+pytestmark = pytest.mark.ray
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[LocalCluster]:
+    yield from module_cluster(2, cpus_per_node=2)
+
+
+def taken(run: Run, rank: int) -> int:
+    """How many reports the controller has taken from the agent of this rank's node."""
+    agent = ray.get_actor(names.agent(run.settings.run_id, 1, run.worker(rank)["node"]), names.NAMESPACE)
+    return int(ray.get(agent.reports_taken.remote(), timeout=LIMIT_S))
+
+
+def test_a_node_sends_the_reports_of_its_workers_together_whoever_is_killed(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
+    run = Run(cluster, tmp_path, scaling=ScalingSettings(2, 4, workers_per_slot=2), epochs=20)
+    run.allow(6)
+    run.start()
+    run.reach(6)
+    # A busy machine may have a worker send its own for a while.
+    run.walk_until(lambda: all(taken(run, rank) > 0 for rank in range(4)), "both agents to send reports")
+
+    cluster.kill_process(run.handle.progress()["controller_pid"])
+    before = [taken(run, rank) for rank in range(4)]
+    run.walk_until(
+        lambda: all(taken(run, rank) > count for rank, count in enumerate(before)), "reports to the new controller"
+    )
+    assert run.handle.progress()["generation"] == 1
+
+    (agent,) = (
+        pid for pid, title in actors_among(run.node_of(run.away_from_head()[0]).pids).items() if "AgentActor" in title
+    )
+    cluster.kill_process(agent)
+    run.wait_generation(2)
+    run.finish()
+    run.assert_whole()
+    assert run.summary()["controllers"] == 2
