@@ -7,15 +7,28 @@ They have no clock (every method takes the time) and decide nothing: what they r
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import chain
 from math import inf
 from statistics import median
+from typing import NamedTuple
 
 from elastic.core.events import ProgressStalled, WorkersSilent
 
 # What `LastSeen.silent` returns is the event itself.
 Silence = WorkersSilent
+
+
+class _Beat(NamedTuple):
+    """A node's newest heartbeat: when it came, the workers' ages then, and when the one longest silent was heard of."""
+
+    at: float
+    ages: Mapping[int, float]
+    oldest: float
+
+    def when(self, worker: int) -> float:
+        age_s = self.ages.get(worker)
+        return -inf if age_s is None else self.at - age_s
 
 
 class LastSeen:
@@ -27,6 +40,9 @@ class LastSeen:
 
     The observer's own lateness is evidence against itself: after a pause of the caller everybody looks silent, because
     nothing was read. One heartbeat interval of grace follows, in which what was queued can be heard.
+
+    Ten thousand nodes send 400,000 ages a second. A heartbeat is therefore kept as it comes, and its ages are looked at
+    one by one only where one of them is large.
     """
 
     def __init__(self, heartbeat_s: float, alone_s: float = 0.0) -> None:
@@ -34,7 +50,9 @@ class LastSeen:
         self._heartbeat_s = heartbeat_s
         self._alone_s = alone_s
         self._nodes: dict[str, float] = {}
-        self._workers: dict[int, tuple[str, float]] = {}
+        self._beats: dict[str, _Beat] = {}
+        # Workers of which something else was heard, later than their nodes' beats have told, or that these do not name.
+        self._others: dict[int, tuple[str, float]] = {}
         # No worker was heard of earlier than this; later ones are found when all are looked at.
         self._oldest = inf
         self._forgotten: set[int] = set()
@@ -53,14 +71,15 @@ class LastSeen:
         self._nodes[node] = max(now, self._nodes.get(node, now))
         if self._agents:
             self._agents.pop(node, None)
-        workers, reported = self._workers, self._reported
-        for worker, age_s in (ages or {}).items():
-            when, before = now - age_s, workers.get(worker)
-            if before is not None and when > before[1] and worker not in reported:
-                # The usual case of `_seen`, of which ten thousand nodes make 400,000 a second.
-                workers[worker] = (node, when)
-            else:
-                self._seen(worker, node, when)
+        if ages:
+            oldest, before = now - max(ages.values()), self._beats.get(node)
+            # Every worker that the last beat has named was heard of since: it says nothing more.
+            if before is not None and (oldest < before.at or ages.keys() != before.ages.keys()):
+                for worker in before.ages:
+                    if before.when(worker) > now - ages.get(worker, inf):
+                        self._seen(worker, node, before.when(worker))
+            self._beats[node] = _Beat(now, ages, oldest)
+            self._oldest = min(self._oldest, oldest)
 
     def heard_worker(self, worker: int, node: str, now: float) -> None:
         """The worker itself has spoken: a probe's answer, or any other message of its own."""
@@ -77,13 +96,13 @@ class LastSeen:
         """
         self._nodes.setdefault(node, by)
         self._oldest = min(self._oldest, by)
-        if worker not in self._workers:
+        if self._when(worker, node) == -inf:
             self._seen(worker, node, by)
 
     def forget_worker(self, worker: int) -> None:
         """The worker was written off. Its number is never used again, so a late beat does not bring it back."""
         self._forgotten.add(worker)
-        self._workers.pop(worker, None)
+        self._others.pop(worker, None)
         self._reported.pop(worker, None)
 
     def retain(self, workers: Iterable[int], nodes: Iterable[str]) -> None:
@@ -92,11 +111,13 @@ class LastSeen:
         A lost, drained or evicted node is silent for ever. If it were kept, the last node left would count as one of
         several that are all silent, and would not be accused before `alone_s`. A node may come back with new workers.
         """
-        for worker in self._workers.keys() - set(workers):
+        known = self._others.keys() | chain.from_iterable(beat.ages for beat in self._beats.values())
+        for worker in known - set(workers):
             self.forget_worker(worker)
         for node in self._nodes.keys() - set(nodes):
             del self._nodes[node]
             self._agents.pop(node, None)
+            self._beats.pop(node, None)
 
     def silent(self, now: float, limit_s: float, *, agents: bool = True) -> Silence | None:
         """The workers that were not heard of for more than `limit_s`, with the nodes that are silent as a whole; with
@@ -108,24 +129,25 @@ class LastSeen:
         if self._grace(now, limit_s) or self._cut_off(now, limit_s):
             return None
         if now - self._oldest <= limit_s:
-            # Nobody can be silent yet: with 80,000 workers a look at each of them, ten times a second, fills a core.
+            # Nobody can be silent yet.
             return None
-        heard = chain((seen for _, seen in self._workers.values()), self._nodes.values())
-        self._oldest = min(heard, default=inf)
-        suspects = {worker for worker in self._workers if self._is_silent(worker, now, limit_s)}
-        alone = self._without_agent(suspects, now, limit_s) if agents else set()
+        late = self._late(now, limit_s)
+        suspects = {worker for worker, node in late.items() if self._is_silent(worker, node, now, limit_s)}
+        alone = self._without_agent(suspects, now, limit_s) if agents else {}
         due = sorted(w for w in suspects if w not in self._reported or now - self._reported[w] > limit_s)
         due += sorted(alone)
         if not due:
             return None
         self._reported.update((worker, now) for worker in due if worker in suspects)
-        suspects |= alone
-        nodes = sorted({self._workers[worker][0] for worker in due})
+        suspects |= alone.keys()
+        nodes = sorted({alone.get(worker) or late[worker] for worker in due})
         self._agents.update((node, now) for node in nodes if self._node_silent(node, now, limit_s))
-        speaking = {where for worker, (where, _) in self._workers.items() if worker not in suspects}
-        whole = tuple(node for node in nodes if node not in speaking and self._node_silent(node, now, limit_s))
-        longest = max(now - self._heard(worker, worker in alone) for worker in due)
-        return Silence(tuple(due), longest, whole)
+        of_nodes = self._workers_of(nodes)
+        whole = tuple(
+            node for node in nodes if suspects.issuperset(of_nodes[node]) and self._node_silent(node, now, limit_s)
+        )
+        heard = (self._nodes[alone[w]] if w in alone else self._when(w, late[w]) for w in due)
+        return Silence(tuple(due), now - min(heard), whole)
 
     def alone(self, now: float, limit_s: float) -> bool:
         """Every one of several nodes has been silent for `limit_s`, and for less time than workers continue without a
@@ -146,25 +168,59 @@ class LastSeen:
         self._outage_s = 0.0
         return now < self._patient_until
 
-    def _is_silent(self, worker: int, now: float, limit_s: float) -> bool:
-        node, seen = self._workers[worker]
+    def _late(self, now: float, limit_s: float) -> dict[int, str]:
+        """The workers that may be silent, with their nodes. All others were heard of within `limit_s`, or their nodes'
+        beats are late and they are among those."""
+        for worker, (node, when) in list(self._others.items()):
+            if (beat := self._beats.get(node)) is not None and beat.when(worker) >= when:
+                del self._others[worker]
+        late = {worker: node for worker, (node, when) in self._others.items() if now - when > limit_s}
+        for node, beat in self._beats.items():
+            if now - beat.oldest > limit_s:
+                late.update(dict.fromkeys(self._named(beat), node))
+        for worker, node in late.items():
+            # What was heard later than the last report ends that silence: the next one is reported at once.
+            if self._when(worker, node) > self._reported.get(worker, inf):
+                del self._reported[worker]
+        heard = chain((when for _, when in self._others.values()), (beat.oldest for beat in self._beats.values()))
+        self._oldest = min(chain(heard, self._nodes.values()), default=inf)
+        return late
+
+    def _workers_of(self, nodes: Collection[str]) -> dict[str, list[int]]:
+        """The workers of these nodes."""
+        found: dict[str, list[int]] = {node: [] for node in nodes}
+        for node in nodes:
+            if node in self._beats:
+                found[node] += self._named(self._beats[node])
+        for worker, (node, _) in self._others.items():
+            if node in found:
+                found[node].append(worker)
+        return found
+
+    def _named(self, beat: _Beat) -> list[int]:
+        """The workers of which the beat tells the newest."""
+        return [worker for worker in beat.ages if worker not in self._others and worker not in self._forgotten]
+
+    def _when(self, worker: int, node: str) -> float:
+        """When the worker was last heard of; -inf: not at all."""
+        beat, (_, other) = self._beats.get(node), self._others.get(worker, (node, -inf))
+        return other if beat is None else max(other, beat.when(worker))
+
+    def _is_silent(self, worker: int, node: str, now: float, limit_s: float) -> bool:
+        seen = self._when(worker, node)
         agent = self._nodes.get(node, seen)
         by_its_agent = agent - seen > limit_s
         with_its_agent = now - agent > limit_s
         return now - seen > limit_s and (by_its_agent or with_its_agent)
 
-    def _without_agent(self, silent: set[int], now: float, limit_s: float) -> set[int]:
-        """The workers that speak and whose agents do not, where that is to be reported."""
-        due = {
+    def _without_agent(self, silent: Collection[int], now: float, limit_s: float) -> dict[int, str]:
+        """The workers that speak and whose agents do not, with their nodes, where that is to be reported."""
+        due = [
             node
             for node, heard in self._nodes.items()
             if now - heard > limit_s and now - self._agents.get(node, heard) > limit_s
-        }
-        return {w for w, (node, _) in self._workers.items() if node in due and w not in silent} if due else set()
-
-    def _heard(self, worker: int, by_its_agent: bool) -> float:
-        node, seen = self._workers[worker]
-        return self._nodes[node] if by_its_agent else seen
+        ]
+        return {w: node for node, workers in self._workers_of(due).items() for w in workers if w not in silent}
 
     def _node_silent(self, node: str, now: float, limit_s: float) -> bool:
         return node in self._nodes and now - self._nodes[node] > limit_s
@@ -172,14 +228,10 @@ class LastSeen:
     def _seen(self, worker: int, node: str, when: float) -> None:
         if worker in self._forgotten:
             return
-        before = self._workers.get(worker)
+        before = self._others.get(worker)
         if before is None or when > before[1]:
-            self._workers[worker] = (node, when)
-            if when < self._oldest:
-                self._oldest = when
-            # A beat that is newer than the last report ends that silence: the next one is reported at once.
-            if when > self._reported.get(worker, when):
-                del self._reported[worker]
+            self._others[worker] = (node, when)
+            self._oldest = min(self._oldest, when)
 
     def _awake(self, now: float) -> None:
         slept_s = now - self._active if self._active is not None else 0.0

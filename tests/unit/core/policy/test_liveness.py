@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from elastic.core.policy.liveness import HangLimit, LastSeen, ProgressWatch
 
@@ -231,6 +234,58 @@ def test_an_observer_that_is_always_late_still_notices_that_all_are_gone() -> No
         cluster.check()
     assert cluster.silences
     assert cluster.silences[0][1].nodes == ("a", "b")
+
+
+@dataclass
+class OneByOne:
+    """What `LastSeen` must find, from every age of every beat, looked at one by one."""
+
+    nodes: dict[str, float] = field(default_factory=dict)
+    workers: dict[int, tuple[str, float]] = field(default_factory=dict)
+    reported: dict[int, float] = field(default_factory=dict)
+
+    def heard(self, worker: int, node: str, when: float) -> None:
+        if when > self.workers.get(worker, (node, -1.0))[1]:
+            self.workers[worker] = node, when
+
+    def due(self, now: float) -> list[int]:
+        silent = [
+            worker
+            for worker, (node, seen) in self.workers.items()
+            if now - seen > LIMIT_S and max(self.nodes[node] - seen, now - self.nodes[node]) > LIMIT_S
+        ]
+        for worker in silent:
+            if self.workers[worker][1] > self.reported.get(worker, now):
+                del self.reported[worker]
+        found = sorted(w for w in silent if w not in self.reported or now - self.reported[w] > LIMIT_S)
+        self.reported.update(dict.fromkeys(found, now))
+        return found
+
+
+# Of each tick: the ages that a node's agent tells, of the workers that it names; and workers that speak themselves.
+AGES = st.dictionaries(st.integers(0, 3), st.sampled_from([0.0, 0.1, 0.3, 0.9, 1.3, 4.0]))
+TICK = st.tuples(st.lists(st.tuples(st.sampled_from("ab"), AGES), max_size=2), st.lists(st.integers(0, 3), max_size=1))
+
+
+@given(st.lists(TICK, min_size=10, max_size=60))
+def test_beats_that_are_kept_as_they_come_say_what_their_ages_say_one_by_one(
+    ticks: list[tuple[list[tuple[str, dict[int, float]]], list[int]]],
+) -> None:
+    table, wanted = LastSeen(BEAT_S), OneByOne()
+    for tick, (beats, speaking) in enumerate(ticks, start=1):
+        now = round(10.0 + tick * BEAT_S, 6)
+        for node, ages in beats:
+            # Workers 0 to 3 are on node a, 4 to 7 on node b.
+            told = {worker + 4 * (node == "b"): age_s for worker, age_s in ages.items()}
+            table.heard_node(node, now, told)
+            wanted.nodes[node] = now
+            for worker, age_s in told.items():
+                wanted.heard(worker, node, now - age_s)
+        for worker in speaking if "a" in wanted.nodes else ():
+            table.heard_worker(worker, "a", now)
+            wanted.heard(worker, "a", now)
+        found = table.silent(now, LIMIT_S, agents=False)
+        assert list(found.workers if found else ()) == wanted.due(now)
 
 
 # --- hangs -----------------------------------------------------------------------------------------------------------
