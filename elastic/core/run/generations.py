@@ -204,11 +204,11 @@ def memory_lost(transition: Transition, event: MemoryLost) -> None:
 
 def workers_left(transition: Transition, reports: Iterable[tuple[int, int]]) -> None:
     """`reports` are (worker, step), in the order in which they came; of one worker the first one counts."""
-    inside: dict[int, int] = {}
-    is_inside = transition.state.is_inside
+    left: dict[int, int] = {}
     for worker, step in reports:
-        if is_inside(worker):
-            inside.setdefault(worker, step)
+        left.setdefault(worker, step)
+    there = transition.fleet.workers.some(left)
+    inside = {number: left[number] for number, worker in there if worker.phase is WorkerPhase.MEMBER}
     stop_at = phase.stop_at if isinstance(phase := transition.state.phase, Pausing) else None
     unasked = None
     if not isinstance(phase, Ending):

@@ -239,7 +239,7 @@ class RunState:
     def members_inside(self) -> tuple[int, ...]:
         """Members whose training threads are, as far as is known, still inside the generation."""
         workers = self.fleet.workers
-        return tuple(w for w in self.members if w in workers and workers[w].phase is WorkerPhase.MEMBER)
+        return tuple([n for n, worker in workers.some(self.members) if worker.phase is WorkerPhase.MEMBER])
 
     def is_inside(self, worker: int) -> bool:
         """Whether it is one of `members_inside`; without looking at the others."""

@@ -134,9 +134,7 @@ class Transition:
             self.forget_worker(worker)
 
     def set_phase(self, workers: Iterable[int], phase: WorkerPhase) -> None:
-        there = self.fleet.workers
-        changed = {w: _changed(there[w], {"phase": phase}) for w in workers if w in there}
-        self.set_fleet(workers=there.put(changed))
+        self.set_fleet(workers=self.fleet.workers.in_phase(workers, phase))
 
     # --- reading ---
 

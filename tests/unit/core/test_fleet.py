@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -42,12 +44,32 @@ def test_workers(history: list[list[Worker] | int]) -> None:
     table = Workers()
     for change in history:
         table = table.without((change,)) if isinstance(change, int) else table.put({w.id: w for w in change})
-        for phase in WorkerPhase:
-            assert table.count(phase) == sum(worker.phase is phase for worker in table.values())
-        for slot in range(3):
-            assert {w.id for w in table.in_slot(slot)} == {w.id for w in table.values() if w.slot == slot}
-        assert table.starting == {w.id for w in table.values() if w.phase is WorkerPhase.STARTING}
-        assert decode(Fleet, encode(Fleet(workers=table))).workers == table
+        check(table)
+
+
+later = st.sampled_from((WorkerPhase.IDLE, WorkerPhase.MEMBER))
+
+
+@given(st.lists(workers, max_size=6), st.lists(st.tuples(st.lists(few, max_size=4), later), min_size=1, max_size=3))
+def test_workers_change_their_phase(there: list[Worker], changes: list[tuple[list[int], WorkerPhase]]) -> None:
+    table = Workers({worker.id: worker for worker in there})
+    for numbers, phase in changes:
+        before = dict(table)
+        wanted = {number: replace(before[number], phase=phase) for number in numbers if number in before}
+        changed = table.in_phase(numbers, phase)
+        assert dict(table) == before
+        assert dict(changed) == before | wanted
+        check(changed)
+        table = changed
+
+
+def check(table: Workers) -> None:
+    for phase in WorkerPhase:
+        assert table.count(phase) == sum(worker.phase is phase for worker in table.values())
+    for slot in range(3):
+        assert {w.id for w in table.in_slot(slot)} == {w.id for w in table.values() if w.slot == slot}
+    assert table.starting == {w.id for w in table.values() if w.phase is WorkerPhase.STARTING}
+    assert decode(Fleet, encode(Fleet(workers=table))).workers == table
 
 
 def test_members_know_their_ranks() -> None:

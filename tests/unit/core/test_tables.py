@@ -44,6 +44,11 @@ def test_a_change_shares_all_chunks_but_its_own() -> None:
     assert before.without((20_000,)) is before
 
 
+def test_some_of_the_entries_in_the_order_in_which_they_are_asked_for() -> None:
+    table = Table({number: -number for number in (1, 300, 301)})
+    assert list(table.some([301, 7, 1, 9000, 301])) == [(301, -301), (1, -1), (301, -301)]
+
+
 def test_a_set_of_numbers() -> None:
     some = Numbers((3, 1)).plus((2, 700)).minus((1, 9))
     assert (some, len(some), 2 in some, 1 in some, "2" in some) == ({2, 3, 700}, 3, True, False, False)
