@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from crew import Crew, Outcome
-from test_oracle import BATCH, FLOOR, LAST_STEP, Run, _distance, _undisturbed
+from test_oracle import BATCH, FLOOR, LAST_STEP, Run, _distance, _engine, _undisturbed
 
 from elastic.checkpoint.storage import CheckpointStore
 from elastic.core.generation_spec import BatchSettings
@@ -18,22 +18,32 @@ pytestmark = pytest.mark.processes
 AT = 4
 
 
+ENGINES: dict[str, dict[str, Any]] = {
+    **{f"ZeRO-{stage}": {"stage": stage} for stage in (0, 1, 2, 3)},
+    "FSDP2": {"engine": "fsdp2"},
+    "FSDP2, layers": {"engine": "fsdp2", "fsdp2": {"shard": ["Linear"]}},
+    "FSDP2, offload": {"engine": "fsdp2", "fsdp2": {"cpu_offload": True}},
+}
 CASES = [
-    *((stage, where, False) for stage in (0, 1, 2, 3) for where in ("forward", "backward", "step")),
-    (1, "backward", True),
-    (3, "forward", True),
+    *((name, where, False) for name in list(ENGINES)[:5] for where in ("forward", "backward", "step")),
+    ("ZeRO-1", "backward", True),
+    ("ZeRO-3", "forward", True),
+    ("FSDP2, layers", "forward", False),
+    ("FSDP2, layers", "backward", True),
+    ("FSDP2, offload", "step", False),
 ]
 
 
-@pytest.mark.parametrize(("stage", "where", "strict"), CASES)
+@pytest.mark.parametrize(("engine", "where", "strict"), CASES)
 def test_survivors_of_a_killed_rank_stay_in_their_loop(
-    crew: Crew, tmp_path: Path, stage: int, where: str, strict: bool
+    crew: Crew, tmp_path: Path, engine: str, where: str, strict: bool
 ) -> None:
     """3 ranks, one is killed within a step; 2 continue; a newcomer makes them 3 again, which is a planned change."""
-    config = {"stage": stage, "dropout": 0.1, "in_loop": True, "strict": strict, "url": str(tmp_path / "moved")}
+    plain: dict[str, Any] = {**ENGINES[engine], "dropout": 0.1}
+    config = {**plain, "in_loop": True, "strict": strict, "url": str(tmp_path / "moved")}
     if where == "backward":
         config["num_workers"] = 1
-    more: dict[str, Any] = {"batch": BATCH, "max_world_size": 3, "checkpoint_every_steps": 1}
+    more: dict[str, Any] = {"batch": BATCH, "max_world_size": 3, "checkpoint_every_steps": 1, "engine": _engine(plain)}
     crew.begin([0, 1, 2], "train_in_loop", {**config, "victim": 1, "at": AT, "where": where}, **more)
     for number in (0, 1, 2):
         crew.reached(number, "there")
@@ -59,7 +69,7 @@ def test_survivors_of_a_killed_rank_stay_in_their_loop(
         assert outcome.told["calls"] == 1
         assert outcome.told["abandoned"] == 1, "one step was abandoned, and the loop was told"
         assert outcome.told["world sizes"] == [3, 2, 3]
-    still = _undisturbed(crew, tmp_path / "still", {"stage": stage, "dropout": 0.1}, 3)
+    still = _undisturbed(crew, tmp_path / "still", plain, 3)
     moved = Run(tmp_path / "moved", [shrunk, grown])
     # What the killed rank has reported went with it.
     expected = {name: loss for name, loss in still.losses.items() if int(name.removeprefix("loss ")) > AT}
@@ -67,11 +77,12 @@ def test_survivors_of_a_killed_rank_stay_in_their_loop(
     assert _distance(still.state, moved.state) <= 8 * FLOOR
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_newcomer_that_is_lost_while_the_engine_is_rebuilt(crew: Crew, tmp_path: Path, stage: int) -> None:
+@pytest.mark.parametrize("engine", ["ZeRO-1", "ZeRO-3", "FSDP2, layers"])
+def test_a_newcomer_that_is_lost_while_the_engine_is_rebuilt(crew: Crew, tmp_path: Path, engine: str) -> None:
     """The survivors are inside of the engine's construction then, on a model that is half changed."""
-    config = {"stage": stage, "dropout": 0.1, "in_loop": True, "url": str(tmp_path / "moved")}
-    more: dict[str, Any] = {"batch": BATCH, "max_world_size": 3}
+    plain: dict[str, Any] = {**ENGINES[engine], "dropout": 0.1}
+    config = {**plain, "in_loop": True, "url": str(tmp_path / "moved")}
+    more: dict[str, Any] = {"batch": BATCH, "max_world_size": 3, "engine": _engine(plain)}
     store = CheckpointStore(str(tmp_path / "moved"), "run")
     begun = crew.run([0, 1], "train_in_loop", config, end_at=2, **more)
     _assert_ended(begun, "ended", 2)
@@ -90,7 +101,7 @@ def test_a_newcomer_that_is_lost_while_the_engine_is_rebuilt(crew: Crew, tmp_pat
     _assert_ended(finished, "finished", LAST_STEP)
     assert [outcome.told["calls"] for outcome in finished] == [1, 1]
 
-    still = _undisturbed(crew, tmp_path / "still", {"stage": stage, "dropout": 0.1}, 2)
+    still = _undisturbed(crew, tmp_path / "still", plain, 2)
     moved = Run(tmp_path / "moved", [begun, finished])
     assert _distance(still.losses, moved.losses) <= 8 * FLOOR
     assert _distance(still.state, moved.state) <= 8 * FLOOR
@@ -155,14 +166,14 @@ def test_a_worker_that_joins_waits_for_nobody_in_collectives_of_its_own(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_hundreds_of_generations_leak_nothing(crew: Crew, tmp_path: Path) -> None:
-    """Stage 3, where the engine leaves most behind on the model."""
-    config = {"stage": 3, "dropout": 0.1, "in_loop": True, "url": str(tmp_path)}
+@pytest.mark.parametrize("engine", ["ZeRO-3", "FSDP2, layers"])
+def test_hundreds_of_generations_leak_nothing(crew: Crew, tmp_path: Path, engine: str) -> None:
+    """Engines that leave most behind on the model."""
+    config = {**ENGINES[engine], "dropout": 0.1, "in_loop": True, "url": str(tmp_path)}
+    more: dict[str, Any] = {"batch": BatchSettings(max_steps=1000), "engine": _engine(config)}
     store, checkpoint, seen = CheckpointStore(str(tmp_path), "run"), None, []
     for step in range(1, 201):
-        outcomes = crew.run(
-            [0, 1], "train_in_loop", config, end_at=step, checkpoint=checkpoint, batch=BatchSettings(max_steps=1000)
-        )
+        outcomes = crew.run([0, 1], "train_in_loop", config, end_at=step, checkpoint=checkpoint, **more)
         _assert_ended(outcomes, "ended", step)
         newest = store.list()[0]
         checkpoint = newest.id

@@ -30,6 +30,7 @@ ENGINES = [
     pytest.param({"stage": 1, "in_loop": True}, id="stage1-in-loop"),
     pytest.param({"stage": 3, "in_loop": True}, id="stage3-in-loop"),
     pytest.param({"engine": "fsdp2"}, id="fsdp2"),
+    pytest.param({"engine": "fsdp2", "in_loop": True}, id="fsdp2-in-loop"),
 ]
 
 
@@ -65,15 +66,23 @@ def test_dropout_is_the_same_at_any_world_size_and_differs_between_parts(crew: C
 
 
 @pytest.mark.parametrize(
-    ("stage", "where", "strict"),
-    [(1, "forward", False), (1, "mean", False), (2, "backward", False), (3, "mean", False), (1, "mean", True)],
+    ("plain", "where", "strict"),
+    [
+        ({"stage": 1}, "forward", False),
+        ({"stage": 1}, "mean", False),
+        ({"stage": 2}, "backward", False),
+        ({"stage": 3}, "mean", False),
+        ({"stage": 1}, "mean", True),
+        ({"engine": "fsdp2"}, "mean", False),
+    ],
 )
 def test_survivors_of_a_killed_rank_stay_in_their_loop(
-    crew: Crew, tmp_path: Path, stage: int, where: str, strict: bool
+    crew: Crew, tmp_path: Path, plain: dict[str, Any], where: str, strict: bool
 ) -> None:
     """4 ranks in two cells; one is killed within a step. One cell continues, with a survivor from each of the two."""
-    config = {"stage": stage, "in_loop": True, "strict": strict, "url": str(tmp_path / "moved")}
+    config = {**plain, "in_loop": True, "strict": strict, "url": str(tmp_path / "moved")}
     more: dict[str, Any] = {"batch": BATCH, "max_world_size": 4, "checkpoint_every_steps": 1, "sp": 2}
+    more["engine"] = plain.get("engine", "deepspeed")
     crew.begin([0, 1, 2, 3], "sequences.train", {**config, "victim": 1, "at": AT, "where": where}, **more)
     for number in range(4):
         crew.reached(number, "there")
@@ -97,7 +106,7 @@ def test_survivors_of_a_killed_rank_stay_in_their_loop(
     for rank in (0, 2, 3):
         assert (grown[rank].told["calls"], grown[rank].told["abandoned"]) == (1, 1)
 
-    whole = through(crew, tmp_path / "whole", {"stage": stage}, [((0,), None)], sp=1)
+    whole = through(crew, tmp_path / "whole", plain, [((0,), None)], sp=1)
     moved = Run(tmp_path / "moved", [shrunk, grown])
     expected = {name: loss for name, loss in whole.losses.items() if int(name.removeprefix("loss ")) > AT}
     assert _distance(expected, moved.losses) <= ALLOWED

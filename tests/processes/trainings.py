@@ -209,14 +209,18 @@ def train_in_loop(config: dict[str, Any]) -> None:
     crew.told["calls"] = crew.told.get("calls", 0) + 1
     model = Small(config["dropout"])
     held = dict(model.named_parameters())
+    made = torch.optim.AdamW(model.parameters(), lr=0.02)
     engine, optimizer, loader, scheduler = elastic.initialize(
         model=model,
         model_parameters=model.parameters(),
-        optimizer=torch.optim.AdamW(model.parameters(), lr=0.02),
+        optimizer=made,
         training_data=Numbers(37, torch.float32),
-        config=deepspeed_config(config),
         num_workers=config.get("num_workers", 0),
+        **of_engine(config, made),
     )
+    sharded = config.get("engine") == "fsdp2"
+    if sharded:
+        held = dict(model.named_parameters())
     elastic.state["starts"] = elastic.state.get("starts", 0) + 1
     passed: dict[str, Any] = {"abandoned": 0, "world sizes": []}
     for _ in elastic.epochs():
@@ -227,7 +231,7 @@ def train_in_loop(config: dict[str, Any]) -> None:
             assert engine.module is model
             assert all(parameter is held[name] for name, parameter in model.named_parameters())
             assert [group["lr"] for group in optimizer.param_groups] == engine.get_lr()
-            assert scheduler.last_batch_iteration == context.step - 1
+            assert context.step == (scheduler.last_epoch if sharded else scheduler.last_batch_iteration + 1)
             last = engine.is_gradient_accumulation_boundary()
             at_fault = config.get("at") == context.step and passed["world sizes"] == [3] and last
             with elastic.step() if config.get("strict") else nullcontext():

@@ -14,6 +14,7 @@ from elastic.core.checkpoint.manifest import Json
 from elastic.core.errors import UsageError
 from elastic.engines import saved_numbers
 from elastic.engines.base import ResolvedConfig, StepOutcome
+from elastic.engines.fsdp2.belongings import Belongings
 from elastic.engines.fsdp2.collectives import count_collectives
 from elastic.engines.fsdp2.fragments import fragments, numbers
 from elastic.engines.fsdp2.gradients import clip, local_gradients, total_norm
@@ -74,9 +75,16 @@ class Fsdp2Adapter:
     judged = True
 
     def __init__(
-        self, native: Fsdp2Engine, mesh: Any, device: torch.device, resolved: ResolvedConfig, withhold: bool
+        self,
+        native: Fsdp2Engine,
+        mesh: Any,
+        device: torch.device,
+        resolved: ResolvedConfig,
+        withhold: bool,
+        belongings: Belongings | None,
     ) -> None:
-        """`withhold`: a step with a non-finite gradient is not applied, at the cost of waiting for the device."""
+        """`withhold`: a step with a non-finite gradient is not applied, at the cost of waiting for the device.
+        `belongings`: None where the model came sharded."""
         self.native: Any = native
         self.module: torch.nn.Module = native.module
         self.device = device
@@ -85,6 +93,7 @@ class Fsdp2Adapter:
         self._micro_steps = resolved.micro_steps
         self._clipping = float(resolved.native["gradient_clipping"])
         self._withhold = withhold
+        self._belongings = belongings
         self._last = True
         self._output = LastOutput()
         self.ledger = CollectiveLedger(device, {self.data_group: "dp"})
@@ -184,18 +193,24 @@ class Fsdp2Adapter:
         for name in _COUNTERS:
             setattr(self.native, name, int(saved["engine"][name]))
 
-    def obstacle(self) -> str:
-        return "fully_shard has replaced the model's parameters, which torch does not undo"
+    def obstacle(self) -> str | None:
+        if self._belongings is None:
+            return "the script has called fully_shard itself, which binds its parameters to one world size"
+        return None
 
     def detach(self) -> None:
+        belongings = self._belongings
         self.close()
+        if belongings is not None:
+            belongings.give_back()
 
     def close(self) -> None:
-        native, self.native = self.native, None
+        native, self.native, self._belongings = self.native, None, None
         if native is not None:
             native.module.zero_grad(set_to_none=True)
             reshard(native.module)
         self.ledger.close()
+        self._output.forget()
         self.module = torch.nn.Identity()
         self._mesh = None
 

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from elastic.core.errors import UsageError
 from elastic.core.generation_spec import GenerationSpec
 from elastic.core.settings import RunSettings
 from elastic.engines.base import Config, EngineKind, Nonfinite, ResolvedConfig, UserObjects
 from elastic.engines.fsdp2.adapter import Fsdp2Adapter, Fsdp2Engine
+from elastic.engines.fsdp2.belongings import Belongings
 from elastic.engines.fsdp2.config import read_options, resolve
 from elastic.engines.fsdp2.sharding import forget_meshes, repoint, shard_model
 from elastic.engines.model.plain_names import named_parameters
+
+# Not an option of the user's: whether the weights are those that the model was made with.
+_BEGINS = "begins"
+
+# Of each model, the ids of the parameters that it had before it was first sharded, which the user may have given.
+_first_names: WeakKeyDictionary[torch.nn.Module, dict[int, str]] = WeakKeyDictionary()
 
 # torch imports these at the first use of a DTensor or an optimizer only.
 _IMPORTED_LATE = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.experimental")
@@ -53,19 +65,24 @@ class Fsdp2:
 
     def resolve(self, config: Config | None, spec: GenerationSpec, loader_batch: int | None = None) -> ResolvedConfig:
         chosen = config if config is not None else spec.engine_config or {}
-        return resolve(read_options(chosen), spec.batch, spec.mesh.dp, loader_batch)
+        found = resolve(read_options(chosen), spec.batch, spec.mesh.dp, loader_batch)
+        return replace(found, native={**found.native, _BEGINS: spec.checkpoint is None})
 
     def build(
         self, resolved: ResolvedConfig, nonfinite: Nonfinite | None, device: torch.device, objects: UserObjects
     ) -> tuple[Fsdp2Adapter, Any, Any]:
         model, lr_scheduler = objects.model, objects.lr_scheduler
-        before = {id(parameter): name for name, parameter in named_parameters(model)}
-        mesh = shard_model(model, resolved.native, device)
+        given = isinstance(model, FSDPModule)
+        before = _first_names.setdefault(model, {id(tensor): name for name, tensor in named_parameters(model)})
+        mesh = shard_model(model, resolved.native, device, resolved.native[_BEGINS])
         after = dict(named_parameters(model))
         base = _optimizer(objects, resolved, before, after)
+        _empty(objects.model_parameters, before)
+        belongings = None if given else Belongings(model, base)
         scheduler = lr_scheduler(base) if callable(lr_scheduler) else lr_scheduler
         native = Fsdp2Engine(model, base, scheduler, resolved.micro_steps)
-        return Fsdp2Adapter(native, mesh, device, resolved, withhold=nonfinite == "skip"), base, scheduler
+        withhold = nonfinite == "skip"
+        return Fsdp2Adapter(native, mesh, device, resolved, withhold, belongings), base, scheduler
 
 
 def _optimizer(
@@ -96,6 +113,14 @@ def _optimizer(
     made = kind(parameters, **said.get("params", {}))
     assert isinstance(made, torch.optim.Optimizer)
     return made
+
+
+def _empty(given: Sequence[Any] | None, before: dict[int, str]) -> None:
+    """Parameters of before the sharding would keep a whole model in memory for as long as the list is held."""
+    entries = [entry["params"] if isinstance(entry, dict) else [entry] for entry in given or ()]
+    for parameter in chain.from_iterable(entries):
+        if id(parameter) in before and not isinstance(parameter, DTensor):
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
 
 
 def _sharded(entry: Any, before: dict[int, str], after: dict[str, torch.nn.Parameter]) -> Any:

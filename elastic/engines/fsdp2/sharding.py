@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -17,27 +17,25 @@ from torch.distributed.tensor._redistribute import clear_redistribute_planner_ca
 from torch.distributed.tensor._sharding_prop import LocalLRUCache
 
 from elastic.core.errors import UsageError
+from elastic.engines.fsdp2.belongings import adopt, is_released
 from elastic.engines.model.plain_names import named_parameters, plain
 
 
-def shard_model(model: torch.nn.Module, options: Mapping[str, Any], device: torch.device) -> DeviceMesh:
+def shard_model(
+    model: torch.nn.Module, options: Mapping[str, Any], device: torch.device, begins: bool = True
+) -> DeviceMesh:
     """In place: parameters become DTensors, cut by rows over all ranks. Returns their mesh.
 
-    Collective: all ranks begin with rank 0's values. A model on which the user has called `fully_shard` keeps that
-    sharding. Raises UsageError for a model that cannot be sharded, naming the parameter.
+    Collective: all ranks begin with rank 0's buffers, and where the run `begins` with its parameters; else a restore
+    follows. A model on which the user has called `fully_shard` keeps that sharding. One that was released gets the
+    DTensors of before. Raises UsageError for a model that cannot be sharded, naming the parameter.
     """
     if isinstance(model, FSDPModule):
         return _mesh_of(model)
-    for name, parameter in named_parameters(model):
-        if parameter.is_meta:
-            raise UsageError(f"parameter {name!r} is on the meta device; build the model on the CPU or its device")
-        if parameter.dim() == 0:
-            raise UsageError(f"parameter {name!r} has no dimension to shard; give it the shape (1,)")
-        if isinstance(parameter, DTensor):
-            raise UsageError(f"parameter {name!r} is a DTensor already; leave the sharding to elastic.initialize")
-    if not options["cpu_offload"]:
-        model.to(device)
-    _broadcast(model, device)
+    again = is_released(model)
+    if not again:
+        _prepare(model, None if options["cpu_offload"] else device)
+    _broadcast([*(model.parameters() if begins else ()), *model.buffers()], device)
     mesh = _dp_mesh(device)
     policy = MixedPrecisionPolicy(_dtype(options["param_dtype"]), _dtype(options["reduce_dtype"]))
     offload = CPUOffloadPolicy(pin_memory=device.type != "cpu") if options["cpu_offload"] else OffloadPolicy()
@@ -50,7 +48,21 @@ def shard_model(model: torch.nn.Module, options: Mapping[str, Any], device: torc
             offload_policy=offload,
         )
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    if again:
+        adopt(model, torch.device("cpu") if options["cpu_offload"] else device)
     return mesh
+
+
+def _prepare(model: torch.nn.Module, device: torch.device | None) -> None:
+    for name, parameter in named_parameters(model):
+        if parameter.is_meta:
+            raise UsageError(f"parameter {name!r} is on the meta device; build the model on the CPU or its device")
+        if parameter.dim() == 0:
+            raise UsageError(f"parameter {name!r} has no dimension to shard; give it the shape (1,)")
+        if isinstance(parameter, DTensor):
+            raise UsageError(f"parameter {name!r} is a DTensor already; leave the sharding to elastic.initialize")
+    if device is not None:
+        model.to(device)
 
 
 def units(model: torch.nn.Module, names: tuple[str, ...] | None) -> list[torch.nn.Module]:
@@ -193,9 +205,9 @@ def _list_elements(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 @torch.no_grad()
-def _broadcast(model: torch.nn.Module, device: torch.device) -> None:
+def _broadcast(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
     """As DistributedDataParallel and DeepSpeed do. Ranks that were seeded differently would train a mixture."""
-    for tensor in (*model.parameters(), *model.buffers()):
+    for tensor in tensors:
         there = tensor.detach().to(device).contiguous()
         dist.broadcast(there, src=0)
         if there.data_ptr() != tensor.data_ptr():
