@@ -1,7 +1,7 @@
 """The node agent: one actor per node of the run.
 
-It joins its workers' heartbeats, and their step reports, into one message each to the controller, detects at once when
-kills its workers when the controller demands it or has been unreachable for too long.
+It joins its workers' heartbeats, and their step reports, into one message each to the controller, notices at once when
+a worker process ends, and kills its workers when the controller demands it or has been unreachable for too long.
 """
 
 from __future__ import annotations
