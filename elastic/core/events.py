@@ -245,6 +245,24 @@ class AnomalyFound:
 
 
 @dataclass(frozen=True)
+class AuditFailed:
+    """After `step` finished steps, ranks did not find the same gradient of the next one, which was not applied;
+    `evidence` says so. Every member reports it alike.
+
+    `suspects` are the ranks that were outvoted (`decided`), or those among which no majority decides. In step
+    `agreed_step` all ranks agreed (None: in none of this generation).
+    """
+
+    generation: int
+    worker: int
+    step: int
+    suspects: tuple[int, ...]
+    decided: bool
+    evidence: str
+    agreed_step: int | None = None
+
+
+@dataclass(frozen=True)
 class StepSkipped:
     """Every member has finished step `step` without applying it, for the reason `what`; `positions` were skipped."""
 
@@ -373,8 +391,8 @@ class ControlStoreBack:
 
 GenerationEvent = (
     GroupJoined | RestoreProgressed | SetUpProgressed | TrainingReached | FirstStepDone | ProgressStalled |
-    CollectiveFailed | UserCodeFailed | AnomalyFound | StepSkipped | StragglerFound | RestoreFailed | StopPromised |
-    MemoryLost | WorkerLeft | WorkerCompleted | MembersReported
+    CollectiveFailed | UserCodeFailed | AnomalyFound | AuditFailed | StepSkipped | StragglerFound | RestoreFailed |
+    StopPromised | MemoryLost | WorkerLeft | WorkerCompleted | MembersReported
 )  # fmt: skip
 
 Event = (

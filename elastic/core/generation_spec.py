@@ -72,6 +72,8 @@ class GenerationSpec:
     anomalies: AnomalySettings | None = None
     # Every how many steps the gradient noise is measured; None: never.
     noise_every_steps: int | None = None
+    # Every how many steps ranks compute a micro-batch of each other once more; None: never.
+    audit_every_steps: int | None = None
     # No step is done before the coordinator says where to stop: the generation only saves what it begins with.
     stops_at_start: bool = False
     # Of a stream: what completed steps beyond the checkpoint have read, by their first position. Done again, they must

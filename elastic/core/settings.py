@@ -189,6 +189,20 @@ class GradientNoiseSettings:
 
 
 @dataclass(frozen=True)
+class AuditSettings:
+    """Audits that find ranks that compute wrong numbers (`core.data.audits`), in every step whose number `every_steps`
+    divides; None: in none. A node that `strikes` audits have named is left, where enough workers remain.
+
+    The run goes back to its newest state; with "agreed" to its newest checkpoint from before the last audit in which
+    all ranks agreed, where it has one: the steps since then may have been computed wrongly, too.
+    """
+
+    every_steps: int | None = None
+    strikes: int = 2
+    rollback: Literal["newest", "agreed"] = "newest"
+
+
+@dataclass(frozen=True)
 class SinkSettings:
     """Where the run's records go besides the journal: a file at the absolute `path` on the controller's node.
 
@@ -243,6 +257,7 @@ class RunSettings:
     anomalies: AnomalySettings = field(default_factory=AnomalySettings)
     stragglers: StragglerSettings = field(default_factory=StragglerSettings)
     gradient_noise: GradientNoiseSettings = field(default_factory=GradientNoiseSettings)
+    audit: AuditSettings = field(default_factory=AuditSettings)
     sinks: tuple[SinkSettings, ...] = ()
     resources_per_worker: Mapping[str, float] = field(default_factory=lambda: {"CPU": 1.0})
     # The kind of engine that every worker trains with, and its configuration: DeepSpeed's, or the options of FSDP2.
@@ -276,6 +291,7 @@ class RunSettings:
             "scaling": ScalingSettings, "checkpoint": CheckpointSettings, "snapshots": SnapshotSettings,
             "failures": FailureSettings, "anomalies": AnomalySettings,
             "stragglers": StragglerSettings, "mesh": MeshSettings, "gradient_noise": GradientNoiseSettings,
+            "audit": AuditSettings,
         }  # fmt: skip
         values = {key: _build(parts[key], value) if key in parts else value for key, value in data.items()}
         values["sinks"] = tuple(_build(SinkSettings, sink) for sink in values.get("sinks") or ())

@@ -87,7 +87,7 @@ class Step(_StepAlways, total=False):
     """One step in a "steps" record; see `CompletedStep`. `anomaly` and `skipped`: the step was not applied. `content`:
     64 bits in hexadecimal form, of a stream. `collectives`: rank 0's, each the fields of a `CollectiveUse`.
     `gradient_parts`: of a step whose gradient noise was measured, `sample_flops`: of the run's first step, see
-    `StepReport`. `energy_j`: of all ranks' devices, where all measure it."""
+    `StepReport`. `energy_j`: of all ranks' devices, where all measure it. `audit`: what an audit of the step found."""
 
     metrics_by_rank: Mapping[str, Mapping[str, Any]]
     anomaly: str
@@ -97,6 +97,7 @@ class Step(_StepAlways, total=False):
     gradient_parts: Sequence[float]
     sample_flops: float
     energy_j: float
+    audit: str
 
 
 class Steps(TypedDict):
@@ -227,6 +228,8 @@ def step(done: CompletedStep, now: float) -> Step:
         record["sample_flops"] = done.sample_flops
     if done.energy_j:
         record["energy_j"] = round(done.energy_j, 3)
+    if done.audit:
+        record["audit"] = done.audit
     return record
 
 

@@ -23,13 +23,14 @@ from elastic.engines.base import Engine, StepOutcome
 from elastic.engines.flop_count import FlopCount
 from elastic.engines.gradient_squares import GradientSquares
 from elastic.training import rng
-from elastic.training.anomalies import AnomalyWatch
 from elastic.training.result import BadStep
 from elastic.training.scope import GenerationScope
 from elastic.training.session import InLoop
 from elastic.training.step_loop import StepLoop, StepProgress
 from elastic.training.user.rates import Rates
 from elastic.training.user.state import State
+from elastic.training.watch.anomalies import AnomalyWatch
+from elastic.training.watch.audit import GradientAudit
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ class ElasticEngine:
         state: State,
         watch: AnomalyWatch | None = None,
         in_loop: InLoop | None = None,
+        audit: GradientAudit | None = None,
     ) -> None:
         self._in_loop = in_loop
         self._strict = False
@@ -62,16 +64,23 @@ class ElasticEngine:
         self._rates = Rates()
         self._watch_calls: Callable[[CollectiveCall], None] | None = None
         self._energy = EnergyMeter(scope.device)
-        self.open(engine, scope, steps, state, watch)
+        self.open(engine, scope, steps, state, watch, audit)
 
     def open(
-        self, engine: Engine, scope: GenerationScope, steps: StepLoop, state: State, watch: AnomalyWatch | None
+        self,
+        engine: Engine,
+        scope: GenerationScope,
+        steps: StepLoop,
+        state: State,
+        watch: AnomalyWatch | None,
+        audit: GradientAudit | None,
     ) -> None:
         self._engine: Engine | None = engine
         self._scope = scope
         self._steps = steps
         self._state = state
         self._watch = watch
+        self._audit = audit
         self._loss: torch.Tensor | float = 0.0
         self._grad_norm: float | None = None
         # Finished steps of a generation whose ranks share sequences, up to the first exchange between them.
@@ -149,7 +158,8 @@ class ElasticEngine:
             # DeepSpeed reduces in the backward of a step's last micro-batch: a second one would be lost (seen, ZeRO-2).
             raise UsageError(f"step {progress.step}: engine.backward was called twice for one batch; add the losses up")
         weight = progress.active.weight
-        scale = loss_scale(weight, self.plan.micro_steps, self.plan.world_size)
+        # An audit's pass is scaled as the original, so that it is rounded alike.
+        scale = loss_scale(weight or progress.active.audited_weight, self.plan.micro_steps, self.plan.world_size)
         if weight > 0.0:
             # Where ranks share sequences each of them adds its part: the reports of all ranks are added up.
             self._loss = self._loss + loss.detach().float() * (weight / self._scope.spec.sp)
@@ -157,8 +167,9 @@ class ElasticEngine:
         scaled = loss * scale if self._watch is None else self._watch.guarded(loss, scale)
         engine = self._open()
         measured = self._squares.around(progress.step + 1, engine, scaled, scale, weight)
+        audited = nullcontext() if self._audit is None else self._audit.around(loss, progress.forwards)
         flops, self._flops = self._flops, None
-        with self._scope.translating(), measured, nullcontext() if flops is None else flops.backward():
+        with self._scope.translating(), measured, audited, nullcontext() if flops is None else flops.backward():
             result = engine.backward(scaled, kwargs)
         if flops is not None:
             self._sample_flops = flops.of_sample(progress.active.samples, progress.tokens, self._scope.spec.sp)
@@ -181,6 +192,8 @@ class ElasticEngine:
             raise UsageError("engine.step() was called without a batch from the loader; iterate over the loader")
         progress.require_backward()
         if progress.on_last_batch:
+            if self._goes_to_vote(progress):
+                return
             self._steps.before_update()
         with self._scope.translating():
             outcome = self._open().step(args, kwargs, self.plan.consumed(progress.step + 1))
@@ -287,7 +300,7 @@ class ElasticEngine:
 
     def close(self) -> None:
         """Drop the underlying engine. The user may still hold this object: it must not keep the shards alive."""
-        self._engine = self._watch = self._flops = None
+        self._engine = self._watch = self._flops = self._audit = None
         self._steps.close()
         self._buffers.clear()
         self._loss = 0.0
@@ -346,6 +359,8 @@ class ElasticEngine:
             self._watch.begin()
         if batch.weight == 0.0 and not self._buffers:
             self._buffers = [(buffer, buffer.detach().clone()) for buffer in self._open().module.buffers()]
+        if self._audit is not None and progress.forwards == 0:
+            self._audit.begin(self.plan, progress.step, batch)
         spec = self._scope.spec
         part = spec.mesh.sequence(spec.rank)
         rng.seed_everything(*rng.forward_stream(spec.seed, progress.step, batch.index, progress.forwards, part))
@@ -359,6 +374,20 @@ class ElasticEngine:
                 buffer.copy_(before)
         self._buffers.clear()
 
+    def _goes_to_vote(self, progress: StepProgress) -> bool:
+        """Is an audit's verdict a pass of third ranks away, which the loader hands out next? Collective in an audited
+        step. Raises GenerationEnded, on every rank, where a rank is wrong: its gradient is in the step's by now."""
+        if self._audit is None:
+            return False
+        with self._scope.translating():
+            settled = self._audit.settle(self.plan, progress.step)
+        if settled.bad is not None:
+            self._steps.go_back(settled.bad)
+        if settled.again is not None:
+            progress.batches += (settled.again,)
+            progress.finish_batch()
+        return settled.again is not None
+
     def _step_finished(self, progress: StepProgress, outcome: StepOutcome) -> None:
         # The step's only wait for its device: what was enqueued before, the optimizer's step too, is done then.
         loss, self._loss = float(self._loss), 0.0
@@ -371,6 +400,8 @@ class ElasticEngine:
         flops, self._sample_flops = self._sample_flops, 0.0
         parts = self._squares.taken(report.step, outcome)
         report = replace(report, gradient_parts=parts, sample_flops=flops, energy_j=self._energy.take())
+        if self._audit is not None:
+            report = replace(report, audit=self._audit.take())
         self._grad_norm = report.grad_norm
         self._rates.check(report.step, report.learning_rates)
         if self._scope.spec.rank == 0:

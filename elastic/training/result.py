@@ -15,13 +15,22 @@ Kind = Literal[
 
 @dataclass(frozen=True)
 class BadStep:
-    """What was non-finite: `kind` is "loss", "gradient" or "loss scale"; `positions` are those of the whole step."""
+    """What was non-finite: `kind` is "loss", "gradient" or "loss scale"; `positions` are those of the whole step.
+
+    Or "audit": ranks did not find the same gradient, and `value` says so. `suspects` are the ranks that were outvoted
+    (`decided`), or those among which no majority decides; `agreed_step` is the step of this generation's last audit in
+    which all agreed."""
 
     kind: str
     value: str
     positions: tuple[Range, ...] = ()
+    suspects: tuple[int, ...] = ()
+    decided: bool = False
+    agreed_step: int | None = None
 
     def __str__(self) -> str:
+        if self.kind == "audit":
+            return self.value
         return f"the {self.kind} is {self.value}"
 
 

@@ -25,6 +25,7 @@ from elastic.core.checkpoint.snapshots import Held
 from elastic.core.errors import RunNotFound
 from elastic.core.settings import (
     AnomalySettings,
+    AuditSettings,
     CheckpointSettings,
     FailureSettings,
     RunSettings,
@@ -117,6 +118,7 @@ class Run:
         memory: Mapping[str, Any] | None = None,
         anomalies: Mapping[str, Any] | None = None,
         stragglers: Mapping[str, Any] | None = None,
+        audit: Mapping[str, Any] | None = None,
         seed: int = 0,
     ) -> None:
         self.cluster, self.folder = cluster, folder
@@ -135,6 +137,7 @@ class Run:
             anomalies=AnomalySettings(**(anomalies or {})),
             # Where many processes share few cores, any of them may be slow for a while.
             stragglers=StragglerSettings(**(stragglers or {"policy": "off"})),
+            audit=AuditSettings(**(audit or {})),
             # A gate that stays shut for long is no hang.
             failures=FailureSettings(**{"hang_floor_s": 300.0, **(failures or {})}),
             resources_per_worker=resources or {"CPU": 1.0},

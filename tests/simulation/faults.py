@@ -8,6 +8,7 @@ from random import Random
 from elastic.core.mesh import MeshSettings
 from elastic.core.settings import (
     AnomalySettings,
+    AuditSettings,
     CheckpointSettings,
     FailureSettings,
     RunSettings,
@@ -32,6 +33,7 @@ _KINDS: dict[str, tuple[float, tuple[float, float] | None]] = {
     "add_node": (2, None),
     "nonsense": (2, None),
     "glitch": (2, None),
+    "miscompute": (2, None),
     "slow_worker": (1, None),
     "cut": (2, (1.0, 40.0)),
     "drain_node": (3, (0.5, 40.0)),
@@ -105,6 +107,7 @@ def draw(seed: int) -> Plan:
             snapshots=SnapshotSettings(enabled=rng.random() < 0.7, replicas=rng.choice((0, 1, 1, 2))),
             anomalies=_anomalies(rng, liveness),
             stragglers=StragglerSettings(rng.choice(("report", "evict"))),
+            audit=AuditSettings(strikes=1 + seed % 2),
         ),
         faults=tuple(faults),
         nodes=rng.randint(scaling.min_slots, scaling.max_slots + 1),

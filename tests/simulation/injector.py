@@ -164,6 +164,12 @@ class Injector:
         if group is not None:
             group.glitch = True
 
+    def _miscompute(self, fault: Fault) -> None:
+        """An audit of the current step finds that ranks compute different numbers."""
+        group = self.controller.groups.get(self.controller.state.generation)
+        if group is not None:
+            group.miscomputes = True
+
     def _slow_worker(self, fault: Fault) -> None:
         """One member is reported as slower than its peers, twice."""
         state = self.controller.state
@@ -278,6 +284,7 @@ class Injector:
             ev.WorkerCompleted(old + 1, 10**6, 10**6, True), ev.StopPromised(old + 1, 10**6, 10**6),
             ev.AnomalyFound(old, worker, 3, "loss", "nan", ((0, 9),)),
             ev.AnomalyFound(old + 1, 10**6, 3, "loss", "nan", ((0, 9),)),
+            ev.AuditFailed(old, worker, 3, (0,), True, "lie"), ev.AuditFailed(old + 1, 10**6, 3, (0,), True, "lie"),
             ev.StepSkipped(old, 3, "lie", ((0, 9),)),
             ev.UserCodeFailed(old + 1, 10**6, 10**6, "lie"), ev.RestoreFailed(old + 1, 10**6, "0-0", "lie"),
         ]  # fmt: skip

@@ -265,7 +265,8 @@ class Invariants:
 
     def _budgets(self, state: RunState) -> None:
         streaks, limits = state.trouble.streaks, state.settings.failures
-        if not isinstance(state.phase, Finished):
+        # A run that is given up begins once more to save what it has, whatever else fails with it.
+        if not isinstance(state.phase, Finished) and state.gives_up_for is None:
             assert streaks.crashes <= limits.crash_streak, "a budget was overdrawn"
             assert streaks.user_errors <= limits.user_error_retries, "a budget was overdrawn"
             assert streaks.in_place < 2, "fresh processes are overdue"
@@ -367,7 +368,8 @@ class Invariants:
                 for phrase in ("every worker process is replaced", "falling back to", "could not be "
                                "started", "has not taken the checkpoint", "was made after an anomaly",
                                "anomalies within", "is kept: ", "it is kept", "cannot reach each other",
-                               "is used again", "next one starts without them"):  # fmt: skip
+                               "is used again", "next one starts without them",
+                               "named it"):  # fmt: skip
                     if phrase in action.sentence:
                         seen(phrase)
 

@@ -183,7 +183,7 @@ class Process:
         if self.group is group and self.status in ("joined", "training") and not self.hung:
             self.say(ev.CollectiveFailed(group.number, self.worker, group.step, "connection closed by peer"))
 
-    def find_anomaly(self, event: ev.AnomalyFound) -> None:
+    def find_anomaly(self, event: ev.AnomalyFound | ev.AuditFailed) -> None:
         """Report the anomaly and leave the generation."""
         if self.generation == event.generation and self.status == "training":
             self.say(event)
@@ -205,7 +205,7 @@ class Group:
         self.world, self.number, self.members, self.base, self.start = world, number, members, base, start
         self.step, self.last, self.broken, self.moving = start, world.max_steps, False, False
         self.samples = (world.saved[base] if base is not None else Samples()).begin(skips)
-        self.glitch = self.stops_at_start = False
+        self.glitch = self.miscomputes = self.stops_at_start = False
         # Steps that were saved because the generation was planned to end there.
         self.kept: set[int] = set()
         self.progress_at = world.clock.now
@@ -259,6 +259,9 @@ class Group:
             return
         positions, bad = self.samples.of_step(self.step), self.glitch
         self.glitch = False
+        if self.miscomputes:
+            self._fail_audit()
+            return
         if bad or self.world.is_bad(positions):
             policy = self.world.plan.settings.anomalies.policy
             self.world.seen(f"anomaly, policy {policy}")
@@ -282,6 +285,17 @@ class Group:
         for rank, member in enumerate(self.members):
             kind = "loss" if rank == 0 else "gradient"
             event = ev.AnomalyFound(self.number, member.worker, self.step, kind, "nan", (positions,))
+            member.act(self.world.rng.uniform(0.0, 0.3), member.find_anomaly, event)
+
+    def _fail_audit(self) -> None:
+        """One member computes wrong numbers, or two contradict each other: all members learn it together."""
+        self.world.seen("audit failed")
+        self.broken = True
+        decided = self.world.rng.random() < 0.8
+        suspects = sorted(self.world.rng.sample(range(len(self.members)), min(len(self.members), 2 - decided)))
+        for member in self.members:
+            found = (tuple(suspects), decided, "they differ", None)
+            event = ev.AuditFailed(self.number, member.worker, self.step, *found)
             member.act(self.world.rng.uniform(0.0, 0.3), member.find_anomaly, event)
 
     def _raise(self, member: Process) -> None:

@@ -15,9 +15,9 @@ from elastic.core.generation_spec import BatchSettings
 from elastic.core.settings import AnomalySettings
 from elastic.engines.base import StepOutcome
 from elastic.engines.deepspeed.nonfinite import NonFinite
-from elastic.training.anomalies import AnomalyWatch
 from elastic.training.data import cursor
 from elastic.training.result import BadStep
+from elastic.training.watch.anomalies import AnomalyWatch
 
 
 def engine(norm: float | None = 1.0, applied: bool = True, scaler: Any = None) -> Any:

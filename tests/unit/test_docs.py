@@ -21,6 +21,7 @@ from elastic_jobs.cli import parser
 from elastic_jobs.job_file.load import parse_job
 from elastic_jobs.job_file.sections import (
     AnomalySpec,
+    AuditSpec,
     CheckpointSpec,
     GradientNoiseSpec,
     MeshSpec,
@@ -119,13 +120,14 @@ def test_exit_codes() -> None:
         ("## anomalies", {name: field.default for name, field in AnomalySpec.model_fields.items()}),
         ("## stragglers", {name: field.default for name, field in StragglerSpec.model_fields.items()}),
         ("## gradient_noise", {name: field.default for name, field in GradientNoiseSpec.model_fields.items()}),
+        ("## audit", {name: field.default for name, field in AuditSpec.model_fields.items()}),
         (
             "## submit",
             {name: field.get_default(call_default_factory=True) for name, field in SubmitSpec.model_fields.items()},
         ),
         ("## failures", {field.name: field.default for field in dataclasses.fields(FailureSettings)}),
     ],
-    ids=["top", "mesh", "checkpoint", "snapshots", "anomalies", "stragglers", "gradient_noise", "submit", "failures"],
+    ids=lambda value: value.removeprefix("## ").split()[0].lower() if isinstance(value, str) else "",
 )
 def test_job_keys_and_their_defaults(section: str, defaults: dict[str, Any]) -> None:
     text = (ROOT / "docs" / "job.md").read_text().partition(f"\n{section}\n")[2].partition("\n## ")[0]
@@ -248,6 +250,7 @@ def actions(command: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 
 _SECTIONS = (
     AnomalySpec,
+    AuditSpec,
     CheckpointSpec,
     GradientNoiseSpec,
     MeshSpec,

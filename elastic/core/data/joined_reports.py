@@ -41,8 +41,8 @@ class JoinedReports(NamedTuple):
     """The reports of `ranks` (ascending) of one step; see `StepReport`.
 
     `losses`, `data_wait_s`, `noncollective_s`, `energy_j` and `gradient_parts` have one value per rank, or none where
-    every rank's is zero or empty. `learning_rates`, `collectives` and `sample_flops` are those of the lowest rank. The
-    others are sums, joined ranges, or the largest value.
+    every rank's is zero or empty. `learning_rates`, `collectives`, `sample_flops` and `audit` are those of the lowest
+    rank. The others are sums, joined ranges, or the largest value.
     """
 
     generation: int
@@ -66,6 +66,7 @@ class JoinedReports(NamedTuple):
     content: int
     collectives: tuple[CollectiveUse, ...]
     sample_flops: float
+    audit: str
 
 
 def joined(reports: Iterable[StepReport]) -> JoinedReports:
@@ -94,6 +95,7 @@ def joined(reports: Iterable[StepReport]) -> JoinedReports:
         content=sum(report.content for report in ordered) % _MODULUS,
         collectives=lowest.collectives,
         sample_flops=lowest.sample_flops,
+        audit=lowest.audit,
     )
 
 
@@ -137,6 +139,7 @@ def completed(parts: Sequence[JoinedReports], first: bool) -> CompletedStep:
         collectives=lowest.collectives,
         gradient_parts=_summed(_column(ranks, [part.gradient_parts for part in parts], ())),
         sample_flops=lowest.sample_flops,
+        audit=lowest.audit,
         energy_j=sum(energy_j) if all(energy_j) else 0.0,
     )
 

@@ -23,12 +23,17 @@ class MicroBatch:
 
     `index` is the number of the micro-batch within its step. `weight` is its share of the step's samples, 0.0 for a
     padding pass, which repeats positions of the same step only so that all ranks run equally many passes.
+
+    `audits` is the rank whose micro-batch is repeated to be compared (`core.data.audits`); such a pass has no weight
+    either, and `audited_weight` is that of the original.
     """
 
     index: int
     start: int
     stop: int
     weight: float
+    audits: int | None = None
+    audited_weight: float = 0.0
 
     @property
     def samples(self) -> int:

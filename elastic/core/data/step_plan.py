@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from elastic.core.data.audits import AuditPlan, Round
 from elastic.core.data.finite import FinitePlace, deal_cut
 from elastic.core.data.micro_batches import MicroBatch, deal, next_position, step_positions, steps_in
 from elastic.core.data.readers import Slots
@@ -30,7 +31,9 @@ class StepPlan:
     epoch, and `stream` names what else defines its order. `block` and `blocks_at_once`: see `SampleOrder`.
 
     A stream that has epochs is planned one step ahead: `finite` says where it stands, and this plan answers for the
-    step that begins there."""
+    step that begins there.
+
+    `audit`: in some steps every rank runs one pass more (None: in none)."""
 
     global_batch: int
     micro_batch: int
@@ -46,6 +49,7 @@ class StepPlan:
     blocks_at_once: int = 1
     finite: FinitePlace | None = None
     leads: bool = True
+    audit: AuditPlan | None = None
 
     def order(self, seed: int) -> SampleOrder:
         """The dataset index of every position; of a stream, the position itself."""
@@ -79,13 +83,38 @@ class StepPlan:
         return (last is not None and step >= last) or (self.finite is not None and self.finite.over)
 
     def deal(self, step: int) -> tuple[MicroBatch, ...]:
+        """This rank's micro-batches in a step; in an audited one with the passes that repeat others."""
+        return (*self._dealt(step, self.rank), *(self.repeated(step, round_) for round_ in self.audits(step)))
+
+    def audits(self, step: int) -> tuple[Round, ...]:
+        return () if self.audit is None else self.audit.rounds(step, self.world_size)
+
+    def audited(self, step: int, rank: int) -> MicroBatch | None:
+        """The micro-batch of `rank` that is repeated in an audited step; None where it has only padding."""
+        assert self.audit is not None
+        own = [batch for batch in self._dealt(step, rank) if batch.weight > 0.0]
+        return own[self.audit.number(step) % len(own)] if own else None
+
+    def repeats(self, step: int, rank: int, round_: Round) -> int:
+        """The rank whose micro-batch `rank` repeats: where that has none of its own, the next one up that has."""
+        assert self.audit is not None
+        at = rank + self.audit.distance(step, round_, self.world_size)
+        around = ((at + more) % self.world_size for more in range(self.world_size))
+        return next(rank for rank in around if self.audited(step, rank) is not None)
+
+    def repeated(self, step: int, round_: Round) -> MicroBatch:
+        """This rank's pass of an audit."""
+        of = self.repeats(step, self.rank, round_)
+        original = self.audited(step, of)
+        assert original is not None
+        return replace(original, weight=0.0, audits=of, audited_weight=original.weight)
+
+    def _dealt(self, step: int, rank: int) -> tuple[MicroBatch, ...]:
         if self.finite is not None:
             # Before the ranks have agreed, a whole step: what is compared when a state was restored.
             cut = self.finite.cut or [self.slots.size(reader) for reader in range(self.slots.readers)]
-            return deal_cut(self._place(step).position, cut, self.world_size, self.rank)
-        return deal(
-            step, self.global_batch, self.micro_batch, self.world_size, self.rank, self.total_samples, self.skips
-        )
+            return deal_cut(self._place(step).position, cut, self.world_size, rank)
+        return deal(step, self.global_batch, self.micro_batch, self.world_size, rank, self.total_samples, self.skips)
 
     def consumed(self, step: int) -> int:
         """Samples that were consumed when `step` steps are finished."""
@@ -142,9 +171,14 @@ class StepPlan:
         else:
             first, end = (self._first_step(number, self.dataset_size) for number in (epoch, epoch + 1))
         if last is None or end < last:
-            return (end - first) * self.micro_steps
+            return self._batches_between(first, end)
         # The run's last step may be short.
-        return max(0, last - 1 - first) * self.micro_steps + (len(self.deal(last - 1)) if first < last else 0)
+        return self._batches_between(first, last - 1) + (len(self.deal(last - 1)) if first < last else 0)
+
+    def _batches_between(self, first: int, end: int) -> int:
+        """In the full steps [first, end), none of them the run's last where that is short."""
+        audits = 0 if self.audit is None else self.audit.passes_between(first, end, self.world_size)
+        return max(0, end - first) * self.micro_steps + audits
 
 
 def total_samples(

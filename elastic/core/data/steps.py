@@ -14,7 +14,9 @@ Range = tuple[int, int]
 # A record of a step keeps the values of at most this many ranks for each metric that differs between ranks.
 RANKS_PER_METRIC = 32
 _ALWAYS = ("step", "loss", "positions", "samples", "duration_s")
-_WHERE_SET = ("tokens", "anomaly", "skipped", "metrics", "content", "grad_norm", "gradient_parts", "sample_flops")
+_WHERE_SET = (
+    "tokens", "anomaly", "skipped", "metrics", "content", "grad_norm", "gradient_parts", "sample_flops", "audit",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,8 @@ class StepReport:
     share of the step's samples times the squared norm of their own gradient). A step's are the sums over the ranks.
     `sample_flops` are what the forward and backward pass of one sample takes, counted by rank 0 in the run's first step
     (0.0: not counted); negative where they were estimated. `energy_j` is what the rank's device has used since the
-    report before (0.0: not measured).
+    report before (0.0: not measured). `audit` says what an audit of this step has found, the same on every rank
+    ("": it was not audited): "agreed", or why the ranks were not compared.
     """
 
     step: int
@@ -57,6 +60,7 @@ class StepReport:
     gradient_parts: tuple[float, ...] = ()
     sample_flops: float = 0.0
     energy_j: float = 0.0
+    audit: str = ""
     generation: int = 0
     rank: int = 0
 
@@ -87,7 +91,7 @@ class CompletedStep:
     the lowest `RANKS_PER_METRIC` ranks.
     `content` is the sum over all readers of a stream, modulo 2**64: a step that is repeated must give the same.
     `collectives` are those of rank 0. `gradient_parts` and `energy_j` are sums over all ranks, empty or 0.0
-    where one did not measure; `sample_flops` is rank 0's.
+    where one did not measure; `sample_flops` is rank 0's. `audit`: see `StepReport`.
     """
 
     generation: int
@@ -113,6 +117,7 @@ class CompletedStep:
     gradient_parts: tuple[float, ...] = ()
     sample_flops: float = 0.0
     energy_j: float = 0.0
+    audit: str = ""
 
     @property
     def first_step_done(self) -> FirstStepDone | None:

@@ -27,7 +27,7 @@ def count_failure(transition: Transition, phase: Ending) -> None:
     transition.set_trouble(
         streaks=replace(
             streaks,
-            crashes=streaks.crashes + (not passed_over and not node_lost and kind != "anomaly"),
+            crashes=streaks.crashes + (not passed_over and not node_lost and kind not in ("anomaly", "audit")),
             node_losses=streaks.node_losses + node_lost,
             user_errors=streaks.user_errors + (kind == "user-error"),
             in_place=streaks.in_place + 1 if not phase.lost and kind in ("collective-failed", "hang") else 0,

@@ -171,6 +171,8 @@ def _apply_to_generation(transition: Transition, event: ev.GenerationEvent) -> N
             generations.user_code_failed(transition, event)
         case ev.AnomalyFound():
             anomalies.anomaly_found(transition, event)
+        case ev.AuditFailed():
+            anomalies.audit_failed(transition, event)
         case ev.StepSkipped():
             anomalies.step_skipped(transition, event)
         case ev.StragglerFound():

@@ -82,8 +82,8 @@ class Streaks:
 
 @dataclass(frozen=True)
 class Anomaly:
-    """A step whose loss or gradient was non-finite, found in `generation` after `step` finished steps; `evidence` says
-    where and what.
+    """A step whose loss or gradient was non-finite, or that an audit has refused, found in `generation` after `step`
+    finished steps; `evidence` says where and what.
 
     `undone`: the run went back, so that nothing beyond `step` of that or an earlier generation counts any more.
     """
@@ -191,6 +191,10 @@ class Trouble:
     anomalies: tuple[Anomaly, ...] = ()
     skips: tuple[tuple[int, int], ...] = ()
     false_alarms: int = 0
+    # How many audits have named a rank on each node.
+    miscomputed: Mapping[str, int] = field(default_factory=dict)
+    # The last step in which an audit before a failed one had all ranks agree.
+    agreed_step: int | None = None
 
     def counts(self, generation: int, step: int) -> bool:
         """False for a checkpoint or snapshot that lies behind an anomaly: its step was done again with other samples,

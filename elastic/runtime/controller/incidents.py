@@ -15,6 +15,7 @@ _DETECTORS = {
     "user-error": "the training function",
     "usage-error": "the training function",
     "anomaly": "the ranks' losses and gradients",
+    "audit": "an audit of gradients",
     "worker-frozen": "worker heartbeats",
     "worker-lost": "process watch",
     "node-frozen": "node heartbeats",

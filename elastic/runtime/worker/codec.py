@@ -22,6 +22,9 @@ def outcome(result: GenerationResult, generation: int, worker: int) -> ev.Event 
         return ev.CollectiveFailed(generation, worker, result.step, f"its device failed: {_first_line(result.message)}")
     if result.kind == "anomaly" and result.bad_step is not None:
         bad = result.bad_step
+        if bad.kind == "audit":
+            told = (bad.suspects, bad.decided, bad.value, bad.agreed_step)
+            return ev.AuditFailed(generation, worker, result.step, *told)
         return ev.AnomalyFound(generation, worker, result.step, bad.kind, bad.value, bad.positions)
     if result.kind in ("user_error", "usage_error"):
         error = result.message if result.kind == "usage_error" else f"{result.error_type}: {result.message}"

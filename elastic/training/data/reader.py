@@ -98,7 +98,7 @@ class BatchReader:
     """Yields the content of micro-batches in the order in which they are dealt to this rank.
 
     A padding pass gets a copy of a batch that this rank has read already, so that every sample is read once; only a
-    rank that never had a batch of its own reads the one that it repeats.
+    rank that never had a batch of its own reads the one that it repeats. An audit's pass reads another rank's batch.
     """
 
     # Of random access, positions say everything.
@@ -122,7 +122,7 @@ class BatchReader:
         self._spare: Any = None
         # Full steps are dealt alike; the last one may be short.
         looked_at = {0} if plan.last_step is None else {0, plan.last_step - 1}
-        self._pads = any(batch.weight == 0.0 for at in looked_at for batch in plan.deal(at))
+        self._pads = any(batch.weight == 0.0 and batch.audits is None for at in looked_at for batch in plan.deal(at))
         self._prefetched: Iterator[Any] | None = None
         if num_workers > 0:
             self._prefetched = iter(
@@ -142,6 +142,8 @@ class BatchReader:
     def read(self, batches: Sequence[MicroBatch], number: int) -> Any:
         """The content of `batches[number]`."""
         batch = batches[number]
+        if batch.audits is not None:
+            return self._fetch(batch)
         if batch.weight == 0.0:
             if self._spare is None:
                 self._spare = self._fetch(batch)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from elastic.core.checkpoint.snapshots import is_snapshot
+from elastic.core.data.audits import AuditPlan, refused_audit
 from elastic.core.data.finite import FinitePlace
 from elastic.core.data.micro_batches import refused_noise
 from elastic.core.data.readers import READERS
@@ -15,7 +16,6 @@ from elastic.core.errors import UsageError
 from elastic.core.generation_spec import GenerationSpec
 from elastic.core.settings import WeightsSettings
 from elastic.engines.base import Config, Engine, ResolvedConfig, UserObjects
-from elastic.training.anomalies import AnomalyWatch
 from elastic.training.data import cursor
 from elastic.training.data.blocks import InBlocks
 from elastic.training.data.data_loaders import DataSource, open_reader
@@ -35,6 +35,8 @@ from elastic.training.step_loop import StepLoop
 from elastic.training.user.comparison import Comparison
 from elastic.training.user.startup import before_first_batch
 from elastic.training.user.state import tensors_of
+from elastic.training.watch.anomalies import AnomalyWatch
+from elastic.training.watch.audit import GradientAudit
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,10 @@ def assemble(generation: Generation, given: Given, handles: Handles | None = Non
         refused = refused_noise(scope.spec.sp, resolved.global_batch, resolved.micro_batch)
         if refused is not None:
             raise UsageError(refused)
+    if scope.spec.audit_every_steps is not None:
+        refused = refused_audit(scope.spec.sp, isinstance(source.dataset, Stream))
+        if refused is not None:
+            raise UsageError(refused)
     nonfinite = scope.spec.anomalies.policy if scope.spec.anomalies is not None else None
     engine, optimizer, scheduler = generation.kind.build(
         resolved,
@@ -79,16 +85,17 @@ def assemble(generation: Generation, given: Given, handles: Handles | None = Non
     )
     generation.own(engine)
     generation.group.seal()
-    steps, watch, reader = _opened(generation, engine, _plan(scope.spec, resolved, source), source, given.weights)
+    plan = _plan(scope.spec, resolved, source)
+    steps, watch, audit, reader = _opened(generation, engine, plan, source, given.weights)
     if handles is None:
         handles = Handles(
-            ElasticEngine(engine, scope, steps, generation.state, watch, generation.in_loop),
+            ElasticEngine(engine, scope, steps, generation.state, watch, generation.in_loop, audit),
             _handle(optimizer, given.optimizer),
             ElasticLoader(scope, steps, reader, source, generation.in_loop),
             _handle(scheduler, given.lr_scheduler),
         )
     else:
-        handles.engine.open(engine, scope, steps, generation.state, watch)
+        handles.engine.open(engine, scope, steps, generation.state, watch, audit)
         handles.loader.open(scope, steps, reader)
         for handle, target in ((handles.optimizer, optimizer), (handles.scheduler, scheduler)):
             if type(handle) is StandIn:
@@ -136,7 +143,7 @@ def _plan(spec: GenerationSpec, resolved: ResolvedConfig, source: DataSource) ->
 
 def _opened(
     generation: Generation, engine: Engine, plan: StepPlan, source: DataSource, weights: WeightsSettings | None
-) -> tuple[StepLoop, AnomalyWatch | None, MicroBatchReader]:
+) -> tuple[StepLoop, AnomalyWatch | None, GradientAudit | None, MicroBatchReader]:
     """The engine's state is opened and, when the spec names a checkpoint, restored, else `weights` go in; the
     data is opened where it stands. Collective.
 
@@ -155,6 +162,10 @@ def _opened(
         scope.enter(Phase.RESTORING)
         state.begin_from(weights)
         scope.enter(Phase.BUILDING)
+    audit = None
+    if scope.spec.audit_every_steps is not None:
+        turns = AuditPlan(scope.spec.audit_every_steps, scope.step, scope.spec.generation)
+        plan, audit = replace(plan, audit=turns), GradientAudit(engine, state.agreement)
     reader = open_reader(source, plan, scope, generation.group.close_in_child(), readers)
     generation.closing.callback(reader.close)
     course = Course(plan, reader, state.agreement) if isinstance(reader, FiniteReader) else None
@@ -177,4 +188,4 @@ def _opened(
         before_first_batch(scope, generation.state, engine, state, source.dataset)
 
     steps = StepLoop(scope, plan, snapshots, generation.take_metrics, repeated, before_first, course)
-    return steps, watch, reader
+    return steps, watch, audit, reader

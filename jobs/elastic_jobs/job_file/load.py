@@ -17,6 +17,7 @@ from elastic.core.settings import (
 from elastic_jobs.job_file import kubernetes_section
 from elastic_jobs.job_file.sections import (
     AnomalySpec,
+    AuditSpec,
     CheckpointSpec,
     GradientNoiseSpec,
     SinkSpec,
@@ -109,6 +110,7 @@ def _keys() -> dict[tuple[str, ...], list[str]]:
         ("anomalies",): list(AnomalySpec.model_fields),
         ("stragglers",): list(StragglerSpec.model_fields),
         ("gradient_noise",): list(GradientNoiseSpec.model_fields),
+        ("audit",): list(AuditSpec.model_fields),
         ("weights",): list(WeightsSpec.model_fields),
         ("sinks",): list(SinkSpec.model_fields),
         ("submit",): list(SubmitSpec.model_fields),

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 from elastic.core.mesh import MeshSettings, whole_cells
 from elastic.core.settings import (
     AnomalySettings,
+    AuditSettings,
     FailureSettings,
     SnapshotSettings,
     StragglerSettings,
@@ -147,6 +148,16 @@ class GradientNoiseSpec(BaseModel):
     model_config = CONFIG
 
     every_steps: Count | None = None
+
+
+class AuditSpec(BaseModel):
+    """See `AuditSettings`."""
+
+    model_config = CONFIG
+
+    every_steps: Count | None = AuditSettings.every_steps
+    strikes: Count = AuditSettings.strikes
+    rollback: Literal["newest", "agreed"] = AuditSettings.rollback
 
 
 class SinkSpec(BaseModel):

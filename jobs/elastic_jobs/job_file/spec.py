@@ -8,10 +8,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, PlainValidator, model_validator
 
+from elastic.core.data.audits import refused_audit
 from elastic.core.data.micro_batches import refused_noise
 from elastic.core.settings import (
     GPU_FAILURES,
     AnomalySettings,
+    AuditSettings,
     CheckpointSettings,
     FailureSettings,
     GradientNoiseSettings,
@@ -27,6 +29,7 @@ from elastic_jobs.job_file.kubernetes_section import KubernetesSpec
 from elastic_jobs.job_file.sections import (
     CONFIG,
     AnomalySpec,
+    AuditSpec,
     CheckpointSpec,
     Count,
     GradientNoiseSpec,
@@ -75,6 +78,7 @@ class JobSpec(BaseModel):
     anomalies: AnomalySpec = Field(default_factory=AnomalySpec)
     stragglers: StragglerSpec = Field(default_factory=StragglerSpec)
     gradient_noise: GradientNoiseSpec = Field(default_factory=GradientNoiseSpec)
+    audit: AuditSpec = Field(default_factory=AuditSpec)
     sinks: list[SinkSpec] = Field(default_factory=list)
     storage_url: str | None = None
     kubernetes: KubernetesSpec | None = None
@@ -134,6 +138,8 @@ class JobSpec(BaseModel):
             refused = refused_noise(self.mesh.sp, self.global_batch, self.micro_batch)
             if refused is not None:
                 raise ValueError(refused)
+        if self.audit.every_steps is not None and (refused := refused_audit(self.mesh.sp, streams=False)) is not None:
+            raise ValueError(refused)
         return self
 
     @property
@@ -181,6 +187,7 @@ class JobSpec(BaseModel):
             anomalies=AnomalySettings(**dict(self.anomalies)),
             stragglers=StragglerSettings(**dict(self.stragglers)),
             gradient_noise=GradientNoiseSettings(**dict(self.gradient_noise)),
+            audit=AuditSettings(**dict(self.audit)),
             sinks=tuple(SinkSettings(sink.kind, sink.path.replace("{run_id}", run_id)) for sink in self.sinks),
             resources_per_worker=self.resources_per_worker,
             engine=self.engine,

@@ -17,7 +17,7 @@ from elastic.observe.summary import summarize
 STEP = CompletedStep(
     2, 7, True, float("nan"), ((0, 4),), 4, 0.5, 0.1, 0.2, 9, float("inf"), (0.1,), "the loss is nan", ((4, 8),),
     (0.3,), 0.0, {"x": 1.5}, {"x": {0: 1.0, 1: 2.0}}, 255, gradient_parts=(3.0, float("inf")), sample_flops=1312.0,
-    energy_j=2.00049,
+    energy_j=2.00049, audit="agreed",
 )  # fmt: skip
 RESTORES = [
     {"rank": rank, "generation": 2, "checkpoint": "c", "source": "memory", "step": 6, "bytes_read": 10,
@@ -53,7 +53,8 @@ RESTORES = [
                  "save_stall_s": 0.2, "straggler_s": 0.0, "samples": 4, "positions": [[0, 4]], "grad_norm": None,
                  "learning_rates": [0.1], "metrics": {"x": 1.5}, "metrics_by_rank": {"x": {"0": 1.0, "1": 2.0}},
                  "anomaly": "the loss is nan", "skipped": [[4, 8]], "content": "00000000000000ff",
-                 "gradient_parts": [3.0, None], "sample_flops": 1312.0, "energy_j": 2.0}]},
+                 "gradient_parts": [3.0, None], "sample_flops": 1312.0, "energy_j": 2.0,
+                 "audit": "agreed"}]},
         ),
         (
             records.restore(RESTORES),

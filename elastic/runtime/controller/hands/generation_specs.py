@@ -46,6 +46,7 @@ def generation_specs(
             content=(content or {}) if action.checkpoint is not None else {},
             anomalies=settings.anomalies if settings.anomalies.policy != "off" else None,
             noise_every_steps=settings.gradient_noise.every_steps,
+            audit_every_steps=settings.audit.every_steps,
             collective_timeout_s=settings.failures.collective_timeout_s,
         )
         for rank, plan in enumerate(plans)

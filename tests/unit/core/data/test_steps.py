@@ -160,6 +160,6 @@ def test_values_by_rank_are_bounded() -> None:
 
 def test_a_report_that_travels_with_a_snapshot_is_small_and_complete() -> None:
     whole = report(3, 7, 1, metrics={"x": 1}, anomaly="the loss is nan", skipped=((1, 2),), positions=())
-    whole = replace(whole, grad_norm=2.5, gradient_parts=(2.0, 0.5), sample_flops=9.0)
+    whole = replace(whole, grad_norm=2.5, gradient_parts=(2.0, 0.5), sample_flops=9.0, audit="agreed")
     assert StepReport.from_json(json.loads(json.dumps(whole.to_json())), 3, 1) == whole
     assert set(report(3, 7, 1).to_json()) == {"step", "loss", "positions", "samples", "duration_s"}

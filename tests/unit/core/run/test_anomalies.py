@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from machine_scenario import Scenario
@@ -14,7 +14,7 @@ from elastic.core import events as ev
 from elastic.core.checkpoint.snapshots import snapshot_id
 from elastic.core.run import machine
 from elastic.core.run.phase import GAVE_UP, Ending, Finished, Training, Waiting
-from elastic.core.settings import AnomalySettings
+from elastic.core.settings import AnomalySettings, AuditSettings
 
 
 def scenario(memory: bool = False, **anomalies: Any) -> Scenario:
@@ -236,3 +236,100 @@ def test_an_anomaly_at_a_planned_end_ends_it(policy: str) -> None:
     run.nodes(1).do(ev.StopRequested("enough"))
     found(run, 3).left(3)
     assert run.end == ("stopped", "enough")
+
+
+def refused(run: Scenario, step: int, *ranks: int, decided: bool = True, agreed: int | None = None) -> Scenario:
+    """An audit of the step after `step` finished ones names these ranks; every member tells."""
+    told = (ranks, decided, "they differ by 0.5", agreed)
+    return run.do(*(ev.AuditFailed(run.state.generation, w, step, *told) for w in run.state.members))
+
+
+def audited(strikes: int = 2, rollback: Literal["newest", "agreed"] = "newest", **anomalies: Any) -> Scenario:
+    run = Scenario()
+    audit = AuditSettings(1, strikes, rollback)
+    settings = replace(run.state.settings, audit=audit, anomalies=AnomalySettings(**anomalies))
+    run.state = replace(run.state, settings=settings)
+    return run.started(3)
+
+
+def test_a_step_that_an_audit_refuses_is_done_again_with_its_samples() -> None:
+    run = audited().commit(10)
+    refused(run, 13, 1, agreed=12)
+    assert isinstance(run.phase, Ending)
+    assert "audit of step 14: they differ by 0.5; wrong: rank 1 on node node-1; the step is done again" in run.said()
+    assert "Steps since the audit of step 12 are suspect: older is checkpoint c10 (step 10)" in run.said()
+    run.left(13)
+    assert begun(run) == act.BeginGeneration(2, (0, 1, 2), "c10", 10, ())
+    run.train()
+    (incident,) = run.acts(act.CloseIncident)
+    assert (incident.incident.kind, incident.incident.step) == ("audit", 13)
+    assert run.state.trouble.miscomputed == {"node-1": 1}
+    assert run.acts(act.StartWorker) == []
+
+
+def test_what_was_saved_beyond_the_step_does_not_count() -> None:
+    run = audited().commit(4).commit(14)
+    refused(run, 13, 1).left(13)
+    assert begun(run).checkpoint == "c4"
+
+
+def test_the_run_may_go_back_to_before_the_last_audit_in_which_all_agreed() -> None:
+    run = audited(rollback="agreed").commit(8).commit(12)
+    refused(run, 13, 1, agreed=10)
+    assert "Steps since the audit of step 10 are suspect: the run goes back to checkpoint c8 (step 8)" in run.said()
+    run.left(13)
+    assert begun(run).checkpoint == "c8"
+    run.train().commit(9)
+    # No audit has agreed in this generation: what it has done since is as suspect.
+    refused(run, 14, 1).left(14)
+    assert begun(run).checkpoint == "c8"
+
+
+def test_where_no_checkpoint_is_old_enough_the_newest_state_is_taken() -> None:
+    run = audited(rollback="agreed").commit(12)
+    refused(run, 13, 1, agreed=10)
+    assert "Steps since the audit of step 10 are suspect: no checkpoint is older" in run.said()
+    run.left(13)
+    assert begun(run).checkpoint == "c12"
+
+
+def test_a_node_that_audits_name_again_is_left() -> None:
+    run = audited().commit(10)
+    refused(run, 13, 1).left(13)
+    run.train()
+    refused(run, 15, 1)
+    assert "node node-1 is left: 2 audits have named it" in run.said()
+    run.left(15)
+    assert begun(run).members == (0, 2)
+    run.train()
+    assert "node node-1 is quarantined" in run.said()
+
+
+def test_a_node_that_is_needed_is_kept_and_said_so() -> None:
+    run = audited(strikes=1)
+    scaling = replace(run.state.settings.scaling, min_workers=3)
+    run.state = replace(run.state, settings=replace(run.state.settings, scaling=scaling))
+    refused(run, 3, 1)
+    assert "node node-1 is kept, although 1 audit has named it: 2 of 3 would be left" in run.said()
+    run.left(3)
+    assert begun(run).members == (0, 1, 2)
+
+
+def test_nobody_is_struck_without_a_majority_and_the_budget_of_anomalies_counts() -> None:
+    run = audited(strikes=1, max_anomalies=1)
+    refused(run, 3, 0, 1, decided=False)
+    assert "either of rank 0 on node node-0, rank 1 on node node-1 is wrong" in run.said()
+    assert "Steps since the last one whose record says `audit: agreed` are suspect" in run.said()
+    assert run.state.trouble.miscomputed == {}
+    assert run.state.fleet.evicted == ()
+    run.left(3).train()
+    refused(run, 3, 0, 1, decided=False).left(3)
+    assert "2 anomalies within 1000 steps (at most 1 are tolerated)" in run.said()
+
+
+def test_an_audit_that_is_told_late_or_by_strangers_changes_nothing() -> None:
+    run = audited(strikes=1)
+    run.do(ev.AuditFailed(run.state.generation, 99, 3, (1,), True, "lie"))
+    run.do(ev.AuditFailed(0, 0, 3, (1,), True, "lie"))
+    assert isinstance(run.phase, Training)
+    assert run.state.trouble.miscomputed == {}

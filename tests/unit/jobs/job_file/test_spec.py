@@ -20,6 +20,7 @@ from elastic.core.run import machine
 from elastic.core.settings import (
     GPU_FAILURES,
     AnomalySettings,
+    AuditSettings,
     FailureSettings,
     GradientNoiseSettings,
     RunSettings,
@@ -64,6 +65,7 @@ failures: {suspect_after_s: 2, crash_streak: 9, capacity_timeout_s: 60}
 stragglers: {policy: evict, factor: 1.2, window_steps: 10, windows: 2, calibration_windows: 1}
 anomalies: {policy: skip, max_anomalies: 2, window_steps: 50, max_overflows: 3}
 gradient_noise: {every_steps: 5}
+audit: {every_steps: 50, strikes: 3, rollback: agreed}
 storage_url: s3://bucket/runs
 """,
     )
@@ -80,6 +82,7 @@ storage_url: s3://bucket/runs
     assert settings.stragglers == StragglerSettings("evict", 1.2, 10, 2, 1)
     assert settings.anomalies == AnomalySettings("skip", 2, 50, 3)
     assert settings.gradient_noise == GradientNoiseSettings(5)
+    assert settings.audit == AuditSettings(50, 3, "agreed")
     assert RunSettings.from_json(json.loads(json.dumps(settings.to_json()))) == settings
 
 
@@ -124,6 +127,12 @@ def test_deepspeed_config_may_be_a_file_beside_the_job(tmp_path: Path) -> None:
         (
             "gradient_noise: {every_steps: 1}\nmesh: {sp: 2}\n",
             "with mesh: {sp: 2} a rank's gradient is that of its part of the sequences only",
+        ),
+        ("audit: {every: 3}\n", "line 3: unknown key 'audit.every'; did you mean 'every_steps'?"),
+        ("audit: {every_steps: 0}\n", "'audit.every_steps' should be greater than or equal to 1"),
+        (
+            "audit: {every_steps: 1}\nmesh: {sp: 2}\n",
+            "with mesh: {sp: 2} a rank computes its part of a sequence only, which no other can repeat",
         ),
         ("failures: {seed: 3}\n", "unknown key 'failures.seed'; 'seed' belongs at the top level"),
         ("min_workers: 5\n", "min_workers (5) is above max_workers (4)"),

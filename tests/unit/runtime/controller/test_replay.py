@@ -22,7 +22,7 @@ from elastic.runtime.controller.replay import Replayed, replay
 from elastic.runtime.controller.telemetry import Telemetry
 from elastic.runtime.train_function import Entry
 from elastic.runtime.worker import codec
-from elastic.training.result import GenerationResult
+from elastic.training.result import BadStep, GenerationResult
 
 LIMIT_S = 20.0
 
@@ -152,6 +152,10 @@ def test_an_incident_is_written_again_when_the_lost_steps_are_caught_up() -> Non
         (
             GenerationResult("user_error", 9, error_type="ValueError", message="x", traceback="tb"),
             ev.UserCodeFailed(2, 5, 9, "ValueError: x", "tb"),
+        ),
+        (
+            GenerationResult("anomaly", 9, bad_step=BadStep("audit", "0 against 1", (), (1,), True, 6)),
+            ev.AuditFailed(2, 5, 9, (1,), True, "0 against 1", 6),
         ),
         (GenerationResult("usage_error", 9, message="x"), ev.UserCodeFailed(2, 5, 9, "x", "", True)),
         (GenerationResult("restore_failed", 0, message="bad", checkpoint="c"), ev.RestoreFailed(2, 5, "c", "bad")),

@@ -1,0 +1,55 @@
+"""A node that computes wrong gradients, in a run on real raylets: it is named, and left, before it does harm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from elastic_cluster import LocalCluster
+from harness import Run
+from undisturbed import Outcome, Undisturbed, whole_state
+
+from elastic.checkpoint.storage import CheckpointStore
+
+pytestmark = pytest.mark.ray
+
+# What other orders of additions come to: see test_runs.
+CEILING = 4e-6
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> Iterator[Undisturbed]:
+    made = Undisturbed()
+    yield made
+    made.close()
+
+
+def test_a_node_that_computes_wrong_numbers_is_named_and_left(
+    cluster: LocalCluster, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    run = Run(cluster, tmp_path, "miscomputing:train", memory={"every_steps": 1}, audit={"every_steps": 3}, epochs=1)
+    run.allow(4)
+    run.start()
+    run.reach(4)
+    wrong = run.worker(run.away_from_head()[0])
+    # Step 6 is the first that it computes wrongly, and the next that is audited.
+    (tmp_path / "wrong").write_text(f"{wrong['node']} 5")
+    run.finish()
+
+    # The second audit fails before the first step after the first one: one incident.
+    found = run.incidents()[0]
+    assert (found["kind"], found["detector"]) == ("audit", "an audit of gradients")
+    assert (found["step"], found["resumed_step"], found["source"], found["next_world_size"]) == (5, 5, "memory", 3)
+    named = [record["data"] for record in run.records("decision") if record["kind"] == "audit"]
+    assert named[0] | {"decided": True, "nodes": [wrong["node"]], "suspects": [wrong["worker"]]} == named[0]
+    assert f"node {wrong['node'][:8]} is left: 2 audits have named it" in " ".join(run.decisions("audit"))
+    assert f"node {wrong['node'][:8]} is quarantined" in run.decisions("quarantine")[0]
+    sizes = [generation["world_size"] for generation in run.summary()["generations"]]
+    assert sizes[:3] == [4, 4, 3]
+    audits = {step: record["audit"] for step, record in run.steps().items() if "audit" in record}
+    assert {step for step, told in audits.items() if told == "agreed"} == {3, 6, 9, 12}
+    assert run.summary()["samples"] == {"seen": 127, "missing": 0, "repeated": 0, "skipped": 0}
+    still = undisturbed.train(run.config, 1, tmp_path / "still", 4)
+    state = whole_state(CheckpointStore(run.settings.checkpoint.url, "run"))
+    assert still.distance(Outcome(state, run.losses())) <= CEILING
