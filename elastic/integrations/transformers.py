@@ -11,15 +11,18 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import time
 from typing import Any
 
 import torch
 
 from elastic.core.errors import UsageError
+from elastic.data import hugging_face, stream
 from elastic.engines.foreign_loops import OWN
 from elastic.integrations import transformers_arguments
 from elastic.training import api, context
+from elastic.training.data.stream.foreign import is_hugging_face, streamed
 from elastic.training.engine import ElasticEngine
 
 try:
@@ -133,7 +136,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             "prefetch_factor": self.args.dataloader_prefetch_factor,
         }
         resolved = generation.kind.resolve(config, spec, None)
-        self._planned_steps = self._steps(len(dataset), resolved.global_batch)
+        self._planned_steps = self._steps(dataset, resolved.global_batch)
         self.create_optimizer()
         self.create_scheduler(num_training_steps=self._planned_steps, optimizer=self.optimizer)
         engine, self.optimizer, loader, scheduler = api.initialize(
@@ -154,8 +157,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return engine, loader
 
     def _ordered(self, dataset: Any, micro_batch: int, read: dict[str, Any]) -> dict[str, Any]:
-        """What `initialize` reads: a DataLoader says that samples come in the dataset's order."""
-        if getattr(self.args, "train_sampling_strategy", "random") != "sequential":
+        """What `initialize` reads: a DataLoader says that samples come in the dataset's order. A stream has its own."""
+        sequential = getattr(self.args, "train_sampling_strategy", "random") == "sequential"
+        if not (sequential and _has_length(dataset)):
             return {"training_data": dataset, **read}
         return {"training_data": torch.utils.data.DataLoader(dataset, micro_batch, shuffle=False, **read)}
 
@@ -164,25 +168,37 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         dataset = self.train_dataset
         if dataset is None:
             raise UsageError("Trainer: training needs a train_dataset")
-        if not hasattr(dataset, "__len__"):
-            raise UsageError("Trainer: train_dataset must have a length; an iterable dataset cannot be cut exactly")
-        if type(dataset).__module__.partition(".")[0] == "datasets":
+        if _has_length(dataset) and type(dataset).__module__.partition(".")[0] == "datasets":
             return self._remove_unused_columns(dataset, description="training"), self.data_collator
-        return dataset, self._get_collator_with_removed_columns(self.data_collator, description="training")
+        collate = self._get_collator_with_removed_columns(self.data_collator, description="training")
+        if _has_length(dataset):
+            return dataset, collate
+        # As with transformers, each pass over it is an epoch.
+        passes = stream(hugging_face(dataset), repeat=False) if is_hugging_face(dataset) else streamed(dataset)
+        return passes, collate
 
-    def _steps(self, dataset_size: int, global_batch: int) -> int:
+    def _steps(self, dataset: Any, global_batch: int) -> int:
         if self.args.max_steps > 0:
+            # The constructor has insisted on it where the dataset has no length.
             return int(self.args.max_steps)
-        return math.ceil(float(self.args.num_train_epochs) * dataset_size / global_batch)
+        return math.ceil(float(self.args.num_train_epochs) * len(dataset) / global_batch)
 
-    def _begin_state(self, global_batch: int, dataset_size: int) -> None:
-        """A fresh TrainerState, and what the run has kept of the last one."""
-        epochs = math.ceil(self.args.num_train_epochs)
-        self._init_training_state(self._planned_steps, max(1, dataset_size // global_batch), epochs, None, None)
+    def _begin_state(self, global_batch: int, dataset_size: int | None) -> None:
+        """A fresh TrainerState, and what the run has kept of the last one. `dataset_size` is None for a stream."""
+        epochs, per_epoch = math.ceil(self.args.num_train_epochs), self._planned_steps
+        if dataset_size is None:
+            # transformers' own count of epochs that nobody knows.
+            epochs = sys.maxsize
+        else:
+            per_epoch = max(1, dataset_size // global_batch)
+        self._init_training_state(self._planned_steps, per_epoch, epochs, None, None)
         kept = api.state.get(_KEPT, {})
         self.state.max_steps = self._planned_steps
         self.state.global_step = api.get_context().step
-        self.state.epoch = self.state.global_step * global_batch / dataset_size
+        # The epoch under way and the steps before it: the length of a stream's is known at its end.
+        self._epoch = tuple(kept.get("epoch", (0, 0)))
+        self._samples = (global_batch, dataset_size)
+        self.state.epoch = self._epochs_done()
         self.state.log_history = list(kept.get("log_history", ()))
         self.state.best_metric = kept.get("best_metric")
         self.state.best_global_step = kept.get("best_global_step")
@@ -199,9 +215,18 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self._began = time.time() - kept.get("seconds", 0.0)
         self._initial_num_input_tokens_seen = 0
         self.current_flos, self._rate = 0.0, None
-        self._samples = (global_batch, dataset_size)
+
+    def _epochs_done(self) -> float:
+        """As transformers counts them: where an epoch has no length, it is as long as the training."""
+        (global_batch, dataset_size), step = self._samples, self.state.global_step
+        if dataset_size is not None:
+            return float(step * global_batch / dataset_size)
+        epoch, before = self._epoch
+        return float(epoch + (step - before) / self._planned_steps)
 
     def _elastic_epoch(self, engine: Any, loader: Any, epoch: int, ignore_keys: list[str] | None) -> None:
+        if epoch != self._epoch[0]:
+            self._epoch = (epoch, self.state.global_step)
         self.control = self.callback_handler.on_epoch_begin(self.args, self.state, self.control)
         first = True
         for inputs in loader:
@@ -240,7 +265,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             self._add_loss()
             self.control = self.callback_handler.on_optimizer_step(self.args, self.state, self.control)
             self.state.global_step += 1
-            self.state.epoch = self.state.global_step * self._samples[0] / self._samples[1]
+            self.state.epoch = self._epochs_done()
         return last
 
     def _add_loss(self) -> None:
@@ -272,6 +297,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             "best_metric": state.best_metric,
             "best_global_step": state.best_global_step,
             "total_flos": state.total_flos,
+            "epoch": self._epoch,
             "callbacks": _callbacks(self),
             "loss": _number(self._tr_loss.item()),
             "loss_total": _number(self._total_loss_scalar),
@@ -279,6 +305,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             "first": self._initial_global_step,
             "seconds": time.time() - self._began,
         }
+
+
+def _has_length(dataset: Any) -> bool:
+    return hasattr(dataset, "__len__")
 
 
 def _model_of(model: Any) -> Any:

@@ -5,6 +5,7 @@ One rank, in one process; tests/ray/test_transformers.py has several ranks, and 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,14 @@ class Tokens(torch.utils.data.Dataset[Any]):
         return {"input_ids": self._tokens[index], "labels": self._tokens[index]}
 
 
-def train(of: Any, folder: Path, **more: Any) -> Any:
+class Passes(torch.utils.data.IterableDataset[Any]):
+    """Without a length, which is what a data source of many files is."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([Tokens()[index] for index in range(SIZE)])
+
+
+def train(of: Any, folder: Path, data: Any = None, **more: Any) -> Any:
     """A script of transformers' Trainer, as it stands in every tutorial; `of` is the Trainer that it imports."""
     torch.manual_seed(0)
     sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 8, "intermediate_size": 16}
@@ -56,7 +64,7 @@ def train(of: Any, folder: Path, **more: Any) -> Any:
     trainer = of(
         model=model,
         args=transformers.TrainingArguments(output_dir=str(folder), **{**arguments, **more}),
-        train_dataset=Tokens(),
+        train_dataset=Tokens() if data is None else data,
         eval_dataset=Tokens(10, 2),
     )
     trainer.train()
@@ -132,3 +140,56 @@ def test_a_recovery_between_two_lines_of_the_log_changes_neither(tmp_path: Path)
     for end_at in (2, 5, None):
         elastic(tmp_path / "moved", found, end_at, **arguments)
     assert_same(found[0], wanted[0])
+
+
+# One reader, so that both read in one order; the last step of an epoch is short.
+STREAMED: dict[str, Any] = {"per_device_train_batch_size": 5, "gradient_accumulation_steps": 1, "max_steps": 12}
+
+
+def stream() -> Any:
+    from elastic.data import stream as of
+
+    return of(lambda reader, readers: Passes(), repeat=False)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{}, {"eval_strategy": "epoch", "logging_strategy": "epoch"}], ids=["steps", "epochs"]
+)
+def test_a_stream_is_read_pass_by_pass_to_max_steps(arguments: dict[str, Any], tmp_path: Path) -> None:
+    wanted = plain(tmp_path / "plain", data=Passes(), **STREAMED, **arguments)
+    found: list[Any] = []
+    elastic(tmp_path / "elastic", found, data=stream(), **STREAMED, **arguments)
+    assert_same(found[0], wanted)
+    assert found[0].num_train_epochs == wanted.num_train_epochs
+    assert found[0].epoch == pytest.approx(wanted.epoch)
+    moved: list[Any] = []
+    for end_at in (2, 5, 7, None):
+        elastic(tmp_path / "moved", moved, end_at, data=stream(), **STREAMED, **arguments)
+    assert_same(moved[0], wanted)
+    assert moved[0].epoch == pytest.approx(wanted.epoch)
+
+
+def test_hugging_faces_own_iterable_dataset(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets", reason="the package `datasets` is not installed")
+    rows = [{name: value.tolist() for name, value in Tokens()[index].items()} for index in range(SIZE)]
+    data = datasets.Dataset.from_list([{**row, "unused": "text"} for row in rows]).to_iterable_dataset(num_shards=3)
+    wanted = plain(tmp_path / "plain", data=data, **STREAMED)
+    found: list[Any] = []
+    for end_at in (4, None):
+        elastic(tmp_path / "elastic", found, end_at, data=data, **STREAMED)
+    assert_same(found[0], wanted)
+
+
+@pytest.mark.parametrize(
+    ("data", "arguments", "said"),
+    [
+        (Passes(), STREAMED, "test_transformers.Passes.*use elastic.data.stream"),
+        (Passes(), {"num_train_epochs": 1}, "max_steps has to be specified"),
+    ],
+    ids=["torch's", "no max_steps"],
+)
+def test_what_cannot_be_read_elastically_is_named(
+    data: Any, arguments: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(AssertionError, match=said):
+        elastic(tmp_path, [], data=data, **arguments)
