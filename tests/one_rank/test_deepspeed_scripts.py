@@ -434,3 +434,54 @@ def test_a_monitor_whose_package_is_missing_is_refused(
     with pytest.raises(UsageError, match=f"{section}.enabled: the package {package} is not installed"):
         monitors.refuse_missing({section: {"enabled": True}})
     monitors.refuse_missing({section: {"enabled": False}})
+
+
+def _steps_by_itself(engine: Any, optimizer: Any, loss: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+def _scales(engine: Any, optimizer: Any, loss: torch.Tensor) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    engine.backward(scaler.scale(loss))
+    scaler.step(optimizer)
+
+
+def _schedules(engine: Any, optimizer: Any, loss: torch.Tensor) -> None:
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("habit", "said"),
+    [
+        # Which of our two sentences, depends on what DeepSpeed makes of it.
+        (_steps_by_itself, "engine.backward(loss)"),
+        (_scales, "remove the scaler"),
+        (_schedules, "build the scheduler on the optimizer that was given"),
+    ],
+)
+def test_a_habit_of_torchs_own_loops_is_answered_with_what_to_write(
+    stage: int, habit: Any, said: str, tmp_path: Path
+) -> None:
+    """Seen: "KeyError: 0", "No inf checks were recorded for this optimizer." and "StandIn is not an Optimizer"."""
+
+    def train() -> None:
+        import elastic
+
+        model, optimizer = model_and_optimizer()
+        engine, optimizer, loader, _ = elastic.initialize(
+            model=model,
+            optimizer=optimizer,
+            training_data=Numbers(),
+            config=settings(stage, train_micro_batch_size_per_gpu=3),
+        )
+        for x, _ in loader:
+            habit(engine, optimizer, engine(x).mean())
+
+    spec = GenerationSpec("script", 1, 0, 1, batch=BatchSettings(max_steps=4))
+    result, _ = run_local(train, None, spec, host_store("127.0.0.1"), str(tmp_path), None)
+    assert result.kind == "usage_error", result.traceback
+    assert said in result.message
+    assert "engine.step()" in result.message or habit is _schedules
