@@ -152,7 +152,8 @@ class ElasticEngine:
         progress = self._steps.progress
         if progress is None or progress.active is None:
             raise UsageError(
-                "engine.backward(loss) was called without a batch from the loader; iterate over the loader"
+                "engine.backward(loss) was called without a batch from the loader; iterate over the loader itself "
+                "(itertools.cycle gives the batches of its first pass again: write `while True: for batch in loader`)"
             )
         if progress.backwards > 0:
             # DeepSpeed reduces in the backward of a step's last micro-batch: a second one would be lost (seen, ZeRO-2).

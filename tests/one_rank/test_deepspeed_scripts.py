@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -485,3 +486,21 @@ def test_a_habit_of_torchs_own_loops_is_answered_with_what_to_write(
     assert result.kind == "usage_error", result.traceback
     assert said in result.message
     assert "engine.step()" in result.message or habit is _schedules
+
+
+def test_a_loader_that_is_cycled_is_answered_with_what_to_write(tmp_path: Path) -> None:
+    def train() -> None:
+        import elastic
+
+        model, optimizer = model_and_optimizer()
+        engine, _, loader, _ = elastic.initialize(
+            model=model, optimizer=optimizer, training_data=Numbers(), config=settings(1)
+        )
+        batches = itertools.cycle(loader)
+        for _ in range(3):
+            one_pass(engine, next(batches)[0])
+
+    spec = GenerationSpec("script", 1, 0, 1)
+    result, _ = run_local(train, None, spec, host_store("127.0.0.1"), str(tmp_path), None)
+    assert (result.kind, result.step) == ("usage_error", 2), result.traceback
+    assert "write `while True: for batch in loader`" in result.message

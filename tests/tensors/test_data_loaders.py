@@ -89,7 +89,7 @@ def test_a_subset_sampler_becomes_a_subset() -> None:
         (DataLoader(DATA, 2, sampler=RandomSampler(DATA, num_samples=5)), "RandomSampler with num_samples=5"),
         (DataLoader(DATA, 2, sampler=Sorted(DATA)), "is a Sorted, whose order cannot be kept"),
         (DataLoader(DATA, 2, sampler=[3, 1]), "is a list, whose order"),
-        (DataLoader(DATA, batch_size=None), "batches are made by no batch size"),
+        (DataLoader(DATA, batch_size=None), r"batches are not made \(batch_size=None\)"),
         (DataLoader(DATA, batch_sampler=[[1, 2], [3]]), "batches are made by list"),
         (DataLoader(Streamed(), 2), "is not map-style"),
     ],

@@ -113,9 +113,9 @@ def taken_over(loader: DataLoader[Any]) -> DataSource:
     require_map_style(loader.dataset)
     batches: Any = loader.batch_sampler
     if type(batches) is not BatchSampler:
-        what = "no batch size" if batches is None else type(batches).__qualname__
+        what = "not made (batch_size=None)" if batches is None else f"made by {type(batches).__qualname__}"
         raise UsageError(
-            f"the DataLoader's batches are made by {what}: batches are dealt to ranks here, so that they can be dealt "
+            f"the DataLoader's batches are {what}: batches are dealt to ranks here, so that they can be dealt "
             "anew when the number of workers changes; give a DataLoader with batch_size=, or the dataset"
         )
     # A DataLoader that was given a batch sampler has a sampler of its own, which it does not use.
