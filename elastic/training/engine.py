@@ -27,7 +27,7 @@ from elastic.training.result import BadStep
 from elastic.training.scope import GenerationScope
 from elastic.training.session import InLoop
 from elastic.training.step_loop import StepLoop, StepProgress
-from elastic.training.user.rates import Rates
+from elastic.training.user.rates import Rates, rates_of
 from elastic.training.user.state import State
 from elastic.training.watch.anomalies import AnomalyWatch
 from elastic.training.watch.audit import GradientAudit
@@ -86,6 +86,7 @@ class ElasticEngine:
         # Finished steps of a generation whose ranks share sequences, up to the first exchange between them.
         self._unshared: int | None = 0 if scope.spec.sp > 1 else None
         engine.ledger.watch = self._watch_calls
+        self._rates.restored(rates_of(engine.native.optimizer) if scope.spec.checkpoint is not None else None)
         self._squares = GradientSquares(scope.spec.noise_every_steps)
         # In the run's first step, which one rank counts for all.
         self._flops = FlopCount(engine) if scope.step == 0 and scope.spec.rank == 0 else None
@@ -196,6 +197,7 @@ class ElasticEngine:
             if self._goes_to_vote(progress):
                 return
             self._steps.before_update()
+            self._rates.check_first(progress.step + 1, self._open().native.optimizer, self._state.first_rates)
         with self._scope.translating():
             outcome = self._open().step(args, kwargs, self.plan.consumed(progress.step + 1))
         progress.finish_batch()
@@ -405,6 +407,8 @@ class ElasticEngine:
             report = replace(report, audit=self._audit.take())
         self._grad_norm = report.grad_norm
         self._rates.check(report.step, report.learning_rates)
+        if report.step == 1:
+            self._state.first_rates = tuple(report.learning_rates)
         if self._scope.spec.rank == 0:
             # Those of one rank stand for all: the step's volume is the same on each, or nearly so.
             report = replace(report, collectives=outcome.collectives)

@@ -615,3 +615,33 @@ def keep_the_contract(config: dict[str, Any]) -> None:
     resolved = generation.kind.resolve(native, generation.scope.spec)
     assert resolved.micro_steps == engine_contract.MICRO_STEPS
     engine_contract.hold(generation.kind, resolved, generation.scope.device)
+
+
+def counts_by_itself(config: dict[str, Any]) -> None:
+    """The learning rate of each step follows from a variable of this function, or from the run's step."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("elastic").addHandler(handler)
+    model = Small(0.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    engine, _, loader, _ = elastic.initialize(
+        model=model,
+        optimizer=optimizer,
+        training_data=Numbers(37, torch.float32),
+        config=deepspeed_config({"stage": 1, "schedule": False}),
+    )
+    counter = 0
+    try:
+        for _ in elastic.epochs():
+            for batch in loader:
+                step = elastic.get_context().step if config["by"] == "context" else counter
+                optimizer.param_groups[0]["lr"] = 0.01 * min(1.0, (step + 1) / 5)
+                before = model.second.weight.detach().clone()
+                one_pass(engine, batch)
+                if torch.equal(before, model.second.weight):
+                    continue
+                counter += 1
+    finally:
+        crew.told.update(warnings=said)
+        logging.getLogger("elastic").removeHandler(handler)

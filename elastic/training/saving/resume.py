@@ -13,6 +13,7 @@ from elastic.training.state.engine_state import EngineState
 from elastic.training.user.state import State, objects_from_json, objects_to_json
 
 _OBJECTS = "objects"
+_FIRST_RATES = "first_rates"
 
 
 def run_state(scope: GenerationScope, plan: StepPlan, user: State) -> dict[str, Any]:
@@ -20,6 +21,7 @@ def run_state(scope: GenerationScope, plan: StepPlan, user: State) -> dict[str, 
     are kept next to it: `user.captured` has them."""
     return {
         **cursor.to_state(plan, scope.spec.seed, scope.step),
+        **({_FIRST_RATES: list(user.first_rates)} if user.first_rates else {}),
         "user": user.dump(),
         _OBJECTS: objects_to_json(user.capture()),
     }
@@ -41,6 +43,7 @@ def resume(
     plan = cursor.from_state(saved, plan, scope.spec.batch)
     scope.step = int(saved["step"])
     user.load(saved["user"])
+    user.first_rates = tuple(saved.get(_FIRST_RATES, ()))
     user.load_objects(objects_from_json(saved.get(_OBJECTS, {}), state.restored), scope.device)
     here = run_state(scope, plan, user)
     # Objects may be registered later: what they are given has been verified with the tensors.

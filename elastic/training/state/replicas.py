@@ -23,6 +23,12 @@ from elastic.training.state.verify_weights import MASK63, fingerprints
 
 # Weights that follow from masters are not carried, so a snapshot compares so many bytes of them, in turn.
 _SAMPLE_BYTES = 64 << 20
+HYPER = "hyper-parameters of group"
+# Of a worker that has joined, the training function has begun later.
+_COUNTER = (
+    "; a learning rate that the loop sets from a counter of its own is one on a worker that joins later: count by "
+    "elastic.get_context().step"
+)
 
 
 class Replicas:
@@ -54,7 +60,7 @@ class Replicas:
         return IntegrityError(
             f"the ranks' copies of one state have drifted apart: {what} differs from the other ranks'. A snapshot "
             "would carry one of them only; go back to an older checkpoint, and look for code that changes state on "
-            "some ranks alone"
+            f"some ranks alone{_COUNTER if HYPER in what else ''}"
         )
 
 
@@ -127,7 +133,7 @@ def _texts(engine: Engine, state: ShardedState) -> dict[str, str]:
     }
     for number, group in enumerate(base.param_groups):
         hyper = ((key, _plain(value)) for key, value in group.items() if key != "params")
-        found[f"hyper-parameters of group {number}"] = repr(sorted(hyper, key=lambda item: item[0]))
+        found[f"{HYPER} {number}"] = repr(sorted(hyper, key=lambda item: item[0]))
     for what, key in (("loss scaler", "loss_scaler"), ("learning-rate scheduler", "scheduler"), ("counters", "engine")):
         found[what] = json.dumps(extra[key], sort_keys=True)
     return found

@@ -28,6 +28,8 @@ class State(MutableMapping[str, Any]):
         self._device = torch.device("cpu")
         # What `capture` found last.
         self.captured: Mapping[str, ObjectState] = {}
+        # The learning rates of the run's first step (see `rates`).
+        self.first_rates: tuple[float, ...] = ()
 
     def __getitem__(self, key: str) -> Any:
         return self._values[key]

@@ -12,3 +12,30 @@ def test_a_repeated_step_with_another_rate_is_named_once(caplog: pytest.LogCaptu
     assert [record.getMessage().partition(";")[0] for record in caplog.records] == [
         "step 2 is repeated with learning rate 0.25"
     ]
+
+
+class _Optimizer:
+    def __init__(self, rate: float) -> None:
+        self.param_groups = [{"lr": rate}]
+
+
+@pytest.mark.parametrize(
+    ("restored", "now", "said"),
+    [
+        (0.3, 0.1, True),
+        (0.3, 0.3, False),  # the restored rate, of a scheduler or a constant
+        (0.1, 0.1, False),  # the same rate all the time
+        (0.3, 0.4, False),  # by the run's step
+        (None, 0.1, False),  # a new run
+    ],
+)
+def test_the_rate_of_the_runs_first_step_after_a_restore_is_named(
+    restored: float | None, now: float, said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    rates = Rates()
+    rates.restored(None if restored is None else (restored,))
+    for step in (7, 8):
+        rates.check_first(step, _Optimizer(now), (0.1,))
+    assert [record.getMessage().partition(",")[0] for record in caplog.records] == (
+        ["step 7 has learning rate 0.1"] if said else []
+    )
