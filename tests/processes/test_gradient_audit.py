@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from crew import Crew, Outcome
-from test_oracle import Run, _distance
+from test_oracle import FLOOR, Run, _distance
 
 from elastic.checkpoint.storage import CheckpointStore
 from elastic.core.generation_spec import BatchSettings
@@ -138,6 +139,43 @@ def test_a_loss_that_no_other_rank_can_repeat_is_no_alarm(crew: Crew, tmp_path: 
         runs = [Run(tmp_path / "audited", [outcomes]), Run(tmp_path / "without", [without])]
         assert _distance(runs[0].state, runs[1].state) == 0.0
         assert runs[0].losses == runs[1].losses
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_kill_within_an_audits_pass_changes_nothing(crew: Crew, tmp_path: Path, stage: int) -> None:
+    config = {"stage": stage, "dropout": 0.1}
+    undisturbed = _run(crew, tmp_path / "still", config, audit_every_steps=None)
+    store = CheckpointStore(str(tmp_path / "cut"), "run")
+    crew.begin(
+        (0, 1, 2), "wrong_numbers.train_and_stay_in_an_audit",
+        {**config, "url": str(tmp_path / "cut"), "victim": 1, "at": 3},
+        batch=EPOCHS, audit_every_steps=2, max_world_size=4, checkpoint_every_steps=1,
+    )  # fmt: skip
+    crew.reached(1, "in an audit")
+    crew.members[1].signal(signal.SIGKILL)
+    assert {crew.outcome(number).result.kind for number in (0, 2)} == {"collective_failed"}
+    crew.replace(1)
+    newest = store.list()[0]
+    assert newest.step in (2, 3)
+    again = _run(crew, tmp_path / "cut", config, (2, 0, 1), checkpoint=newest.id)
+    _finished(again)
+    assert set(_audits(again[0])) == {newest.step + 1, 4, 6, 8}
+    runs = [Run(tmp_path / "still", [undisturbed]), Run(tmp_path / "cut", [again])]
+    assert _distance(runs[0].state, runs[1].state) <= FLOOR
+    later = {name: loss for name, loss in runs[0].losses.items() if name in runs[1].losses}
+    assert len(later) == 8 - newest.step
+    assert _distance(later, runs[1].losses) <= FLOOR
+
+
+def test_one_rank_is_not_audited_and_a_smaller_world_goes_on(crew: Crew, tmp_path: Path) -> None:
+    three = _run(crew, tmp_path, {"stage": 1, "dropout": 0.1}, end_at=3)
+    assert [_audits(outcome) for outcome in three] == [{1: "measured", 2: "agreed"}] * 3
+    newest = CheckpointStore(str(tmp_path), "run").list()[0].id
+    two = _run(crew, tmp_path, {"stage": 1, "dropout": 0.1}, (0, 1), end_at=6, checkpoint=newest)
+    assert [_audits(outcome) for outcome in two] == [{4: "agreed", 6: "agreed"}] * 2
+    newest = CheckpointStore(str(tmp_path), "run").list()[0].id
+    (one,) = _run(crew, tmp_path, {"stage": 1, "dropout": 0.1}, (0,), checkpoint=newest)
+    assert (one.result.kind, _audits(one)) == ("finished", {})
 
 
 def test_what_cannot_be_audited_is_refused(crew: Crew, tmp_path: Path) -> None:

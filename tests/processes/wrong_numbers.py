@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import torch
-from crew import told
+from crew import point, stay, told
 from torch import nn
 from trainings import build, one_pass
 
@@ -53,6 +53,18 @@ def train_on_a_flipped_weight(config: dict[str, Any]) -> None:
                 config["at"] = -1
                 with torch.no_grad():
                     engine.module.first.weight.view(torch.int32)[0, 0] ^= 1 << 28
+
+
+def train_and_stay_in_an_audit(config: dict[str, Any]) -> None:
+    """Rank `victim` stays before another rank's micro-batch, in the step after `at` finished ones."""
+    engine, loader = build(config)
+    for _ in elastic.epochs():
+        for batch in loader:
+            context = elastic.get_context()
+            if (context.rank, context.step, engine.batch_share) == (config["victim"], config["at"], 0.0):
+                point("in an audit")
+                stay()
+            one_pass(engine, batch)
 
 
 def train_with_a_loss_of_its_own(config: dict[str, Any]) -> None:
