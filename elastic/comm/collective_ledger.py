@@ -3,8 +3,9 @@
 With synchronous collectives all ranks have the same step time, and the slow rank is the one that waits least: a step's
 time less `waited_s` is the rank's own.
 
-On a device a collective is only enqueued. It is timed by two events on the stream that enqueues it, which are read once
-the device has reached them, so nothing waits for the device; the row may come with a later step.
+On a device a collective is only enqueued. It is timed by events on the stream that enqueues it and waits for it, which
+are read once the device has reached them, so nothing waits for the device; the row may come with a later step. What a
+stream waits there is what a thread waits on the CPU: `passed_s`.
 
 `watch`, where it is set, is told of every single call.
 """
@@ -20,11 +21,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from elastic.comm.device_stream import DeviceStream, enqueues
 from elastic.core.data.collectives import CollectiveUse
 
 Call = Callable[..., Any]
 # Operation, axis, dtype; and one call of it: that, its payload in bytes, when it began, how long the thread was in it,
-# and the event before it on the stream.
+# and the mark before it on the stream.
 _Key = tuple[str, str, str]
 _Use = tuple[_Key, int, float, float, Any]
 
@@ -44,18 +46,25 @@ class CollectiveCall:
 
 class CollectiveLedger:
     """Calls made through `timed` are counted from then on. `waited_s` only grows: seconds that the calling thread spent
-    in collectives, on the CPU."""
+    in collectives; on a device the stream, as far as it is known."""
 
     def __init__(self, device: torch.device, axes: Mapping[dist.ProcessGroup, str]) -> None:
         """`axes` names the groups of the mesh."""
         self.waited_s = 0.0
-        self.on_device = device.type == "cuda"
+        self._stream = DeviceStream(device) if enqueues(device) else None
         self._axes: dict[Any, str] = dict(axes)
         # Calls, bytes, seconds, of which waited: plain lists, since this is done for every call.
         self._rows: dict[_Key, list[Any]] = {}
-        self._pending: list[tuple[_Key, int, float, Any, Any]] = []
+        # The marks before a call, before the stream waited for it, and after.
+        self._pending: list[tuple[_Key, int, float, Any, Any, Any]] = []
+        self._passed_s = 0.0
         # Told of each call when it is complete, on the thread that makes the calls; on a device by `take`.
         self.watch: Callable[[CollectiveCall], None] | None = None
+
+    @property
+    def on_device(self) -> bool:
+        """`waited_s` is known later than when a call returns."""
+        return self._stream is not None
 
     def name_axis(self, group: dist.ProcessGroup, axis: str) -> None:
         """Another group of the mesh."""
@@ -67,33 +76,35 @@ class CollectiveLedger:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             payload, dtype = _payload(args, kwargs)
             key = (op, self._axis(args, kwargs), dtype)
-            mark = self._mark() if self.on_device else None
+            mark = self.mark()
             began = time.perf_counter()
             try:
                 result = call(*args, **kwargs)
             finally:
                 spent = time.perf_counter() - began
-                if not self.on_device:
+                if mark is None:
                     self.waited_s += spent
             if hasattr(result, "wait"):
                 return _Handle(result, self, (key, payload, began, spent, mark))
-            self._done((key, payload, began, spent, mark), spent, spent)
+            self._done((key, payload, began, spent, mark), spent, spent, mark)
             return result
 
         return wrapped
 
     def take(self) -> tuple[CollectiveUse, ...]:
         """What has been completed since the last call, in the order of the names. Does not wait for the device."""
-        if self._pending:
-            pending, self._pending = self._pending, []
-            for key, payload, began, start, end in pending:
-                if end.query():
-                    # Events count milliseconds.
-                    self._add(key, payload, began, start.elapsed_time(end) / 1000.0, 0.0)
-                else:
-                    self._pending.append((key, payload, began, start, end))
+        self._look()
         rows, self._rows = self._rows, {}
         return tuple(CollectiveUse(*key, *rows[key]) for key in sorted(rows))
+
+    def passed_s(self) -> float:
+        """On a device, after a synchronisation: the seconds that streams have stood in collectives since the last call.
+
+        Where an engine reduces on several streams at once, the sum of them.
+        """
+        self._look()
+        before, self._passed_s = self._passed_s, self.waited_s
+        return self.waited_s - before
 
     def close(self) -> None:
         """Release the groups: one that is kept keeps its sockets open."""
@@ -101,19 +112,36 @@ class CollectiveLedger:
         self._pending.clear()
         self.watch = None
 
-    def waited(self, use: _Use, wait_s: float) -> None:
-        """A handle's first wait is over, after `wait_s`."""
-        if not self.on_device:
+    def waited(self, use: _Use, wait_s: float, since: Any) -> None:
+        """A handle's first wait is over, after `wait_s`; it began at the mark `since`."""
+        if since is None:
             self.waited_s += wait_s
         _, _, began, called_s, _ = use
-        self._done(use, time.perf_counter() - began, called_s + wait_s)
+        self._done(use, time.perf_counter() - began, called_s + wait_s, since)
 
-    def _done(self, use: _Use, seconds: float, waited_s: float) -> None:
+    def mark(self) -> Any:
+        """On a device: now, on the stream. None on the CPU."""
+        return None if self._stream is None else self._stream.mark(timed=True)
+
+    def _done(self, use: _Use, seconds: float, waited_s: float, since: Any) -> None:
         key, payload, began, _, mark = use
         if mark is not None:
-            self._pending.append((key, payload, began, mark, self._mark()))
+            self._pending.append((key, payload, began, mark, since, self.mark()))
         else:
             self._add(key, payload, began, seconds, waited_s)
+
+    def _look(self) -> None:
+        """The calls that the device has completed become rows."""
+        pending, self._pending = self._pending, []
+        for call in pending:
+            key, payload, began, start, since, end = call
+            if end.query():
+                # Events count milliseconds.
+                waited_s = since.elapsed_time(end) / 1000.0
+                self.waited_s += waited_s
+                self._add(key, payload, began, start.elapsed_time(end) / 1000.0, waited_s)
+            else:
+                self._pending.append(call)
 
     def _add(self, key: _Key, payload: int, began: float, seconds: float, waited_s: float) -> None:
         if self.watch is not None:
@@ -126,11 +154,6 @@ class CollectiveLedger:
         row[1] += payload
         row[2] += seconds
         row[3] += waited_s
-
-    def _mark(self) -> Any:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
 
     def _axis(self, args: Iterable[Any], kwargs: Mapping[str, Any]) -> str:
         group = kwargs.get("group")
@@ -160,13 +183,14 @@ class _Handle:
         self._use: _Use | None = use
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
+        use, self._use = self._use, None
+        since = None if use is None else self._ledger.mark()
         began = time.perf_counter()
         try:
             return self._handle.wait(*args, **kwargs)
         finally:
-            use, self._use = self._use, None
             if use is not None:
-                self._ledger.waited(use, time.perf_counter() - began)
+                self._ledger.waited(use, time.perf_counter() - began, since)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._handle, name)

@@ -277,6 +277,7 @@ class StragglerFound:
     """The worker's own part of a step takes `factor` times as long as its peers', in `windows` windows running.
 
     `own_s` and `peers_s` are the medians of the last window. `confirmed`: one window more than it takes to be found.
+    `slowed`: what its device says about that, if anything.
     """
 
     generation: int
@@ -286,6 +287,7 @@ class StragglerFound:
     peers_s: float
     windows: int
     confirmed: bool = False
+    slowed: str = ""
 
 
 @dataclass(frozen=True)

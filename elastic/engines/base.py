@@ -66,7 +66,8 @@ class StepOutcome:
     before clipping, a number or a 0-d tensor that the device may still be computing; None where the engine does not
     compute it; a value that is non-finite or negative stands for a non-finite gradient. `learning_rates` are those of
     the parameter groups after the step. `loss_scale` is None without a loss scaler. `collective_s` are the seconds
-    that the training thread spent in collectives since the step's first forward pass; None where that is not measured.
+    that the training thread spent in collectives since the step's first forward pass; None where that is not measured,
+    and on a device, where the ledger knows it after a synchronisation (`CollectiveLedger.passed_s`).
     `collectives` are those of this rank that were completed since the last outcome, folded.
     """
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from elastic.comm.collective_ledger import CollectiveCall
-from elastic.comm.device_energy import EnergyMeter
+from elastic.comm.device_meters import ClockMeter, EnergyMeter
 from elastic.core.data.micro_batches import loss_scale
 from elastic.core.data.readers import MODULUS
 from elastic.core.data.step_plan import StepPlan
@@ -63,7 +63,7 @@ class ElasticEngine:
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._rates = Rates()
         self._watch_calls: Callable[[CollectiveCall], None] | None = None
-        self._energy = EnergyMeter(scope.device)
+        self._energy, self._clocks = EnergyMeter(scope.device), ClockMeter(scope.device)
         self.open(engine, scope, steps, state, watch, audit)
 
     def open(
@@ -397,12 +397,15 @@ class ElasticEngine:
         duration_s = time.perf_counter() - progress.begun
         # NCCL, aborted, lets what was enqueued run on over data that never came: nothing of such a step counts.
         self._scope.check()
+        if (ledger := self._open().ledger).on_device:
+            outcome = replace(outcome, collective_s=ledger.passed_s())
         self._look_for_exchanges(outcome)
         bad = self._judged(loss, outcome)
         report = _report(progress, outcome, loss, bad, duration_s, self.plan.leads)
         flops, self._sample_flops = self._sample_flops, 0.0
         parts = self._squares.taken(report.step, outcome)
-        report = replace(report, gradient_parts=parts, sample_flops=flops, energy_j=self._energy.take())
+        report = replace(report, gradient_parts=parts, sample_flops=flops)
+        report = replace(report, energy_j=self._energy.take(), slowed=self._clocks.slowed())
         if self._audit is not None:
             report = replace(report, audit=self._audit.take())
         self._grad_norm = report.grad_norm
@@ -462,5 +465,5 @@ def _report(
         content=progress.content % MODULUS,
         anomaly=str(bad) if bad else "",
         skipped=positions if bad else (),
-        noncollective_s=0.0 if outcome.collective_s is None else duration_s - outcome.collective_s,
+        noncollective_s=0.0 if outcome.collective_s is None else max(0.0, duration_s - outcome.collective_s),
     )

@@ -7,6 +7,7 @@ exchange between ranks is the real thing.
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import time
 from pathlib import Path
@@ -104,6 +105,8 @@ def test_a_run_in_two_generations_equals_the_run_in_one(stage: int, dtype: str, 
 
 def test_a_steps_duration_contains_the_wait_for_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels are only enqueued: a step is over when its loss is read, which takes five seconds here."""
+    # What it takes the clock from must not be imported with this one.
+    importlib.import_module("elastic.training.step_loop")
     read, clock, late_s = torch.Tensor.__float__, time.perf_counter, [0.0]
 
     def read_late(tensor: torch.Tensor) -> float:
@@ -114,6 +117,32 @@ def test_a_steps_duration_contains_the_wait_for_the_device(tmp_path: Path, monke
     monkeypatch.setattr(time, "perf_counter", lambda: clock() + late_s[0])
     coordinator = generation(1, tmp_path, {"stage": 1, "dtype": "fp32"}, None, None)
     assert [report.duration_s >= 5.0 for report in coordinator.reports] == [True] * STEPS
+
+
+def test_on_a_device_the_time_in_collectives_is_read_after_the_steps_synchronisation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it the device has passed hardly any of the step's events."""
+    from elastic.comm.collective_ledger import CollectiveLedger
+
+    seen, read = list[str](), torch.Tensor.__float__
+
+    def reading(tensor: torch.Tensor) -> float:
+        seen.append("the loss is read")
+        return read(tensor)
+
+    def passed_s(ledger: CollectiveLedger) -> float:
+        seen.append("the ledger is asked")
+        return 1e-4
+
+    monkeypatch.setattr(CollectiveLedger, "on_device", True)
+    monkeypatch.setattr(CollectiveLedger, "passed_s", passed_s)
+    monkeypatch.setattr(torch.Tensor, "__float__", reading)
+    coordinator = generation(1, tmp_path, {"stage": 1, "dtype": "fp32"}, None, None)
+    before = [seen[at - 1] for at, what in enumerate(seen) if what == "the ledger is asked"]
+    assert before == ["the loss is read"] * STEPS
+    in_collectives = [report.duration_s - report.noncollective_s for report in coordinator.reports]
+    assert in_collectives == [pytest.approx(1e-4)] * STEPS
 
 
 @pytest.mark.gpu

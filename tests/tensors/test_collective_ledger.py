@@ -7,8 +7,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from simulated_device import Device, SimulatedStream
 
+from elastic.comm import collective_ledger
 from elastic.comm.collective_ledger import CollectiveCall, CollectiveLedger
+from elastic.core.policy.stragglers import StragglerWatch
+from elastic.core.settings import StragglerSettings
 
 
 @pytest.fixture
@@ -114,3 +118,74 @@ def test_after_close_no_group_is_kept(group: dist.ProcessGroup) -> None:
     ledger.close()
     assert not ledger._axes
     assert ledger.watch is None, "it refers to what the user's function holds"
+
+
+class Rank:
+    """One rank on a simulated device: what it enqueues, and what its ledger says of the step."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.device = Device()
+        monkeypatch.setattr(SimulatedStream, "simulated", self.device, raising=False)
+        monkeypatch.setattr(collective_ledger, "DeviceStream", SimulatedStream)
+        self.ledger = CollectiveLedger(torch.device("cuda", 0), {})
+        self.ledger._axis = lambda args, kwargs: "dp"  # type: ignore[method-assign]
+
+    def reduce(self, all_here: float, seconds: float) -> None:
+        """NCCL's kernel ends on all ranks at once; the call returns before it begins."""
+
+        def call(tensor: torch.Tensor) -> None:
+            self.device.wait_until(all_here)
+            self.device.work(seconds)
+
+        self.ledger.timed("all_reduce", call)(torch.ones(4))
+
+
+def steps(ranks: list[Rank], compute_s: list[float], count: int) -> Iterator[list[float]]:
+    """By rank, the seconds outside of collectives of each step: a computation, a reduction, the update."""
+    for _ in range(count):
+        begun = [rank.device.now for rank in ranks]
+        for rank, seconds in zip(ranks, compute_s, strict=True):
+            rank.device.work(seconds)
+        all_here = max(rank.device.free_at for rank in ranks)
+        for rank in ranks:
+            rank.reduce(all_here, 0.25)
+            rank.device.work(0.125)
+            assert rank.ledger.passed_s() == 0.0, "nothing is known before the device has passed it"
+            # The loss is read.
+            rank.device.synchronize()
+        yield [rank.device.now - at - rank.ledger.passed_s() for rank, at in zip(ranks, begun, strict=True)]
+
+
+def test_the_slow_device_is_the_one_whose_stream_stands_least_in_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks show the same step time, and each thread returns from each call at once."""
+    ranks = [Rank(monkeypatch) for _ in range(4)]
+    watch = StragglerWatch(StragglerSettings(window_steps=3, windows=2, calibration_windows=1))
+    watch.begin(1, [10, 11, 12, 13])
+    found = []
+    for compute_s in ([1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 2.0, 1.0]):
+        for own_s in steps(ranks, compute_s, 6):
+            assert own_s == pytest.approx([seconds + 0.125 for seconds in compute_s])
+            found += watch.step(1, own_s)
+    assert [(event.worker, round(event.factor, 2)) for event in found] == [(12, 1.89)]
+    (row,) = ranks[0].ledger.take()
+    assert (row.calls, row.waited_s) == (12, pytest.approx(6 * 0.25 + 6 * 1.25)), "it stood there for the slow one"
+
+
+def test_a_handle_on_a_device_counts_what_the_stream_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is computed between the call and its wait is overlapped."""
+    rank = Rank(monkeypatch)
+    device, done_at = rank.device, rank.device.now + 2.0
+
+    class Handle:
+        def wait(self) -> None:
+            device.wait_until(done_at)
+
+    handle = rank.ledger.timed("all_gather", lambda tensor: Handle())(torch.ones(4))
+    device.work(1.5)
+    handle.wait()
+    assert rank.ledger.take() == (), "the device is not there yet"
+    device.synchronize()
+    assert rank.ledger.passed_s() == pytest.approx(0.5)
+    (row,) = rank.ledger.take()
+    assert (row.seconds, row.waited_s) == (pytest.approx(2.0), pytest.approx(0.5))
+    assert rank.ledger.passed_s() == 0.0

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from simulated_device import Device, SimulatedStream
 
 from elastic.comm import device_stream
 from elastic.comm.device_stream import DelayClock
@@ -20,49 +21,11 @@ from elastic.training.step_loop import StepLoop
 CUDA = torch.device("cuda", 0)
 
 
-class Device:
-    """`now` is the thread's clock, `free_at` when the device has done what it was given. Seconds."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-        self.free_at = 0.0
-
-    def work(self, seconds: float) -> None:
-        """Enqueued by the thread, which does not wait."""
-        self.free_at = max(self.free_at, self.now) + seconds
-
-    def wait_until(self, at: float) -> None:
-        """Enqueued: the stream waits for another one."""
-        self.free_at = max(self.free_at, self.now, at)
-
-    def synchronize(self) -> None:
-        self.now = max(self.now, self.free_at)
-
-
-class Mark:
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self.at = max(device.free_at, device.now)
-
-    def query(self) -> bool:
-        return self.at <= self._device.now
-
-    def elapsed_time(self, later: Mark) -> float:
-        return 1000.0 * (later.at - self.at)
-
-
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     simulated = Device()
-
-    class Stream:
-        def __init__(self, device: torch.device, own: bool = False) -> None: ...
-
-        def mark(self, timed: bool = False) -> Mark:
-            assert timed
-            return Mark(simulated)
-
-    monkeypatch.setattr(device_stream, "DeviceStream", Stream)
+    monkeypatch.setattr(SimulatedStream, "simulated", simulated, raising=False)
+    monkeypatch.setattr(device_stream, "DeviceStream", SimulatedStream)
     monkeypatch.setattr("time.perf_counter", lambda: simulated.now)
     return simulated
 

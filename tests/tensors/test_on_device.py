@@ -21,6 +21,7 @@ from elastic.checkpoint.memory.server.snapshot_server import SnapshotServer
 from elastic.checkpoint.memory.snapshot_client import SnapshotClient
 from elastic.checkpoint.source import ReadRange
 from elastic.comm import lost_peers
+from elastic.comm.collective_ledger import CollectiveLedger
 from elastic.comm.device_check import device_error
 from elastic.comm.device_stream import DelayClock
 from elastic.comm.nccl import outlive_peers
@@ -213,6 +214,24 @@ def test_what_is_read_for_a_device_arrives_there() -> None:
     torch.cuda._sleep(2_000_000_000)
     assert reading._read(source, None, wanted, 1 << 20) == target.nbytes  # type: ignore[arg-type]
     assert torch.equal(target.cpu(), content)
+
+
+def test_the_wait_in_a_collective_is_known_when_the_device_has_passed_it(nccl: dist.ProcessGroup) -> None:
+    """A handle's collective stands behind a kernel of a second on another stream: the caller's stream waits for it."""
+    device = torch.device("cuda", 0)
+    ledger = CollectiveLedger(device, {nccl: "dp"})
+    reduce = ledger.timed("all_reduce", dist.all_reduce)
+    tensor, beside = torch.ones(1 << 20, device=device), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    reduce(tensor, group=nccl)
+    torch.cuda.synchronize()
+    ledger.passed_s()
+    with torch.cuda.stream(beside):
+        torch.cuda._sleep(2_000_000_000)
+        handle = reduce(tensor, group=nccl, async_op=True)
+    handle.wait()
+    assert ledger.passed_s() == 0.0, "the training thread has waited for the device"
+    torch.cuda.synchronize()
+    assert 0.3 < ledger.passed_s() < 10.0
 
 
 def test_nvml_tells_of_this_device_and_nothing_against_it() -> None:

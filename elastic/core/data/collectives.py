@@ -15,7 +15,7 @@ class CollectiveUse:
     any other group is "N ranks". `bytes` is the payload, the larger side of the operation: the tensor of an all-reduce,
     broadcast or reduce, the output of an all-gather, the input of a reduce-scatter; what crosses the wire follows from
     it (`elastic.planner.wire`). `seconds` run from the call to its completion. `waited_s` are those of them in which
-    the training thread did nothing else (0.0 on a device, where it does not wait); the rest was overlapped.
+    the training thread, on a device the stream, did nothing else; the rest was overlapped.
     """
 
     op: str

@@ -40,9 +40,9 @@ class MetricValues(NamedTuple):
 class JoinedReports(NamedTuple):
     """The reports of `ranks` (ascending) of one step; see `StepReport`.
 
-    `losses`, `data_wait_s`, `noncollective_s`, `energy_j` and `gradient_parts` have one value per rank, or none where
-    every rank's is zero or empty. `learning_rates`, `collectives`, `sample_flops` and `audit` are those of the lowest
-    rank. The others are sums, joined ranges, or the largest value.
+    `losses`, `data_wait_s`, `noncollective_s`, `energy_j`, `gradient_parts` and `slowed` have one value per rank, or
+    none where every rank's is zero or empty. `learning_rates`, `collectives`, `sample_flops` and `audit` are those of
+    the lowest rank. The others are sums, joined ranges, or the largest value.
     """
 
     generation: int
@@ -67,6 +67,7 @@ class JoinedReports(NamedTuple):
     collectives: tuple[CollectiveUse, ...]
     sample_flops: float
     audit: str
+    slowed: tuple[str, ...] = ()
 
 
 def joined(reports: Iterable[StepReport]) -> JoinedReports:
@@ -96,6 +97,7 @@ def joined(reports: Iterable[StepReport]) -> JoinedReports:
         collectives=lowest.collectives,
         sample_flops=lowest.sample_flops,
         audit=lowest.audit,
+        slowed=_by_rank(ordered, "slowed"),
     )
 
 
@@ -115,6 +117,7 @@ def completed(parts: Sequence[JoinedReports], first: bool) -> CompletedStep:
     noncollective_s = _column(ranks, [part.noncollective_s for part in parts], 0.0)
     data_wait_s = _column(ranks, [part.data_wait_s for part in parts], 0.0)
     energy_j = _column(ranks, [part.energy_j for part in parts], 0.0)
+    slowed = _column(ranks, [part.slowed for part in parts], "")
     metrics, metrics_by_rank = _reduced([part.metrics for part in parts])
     return CompletedStep(
         generation=lowest.generation,
@@ -141,6 +144,7 @@ def completed(parts: Sequence[JoinedReports], first: bool) -> CompletedStep:
         sample_flops=lowest.sample_flops,
         audit=lowest.audit,
         energy_j=sum(energy_j) if all(energy_j) else 0.0,
+        slowed=tuple(slowed) if any(slowed) else (),
     )
 
 

@@ -39,6 +39,7 @@ class StepReport:
     (0.0: not counted); negative where they were estimated. `energy_j` is what the rank's device has used since the
     report before (0.0: not measured). `audit` says what an audit of this step has found, the same on every rank
     ("": it was not audited): "agreed", or why the ranks were not compared.
+    `slowed` says why the device's clocks are lowered, where it tells.
     """
 
     step: int
@@ -61,6 +62,7 @@ class StepReport:
     sample_flops: float = 0.0
     energy_j: float = 0.0
     audit: str = ""
+    slowed: str = ""
     generation: int = 0
     rank: int = 0
 
@@ -91,7 +93,8 @@ class CompletedStep:
     the lowest `RANKS_PER_METRIC` ranks.
     `content` is the sum over all readers of a stream, modulo 2**64: a step that is repeated must give the same.
     `collectives` are those of rank 0. `gradient_parts` and `energy_j` are sums over all ranks, empty or 0.0
-    where one did not measure; `sample_flops` is rank 0's. `audit`: see `StepReport`.
+    where one did not measure; `sample_flops` is rank 0's. `audit`: see `StepReport`. `slowed` is by rank, empty where
+    no rank has a reason.
     """
 
     generation: int
@@ -118,6 +121,7 @@ class CompletedStep:
     sample_flops: float = 0.0
     energy_j: float = 0.0
     audit: str = ""
+    slowed: tuple[str, ...] = ()
 
     @property
     def first_step_done(self) -> FirstStepDone | None:

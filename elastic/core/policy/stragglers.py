@@ -43,8 +43,13 @@ class StragglerWatch:
         self._generation, self._members, self._window = generation, tuple(members), []
         self._known = {worker: self._known.get(worker, _Worker()) for worker in members}
 
-    def step(self, generation: int, noncollective_s: Sequence[float]) -> tuple[StragglerFound, ...]:
-        """By rank: seconds of a step outside of collectives, 0.0 where they are not measured. Not for a first step."""
+    def step(
+        self, generation: int, noncollective_s: Sequence[float], slowed: Sequence[str] = ()
+    ) -> tuple[StragglerFound, ...]:
+        """By rank: seconds of a step outside of collectives, 0.0 where they are not measured. Not for a first step.
+
+        `slowed`: why a rank's device is slower than it could be, where any device says so.
+        """
         comparable = len(noncollective_s) == len(self._members) > 1 and min(noncollective_s) > 0.0
         if self._settings.policy == "off" or generation != self._generation or not comparable:
             return ()
@@ -52,23 +57,25 @@ class StragglerWatch:
         if len(self._window) < self._settings.window_steps:
             return ()
         window, self._window = self._window, []
-        return self._judge([median(times) for times in zip(*window, strict=True)])
+        why = slowed or [""] * len(self._members)
+        return self._judge([median(times) for times in zip(*window, strict=True)], why)
 
     def known(self) -> dict[int, float]:
         """The stragglers of the last window: worker -> its own time as a multiple of its peers'."""
         return {worker: known.factor for worker, known in self._known.items() if known.slow >= self._settings.windows}
 
-    def _judge(self, typical_s: Sequence[float]) -> tuple[StragglerFound, ...]:
+    def _judge(self, typical_s: Sequence[float], slowed: Sequence[str]) -> tuple[StragglerFound, ...]:
         """`typical_s`: the medians of the ranks' own times in a full window."""
         events = []
-        for worker, own_s, peers_s in zip(self._members, typical_s, _medians_of_others(typical_s), strict=True):
+        peers = _medians_of_others(typical_s)
+        for worker, own_s, peers_s, why in zip(self._members, typical_s, peers, slowed, strict=True):
             factor = own_s / peers_s
             count = self._windows_slow(self._known[worker], factor)
             needed = self._settings.windows
             # One event when the straggler is found, and one when another window confirms it.
             if count in (needed, needed + 1):
-                confirmed = count > needed
-                found = StragglerFound(self._generation, worker, round(factor, 4), own_s, peers_s, count, confirmed)
+                confirmed, rounded = count > needed, round(factor, 4)
+                found = StragglerFound(self._generation, worker, rounded, own_s, peers_s, count, confirmed, why)
                 events.append(found)
         return tuple(events)
 

@@ -23,6 +23,7 @@ def straggler_found(transition: Transition, event: StragglerFound) -> None:
         f"{name} needs {event.factor:.2f} times as long as its peers for its own part of a step "
         f"({event.own_s:.4g} s, they {event.peers_s:.4g} s), {windows}"
     )
+    told += f"; its device is slowed by {event.slowed}" if event.slowed else ""
     transition.say(
         told, kind="straggler", worker=event.worker, node=state.fleet.node_of(event.worker), factor=event.factor
     )

@@ -214,7 +214,7 @@ class ControlLoop:
         """Every rank has finished the step."""
         if done.anomaly:
             self._emit(ev.StepSkipped(done.generation, done.step, done.anomaly, done.skipped))
-        for found in () if done.first else self._stragglers.step(done.generation, done.noncollective_s):
+        for found in () if done.first else self._stragglers.step(done.generation, done.noncollective_s, done.slowed):
             self._emit(found)
         self._incidents.step_done(done.step, now)
         self._stepped()

@@ -43,6 +43,7 @@ def reports(draw: st.DrawFn) -> list[StepReport]:
             skipped=draw(st.sampled_from([(), ((rank * 10, rank * 10 + 5),)])),
             gradient_parts=draw(st.sampled_from([(), (1.0, 0.1 * rank), (2.0, 0.3)])),
             metrics=draw(st.dictionaries(st.sampled_from(["x", "y"]), VALUES)),
+            slowed=draw(st.sampled_from(["", "temperature: 1200 of 1980 MHz"])),
             learning_rates=(0.1 * rank,), collectives=(USE,) if rank == 0 else (), sample_flops=9.0 - rank,
         ))  # fmt: skip
     return draw(st.permutations(made))
@@ -77,6 +78,12 @@ def text(step: CompletedStep) -> str:
     """To be compared: not-a-number is not equal to itself, and the order of names means nothing."""
     by_name = {name: dict(sorted(getattr(step, name).items())) for name in ("metrics", "metrics_by_rank")}
     return repr(replace(step, **by_name))
+
+
+def test_why_a_device_is_slow_is_known_by_rank() -> None:
+    sent = [report(0), report(1, slowed="temperature: 1200 of 1980 MHz"), report(2)]
+    assert done([sent[:2], sent[2:]]).slowed == ("", "temperature: 1200 of 1980 MHz", "")
+    assert done([[report(0), report(1)]]).slowed == ()
 
 
 def test_reports_are_joined_step_by_step_and_the_first_of_a_rank_counts() -> None:

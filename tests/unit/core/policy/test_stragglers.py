@@ -75,6 +75,14 @@ def test_one_window_more_confirms_it_and_then_it_is_known() -> None:
     assert (found[0].own_s, found[0].peers_s, found[0].factor) == (2.4, 2.0, 1.2)
 
 
+def test_what_its_device_says_of_its_clocks_is_told_with_a_straggler() -> None:
+    watching = watch(3)
+    slow(watching, 2, 1, 1, 1)
+    why = ("power limit: 1900 of 1980 MHz", "temperature: 1200 of 1980 MHz", "")
+    found = [each for _ in range(90) for each in watching.step(1, [2.0, 2.4, 2.0], why)]
+    assert [(each.worker, each.slowed) for each in found] == [(101, why[1])]
+
+
 def test_a_window_in_order_begins_the_count_anew() -> None:
     watching = watch(3)
     slow(watching, 2, 1, 1, 1)

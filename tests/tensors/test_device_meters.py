@@ -1,4 +1,4 @@
-"""The energy meter against NVML's interface: a counter that grows, begins anew, fails, or is not there."""
+"""The meters against NVML's interface: values that grow, begin anew, change, fail, or are not there."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from fake_nvml import FakeDevice, FakeNvml
 
-from elastic.comm.device_energy import EnergyMeter
+from elastic.comm.device_meters import ClockMeter, EnergyMeter
 
 CUDA = torch.device("cuda", 1)
 
@@ -63,3 +64,24 @@ def test_nothing_is_told_without_a_device_or_the_library(monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert EnergyMeter(CUDA).take() == 0.0
     assert EnergyMeter(torch.device("cpu")).take() == 0.0
+
+
+def test_why_a_device_is_slow_is_looked_at_every_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, now = FakeDevice(uuid="GPU-ab-1"), [0.0]
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(device))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"ab-{device.index}"))
+    meter = ClockMeter(CUDA, lambda: now[0])
+    assert meter.slowed() == ""
+    device.reasons, device.sm_mhz = 0x4 | 0x20, 1200
+    now[0] = 9.0
+    assert meter.slowed() == "", "the driver is not asked at every step"
+    now[0] = 11.0
+    assert meter.slowed() == "temperature, power limit: 1200 of 1980 MHz"
+    device.reasons, now[0] = 0, 22.0
+    assert meter.slowed() == ""
+
+
+def test_without_a_device_no_clock_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ClockMeter(torch.device("cpu")).slowed() == ""
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert ClockMeter(CUDA).slowed() == ""
