@@ -243,6 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     about: dict[str, Any] = {
         "machine": machine.describe(),
         "device": torch.cuda.get_device_name() if _cuda() else "CPU",
+        "allocator": os.environ.get("PYTORCH_ALLOC_CONF", ""),
     }
     before = machine.load()
     try:

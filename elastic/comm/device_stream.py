@@ -18,6 +18,11 @@ def enqueues(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
+def capturing(device: torch.device) -> bool:
+    """Is what the calling thread enqueues recorded into a CUDA graph, and not done now?"""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 class DeviceStream:
     """The stream that the calling thread uses at the time of each call, or with `own` another one beside it."""
 

@@ -14,6 +14,7 @@ import torch
 
 from elastic.comm.collective_ledger import CollectiveCall
 from elastic.comm.device_meters import ClockMeter, EnergyMeter
+from elastic.comm.device_stream import capturing
 from elastic.core.data.micro_batches import loss_scale
 from elastic.core.data.readers import MODULUS
 from elastic.core.data.step_plan import StepPlan
@@ -126,7 +127,7 @@ class ElasticEngine:
             return self._open().forward_alone(inputs, kwargs)
 
     def _forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._scope.check()
+        self._check("forward")
         self._scope.moved()
         engine, progress, last = self._open(), self._steps.progress, None
         counting: AbstractContextManager[Any] = nullcontext()
@@ -149,7 +150,7 @@ class ElasticEngine:
             return loss
 
     def _backward(self, loss: torch.Tensor, kwargs: dict[str, Any]) -> Any:
-        self._scope.check()
+        self._check("backward")
         progress = self._steps.progress
         if progress is None or progress.active is None:
             raise UsageError(
@@ -188,7 +189,7 @@ class ElasticEngine:
                 raise
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._scope.check()
+        self._check("step")
         progress = self._steps.progress
         if progress is None:
             raise UsageError("engine.step() was called without a batch from the loader; iterate over the loader")
@@ -349,6 +350,16 @@ class ElasticEngine:
 
     def _abandoned(self, error: BaseException) -> bool:
         return self._in_loop is not None and not self._strict and self._in_loop.abandon(error)
+
+    def _check(self, call: str) -> None:
+        """Raises what `GenerationScope.check` raises, and UsageError where the call would be recorded and not made."""
+        self._scope.check()
+        if capturing(self._scope.device):
+            raise UsageError(
+                f"engine.{call} was called while a CUDA graph is captured: a replay would train without reading "
+                "samples, snapshots and reports, on addresses that the next generation does not have; capture modules "
+                "inside of the model instead, after elastic.initialize (docs/gpu.md)"
+            )
 
     def _open(self) -> Engine:
         if self._engine is None:
