@@ -38,10 +38,11 @@ class Amount:
     steps: int
     saves: int
     rebuilds: int
+    segment_bytes: int
 
 
-FULL = Amount(BILLION, turns=4, steps=8, saves=2, rebuilds=20)
-SMALL = Amount(TINY, turns=2, steps=4, saves=2, rebuilds=4)
+FULL = Amount(BILLION, turns=4, steps=8, saves=2, rebuilds=20, segment_bytes=12 << 30)
+SMALL = Amount(TINY, turns=2, steps=4, saves=2, rebuilds=4, segment_bytes=16 << 20)
 
 
 def measure(amount: Amount, folder: Path) -> list[Figure]:
@@ -53,7 +54,7 @@ def measure(amount: Amount, folder: Path) -> list[Figure]:
         figures = _steps(amount, folder, node, numbers)
     with MemoryNode() as node:
         figures += _rebuilds(amount, folder, node, numbers)
-    return figures + _saves(amount, folder, numbers)
+    return figures + _saves(amount, folder, numbers) + _pinning(amount.segment_bytes)
 
 
 def _config(amount: Amount, marks: Path) -> dict[str, Any]:
@@ -164,6 +165,34 @@ def _reserved_bytes() -> int:
     import torch
 
     return int(torch.cuda.memory_reserved()) if _cuda() else _memory_bytes()
+
+
+# -- memory of the node -----------------------------------------------------------------------------------------------
+
+
+def _pinning(nbytes: int, repetitions: int = 3) -> list[Figure]:
+    """What a generation is spared that writes into the segments of the last one."""
+    from elastic.checkpoint.memory.segments import Segment, map_segment
+    from elastic.training.state.pins import pinning
+
+    seconds: dict[str, list[float]] = {"map and pin a segment": [], "unpin and unmap it": []}
+    pin = pinning("deepspeed")
+    for _ in range(repetitions):
+        segment = Segment(nbytes)
+        while segment.rough:
+            segment.populate()
+        begun = time.perf_counter()
+        mapped = map_segment(segment.fd, nbytes)
+        unpin = pin(memoryview(mapped))
+        done = time.perf_counter()
+        unpin()
+        del unpin
+        mapped.close()
+        seconds["map and pin a segment"].append(done - begun)
+        seconds["unpin and unmap it"].append(time.perf_counter() - done)
+        segment.close()
+    notes = (f"{nbytes / 1e9:.2f} GB",)
+    return [Figure(CASE, name, "s", tuple(values), notes=notes) for name, values in seconds.items()]
 
 
 # -- durable saves ----------------------------------------------------------------------------------------------------
