@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from simulated_device import LateDevice
 from torch import nn
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -101,6 +102,28 @@ def test_a_run_in_two_generations_equals_the_run_in_one(stage: int, dtype: str, 
     # One rank before and after: the same operations in the same order, so nothing may differ at all.
     assert cut == [report.loss for report in whole.reports]
     assert second.restores[0].bytes_read == second.restores[0].bytes_needed
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="the restores of the test above take a device's way here")
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_restore_by_way_of_a_devices_buffers_is_the_same(
+    stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Buffers of 256 bytes that are copied as late as can be; the weights are longer than several of them."""
+    from elastic.training.state import reading
+
+    config = {"stage": stage, "dtype": "bf16"}
+    whole = generation(1, tmp_path / "whole", config, None, None)
+    first = generation(1, tmp_path / "cut", config, None, 3)
+    device, read = LateDevice(), reading._read
+    with monkeypatch.context() as patch:
+        patch.setattr(reading, "enqueues", lambda device: True)
+        patch.setattr(reading, "DeviceStream", lambda _: device)
+        patch.setattr(reading, "_read", lambda source, manifest, ranges, _: read(source, manifest, ranges, 256))
+        second = generation(2, tmp_path / "cut", config, "step-00000003-g0001", None)
+    assert [report.loss for report in (*first.reports, *second.reports)] == [report.loss for report in whole.reports]
+    assert second.restores[0].bytes_read == second.restores[0].bytes_needed
+    assert len(device.seen) > 10
 
 
 def test_a_steps_duration_contains_the_wait_for_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,10 @@
-"""A device that is behind the thread that enqueues its work, with streams and events as `DeviceStream` has them."""
+"""Devices that are behind the thread that enqueues their work, with streams and events as `DeviceStream` has them."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -47,3 +51,29 @@ class SimulatedStream:
     def mark(self, timed: bool = False) -> Mark:
         assert timed
         return Mark(self._device)
+
+
+class LateDevice:
+    """Stands in for `DeviceStream`: copies are made when somebody waits for a mark behind them, and not before."""
+
+    def __init__(self) -> None:
+        self.pending: list[Callable[[], None]] = []
+        self.seen: list[str] = []
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self.pending.append(lambda: void(target.copy_(source)))
+
+    def mark(self) -> Any:
+        number = sum("enqueued" in what for what in self.seen)
+        self.seen.append(f"batch {number} is enqueued")
+        before, self.pending = self.pending, []
+
+        def synchronize() -> None:
+            self.seen.append(f"batch {number} is waited for")
+            while before:
+                before.pop(0)()
+
+        return SimpleNamespace(synchronize=synchronize)
+
+
+def void(_: object) -> None: ...

@@ -2,44 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from simulated_device import LateDevice
 
 from elastic.checkpoint.source import ReadRange
 from elastic.core.errors import StorageError
 from elastic.training.state import reading
-
-Done = Callable[[], None]
-
-
-class LateDevice:
-    """Stands in for `DeviceStream`: copies are made when somebody waits for a mark behind them, and not before."""
-
-    def __init__(self) -> None:
-        self.pending: list[Done] = []
-        self.seen: list[str] = []
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        self.pending.append(lambda: void(target.copy_(source)))
-
-    def mark(self) -> Any:
-        number = sum("enqueued" in what for what in self.seen)
-        self.seen.append(f"batch {number} is enqueued")
-        before, self.pending = self.pending, []
-
-        def synchronize() -> None:
-            self.seen.append(f"batch {number} is waited for")
-            while before:
-                before.pop(0)()
-
-        return SimpleNamespace(synchronize=synchronize)
-
-
-def void(_: object) -> None: ...
 
 
 class Stored:
