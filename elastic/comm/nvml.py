@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
+# What came last of that which is read here.
+_NEWEST = "nvmlDeviceGetCurrentClocksEventReasons"
 _SLOWDOWNS = {
     "nvmlClocksEventReasonHwSlowdown": "hardware slowdown",
     "nvmlClocksEventReasonSwThermalSlowdown": "temperature",
@@ -38,11 +40,16 @@ class Clocks:
 
 
 def library() -> Any | None:
-    """`pynvml`, initialised; None where it is not installed or finds no driver, which is logged."""
+    """`pynvml`, initialised; None where it is not installed, and where it is too old or finds no driver: logged."""
     try:
         # Not a dependency: installed where users want what NVML tells.
         import pynvml  # type: ignore[import-not-found, import-untyped, unused-ignore]
     except ImportError:
+        return None
+    if not hasattr(pynvml, _NEWEST):
+        logger.warning(
+            "this nvidia-ml-py has no %s and is not used: install 12.570 or newer (ray-elastic[gpu])", _NEWEST
+        )
         return None
     try:
         pynvml.nvmlInit()

@@ -37,6 +37,7 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         nvmlInit=lambda: None,
         nvmlDeviceGetHandleByUUID=lambda uuid: f"handle of {uuid.decode()}",
         nvmlDeviceGetTotalEnergyConsumption=read,
+        nvmlDeviceGetCurrentClocksEventReasons=lambda handle: 0,
     )
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"ab-{device.index}"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -93,6 +94,15 @@ def test_a_device_that_nvml_does_not_know_is_named_and_not_judged(
 def test_without_the_library_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert NvmlDevice.find("0") is None
+
+
+def test_an_old_library_is_named_and_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """pynvml of years ago, which others have brought: an AttributeError would end the worker."""
+    monkeypatch.setitem(sys.modules, "pynvml", ModuleType("pynvml"))
+    assert NvmlDevice.find("0") is None
+    assert "install 12.570 or newer" in caplog.text
 
 
 def test_without_a_driver_that_is_logged(caplog: pytest.LogCaptureFixture) -> None:
