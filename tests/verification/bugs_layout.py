@@ -40,7 +40,7 @@ def offsets_go_on() -> Change:
     def masters(original: Any, self: Any) -> Any:
         found, offset = [], 0
         for master in original(self):
-            chunks = tuple(replace(chunk, offset=chunk.offset + offset) for chunk in master.chunks)
+            chunks = tuple(chunk._replace(offset=chunk.offset + offset) for chunk in master.chunks)
             found.append(replace(master, chunks=chunks))
             offset += sum(chunk.numel for chunk in master.chunks)
         return found

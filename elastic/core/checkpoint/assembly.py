@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import islice
 
 from elastic.core.checkpoint.manifest import Json, Manifest, ShardRecord
+from elastic.core.collector import no_collection
 from elastic.core.data.readers import READERS, ReaderStates, merged
 from elastic.core.errors import IntegrityError, Where
 from elastic.core.names import checkpoint_id
@@ -22,6 +23,7 @@ _Kinds = tuple[tuple[str, str], ...]
 _Span = tuple[int, int, int, _Kinds]
 
 
+@no_collection()
 def assemble(
     shards: Sequence[ShardRecord],
     *,

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from elastic.core.checkpoint.manifest import FORMAT, Json, Manifest, ShardRecord, StoredTensor
+from elastic.core.collector import no_collection
 from elastic.core.errors import IntegrityError, UsageError
 from elastic.core.names import check_file, check_run_id, parse_checkpoint_id
 from elastic.core.sharding.layout import Chunk, check_rank
@@ -69,6 +70,7 @@ def check_json(value: Json, where: str) -> None:
         raise IntegrityError(f"{where} is a {type(value).__name__}, which has no JSON form")
 
 
+@no_collection()
 def from_json(text: str | bytes) -> Manifest:
     """Inverse of `to_json`. Raises IntegrityError with one sentence for anything that it would not have written."""
     try:
@@ -174,10 +176,7 @@ def _shard(data: Json, words: list[str], columns: list[list[int]]) -> ShardRecor
         bytes=_count(data, "bytes"),
         xxh3=_get(data, "xxh3", str),
         tensors=tuple(_tensor(item, _count(data, "bytes")) for item in _get(data, "tensors", list)),
-        chunks=tuple(
-            Chunk(_at(words, name, "words"), start, numel, _at(words, buffer, "words"), offset)
-            for name, start, numel, buffer, offset in zip(*numbers, strict=True)
-        ),
+        chunks=_chunks(words, *numbers),
         digests=_digests(_get(data, "digests", dict) if "digests" in data else {}),
         extra_state=_get(data, "client", dict) if "client" in data else None,
         parameters=_shapes(_get(data, "parameters", dict)) if "parameters" in data else None,
@@ -186,6 +185,17 @@ def _shard(data: Json, words: list[str], columns: list[list[int]]) -> ShardRecor
         raise IntegrityError(f"the manifest has two tensors of one name in {shard.file}")
     check_rank(shard.layout)
     return shard
+
+
+def _chunks(
+    words: list[str], names: list[int], starts: list[int], numels: list[int], buffers: list[int], offsets: list[int]
+) -> tuple[Chunk, ...]:
+    """Once for each rank, and not for each chunk: whether the words are there."""
+    for index in (max(names, default=-1), max(buffers, default=-1)):
+        if index >= 0:
+            _at(words, index, "words")
+    word = words.__getitem__
+    return tuple(map(Chunk, map(word, names), starts, numels, map(word, buffers), offsets))
 
 
 def _tensor(item: Json, file_bytes: int) -> StoredTensor:

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from elastic.core.errors import IntegrityError
 
 
-@dataclass(frozen=True, order=True)
-class Chunk:
-    """One contiguous run of elements of one parameter inside one buffer. All figures are counts of elements."""
+class Chunk(NamedTuple):
+    """One contiguous run of elements of one parameter inside one buffer. All figures are counts of elements.
+
+    A tuple, which is made in a third of a dataclass's time: every worker reads all of a manifest's.
+    """
 
     name: str
     start: int
