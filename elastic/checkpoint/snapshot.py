@@ -31,3 +31,5 @@ class ShardSnapshot:
     tensors: Mapping[str, torch.Tensor]
     parameters: Mapping[str, tuple[int, ...]]
     extra_state: Mapping[str, Json] | None = None
+    # As in `ShardRecord`.
+    tp: int = 1

@@ -90,7 +90,7 @@ class ProcessGroup:
             world_size=self.spec.world_size,
             timeout=self._timeout(),
         )
-        if self.spec.sp > 1:
+        if self.spec.mesh.per_cell > 1:
             # Known to its members alone: thousands of cells are not made on every rank.
             ranks = list(self.spec.mesh.cell(self.spec.rank))
             self._cell = dist.new_group(ranks, timeout=self._timeout(), use_local_synchronization=True)
@@ -103,7 +103,7 @@ class ProcessGroup:
 
     @property
     def cell(self) -> dist.ProcessGroup | None:
-        """The ranks that share their sequences with this one; None where each rank has its own, and after `close`."""
+        """The ranks that train on the same samples as this one; None where no other does, and after `close`."""
         return self._cell
 
     def hand_out_cell(self) -> dist.ProcessGroup | None:

@@ -54,8 +54,9 @@ class GenerationSpec:
     rank: int
     world_size: int
     seed: int = 0
-    # How many neighbouring ranks share each sequence; see `core.mesh`.
+    # How many neighbouring ranks share each sequence, or each layer; see `core.mesh`.
     sp: int = 1
+    tp: int = 1
     # The size that DeepSpeed configs written for a fixed world size are read with.
     max_world_size: int = 1
     batch: BatchSettings = field(default_factory=BatchSettings)
@@ -85,4 +86,4 @@ class GenerationSpec:
 
     @property
     def mesh(self) -> Mesh:
-        return Mesh.of(self.world_size, self.sp)
+        return Mesh.of(self.world_size, self.sp, self.tp)

@@ -21,14 +21,17 @@ def check_engine(name: str) -> None:
         raise UsageError(f"engine {name!r} is unknown; the engines are: {', '.join(ENGINES)}")
 
 
-def check_config(name: str, config: Mapping[str, Any], batch: BatchSettings, workers: tuple[int, int]) -> None:
+def check_config(
+    name: str, config: Mapping[str, Any], batch: BatchSettings, workers: tuple[int, int], tp: int = 1
+) -> None:
     """What the engine of that name says about a job's configuration of it, without its library.
 
-    `workers` are the smallest and the largest number of ranks with samples of their own. Raises UsageError for what
+    `workers` are the smallest and the largest number of ranks with samples of their own; `tp` ranks share each layer.
+    Raises UsageError for what
     the engine cannot honour.
     """
     try:
-        importlib.import_module(f"elastic.engines.{name}.config").check(config, batch, workers)
+        importlib.import_module(f"elastic.engines.{name}.config").check(config, batch, workers, tp)
     except UsageError as error:
         raise UsageError(f"{name}: {error.message}") from error
 

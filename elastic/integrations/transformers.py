@@ -128,6 +128,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             raise UsageError(
                 f"elastic.integrations.transformers.Trainer trains with DeepSpeed, not {generation.kind.name}"
             )
+        if spec.tp > 1:
+            raise UsageError(
+                f"elastic.integrations.transformers.Trainer and mesh: {{tp: {spec.tp}}} are not supported together: it "
+                "would save one rank's slices as the model; call elastic.initialize"
+            )
         config = transformers_arguments.engine_config(self.args, spec.engine_config)
         dataset, collate = self._training_data()
         read: dict[str, Any] = {

@@ -11,6 +11,7 @@ import torch
 from elastic.checkpoint.digest import digest
 from elastic.checkpoint.shards import DTYPE_NAMES
 from elastic.checkpoint.source import CheckpointSource, ReadRange
+from elastic.core.checkpoint.lanes import require_whole
 from elastic.core.checkpoint.manifest import Json, Manifest, StoredTensor
 from elastic.core.errors import IntegrityError
 from elastic.core.sharding.layout import Chunk, RankLayout
@@ -47,6 +48,7 @@ class CheckpointTensors:
     """
 
     def __init__(self, source: CheckpointSource, manifest: Manifest) -> None:
+        require_whole(manifest)
         self.manifest = manifest
         self._source = source
         self._index = SourceIndex([shard.layout for shard in manifest.shards])

@@ -90,7 +90,9 @@ class ElasticEngine:
         self._rates.restored(rates_of(engine.native.optimizer) if scope.spec.checkpoint is not None else None)
         self._squares = GradientSquares(scope.spec.noise_every_steps)
         # In the run's first step, which one rank counts for all.
-        self._flops = FlopCount(engine) if scope.step == 0 and scope.spec.rank == 0 else None
+        # A rank that shares layers computes some parts by itself and some alike: its FLOPs do not say the sample's.
+        counted = scope.step == 0 and scope.spec.rank == 0 and scope.spec.tp == 1
+        self._flops = FlopCount(engine) if counted else None
         self._sample_flops = 0.0
 
     @property
@@ -164,8 +166,8 @@ class ElasticEngine:
         # An audit's pass is scaled as the original, so that it is rounded alike.
         scale = loss_scale(weight or progress.active.audited_weight, self.plan.micro_steps, self.plan.world_size)
         if weight > 0.0:
-            # Where ranks share sequences each of them adds its part: the reports of all ranks are added up.
-            self._loss = self._loss + loss.detach().float() * (weight / self._scope.spec.sp)
+            # The ranks of a cell have the same loss, and each adds its part: the reports of all ranks are added up.
+            self._loss = self._loss + loss.detach().float() * (weight / self._scope.spec.mesh.per_cell)
         progress.backwards += 1
         scaled = loss * scale if self._watch is None else self._watch.guarded(loss, scale)
         engine = self._open()

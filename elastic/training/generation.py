@@ -75,7 +75,7 @@ class Generation:
         """From here on the engine is closed however the generation ends."""
         self._native, self.ledger = weakref.ref(engine.native), engine.ledger
         if self.group.cell is not None:
-            self.ledger.name_axis(self.group.cell, "sp")
+            self.ledger.name_axis(self.group.cell, "sp" if self.scope.spec.sp > 1 else "tp")
         self.closing.callback(lambda: engine.detach() if self._stays else engine.close())
 
     def began(self, steps: StepLoop, engine: ElasticEngine, loader: ElasticLoader) -> None:

@@ -20,6 +20,7 @@ from crew import Crew, Outcome
 
 from elastic.checkpoint.source import ReadRange
 from elastic.checkpoint.storage import CheckpointStore
+from elastic.core.checkpoint.manifest import Manifest
 from elastic.core.generation_spec import BatchSettings
 
 pytestmark = pytest.mark.processes
@@ -183,7 +184,10 @@ def _assert_every_sample_once(outcomes: Sequence[Outcome]) -> None:
 
 def _whole_state(store: CheckpointStore) -> dict[str, torch.Tensor]:
     """Every "<kind>/<name>" of the newest checkpoint as one flat tensor."""
-    manifest = store.manifest(store.list()[0].id)
+    return state_of(store, store.manifest(store.list()[0].id))
+
+
+def state_of(store: CheckpointStore, manifest: Manifest) -> dict[str, torch.Tensor]:
     whole: dict[str, torch.Tensor] = {}
     for shard in manifest.shards:
         for stored in shard.tensors:

@@ -1,10 +1,9 @@
-"""A whole run whose ranks share sequences: nodes are killed and added; the oracle is the undisturbed run."""
+"""Whole runs whose ranks share sequences, or layers: nodes are killed and added; the oracle is the undisturbed run."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from elastic_cluster import LocalCluster
@@ -19,12 +18,22 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 CEILING = 4e-6
 
 
-def test_cells_lose_nodes_form_anew_and_grow(cluster: LocalCluster, tmp_path: Path) -> None:
-    still = started(cluster, tmp_path / "still", "still")
+# What ranks share, and the function that shares it.
+SHARED = [
+    pytest.param("shared_sequences:train", MeshSettings(sp=2), id="sequences"),
+    pytest.param("shared_layers:train", MeshSettings(tp=2), id="layers"),
+]
+
+
+@pytest.mark.parametrize(("function", "mesh"), SHARED)
+def test_cells_lose_nodes_form_anew_and_grow(
+    cluster: LocalCluster, tmp_path: Path, function: str, mesh: MeshSettings
+) -> None:
+    still = started(cluster, tmp_path / "still", "still", function, mesh)
     still.allow(1 << 30)
     still.start().finish()
 
-    run = started(cluster, tmp_path / "moved", "moved")
+    run = started(cluster, tmp_path / "moved", "moved", function, mesh)
     run.allow(7)
     run.start()
     run.reach(7)
@@ -54,17 +63,16 @@ def test_cells_lose_nodes_form_anew_and_grow(cluster: LocalCluster, tmp_path: Pa
         assert loss == pytest.approx(still.losses()[step], rel=CEILING, abs=CEILING), f"step {step}"
 
 
-def started(cluster: LocalCluster, folder: Path, run_id: str, **options: Any) -> Run:
+def started(cluster: LocalCluster, folder: Path, run_id: str, function: str, mesh: MeshSettings) -> Run:
     folder.mkdir()
     run = Run(
         cluster,
         folder,
-        "shared_sequences:train",
+        function,
         run_id=run_id,
         scaling=ScalingSettings(2, 4),
         memory={"every_steps": 1},
         every_steps=None,
-        **options,
     )
-    run.settings = replace(run.settings, mesh=MeshSettings(sp=2))
+    run.settings = replace(run.settings, mesh=mesh)
     return run

@@ -19,6 +19,7 @@ def template_to_json(record: ShardRecord) -> dict[str, Json]:
         "world_size": record.world_size,
         "generation": record.generation,
         "zero_stage": record.zero_stage,
+        "tp": record.tp,
         "file": record.file,
         "bytes": record.bytes,
         "tensors": [[t.key, t.dtype, t.numel, t.begin] for t in record.tensors],
@@ -45,6 +46,7 @@ def template_from_json(data: Json) -> ShardRecord:
             ),
             digests={},
             zero_stage=count(data["zero_stage"]),
+            tp=count(data["tp"]),
             parameters=None
             if data["parameters"] is None
             else {text(name): tuple(map(count, shape)) for name, shape in data["parameters"]},

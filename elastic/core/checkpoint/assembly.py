@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 
+from elastic.core.checkpoint.lanes import lane_name, shards_of
 from elastic.core.checkpoint.manifest import Json, Manifest, ShardRecord
 from elastic.core.collector import no_collection
 from elastic.core.data.readers import READERS, ReaderStates, merged
@@ -39,9 +40,17 @@ def assemble(
     """
     ordered = _one_checkpoint(shards)
     first = ordered[0]
-    if first.parameters is None:
-        raise IntegrityError("the record of rank 0 does not name the parameters", Where(rank=0, step=first.step))
-    _check_cover(first.parameters, ordered)
+    parameters: dict[str, tuple[int, ...]] = {}
+    digests: dict[str, int] = {}
+    for lane in range(first.tp):
+        own = shards_of(ordered, lane, first.tp)
+        shapes = own[0].parameters
+        if shapes is None:
+            where = Where(rank=own[0].rank, step=first.step)
+            raise IntegrityError(f"the record of rank {own[0].rank} does not name the parameters", where)
+        _check_cover(shapes, own)
+        parameters |= {lane_name(name, lane, first.tp): shape for name, shape in shapes.items()}
+        digests |= {lane_name(key, lane, first.tp): digest for key, digest in _summed(own).items()}
     return Manifest(
         id=checkpoint_id(first.step, first.generation),
         run_id=run_id,
@@ -49,12 +58,13 @@ def assemble(
         step=first.step,
         world_size=first.world_size,
         zero_stage=first.zero_stage,
-        parameters=dict(first.parameters),
+        parameters=parameters,
         shards=tuple(replace(shard, digests={}, extra_state=None, parameters=None) for shard in ordered),
-        digests=_summed(ordered),
+        digests=digests,
         extra_state=_extra_state(ordered),
         versions=dict(versions or {}),
         written_at=written_at,
+        tp=first.tp,
     )
 
 
@@ -73,7 +83,7 @@ def _one_checkpoint(shards: Sequence[ShardRecord]) -> list[ShardRecord]:
     by_rank: dict[int, ShardRecord] = {}
     for shard in shards:
         where = Where(rank=shard.rank, step=shard.step, generation=shard.generation)
-        for what in ("generation", "step", "world_size", "zero_stage"):
+        for what in ("generation", "step", "world_size", "zero_stage", "tp"):
             if getattr(shard, what) != getattr(first, what):
                 values = f"{getattr(shard, what)} and {getattr(first, what)}"
                 raise IntegrityError(f"shards of one checkpoint differ in {what}: {values}", where)
@@ -86,6 +96,8 @@ def _one_checkpoint(shards: Sequence[ShardRecord]) -> list[ShardRecord]:
         raise IntegrityError(
             f"world size {first.world_size} needs one shard per rank: missing {missing}, not members {foreign[:8]}"
         )
+    if first.tp < 1 or first.world_size % first.tp:
+        raise IntegrityError(f"{first.world_size} ranks cannot have {first.tp} lanes of one length")
     return [by_rank[rank] for rank in range(first.world_size)]
 
 

@@ -13,6 +13,8 @@ from typing import Any
 from elastic.core.sharding.layout import Chunk, RankLayout
 
 FORMAT = 1
+# Of a checkpoint whose ranks held slices of the layers: a reader of format 1 would take each for the whole.
+FORMAT_OF_LANES = 2
 
 # One value of JSON. mypy cannot express the recursion usefully here.
 Json = Any
@@ -41,6 +43,9 @@ class ShardRecord:
     `extra_state` is what is equal on all ranks (counters, hyper-parameters, scheduler...); only rank 0 sends it, and
     `parameters` (name to shape) with it. Every rank adds the states of its own readers of a stream, "readers".
     `file` is a plain name inside the checkpoint's folder.
+
+    With `tp` above 1 the rank is of lane `rank % tp` (see `core.mesh`): names are those of the model, shapes and
+    elements those of the lane's slices, and the first rank of each lane sends `parameters`.
     """
 
     rank: int
@@ -56,6 +61,7 @@ class ShardRecord:
     extra_state: Mapping[str, Json] | None = None
     zero_stage: int = 0
     parameters: Mapping[str, tuple[int, ...]] | None = None
+    tp: int = 1
 
     @property
     def layout(self) -> RankLayout:
@@ -71,6 +77,8 @@ class Manifest:
     `extra_state` carries what is not a flat tensor: optimizer scalars and hyper-parameters, scheduler, loss scaler,
     counters, the data cursor, the user's state, and the states of a stream's readers from all ranks. In `shards`, by
     rank, what is said here is left out: partial digests, extra state and shapes.
+
+    With `tp` above 1 the names of `parameters` and `digests` say the lane too (`core.checkpoint.lanes`).
     """
 
     id: str
@@ -85,3 +93,4 @@ class Manifest:
     extra_state: Mapping[str, Json] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     written_at: float = 0.0
+    tp: int = 1

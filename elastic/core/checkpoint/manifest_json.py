@@ -3,6 +3,8 @@
     {"format": 1, "check": <blake2b of the compact form of "manifest">, "manifest": {...}}
 
 Format 1 keeps the keys that its first manifests have: the extra state is under "client", chunks under "pieces".
+Format 2 is that of a checkpoint whose ranks held slices of the layers: "mesh" says how many lanes there are, and names
+say their lane (`core.checkpoint.lanes`). Without lanes format 1 is written.
 
 Chunks are kept as columns of numbers: names and buffers are indices into one table, and equal columns are written
 once. A stage-3 checkpoint of 1,000 ranks and 500 parameters has half a million chunks and takes about 3 MB.
@@ -13,9 +15,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
-from elastic.core.checkpoint.manifest import FORMAT, Json, Manifest, ShardRecord, StoredTensor
+from elastic.core.checkpoint.manifest import FORMAT, FORMAT_OF_LANES, Json, Manifest, ShardRecord, StoredTensor
 from elastic.core.collector import no_collection
 from elastic.core.errors import IntegrityError, UsageError
 from elastic.core.names import check_file, check_run_id, parse_checkpoint_id
@@ -36,7 +39,7 @@ def to_json(manifest: Manifest) -> str:
     """
     check_json(manifest.extra_state, "extra_state")
     columns = _Columns()
-    body = {
+    body: dict[str, Json] = {
         "id": manifest.id,
         "run_id": manifest.run_id,
         "generation": manifest.generation,
@@ -52,8 +55,11 @@ def to_json(manifest: Manifest) -> str:
         "words": list(columns.words),
         "columns": [list(column) for column in columns.columns],
     }
+    if manifest.tp > 1:
+        body["mesh"] = {"dp": manifest.world_size // manifest.tp, "tp": manifest.tp}
     text = _compact(body)
-    return f'{{"format":{FORMAT},"check":"{_check(text)}","manifest":{text}}}'
+    number = FORMAT if manifest.tp == 1 else FORMAT_OF_LANES
+    return f'{{"format":{number},"check":"{_check(text)}","manifest":{text}}}'
 
 
 def check_json(value: Json, where: str) -> None:
@@ -77,21 +83,23 @@ def from_json(text: str | bytes) -> Manifest:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise IntegrityError(f"the manifest is not JSON: {error}") from error
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
+    if not isinstance(data, dict) or data.get("format") not in (FORMAT, FORMAT_OF_LANES):
         found = data.get("format") if isinstance(data, dict) else type(data).__name__
-        raise IntegrityError(f"the manifest has format {found!r}, this version reads format {FORMAT}")
+        known = f"formats {FORMAT} and {FORMAT_OF_LANES}"
+        raise IntegrityError(f"the manifest has format {found!r}, this version reads {known}")
     body = _get(data, "manifest", dict)
     if _check(_compact(body)) != _get(data, "check", str):
         raise IntegrityError("the manifest does not match its own check: it was damaged or changed by hand")
-    return _manifest(body)
+    return _manifest(body, data["format"] == FORMAT_OF_LANES)
 
 
-def _manifest(body: dict[str, Any]) -> Manifest:
+def _manifest(body: dict[str, Any], has_lanes: bool) -> Manifest:
     ref = parse_checkpoint_id(_get(body, "id", str))
     columns = [_numbers(column, "columns") for column in _get(body, "columns", list)]
     words = [_typed(word, str, "words") for word in _get(body, "words", list)]
     shards = tuple(_shard(item, words, columns) for item in _get(body, "shards", list))
     world_size = _count(body, "world_size")
+    tp = _lanes(_get(body, "mesh", dict), world_size) if has_lanes else 1
     if (ref.step, ref.generation) != (_count(body, "step"), _count(body, "generation")):
         raise IntegrityError(f"the manifest of {ref.id} is about another step or generation")
     if any(
@@ -109,12 +117,20 @@ def _manifest(body: dict[str, Any]) -> Manifest:
         world_size=world_size,
         zero_stage=_count(body, "zero_stage"),
         parameters=_shapes(_get(body, "parameters", dict)),
-        shards=shards,
+        shards=tuple(replace(shard, tp=tp) for shard in shards) if has_lanes else shards,
         digests=_digests(_get(body, "digests", dict)),
         extra_state=_get(body, "client", dict),
         versions={key: _typed(value, str, key) for key, value in _get(body, "versions", dict).items()},
         written_at=_number(body, "written_at"),
+        tp=tp,
     )
+
+
+def _lanes(mesh: dict[str, Any], world_size: int) -> int:
+    dp, tp = _count(mesh, "dp"), _count(mesh, "tp")
+    if dp < 1 or tp < 2 or dp * tp != world_size:
+        raise IntegrityError(f"the manifest's mesh of dp {dp} and tp {tp} is not one of {world_size} ranks")
+    return tp
 
 
 class _Columns:

@@ -42,6 +42,8 @@ class DeepSpeedAdapter:
         self._gathers = native.zero_optimization_partition_weights()
         self._output = LastOutput()
         self.ledger = CollectiveLedger(self.device, {self.data_group: "dp"})
+        if native.autotp_size() > 1:
+            self.ledger.name_axis(native.mpu.get_tensor_model_parallel_group(), "tp")
         self._counted = CountedBackend()
         self._last = True
         # What the ledger showed at the first forward pass of the step; None between two steps.

@@ -62,6 +62,8 @@ class Belongings:
         """Why no other engine can be built on this model; None where one can."""
         if self._partitioned:
             return "the model was built under deepspeed.zero.Init, which binds its parameters to one world size"
+        if getattr(self._model, "ds_autotp_parsed", False):
+            return "tensor parallelism has replaced the model's layers by slices of them, which cannot be undone"
         if native.module is not self._model:
             return f"DeepSpeed has wrapped the model in a {type(native.module).__name__}"
         if _hooks_of(native) - self._engine_hooks:

@@ -13,6 +13,7 @@ from elastic.core.errors import UsageError
 from elastic.core.generation_spec import BatchSettings
 from elastic.engines.base import Config, ResolvedConfig
 from elastic.engines.config_file import read_mapping
+from elastic.engines.deepspeed import tensor_parallel
 from elastic.engines.deepspeed.config_keys import refuse_unknown
 from elastic.engines.deepspeed.refused import refuse
 
@@ -28,9 +29,10 @@ def read_config(config: Config) -> dict[str, Any]:
     return copy.deepcopy(dict(read_mapping(config, "DeepSpeed configuration")))
 
 
-def check(config: Mapping[str, Any], batch: BatchSettings, workers: tuple[int, int]) -> None:
+def check(config: Mapping[str, Any], batch: BatchSettings, workers: tuple[int, int], tp: int = 1) -> None:
     """`resolve` at the smallest world size; a job without batch sizes leaves them to its training function (another
     configuration, or a DataLoader). Raises UsageError."""
+    tensor_parallel.configured(config, tp)
     given = (batch.global_batch, batch.micro_batch, _count(config, _GLOBAL), _count(config, _MICRO))
     if any(given):
         resolve(config, batch, *workers)
@@ -45,9 +47,10 @@ def resolve(
     max_world_size: int | None = None,
     loader_batch: int | None = None,
     cell: int = 1,
+    tp: int = 1,
 ) -> ResolvedConfig:
     """Determine the batch sizes and make the configuration for `world_size`, in cells of `cell` ranks that share their
-    samples (`core.mesh`).
+    samples (`core.mesh`), and of which `tp` share each layer.
 
     The job's batch settings come first, then the configuration's. A configuration written for a fixed world size is
     read as if that were `max_world_size`. The batch figures inside `native` are nominal: they agree with one another,
@@ -56,16 +59,22 @@ def resolve(
     otherwise elsewhere. Raises UsageError for contradictions and for what is refused.
     """
     _check_options(config)
+    tensor_parallel.configured(config, tp)
     batch = _with_loader(config, batch, loader_batch)
     micro, total = resolve_batch(config, batch, max_world_size or world_size)
     micro_steps = micro_steps_per_rank(total, micro, world_size)
     resolved = copy.deepcopy(dict(config))
     resolved[_MICRO] = micro
     resolved[_ACCUMULATION] = micro_steps
-    # To DeepSpeed all ranks are data parallel: a cell's samples count once for each of its ranks.
+    # As DeepSpeed counts, with AutoTP too, all ranks are data parallel: a cell's samples count once for each of them.
     resolved[_GLOBAL] = micro * micro_steps * world_size * cell
     # DeepSpeed calls a user's own optimizer (torch's AdamW, say) untested; refusing it would surprise.
     resolved.setdefault("zero_allow_untested_optimizer", True)
+    if tp > 1:
+        resolved |= tensor_parallel.configured(config, tp)
+        # With AutoTP the engine counts all ranks here, and stage 3's own reading the data-parallel ones: each works out
+        # its nominal batch by itself.
+        del resolved[_GLOBAL]
     return ResolvedConfig(resolved, total, micro, micro_steps)
 
 

@@ -13,7 +13,7 @@ from elastic.core.errors import UsageError
 from elastic.core.generation_spec import GenerationSpec
 from elastic.core.settings import RunSettings
 from elastic.engines.base import Config, EngineKind, Nonfinite, ResolvedConfig, UserObjects
-from elastic.engines.deepspeed import monitors, startup, teardown, user_calls
+from elastic.engines.deepspeed import monitors, startup, teardown, tensor_parallel, user_calls
 from elastic.engines.deepspeed.adapter import DeepSpeedAdapter
 from elastic.engines.deepspeed.belongings import Belongings, fill_placeholders
 from elastic.engines.deepspeed.config import read_config, resolve
@@ -75,8 +75,9 @@ class DeepSpeed:
             )
         read = read_config(chosen)
         monitors.refuse_missing(read)
-        most_cells = max(spec.max_world_size, spec.world_size) // spec.sp
-        return resolve(read, spec.batch, spec.mesh.dp, most_cells, loader_batch, spec.sp)
+        mesh = spec.mesh
+        most_cells = max(spec.max_world_size, spec.world_size) // mesh.per_cell
+        return resolve(read, spec.batch, mesh.dp, most_cells, loader_batch, mesh.per_cell, mesh.tp)
 
     def build(
         self, resolved: ResolvedConfig, nonfinite: Nonfinite | None, device: torch.device, objects: UserObjects
@@ -86,6 +87,9 @@ class DeepSpeed:
         refuse_model(objects.model)
         refuse_without_values(objects.model)
         refuse_wrapped(objects.model, resolved.native)
+        tp = tensor_parallel.size_of(resolved.native)
+        if tp > 1:
+            tensor_parallel.refuse_unshardable(objects.model)
         fill_placeholders(objects.model)
         belongings = Belongings(objects.model, objects.optimizer)
         try:
@@ -99,11 +103,14 @@ class DeepSpeed:
                     dist_init_required=False,
                 )
         except BaseException:
-            # A peer was lost, say: the next generation builds on the same model.
-            belongings.failed()
+            # A peer was lost, say: the next generation builds on the same model, unless its layers have been replaced.
+            if tp == 1:
+                belongings.failed()
             teardown.clear_stage3_globals()
             raise
         try:
+            if tp > 1:
+                tensor_parallel.require_slices(native.module, tp)
             engine = DeepSpeedAdapter(native, nonfinite, belongings)
         except UsageError:
             teardown.release_engine(native)

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from elastic.core.errors import UsageError
 from elastic.engines.base import LossScale
@@ -50,13 +51,25 @@ class NonFinite:
         if not self._whole_gradient:
             yield
             return
-        gradients = [_values(p.grad) for p in self._engine.module.parameters() if p.grad is not None]
-        self._norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+        self._norm = self._whole_norm()
         if math.isfinite(self._norm):
             yield
         else:
             with _withheld(self._engine.optimizer):
                 yield
+
+    def _whole_norm(self) -> float:
+        """Of slices over the ranks that share them; what those ranks all have whole counts once."""
+        gradients = {p: _values(p.grad) for p in self._engine.module.parameters() if p.grad is not None}
+        if self._engine.autotp_size() <= 1:
+            return float(torch.nn.utils.get_total_norm(list(gradients.values()))) if gradients else 0.0
+        cell = self._engine.mpu.get_tensor_model_parallel_group()
+        first = dist.get_rank(cell) == 0
+        own = [gradient for p, gradient in gradients.items() if first or getattr(p, "tensor_model_parallel", False)]
+        squared = torch.nn.utils.get_total_norm(own).double().square() if own else torch.zeros((), dtype=torch.float64)
+        squared = squared.to(self._engine.device)
+        dist.all_reduce(squared, group=cell)
+        return float(squared.sqrt())
 
     @property
     def grad_norm(self) -> float | torch.Tensor | None:

@@ -122,7 +122,6 @@ REFUSED: tuple[tuple[str, _Test, str], ...] = (
         _true,
         "experts are bound to groups of a fixed size; native MoE and expert parallelism are not supported yet",
     ),
-    ("tensor_parallel.autotp_size", _above_one, "tensor parallelism is not supported; remove the block"),
     (
         "sequence_parallel_size",
         _above_one,

@@ -57,8 +57,15 @@ def read_options(config: Config) -> Options:
     return Options(**values)
 
 
-def check(config: Mapping[str, Any], batch: BatchSettings, workers: tuple[int, int]) -> None:
+def refuse_mesh(tp: int) -> None:
+    """Raises UsageError where ranks are to share layers."""
+    if tp > 1:
+        raise UsageError(f"mesh: {{tp: {tp}}} is supported with engine: deepspeed, not fsdp2")
+
+
+def check(config: Mapping[str, Any], batch: BatchSettings, workers: tuple[int, int], tp: int = 1) -> None:
     """Batch sizes that are missing may still be given in the user's function. Raises UsageError."""
+    refuse_mesh(tp)
     options = read_options(config)
     if None not in (batch.micro_batch or options.micro_batch, batch.global_batch or options.global_batch):
         resolve(options, batch, workers[0])

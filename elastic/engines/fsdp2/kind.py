@@ -20,7 +20,7 @@ from elastic.core.settings import RunSettings
 from elastic.engines.base import Config, EngineKind, Nonfinite, ResolvedConfig, UserObjects
 from elastic.engines.fsdp2.adapter import Fsdp2Adapter, Fsdp2Engine
 from elastic.engines.fsdp2.belongings import Belongings
-from elastic.engines.fsdp2.config import read_options, resolve
+from elastic.engines.fsdp2.config import read_options, refuse_mesh, resolve
 from elastic.engines.fsdp2.sharding import forget_meshes, repoint, shard_model
 from elastic.engines.model.plain_names import named_parameters
 
@@ -65,6 +65,7 @@ class Fsdp2:
 
     def resolve(self, config: Config | None, spec: GenerationSpec, loader_batch: int | None = None) -> ResolvedConfig:
         chosen = config if config is not None else spec.engine_config or {}
+        refuse_mesh(spec.tp)
         found = resolve(read_options(chosen), spec.batch, spec.mesh.dp, loader_batch)
         return replace(found, native={**found.native, _BEGINS: spec.checkpoint is None})
 

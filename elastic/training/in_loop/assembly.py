@@ -14,6 +14,7 @@ from elastic.core.data.readers import READERS
 from elastic.core.data.step_plan import StepPlan, total_samples
 from elastic.core.errors import UsageError
 from elastic.core.generation_spec import GenerationSpec
+from elastic.core.mesh import MeshSettings
 from elastic.core.settings import WeightsSettings
 from elastic.engines.base import Config, Engine, ResolvedConfig, UserObjects
 from elastic.training.data import cursor
@@ -33,6 +34,7 @@ from elastic.training.session import Phase
 from elastic.training.state.engine_state import open_state
 from elastic.training.step_loop import StepLoop
 from elastic.training.user.comparison import Comparison
+from elastic.training.user.one_model import require_one_model
 from elastic.training.user.startup import before_first_batch
 from elastic.training.user.state import tensors_of
 from elastic.training.watch.anomalies import AnomalyWatch
@@ -69,13 +71,21 @@ def assemble(generation: Generation, given: Given, handles: Handles | None = Non
     scope, source = generation.scope, given.source
     resolved = generation.kind.resolve(given.config, scope.spec, source.micro_batch)
     if scope.spec.noise_every_steps is not None:
-        refused = refused_noise(scope.spec.sp, resolved.global_batch, resolved.micro_batch)
+        refused = refused_noise(scope.spec.sp, resolved.global_batch, resolved.micro_batch, scope.spec.tp)
         if refused is not None:
             raise UsageError(refused)
     if scope.spec.audit_every_steps is not None:
         refused = refused_audit(scope.spec.sp, isinstance(source.dataset, Stream))
         if refused is not None:
             raise UsageError(refused)
+    if scope.spec.tp > 1:
+        if given.weights is not None:
+            raise UsageError(
+                f"weights to begin with and {MeshSettings(tp=scope.spec.tp)} are not supported together: load them "
+                "into the model before elastic.initialize, on every rank"
+            )
+        if scope.spec.checkpoint is None:
+            require_one_model(given.model, generation.group.cell, scope.device)
     nonfinite = scope.spec.anomalies.policy if scope.spec.anomalies is not None else None
     engine, optimizer, scheduler = generation.kind.build(
         resolved,
@@ -126,7 +136,7 @@ def _plan(spec: GenerationSpec, resolved: ResolvedConfig, source: DataSource) ->
         micro_batch=resolved.micro_batch,
         world_size=spec.mesh.dp,
         rank=spec.mesh.data(spec.rank),
-        leads=spec.mesh.sequence(spec.rank) == 0,
+        leads=spec.rank == spec.mesh.cell(spec.rank).start,
         dataset_size=source.size,
         total_samples=total_samples(
             source.size, resolved.global_batch, spec.batch.max_steps, spec.batch.epochs, spec.skips
@@ -150,7 +160,7 @@ def _opened(
     Raises UsageError, ModelMismatch, IntegrityError or StorageError.
     """
     scope = generation.scope
-    state = open_state(engine)
+    state = open_state(engine, scope.spec.tp)
     generation.closing.callback(state.close)
     cursor.require_equal(plan, scope.spec.seed, state.agreement)
     saved_step, readers = None, None
@@ -175,7 +185,7 @@ def _opened(
         lambda: run_state(scope, plan if course is None else course.plan, generation.state),
         saved_step,
         lambda: {} if (own := reader.states()) is None else {READERS: own.to_json()},
-        Comparison(scope, generation.state, state.agreement),
+        Comparison(scope, generation.state, state.lanes.own),
     )
     generation.closing.callback(snapshots.close)
     anomalies = scope.spec.anomalies

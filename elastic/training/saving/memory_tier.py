@@ -150,10 +150,9 @@ class MemoryTier:
             cost_s is not None,
             -round((cost_s or 0.0) * _MICROSECONDS),
             -round(self._costs.step_s * _MICROSECONDS),
-            fingerprint,
-            -fingerprint,
+            *self._state.lanes.low_and_high(fingerprint),
         )
-        complete, works, known, cost, step, low, high = self._state.agreement.least(own)
+        complete, works, known, cost, step, *fingerprints = self._state.agreement.least(own)
         # The reduction of a group that was aborted meanwhile may return this rank's own figures only.
         self._scope.check()
         if not works:
@@ -166,8 +165,11 @@ class MemoryTier:
         self._report_interval(cost_s, step_s)
         if self._taken is not None and complete < self._taken:
             return False
-        if replicas is not None and low != -high:
-            raise CollectiveFailed(replicas.difference(self._state.agreement).message, self._scope.where())
+        if replicas is not None:
+            try:
+                self._state.lanes.require_equal(fingerprints, replicas.difference)
+            except IntegrityError as error:
+                raise CollectiveFailed(error.message, self._scope.where()) from error
         return True
 
     def _report_interval(self, cost_s: float, step_s: float) -> None:

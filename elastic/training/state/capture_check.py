@@ -54,15 +54,17 @@ class CaptureCheck:
         turn: int,
         at_once: bool,
         kept: Mapping[str, torch.Tensor],
+        first: bool,
     ) -> CaptureCheck:
         """`extra` is what rank 0 saves besides. `turn` counts this generation's snapshots. `at_once`: masters and
-        optimizer state are read now, too. `kept` are tensors by name that are not the engine's."""
+        optimizer state are read now, too. `kept` are tensors by name that are not the engine's. `first`: is this the
+        rank that writes module buffers?"""
         wanted = _sample(layout, targets, turn)
         names = None if turn == 0 else {chunk.name for _, chunk in wanted}
         live = {(each.kind, each.name): each for each in engine.fragments(names)}
         whole = {(KEPT, name): Fragment(KEPT, name, 0, tensor.reshape(-1)) for name, tensor in kept.items()}
         live |= {(kind, chunk.name): whole[kind, chunk.name] for kind, chunk in wanted if (kind, chunk.name) in whole}
-        wrong = _unlike(wanted, live) + (_left_out(layout, targets, live, where.rank or 0) if turn == 0 else [])
+        wrong = _unlike(wanted, live) + (_left_out(layout, targets, live, first) if turn == 0 else [])
         if extra is not None:
             wrong += engine.wrong_numbers(extra, names)
             if extra["caller"].get("step", where.step) != where.step:
@@ -144,10 +146,10 @@ def _unlike(wanted: Sequence[tuple[str, Chunk]], live: Mapping[tuple[str, str], 
 
 
 def _left_out(
-    layout: RankLayout, targets: Mapping[str, torch.Tensor], live: Mapping[tuple[str, str], Fragment], rank: int
+    layout: RankLayout, targets: Mapping[str, torch.Tensor], live: Mapping[tuple[str, str], Fragment], first: bool
 ) -> list[str]:
     """What the snapshot should have and has not: the optimizer's state of each master that it has, and the module
-    buffers of rank 0, which are the run's. A tensor that all ranks leave out is noticed when shards are assembled."""
+    buffers of the first rank, which are the run's. What all ranks leave out is noticed when shards are assembled."""
     kinds = {
         (key.split("/", 1)[0], chunk.name)
         for key in targets
@@ -157,7 +159,8 @@ def _left_out(
     carried = {name for kind, name in kinds if kind == MASTER}
     missing = []
     for kind, name in live:
-        due = rank == 0 if kind == BUFFER else kind not in (MASTER, PARAM) and name in carried
+        due = first if kind == BUFFER else kind not in (MASTER, PARAM) and name in carried
         if due and (kind, name) not in kinds:
             missing.append(f"{kind}/{name}, which is left out")
-    return missing + [f"{BUFFER}/{name} of rank {rank}" for kind, name in sorted(kinds) if kind == BUFFER and rank != 0]
+    buffers = [name for kind, name in sorted(kinds) if kind == BUFFER and not first]
+    return missing + [f"{BUFFER}/{name} of another than the first rank" for name in buffers]

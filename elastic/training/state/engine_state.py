@@ -18,7 +18,8 @@ import torch
 from elastic.checkpoint.shards import DTYPE_NAMES
 from elastic.checkpoint.snapshot import ShardSnapshot
 from elastic.checkpoint.source import CheckpointSource
-from elastic.comm.agreement import Agreement
+from elastic.comm.lanes import Lanes
+from elastic.core.checkpoint.lanes import lane_of
 from elastic.core.checkpoint.manifest import Json, ShardRecord, StoredTensor
 from elastic.core.data.readers import READERS
 from elastic.core.errors import Where
@@ -47,20 +48,21 @@ from elastic.training.state.verify_scalars import LiveGroups
 _log = logging.getLogger(__name__)
 
 
-def open_state(engine: Engine) -> EngineState:
-    """The state of `engine` before or after any number of steps. Collective: raises on all ranks or on none.
+def open_state(engine: Engine, tp: int = 1) -> EngineState:
+    """The state of `engine` before or after any number of steps. Collective: raises on all ranks or on none. `tp` ranks
+    share each layer.
 
     Raises UsageError for what cannot be carried to another world size (named, with the reason) and for an engine whose
     partitioning is not the one that the pure layouts follow.
     """
-    agreement = Agreement(engine.data_group, engine.device)
+    lanes = Lanes.of(engine.data_group, engine.device, tp)
     found: EngineState | None = None
     error: Exception | None = None
     try:
-        found = EngineState(engine, agreement)
+        found = EngineState(engine, lanes)
     except Exception as caught:  # noqa: BLE001 - the other ranks proceed to collectives: they must learn of it
         error = caught
-    agreement.raise_together(error, "looking at the engine")
+    lanes.every.raise_together(error, "looking at the engine")
     assert found is not None
     return found
 
@@ -72,12 +74,12 @@ class EngineState:
     2. `snapshot` after any step, by any rank by itself
     3. `close` when the engine is closed: nobody reads its tensors any more
 
-    `layout` is what this rank alone holds; empty in stage 0. `agreement` compares numbers over the ranks. `kept` gives
+    `layout` is what this rank alone holds; empty in stage 0. `agreement` compares numbers over all ranks. `kept` gives
     tensors by name that snapshots carry besides the engine's; those of a checkpoint are in `restored`, 1-D on the host.
     """
 
-    def __init__(self, engine: Engine, agreement: Agreement) -> None:
-        self.agreement = agreement
+    def __init__(self, engine: Engine, lanes: Lanes) -> None:
+        self.lanes, self.agreement = lanes, lanes.every
         self.kept: Callable[[], Mapping[str, torch.Tensor]] = dict
         self.restored: Mapping[str, torch.Tensor] = {}
         self._groups: Json = None
@@ -125,14 +127,15 @@ class EngineState:
         snapshot = ShardSnapshot(
             run_id=run_id,
             generation=generation,
-            rank=self._sharded.rank,
-            world_size=self._sharded.world_size,
+            rank=self.agreement.rank,
+            world_size=self.agreement.world_size,
             step=step,
             zero_stage=self.zero_stage,
             layout=layout,
             tensors=tensors,
             parameters=self.parameters,
             extra_state=extra,
+            tp=self.lanes.count,
         )
         return snapshot, replace(copies, check=self._check(generation, step, layout, tensors, extra))
 
@@ -143,7 +146,7 @@ class EngineState:
         """
         _, layout, wanted = self._wanted()
         begins, size = packed(wanted)
-        rank, world_size = self._sharded.rank, self._sharded.world_size
+        rank, world_size = self.agreement.rank, self.agreement.world_size
         tensors = tuple(
             StoredTensor(item.key, DTYPE_NAMES[item.source.dtype], item.source.numel(), begin)
             for item, begin in zip(wanted, begins, strict=True)
@@ -160,7 +163,8 @@ class EngineState:
             chunks=layout.chunks,
             digests={},
             zero_stage=self.zero_stage,
-            parameters=self.parameters if rank == 0 else None,
+            parameters=self.parameters if rank < self.lanes.count else None,
+            tp=self.lanes.count,
         )
         return record, size
 
@@ -188,9 +192,10 @@ class EngineState:
         extra: Mapping[str, Json] | None,
     ) -> CaptureCheck:
         turn, self._captures = self._captures, self._captures + 1
-        where = Where(rank=self._sharded.rank, step=step, generation=generation)
+        where = Where(rank=self.agreement.rank, step=step, generation=generation)
         at_once = self.zero_stage == 0
-        check = CaptureCheck.of(self._engine, where, layout, targets, extra, turn, at_once, self.kept())
+        first = self._sharded.rank == 0
+        check = CaptureCheck.of(self._engine, where, layout, targets, extra, turn, at_once, self.kept(), first)
         check.wrong += [] if extra is None else self._miscounted(extra, step)
         return check
 
@@ -221,7 +226,7 @@ class EngineState:
         return inventory, layout, wanted
 
     def _extra(self, inventory: Inventory, caller: Mapping[str, Json]) -> Mapping[str, Json] | None:
-        if self._sharded.rank != 0:
+        if self.agreement.rank != 0:
             return None
         grown = late_buffers.grown(self._built, late_buffers.shapes(self._sharded.specs()))
         extra = read_extra(self._engine, self._sharded, inventory, caller)
@@ -263,7 +268,7 @@ class EngineState:
             install_s=installed - read,
             verify_s=monotonic() - installed,
         )
-        _log.info("restored %s at world size %d: %s", checkpoint_id, self._sharded.world_size, report)
+        _log.info("restored %s at world size %d: %s", checkpoint_id, self.agreement.world_size, report)
         extra_state = staged.manifest.extra_state
         readers = {READERS: extra_state[READERS]} if READERS in extra_state else {}
         return report, {**extra_state["caller"], **readers}
@@ -278,7 +283,7 @@ class EngineState:
         Called by the first optimizer step and the first snapshot; after a failure it raises at every call.
         """
         if self._verification is not None:
-            self._verification.verdict(self.agreement)
+            self._verification.verdict(self.agreement, self.lanes.own)
             self._verification = None
 
     @property
@@ -305,12 +310,9 @@ class EngineState:
         Raises IntegrityError on all ranks: a snapshot would carry one copy and a restore would give it to all.
         """
         replicas = self.replicas()
-        if replicas is None:
-            return
-        own = replicas.fingerprint()
-        low, high = self.agreement.least([own, -own])
-        if low != -high:
-            raise replicas.difference(self.agreement)
+        if replicas is not None:
+            least = self.agreement.least(self.lanes.low_and_high(replicas.fingerprint()))
+            self.lanes.require_equal(least, replicas.difference)
 
     def replicas(self, turn: int | None = None) -> Replicas | None:
         """This rank's copies of whatever is not partitioned, to be compared; None where there is one rank only."""
@@ -349,7 +351,7 @@ class EngineState:
 
     def _read(self, source: CheckpointSource, checkpoint_id: str) -> tuple[Staged, frozenset[str]]:
         self._sharded.require_readable()
-        manifest = source.manifest(checkpoint_id)
+        manifest = lane_of(source.manifest(checkpoint_id), self.lanes.index, self.lanes.count)
         saved = extra_of(manifest)
         late_buffers.adopt(self._engine.module, manifest, saved.get("grown_buffers", {}), self._built)
         skipped = check_model(manifest, self._sharded.specs(), saved["fleeting_buffers"])

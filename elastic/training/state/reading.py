@@ -80,7 +80,10 @@ def read_checkpoint(
         buffer: {kind: _zeros(target.buffers[buffer], dtype, devices[buffer]) for kind, dtype in own.items()}
         for buffer, own in dtypes.items()
     }
-    ranges = [read for item in items for read in _ranges(item, stored[item.source_rank], tensors)]
+    ranks = [shard.rank for shard in manifest.shards]
+    ranges = [
+        read for item in items for read in _ranges(item, ranks[item.source_rank], stored[item.source_rank], tensors)
+    ]
     needed = sum(read.target.numel() * read.target.element_size() for read in ranges)
     return Staged(manifest, tensors, _read(source, manifest, ranges, buffer_bytes), needed)
 
@@ -200,12 +203,15 @@ def _dtypes(items: Iterable[ReadItem], stored: list[dict[str, dict[str, StoredTe
 
 
 def _ranges(
-    item: ReadItem, stored: Mapping[str, Mapping[str, StoredTensor]], tensors: Mapping[str, Mapping[str, torch.Tensor]]
+    item: ReadItem,
+    rank: int,
+    stored: Mapping[str, Mapping[str, StoredTensor]],
+    tensors: Mapping[str, Mapping[str, torch.Tensor]],
 ) -> list[ReadRange]:
     found = []
     for kind, tensor in stored.get(item.source_buffer, {}).items():
         target = tensors[item.target_buffer][kind][item.target_offset : item.target_offset + item.numel]
-        found.append(ReadRange(item.source_rank, tensor.key, item.source_offset, item.numel, target))
+        found.append(ReadRange(rank, tensor.key, item.source_offset, item.numel, target))
     return found
 
 

@@ -56,7 +56,8 @@ class Replicas:
         if len(set(lists)) == 1:
             by_rank = agreement.by_rank(list(values.values()))
             found = {what: outliers(column) for what, column in zip(values, zip(*by_rank, strict=True), strict=True)}
-        what = listed([f"{what} on rank {', '.join(map(str, ranks))}" for what, ranks in found.items() if ranks])
+        named = {what: ", ".join(str(agreement.ranks[rank]) for rank in ranks) for what, ranks in found.items()}
+        what = listed([f"{what} on rank {ranks}" for what, ranks in named.items() if ranks])
         return IntegrityError(
             f"the ranks' copies of one state have drifted apart: {what} differs from the other ranks'. A snapshot "
             "would carry one of them only; go back to an older checkpoint, and look for code that changes state on "

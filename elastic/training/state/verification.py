@@ -66,15 +66,16 @@ class Verification:
         except Exception as error:  # noqa: BLE001 - the other ranks wait for the verdict: it is raised there
             self._error = error
 
-    def verdict(self, agreement: Agreement) -> None:
-        """Collective. Raises IntegrityError naming what differs first, with the same verdict on every rank.
+    def verdict(self, agreement: Agreement, lane: Agreement) -> None:
+        """Collective. Raises IntegrityError naming what differs first, on every rank. `lane` is the agreement of the
+        ranks that the manifest is of, `agreement` that of all.
 
         An error is raised again at every later call, without another collective.
         """
         if self._failure is not None:
             raise self._failure
         try:
-            self._judge(agreement)
+            self._judge(agreement, lane)
         except Exception as error:
             self._failure = error
             raise
@@ -84,7 +85,7 @@ class Verification:
         if self._reader is not None:
             self._reader.stop()
 
-    def _judge(self, agreement: Agreement) -> None:
+    def _judge(self, agreement: Agreement, lane: Agreement) -> None:
         try:
             if self._error is None:
                 assert self._reader is not None
@@ -92,11 +93,11 @@ class Verification:
         except Exception as error:  # noqa: BLE001 - as above
             self._error = error
         agreement.raise_together(self._error, f"verifying checkpoint {self._manifest.id}")
-        failed = self._failed(agreement)
-        if failed:
-            raise IntegrityError(
-                f"what checkpoint {self._manifest.id} gave back is not what was saved: {listed(failed)} differ"
-            )
+        failed = self._failed(lane)
+        elsewhere = lane is not agreement and agreement.any(bool(failed))
+        if failed or elsewhere:
+            what = f"{listed(failed)} differ" if failed else "ranks with other slices of the layers say what differs"
+            raise IntegrityError(f"what checkpoint {self._manifest.id} gave back is not what was saved: {what}")
 
     def _failed(self, agreement: Agreement) -> list[str]:
         """What differs on any rank: two exchanges of a few bytes per tensor."""

@@ -18,7 +18,8 @@ logger = logging.getLogger(__name__)
 
 
 class Comparison:
-    """Called by every rank at the same moments; names each object once."""
+    """Called by every rank at the same moments; names each object once. Where ranks share layers, objects may be of
+    their slices: `agreement` is that of the ranks with the same ones."""
 
     def __init__(self, scope: GenerationScope, user: State, agreement: Agreement) -> None:
         self._scope = scope
@@ -34,10 +35,11 @@ class Comparison:
         # Of a group that was aborted meanwhile, the answer may be wrong.
         self._scope.check()
         self._named.update(differing)
-        if differing and self._scope.spec.rank == 0:
+        if differing and self._agreement.rank == 0:
             logger.warning(
-                "the ranks' states of %s differ; rank 0's is saved, and every rank gets it after a recovery",
+                "the ranks' states of %s differ; rank %d's is saved, and every rank gets it after a recovery",
                 ", ".join(map(repr, differing)),
+                self._scope.spec.rank,
             )
 
 

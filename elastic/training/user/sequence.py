@@ -40,7 +40,7 @@ def group() -> dist.ProcessGroup | None:
     and `mean` find the group of the generation by themselves.
     """
     generation = context.current()
-    return None if generation is None else generation.group.hand_out_cell()
+    return None if generation is None or generation.scope.spec.sp == 1 else generation.group.hand_out_cell()
 
 
 def split(tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:

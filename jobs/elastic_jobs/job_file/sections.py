@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
-from elastic.core.mesh import MeshSettings, whole_cells
+from elastic.core.mesh import MeshSettings, described, whole_cells
 from elastic.core.settings import (
     AnomalySettings,
     AuditSettings,
@@ -54,31 +54,38 @@ class MeshSpec(BaseModel):
     model_config = CONFIG
 
     sp: Count = 1
+    tp: Count = 1
 
     @model_validator(mode="before")
     @classmethod
     def _known_axes(cls, data: Any) -> Any:
-        for axis in ("tp", "ep", "pp"):
+        for axis in ("ep", "pp"):
             if isinstance(data, dict) and axis in data:
-                raise ValueError(f"{axis} is not supported: sp is the only axis beside data parallelism so far")
+                raise ValueError(f"{axis} is not supported: sp and tp are the axes beside data parallelism so far")
         if isinstance(data, dict) and "dp" in data:
             raise ValueError("dp follows from the number of workers, which changes; leave it out")
         return data
 
+    @model_validator(mode="after")
+    def _one_axis(self) -> MeshSpec:
+        if self.sp > 1 and self.tp > 1:
+            raise ValueError("sp and tp are not supported together; give one of them")
+        return self
+
     def cells(self, low: int, high: int) -> tuple[int, int, MeshSettings]:
         """Worker counts in whole cells: the smallest rounded up, the largest down. ValueError without any."""
-        cell = self.sp
+        cell = self.sp * self.tp
         fewest, most = -(-low // cell) * cell, whole_cells(high, cell)
         if most < fewest:
             raise ValueError(
-                f"min_workers ({low}) to max_workers ({high}) has no multiple of {cell} (mesh: {{sp: {self.sp}}})"
+                f"min_workers ({low}) to max_workers ({high}) has no multiple of {cell} ({described(self.sp, self.tp)})"
             )
         changes = [
             f"{name} {given} was rounded to {made}"
             for name, given, made in (("min_workers", low, fewest), ("max_workers", high, most))
             if given != made
         ]
-        return fewest, most, MeshSettings(self.sp, ", ".join(changes))
+        return fewest, most, MeshSettings(self.sp, ", ".join(changes), self.tp)
 
 
 class CheckpointSpec(BaseModel):

@@ -105,8 +105,8 @@ class JobSpec(BaseModel):
         fewest, most = self.sizes
         if fewest % slot or most % slot:
             raise ValueError(
-                f"min_workers ({fewest}) and max_workers ({most}), in whole cells of {self.mesh.sp}, must be multiples "
-                f"of workers_per_slot ({slot}) too"
+                f"min_workers ({fewest}) and max_workers ({most}), in whole cells of {self.mesh.sp * self.mesh.tp}, "
+                f"must be multiples of workers_per_slot ({slot}) too"
             )
         return self
 
@@ -122,6 +122,13 @@ class JobSpec(BaseModel):
         for name in ("deepspeed", "fsdp2"):
             if getattr(self, name) is not None and self.engine != name:
                 raise ValueError(f"{name} is given, but engine is {self.engine}; set engine: {name}, or leave it out")
+        if self.mesh.tp > 1 and self.engine != "deepspeed":
+            raise ValueError(f"mesh.tp is supported with engine: deepspeed, not {self.engine}")
+        if self.mesh.tp > 1 and self.weights is not None:
+            raise ValueError(
+                "weights and mesh.tp are not supported together: load them into the model before elastic.initialize, "
+                "on every worker"
+            )
         return self
 
     @model_validator(mode="after")
@@ -135,7 +142,7 @@ class JobSpec(BaseModel):
     @model_validator(mode="after")
     def _measurable(self) -> JobSpec:
         if self.gradient_noise.every_steps is not None:
-            refused = refused_noise(self.mesh.sp, self.global_batch, self.micro_batch)
+            refused = refused_noise(self.mesh.sp, self.global_batch, self.micro_batch, self.mesh.tp)
             if refused is not None:
                 raise ValueError(refused)
         if self.audit.every_steps is not None and (refused := refused_audit(self.mesh.sp, streams=False)) is not None:

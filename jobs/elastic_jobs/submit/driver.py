@@ -31,7 +31,7 @@ from elastic.observe.text import clean
 from elastic.runtime import handed_environment
 from elastic_jobs.display import LineDisplay
 from elastic_jobs.exit_codes import DRIVER_BLIND, DRIVER_LOST, STATUSES, exit_code
-from elastic_jobs.job_file.checks import check_new_end, check_seed, check_storage, is_done
+from elastic_jobs.job_file.checks import check_mesh, check_new_end, check_seed, check_storage, is_done
 from elastic_jobs.job_file.load import load_job
 from elastic_jobs.run_folder import RunFolder
 from elastic_jobs.running.backend import Backend, SupervisorLike
@@ -234,6 +234,7 @@ def check_job(command: DriverCommand, folder: RunFolder) -> Job:
     before = (folder.read("job.json") or {}).get("settings")
     if before is not None:
         check_seed(command.run_id, before.get("seed"), job.settings.seed)
+        check_mesh(command.run_id, (before.get("mesh") or {}).get("tp", 1), job.settings.mesh.tp)
     check_storage(job.settings)
     return job
 

@@ -41,8 +41,8 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ),
     (
         "tensor or model parallelism",
-        lambda engine: engine.mp_world_size != 1 or engine.autotp_size() > 1,
-        "the ranks hold slices of different tensors",
+        lambda engine: engine.mp_world_size != max(engine.autotp_size(), 1),
+        "only the job's mesh: {tp: N} says which ranks hold slices of the same tensors",
     ),
     (
         "sequence parallelism",
@@ -51,7 +51,7 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ),
     (
         "a data-parallel group smaller than the world",
-        lambda engine: engine.seq_dp_world_size != _world(),
+        lambda engine: engine.seq_dp_world_size * max(engine.autotp_size(), 1) != _world(),
         "a new world size would not say how it is to be divided",
     ),
     (

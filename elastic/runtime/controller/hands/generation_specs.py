@@ -32,6 +32,7 @@ def generation_specs(
             world_size=len(action.members),
             seed=settings.seed,
             sp=settings.mesh.sp,
+            tp=settings.mesh.tp,
             max_world_size=settings.scaling.max_workers,
             batch=batch,
             checkpoint=action.checkpoint,

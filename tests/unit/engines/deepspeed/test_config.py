@@ -104,7 +104,6 @@ _ON: dict[str, Any] = {
     "gradient_allreduce_op": "sum",
     "managed_gradient_accumulation": False,
     "zero_optimization.zero_hpz_partition_size": 2,
-    "tensor_parallel.autotp_size": 2,
     "sequence_parallel_size": 2,
 }
 

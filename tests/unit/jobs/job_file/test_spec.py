@@ -156,7 +156,15 @@ def test_deepspeed_config_may_be_a_file_beside_the_job(tmp_path: Path) -> None:
         ),
         ("scaling_policy: hasty\n", "line 3: 'scaling_policy' should be 'eager' or 'patient', but is 'hasty'"),
         ("config: [\n", "not valid YAML"),
-        ("mesh: {tp: 2}\n", "tp is not supported: sp is the only axis beside data parallelism so far"),
+        ("mesh: {pp: 2}\n", "pp is not supported: sp and tp are the axes beside data parallelism so far"),
+        ("mesh: {sp: 2, tp: 2}\n", "sp and tp are not supported together; give one of them"),
+        ("engine: fsdp2\nmesh: {tp: 2}\n", "mesh.tp is supported with engine: deepspeed, not fsdp2"),
+        ("weights: {source: there}\nmesh: {tp: 2}\n", "weights and mesh.tp are not supported together"),
+        (
+            "gradient_noise: {every_steps: 1}\nmesh: {tp: 2}\n",
+            "with mesh: {tp: 2} a rank's gradient is that of its slices of the layers only",
+        ),
+        ("mesh: {tp: 8}\n", "min_workers (1) to max_workers (4) has no multiple of 8 (mesh: {tp: 8})"),
         ("mesh: {dp: 2}\n", "dp follows from the number of workers, which changes; leave it out"),
         ("mesh: {sp: 0}\n", "'mesh.sp' should be greater than or equal to 1, but is 0"),
         ("mesh: {sp: 8}\n", "min_workers (1) to max_workers (4) has no multiple of 8 (mesh: {sp: 8})"),
@@ -291,14 +299,15 @@ def test_a_slip_in_failures_is_named_with_and_without_a_gpu(gpu: str, tmp_path: 
         load(tmp_path, f"{GOOD}{gpu}failures: {{abort_timeout: 3.0}}\n")
 
 
-def test_worker_counts_are_rounded_to_whole_cells_and_the_run_says_so(tmp_path: Path) -> None:
-    spec = load(tmp_path, GOOD.replace("max_workers: 4", "max_workers: 7") + "min_workers: 3\nmesh: {sp: 2}\n")
+@pytest.mark.parametrize("axis", ["sp", "tp"])
+def test_worker_counts_are_rounded_to_whole_cells_and_the_run_says_so(tmp_path: Path, axis: str) -> None:
+    spec = load(tmp_path, GOOD.replace("max_workers: 4", "max_workers: 7") + f"min_workers: 3\nmesh: {{{axis}: 2}}\n")
     settings = spec.settings("r", "./runs")
     assert (settings.scaling.min_workers, settings.scaling.max_workers) == (4, 6)
     state = machine.initial(settings, 0.0)
     _, actions = machine.step(state, ev.RunStarted(), 0.0)
     (said,) = [action.sentence for action in actions if isinstance(action, act.Note) and action.kind == "start"]
     assert said == (
-        "the run starts from the beginning with 4 to 6 workers, in cells of 2 (mesh: {sp: 2}); "
+        f"the run starts from the beginning with 4 to 6 workers, in cells of 2 (mesh: {{{axis}: 2}}); "
         "min_workers 3 was rounded to 4, max_workers 7 was rounded to 6"
     )

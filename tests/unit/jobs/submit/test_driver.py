@@ -374,6 +374,7 @@ def test_a_run_out_of_reach_is_no_end(package: Path, capfd: pytest.CaptureFixtur
         (JOB.replace("driven.py:main", "os:system"), {}, "is not in the submitted package"),
         (JOB.replace("driven.py:main", "../outside.py:main"), {}, "is not in the submitted package"),
         (JOB + "seed: 3\n", {"mode": "resume"}, "was started with seed 0, not 3"),
+        (JOB + "mesh: {tp: 2}\n", {"mode": "resume"}, "was started with mesh.tp 1, not 2: its checkpoints hold"),
         (JOB + "nonsense: 3\n", {}, "unknown key 'nonsense'"),
     ],
 )

@@ -1,0 +1,79 @@
+"""Layers that neighbouring ranks share (`mesh: {tp: N}`): DeepSpeed's AutoTP, release 0.19.8.
+
+AutoTP replaces linear layers by this rank's slices of them, and ZeRO then partitions each slice over the ranks that
+have the same one. Nothing here imports torch or DeepSpeed at the top: a job file is checked without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from elastic.core.errors import UsageError
+
+_SECTION = "tensor_parallel"
+# (key, when it is refused, why)
+_REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("vocab_parallel_lm_head", bool, "losses over slices of the vocabulary are not supported; remove the key"),
+    ("keep_module_on_host", bool, "it is for loading checkpoints for inference; remove the key"),
+    ("replace_with_kernel_inject", bool, "its kernels are for inference; remove the key"),
+    ("kernel_inject", bool, "its kernels are for inference; remove the key"),
+    ("injection_policy_tuple", bool, "give partition_config, which says how each layer is sliced"),
+)
+
+
+def configured(config: Mapping[str, Any], tp: int) -> dict[str, Any]:
+    """What of a configuration tensor parallelism sets: the section, where `tp` is above 1, with the user's
+    `partition_config` or `preset_model`.
+
+    Raises UsageError for another size than the mesh's, and for what is refused.
+    """
+    section = config.get(_SECTION) or {}
+    inner = section.get("tp") or section.get(_SECTION) or {}
+    for path, size in (("autotp_size", section.get("autotp_size")), ("tp.tp_size", inner.get("tp_size"))):
+        if isinstance(size, int) and size > 1 and size != tp:
+            raise UsageError(
+                f"DeepSpeed option {_SECTION}.{path} is {size}, and the job's mesh says tp: {tp}; give the job's "
+                f"mesh: {{tp: {size}}} alone, by which workers and samples are counted too"
+            )
+    if tp == 1:
+        return {}
+    for key, refused, why in _REFUSED:
+        if refused(section.get(key)):
+            raise UsageError(f"DeepSpeed option {_SECTION}.{key}: {why}")
+    # Off by our word: a model may ask for it by its own plan.
+    return {_SECTION: {**section, "autotp_size": tp, "vocab_parallel_lm_head": False}}
+
+
+def size_of(config: Mapping[str, Any]) -> int:
+    """How many ranks share each layer, by a resolved configuration."""
+    return int((config.get(_SECTION) or {}).get("autotp_size") or 1)
+
+
+def refuse_unshardable(model: Any) -> None:
+    """Raise UsageError for a model that AutoTP would leave as it is, or slice by groups of an earlier generation."""
+    from deepspeed.runtime.tensor_parallel import init_utils
+
+    if getattr(model, "ds_autotp_parsed", False):
+        raise UsageError(
+            "the model has been sliced by tensor parallelism before, which cannot be undone; build it anew in the "
+            "training function, without elastic.keep"
+        )
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        raise UsageError(
+            "deepspeed.zero.Init and mesh.tp are not supported together; build the model without it, on the CPU"
+        )
+    if init_utils._TP_MODEL_INIT_ARGS is not None:
+        init_utils._TP_MODEL_INIT_ARGS = None
+        raise UsageError(
+            "deepspeed.tp_model_init was called: leave it out, elastic.initialize slices the model as mesh.tp says"
+        )
+
+
+def require_slices(model: Any, tp: int) -> None:
+    """Raises UsageError where AutoTP has recognised no layer: all ranks of a cell would compute the same."""
+    if not any(getattr(parameter, "tensor_model_parallel", False) for parameter in model.parameters()):
+        raise UsageError(
+            f"AutoTP has found no layer to slice in {type(model).__name__}: say in the DeepSpeed configuration how "
+            f"its layers are sliced (tensor_parallel.partition_config or preset_model), or leave mesh.tp ({tp}) out"
+        )

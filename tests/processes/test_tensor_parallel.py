@@ -1,0 +1,307 @@
+"""Ranks that share layers (AutoTP), through other world sizes and lost ranks; the oracles are one rank with whole
+layers, and plain torch."""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from crew import Crew, Outcome
+from layered_model import Transformer, loss_of, text
+from test_oracle import _assert_ended, _distance, state_of
+
+from elastic.checkpoint.storage import CheckpointStore
+from elastic.core.checkpoint.lanes import lane_of
+from elastic.core.generation_spec import BatchSettings
+from elastic.core.settings import AnomalySettings
+
+pytestmark = pytest.mark.processes
+
+# Two epochs of 37 samples in steps of ten: a step reaches over the epoch's end, and the last one is short.
+BATCH, LAST_STEP, SIZE = BatchSettings(epochs=2), 8, 37
+# Slices are multiplied apart and added up in another order, and Adam divides by what may be small.
+ALLOWED = 1e-5
+# Below the gradient's norm in every step.
+CLIPPING = 0.3
+MORE: dict[str, Any] = {"batch": BATCH, "max_world_size": 4}
+# Also where DeepSpeed computes no norm of its own, there is one.
+STOP = AnomalySettings(policy="stop")
+
+
+class Run:
+    """What is compared: the newest checkpoint with slices put together, and the loss of every step."""
+
+    def __init__(self, url: Path, generations: Sequence[Sequence[Outcome]], tp: int) -> None:
+        store = CheckpointStore(str(url), "run")
+        manifest = store.manifest(store.list()[0].id)
+        views = [lane_of(manifest, lane, tp) for lane in range(tp)]
+        self.shapes = [view.parameters for view in views]
+        self.lanes = [state_of(store, view) for view in views]
+        self.outcomes = [outcome for generation in generations for outcome in generation]
+        losses: Counter[str] = Counter()
+        for outcome in self.outcomes:
+            for report in outcome.reports:
+                losses[f"loss {report.step}"] += report.loss
+        self.losses = {name: torch.tensor(loss) for name, loss in losses.items()}
+
+    def state(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, torch.Tensor]:
+        """The tensors of the whole model, whose shapes these are."""
+        found = {}
+        for key in self.lanes[0]:
+            name = key.split("/", 1)[1]
+            parts = [lane[key].view(own[name]) for lane, own in zip(self.lanes, self.shapes, strict=True)]
+            found[key] = _together(parts, tuple(shapes[name])).flatten()
+        return found
+
+
+def _together(parts: Sequence[torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
+    if parts[0].shape == shape:
+        assert all(torch.equal(part, parts[0]) for part in parts), "what each rank has whole is the same on all"
+        return parts[0]
+    (dim,) = [dim for dim, size in enumerate(shape) if parts[0].shape[dim] != size]
+    joined = torch.cat(list(parts), dim)
+    assert joined.shape == shape
+    return joined
+
+
+def through(
+    crew: Crew,
+    url: Path,
+    config: Mapping[str, Any],
+    parts: Sequence[tuple[Sequence[int], int | None]],
+    tp: int = 2,
+    anomalies: AnomalySettings = STOP,
+) -> Run:
+    """A run in generations of these members, each up to its step (None: the end)."""
+    store, generations, checkpoint = CheckpointStore(str(url), "run"), [], None
+    for who, end_at in parts:
+        outcomes = crew.run(
+            who, "tensor_parallel.train", {**config, "url": str(url)}, end_at=end_at, checkpoint=checkpoint, tp=tp,
+            anomalies=anomalies, **MORE,
+        )  # fmt: skip
+        _assert_ended(outcomes, "finished" if end_at is None else "ended", end_at or LAST_STEP)
+        assert all(outcome.clean for outcome in outcomes)
+        checkpoint = store.list()[0].id
+        generations.append(outcomes)
+    return Run(url, generations, tp)
+
+
+CASES = [
+    *(pytest.param({"stage": stage}, id=f"stage{stage}") for stage in (0, 1, 2, 3)),
+    # No layer's slices have dropout in them: it is drawn alike on all ranks of a cell.
+    pytest.param({"stage": 1, "dropout": 0.2}, id="stage1-dropout"),
+    pytest.param({"stage": 3, "dropout": 0.2}, id="stage3-dropout"),
+]
+
+
+@pytest.mark.parametrize("config", CASES)
+def test_a_run_with_shared_layers_equals_one_rank_with_whole_ones(
+    crew: Crew, tmp_path: Path, config: dict[str, Any]
+) -> None:
+    config = {**config, "clipping": CLIPPING}
+    whole = through(crew, tmp_path / "whole", config, [((0,), None)], tp=1)
+    moved = through(crew, tmp_path / "moved", config, [((0, 1, 2, 3), 3), ((2, 0), 5), ((1, 3, 0, 2), None)])
+    shapes = whole.shapes[0]
+    assert _distance(whole.losses, moved.losses) <= ALLOWED
+    assert _distance(whole.state(shapes), moved.state(shapes)) <= ALLOWED
+    assert_every_sample_once(moved)
+    assert [dict(outcome.told["coordinates"]) for outcome in moved.outcomes[-4:]] == [
+        {"dp": cell, "sp": 0, "tp": lane} for cell in (0, 1) for lane in (0, 1)
+    ]
+    norms = {report.step: report.grad_norm for report in whole.outcomes[0].reports}
+    assert min(norms.values()) > CLIPPING, "gradients were clipped"
+    for outcome in moved.outcomes:
+        for report in outcome.reports:
+            assert report.grad_norm == pytest.approx(norms[report.step], rel=1e-4), "of whole layers, once"
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_heads_and_columns_that_cannot_be_shared_evenly(crew: Crew, tmp_path: Path, stage: int) -> None:
+    """Four heads over three ranks, and 21 columns over two and three."""
+    whole = through(crew, tmp_path / "whole", {"stage": stage}, [((0,), None)], tp=1)
+    three = through(crew, tmp_path / "three", {"stage": stage}, [((0, 1, 2), 3), ((3, 0, 1), None)], tp=3)
+    assert three.shapes[0]["layers.0.self_attn.q_proj.weight"] == (8, 16)
+    assert three.shapes[2]["layers.0.self_attn.q_proj.weight"] == (4, 16)
+    assert _distance(whole.losses, three.losses) <= ALLOWED
+    assert _distance(whole.state(whole.shapes[0]), three.state(whole.shapes[0])) <= ALLOWED
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_bf16_is_within_its_rounding(crew: Crew, tmp_path: Path, stage: int) -> None:
+    config = {"stage": stage, "dtype": "bf16"}
+    still = through(crew, tmp_path / "still", config, [((0, 1, 2, 3), None)])
+    moved = through(crew, tmp_path / "moved", config, [((0, 1, 2, 3), 3), ((2, 0), 5), ((1, 3, 0, 2), None)])
+    assert _distance(still.losses, moved.losses) <= 1e-2
+    for one, other in zip(still.lanes, moved.lanes, strict=True):
+        assert _distance(one, other) <= 1e-2
+
+
+def test_one_rank_equals_plain_torch(crew: Crew, tmp_path: Path) -> None:
+    """What the oracle above is worth."""
+    whole = through(crew, tmp_path, {"stage": 1, "schedule": False, "clipping": CLIPPING}, [((0,), None)], tp=1)
+    (outcome,) = whole.outcomes
+    expected = plain_torch(outcome.indices)
+    assert {f"loss {step}": loss for step, loss in enumerate(expected[0], 1)} == pytest.approx(
+        {name: float(loss) for name, loss in whole.losses.items()}, abs=ALLOWED
+    )
+    for name, value in expected[1].items():
+        assert torch.allclose(outcome.told["weights"][name], value, atol=ALLOWED), name
+
+
+def plain_torch(indices: Sequence[int]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Steps of ten samples, and a last one of the rest; the gradient is clipped."""
+    torch.manual_seed(3)
+    model = Transformer()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer, losses = torch.optim.AdamW(trained, lr=0.02), []
+    for begin in range(0, len(indices), 10):
+        samples = [text(index) for index in indices[begin : begin + 10]]
+        tokens, labels = (torch.stack(part) for part in zip(*samples, strict=True))
+        loss = loss_of(model(tokens), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, CLIPPING)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, {name: value.detach() for name, value in model.named_parameters()}
+
+
+def test_a_rank_without_a_dead_peer_is_released_and_the_run_continues(crew: Crew, tmp_path: Path) -> None:
+    """Rank 1 is killed. Rank 2 has no group with it and waits for rank 0, which computes: nothing but an abort would
+    end that."""
+    config = {"stage": 0, "in_loop": True, "url": str(tmp_path / "moved")}
+    more: dict[str, Any] = {**MORE, "checkpoint_every_steps": 1, "tp": 2}
+    crew.begin([0, 1, 2, 3], "tensor_parallel.train", {**config, "victims": [0, 1], "at": 4}, **more)
+    for number in range(4):
+        crew.reached(number, "there")
+    crew.reached(0, "committed step 4")
+    crew.members[1].signal(signal.SIGKILL)
+    crew.members[1].process.join()
+    crew.in_collective(2)
+    for number in (2, 3):
+        crew.abort(number, "rank 1 was lost")
+        assert crew.outcome(number).result.kind in ("ended", "collective_failed")
+    for number in (0, 1):
+        crew.replace(number)
+    store = CheckpointStore(str(tmp_path / "moved"), "run")
+    assert store.list()[0].step == 4
+
+    shrunk = crew.run([3, 2], "tensor_parallel.train", config, checkpoint=store.list()[0].id, end_at=6, **more)
+    _assert_ended(shrunk, "ended", 6)
+    reason = "left: tensor parallelism has replaced the model's layers by slices of them, which cannot be undone"
+    assert all(reason in crew.members[number].points for number in (2, 3))
+    grown = crew.run([0, 1, 2, 3], "tensor_parallel.train", config, checkpoint=store.list()[0].id, **more)
+    _assert_ended(grown, "finished", LAST_STEP)
+
+    whole = through(crew, tmp_path / "whole", {"stage": 0}, [((0,), None)], tp=1)
+    moved = Run(tmp_path / "moved", [shrunk, grown], 2)
+    expected = {name: loss for name, loss in whole.losses.items() if int(name.removeprefix("loss ")) > 4}
+    assert _distance(expected, moved.losses) <= ALLOWED
+    assert _distance(whole.state(whole.shapes[0]), moved.state(whole.shapes[0])) <= ALLOWED
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_gradient_that_is_not_finite_in_one_lane_is_seen_by_all(crew: Crew, tmp_path: Path, stage: int) -> None:
+    config = {"stage": stage, "nan at": 2}
+    run = through(crew, tmp_path, config, [(range(4), None)], anomalies=AnomalySettings(policy="skip"))
+    for outcome in run.outcomes:
+        assert [report.step for report in outcome.reports if report.anomaly] == [3]
+    for name, shape in run.shapes[0].items():
+        if shape == run.shapes[1][name] and "proj" not in name:
+            assert torch.equal(run.lanes[0][kind_of(run, name)], run.lanes[1][kind_of(run, name)]), name
+
+
+def kind_of(run: Run, name: str) -> str:
+    return next(key for key in run.lanes[0] if key.split("/", 1)[1] == name)
+
+
+@pytest.mark.parametrize("victim", [1, 3])
+def test_copies_that_drift_apart_in_one_lane_are_told_on_all_ranks(crew: Crew, tmp_path: Path, victim: int) -> None:
+    config = {"stage": 0, "drift at": 1, "victim": victim, "url": str(tmp_path)}
+    outcomes = crew.run(range(4), "tensor_parallel.train", config, end_at=2, tp=2, **MORE)
+    assert {outcome.result.kind for outcome in outcomes} == {"collective_failed"}
+    said = [outcome.result.message for outcome in outcomes]
+    for rank in (1, 3):
+        assert "layers.0.mlp.up_proj.weight" in said[rank]
+    assert any(f"on rank {rank}" in said[1] for rank in (1, 3))
+    for rank in (0, 2):
+        assert "the ranks with tensor coordinate 1" in said[rank]
+    assert not CheckpointStore(str(tmp_path), "run").list()
+
+
+def test_what_is_damaged_in_one_lane_is_restored_on_no_rank(crew: Crew, tmp_path: Path) -> None:
+    run = through(crew, tmp_path, {"stage": 1}, [(range(4), 3)])
+    (newest, *_) = CheckpointStore(str(tmp_path), "run").list()
+    assert run.lanes
+    (file,) = tmp_path.rglob(f"*{newest.id}*/rank-00003-of-00004.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-9] ^= 1
+    file.write_bytes(data)
+    config = {"stage": 1, "url": str(tmp_path)}
+    outcomes = crew.run(range(2), "tensor_parallel.train", config, checkpoint=newest.id, tp=2, **MORE)
+    assert all("is not what was saved" in outcome.result.message for outcome in outcomes)
+    assert all(outcome.result.step == 3 for outcome in outcomes), "no step was made"
+
+
+@pytest.mark.parametrize(("world_size", "tp"), [(2, 1), (4, 4)])
+def test_another_tp_is_refused_before_a_step(crew: Crew, tmp_path: Path, world_size: int, tp: int) -> None:
+    through(crew, tmp_path, {"stage": 1}, [(range(4), 3)])
+    (newest, *_) = CheckpointStore(str(tmp_path), "run").list()
+    config = {"stage": 1, "url": str(tmp_path)}
+    outcomes = crew.run(range(world_size), "tensor_parallel.train", config, checkpoint=newest.id, tp=tp, **MORE)
+    for outcome in outcomes:
+        assert outcome.result.kind == "usage_error"
+        assert outcome.reports == []
+    assert "was saved with mesh: {tp: 2} and cannot be restored with" in outcomes[0].result.message
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"seeded by": "tp"}, "the ranks that share layers have different values of embed.weight"),
+        ({"tensor_parallel": {"autotp_size": 4}}, "autotp_size is 4, and the job's mesh says tp: 2"),
+        ({"tensor_parallel": {"vocab_parallel_lm_head": True}}, "vocab_parallel_lm_head: losses over slices"),
+        (
+            {"tensor_parallel": {"partition_config": {"use_default_specs": False, "layer_specs": []}}},
+            "AutoTP has found no layer to slice in Transformer",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(crew: Crew, tmp_path: Path, config: dict[str, Any], said: str) -> None:
+    given = {"stage": 1, "url": str(tmp_path), **config}
+    outcomes = crew.run(range(2), "tensor_parallel.train", given, tp=2, **MORE)
+    assert {outcome.result.kind for outcome in outcomes} == {"usage_error"}
+    assert all(said in outcome.result.message for outcome in outcomes)
+
+
+def test_cells_may_be_seeded_apart_since_the_first_ones_weights_are_all_cells(crew: Crew, tmp_path: Path) -> None:
+    alike = through(crew, tmp_path / "alike", {"stage": 2}, [(range(4), None)])
+    apart = through(crew, tmp_path / "apart", {"stage": 2, "seeded by": "dp"}, [(range(4), None)])
+    assert _distance(alike.losses, apart.losses) <= ALLOWED
+
+
+def test_exchanges_are_in_the_ledger(crew: Crew, tmp_path: Path) -> None:
+    run = through(crew, tmp_path, {"stage": 1}, [(range(4), None)])
+    (report,) = [report for report in run.outcomes[0].reports if report.step == 2]
+    calls = {(use.op, use.axis): use.calls for use in report.collectives}
+    # 3 micro-batches: two layers' attention and MLP, forth and back; the norm.
+    assert calls["all_reduce", "tp"] >= 3 * 2 * 4
+    assert any(axis == "dp" for _, axis in calls)
+
+
+def assert_every_sample_once(run: Run) -> None:
+    positions = Counter(
+        position
+        for outcome in run.outcomes
+        for report in outcome.reports
+        for start, stop in report.positions
+        for position in range(start, stop)
+    )
+    assert positions == dict.fromkeys(range(2 * SIZE), 1)
+    assert all(math.isfinite(loss) for loss in run.losses.values())
