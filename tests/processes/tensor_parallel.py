@@ -15,12 +15,16 @@ import elastic
 
 def build(config: dict[str, Any]) -> tuple[Any, Any]:
     torch.manual_seed(3 + elastic.get_context().coordinates.get(config.get("seeded by", ""), 0))
-    model = Transformer(config.get("dropout", 0.0))
+    model = Transformer(config.get("dropout", 0.0), config.get("normed", False))
     if config.get("dtype") == "fp16":
         trainings.believe_in_half_precision()
     native = trainings.deepspeed_config(config)
     if config.get("layers", True):
         native["tensor_parallel"] = {"partition_config": LAYERS, **config.get("tensor_parallel", {})}
+    if config.get("added up"):
+        spec = {"patterns": [r".*\.q_norm\.weight$"], "partition_type": "skip", "grad_allreduce": True}
+        specs = [*LAYERS["layer_specs"], spec]
+        native["tensor_parallel"] = {"partition_config": {**LAYERS, "layer_specs": specs}}
     engine, _, loader, _ = elastic.initialize(
         model=model,
         training_data=Texts(config.get("size", 37), crew.indices),

@@ -122,6 +122,21 @@ def test_a_run_with_shared_layers_equals_one_rank_with_whole_ones(
 
 
 @pytest.mark.parametrize("stage", [1, 3])
+def test_a_whole_parameter_that_is_applied_to_slices(crew: Crew, tmp_path: Path, stage: int) -> None:
+    """A norm of each head's queries: every rank has a part of its gradient, which AutoTP adds up where it is told."""
+    config = {"stage": stage, "normed": True}
+    given = {**config, "url": str(tmp_path / "refused")}
+    outcomes = crew.run(range(4), "tensor_parallel.train", given, tp=2, **MORE)
+    said = {outcome.result.message for outcome in outcomes if outcome.result.kind == "usage_error"}
+    assert len(said) == 1, [outcome.result for outcome in outcomes]
+    assert "different gradients of layers.0.self_attn.q_norm.weight (2 such parameters)" in said.pop()
+    whole = through(crew, tmp_path / "whole", config, [((0,), None)], tp=1)
+    moved = through(crew, tmp_path / "moved", {**config, "added up": True}, [(range(4), 3), ((2, 0), None)])
+    assert _distance(whole.losses, moved.losses) <= ALLOWED
+    assert _distance(whole.state(whole.shapes[0]), moved.state(whole.shapes[0])) <= ALLOWED
+
+
+@pytest.mark.parametrize("stage", [1, 3])
 def test_heads_and_columns_that_cannot_be_shared_evenly(crew: Crew, tmp_path: Path, stage: int) -> None:
     """Four heads over three ranks, and 21 columns over two and three."""
     whole = through(crew, tmp_path / "whole", {"stage": stage}, [((0,), None)], tp=1)

@@ -42,10 +42,11 @@ def text(index: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Attention(nn.Module):
-    """As many heads as its slices of the projections have."""
+    """As many heads as its slices of the projections have. `normed`: what is left whole is applied to a part."""
 
-    def __init__(self) -> None:
+    def __init__(self, normed: bool) -> None:
         super().__init__()
+        self.q_norm = nn.RMSNorm(WIDTH // HEADS) if normed else nn.Identity()
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(WIDTH, WIDTH, bias=bias) for bias in (True, False, True))
         self.o_proj = nn.Linear(WIDTH, WIDTH)
 
@@ -54,7 +55,7 @@ class Attention(nn.Module):
             made(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
             for made in (self.q_proj, self.k_proj, self.v_proj)
         )
-        seen = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        seen = nn.functional.scaled_dot_product_attention(self.q_norm(query), key, value, is_causal=True)
         answer: torch.Tensor = self.o_proj(seen.transpose(1, 2).flatten(2))
         return answer
 
@@ -71,9 +72,9 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, dropout: float, normed: bool) -> None:
         super().__init__()
-        self.input_layernorm, self.self_attn = nn.LayerNorm(WIDTH), Attention()
+        self.input_layernorm, self.self_attn = nn.LayerNorm(WIDTH), Attention(normed)
         self.post_attention_layernorm, self.mlp = nn.LayerNorm(WIDTH), Mlp()
         self.dropout = nn.Dropout(dropout)
 
@@ -86,13 +87,13 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """A frozen embedding of places, a buffer that counts the weighted passes, layers as Llama names them."""
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout: float = 0.0, normed: bool = False) -> None:
         super().__init__()
         self.embed, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
         self.places.weight.requires_grad_(False)
         # As Hugging Face's have it: heads are not cut, also where they cannot be shared evenly.
         self.config = SimpleNamespace(num_attention_heads=HEADS, num_key_value_heads=HEADS, hidden_size=WIDTH)
-        self.layers = nn.ModuleList(Block(dropout) for _ in range(2))
+        self.layers = nn.ModuleList(Block(dropout, normed) for _ in range(2))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.register_buffer("passes", torch.zeros(()))
 

@@ -20,6 +20,7 @@ from elastic.engines.deepspeed.state.live_numbers import expected_numbers, wrong
 from elastic.engines.deepspeed.state.open import open_zero_state
 from elastic.engines.deepspeed.state.zero import ZeroState
 from elastic.engines.deepspeed.teardown import hollow_out, release_engine
+from elastic.engines.deepspeed.whole_gradients import WholeGradients
 from elastic.engines.last_output import LastOutput
 from elastic.engines.live_state import Fragment
 
@@ -42,8 +43,11 @@ class DeepSpeedAdapter:
         self._gathers = native.zero_optimization_partition_weights()
         self._output = LastOutput()
         self.ledger = CollectiveLedger(self.device, {self.data_group: "dp"})
+        self._whole_gradients: WholeGradients | None = None
         if native.autotp_size() > 1:
-            self.ledger.name_axis(native.mpu.get_tensor_model_parallel_group(), "tp")
+            cell = native.mpu.get_tensor_model_parallel_group()
+            self.ledger.name_axis(cell, "tp")
+            self._whole_gradients = WholeGradients(cell, self.device)
         self._counted = CountedBackend()
         self._last = True
         # What the ledger showed at the first forward pass of the step; None between two steps.
@@ -70,7 +74,11 @@ class DeepSpeedAdapter:
         return self._output.zeros()
 
     def backward(self, loss: torch.Tensor, named: Mapping[str, Any]) -> Any:
-        return self.native.backward(loss, **named)
+        whole = self._whole_gradients
+        if whole is None or whole.compared:
+            return self.native.backward(loss, **named)
+        with whole.compare(self.leaves()):
+            return self.native.backward(loss, **named)
 
     def step(self, inputs: Sequence[Any], named: Mapping[str, Any], consumed: int) -> StepOutcome | None:
         if not self._last:
@@ -139,7 +147,7 @@ class DeepSpeedAdapter:
         # Before the groups are destroyed: DeepSpeed does so through the object that the proxy stands in for.
         self._counted.remove()
         self.ledger.close()
-        self._nonfinite = None
+        self._nonfinite = self._whole_gradients = None
         self._output.forget()
         self.module = torch.nn.Identity()
 
