@@ -18,6 +18,7 @@ from memory_samples import TOKEN, take, template
 from elastic.checkpoint.memory.server import sender
 from elastic.checkpoint.memory.server.node_shards import NodeShards
 from elastic.checkpoint.memory.snapshot_client import SnapshotClient
+from elastic.comm.lanes import Lanes
 from elastic.core.errors import StorageError
 from elastic.core.generation_spec import GenerationSpec, MemoryPlan
 from elastic.training.local import SilentCoordinator
@@ -59,9 +60,10 @@ class Rank(SilentCoordinator):
         plan = MemoryPlan(targets=(holder,), every_steps=None, spares=spares)
         self.scope = GenerationScope(GenerationSpec("run", 1, 0, 1, memory=plan), self, torch.device("cpu"))
         record = template(0, 1, numel=nbytes // 8)
-        agreement = SimpleNamespace(least=lambda values: [int(value) for value in values])
+        agreement: Any = SimpleNamespace(least=lambda values: [int(value) for value in values])
         state: Any = SimpleNamespace(
             agreement=agreement,
+            lanes=Lanes(agreement, agreement),
             replicas=lambda turn: None,
             record=lambda generation: (record, record.bytes),
             capture_into=lambda memory, record, step, caller: (caller, Transfer([], [])),

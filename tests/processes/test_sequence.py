@@ -51,7 +51,9 @@ def test_all_ranks_share_the_sequences(crew: Crew, tmp_path: Path) -> None:
     shared = through(crew, tmp_path / "shared", {"stage": 2}, [((0, 1, 2, 3), None)], sp=HEADS)
     assert _distance(whole.losses, shared.losses) <= ALLOWED
     assert _distance(whole.state, shared.state) <= ALLOWED
-    assert [outcome.told["coordinates"] for outcome in shared.outcomes] == [{"dp": 0, "sp": s} for s in range(4)]
+    assert [outcome.told["coordinates"] for outcome in shared.outcomes] == [
+        {"dp": 0, "sp": s, "tp": 0} for s in range(4)
+    ]
 
 
 def test_dropout_is_the_same_at_any_world_size_and_differs_between_parts(crew: Crew, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from elastic.comm.lanes import Lanes
 from elastic.core.errors import GenerationEnded, StorageError, UsageError
 from elastic.core.generation_spec import GenerationSpec, MemoryPlan
 from elastic.training.local import SilentCoordinator
@@ -77,7 +78,8 @@ class Alone:
 class State:
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self.agreement = Alone()
+        self.agreement: Any = Alone()
+        self.lanes = Lanes(self.agreement, self.agreement)
         self.targets: list[torch.Tensor] = []
 
     def replicas(self, turn: int) -> None:
