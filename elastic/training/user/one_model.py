@@ -31,13 +31,17 @@ def require_one_model(model: torch.nn.Module, cell: dist.ProcessGroup | None, de
 
 def _compare(model: torch.nn.Module, agreement: Agreement) -> None:
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    names = fingerprints([torch.tensor(list(repr([(n, tuple(t.shape)) for n, t in tensors.items()]).encode()))])[0]
+    described = repr([(name, tuple(tensor.shape), tensor.is_meta) for name, tensor in tensors.items()])
+    names = fingerprints([torch.tensor(list(described.encode()))])[0]
     _, (unlike,) = agreement.any_and_unequal([], [names & MASK63])
     if unlike:
         raise UsageError(
             f"{_RANKS} have built models with other parameters: the training function must build the same model on "
             "every rank"
         )
+    if any(tensor.is_meta for tensor in tensors.values()):
+        # Without values, on all ranks: the engine says what to do.
+        return
     _, differing = agreement.any_and_unequal([], fingerprints(list(tensors.values())))
     found = [name for name, flag in zip(tensors, differing, strict=True) if flag]
     if found:
