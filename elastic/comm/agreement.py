@@ -34,8 +34,11 @@ class Agreement:
         self._device = device
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
-        # By what name the run knows the ranks of the group.
-        self.ranks: list[int] = dist.get_process_group_ranks(group)
+
+    @property
+    def ranks(self) -> list[int]:
+        """What the run calls the ranks of the group, in their order."""
+        return dist.get_process_group_ranks(self._group)
 
     def raise_together(self, error: Exception | None, doing: str) -> None:
         """Returns when no rank had an error; else raises on all: the same class, naming the lowest failing rank."""

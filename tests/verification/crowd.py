@@ -128,6 +128,7 @@ def _between_threads() -> Iterator[None]:
     }
     # Ours goes to torch itself.
     ours = {name: functions[name] for name in ("get_rank", "get_world_size", "all_reduce")}
+    ours["get_process_group_ranks"] = lambda group=None: [*range(_here.crowd.world_size)]
     with mock.patch.multiple(comm, **functions), mock.patch.multiple(torch.distributed, **ours):
         yield
 
