@@ -152,10 +152,14 @@ def vote(rank: int, computed: Sequence[Computation], tolerance: float) -> Verdic
     return Verdict(wrong, (), f"{told}; {_listed('rank', sorted(largest))} agree", part)
 
 
-def refused_audit(sp: int, streams: bool) -> str | None:
+def refused_audit(sp: int, streams: bool, tp: int = 1) -> str | None:
     """Why the job cannot be audited, as a sentence."""
     if sp > 1:
         return f"audit: with mesh: {{sp: {sp}}} a rank computes its part of a sequence only, which no other can repeat"
+    if tp > 1:
+        return (
+            f"audit: with mesh: {{tp: {tp}}} a rank computes its slices of the layers only, which no other can repeat"
+        )
     if streams:
         return (
             "audit: a rank cannot read the micro-batch of another one from a stream; use a map-style dataset, or leave "

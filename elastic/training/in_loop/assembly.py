@@ -75,7 +75,7 @@ def assemble(generation: Generation, given: Given, handles: Handles | None = Non
         if refused is not None:
             raise UsageError(refused)
     if scope.spec.audit_every_steps is not None:
-        refused = refused_audit(scope.spec.sp, isinstance(source.dataset, Stream))
+        refused = refused_audit(scope.spec.sp, isinstance(source.dataset, Stream), scope.spec.tp)
         if refused is not None:
             raise UsageError(refused)
     if scope.spec.tp > 1:

@@ -145,8 +145,9 @@ class JobSpec(BaseModel):
             refused = refused_noise(self.mesh.sp, self.global_batch, self.micro_batch, self.mesh.tp)
             if refused is not None:
                 raise ValueError(refused)
-        if self.audit.every_steps is not None and (refused := refused_audit(self.mesh.sp, streams=False)) is not None:
-            raise ValueError(refused)
+        audit = refused_audit(self.mesh.sp, False, self.mesh.tp) if self.audit.every_steps is not None else None
+        if audit is not None:
+            raise ValueError(audit)
         return self
 
     @property

@@ -217,4 +217,5 @@ def test_one_faulty_rank_is_told_from_a_loss_that_nobody_can_repeat() -> None:
 def test_what_cannot_be_audited_is_refused() -> None:
     assert refused_audit(1, streams=False) is None
     assert "with mesh: {sp: 2} a rank computes its part of a sequence only" in (refused_audit(2, False) or "")
+    assert "with mesh: {tp: 2} a rank computes its slices of the layers only" in (refused_audit(1, False, 2) or "")
     assert "use a map-style dataset, or leave audit out" in (refused_audit(1, True) or "")
