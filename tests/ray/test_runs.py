@@ -76,14 +76,11 @@ def test_a_run_through_killed_and_added_nodes_is_the_undisturbed_run(
     _assert_incidents_are_told(run, lost, source)
     run.assert_whole()
     calls = {path.read_text() for path in run.folder.glob("called-*")}
-    if config.get("engine") == "fsdp2":
-        assert calls > {"1"}, "fully_shard is not undone: a process that stayed has to call its function again"
-    else:
-        # A run goes back by a step or more, and so perhaps over the end of an epoch; from memory, too, where the newest
-        # snapshot is not with its peer yet.
-        left = run.decisions("function-left")
-        assert all("back over the end of an epoch" in reason for reason in left), left
-        assert left or calls == {"1"}, "a process that stayed has called its function again"
+    # A run goes back by a step or more, and so perhaps over the end of an epoch; from memory, too, where the newest
+    # snapshot is not with its peer yet.
+    left = run.decisions("function-left")
+    assert all("back over the end of an epoch" in reason for reason in left), left
+    assert left or calls == {"1"}, "a process that stayed has called its function again"
 
     still = undisturbed.train(run.config, 2, tmp_path / "four", 4)
     other = undisturbed.train(run.config, 2, tmp_path / "two", 2)
