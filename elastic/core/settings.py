@@ -260,6 +260,8 @@ class RunSettings:
     audit: AuditSettings = field(default_factory=AuditSettings)
     sinks: tuple[SinkSettings, ...] = ()
     resources_per_worker: Mapping[str, float] = field(default_factory=lambda: {"CPU": 1.0})
+    # One process per node imports the libraries, and every worker of the node is a fork of it.
+    fork_workers: bool = False
     # The kind of engine that every worker trains with, and its configuration: DeepSpeed's, or the options of FSDP2.
     engine: str = "deepspeed"
     engine_config: Mapping[str, Json] | None = None

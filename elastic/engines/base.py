@@ -187,16 +187,21 @@ class Engine(Witness, Detachable, Protocol):
 class EngineKind(GroupHooks, Protocol):
     """One kind of engine in this process. Call order:
 
-    1. `warm_up` once per process, before user code runs
+    1. `preload`, maybe in a process that is forked then; `warm_up` once per process, before user code runs
     2. for each generation: the `GroupHooks`, `answer_user_calls`, then `resolve` and `build` when the user calls
        `elastic.initialize`
     """
 
     name: str
 
+    def preload(self) -> None:
+        """Import what the first engine would import. Touches no device and starts no thread: the process may be forked
+        later."""
+        ...
+
     def warm_up(self, settings: RunSettings | None) -> None:
-        """Import what the first engine would import, and compile the kernels that the configuration in `settings`
-        needs (None: it is not known yet), so that neither a join nor a recovery waits for it."""
+        """`preload`, and compile the kernels that the configuration in `settings` needs (None: it is not known yet), so
+        that neither a join nor a recovery waits for it."""
         ...
 
     def answer_user_calls(

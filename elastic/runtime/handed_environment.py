@@ -23,12 +23,17 @@ def packed(variables: Mapping[str, str]) -> bytes:
 
 
 def take(address: str | None = None) -> None:
-    """Set this process's variables, if there are any. `address` is needed before the process has joined the cluster.
+    """Set this process's variables, if there are any. For arguments and errors see `fetch`."""
+    os.environ.update(fetch(address))
+
+
+def fetch(address: str | None = None) -> dict[str, str]:
+    """The variables, if there are any. `address` is needed before the process has joined the cluster.
 
     Raises NobodyAnswers, and UsageError where the control store has lost them.
     """
     if not (name := os.environ.get(VARIABLE)):
-        return
+        return {}
     # Here, since a driver's module is imported without Ray. Not by Ray's own functions for it: a driver takes its
     # variables before it connects.
     import ray
@@ -43,4 +48,5 @@ def take(address: str | None = None) -> None:
         raise UsageError(
             "the cluster no longer has the environment of this job: send it again with `elastic resume --job`"
         )
-    os.environ.update(json.loads(found))
+    variables: dict[str, str] = json.loads(found)
+    return variables

@@ -16,12 +16,14 @@ BEAT_LIMIT_S = 2.0
 @dataclass(frozen=True)
 class NodeFacts:
     """A node, described by its agent. Other nodes reach its snapshot server at `memory`, its own workers at
-    `memory_name`. Workers send heartbeats to `mailbox`."""
+    `memory_name`. Workers send heartbeats to `mailbox`. `launcher` is the command that starts a worker in place of
+    Python; empty for Python itself."""
 
     mailbox: str
     memory: tuple[str, int]
     memory_name: str
     domain: str = ""
+    launcher: str = ""
 
 
 @dataclass(frozen=True)

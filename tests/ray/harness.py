@@ -45,6 +45,8 @@ LIMIT_S = 400.0
 _BRISK_STEPS = 40
 # Actors whose process is still being set up are titled by Ray as idle: their names are in the list of actors.
 _ACTORS = ("ray::ControllerActor", "ray::WorkerActor", "ray::AgentActor", "ray::SupervisorActor")
+# Started by an agent, with which it ends.
+_FORK_SERVER = "/elastic/runtime/worker/fork_main.py"
 HERE = Path(__file__).resolve().parent
 # Where the three packages are: child processes find these, whatever is installed.
 PACKAGES = os.pathsep.join(str(HERE.parents[1] / folder) for folder in ("", "jobs", "cluster"))
@@ -497,7 +499,7 @@ def actors_among(pids: Iterable[int]) -> dict[int, str]:
             title = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
         except OSError:
             continue
-        if title.startswith(_ACTORS):
+        if title.startswith(_ACTORS) or _FORK_SERVER in title:
             found[pid] = title
     return found
 

@@ -26,6 +26,11 @@ class DeepSpeed:
 
     name = "deepspeed"
 
+    def preload(self) -> None:
+        startup.preload()
+        # A forked process replaces its sys.stdout, and this handler keeps the one of now.
+        messages_to_stderr()
+
     def warm_up(self, settings: RunSettings | None) -> None:
         startup.warm_up()
         if settings is not None:
@@ -43,10 +48,7 @@ class DeepSpeed:
     def before_join(self) -> None:
         user_calls.group_comes()
         teardown.clear_stage3_globals()
-        # Standard output carries data, standard error carries messages.
-        for handler in logging.getLogger("DeepSpeed").handlers:
-            if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stdout:
-                handler.setStream(sys.stderr)
+        messages_to_stderr()
 
     def after_join(self, backend: str) -> None:
         import deepspeed
@@ -118,6 +120,13 @@ class DeepSpeed:
         belongings.built(native)
         engine.count_collectives()
         return engine, wrapped, scheduler
+
+
+def messages_to_stderr() -> None:
+    """Standard output carries data, standard error carries messages."""
+    for handler in logging.getLogger("DeepSpeed").handlers:
+        if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stdout:
+            handler.setStream(sys.stderr)
 
 
 KIND: EngineKind = DeepSpeed()

@@ -25,9 +25,14 @@ _IMPORTED_LATE = (
 def warm_up() -> None:
     import deepspeed
 
+    preload()
     build_lock.install()
     # Its first use probes every operator; the shared-memory one compiles for about a minute and serves inference only.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def preload() -> None:
+    """Imports only: operators are not probed, for which DeepSpeed would use the device."""
     with _compiled_at_first_use():
         for name in _IMPORTED_LATE:
             try:

@@ -39,9 +39,12 @@ class Fsdp2:
 
     name = "fsdp2"
 
-    def warm_up(self, settings: RunSettings | None) -> None:
+    def preload(self) -> None:
         for name in _IMPORTED_LATE:
             importlib.import_module(name)
+
+    def warm_up(self, settings: RunSettings | None) -> None:
+        self.preload()
 
     def device(self, local_rank: int) -> tuple[str, torch.device]:
         if torch.cuda.is_available():

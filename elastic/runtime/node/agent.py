@@ -26,8 +26,10 @@ from elastic.core.checkpoint.snapshots import Held
 from elastic.core.data.steps import StepReport
 from elastic.core.errors import Fenced
 from elastic.core.settings import RunSettings
+from elastic.runtime import handed_environment
 from elastic.runtime.messages import BEAT_LIMIT_S, Beat, NodeFacts, NodeReply, NodeReports, Reply
 from elastic.runtime.niceness import raise_priority
+from elastic.runtime.node.fork_server import ForkServer
 from elastic.runtime.node.heartbeats import open_mailbox, receive
 from elastic.runtime.node.report_relay import ReportRelay
 from elastic.runtime.processes import Computing, is_stopped
@@ -59,6 +61,7 @@ class AgentActor:
     """
 
     def __init__(self, node: str, settings: RunSettings, controller: Any, token: bytes) -> None:
+        niceness = os.getpriority(os.PRIO_PROCESS, 0)
         raise_priority()
         failures = settings.failures
         self._domain_label = settings.snapshots.domain_label
@@ -78,6 +81,7 @@ class AgentActor:
         self._relay = ReportRelay(node, self._pass_on, self._pids.keys)
         self._wake = asyncio.Event()
         self._box, self._name = open_mailbox()
+        self._forks = self._fork_server(settings, niceness)
         loop = asyncio.get_event_loop()
         loop.add_reader(self._box.fileno(), self._collect)
         self._task = loop.create_task(self._beat())
@@ -88,9 +92,9 @@ class AgentActor:
         if free < _MIN_FREE_BYTES:
             raise RuntimeError(f"node {self._node[:8]} is unfit: {free >> 20} MiB left in its temporary folder")
         labels = ray.get_runtime_context().get_node_labels()
-        return NodeFacts(
-            self._name, self._memory.address, self._memory.local_name, str(labels.get(self._domain_label, ""))
-        )
+        domain = str(labels.get(self._domain_label, ""))
+        launcher = self._forks.command if self._forks is not None else ""
+        return NodeFacts(self._name, self._memory.address, self._memory.local_name, domain, launcher)
 
     async def memory_held(self) -> tuple[Held, ...]:
         """The complete snapshot shards on this node."""
@@ -175,6 +179,12 @@ class AgentActor:
         except ray.exceptions.RayError as error:
             raise ConnectionError(str(error)) from error
         return reply
+
+    def _fork_server(self, settings: RunSettings, niceness: int) -> ForkServer | None:
+        if not settings.fork_workers:
+            return None
+        environment = ray.get_runtime_context().runtime_env
+        return ForkServer(os.path.dirname(self._name), settings, environment, handed_environment.fetch(), niceness)
 
     def _heed(self, incarnation: int) -> None:
         if incarnation < self._incarnation:

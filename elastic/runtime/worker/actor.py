@@ -309,27 +309,23 @@ class WorkerActor:
     # --- inside ---
 
     def _import(self) -> None:
-        """Slow imports, before this worker counts as ready."""
-        import elastic
+        """Slow imports, before this worker counts as ready. None is left where it was forked by the node's server."""
         from elastic.checkpoint.storage import CheckpointStore
         from elastic.checkpoint.writer import BackgroundWriter
         from elastic.comm.nccl import outlive_peers
-        from elastic.engines.select import engine_kind
-        from elastic.runtime.worker import ray_coordinator
-        from elastic.training import api, cleanup, loop
+        from elastic.runtime.worker.preload import preload
+        from elastic.training import cleanup
 
-        logger.debug("imported %s", (elastic, api, loop, ray_coordinator))
+        kind = preload(self._settings.engine, self._settings.snapshots.enabled)
         outlive_peers()
         # Kernels are compiled now, while nobody waits for this worker: within a join it would count as a hang.
-        cleanup.warm_up(engine_kind(self._settings.engine), self._settings)
+        cleanup.warm_up(kind, self._settings)
         failures = self._settings.failures
         if self._settings.snapshots.enabled:
-            from elastic.checkpoint.memory import source
             from elastic.checkpoint.memory.snapshot_client import SnapshotClient
             from elastic.training.state.pins import pinning
 
             assert self._node is not None
-            logger.debug("imported %s", source)
             self._memory = SnapshotClient(self._node.memory_name, self._token, pinning(self._settings.engine))
         self._store = CheckpointStore(
             self._settings.checkpoint.url, self._settings.run_id, timeout_s=failures.storage_timeout_s

@@ -63,6 +63,7 @@ class JobSpec(BaseModel):
     share_after_s: Annotated[float, Field(gt=0)] = ScalingSettings.share_after_s
     scaling_policy: Literal["eager", "patient"] = ScalingSettings.policy
     resources_per_worker: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=lambda: {"CPU": 1.0})
+    fork_workers: bool = False
     engine: str = RunSettings.engine
     deepspeed: dict[str, Any] | str | None = None
     weights: WeightsSpec | None = None
@@ -198,6 +199,7 @@ class JobSpec(BaseModel):
             audit=AuditSettings(**dict(self.audit)),
             sinks=tuple(SinkSettings(sink.kind, sink.path.replace("{run_id}", run_id)) for sink in self.sinks),
             resources_per_worker=self.resources_per_worker,
+            fork_workers=self.fork_workers,
             engine=self.engine,
             weights=self.weights.settings() if self.weights is not None else None,
             engine_config=self.fsdp2 if self.engine == "fsdp2" else _mapping(self.deepspeed),

@@ -169,7 +169,7 @@ class Executor:
         self._workers.assign(worker, slot)
         try:
             agent, known = await self._agents.started(node)
-            actor = await self._workers.create(worker, slot, group)
+            actor = await self._workers.create(worker, slot, group, known.launcher)
             if actor is None:
                 return
             # A worker that is alone on its node has nobody's reports to be joined with.

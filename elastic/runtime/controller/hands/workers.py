@@ -78,17 +78,18 @@ class Workers:
     def assign(self, worker: int, slot: int) -> None:
         self._slots[worker] = slot
 
-    async def create(self, worker: int, slot: int, group: Any) -> Any | None:
+    async def create(self, worker: int, slot: int, group: Any, launcher: str = "") -> Any | None:
         """The actor of the worker, in the placement group of its slot. None if it does not have this slot any more: its
-        creation takes as long as an outage of the control store, and the slot may be released in that time."""
-        actor = await self._store.call(partial(self._create, worker, group))
+        creation takes as long as an outage of the control store, and the slot may be released in that time.
+        `launcher`: see `NodeFacts`."""
+        actor = await self._store.call(partial(self._create, worker, group, launcher))
         if self.slot_of(worker) != slot:
             _kill(actor)
             return None
         self.handles[worker] = actor
         return actor
 
-    def _create(self, worker: int, group: Any) -> Any:
+    def _create(self, worker: int, group: Any, launcher: str) -> Any:
         resources = dict(self._settings.resources_per_worker)
         name = names.worker(self._settings.run_id, self._attempt, worker)
         with contextlib.suppress(ValueError):
@@ -103,6 +104,8 @@ class Workers:
             "num_gpus": resources.pop("GPU", 0),
             "resources": resources,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(placement_group=group),
+            # Ray adds the rest of the job's environment.
+            **({"runtime_env": {"py_executable": launcher}} if launcher else {}),
         }
         actor_class: Any = ray.remote(WorkerActor)
         return actor_class.options(**options).remote(worker, self._settings, self._entry, self._controller, self._token)

@@ -55,6 +55,7 @@ max_workers: 4
 workers_per_slot: 2
 scaling_policy: patient
 resources_per_worker: {CPU: 0.5, GPU: 1}
+fork_workers: true
 deepspeed: {zero_optimization: {stage: 2}}
 global_batch: 24
 micro_batch: 2
@@ -74,6 +75,7 @@ storage_url: s3://bucket/runs
     assert settings.scaling.min_slots == 1
     assert settings.scaling.max_slots == 2
     assert settings.scaling.policy == "patient"
+    assert settings.fork_workers
     assert settings.checkpoint.url == str(tmp_path / "ckpt")
     assert settings.storage_url == "s3://bucket/runs"
     assert settings.engine_config == {"zero_optimization": {"stage": 2}}
