@@ -78,7 +78,7 @@ def test_a_worker_that_dies_while_it_starts_takes_no_agent_along(
         work._agents._tasks["node"] = asyncio.ensure_future(known(agent))
         work.placed(0, "node")
         monkeypatch.setattr(work._slots, "group", lambda slot: "group")
-        monkeypatch.setattr(work._workers, "_create", lambda number, group: Actor(worker))
+        monkeypatch.setattr(work._workers, "_create", lambda number, group, launcher: Actor(worker))
         work.perform(act.StartWorker(3, 0))
         await settled(work)
         return "node" in work._agents.nodes
@@ -102,7 +102,7 @@ def test_a_worker_whose_slot_is_released_before_it_exists_does_not_stay(monkeypa
         work._agents._tasks["node"] = asyncio.ensure_future(agent())
         work.placed(0, "node")
         monkeypatch.setattr(work._slots, "group", lambda slot: "group")
-        monkeypatch.setattr(work._workers, "_create", lambda number, group: late)
+        monkeypatch.setattr(work._workers, "_create", lambda number, group, launcher: late)
         monkeypatch.setattr(workers_module, "_kill", killed.append)
         work.perform(act.StartWorker(3, 0))
         work.perform(act.KillWorker(3, "not needed"))
