@@ -49,6 +49,7 @@ CASES = (
     Case("torchrun", "benchmarks.cases.torchrun", "torchrun elastic: a lost agent", 1.5, 1.5, peer=True),
     Case("recovery", "benchmarks.cases.recovery", "lost nodes, and scaling up when they are back", 20.0, 0.6),
     Case("workers", "benchmarks.cases.workers", "killed workers and frozen nodes", 6.0, 0.6),
+    Case("starts", "benchmarks.cases.starts", "a new worker until it is ready, forked and importing", 5.0, 1.5),
     Case("steady", "benchmarks.cases.steady", "undisturbed training against plain DeepSpeed", 9.0, 0.7),
     Case("elsewhere", "benchmarks.cases.elsewhere", "a snapshot at every step next to an accelerator", 5.0, 0.7),
     Case("save", "benchmarks.cases.save", "stalls of durable saves against DCP's async_save", 1.5, 1.0, peer=True),
