@@ -61,9 +61,7 @@ def marks(model: nn.Module) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, module in model.named_modules():
         hooks = {key: len(value) for key, value in vars(module).items() if key.endswith("hooks") and value is not None}
-        # The dictionaries of torch's contract stay, and are empty.
-        names = sorted(key for key, value in vars(module).items() if not (isinstance(value, dict) and not value))
-        found[name] = (type(module), hooks, names, list(module._parameters))
+        found[name] = (type(module), hooks, sorted(vars(module)), list(module._parameters))
     return found
 
 

@@ -117,6 +117,8 @@ def _undo(module: FSDPModule) -> None:
         held = vars(owner)[key]
         for api in [api for api in held if getattr(api, "__name__", api) == "fully_shard"]:
             del held[api]
+        if not held:
+            del vars(owner)[key]
     # (FSDPModule, the class of before)
     owner.__class__ = type(owner).__bases__[1]
     # The graph of a loss that the user's loop still has holds these, and they the mesh.

@@ -35,7 +35,7 @@ def shard_model(
     again = is_released(model)
     if not again:
         _prepare(model, None if options["cpu_offload"] else device)
-    _broadcast([*(model.parameters() if begins else ()), *model.buffers()], device)
+    _broadcast([*(model.parameters() if begins and not again else ()), *model.buffers()], device)
     mesh = _dp_mesh(device)
     policy = MixedPrecisionPolicy(_dtype(options["param_dtype"]), _dtype(options["reduce_dtype"]))
     offload = CPUOffloadPolicy(pin_memory=device.type != "cpu") if options["cpu_offload"] else OffloadPolicy()
