@@ -70,6 +70,8 @@ def _coder(kind: Any) -> tuple[_Code, _Code]:
         return (lambda value: value.value), kind
     if dataclasses.is_dataclass(kind):
         return _record(kind)
+    if isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields"):
+        return _named_tuple(kind)
     raise TypeError(f"{kind} has no JSON form here")
 
 
@@ -142,6 +144,11 @@ def _union(args: tuple[Any, ...]) -> tuple[_Code, _Code]:
         return _coder(by_name[name])[1](fields)
 
     return write, read
+
+
+def _named_tuple(kind: Any) -> tuple[_Code, _Code]:
+    put, get = _tuple(tuple(get_type_hints(kind)[name] for name in kind._fields))
+    return put, lambda data: kind(*get(data))
 
 
 def _record(cls: Any) -> tuple[_Code, _Code]:
