@@ -74,6 +74,9 @@ class Saver:
     def start(self) -> None:
         pass
 
+    def delayed_s(self) -> float:
+        return 0.0
+
     def at_end(self, durable: bool) -> None:
         self.durable.append(durable)
         if self.scope.step not in self.saved:

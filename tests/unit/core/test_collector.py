@@ -23,7 +23,7 @@ def test_no_cycles_are_looked_for_inside_and_afterwards_all_is_as_before() -> No
 
 def test_a_manifest_is_read_without_it_and_one_that_is_refused_leaves_it_on(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
-    monkeypatch.setattr(manifest_json, "_manifest", lambda body: seen.append(gc.isenabled()))
+    monkeypatch.setattr(manifest_json, "_manifest", lambda body, *_: seen.append(gc.isenabled()))
     monkeypatch.setattr(manifest_json, "_check", lambda text: "")
     manifest_json.from_json('{"format": 1, "check": "", "manifest": {}}')
     assert seen == [False]
