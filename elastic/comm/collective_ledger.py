@@ -13,7 +13,8 @@ stream waits there is what a thread waits on the CPU: `passed_s`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -57,6 +58,8 @@ class CollectiveLedger:
         self._rows: dict[_Key, list[Any]] = {}
         # The marks before a call, before the stream waited for it, and after.
         self._pending: list[tuple[_Key, int, float, Any, Any, Any]] = []
+        # The marks before and after an exchange of the platform's own.
+        self._waits: list[tuple[Any, Any]] = []
         self._passed_s = 0.0
         # Told of each call when it is complete, on the thread that makes the calls; on a device by `take`.
         self.watch: Callable[[CollectiveCall], None] | None = None
@@ -91,6 +94,19 @@ class CollectiveLedger:
 
         return wrapped
 
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around an exchange of the platform's own, which is no row: the thread, or on a device its stream, waits for
+        the others in it."""
+        began, mark = time.perf_counter(), self.mark()
+        try:
+            yield
+        finally:
+            if mark is None:
+                self.waited_s += time.perf_counter() - began
+            else:
+                self._waits.append((mark, self.mark()))
+
     def take(self) -> tuple[CollectiveUse, ...]:
         """What has been completed since the last call, in the order of the names. Does not wait for the device."""
         self._look()
@@ -110,6 +126,7 @@ class CollectiveLedger:
         """Release the groups: one that is kept keeps its sockets open."""
         self._axes.clear()
         self._pending.clear()
+        self._waits.clear()
         self.watch = None
 
     def waited(self, use: _Use, wait_s: float, since: Any) -> None:
@@ -132,6 +149,12 @@ class CollectiveLedger:
 
     def _look(self) -> None:
         """The calls that the device has completed become rows."""
+        waits, self._waits = self._waits, []
+        for before, after in waits:
+            if after.query():
+                self.waited_s += before.elapsed_time(after) / 1000.0
+            else:
+                self._waits.append((before, after))
         pending, self._pending = self._pending, []
         for call in pending:
             key, payload, began, start, since, end = call

@@ -112,6 +112,30 @@ class Detachable(Protocol):
         ...
 
 
+class GradientSums(Protocol):
+    """One rank's sums of the gradients of a step's micro-batches, where they lie whole on that rank until the last
+    micro-batch's backward reduces them. Another engine of the same kind and configuration, at another world size, can
+    continue from them. Nothing here is collective.
+
+    1. `before_reduction` once, before the first step
+    2. `add` before the first backward of a step 3. `take` between two backward passes, or after one that has failed
+    """
+
+    def before_reduction(self, call: Callable[[], None]) -> None:
+        """`call` in the backward of every step's last micro-batch, when its gradients are added and nothing is reduced
+        yet. What it raises, that backward raises."""
+        ...
+
+    def take(self) -> dict[str, torch.Tensor]:
+        """The sums by the parameter's name, out of the engine, which does not touch them from here on. Raises
+        ValueError for what `add` could not take back."""
+        ...
+
+    def add(self, sums: Mapping[str, torch.Tensor]) -> None:
+        """Add to what the engine has; the tensors become the engine's."""
+        ...
+
+
 class Engine(Witness, Detachable, Protocol):
     """One engine of one generation, on the training thread. Call order:
 
@@ -135,6 +159,8 @@ class Engine(Witness, Detachable, Protocol):
     data_group: dist.ProcessGroup
     # Its collectives; others that belong to the step are counted in it, too.
     ledger: CollectiveLedger
+    # Or why a step's sums cannot outlive the engine, as a part of a sentence.
+    sums: GradientSums | str
     # False where the engine itself decides which steps are applied and says nothing about it: outcomes are not judged.
     judged: bool
 

@@ -25,6 +25,9 @@ class GradientSquares:
         self._every_steps = every_steps
         self._parts: list[torch.Tensor] = []
 
+    def measures(self, step: int) -> bool:
+        return self._every_steps is not None and step % self._every_steps == 0
+
     @contextmanager
     def around(self, step: int, engine: Engine, loss: torch.Tensor, scale: float, weight: float) -> Iterator[None]:
         """Around the backward pass of `loss`, in step number `step`: the micro-batch's mean loss times `scale`, with
@@ -32,7 +35,7 @@ class GradientSquares:
 
         Raises UsageError where a gradient does not come in one piece.
         """
-        if self._every_steps is None or step % self._every_steps or weight == 0.0:
+        if not self.measures(step) or weight == 0.0:
             yield
             return
         squares: dict[str, list[torch.Tensor]] = {}
@@ -66,7 +69,7 @@ class GradientSquares:
                 "gradient scaler alone; or leave gradient_noise out"
             )
         parts, self._parts = self._parts, []
-        if step % self._every_steps or not outcome.applied:
+        if not self.measures(step) or not outcome.applied:
             return ()
         return float(len(parts)), float(torch.stack(parts).sum()) if parts else 0.0
 

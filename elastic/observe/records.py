@@ -108,7 +108,9 @@ class Steps(TypedDict):
 
 
 class Restore(TypedDict):
-    """type "restore": state was restored on all ranks. Bytes are sums over ranks, seconds those of the slowest."""
+    """type "restore": state was restored on all ranks. Bytes are sums over ranks, seconds those of the slowest. `kept`
+    are the micro-batches of the step after `step` that need not be computed again; `again` are the reasons of ranks
+    that had computed some and keep none."""
 
     type: str
     generation: int
@@ -120,6 +122,8 @@ class Restore(TypedDict):
     read_s: float
     install_s: float
     verify_s: float
+    kept: int
+    again: Sequence[str]
 
 
 class Checkpoint(TypedDict):
@@ -244,6 +248,8 @@ def restore(reports: Sequence[Mapping[str, Any]]) -> Restore:
         "read_s": round(max(report["read_s"] for report in reports), 4),
         "install_s": round(max(report["install_s"] for report in reports), 4),
         "verify_s": round(max(report["verify_s"] for report in reports), 4),
+        "kept": sum(report["kept"] for report in reports),
+        "again": sorted({report["again"] for report in reports if report["again"]}),
     }  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from elastic.engines.base import Engine, StepOutcome
 from elastic.engines.flop_count import FlopCount
 from elastic.engines.gradient_squares import GradientSquares
 from elastic.training import rng
+from elastic.training.in_loop.step_share import StepShare, Unfinished
 from elastic.training.result import BadStep
 from elastic.training.scope import GenerationScope
 from elastic.training.session import InLoop
@@ -52,6 +53,7 @@ class ElasticEngine:
         scope: GenerationScope,
         steps: StepLoop,
         state: State,
+        share: StepShare,
         watch: AnomalyWatch | None = None,
         in_loop: InLoop | None = None,
         audit: GradientAudit | None = None,
@@ -65,7 +67,7 @@ class ElasticEngine:
         self._rates = Rates()
         self._watch_calls: Callable[[CollectiveCall], None] | None = None
         self._energy, self._clocks = EnergyMeter(scope.device), ClockMeter(scope.device)
-        self.open(engine, scope, steps, state, watch, audit)
+        self.open(engine, scope, steps, state, share, watch, audit)
 
     def open(
         self,
@@ -73,6 +75,7 @@ class ElasticEngine:
         scope: GenerationScope,
         steps: StepLoop,
         state: State,
+        share: StepShare,
         watch: AnomalyWatch | None,
         audit: GradientAudit | None,
     ) -> None:
@@ -82,7 +85,8 @@ class ElasticEngine:
         self._state = state
         self._watch = watch
         self._audit = audit
-        self._loss: torch.Tensor | float = 0.0
+        self._share: StepShare | None = share
+        self._loss: torch.Tensor | float = share.loss
         self._grad_norm: float | None = None
         # Finished steps of a generation whose ranks share sequences, up to the first exchange between them.
         self._unshared: int | None = 0 if scope.spec.sp > 1 else None
@@ -174,8 +178,12 @@ class ElasticEngine:
         measured = self._squares.around(progress.step + 1, engine, scaled, scale, weight)
         audited = nullcontext() if self._audit is None else self._audit.around(loss, progress.forwards)
         flops, self._flops = self._flops, None
+        assert self._share is not None
+        self._share.adding(progress.step, progress.active, self._loss, progress.tokens)
         with self._scope.translating(), measured, audited, nullcontext() if flops is None else flops.backward():
             result = engine.backward(scaled, kwargs)
+        if not progress.on_last_batch:
+            self._share.added()
         if flops is not None:
             self._sample_flops = flops.of_sample(progress.active.samples, progress.tokens, self._scope.spec.sp)
         self._restore_buffers()
@@ -306,7 +314,7 @@ class ElasticEngine:
 
     def close(self) -> None:
         """Drop the underlying engine. The user may still hold this object: it must not keep the shards alive."""
-        self._engine = self._watch = self._flops = self._audit = None
+        self._engine = self._watch = self._flops = self._audit = self._share = None
         self._steps.close()
         self._buffers.clear()
         self._loss = 0.0
@@ -314,6 +322,12 @@ class ElasticEngine:
     def begin_again(self, why: str) -> None:
         """The user's function holds what belongs to one generation: it is called again for the next one."""
         self._begins_again = why
+
+    def unfinished(self) -> Unfinished | None:
+        """What this rank has computed of the step that it is in, taken out of the engine; None for nothing."""
+        measured = self._squares.measures(self._scope.step + 1)
+        why = "its micro-batches are measured for the gradient noise" if measured else None
+        return None if self._share is None else self._share.take(self._steps.plan.world_size, why)
 
     def obstacle(self) -> str | None:
         """Why no other engine can be built on the same model; None where one can, and where this one is closed."""
@@ -405,7 +419,7 @@ class ElasticEngine:
         return settled.again is not None
 
     def _step_finished(self, progress: StepProgress, outcome: StepOutcome) -> None:
-        # The step's only wait for its device: what was enqueued before, the optimizer's step too, is done then.
+        # The step's last wait for its device: what was enqueued before, the optimizer's step too, is done then.
         loss, self._loss = float(self._loss), 0.0
         duration_s = time.perf_counter() - progress.begun
         # NCCL, aborted, lets what was enqueued run on over data that never came: nothing of such a step counts.

@@ -42,7 +42,9 @@ class Phase(str, Enum):
 
 @dataclass(frozen=True)
 class RestoreReport:
-    """How the state came back: `bytes_read` equals `bytes_needed` unless a source had to read more."""
+    """How the state came back: `bytes_read` equals `bytes_needed` unless a source had to read more. `kept` counts the
+    micro-batches of the next step that this rank had computed before and does not compute again; `again` says why it
+    does, where it had some."""
 
     checkpoint: str
     source: str
@@ -52,6 +54,8 @@ class RestoreReport:
     read_s: float
     install_s: float
     verify_s: float
+    kept: int = 0
+    again: str = ""
 
 
 class SnapshotMemory(Protocol):

@@ -20,6 +20,7 @@ from elastic.core.data.steps import StepReport
 from elastic.core.errors import UsageError
 from elastic.training.data.stream.finite import Course
 from elastic.training.data.stream.repeated import RepeatedSteps
+from elastic.training.in_loop.step_share import Unfinished
 from elastic.training.result import BadStep
 from elastic.training.saving.snapshots import Snapshots
 from elastic.training.scope import GenerationScope
@@ -32,6 +33,8 @@ class StepProgress:
 
     step: int
     batches: tuple[MicroBatch, ...]
+    # Computed by this rank in an earlier generation; their tokens are counted.
+    kept: tuple[MicroBatch, ...] = ()
     begun: float = field(default_factory=time.perf_counter)
     next_batch: int = 0
     active: MicroBatch | None = None
@@ -84,7 +87,7 @@ class StepProgress:
     def positions(self) -> tuple[tuple[int, int], ...]:
         """What this rank consumed with weight, as ranges in ascending order, neighbours joined."""
         joined: list[tuple[int, int]] = []
-        for part in sorted((m.start, m.stop) for m in self.batches if m.weight > 0):
+        for part in sorted((m.start, m.stop) for m in (*self.kept, *self.batches) if m.weight > 0):
             if joined and joined[-1][1] == part[0]:
                 joined[-1] = (joined[-1][0], part[1])
             else:
@@ -106,6 +109,7 @@ class StepLoop:
 
     `take_metrics` gives what the user's code has reported since it was last called; `before_first` is called once,
     before the first batch is handed out. `course`: of a stream with epochs, whose plan is made step by step.
+    `carried`: what this rank has of the first step already.
     """
 
     def __init__(
@@ -117,9 +121,11 @@ class StepLoop:
         repeated: RepeatedSteps | None = None,
         before_first: Callable[[], None] | None = None,
         course: Course | None = None,
+        carried: Unfinished | None = None,
     ) -> None:
         self._plan = plan
         self._course = course
+        self._kept, self._tokens = ((), 0) if carried is None else (carried.batches, carried.tokens)
         self.progress: StepProgress | None = None
         self.finished = False
         self._scope = scope
@@ -175,7 +181,9 @@ class StepLoop:
                 before_first()
             self._boundary()
             self._scope.enter(Phase.TRAINING)
-            self.progress = StepProgress(self._scope.step, self.plan.deal(self._scope.step))
+            batches, kept, tokens = self.plan.deal(self._scope.step), self._kept, self._tokens
+            self._kept, self._tokens = (), 0
+            self.progress = StepProgress(self._scope.step, batches, kept, tokens=tokens)
         return True
 
     def last_batch_read(self) -> None:

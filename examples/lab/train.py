@@ -67,7 +67,7 @@ class SyncLog:
         self._memory = None
 
     def begin(self) -> None:
-        """Of a micro-batch. A step that was abandoned is done again by another generation, from its beginning."""
+        """Of a micro-batch. A step that was abandoned is done by another generation: all of it, or its rest."""
         now = elastic.get_context()
         if self._at != (now.generation, now.step):
             self._at = (now.generation, now.step)

@@ -56,7 +56,8 @@ class Crew:
 
     def __init__(self, size: int) -> None:
         self._spawn = multiprocessing.get_context("spawn")
-        self._generation = 0
+        # The newest one's number.
+        self.generation = 0
         # torch's store looks up the name of everybody who connects; a resolver that drops a query would cost 5 s.
         os.environ.update(
             DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore", RES_OPTIONS="timeout:1 attempts:2"
@@ -80,7 +81,7 @@ class Crew:
         self, who: Sequence[int], fn: str, config: Mapping[str, Any], end_at: int | None = None, **spec: Any
     ) -> None:
         """Start the next generation: who[r] is rank r. `spec` are fields of GenerationSpec."""
-        self._generation += 1
+        self.generation += 1
         first = self.members[who[0]]
         first.pipe.send(("host", None))
         rendezvous = self._expect(first, "hosted")
@@ -88,7 +89,7 @@ class Crew:
             member = self.members[number]
             member.outcome = None
             member.points.clear()
-            fields = {"run_id": "run", "generation": self._generation, "rank": rank, "world_size": len(who), **spec}
+            fields = {"run_id": "run", "generation": self.generation, "rank": rank, "world_size": len(who), **spec}
             member.pipe.send(("run", (fn, dict(config), fields, rendezvous, end_at)))
 
     def outcome(self, number: int) -> Outcome:

@@ -110,6 +110,7 @@ def whole(engine: Engine) -> dict[str, torch.Tensor]:
 def hold(kind: EngineKind, resolved: ResolvedConfig, device: torch.device) -> None:
     trains_as_plain_torch_does(kind, resolved, device)
     leaves_get_each_micro_batchs_own_gradient(kind, resolved, device)
+    sums_of_a_step_outlive_their_engine(kind, resolved, device)
     state_covers_the_model(kind, resolved, device)
     extra_state_goes_round(kind, resolved, device)
     a_non_finite_step_is_not_applied(kind, resolved, device)
@@ -137,6 +138,40 @@ def trains_as_plain_torch_does(kind: EngineKind, resolved: ResolvedConfig, devic
     assert float(engine.module.seen) == before == 3 * MICRO_STEPS  # type: ignore[arg-type]
     assert one_step(engine, 3, rank).applied, "an evaluation pass is not part of a step"
     engine.close()
+
+
+def sums_of_a_step_outlive_their_engine(kind: EngineKind, resolved: ResolvedConfig, device: torch.device) -> None:
+    """The last micro-batch of a step is computed by another engine than the first ones."""
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    model, (norm,), _ = expected(1, world_size)
+    first, _ = build(kind, resolved, device)
+    if isinstance(first.sums, str):
+        assert first.sums
+        first.close()
+        return
+    for number in range(MICRO_STEPS - 1):
+        first.backward(loss_of(lambda x: first.forward((x,), {}, False), batch(0, number, rank)), {})
+        first.step((), {}, consumed=8)
+    taken = first.sums.take()
+    assert taken.keys() == {name for name, p in model.named_parameters() if p.requires_grad}
+    assert first.sums.take() == {}, "the engine has them no more"
+    first.close()
+    other, _ = build(kind, resolved, device, "rollback")
+    assert not isinstance(other.sums, str)
+    met: list[int] = []
+    other.sums.before_reduction(lambda: met.append(1))
+    loss = loss_of(lambda x: other.forward((x,), {}, True), batch(0, MICRO_STEPS - 1, rank))
+    other.sums.add(taken)
+    other.backward(loss, {})
+    assert met == [1]
+    outcome = other.step((), {}, consumed=8)
+    assert outcome is not None
+    assert outcome.grad_norm is not None
+    torch.testing.assert_close(float(outcome.grad_norm), norm, rtol=1e-4, atol=1e-6)
+    wanted = dict(model.named_parameters())
+    for name, value in whole(other).items():
+        torch.testing.assert_close(value, wanted[name].detach(), rtol=1e-4, atol=1e-5)
+    other.close()
 
 
 def leaves_get_each_micro_batchs_own_gradient(kind: EngineKind, resolved: ResolvedConfig, device: torch.device) -> None:

@@ -120,14 +120,29 @@ def between_steps(config: dict[str, Any], data: Numbers) -> None:
     if not _ASK:
         _ASK.append(kind.boundary)
         kind.boundary = _boundary
+        restored = kind.restored
+
+        step_done = kind.step_done
+
+        def note(coordinator: Any, report: Any) -> None:
+            coordinator.kept = report.kept
+            restored(coordinator, report)
+
+        def count(coordinator: Any, report: Any) -> None:
+            if vars(coordinator).pop("kept", 0):
+                # A rank without a micro-batch of its own has read one for its padding pass.
+                del _LOOP[0][1].given[report.samples :]
+            step_done(coordinator, report)
+
+        kind.restored, kind.step_done = note, count
 
 
 def _boundary(coordinator: Any, step: int) -> Any:
     config, data = _LOOP[0]
     if "begun" not in vars(coordinator):
         coordinator.begun = step
-        # Of a step that was abandoned.
-        data.given.clear()
+        # Of a step that was abandoned: what this rank keeps of it came first, two samples at a time.
+        del data.given[2 * vars(coordinator).get("kept", 0) :]
     elif step > coordinator.begun:
         _closed_step(config, elastic.get_context(), data)
     return _ASK[0](coordinator, step)

@@ -61,9 +61,9 @@ def test_a_killed_worker_is_replaced_and_a_frozen_node_comes_back_as_a_newcomer(
 
 def test_a_hung_rank_is_noticed_left_out_and_replaced(cluster: LocalCluster, tmp_path: Path) -> None:
     fault = {"kind": "hang-once", "rank": 1, "step": 8}
-    run = Run(
-        cluster, tmp_path, config={"fault": fault}, failures={"hang_floor_s": 5.0, "join_timeout_s": 60.0}, epochs=12
-    )
+    config = {"fault": fault, "stage": 1}
+    failures = {"hang_floor_s": 5.0, "join_timeout_s": 60.0}
+    run = Run(cluster, tmp_path, config=config, failures=failures, epochs=12, memory={"every_steps": 1})
     run.allow(9)
     run.start()
     hung = run.worker(1)
@@ -80,6 +80,8 @@ def test_a_hung_rank_is_noticed_left_out_and_replaced(cluster: LocalCluster, tmp
     assert incident["step"] == 8
     # What it did not do: the others were kept, and the run continued with them at once.
     assert (incident["next_generation"], incident["next_world_size"]) == (2, 3)
+    # They had done their four of the step's five micro-batches, and waited for it.
+    assert run.decisions("step-continued") == ["step 9 continues: the gradients of 4 of its micro-batches are kept"]
     stalled = run.events("ProgressStalled")
     assert stalled[0]["stalled_s"] > stalled[0]["limit_s"]
 

@@ -90,28 +90,33 @@ def micro_steps_per_rank(samples: int, micro_batch: int, world_size: int) -> int
 
 def deal(
     step: int, global_batch: int, micro_batch: int, world_size: int, rank: int, total_samples: int | None = None,
-    skips: Sequence[Range] = (),
+    skips: Sequence[Range] = (), only: Sequence[int] | None = None,
 ) -> tuple[MicroBatch, ...]:  # fmt: skip
-    """The micro-batches of one rank in one step, in order; equally many on every rank.
+    """The micro-batches of one rank in one step, in order; equally many on every rank, and at least one.
 
     Over all ranks each position of the step comes exactly once with a weight above zero, and the weights sum to one.
     Neighbouring micro-batches go to the same rank, and ranks differ by at most one of them.
+
+    `only`: the indices, ascending, of those that are dealt, with the same weights (see `core.data.unfinished`); where
+    it is empty every rank has one padding pass.
     """
     start, stop = step_positions(step, global_batch, total_samples, skips)
-    micro_steps = micro_steps_per_rank(stop - start, micro_batch, world_size)
+    count = micro_batches_in(stop - start, micro_batch)
+    _positive("world_size", world_size)
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} is not one of {world_size} ranks")
-    count = micro_batches_in(stop - start, micro_batch)
+    dealt = range(count) if only is None else only
+    micro_steps = max(1, _ceil_div(len(dealt), world_size))
 
     def numbered(index: int, weighted: bool = True) -> MicroBatch:
         begin = start + index * micro_batch
         end = min(begin + micro_batch, stop)
         return MicroBatch(index, begin, end, (end - begin) / (stop - start) if weighted else 0.0)
 
-    first, last = rank * count // world_size, (rank + 1) * count // world_size
-    mine = [numbered(index) for index in range(first, last)]
+    first, last = rank * len(dealt) // world_size, (rank + 1) * len(dealt) // world_size
+    mine = [numbered(index) for index in dealt[first:last]]
     # Real samples are repeated, not zeros fed: a made-up batch could overflow, and 0.0 * inf is not 0.0.
-    spare = last - 1 if last > first else rank % count
+    spare = mine[-1].index if mine else rank % count
     return tuple(mine + [numbered(spare, weighted=False)] * (micro_steps - len(mine)))
 
 

@@ -11,6 +11,7 @@ from elastic.core.data.micro_batches import MicroBatch, deal, next_position, ste
 from elastic.core.data.readers import Slots
 from elastic.core.data.samples import SampleOrder
 from elastic.core.data.steps import Range
+from elastic.core.data.unfinished import Rest
 from elastic.core.errors import UsageError
 
 _ENDLESS = 1 << 62
@@ -33,7 +34,9 @@ class StepPlan:
     A stream that has epochs is planned one step ahead: `finite` says where it stands, and this plan answers for the
     step that begins there.
 
-    `audit`: in some steps every rank runs one pass more (None: in none)."""
+    `audit`: in some steps every rank runs one pass more (None: in none).
+
+    `rest`: of this one step some micro-batches are computed already, and only the others are dealt."""
 
     global_batch: int
     micro_batch: int
@@ -50,6 +53,7 @@ class StepPlan:
     finite: FinitePlace | None = None
     leads: bool = True
     audit: AuditPlan | None = None
+    rest: Rest | None = None
 
     def order(self, seed: int) -> SampleOrder:
         """The dataset index of every position; of a stream, the position itself."""
@@ -114,7 +118,10 @@ class StepPlan:
             # Before the ranks have agreed, a whole step: what is compared when a state was restored.
             cut = self.finite.cut or [self.slots.size(reader) for reader in range(self.slots.readers)]
             return deal_cut(self._place(step).position, cut, self.world_size, rank)
-        return deal(step, self.global_batch, self.micro_batch, self.world_size, rank, self.total_samples, self.skips)
+        only = self.rest.indices if self.rest is not None and self.rest.step == step else None
+        return deal(
+            step, self.global_batch, self.micro_batch, self.world_size, rank, self.total_samples, self.skips, only
+        )
 
     def consumed(self, step: int) -> int:
         """Samples that were consumed when `step` steps are finished."""

@@ -27,7 +27,8 @@ class StepReport:
     `loss` is this rank's part of the global mean: the sum over its micro-batches of loss * samples / step samples, so
     that the sum over ranks is the loss of the global batch. `grad_norm` is the engine's (None if it has none).
     `duration_s` ends with the optimizer step; `save_stall_s` is how long snapshots delayed the training thread: for
-    this step after it, and for the previous one during it; on a device, how long they delayed its stream.
+    this step after it, and for the previous one during it; on a device, how long they delayed its stream. Of a step
+    whose first micro-batches were computed in an earlier generation all times are those of its rest.
     `noncollective_s` is the part of `duration_s` that this rank did not spend in collectives (0.0: not measured).
     `anomaly` says why the step was not applied; `skipped` is then what it would have consumed.
     `metrics` is what the user attached with `elastic.report`.

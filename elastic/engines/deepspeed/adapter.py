@@ -10,12 +10,13 @@ import torch.distributed as dist
 
 from elastic.comm.collective_ledger import CollectiveLedger
 from elastic.core.checkpoint.manifest import Json
-from elastic.engines.base import StepOutcome
+from elastic.engines.base import GradientSums, StepOutcome
 from elastic.engines.deepspeed import extra_state
 from elastic.engines.deepspeed.belongings import Belongings
 from elastic.engines.deepspeed.collectives import CountedBackend
 from elastic.engines.deepspeed.nonfinite import NonFinite
 from elastic.engines.deepspeed.state.fragments import fragments
+from elastic.engines.deepspeed.state.gradient_sums import gradient_sums, release
 from elastic.engines.deepspeed.state.live_numbers import expected_numbers, wrong_numbers
 from elastic.engines.deepspeed.state.open import open_zero_state
 from elastic.engines.deepspeed.state.zero import ZeroState
@@ -48,6 +49,7 @@ class DeepSpeedAdapter:
             cell = native.mpu.get_tensor_model_parallel_group()
             self.ledger.name_axis(cell, "tp")
             self._whole_gradients = WholeGradients(cell, self.device)
+        self.sums: GradientSums | str = gradient_sums(native)
         self._counted = CountedBackend()
         self._last = True
         # What the ledger showed at the first forward pass of the step; None between two steps.
@@ -143,11 +145,13 @@ class DeepSpeedAdapter:
     def close(self) -> None:
         native, self.native, self._belongings = self.native, None, None
         if native is not None:
+            release(native)
             release_engine(native)
         # Before the groups are destroyed: DeepSpeed does so through the object that the proxy stands in for.
         self._counted.remove()
         self.ledger.close()
         self._nonfinite = self._whole_gradients = None
+        self.sums = "the engine is closed"
         self._output.forget()
         self.module = torch.nn.Identity()
 

@@ -13,7 +13,7 @@ from elastic.comm.collective_ledger import CollectiveLedger
 from elastic.core.checkpoint.manifest import Json
 from elastic.core.errors import UsageError
 from elastic.engines import saved_numbers
-from elastic.engines.base import ResolvedConfig, StepOutcome
+from elastic.engines.base import GradientSums, ResolvedConfig, StepOutcome
 from elastic.engines.fsdp2.belongings import Belongings
 from elastic.engines.fsdp2.collectives import count_collectives
 from elastic.engines.fsdp2.fragments import fragments, numbers
@@ -73,6 +73,7 @@ class Fsdp2Adapter:
 
     name = "fsdp2"
     judged = True
+    sums: GradientSums | str = "fully_shard keeps partial sums to itself"
 
     def __init__(
         self,

@@ -35,6 +35,7 @@ from elastic.runtime.controller.progress import (
     function_left_record,
     left_out_record,
     replica_moved_record,
+    unfinished_step_record,
 )
 from elastic.runtime.controller.records import Records
 from elastic.runtime.controller.replay import Replayed
@@ -196,6 +197,9 @@ class ControlLoop:
             restore = self.telemetry.restored(item.data)
             if restore is not None:
                 self._incidents.restored(restore)
+                unfinished = unfinished_step_record(restore, item.data["world_size"])
+                if unfinished is not None:
+                    self._records.note(unfinished)
 
     def _set_up_moved(self, worker: int, now: float) -> None:
         """Reported every second and by everybody; the rules need it a few times per limit, and the journal no more."""

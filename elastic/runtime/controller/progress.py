@@ -123,6 +123,28 @@ def function_left_record(told: Mapping[str, Any]) -> records.Decision:
     )
 
 
+def unfinished_step_record(restore: Mapping[str, Any], world_size: int) -> records.Decision | None:
+    """The journal's record of a step that was lost within: whether survivors keep what they had computed of it. None
+    where they had computed nothing. `restore` is the record of that type."""
+    kept, again, step = restore["kept"], restore["again"], restore["step"] + 1
+    if not kept and not again:
+        return None
+    why = "; ".join(again)
+    if kept:
+        sentence = f"step {step} continues: the gradients of {kept} of its micro-batches are kept"
+        sentence += f", but not those of every survivor: {why}" if why else ""
+    else:
+        sentence = f"step {step} is done again from its first micro-batch: {why}"
+    return records.decision(
+        "step-continued" if kept else "step-repeated",
+        sentence,
+        step=restore["step"],
+        generation=restore["generation"],
+        world_size=world_size,
+        data={"kept": kept, "again": again},
+    )
+
+
 def cadence_record(told: Mapping[str, Any]) -> records.Decision:
     """The journal's record of the snapshot cadence and its reason, from a member's report."""
     every = int(told["every_steps"])

@@ -27,8 +27,10 @@ from elastic.training.data.stream.repeated import RepeatedSteps
 from elastic.training.data.stream.spec import Stream
 from elastic.training.engine import ElasticEngine
 from elastic.training.generation import Generation
+from elastic.training.in_loop import unfinished
 from elastic.training.in_loop.stand_in import StandIn
-from elastic.training.saving.resume import resume, run_state
+from elastic.training.in_loop.step_share import StepShare, Unfinished
+from elastic.training.saving.resume import Resumed, resume, run_state
 from elastic.training.saving.snapshots import Snapshots
 from elastic.training.session import Phase
 from elastic.training.state.engine_state import open_state
@@ -65,9 +67,13 @@ class Handles:
     scheduler: Any
 
 
-def assemble(generation: Generation, given: Given, handles: Handles | None = None) -> Handles:
+def assemble(
+    generation: Generation, given: Given, handles: Handles | None = None, held: Unfinished | None = None
+) -> Handles:
     """Build the engine of `generation`, restore what its spec names, and open the handles on it: new ones, or those of
-    an earlier generation. Collective. Raises what `elastic.initialize` raises."""
+    an earlier generation, which has left `held` of its last step. Collective.
+
+    Raises what `elastic.initialize` raises."""
     scope, source = generation.scope, given.source
     resolved = generation.kind.resolve(given.config, scope.spec, source.micro_batch)
     if scope.spec.noise_every_steps is not None:
@@ -96,16 +102,16 @@ def assemble(generation: Generation, given: Given, handles: Handles | None = Non
     generation.own(engine)
     generation.group.seal()
     plan = _plan(scope.spec, resolved, source)
-    steps, watch, audit, reader = _opened(generation, engine, plan, source, given.weights)
+    steps, watch, audit, reader, share = _opened(generation, engine, plan, source, given.weights, held)
     if handles is None:
         handles = Handles(
-            ElasticEngine(engine, scope, steps, generation.state, watch, generation.in_loop, audit),
+            ElasticEngine(engine, scope, steps, generation.state, share, watch, generation.in_loop, audit),
             _handle(optimizer, given.optimizer),
             ElasticLoader(scope, steps, reader, source, generation.in_loop),
             _handle(scheduler, given.lr_scheduler),
         )
     else:
-        handles.engine.open(engine, scope, steps, generation.state, watch, audit)
+        handles.engine.open(engine, scope, steps, generation.state, share, watch, audit)
         handles.loader.open(scope, steps, reader)
         for handle, target in ((handles.optimizer, optimizer), (handles.scheduler, scheduler)):
             if type(handle) is StandIn:
@@ -152,8 +158,13 @@ def _plan(spec: GenerationSpec, resolved: ResolvedConfig, source: DataSource) ->
 
 
 def _opened(
-    generation: Generation, engine: Engine, plan: StepPlan, source: DataSource, weights: WeightsSettings | None
-) -> tuple[StepLoop, AnomalyWatch | None, GradientAudit | None, MicroBatchReader]:
+    generation: Generation,
+    engine: Engine,
+    plan: StepPlan,
+    source: DataSource,
+    weights: WeightsSettings | None,
+    held: Unfinished | None,
+) -> tuple[StepLoop, AnomalyWatch | None, GradientAudit | None, MicroBatchReader, StepShare]:
     """The engine's state is opened and, when the spec names a checkpoint, restored, else `weights` go in; the
     data is opened where it stands. Collective.
 
@@ -163,9 +174,10 @@ def _opened(
     state = open_state(engine, scope.spec.tp)
     generation.closing.callback(state.close)
     cursor.require_equal(plan, scope.spec.seed, state.agreement)
-    saved_step, readers = None, None
+    saved_step, resumed = None, Resumed(plan)
     if scope.spec.checkpoint is not None:
-        plan, readers = resume(scope, state, plan, generation.state)
+        resumed = resume(scope, state, plan, generation.state, engine.module, held)
+        plan = resumed.plan
         # A snapshot in memory is not in storage yet: a run that ends here still has to save it.
         saved_step = None if is_snapshot(scope.spec.checkpoint) else scope.step
     elif weights is not None:
@@ -176,7 +188,7 @@ def _opened(
     if scope.spec.audit_every_steps is not None:
         turns = AuditPlan(scope.spec.audit_every_steps, scope.step, scope.spec.generation)
         plan, audit = replace(plan, audit=turns), GradientAudit(engine, state.agreement)
-    reader = open_reader(source, plan, scope, generation.group.close_in_child(), readers)
+    reader = open_reader(source, plan, scope, generation.group.close_in_child(), resumed.readers)
     generation.closing.callback(reader.close)
     course = Course(plan, reader, state.agreement) if isinstance(reader, FiniteReader) else None
     snapshots = Snapshots(
@@ -197,5 +209,8 @@ def _opened(
     def before_first() -> None:
         before_first_batch(scope, generation.state, engine, state, source.dataset)
 
-    steps = StepLoop(scope, plan, snapshots, generation.take_metrics, repeated, before_first, course)
-    return steps, watch, audit, reader
+    carried = resumed.carried
+    steps = StepLoop(scope, plan, snapshots, generation.take_metrics, repeated, before_first, course, carried)
+    # Nobody would take up what is kept of a function that is called again.
+    refused = "" if generation.in_loop is None else unfinished.refused(plan, scope.spec)
+    return steps, watch, audit, reader, StepShare(engine, scope, refused, carried)

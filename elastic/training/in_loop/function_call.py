@@ -14,6 +14,8 @@ from elastic.core.names import parse_checkpoint_id
 from elastic.training import cleanup, context
 from elastic.training.in_loop.ahead import Ahead, until_needed
 from elastic.training.in_loop.assembly import Given, Handles, assemble
+from elastic.training.in_loop.step_share import Unfinished
+from elastic.training.in_loop.unfinished import fingerprint
 from elastic.training.loop import GenerationRunner, call, seed_build
 from elastic.training.result import GenerationResult, Kind
 
@@ -51,6 +53,9 @@ class FunctionCall:
         self._handles: Handles | None = None
         # The outcome of the current generation, where it is known before the loop comes back.
         self._abandoned: GenerationResult | None = None
+        # What this rank has computed of the step in which the generation ended; `_asked` when it was taken.
+        self._held: Unfinished | None = None
+        self._asked = False
         # The generation was left inside of the function, which must be left too: its outcome, or what follows it.
         self._unclean: GenerationResult | None = None
         self._following: GenerationRunner | None = None
@@ -76,7 +81,8 @@ class FunctionCall:
             if self._handles is not None and self._reason is None and survived:
                 self._leave_function(self._obstacle() or "it was not asking for its next batch: an evaluation, say")
             # What they hold is the engine's.
-            self._given = self._handles = None
+            self._given = self._handles = self._held = None
+            self._asked = False
             if self._following is not None:
                 context.uninstall(self._current.generation)
                 cleanup.collect(None)
@@ -189,6 +195,8 @@ class FunctionCall:
         runner.announce(result)
         runner.generation.scope.fail(error)
         self._abandoned = result
+        # Now: what follows of the step is the user's code, which may clear gradients.
+        self._hold(result)
         cleanup.forget(error)
         return True
 
@@ -204,10 +212,12 @@ class FunctionCall:
             self._abandoned = None
             cleanup.forget(error)
             runner.announce(result)
+            self._hold(result)
             runner.leave(result, stays=True)
             if not runner.clean:
                 self._unclean = result
                 raise self._leave_function("the generation was not left cleanly")
+            self._remember_weights()
             runner = self._next(runner, result)
             try:
                 self._continue(runner)
@@ -268,12 +278,25 @@ class FunctionCall:
         self._runner = following
         return following
 
+    def _hold(self, result: GenerationResult) -> None:
+        """Once for every engine; what is held from an earlier one stays until an engine has it."""
+        if not self._asked and self._handles is not None and result.kind in ("ended", "collective_failed"):
+            self._asked = True
+            self._held = self._handles.engine.unfinished() or self._held
+
+    def _remember_weights(self) -> None:
+        """After the generation was aborted and left: reading them waits for the device."""
+        held = self._held
+        if held is not None and not held.why and not held.weights:
+            held.weights = fingerprint(held.module)
+
     def _continue(self, runner: GenerationRunner) -> None:
         """Join the generation and build its engine underneath the handles."""
         assert self._given is not None
         runner.join(self)
         try:
-            assemble(runner.generation, self._given, self._handles)
+            assemble(runner.generation, self._given, self._handles, self._held)
+            self._held, self._asked = None, False
         except Exception as error:
             if runner.classify(error).kind in _SURVIVED:
                 raise

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
 
 from elastic.core.data.readers import READERS, ReaderStates
 from elastic.core.data.step_plan import StepPlan
 from elastic.training.data import cursor
+from elastic.training.in_loop import unfinished
+from elastic.training.in_loop.step_share import Unfinished
 from elastic.training.scope import GenerationScope
 from elastic.training.session import Phase
 from elastic.training.state.engine_state import EngineState
@@ -14,6 +19,16 @@ from elastic.training.user.state import State, objects_from_json, objects_to_jso
 
 _OBJECTS = "objects"
 _FIRST_RATES = "first_rates"
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The plan that the run resumes with, the states of all readers of a stream, and what this rank brings along of the
+    next step."""
+
+    plan: StepPlan
+    readers: ReaderStates | None = None
+    carried: Unfinished | None = None
 
 
 def run_state(scope: GenerationScope, plan: StepPlan, user: State) -> dict[str, Any]:
@@ -28,10 +43,15 @@ def run_state(scope: GenerationScope, plan: StepPlan, user: State) -> dict[str, 
 
 
 def resume(
-    scope: GenerationScope, state: EngineState, plan: StepPlan, user: State
-) -> tuple[StepPlan, ReaderStates | None]:
-    """Restore the spec's checkpoint into the engine, `scope` and `user`; returns the plan that the run resumes with,
-    and the states of all readers of a stream.
+    scope: GenerationScope,
+    state: EngineState,
+    plan: StepPlan,
+    user: State,
+    module: torch.nn.Module,
+    held: Unfinished | None,
+) -> Resumed:
+    """Restore the spec's checkpoint into the engine, `scope` and `user`. `held`: what this rank had computed of a step
+    when the last engine of its `module` ended.
 
     Collective. Raises UsageError, ModelMismatch, IntegrityError or StorageError, on all ranks or on none.
     """
@@ -47,9 +67,13 @@ def resume(
     user.load_objects(objects_from_json(saved.get(_OBJECTS, {}), state.restored), scope.device)
     here = run_state(scope, plan, user)
     # Objects may be registered later: what they are given has been verified with the tensors.
-    kept = {key: value for key, value in saved.items() if key != _OBJECTS}
-    cursor.verify(kept, here, plan, plan.order(scope.spec.seed), state.agreement)
+    judged = {key: value for key, value in saved.items() if key != _OBJECTS}
+    cursor.verify(judged, here, plan, plan.order(scope.spec.seed), state.agreement)
     readers = cursor.readers_of(restored.get(READERS), plan, state.agreement)
-    scope.coordinator.restored(report)
+    carried, why = None, "" if held is None else held.why
+    if unfinished.refused(plan, scope.spec) is None and not plan.over(scope.step):
+        plan, carried, why = unfinished.continued(held, plan, scope.step, module, state.agreement)
+    kept = 0 if carried is None else len(carried.batches)
+    scope.coordinator.restored(replace(report, kept=kept, again=why))
     scope.enter(Phase.BUILDING)
-    return plan, readers
+    return Resumed(plan, readers, carried)

@@ -21,7 +21,8 @@ STEP = CompletedStep(
 )  # fmt: skip
 RESTORES = [
     {"rank": rank, "generation": 2, "checkpoint": "c", "source": "memory", "step": 6, "bytes_read": 10,
-     "bytes_needed": 9, "read_s": 0.1 * rank, "install_s": 0.2, "verify_s": 0.3}
+     "bytes_needed": 9, "read_s": 0.1 * rank, "install_s": 0.2, "verify_s": 0.3,
+     "kept": 4, "again": "a reason" if rank else ""}
     for rank in (0, 1)
 ]  # fmt: skip
 
@@ -59,7 +60,8 @@ RESTORES = [
         (
             records.restore(RESTORES),
             {"type": "restore", "generation": 2, "checkpoint": "c", "source": "memory", "step": 6, "bytes_read": 20,
-             "bytes_needed": 18, "read_s": 0.1, "install_s": 0.2, "verify_s": 0.3},
+             "bytes_needed": 18, "read_s": 0.1, "install_s": 0.2, "verify_s": 0.3, "kept": 8,
+             "again": ["a reason"]},
         ),
         (
             records.checkpoint("c", 7, 100, 0.123456, 0.5),

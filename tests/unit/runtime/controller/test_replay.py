@@ -17,7 +17,7 @@ from elastic.core.run import machine
 from elastic.observe.journal import JournalReader, JournalWriter
 from elastic.runtime import names
 from elastic.runtime.controller.incidents import IncidentBook
-from elastic.runtime.controller.progress import cadence_record, function_left_record
+from elastic.runtime.controller.progress import cadence_record, function_left_record, unfinished_step_record
 from elastic.runtime.controller.replay import Replayed, replay
 from elastic.runtime.controller.telemetry import Telemetry
 from elastic.runtime.train_function import Entry
@@ -98,7 +98,8 @@ def test_a_restore_report_that_comes_twice_counts_once() -> None:
     telemetry.generation_begins(1, 2, 0, 0.0)
     written.clear()
     report = {"generation": 1, "world_size": 2, "checkpoint": "c", "source": "storage", "step": 0, "bytes_read": 7,
-              "bytes_needed": 7, "read_s": 1.0, "install_s": 1.0, "verify_s": 1.0}  # fmt: skip
+              "bytes_needed": 7, "read_s": 1.0, "install_s": 1.0, "verify_s": 1.0,
+              "kept": 0, "again": ""}  # fmt: skip
     for rank in (0, 0, 1, 1):
         telemetry.restored({**report, "rank": rank})
     assert [record["bytes_read"] for record in written] == [14]
@@ -237,3 +238,21 @@ def test_a_function_that_could_not_stay_is_in_the_journal_with_its_reason() -> N
     record = function_left_record(told)
     assert record["sentence"] == "worker 3: the training function is left and called again: it has made process groups"
     assert (record["kind"], record["step"], record["generation"]) == ("function-left", 9, 4)
+
+
+def test_a_step_that_was_lost_within_is_in_the_journal_with_what_is_kept_of_it() -> None:
+    restore = {"generation": 3, "step": 9, "kept": 48, "again": []}
+    record = unfinished_step_record(restore, 3)
+    assert record is not None
+    assert record["sentence"] == "step 10 continues: the gradients of 48 of its micro-batches are kept"
+    assert (record["kind"], record["step"], record["generation"], record["world_size"]) == ("step-continued", 9, 3, 3)
+    partly = unfinished_step_record({**restore, "again": ["its backward pass was under way"]}, 3)
+    assert partly is not None
+    assert partly["sentence"].endswith("kept, but not those of every survivor: its backward pass was under way")
+    again = unfinished_step_record({**restore, "kept": 0, "again": ["in stage 2 partial sums lie on other ranks"]}, 3)
+    assert again is not None
+    assert again["kind"] == "step-repeated"
+    assert again["sentence"] == (
+        "step 10 is done again from its first micro-batch: in stage 2 partial sums lie on other ranks"
+    )
+    assert unfinished_step_record({**restore, "kept": 0}, 3) is None

@@ -1,0 +1,110 @@
+"""Where DeepSpeed 0.19.8 adds up a rank's gradients within a step, before any of them is reduced.
+
+Stage 0, and stage 1 without `overlap_comm`: in `parameter.grad`, in the parameter's dtype, up to the end of the last
+micro-batch's backward, whose epilogue calls `allreduce_gradients`. Stage 1 in bf16 with fp32 accumulation
+(BF16_Optimizer): in its flat fp32 buffers, likewise. The reduction then works in place, bucket by bucket: from its
+beginning on the sums are gone. `contiguous_gradients` and `round_robin_gradients` matter within the reduction only.
+
+Stages 2 and 3 reduce in every backward, to parts that lie on other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from elastic.engines.base import GradientSums
+
+
+def gradient_sums(native: Any) -> GradientSums | str:
+    """The sums of this engine, or why they do not outlive it, as a part of a sentence."""
+    stage = int(native.zero_optimization_stage())
+    refused = {
+        f"in stage {stage} partial sums lie on other ranks": stage > 1,
+        "with tensor parallelism the ranks of a cell hold parts of them": native.autotp_size() > 1,
+        "fp16 scales them by a loss scale that may change": native.fp16_enabled(),
+        "torch_autocast may scale them": native.torch_autocast_enabled(),
+        "with offload_optimizer they are kept elsewhere": native.zero_offload_optimizer() is not None,
+        "with overlap_comm they are reduced within the last backward pass": stage == 1 and native.zero_overlap_comm(),
+    }
+    why = next((why for why, so in refused.items() if so), None)
+    if why is not None:
+        return why
+    kind = type(native.optimizer).__name__
+    if kind == "BF16_Optimizer":
+        return _InBuffers(native)
+    if getattr(native.optimizer, "use_grad_accum_attribute", False):
+        return "they are added up in another dtype than the parameters'"
+    return _InParameters(native)
+
+
+def release(native: Any) -> None:
+    """Before the engine is closed: it must not refer to itself."""
+    vars(native).pop("allreduce_gradients", None)
+
+
+class _Sums:
+    def __init__(self, native: Any) -> None:
+        self._native: Any = native
+
+    def before_reduction(self, call: Callable[[], None]) -> None:
+        native = self._native
+        reduce = native.allreduce_gradients
+
+        def allreduce_gradients(*args: Any, **kwargs: Any) -> Any:
+            if native.is_gradient_accumulation_boundary():
+                call()
+            return reduce(*args, **kwargs)
+
+        native.allreduce_gradients = allreduce_gradients
+
+
+class _InParameters(_Sums):
+    """Implements `elastic.engines.base.GradientSums`."""
+
+    def take(self) -> dict[str, torch.Tensor]:
+        found = {}
+        for name, parameter in self._native.module.named_parameters():
+            if parameter.grad is not None:
+                if parameter.grad.is_sparse:
+                    raise ValueError(f"the gradient of {name!r} is sparse")
+                found[name], parameter.grad = parameter.grad, None
+        return found
+
+    def add(self, sums: Mapping[str, torch.Tensor]) -> None:
+        parameters = dict(self._native.module.named_parameters())
+        for name, value in sums.items():
+            grad = parameters[name].grad
+            parameters[name].grad = value if grad is None else grad.add_(value)
+
+
+class _InBuffers(_Sums):
+    """Implements `elastic.engines.base.GradientSums`."""
+
+    def take(self) -> dict[str, torch.Tensor]:
+        optimizer = self._native.optimizer
+        found = {name: buffer for name, (group, number), buffer in self._buffers() if self._has(group)[number]}
+        # Its zero_grad clears them in place.
+        optimizer.fp32_groups_gradients_flat = []
+        for flags in optimizer.fp32_groups_has_gradients:
+            flags[:] = [False] * len(flags)
+        return found
+
+    def add(self, sums: Mapping[str, torch.Tensor]) -> None:
+        for name, (group, number), buffer in self._buffers():
+            if name in sums:
+                buffer.add_(sums[name])
+                self._has(group)[number] = True
+
+    def _has(self, group: int) -> list[bool]:
+        """Without gradients a buffer takes no part in the norm."""
+        flags: list[bool] = self._native.optimizer.fp32_groups_has_gradients[group]
+        return flags
+
+    def _buffers(self) -> Iterator[tuple[str, tuple[int, int], torch.Tensor]]:
+        optimizer = self._native.optimizer
+        for group, parameters in enumerate(optimizer.bf16_groups):
+            for number, parameter in enumerate(parameters):
+                yield optimizer.param_names[parameter], (group, number), optimizer.fp32_groups_gradients[group][number]
