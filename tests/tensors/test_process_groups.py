@@ -252,27 +252,30 @@ def test_what_the_end_of_a_generation_makes_a_group_report_is_no_failure(
 
 
 class Blackboard:
-    """A store of one process; counts what is read and written in it."""
+    """A store of one process; counts the messages and bytes that are read and written in it."""
 
     def __init__(self) -> None:
-        self.moved = 0
-        self._values: dict[str, str] = {}
+        self.moved = self.bytes = 0
+        self._values: dict[str, bytes] = {}
         self._changed = threading.Condition()
 
-    def set(self, key: str, value: str) -> None:
+    def set(self, key: str, value: bytes) -> None:
         self.multi_set([key], [value])
 
-    def multi_set(self, keys: Sequence[str], values: Sequence[str]) -> None:
+    def multi_set(self, keys: Sequence[str], values: Sequence[bytes]) -> None:
         with self._changed:
             self.moved += len(keys)
+            self.bytes += sum(map(len, values))
             self._values.update(zip(keys, values, strict=True))
             self._changed.notify_all()
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         with self._changed:
             assert self._changed.wait_for(lambda: self._values.keys() >= set(keys), LIMIT_S)
+            found = [self._values[key] for key in keys]
             self.moved += len(keys)
-            return [self._values[key].encode() for key in keys]
+            self.bytes += sum(map(len, found))
+            return found
 
 
 def host(rank: int) -> str:
@@ -308,3 +311,5 @@ def test_everybody_knows_whose_socket_is_at_the_other_end_and_nobody_asks_everyb
         # What leads elsewhere is nobody's business here.
         assert len(known.rank_at) == len(others) + sum(other > rank for other in others)
     assert store.moved <= 6 * world_size, "the messages of a thousand ranks are to be thousands, not a million"
+    connections = world_size * (world_size - 1) // 2
+    assert store.bytes < 100 * connections, "each connection is told by one end"
