@@ -14,3 +14,10 @@ def crew() -> Iterator[Crew]:
     made = Crew(4)
     yield made
     made.close()
+
+
+@pytest.fixture(autouse=True)
+def settled(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "crew" in request.fixturenames:
+        request.getfixturevalue("crew").settle()

@@ -39,6 +39,10 @@ class Outcome:
     sockets: list[Any]
 
 
+# After these a function that can stay in its loop waits there for the next generation.
+_STAYS = ("ended", "anomaly", "collective_failed", "restore_failed")
+
+
 @dataclass
 class Member:
     number: int
@@ -46,6 +50,8 @@ class Member:
     pipe: Connection
     outcome: Outcome | None = None
     points: list[str] = field(default_factory=list)
+    # Of the last generation; None before the first.
+    in_loop: bool | None = None
 
     def signal(self, number: int) -> None:
         os.kill(self.process.pid, number)
@@ -77,6 +83,14 @@ class Crew:
         self.members[number].process.join()
         self.members[number] = self._start(number)
 
+    def settle(self) -> None:
+        """Members that may still be inside a test's function, where the next test's generation would find them, are
+        replaced: those without an outcome, and survivors that stay in their loop."""
+        for member in self.members:
+            stays = member.in_loop and member.outcome is not None and member.outcome.result.kind in _STAYS
+            if stays or (member.in_loop is not None and member.outcome is None):
+                self.replace(member.number)
+
     def begin(
         self, who: Sequence[int], fn: str, config: Mapping[str, Any], end_at: int | None = None, **spec: Any
     ) -> None:
@@ -87,7 +101,7 @@ class Crew:
         rendezvous = self._expect(first, "hosted")
         for rank, number in enumerate(who):
             member = self.members[number]
-            member.outcome = None
+            member.outcome, member.in_loop = None, bool(config.get("in_loop"))
             member.points.clear()
             fields = {"run_id": "run", "generation": self.generation, "rank": rank, "world_size": len(who), **spec}
             member.pipe.send(("run", (fn, dict(config), fields, rendezvous, end_at)))
