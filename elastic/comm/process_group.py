@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import time
 import weakref
@@ -47,6 +48,8 @@ class ProcessGroup:
         self._store: Store | None = None
         self._communicators: nccl.Communicators | None = None
         self._cell: dist.ProcessGroup | None = None
+        # Before torch had put its own in its place, and torch's.
+        self._excepthooks = sys.excepthook, sys.excepthook
         self._backend = ""
         self._aborting: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
         # Groups that are the platform's or the engine's; every other one is the script's.
@@ -83,6 +86,7 @@ class ProcessGroup:
         # Groups are named by this counter and meet under their names. An attempt that was aborted half-way has moved it
         # on in this process alone.
         dist.distributed_c10d._world.group_count = 0
+        before = sys.excepthook
         dist.init_process_group(
             backend,
             store=PrefixStore(f"generation{self.spec.generation}", self._store),
@@ -90,6 +94,7 @@ class ProcessGroup:
             world_size=self.spec.world_size,
             timeout=self._timeout(),
         )
+        self._excepthooks = before, sys.excepthook
         if self.spec.mesh.per_cell > 1:
             # Known to its members alone: thousands of cells are not made on every rank.
             ranks = list(self.spec.mesh.cell(self.spec.rank))
@@ -185,6 +190,10 @@ class ProcessGroup:
         except (RuntimeError, ValueError, AssertionError) as error:
             logger.warning("generation %d: groups did not close cleanly: %s", self.spec.generation, error)
         self._store = self._cell = None
+        before, torchs = self._excepthooks
+        if sys.excepthook is torchs:
+            # torch puts the rank before each line of a traceback, one more time for every group that there was.
+            sys.excepthook = before
         with self._abort_lock:
             self._joined = False
         release_store(self.rendezvous)

@@ -183,8 +183,8 @@ def test_hundreds_of_generations_leak_nothing(crew: Crew, tmp_path: Path, engine
         assert len(set(threads[10:])) == 1
         assert max(descriptors[10:]) <= descriptors[10]
         # Two MB in 150 generations: caches that fill slowly. An engine of this model and its optimizer are smaller
-        # than what DeepSpeed keeps with one of them, 0.3 MB.
-        assert resident[-1] - resident[49] < 2 << 20
+        # than what DeepSpeed keeps with one of them, 0.3 MB. Of FSDP2 no object stays; torch itself keeps 20 kB each.
+        assert resident[-1] - resident[49] < (2 if engine == "ZeRO-3" else 6) << 20
 
 
 def _assert_ended(outcomes: list[Outcome], kind: str, step: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from elastic.comm import lost_peers, process_group
 from elastic.comm.nccl import outlive_peers
 from elastic.comm.peer_addresses import exchange
 from elastic.comm.process_group import ProcessGroup
+from elastic.comm.rendezvous import host_store
 from elastic.comm.sockets import Address, TcpSocket
 from elastic.core import events as ev
 from elastic.core.generation_spec import GenerationSpec, Rendezvous
@@ -313,3 +315,18 @@ def test_everybody_knows_whose_socket_is_at_the_other_end_and_nobody_asks_everyb
     assert store.moved <= 6 * world_size, "the messages of a thousand ranks are to be thousands, not a million"
     connections = world_size * (world_size - 1) // 2
     assert store.bytes < 100 * connections, "each connection is told by one end"
+
+
+class Destroys(NoEngine):
+    def destroy_groups(self) -> None:
+        dist.destroy_process_group()
+
+
+def test_tracebacks_have_the_rank_once_however_many_groups_there_were() -> None:
+    before = sys.excepthook
+    for number in (1, 2, 3):
+        group = ProcessGroup(GenerationSpec("run", number, 0, 1), host_store("127.0.0.1"), Destroys("gloo"))
+        group.join(lambda: None)
+        assert sys.excepthook is not before, "torch's own, while there is a group"
+        group.close()
+        assert sys.excepthook is before
