@@ -265,11 +265,12 @@ class Invariants:
 
     def _budgets(self, state: RunState) -> None:
         streaks, limits = state.trouble.streaks, state.settings.failures
-        # A run that is given up begins once more to save what it has, whatever else fails with it.
-        if not isinstance(state.phase, Finished) and state.gives_up_for is None:
-            assert streaks.crashes <= limits.crash_streak, "a budget was overdrawn"
-            assert streaks.user_errors <= limits.user_error_retries, "a budget was overdrawn"
-            assert streaks.in_place < 2, "fresh processes are overdue"
+        if not isinstance(state.phase, Finished):
+            # A run that is given up begins once more, to save what it has, although the failure counts too.
+            once = state.gives_up_for is not None
+            assert streaks.crashes <= limits.crash_streak + once, "a budget was overdrawn"
+            assert streaks.user_errors <= limits.user_error_retries + once, "a budget was overdrawn"
+            assert streaks.in_place < 2 + once, "fresh processes are overdue"
 
     def _anomalies(self, before: RunState, after: RunState) -> None:
         """Bounded, and skipped samples stay skipped; states from after an anomaly are forgotten."""
