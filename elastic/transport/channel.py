@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from elastic.core.errors import ElasticError, Fenced, IntegrityError, StorageError, UsageError
+from elastic.core.errors import CollectiveFailed, ElasticError, Fenced, IntegrityError, StorageError, UsageError
 
 Message = dict[str, Any]
 
@@ -33,6 +33,7 @@ _WAKE_BYTES = 256 << 10
 
 _ERRORS: dict[str, type[ElasticError]] = {
     "UsageError": UsageError, "IntegrityError": IntegrityError, "StorageError": StorageError, "Fenced": Fenced,
+    "CollectiveFailed": CollectiveFailed,
 }  # fmt: skip
 
 
@@ -139,7 +140,7 @@ class Channel:
     def _wake_after(self, count: int) -> None:
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
 
-    def send_bytes(self, data: bytes) -> None:
+    def send_bytes(self, data: bytes | memoryview) -> None:
         with _translated():
             self._sock.sendall(data)
 

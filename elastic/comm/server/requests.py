@@ -1,0 +1,176 @@
+"""What workers, servers and who announces views send each other, over the run's authenticated channels.
+
+A request is a JSON message; tensors follow it as raw bytes, all fp32, one after the other. Every answer is JSON, and
+tensors follow where it names them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from elastic.comm.server.shard import ShardSpec
+from elastic.core.errors import IntegrityError
+from elastic.core.server.global_batches import Answer, Batch, Batches, Event, Part
+from elastic.core.server.placement import Role, View
+from elastic.core.typed_json import decode, encode
+from elastic.transport.channel import Channel, Message
+
+# An update of a large shard takes a while, and its replica makes it first.
+ANSWER_LIMIT_S = 60.0
+
+# (name, number of elements): what follows a message.
+Listed = tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class Install:
+    """A newer view. An older one changes nothing."""
+
+    view: View
+
+
+@dataclass(frozen=True)
+class ReadView:
+    """Answered with the newest view that the server has heard of."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """The whole state of a shard: to the primary when a run begins, or from the primary to a new replica. `name` is
+    another one for each beginning: the same may come twice, where an answer was lost."""
+
+    shard: int
+    epoch: int
+    role: Role
+    name: str
+    spec: ShardSpec
+    meta: dict[str, Any]
+    batches: Batches | None
+    tensors: Listed
+
+
+@dataclass(frozen=True)
+class Protect:
+    """Answered when the shard's replica is in step."""
+
+    shard: int
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Push:
+    shard: int
+    epoch: int
+    role: Role
+    part: Part
+    tensors: Listed
+
+
+@dataclass(frozen=True)
+class Apply:
+    """From a primary to its replica."""
+
+    shard: int
+    epoch: int
+    version: int
+    batch: Batch
+
+
+@dataclass(frozen=True)
+class Pull:
+    """The parameters after at least `version` updates, unless the worker `have`s them; a shard that lags behind makes
+    the updates first, from `batches`."""
+
+    shard: int
+    epoch: int
+    version: int
+    have: int
+    batches: Mapping[int, Batch]
+
+
+@dataclass(frozen=True)
+class Tell:
+    """An event, to the shard that keeps the rules' state. Where the answer is to wait, it is given after `wait_s`."""
+
+    shard: int
+    epoch: int
+    role: Role
+    event: Event
+    wait_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class ReadBatches:
+    """Answered with the rules' state."""
+
+    shard: int
+    epoch: int
+
+
+@dataclass(frozen=True)
+class ReadCut:
+    """A shard's state after exactly `version` updates."""
+
+    shard: int
+    epoch: int
+    version: int
+    batches: Mapping[int, Batch]
+
+
+OfShard = Load | Protect | Push | Apply | Pull | Tell | ReadBatches | ReadCut
+Request = Install | ReadView | OfShard
+
+
+@dataclass(frozen=True)
+class _Sent:
+    request: Request
+
+
+@dataclass(frozen=True)
+class _Answered:
+    answer: Answer
+
+
+def to_json(request: Request) -> Message:
+    return encode(_Sent(request))
+
+
+def from_json(message: Message) -> Request:
+    try:
+        return decode(_Sent, message).request
+    except (ValueError, TypeError) as error:
+        raise IntegrityError(f"a request that this version does not know: {error}") from error
+
+
+def answer_to_json(answer: Answer) -> Message:
+    return encode(_Answered(answer))
+
+
+def answer_from_json(message: Message) -> Answer:
+    return decode(_Answered, message).answer
+
+
+def listed(tensors: Mapping[str, torch.Tensor]) -> Listed:
+    return tuple((name, tensor.numel()) for name, tensor in tensors.items())
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous fp32 tensor."""
+    if tensor.dtype != torch.float32 or not tensor.is_contiguous():
+        raise IntegrityError(f"a tensor of {tensor.dtype} cannot travel to a parameter server")
+    return tensor.detach().reshape(-1).numpy().data.cast("B")
+
+
+def send_tensors(channel: Channel, tensors: Sequence[torch.Tensor]) -> None:
+    for tensor in tensors:
+        channel.send_bytes(as_bytes(tensor))
+
+
+def receive_tensors(channel: Channel, names: Listed) -> dict[str, torch.Tensor]:
+    tensors = {name: torch.empty(numel) for name, numel in names}
+    channel.recv_into([as_bytes(tensor) for tensor in tensors.values()])
+    return tensors

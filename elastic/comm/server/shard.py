@@ -1,0 +1,184 @@
+"""One range of the parameters on one server: gradients are kept until the update that they belong to is made.
+
+What is done to a shard is the same on both of its copies, in the same order, and gives the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+
+from elastic.core.errors import IntegrityError, UsageError
+from elastic.core.server.global_batches import KEPT_CUTS, Batch, Part
+
+Tensors = Mapping[str, torch.Tensor]
+
+# They update every weight by itself, so that a shard needs nothing of the others.
+OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD": torch.optim.SGD, "Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW,
+}  # fmt: skip
+_STATE, _PENDING, _CUT = "state", "pending", "cut"
+_PARAMETER, _STEP = "parameter", "step"
+
+
+@dataclass(frozen=True)
+class Group:
+    """A parameter group of the optimizer: numbers [begin, end) of the flat vector, and its options."""
+
+    begin: int
+    end: int
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """[begin, end) of the flat fp32 vector. An update's learning rate is its group's times `rates[version]`, of which
+    the last holds for all later ones."""
+
+    begin: int
+    end: int
+    optimizer: str
+    groups: tuple[Group, ...]
+    micros: int
+    cut_every: int = 0
+    rates: tuple[float, ...] = (1.0,)
+
+
+class Shard:
+    """Not for several threads at once."""
+
+    def __init__(self, spec: ShardSpec, version: int, state: Tensors) -> None:
+        """`state` has, for each piece of a group in this range, its parameters and its optimizer's state if it has any:
+        see `piece_labels`."""
+        if spec.optimizer not in OPTIMIZERS:
+            raise UsageError(
+                f"optimizer {spec.optimizer} cannot run on a parameter server; use {', '.join(OPTIMIZERS)}"
+            )
+        self.spec = spec
+        self.version = version
+        self.flat = torch.empty(spec.end - spec.begin)
+        self._pieces: dict[str, torch.nn.Parameter] = {}
+        self._pending: dict[tuple[int, int], torch.Tensor] = {}
+        # The micro-batches of all updates so far: every one below the first number, and these.
+        self._below, self._above = 0, set[int]()
+        self._cuts: dict[int, dict[str, torch.Tensor]] = {}
+        groups = []
+        for label, begin, end, options in pieces(spec):
+            view = self.flat[begin - spec.begin : end - spec.begin]
+            view.copy_(state[f"{label}/{_PARAMETER}"])
+            self._pieces[label] = torch.nn.Parameter(view)
+            groups.append({**options, "params": [self._pieces[label]], "foreach": False})
+        self._optimizer = OPTIMIZERS[spec.optimizer](groups, lr=0.0)
+        self._rates = [group["lr"] for group in groups]
+        for name, value in state.items():
+            label, _, key = name.rpartition("/")
+            if key != _PARAMETER:
+                kept = value.clone().reshape(()) if key == _STEP else value.clone()
+                self._optimizer.state[self._pieces[label]][key] = kept
+
+    def push(self, part: Part, gradient: torch.Tensor) -> None:
+        """Keep the gradient of a lease, which becomes this shard's own. Of a micro-batch that is in an update already
+        nothing is kept: its lease was given to another worker meanwhile."""
+        if gradient.numel() != self.flat.numel():
+            raise IntegrityError(f"a gradient of {gradient.numel()} numbers was sent to a shard of {self.flat.numel()}")
+        if part.micro >= self._below and part.micro not in self._above:
+            self._pending[part.micro, part.number] = gradient
+
+    def missing(self, batch: Batch) -> list[Part]:
+        """The gradients of a batch that are not here."""
+        return [part for part in batch if (part.micro, part.number) not in self._pending]
+
+    def apply(self, version: int, batch: Batch) -> None:
+        """The update from `version` to the next with the mean of a batch's gradients, added up in the batch's order."""
+        if version != self.version or (lost := self.missing(batch)):
+            why = f"is at {self.version}" if version != self.version else f"does not have {lost}"
+            raise IntegrityError(f"a shard that {why} cannot make update {version}")
+        total = torch.zeros_like(self.flat)
+        for part in batch:
+            total += self._pending[part.micro, part.number]
+        total /= self.spec.micros
+        factor = self.spec.rates[min(version, len(self.spec.rates) - 1)]
+        for group, rate, piece in zip(self._optimizer.param_groups, self._rates, self._pieces.values(), strict=True):
+            group["lr"] = rate * factor
+            begin = piece.storage_offset()
+            piece.grad = total[begin : begin + piece.numel()]
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self.version += 1
+        self._drop({part.micro for part in batch})
+        if self.spec.cut_every and self.version % self.spec.cut_every == 0:
+            self._cuts[self.version] = {name: tensor.clone() for name, tensor in self._state().items()}
+            self._cuts = dict(sorted(self._cuts.items())[-KEPT_CUTS:])
+
+    def _drop(self, micros: set[int]) -> None:
+        self._pending = {key: gradient for key, gradient in self._pending.items() if key[0] not in micros}
+        self._above |= micros
+        while self._below in self._above:
+            self._above.remove(self._below)
+            self._below += 1
+
+    def cut(self, version: int) -> Tensors | None:
+        """The state after so many updates; None where it is not kept, or not yet."""
+        return self._cuts.get(version)
+
+    def digest(self) -> str:
+        return xxhash.xxh3_64_hexdigest(self.flat.numpy().data)
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        found = {}
+        for label, piece in self._pieces.items():
+            found[f"{label}/{_PARAMETER}"] = piece.detach()
+            for key, value in self._optimizer.state.get(piece, {}).items():
+                if value is not None:
+                    found[f"{label}/{key}"] = value
+        return found
+
+    def everything(self) -> tuple[dict[str, Any], Tensors]:
+        """What another server needs to go on from here: see `from_everything`."""
+        tensors = {f"{_STATE}/{name}": tensor for name, tensor in self._state().items()}
+        tensors |= {f"{_PENDING}/{micro}/{number}": each for (micro, number), each in self._pending.items()}
+        for version, cut in self._cuts.items():
+            tensors |= {f"{_CUT}/{version}/{name}": tensor for name, tensor in cut.items()}
+        return {"version": self.version, "below": self._below, "above": sorted(self._above)}, tensors
+
+
+def from_everything(spec: ShardSpec, meta: Mapping[str, Any], tensors: Tensors) -> Shard:
+    shard = Shard(spec, meta["version"], below(_STATE, tensors))
+    shard._below, shard._above = meta["below"], set(meta["above"])
+    for name, gradient in below(_PENDING, tensors).items():
+        micro, number = name.split("/")
+        shard._pending[int(micro), int(number)] = gradient
+    for name, tensor in below(_CUT, tensors).items():
+        version, _, rest = name.partition("/")
+        shard._cuts.setdefault(int(version), {})[rest] = tensor
+    return shard
+
+
+def fresh(spec: ShardSpec, version: int, next_micro: int, missing: tuple[int, ...], state: Tensors) -> Shard:
+    """A shard of a run that begins, or that continues from a cut."""
+    shard = Shard(spec, version, state)
+    shard._drop(set(range(next_micro)) - set(missing))
+    return shard
+
+
+def below(prefix: str, tensors: Tensors) -> dict[str, torch.Tensor]:
+    return {name.removeprefix(f"{prefix}/"): each for name, each in tensors.items() if name.startswith(f"{prefix}/")}
+
+
+def pieces(spec: ShardSpec) -> list[tuple[str, int, int, dict[str, Any]]]:
+    """(label, begin, end, options) of each group's part of the range. A label tells the group and its place."""
+    found = []
+    for number, group in enumerate(spec.groups):
+        begin, end = max(group.begin, spec.begin), min(group.end, spec.end)
+        if begin < end:
+            found.append((f"{number}/{begin}", begin, end, group.options))
+    return found
+
+
+def initial(spec: ShardSpec, flat: torch.Tensor) -> Tensors:
+    """A shard's state of a run that begins with these parameters (the whole vector)."""
+    return {f"{label}/{_PARAMETER}": flat[begin:end] for label, begin, end, _ in pieces(spec)}

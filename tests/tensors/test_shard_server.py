@@ -1,0 +1,180 @@
+"""The parameter server in one process: what it computes, what it survives and what it refuses."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import parameter_servers as ps
+import pytest
+import torch
+from torch import nn
+
+from elastic.comm.server import cuts
+from elastic.comm.server.shard_client import ShardClient
+from elastic.comm.server.shard_server import ShardServer
+from elastic.comm.server.worker import FlatModel
+from elastic.core.errors import CollectiveFailed, Fenced, IntegrityError, UsageError
+from elastic.core.server.global_batches import begin
+from elastic.core.server.placement import next_view
+from elastic.store.open import open_objects
+
+
+def assert_equal(nets: Sequence[nn.Module], want: nn.Module) -> None:
+    expected = want.state_dict()
+    for net in nets:
+        got = net.state_dict()
+        assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(("servers", "optimizer_of"), [(2, ps.adamw), (3, ps.momentum)])
+def test_with_staleness_0_every_worker_ends_with_the_weights_of_plain_torch(
+    servers: int, optimizer_of: ps.OptimizerOf
+) -> None:
+    nets = ps.run(servers, optimizer_of, ["a", "b"], staleness=0, micros=3, steps=6)
+    assert_equal(nets, ps.plain(optimizer_of, micros=3, steps=6))
+
+
+def test_rates_multiply_the_learning_rate_of_their_update() -> None:
+    with ps.cluster(2) as made:
+        made.begin(ps.momentum, begin(1, 0, 2), ["a"], rates=[1.0, 0.0])
+        assert_equal(made.train(ps.momentum, ["a"]), ps.plain(ps.momentum, micros=1, steps=1))
+
+
+@pytest.mark.parametrize("lost", ["s0", "s1"])
+def test_a_server_lost_in_mid_run_leaves_no_trace_in_the_weights(lost: str) -> None:
+    """s0 is the primary of the shard that keeps the rules' state, s1 its replica."""
+    once = threading.Lock()
+    with ps.cluster(3) as made:
+
+        def lose(worker: str, micro: int) -> None:
+            if micro == 7 and once.acquire(blocking=False):
+                made.lose(lost, joins="s3")
+                # The second loss is of a copy that was sent when the first one was replaced.
+                made.lose("s2")
+
+        made.begin(ps.adamw, begin(3, 0, 6), ["a", "b"])
+        nets = made.train(ps.adamw, ["a", "b"], lose)
+        assert made.view.number == 3
+    assert_equal(nets, ps.plain(ps.adamw, micros=3, steps=6))
+
+
+def test_a_worker_that_was_declared_lost_is_refused_and_its_samples_are_computed_by_others() -> None:
+    with ps.cluster(2) as made:
+        made.begin(ps.momentum, begin(3, 0, 4), ["old", "a"])
+        net, old = made.worker("old", ps.momentum)
+        ps.loss(net, next(old.micros())).backward()
+        made.client.members(["a"])
+        with pytest.raises(Fenced, match="does not hold lease"):
+            old.push()
+        old.close()
+        assert_equal(made.train(ps.momentum, ["a"]), ps.plain(ps.momentum, micros=3, steps=4))
+
+
+def test_a_gradient_that_is_too_old_is_computed_again() -> None:
+    """With staleness 1 that of b is two updates old when it arrives."""
+    seen: list[int] = []
+    with ps.cluster(2) as made:
+        made.begin(ps.momentum, begin(1, 1, 4), ["a", "b"])
+        workers = {name: made.worker(name, ps.momentum) for name in "ab"}
+        micros = {name: worker.micros() for name, (_, worker) in workers.items()}
+
+        def compute(name: str) -> int:
+            micro = next(micros[name])
+            ps.loss(workers[name][0], micro).backward()
+            return micro
+
+        compute("a")
+        seen.append(compute("b"))
+        workers["a"][1].push()
+        compute("a")
+        workers["a"][1].push()
+        workers["b"][1].push()
+        seen.append(compute("b"))
+        workers["b"][1].push()
+        assert made.client.batches().version == 3
+        for _, worker in workers.values():
+            worker.close()
+    assert seen == [1, 1]
+
+
+def test_a_run_continues_from_a_cut_on_another_number_of_servers(tmp_path: Path) -> None:
+    objects = open_objects(str(tmp_path))
+    with ps.cluster(2) as made:
+        made.begin(ps.adamw, begin(2, 0, 6, cut_every=2), ["a"])
+        net, worker = made.worker("a", ps.adamw)
+        assert cuts.save(made.client, made.specs, objects, "cuts") is None
+        for micro in worker.micros():
+            if micro == 9:  # update 4 has been made, and the next one half
+                break
+            ps.loss(net, micro).backward()
+            worker.push()
+        worker.close()
+        cut = cuts.save(made.client, made.specs, objects, "cuts")
+        assert cut is not None
+        assert (cut.version, cut.next_micro, cut.missing) == (4, 8, ())
+    saved = cuts.load(objects, "cuts")
+    assert saved is not None
+    with ps.cluster(3) as made:
+        made.begin(ps.adamw, saved.begun(), ["b"], shards=saved.shards(3))
+        assert_equal(made.train(ps.adamw, ["b"]), ps.plain(ps.adamw, micros=2, steps=6))
+    damaged = tmp_path / "cuts" / "v00000004" / "shard-1"
+    damaged.write_bytes(bytes(8) + damaged.read_bytes()[8:])
+    with pytest.raises(IntegrityError, match="shard-1 is not as it was saved"):
+        cuts.load(objects, "cuts")
+
+
+def refused(net: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    with pytest.raises(UsageError) as error:
+        FlatModel(net, optimizer)
+    return error.value.message
+
+
+def test_what_a_server_cannot_compute_is_refused_by_name() -> None:
+    net = ps.model()
+    assert "Adagrad is none of SGD, Adam, AdamW" in refused(net, torch.optim.Adagrad(net.parameters()))
+    with_norm = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    assert "module 1 keeps running statistics" in refused(with_norm, ps.momentum(with_norm))
+    half = ps.model().half()
+    assert "parameter 0.weight is torch.float16 on cpu" in refused(half, ps.momentum(half))
+    used = ps.momentum(net)
+    ps.loss(net, 0).backward()
+    used.step()
+    assert "the optimizer has made a step already" in refused(net, used)
+
+
+def test_a_gradient_that_is_missing_or_not_finite_does_not_travel() -> None:
+    with ps.cluster(2) as made:
+        made.begin(ps.momentum, begin(1, 0, 2), ["a"])
+        net, worker = made.worker("a", ps.momentum)
+        (ps.loss(net, next(worker.micros())) * float("inf")).backward()
+        with pytest.raises(IntegrityError, match="micro-batch 0 is not finite"):
+            worker.push()
+        next(worker.micros())
+        with pytest.raises(UsageError, match=r"parameter 0.weight has no gradient"):
+            worker.push()
+        worker.close()
+
+
+def test_a_shard_whose_copies_are_both_lost_is_never_continued_from_something_else() -> None:
+    """The new replica had not been sent the state when the primary was lost."""
+    with ps.cluster(2) as made:
+        made.begin(ps.momentum, begin(1, 0, 2), ["a"])
+        made.servers.pop("s1").close()
+        made.servers["s2"] = ShardServer("s2", ps.TOKEN, "127.0.0.1")
+        view = next_view(made.view, ["s1"], {"s2": made.servers["s2"].address})
+        made.servers.pop("s0").close()
+        client = ShardClient([made.servers["s2"].address], ps.TOKEN, limit_s=0.2)
+        client.announce(next_view(view, ["s0"]))
+        with pytest.raises(IntegrityError, match="both copies were lost"):
+            client.batches()
+        client.close()
+
+
+def test_nobody_without_the_token_is_served() -> None:
+    with ps.cluster(2) as made:
+        client = ShardClient([made.view.addresses["s0"]], bytes(31) + b"x", limit_s=0.2)
+        with pytest.raises(CollectiveFailed, match="no parameter server knows"):
+            client.batches()
+        client.close()
