@@ -6,16 +6,22 @@ micro-batch's backward, whose epilogue calls `allreduce_gradients`. Stage 1 in b
 beginning on the sums are gone. `contiguous_gradients` and `round_robin_gradients` matter within the reduction only.
 
 Stages 2 and 3 reduce in every backward, to parts that lie on other ranks.
+
+Reduced by somebody else, the sums are means already when DeepSpeed gets them: it then divides by nothing, and its
+reductions leave them as they are. Stage 1 still cuts them into its partitions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from elastic.core.errors import UsageError
 from elastic.engines.base import GradientSums
+from elastic.engines.deepspeed.collectives import muted
 
 
 def gradient_sums(native: Any) -> GradientSums | str:
@@ -24,6 +30,7 @@ def gradient_sums(native: Any) -> GradientSums | str:
     refused = {
         f"in stage {stage} partial sums lie on other ranks": stage > 1,
         "with tensor parallelism the ranks of a cell hold parts of them": native.autotp_size() > 1,
+        "with expert parallelism those of experts are of other ranks' samples": native.has_moe_layers,
         "fp16 scales them by a loss scale that may change": native.fp16_enabled(),
         "torch_autocast may scale them": native.torch_autocast_enabled(),
         "with offload_optimizer they are kept elsewhere": native.zero_offload_optimizer() is not None,
@@ -42,7 +49,8 @@ def gradient_sums(native: Any) -> GradientSums | str:
 
 def release(native: Any) -> None:
     """Before the engine is closed: it must not refer to itself."""
-    vars(native).pop("allreduce_gradients", None)
+    for name in ("allreduce_gradients", "step"):
+        vars(native).pop(name, None)
 
 
 class _Sums:
@@ -59,6 +67,62 @@ class _Sums:
             return reduce(*args, **kwargs)
 
         native.allreduce_gradients = allreduce_gradients
+
+    def reduce_by(self, reduce: Callable[[Mapping[str, torch.Tensor]], None]) -> None:
+        native = self._native
+        _require_one_reduction(native)
+        cut = native.allreduce_gradients
+
+        def allreduce_gradients(*args: Any, **kwargs: Any) -> Any:
+            if not native.is_gradient_accumulation_boundary():
+                return cut(*args, **kwargs)
+            reduce(self._whole())
+            with muted(), _undivided(native), _undivided(native.optimizer):
+                return cut(*args, **kwargs)
+
+        native.allreduce_gradients = allreduce_gradients
+
+    def after_update(self, call: Callable[[], None]) -> None:
+        native = self._native
+        step = native.step
+
+        def stepping(*args: Any, **kwargs: Any) -> Any:
+            done = native.is_gradient_accumulation_boundary()
+            found = step(*args, **kwargs)
+            if done:
+                call()
+            return found
+
+        native.step = stepping
+
+    def _whole(self) -> dict[str, torch.Tensor]:
+        """The sums of every trained parameter, zeros where it took no part: the same names on every rank."""
+        raise NotImplementedError(f"{type(self).__name__} does not say where the sums of its engine are")
+
+
+def _require_one_reduction(native: Any) -> None:
+    if native.has_moe_layers:
+        raise UsageError("communication: the gradients of expert layers travel within their own groups; leave it out")
+    config = native._config
+    if config.communication_data_type is not None and str(config.communication_data_type) != str(
+        native.get_data_types()[0]
+    ):
+        raise UsageError(
+            "communication and communication_data_type of the DeepSpeed configuration both say how gradients travel; "
+            "remove one of them"
+        )
+
+
+@contextmanager
+def _undivided(holder: Any) -> Iterator[None]:
+    before = getattr(holder, "gradient_average", None)
+    if before is not None:
+        holder.gradient_average = False
+    try:
+        yield
+    finally:
+        if before is not None:
+            holder.gradient_average = before
 
 
 class _InParameters(_Sums):
@@ -79,6 +143,21 @@ class _InParameters(_Sums):
             grad = parameters[name].grad
             parameters[name].grad = value if grad is None else grad.add_(value)
 
+    def _whole(self) -> dict[str, torch.Tensor]:
+        found = {}
+        for name, parameter in self._native.module.named_parameters():
+            if not parameter.requires_grad or not parameter.numel():
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            if parameter.grad.is_sparse:
+                raise UsageError(
+                    f"communication: the gradient of {name!r} is sparse (an embedding made with sparse=True) and fits "
+                    "into no bucket; make it without, or leave communication out"
+                )
+            found[name] = parameter.grad
+        return found
+
 
 class _InBuffers(_Sums):
     """Implements `elastic.engines.base.GradientSums`."""
@@ -97,6 +176,9 @@ class _InBuffers(_Sums):
             if name in sums:
                 buffer.add_(sums[name])
                 self._has(group)[number] = True
+
+    def _whole(self) -> dict[str, torch.Tensor]:
+        return {name: buffer for name, _, buffer in self._buffers()}
 
     def _has(self, group: int) -> list[bool]:
         """Without gradients a buffer takes no part in the norm."""

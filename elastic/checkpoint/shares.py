@@ -1,0 +1,81 @@
+"""What ranks keep besides the engine's state of which a restore makes something else: see `core.checkpoint.shares`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from elastic.core.checkpoint.shares import island_of, outer_of
+from elastic.core.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Apart:
+    """This rank trains in island `index` of `count`, together with the ranks of `group`. What optimizers keep is equal
+    within an island only, and with `weights` so are the weights. The ranks in `writers`, the first island, write what
+    all ranks have copies of."""
+
+    group: dist.ProcessGroup
+    count: int
+    index: int
+    writers: tuple[int, ...]
+    weights: bool
+
+
+class Shares:
+    """One rank's. The ranks of a generation have different ones, and together all that `shapes_kept` names. This one
+    is that of a run without any."""
+
+    # None: all ranks have equal weights and optimizer state after every step.
+    apart: Apart | None = None
+
+    @property
+    def whole(self) -> bool:
+        """May the run be saved after the step just finished? The same on every rank."""
+        return True
+
+    def settle(self) -> None:
+        """Make it so, where it is not. Collective."""
+
+    def answers(self, name: str) -> bool:
+        """Is this the one rank, of those that read the same, by which verification counts it?"""
+        return False
+
+    def shapes_kept(self) -> dict[str, tuple[int, ...]]:
+        return {}
+
+    def reads(self, name: str) -> bool:
+        """Does this rank take back what a checkpoint has under this name? Raises UsageError where no rank does."""
+        raise UsageError(refusal(name))
+
+    def kept(self) -> Mapping[str, torch.Tensor]:
+        """This rank's tensors by name; no later step changes them before they are copied."""
+        return {}
+
+    def install(self, saved: Mapping[str, torch.Tensor]) -> None:
+        """What `reads` has chosen, 1-D on the host."""
+
+
+def refusal(name: str) -> str:
+    """Why a run that has no use for this share cannot go on from its checkpoint."""
+    if island_of(name) is not None or outer_of(name) is not None:
+        return (
+            f"the checkpoint holds what islands keep that train by themselves ({name}): so that it is not lost, resume "
+            "the run with the communication that it had, semantics: local and the same strategy"
+        )
+    return (
+        f"the checkpoint holds what error feedback has not sent yet of the gradients ({name}): so that it is not "
+        "lost, resume the run with communication: {semantics: error_feedback}"
+    )
+
+
+@dataclass(frozen=True)
+class KeptBesides:
+    """What a rank has read of a checkpoint that is not the engine's, by name. Of the ranks that have read one share
+    the one that has it in `answers` gives its content; all others rely on it."""
+
+    tensors: Mapping[str, torch.Tensor]
+    answers: frozenset[str] = frozenset()

@@ -1,0 +1,40 @@
+"""The engine's own reduction of gradients replaced by the one that the job asks for."""
+
+from __future__ import annotations
+
+from elastic.checkpoint.shares import Shares
+from elastic.comm.strategies.local import IslandGroups, LocalUpdates
+from elastic.comm.strategies.reduction import Reduction
+from elastic.core.checkpoint.rounds import islands_of
+from elastic.core.errors import UsageError
+from elastic.core.generation_spec import GenerationSpec
+from elastic.core.policy.communication import refused_communication, refused_in_islands
+from elastic.core.policy.hops import Islands
+from elastic.engines.base import Engine
+
+
+def reduce_gradients(engine: Engine, spec: GenerationSpec) -> Shares:
+    """Of a new engine, before its first step. Returns what the reduction keeps from step to step; nothing where the
+    engine reduces itself. Raises UsageError where the configuration does not allow it. Collective."""
+    asked = spec.communication
+    if asked is None:
+        return Shares()
+    refused = refused_communication(asked, spec.engine, spec.tp, spec.ep, spec.pp)
+    if refused is None and isinstance(engine.sums, str):
+        refused = f"communication: {engine.sums}; leave communication out, or use ZeRO stage 0 or 1 in fp32 or bf16"
+    audited, measured = spec.audit_every_steps is not None, spec.noise_every_steps is not None
+    refused = refused or refused_in_islands(asked, spec.sp, audited, measured)
+    if refused is not None or isinstance(engine.sums, str):
+        raise UsageError(refused or "")
+    nodes = spec.nodes or (0,) * spec.world_size
+    shapes = {name: tuple(leaf.shape) for name, leaf in engine.leaves().items() if leaf.numel()}
+    if asked.semantics == "local":
+        groups = IslandGroups.make(islands_of(nodes, asked.islands), engine.data_group)
+        watched = spec.anomalies is not None and spec.anomalies.policy != "off"
+        local = LocalUpdates(asked, groups, shapes, engine.device, engine.ledger, watched)
+        engine.sums.reduce_by(local.reduce)
+        engine.sums.after_update(local.updated)
+        return local
+    reduction = Reduction(asked, engine.data_group, engine.device, engine.ledger, Islands.of(nodes), shapes)
+    engine.sums.reduce_by(reduction.reduce)
+    return reduction.feedback or Shares()
