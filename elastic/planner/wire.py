@@ -28,14 +28,16 @@ _GRADIENTS = 0.25
 
 def sent_bytes(use: CollectiveUse, ranks: int) -> float:
     """Bytes that one rank sends by ring algorithms (`elastic.planner.links`); the mean over ranks where they differ."""
+    if use.op == "recv":
+        return 0.0
     if use.op in _OPERATIONS:
         return wire_bytes(_OPERATIONS[use.op], ranks, use.bytes)
     return use.bytes * (ranks - 1) / ranks if use.op in _CHAINS else float(use.bytes)
 
 
 def group_size(use: CollectiveUse, world_size: int) -> int:
-    """Ranks of the row's axis: the mesh has one axis so far."""
-    return int(use.axis.split()[0]) if use.axis.endswith(" ranks") else world_size
+    """Ranks of the row's axis: as many as its name says ("nodes, 3 ranks"), else all."""
+    return int(use.axis.split()[-2]) if use.axis.endswith(" ranks") else world_size
 
 
 def advice(rows: Sequence[CollectiveUse], world_size: int) -> list[str]:

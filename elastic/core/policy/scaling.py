@@ -1,17 +1,16 @@
 """When to start and when to grow: policies that are given facts, without I/O and without a clock.
 
-A policy is a `ScalingPolicy`, registered by name in `POLICIES`. The name is in the run's settings, so that a replay of
-the journal decides alike. `ScalingFacts` is the only place where further facts reach a policy.
+A policy is a `ScalingPolicy`, registered by name in `scaling_policies.POLICIES`. `ScalingFacts` is the only place where
+further facts reach a policy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from elastic.core.errors import UsageError
 from elastic.core.mesh import whole_cells
+from elastic.core.policy.measured import Measured
 from elastic.core.settings import ScalingSettings
 from elastic.core.wording import plural, verb
 
@@ -20,8 +19,11 @@ from elastic.core.wording import plural, verb
 class ScalingFacts:
     """What a policy may look at. `idle` workers could join now; `arriving` workers are being started.
 
-    Sizes are multiples of `cell`, as are the settings' `min_workers` and `max_workers`.
-    `now` and `waiting_since` are seconds; `first_start` is True until the run's first generation has begun.
+    Sizes are multiples of one of `cells`, as are the settings' `min_workers` and `max_workers`.
+    `now`, `waiting_since` and `lost_at` are seconds; `first_start` is True until the run's first generation has begun.
+    After a loss of `lost` members, noticed at `lost_at`, the run wants `wanted` again (0: nothing was lost);
+    `unreplaced` are nodes whose loss lies further back and that were never replaced. `steps_left` until the run's end,
+    where that is known.
     """
 
     settings: ScalingSettings
@@ -33,22 +35,41 @@ class ScalingFacts:
     waiting_since: float = 0.0
     first_start: bool = False
     storage_failing: bool = False
-    cell: int = 1
+    cells: tuple[int, ...] = (1,)
+    measured: Measured = field(default_factory=Measured)
+    wanted: int = 0
+    lost: int = 0
+    lost_at: float = 0.0
+    unreplaced: int = 0
+    steps_left: float | None = None
 
     @property
     def grown(self) -> int:
         """The members that there could be now."""
-        return whole_cells(min(self.members + self.idle, self.settings.max_workers), self.cell)
+        return whole_cells(min(self.members + self.idle, self.settings.max_workers), *self.cells)
+
+
+@dataclass(frozen=True)
+class Option:
+    """One thing that could be done: train with `world_size` workers in `after_s` seconds, at an expected loss."""
+
+    name: str
+    world_size: int
+    after_s: float
+    lost_node_s: float
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """`go` with `size` members, or not, and why. `again_at` is when the answer may change by time alone."""
+    """`go` with `size` members, or not, and why. `again_at` is when the answer may change by time alone. `options` are
+    those whose costs were compared, if any were, and `chosen` the name of one of them."""
 
     go: bool
     reason: str
     size: int = 0
     again_at: float | None = None
+    options: tuple[Option, ...] = ()
+    chosen: str = ""
 
 
 class ScalingPolicy(Protocol):
@@ -83,7 +104,9 @@ class EagerScaling:
         size = facts.grown
         if size <= facts.members:
             spare = facts.idle and facts.members < facts.settings.max_workers
-            return Verdict(False, f"{facts.idle} idle of {facts.cell} for a cell" if spare else "no worker to add")
+            return Verdict(
+                False, f"{facts.idle} idle of {min(facts.cells)} for a cell" if spare else "no worker to add"
+            )
         newcomers = plural(facts.idle, "new worker")
         if facts.storage_failing:
             wait = verb(facts.idle, "waits", "wait")
@@ -112,16 +135,6 @@ class PatientScaling:
         return EagerScaling().grow(facts)
 
 
-POLICIES: Mapping[str, ScalingPolicy] = {"eager": EagerScaling(), "patient": PatientScaling()}
-
-
-def policy_named(name: str) -> ScalingPolicy:
-    """Raises UsageError for a name that is not registered."""
-    if name not in POLICIES:
-        raise UsageError(f"there is no scaling policy {name!r}; there are: {', '.join(sorted(POLICIES))}")
-    return POLICIES[name]
-
-
 def _too_few(facts: ScalingFacts) -> Verdict:
     low = facts.settings.min_workers
     missing = low - facts.idle
@@ -145,5 +158,5 @@ def _start(facts: ScalingFacts) -> Verdict:
     return Verdict(
         True,
         f"{plural(facts.idle, 'worker')} ready (at least {low}, at most {high})",
-        whole_cells(min(facts.idle, high), facts.cell),
+        whole_cells(min(facts.idle, high), *facts.cells),
     )

@@ -8,11 +8,13 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from elastic.core.errors import UsageError
+from elastic.core.wording import plural
 from elastic.planner import (
     AXES,
     BufferSizes,
     Candidate,
     Cluster,
+    Constants,
     MemoryModel,
     Mesh,
     Planner,
@@ -22,7 +24,8 @@ from elastic.planner import (
     parse_model,
     refusals,
 )
-from elastic_jobs.commands.common import above_zero, positive
+from elastic_jobs.commands.common import above_zero, history_of, positive, storage_argument
+from elastic_jobs.commands.planning.measured_network import measured_network
 from elastic_jobs.job_file.load import load_job
 from elastic_jobs.job_file.spec import JobSpec
 from elastic_jobs.running.backend import Backend
@@ -43,6 +46,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--global-batch", type=positive, metavar="N", help="samples per step (default: the job's)")
     parser.add_argument("--axes", metavar="A,B", default=",".join(AXES), help=f"axes to use (default {','.join(AXES)})")
+    parser.add_argument(
+        "--from", dest="measured_in", metavar="RUN", help="take the network that this run's nodes have measured"
+    )
+    storage_argument(parser)
     parser.add_argument("--spare", type=positive, metavar="N", help="ranks that may stay idle (default: none)")
     parser.add_argument("--top", type=positive, metavar="N", default=10, help="rows to print (default 10)")
     parser.add_argument("--json", action="store_true", help="one JSON object per candidate, refused ones included")
@@ -100,7 +107,26 @@ def _facts(options: argparse.Namespace, spec: JobSpec, deepspeed: Mapping[str, A
     if not isinstance(batch, int):
         raise UsageError(f"{options.job} does not say the global batch; give --global-batch N")
     axes = tuple(axis.strip() for axis in options.axes.split(","))
-    return PlanningFacts(parse_model(options.model), cluster_of(options), batch, axes, spare_ranks=options.spare or 0)
+    return PlanningFacts(parse_model(options.model), _cluster(options), batch, axes, spare_ranks=options.spare or 0)
+
+
+def _cluster(options: argparse.Namespace) -> Cluster:
+    """With the network that a run has measured, where one is named."""
+    cluster = cluster_of(options)
+    if options.measured_in is None:
+        return cluster
+    if options.network is not None:
+        raise UsageError("--network and --from both say what the network is; give one of them")
+    options.run = options.measured_in
+    folder, records = history_of(options)
+    kind, count, link = measured_network(records, folder.run_id)
+    rate = 1 / link.beta_s_per_byte
+    say(
+        f"network of run {folder.run_id}: {plural(count, 'connection')} ({kind}), {1e6 * link.alpha_s:.3g} us and "
+        f"{rate / 1e9:.3g} GB/s over TCP, knee {link.knee:.2g}; a network that NCCL uses otherwise may be faster"
+    )
+    # The model takes the network's rate for more than collectives reach of it.
+    return replace(cluster, node_bytes_per_s=rate / Constants().node_fraction)
 
 
 def _section(deepspeed: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -12,7 +12,8 @@ from machine_scenario import Scenario
 from elastic.core import actions as act
 from elastic.core import events as ev
 from elastic.core.errors import UsageError
-from elastic.core.policy.scaling import POLICIES, EagerScaling, ScalingFacts, policy_named
+from elastic.core.policy.scaling import EagerScaling, ScalingFacts
+from elastic.core.policy.scaling_policies import POLICIES, policy_named
 from elastic.core.run import machine
 from elastic.core.run.phase import Joining, Training, Waiting
 from elastic.core.settings import RunSettings, ScalingSettings
@@ -42,7 +43,7 @@ def test_the_names_in_the_settings_are_those_of_the_policies() -> None:
 
 def test_an_unknown_policy_is_refused_by_name_before_anything_starts() -> None:
     settings = RunSettings("r", scaling=replace(SETTINGS, policy="hasty"))  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="no scaling policy 'hasty'; there are: eager, patient"):
+    with pytest.raises(UsageError, match="no scaling policy 'hasty'; there are: eager, measured, patient"):
         machine.initial(settings, 0.0)
 
 
@@ -87,11 +88,11 @@ def test_a_replay_decides_alike_under_every_policy(name: str) -> None:
 def test_every_policy_starts_and_grows_by_whole_cells(name: str) -> None:
     policy = policy_named(name)
     for idle, members, waited in product(range(9), (2, 4), (0.0, 9.0)):
-        facts = ScalingFacts(SETTINGS, 100.0, idle, 0, 0, members, 100.0 - waited, cell=2)
+        facts = ScalingFacts(SETTINGS, 100.0, idle, 0, 0, members, 100.0 - waited, cells=(2,))
         start, grow = policy.start(facts), policy.grow(facts)
         assert not start.go or start.size in (2, 4)
         assert not grow.go or (grow.size == 4 and members < 4 <= members + idle)
-    assert EagerScaling().grow(ScalingFacts(SETTINGS, 0.0, 1, 0, 0, 2, cell=2)).reason == "1 idle of 2 for a cell"
+    assert EagerScaling().grow(ScalingFacts(SETTINGS, 0.0, 1, 0, 0, 2, cells=(2,))).reason == "1 idle of 2 for a cell"
 
 
 def test_a_worker_that_has_no_cell_stands_by_until_another_comes() -> None:

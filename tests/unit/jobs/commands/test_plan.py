@@ -9,6 +9,10 @@ from typing import Any
 import pytest
 from elastic_jobs import cli
 
+from elastic.core import events as ev
+from elastic.observe.journal import JournalWriter
+from elastic.planner import Constants
+
 JOB = """
 entry_point: train.py:main
 max_workers: 8
@@ -116,3 +120,48 @@ def test_laws_say_why_nothing_fits(capfd: pytest.CaptureFixture[str]) -> None:
     assert "no plan for" in capfd.readouterr().out.splitlines()[-1]
     assert main("laws", "--flops", "1") == 2
     assert "--flops must lie between" in capfd.readouterr().err
+
+
+@pytest.fixture
+def measured(tmp_path: Path) -> Path:
+    """Runs that have measured: connections of 2 GB/s between hosts and faster ones within one; only such; nothing."""
+    alpha_s, rate = 40e-6, 2e9
+    for name, kinds in (("r1", ("same host", "same zone", "same zone")), ("alone", ("same host",)), ("bare", ())):
+        writer = JournalWriter(str(tmp_path), name)
+        writer.append({"type": "run", "run_id": name, "status": "running"})
+        for number, kind in enumerate(kinds):
+            beta = 1 / rate if kind == "same zone" else 1e-11
+            points = tuple((size, alpha_s + beta * size) for size in (1 << 10, 256 << 10, 4 << 20))
+            event = ev.NodeMeasured(f"n{number}", (("gemm", 1e11),), "p", kind, points, points)
+            writer.append({"type": "event", "now": 1.0, "number": number + 1, **ev.to_json(event)})
+    return tmp_path
+
+
+def test_the_network_that_a_run_has_measured_is_taken(
+    job: str, measured: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    plan = ("plan", job, "--nodes", "4x8xA100", "--model", SIZES, "--axes", "dp", "--json")
+    assert main(*plan, "--from", "r1", "--storage", str(measured)) == 0
+    out, err = capfd.readouterr()
+    assert "network of run r1: 2 connections (same zone), 40 us and 2 GB/s over TCP, knee 1" in err
+    assert main(*plan, "--network", str(2 * 8 / Constants().node_fraction)) == 0
+    same = json.loads(capfd.readouterr().out.splitlines()[0])["step_s"]
+    assert json.loads(out.splitlines()[0])["step_s"] == pytest.approx(same, rel=0.02)
+    assert main(*plan) == 0
+    assert json.loads(capfd.readouterr().out.splitlines()[0])["step_s"] < same / 2, "the usual network is far faster"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--from", "bare"], "run bare has measured no connection between two hosts; with calibration"),
+        (["--from", "alone"], "run alone has measured no connection between two hosts"),
+        (["--from", "r1", "--network", "10"], "--network and --from both say what the network is"),
+        (["--from", "nobody"], "nobody"),
+    ],
+)
+def test_a_run_that_has_measured_nothing_is_refused(
+    job: str, measured: Path, capfd: pytest.CaptureFixture[str], words: list[str], says: str
+) -> None:
+    assert main("plan", job, "--nodes", "4x8xA100", "--model", SIZES, *words, "--storage", str(measured)) != 0
+    assert says in capfd.readouterr().err
