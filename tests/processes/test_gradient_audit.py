@@ -152,6 +152,7 @@ def test_a_kill_within_an_audits_pass_changes_nothing(crew: Crew, tmp_path: Path
         batch=EPOCHS, audit_every_steps=2, max_world_size=4, checkpoint_every_steps=1,
     )  # fmt: skip
     crew.reached(1, "in an audit")
+    crew.reached(0, "committed step 2")
     crew.members[1].signal(signal.SIGKILL)
     assert {crew.outcome(number).result.kind for number in (0, 2)} == {"collective_failed"}
     crew.replace(1)

@@ -93,3 +93,74 @@ def train_on_a_stream(config: dict[str, Any]) -> None:
     model = Small(0.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     elastic.initialize(model=model, optimizer=optimizer, training_data=stream(), config=deepspeed_config(config))
+
+
+def live(engine: Any, kind: str) -> torch.Tensor | None:
+    """This rank's live tensor of this kind of one parameter that it has a part of."""
+    found = (each.tensor for each in engine._open().fragments() if each.kind == kind and each.tensor.numel() > 2)
+    return next(found, None)
+
+
+def train_with_a_flip_at_rest(config: dict[str, Any]) -> None:
+    """On rank `victim` a bit of a tensor of `kind` is flipped once, `when` "within" the step after `at` finished ones,
+    or "between" these."""
+    engine, loader = build(config)
+    context = elastic.get_context()
+
+    def flip(when: str, tensor: torch.Tensor | None) -> None:
+        here = (elastic.get_context().step, when) == (config["at"], config["when"])
+        if here and context.rank == config["victim"] and not told.get("flipped"):
+            assert tensor is not None
+            with torch.no_grad():
+                tensor.view(torch.int32)[1] ^= 1 << config.get("bit", 20)
+            told["flipped"] = True
+
+    for _ in elastic.epochs():
+        for x, y in loader:
+            # Not after the forward pass: FSDP2 has gathered the weights then.
+            tensor = live(engine, config["kind"])
+            loss = nn.functional.mse_loss(engine(x).float(), y.float())
+            flip("within", tensor)
+            engine.backward(loss)
+            engine.step()
+            flip("between", live(engine, config["kind"]))
+            elastic.report(rank=context.rank)
+
+
+def train_with_wrong_updates(config: dict[str, Any]) -> None:
+    """On rank `victim` what the optimizer's step leaves in `kind` is wrong, from the step after `at` finished ones
+    on."""
+    engine, loader = build(config)
+    context = elastic.get_context()
+    native = engine._open().native.optimizer
+
+    def spoil(*_: Any) -> None:
+        if context.rank == config["victim"] and elastic.get_context().step >= config["at"]:
+            tensor = live(engine, config["kind"])
+            assert tensor is not None
+            with torch.no_grad():
+                tensor.view(torch.int32)[1] ^= 1 << config.get("bit", 20)
+
+    getattr(native, "optimizer", native).register_step_post_hook(spoil)
+    for _ in elastic.epochs():
+        for batch in loader:
+            one_pass(engine, batch)
+
+
+def train_with_a_script_that_writes(config: dict[str, Any]) -> None:
+    """The script itself changes moments between the steps, and masters within them, on all ranks alike."""
+    engine, loader = build(config)
+    written = -1
+    for _ in elastic.epochs():
+        for x, y in loader:
+            weights, moments, step = live(engine, "master"), live(engine, "exp_avg"), elastic.get_context().step
+            loss = nn.functional.mse_loss(engine(x).float(), y.float())
+            with torch.no_grad():
+                if weights is not None and step > written:
+                    weights.mul_(1.0 + 2.0**-10)
+                written = step
+            engine.backward(loss)
+            engine.step()
+            with torch.no_grad():
+                if moments is not None and elastic.get_context().step > step:
+                    moments.mul_(0.5)

@@ -17,7 +17,7 @@ from enum import Enum
 # Repetitions on one rank that differ by more than this, relative to the gradient's norm, are not rounding.
 MOST_ROUNDING = 1e-3
 # A measured difference is that of one repetition; others may be larger.
-_MARGIN = 32.0
+MARGIN = 32.0
 # On a GPU each process chooses its kernels by itself, some by timing them, and repeats its own choice bit for bit: two
 # healthy ranks may differ by the rounding of the coarsest type that they compute in, bf16.
 _DEVICE_ROUNDING = 2.0**-7
@@ -104,7 +104,7 @@ def difference(one: Computation, other: Computation) -> tuple[float, int | None]
 
 def tolerated(measured: float, on_gpu: bool) -> float:
     """The difference between two ranks that counts as none, from the largest between two passes of one rank."""
-    return max(min(_MARGIN * measured, MOST_ROUNDING), _DEVICE_ROUNDING if on_gpu else 0.0)
+    return max(min(MARGIN * measured, MOST_ROUNDING), _DEVICE_ROUNDING if on_gpu else 0.0)
 
 
 def comparable(own: Computation, other: Computation) -> bool:
@@ -135,7 +135,7 @@ def vote(rank: int, computed: Sequence[Computation], tolerance: float) -> Verdic
     apart, part = max((difference(one, other) for one in computed for other in computed), key=lambda found: found[0])
     agreeing = [{other.rank for other in computed if difference(one, other)[0] <= tolerance} for one in computed]
     largest = max(agreeing, key=len)
-    told = f"{_listed('rank', who)} computed the micro-batch of rank {rank}, and differ by {apart:.2g}"
+    told = f"{listed_ranks(who)} computed the micro-batch of rank {rank}, and differ by {apart:.2g}"
     torn = tuple(
         name
         for name in who
@@ -145,14 +145,14 @@ def vote(rank: int, computed: Sequence[Computation], tolerance: float) -> Verdic
         )
     )  # fmt: skip
     if torn:
-        return Verdict(torn, (), f"{told}; {_listed('rank', torn)} did so between two passes of its own", part)
+        return Verdict(torn, (), f"{told}; {listed_ranks(torn)} did so between two passes of its own", part)
     if len(largest) * 2 <= len(who):
         return Verdict((), tuple(who), f"{told}; no majority agrees", part)
     wrong = tuple(name for name in who if name not in largest)
-    return Verdict(wrong, (), f"{told}; {_listed('rank', sorted(largest))} agree", part)
+    return Verdict(wrong, (), f"{told}; {listed_ranks(sorted(largest))} agree", part)
 
 
-def refused_audit(sp: int, streams: bool, tp: int = 1) -> str | None:
+def refused_audit(sp: int, streams: bool, tp: int = 1, ep: int = 1, pp: int = 1) -> str | None:
     """Why the job cannot be audited, as a sentence."""
     if sp > 1:
         return f"audit: with mesh: {{sp: {sp}}} a rank computes its part of a sequence only, which no other can repeat"
@@ -160,6 +160,10 @@ def refused_audit(sp: int, streams: bool, tp: int = 1) -> str | None:
         return (
             f"audit: with mesh: {{tp: {tp}}} a rank computes its slices of the layers only, which no other can repeat"
         )
+    if ep > 1:
+        return f"audit: with mesh: {{ep: {ep}}} a rank has some experts only, and cannot repeat another's micro-batch"
+    if pp > 1:
+        return f"audit: with mesh: {{pp: {pp}}} a rank computes its layers only, which no other can repeat"
     if streams:
         return (
             "audit: a rank cannot read the micro-batch of another one from a stream; use a map-style dataset, or leave "
@@ -177,6 +181,6 @@ def _relative(one: float, other: float, size: float) -> float:
     return apart / size if size > 0.0 and math.isfinite(size) else math.inf
 
 
-def _listed(word: str, ranks: Sequence[int]) -> str:
+def listed_ranks(ranks: Sequence[int]) -> str:
     names = ", ".join(map(str, ranks))
-    return f"{word}s {names}" if len(ranks) > 1 else f"{word} {names}"
+    return f"ranks {names}" if len(ranks) > 1 else f"rank {names}"

@@ -40,12 +40,13 @@ def audit_failed(transition: Transition, event: AuditFailed) -> None:
     verdict = f"wrong: {named}" if event.decided else f"either of {named} is wrong"
     evidence = f"audit of step {event.step + 1}: {event.evidence}; {verdict}"
     if not any(known.undone and known.generation == event.generation for known in state.trouble.anomalies):
+        step = event.step if event.sound_step is None else min(event.step, event.sound_step)
         if event.agreed_step is not None:
-            transition.set_trouble(agreed_step=event.agreed_step)
+            transition.set_trouble(agreed_step=min(event.agreed_step, step))
         trusted = _trusted(transition.state)
         back = trusted is not None and state.settings.audit.rollback == "agreed"
-        told = f"{evidence}; the step is done again. {_suspect(transition.state, trusted, back)}"
-        step = event.step
+        again = "the step is done again" if step == event.step else f"what was saved after step {step} is not used"
+        told = f"{evidence}; {again}. {_suspect(transition.state, trusted, back)}"
         if trusted is not None and back:
             # What is done from here on is as suspect, until an audit agrees.
             step = trusted.step
@@ -53,7 +54,8 @@ def audit_failed(transition: Transition, event: AuditFailed) -> None:
         _remember(transition, Anomaly(event.generation, step, evidence, undone=True))
         _forget_what_lies_behind(transition, step)
         nodes = sorted({node for worker in suspects if (node := state.fleet.node_of(worker)) is not None})
-        transition.say(told, kind="audit", suspects=suspects, nodes=nodes, decided=event.decided)
+        undone = [event.generation, step]
+        transition.say(told, kind="audit", suspects=suspects, nodes=nodes, decided=event.decided, undone=undone)
         for node in nodes if event.decided else ():
             _count_against(transition, node)
     fail_generation(transition, "audit", evidence, event.step)

@@ -7,8 +7,6 @@ another rank's they hand zeros on, so that nothing of it enters the step.
 from __future__ import annotations
 
 import logging
-import platform
-import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,8 +30,9 @@ from elastic.core.data.audits import (
 from elastic.core.data.micro_batches import MicroBatch
 from elastic.core.data.step_plan import StepPlan
 from elastic.engines.base import Engine
-from elastic.training import rng
 from elastic.training.result import BadStep
+from elastic.training.watch.device_kind import kind_of
+from elastic.training.watch.exchange import bits, doubles
 
 logger = logging.getLogger(__name__)
 
@@ -69,10 +68,12 @@ class GradientAudit:
         self._repeated: list[_Pass] = []
         self._reading: _Pass | None = None
         self._keeps = True
-        self._kind = _kind(engine.device)
+        self._kind = kind_of(engine.device)
         self._parts: list[list[str]] = []
         self._tolerance = 0.0
-        self._agreed_step: int | None = None
+        # The last step that was finished after all ranks had agreed, and one that is not finished yet.
+        self.agreed_step: int | None = None
+        self._agreeing: int | None = None
         # Why nothing is compared in this generation.
         self._off = ""
         self._found: dict[int, list[Computation]] = {}
@@ -144,6 +145,8 @@ class GradientAudit:
 
     def take(self) -> str:
         """`StepReport.audit` of the step just finished."""
+        if self._agreeing is not None:
+            self.agreed_step, self._agreeing = self._agreeing, None
         told, self._told = self._told, ""
         return told
 
@@ -153,7 +156,7 @@ class GradientAudit:
         """Every rank's own computation and its oldest repetition that was not exchanged yet."""
         size = 2 + 2 * len(self._parts)
         mine = [*self._values(self._own, size), *self._values(self._repeated.pop(0), size)]
-        table = [_doubles(row) for row in self._agreement.by_rank(_bits(mine))]
+        table = [doubles(row) for row in self._agreement.by_rank(bits(mine))]
         for rank, row in enumerate(table):
             if not self._found.get(rank) and plan.audited(step, rank) is not None:
                 self._found[rank] = [_computation(rank, row[:size])]
@@ -189,7 +192,7 @@ class GradientAudit:
             self._told = f"not compared for {len(apart)} of {len(pairs)} pairs of passes: {why}"
             return
         if Round.OTHER in rounds:
-            self._agreed_step, self._told = step + 1, "agreed"
+            self._agreeing, self._told = step + 1, "agreed"
         else:
             self._told = f"measured: the tolerance is {self._tolerance:.2g}"
 
@@ -206,16 +209,20 @@ class GradientAudit:
         wrong = sorted({rank for verdict in verdicts for rank in verdict.wrong})
         undecided = sorted({rank for verdict in verdicts for rank in verdict.undecided})
         told = "; ".join(f"{verdict.evidence} in {self._where(verdict.part)}" for verdict in verdicts)
-        last = self._agreed_step
-        since = "no earlier audit of this generation" if last is None else f"that of step {last}"
+        last = self.agreed_step
         suspects = tuple(wrong or undecided)
-        return BadStep("audit", f"{told}; all ranks agreed in {since}", (), suspects, bool(wrong), last)
+        return BadStep("audit", f"{told}; {since(last)}", (), suspects, bool(wrong), last)
 
     def _where(self, part: int | None) -> str:
         if part is None:
             return "the loss"
         names = self._parts[part]
         return f"the gradient of {names[0]}" + (f" to {names[-1]}" if len(names) > 1 else "")
+
+
+def since(agreed_step: int | None) -> str:
+    earlier = "no earlier audit of this generation" if agreed_step is None else f"that of step {agreed_step}"
+    return f"all ranks agreed in {earlier}"
 
 
 def _added(sums: torch.Tensor, part: int, gradient: torch.Tensor) -> None:
@@ -231,19 +238,3 @@ def _taken(sums: torch.Tensor, part: int, gradient: torch.Tensor) -> torch.Tenso
 
 def _computation(rank: int, row: list[float]) -> Computation:
     return Computation(rank, tuple(row[1:]), row[0])
-
-
-def _bits(values: list[float]) -> list[int]:
-    return list(struct.unpack(f"<{len(values)}q", struct.pack(f"<{len(values)}d", *values)))
-
-
-def _doubles(bits: list[int]) -> list[float]:
-    return list(struct.unpack(f"<{len(bits)}d", struct.pack(f"<{len(bits)}q", *bits)))
-
-
-def _kind(device: torch.device) -> float:
-    """A number for the kind of device: other kinds round in other ways. So do other numbers of threads."""
-    cpu = (platform.machine(), torch.backends.cpu.get_cpu_capability(), torch.get_num_threads())
-    named: tuple[str | int, ...] = (torch.cuda.get_device_name(device),) if device.type == "cuda" else cpu
-    # Exact as a float, also when the number of forward passes is added.
-    return float(rng.derive(torch.__version__, *named) >> 12 << 1)

@@ -238,9 +238,11 @@ def test_an_anomaly_at_a_planned_end_ends_it(policy: str) -> None:
     assert run.end == ("stopped", "enough")
 
 
-def refused(run: Scenario, step: int, *ranks: int, decided: bool = True, agreed: int | None = None) -> Scenario:
+def refused(
+    run: Scenario, step: int, *ranks: int, decided: bool = True, agreed: int | None = None, sound: int | None = None
+) -> Scenario:
     """An audit of the step after `step` finished ones names these ranks; every member tells."""
-    told = (ranks, decided, "they differ by 0.5", agreed)
+    told = (ranks, decided, "they differ by 0.5", agreed, sound)
     return run.do(*(ev.AuditFailed(run.state.generation, w, step, *told) for w in run.state.members))
 
 
@@ -282,6 +284,38 @@ def test_the_run_may_go_back_to_before_the_last_audit_in_which_all_agreed() -> N
     run.train().commit(9)
     # No audit has agreed in this generation: what it has done since is as suspect.
     refused(run, 14, 1).left(14)
+    assert begun(run).checkpoint == "c8"
+
+
+def test_what_was_saved_while_memory_changed_does_not_count() -> None:
+    """The snapshot of the step before was read in the same time."""
+    run = audited().commit(10).commit(13)
+    refused(run, 13, 1, agreed=13, sound=12)
+    assert "what was saved after step 12 is not used. Steps since the audit of step 12 are suspect" in run.said()
+    run.left(13)
+    assert begun(run).checkpoint == "c10"
+    run = audited(rollback="agreed").commit(12).commit(14)
+    refused(run, 14, 1, agreed=14, sound=13).left(14)
+    assert begun(run).checkpoint == "c12"
+
+
+@pytest.mark.parametrize("rollback", ["newest", "agreed"])
+def test_a_snapshot_from_while_memory_changed_is_passed_over(rollback: Literal["newest", "agreed"]) -> None:
+    run = audited(rollback=rollback)
+    run.state = replace(
+        run.state, settings=replace(run.state.settings, snapshots=Scenario(memory=True).state.settings.snapshots)
+    )
+    refused(run, 13, 1, sound=12).left(13)
+    survey = run.acts(act.QuerySnapshots)[-1].survey
+    run.do(ev.SnapshotsReported(survey, ((snapshot_id(13, 1), 13), (snapshot_id(12, 1), 12))))
+    assert begun(run).checkpoint == snapshot_id(12, 1)
+
+
+def test_what_an_earlier_attempt_went_back_from_does_not_count() -> None:
+    run = Scenario(2, 2).do(ev.RunStarted((("c8", 8),), 4, undone=((2, 8),)))
+    counts = run.state.trouble.counts
+    assert [counts(*known) for known in ((1, 12), (2, 9), (2, 8), (3, 12))] == [False, False, True, True]
+    run.nodes(2)
     assert begun(run).checkpoint == "c8"
 
 
