@@ -1,0 +1,54 @@
+"""Which part of which parameter group a rank holds where ranks share experts: two partitions in one engine.
+
+Dense parameters are partitioned over all ranks, a layer's experts over those with the same ones
+(deepspeed/runtime/zero/stage_1_and_2.py:862-884, stage3.py:644-740; release 0.19.8). A rank's experts are neighbours on
+the first dimension, so that they are an interval of the whole tensor: chunks are those of the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from elastic.core.sharding.layout import Chunk, Layout, RankLayout, merged
+from elastic.core.sharding.zero import Group
+
+# (the tensors of one group, how many ranks it is partitioned over, as which rank) -> the layout of that rank, at least.
+Partition = Callable[[Group, int, int], Layout]
+
+
+@dataclass(frozen=True)
+class Place:
+    """One rank of a world in which each `ep` neighbours have all experts between them."""
+
+    rank: int
+    world_size: int
+    ep: int = 1
+
+    def among(self, experts: bool) -> tuple[int, int]:
+        """(rank, size) in the ranks that a group, of experts or dense, is partitioned over."""
+        return (self.rank // self.ep, self.world_size // self.ep) if experts else (self.rank, self.world_size)
+
+    def first(self, numel: int, experts: bool) -> int:
+        """Where in the whole tensor the `numel` elements begin of which this rank holds a part."""
+        return self.rank % self.ep * numel if experts else 0
+
+
+def held(groups: Sequence[tuple[Group, bool]], place: Place, partition: Partition, buffer: str) -> RankLayout:
+    """What the rank holds of (tensors, are they experts?), with as many elements as all ranks together hold of one
+    rank's experts. Buffers are numbered through as "<buffer><number>"."""
+    parts: list[RankLayout] = []
+    number = 0
+    for tensors, experts in groups:
+        rank, size = place.among(experts)
+        own = partition(tensors, size, rank).ranks[rank]
+        names = {old: f"{buffer}{number + at}" for at, old in enumerate(own.buffers)}
+        numels = dict(tensors)
+        chunks = (_moved(chunk, names, place.first(numels[chunk.name], experts)) for chunk in own.chunks)
+        parts.append(RankLayout(tuple(chunks), {names[old]: length for old, length in own.buffers.items()}))
+        number += len(names)
+    return merged(*parts)
+
+
+def _moved(chunk: Chunk, names: dict[str, str], first: int) -> Chunk:
+    return chunk._replace(start=chunk.start + first, buffer=names[chunk.buffer])

@@ -1,0 +1,67 @@
+"""Training functions over experts that ranks share."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import crew
+import torch
+import trainings
+from expert_model import AUTOEP, EPS, Balance, MixtureOfExperts
+from layered_model import texts
+
+import elastic
+
+
+def build(config: dict[str, Any]) -> tuple[Any, Any]:
+    torch.manual_seed(3 + elastic.get_context().coordinates.get(config.get("seeded by", ""), 0))
+    model = MixtureOfExperts(config.get("dropout", 0.0))
+    model.model.layers[0].mlp.experts.down_proj.requires_grad_(not config.get("frozen", False))
+    native = trainings.deepspeed_config(config)
+    native["expert_parallel"] = {**AUTOEP, **config.get("expert_parallel", {})}
+    given: dict[str, Any] = {}
+    if config.get("named optimizer"):
+        native["optimizer"] = {"type": "AdamW", "params": {"lr": 0.02, "eps": EPS, "torch_adam": True}}
+    else:
+        trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+        given["optimizer"] = torch.optim.AdamW(trained, lr=0.02, eps=EPS)
+    if config.get("own schedule") == "made":
+        given["lr_scheduler"] = torch.optim.lr_scheduler.LinearLR(given["optimizer"])
+    if config.get("own schedule") == "to be made":
+        given["lr_scheduler"] = partial(torch.optim.lr_scheduler.LinearLR, start_factor=0.1, total_iters=5)
+    engine, _, loader, _ = elastic.initialize(
+        model=model, training_data=texts(config.get("size", 37), crew.indices), config=native,
+        weights=config.get("weights"), **given,
+    )  # fmt: skip
+    return engine, loader
+
+
+def drift(engine: Any, name: str) -> None:
+    with torch.no_grad():
+        engine.module.get_parameter(name).add_(1.0)
+
+
+def train(config: dict[str, Any]) -> None:
+    """The ranks in `config["victims"]` stay in step `config["at"]`, for ever."""
+    engine, loader = build(config)
+    balance = Balance(engine.module)
+    elastic.state["starts"] = elastic.state.get("starts", 0) + 1
+    for _ in elastic.epochs():
+        for tokens, labels in loader:
+            context = elastic.get_context()
+            loss = balance.loss(engine(tokens), labels)
+            if config.get("at") == context.step and engine.is_gradient_accumulation_boundary():
+                crew.point("there")
+                if context.rank in config["victims"]:
+                    crew.stay()
+            engine.backward(loss)
+            engine.step()
+            if config.get("drifts after") == context.step and context.rank == config["victim"]:
+                drift(engine, config["drifts"])
+    crew.told.update(
+        starts=elastic.state["starts"],
+        mesh=dict(elastic.get_context().mesh),
+        coordinates=dict(elastic.get_context().coordinates),
+        weights={name: value.detach().clone() for name, value in engine.module.named_parameters()},
+    )

@@ -1,0 +1,273 @@
+"""Ranks that share experts (AutoEP), through other world sizes and lost ranks; the oracles are one rank with all
+experts, and plain torch."""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from crew import Crew
+from expert_model import EPS, Balance, MixtureOfExperts
+from layered_model import text
+from test_oracle import Run, _assert_ended, _assert_every_sample_once, _distance, damage_newest
+
+import elastic
+from elastic.checkpoint.storage import CheckpointStore
+from elastic.core.generation_spec import BatchSettings
+from elastic.core.settings import AnomalySettings
+
+pytestmark = pytest.mark.processes
+
+# Two epochs of 37 samples in steps of ten: a step reaches over the epoch's end, and the last one is short.
+BATCH, LAST_STEP = BatchSettings(epochs=2), 8
+# Gradients are added up in another order, and Adam divides by what may be small.
+ALLOWED = 1e-5
+MLP = "model.layers.0.mlp"
+# Below the gradient's norm in every step.
+CLIPPING = 0.3
+MORE: dict[str, Any] = {"batch": BATCH, "max_world_size": 4, "anomalies": AnomalySettings(policy="stop")}
+
+
+def through(
+    crew: Crew,
+    url: Path,
+    config: Mapping[str, Any],
+    parts: Sequence[tuple[Sequence[int], int, int | None]],
+) -> Run:
+    """A run in generations of these members, so many of which share experts, each up to its step (None: the end)."""
+    store, generations, checkpoint = CheckpointStore(str(url), "run"), [], None
+    for who, ep, end_at in parts:
+        outcomes = crew.run(
+            who, "expert_parallel.train", {**config, "url": str(url)}, end_at=end_at, checkpoint=checkpoint, ep=ep,
+            **MORE,
+        )  # fmt: skip
+        _assert_ended(outcomes, "finished" if end_at is None else "ended", end_at or LAST_STEP)
+        assert all(outcome.clean for outcome in outcomes)
+        checkpoint = store.list()[0].id
+        generations.append(outcomes)
+    run = Run(url, generations)
+    # Of one rank's own passes, and meant to depend on the world.
+    run.state = {key: value for key, value in run.state.items() if "tokens_per_expert" not in key}
+    return run
+
+
+CASES = [
+    # The others are of the same stages, each with something besides.
+    *(pytest.param({"stage": stage}, id=f"stage{stage}", marks=pytest.mark.slow) for stage in (1, 2, 3)),
+    pytest.param(
+        {"stage": 2, "dropout": 0.2, "zero": {"round_robin_gradients": True}}, id="stage2-round-robin-dropout"
+    ),
+    pytest.param({"stage": 3, "dropout": 0.2, "zero": {"sub_group_size": 300}}, id="stage3-sub-groups-dropout"),
+    pytest.param({"stage": 1, "schedule": False, "own schedule": "to be made"}, id="stage1-own-schedule"),
+    pytest.param(
+        {"stage": 2, "zero": {"offload_optimizer": {"device": "cpu"}}, "top": {"zero_force_ds_cpu_optimizer": False}},
+        id="stage2-offload",
+    ),
+    pytest.param({"stage": 1, "named optimizer": True}, id="stage1-optimizer-of-the-configuration"),
+]
+
+
+@pytest.mark.parametrize("config", CASES)
+def test_a_run_with_shared_experts_equals_one_rank_with_all(crew: Crew, tmp_path: Path, config: dict[str, Any]) -> None:
+    config = {**config, "clipping": CLIPPING}
+    whole = through(crew, tmp_path / "whole", config, [((0,), 1, None)])
+    moved = through(
+        crew, tmp_path / "moved", config, [((0, 1, 2, 3), 2, 3), ((2, 0), 2, 5), ((1, 3, 0, 2), 2, None)]
+    )  # fmt: skip
+    assert _distance(whole.losses, moved.losses) <= ALLOWED
+    assert _distance(whole.state, moved.state) <= ALLOWED
+    _assert_every_sample_once(moved.outcomes)
+    assert [dict(outcome.told["coordinates"]) for outcome in moved.outcomes[-4:]] == [
+        {"dp": rank, "sp": 0, "tp": 0, "ep": rank % 2, "pp": 0} for rank in range(4)
+    ]
+    norms = {report.step: report.grad_norm for report in whole.outcomes[0].reports}
+    assert min(norms.values()) > CLIPPING, "gradients were clipped"
+    for outcome in moved.outcomes:
+        for report in outcome.reports:
+            assert report.grad_norm == pytest.approx(norms[report.step], rel=1e-4), "of all experts, once"
+
+
+def test_one_rank_equals_plain_torch(crew: Crew, tmp_path: Path) -> None:
+    """What the oracle above is worth."""
+    whole = through(crew, tmp_path, {"stage": 1, "schedule": False, "clipping": CLIPPING}, [((0,), 1, None)])
+    (outcome,) = whole.outcomes
+    losses, weights = plain_torch(outcome.indices)
+    assert {f"loss {step}": loss for step, loss in enumerate(losses, 1)} == pytest.approx(
+        {name: float(loss) for name, loss in whole.losses.items()}, abs=ALLOWED
+    )
+    for name, value in weights.items():
+        assert torch.allclose(outcome.told["weights"][name], value, atol=ALLOWED), name
+
+
+def plain_torch(indices: Sequence[int]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Steps of ten samples, and a last one of the rest, in micro-batches of two; the gradient is clipped. Experts under
+    AutoEP's names."""
+    torch.manual_seed(3)
+    model = MixtureOfExperts()
+    balance = Balance(model)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer, losses = torch.optim.AdamW(trained, lr=0.02, eps=EPS), []
+    for begin in range(0, len(indices), 10):
+        step = indices[begin : begin + 10]
+        optimizer.zero_grad()
+        losses.append(0.0)
+        for first in range(0, len(step), 2):
+            samples = [text(index) for index in step[first : first + 2]]
+            tokens, labels = (torch.stack(part) for part in zip(*samples, strict=True))
+            loss = balance.loss(model(tokens), labels) * len(samples) / len(step)
+            loss.backward()
+            losses[-1] += float(loss.detach())
+        torch.nn.utils.clip_grad_norm_(trained, CLIPPING)
+        optimizer.step()
+    return losses, dict(_packed(model))
+
+
+def _packed(model: torch.nn.Module) -> Any:
+    for name, value in model.named_parameters():
+        if name.endswith("experts.gate_up_proj"):
+            gate, up = value.detach().chunk(2, dim=1)
+            yield name.replace("gate_up_proj", "w1"), gate
+            yield name.replace("gate_up_proj", "w3"), up
+        else:
+            yield name.replace("experts.down_proj", "experts.w2").replace("mlp.gate", "mlp.router.gate"), value.detach()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_number_of_ranks_that_share_experts_may_change(crew: Crew, tmp_path: Path, stage: int) -> None:
+    """A rank's experts are an interval of the whole: what others held is read as at another number of ranks."""
+    config = {"stage": stage, "clipping": CLIPPING}
+    whole = through(crew, tmp_path / "whole", config, [((0,), 1, None)])
+    parts = [((0, 1, 2, 3), 2, 2), ((3, 1, 2, 0), 4, 4), ((0, 1, 2), 1, 6), ((2, 1), 2, None)]
+    moved = through(crew, tmp_path / "moved", config, parts)
+    assert _distance(whole.losses, moved.losses) <= ALLOWED
+    assert _distance(whole.state, moved.state) <= ALLOWED
+
+
+@pytest.mark.parametrize("stage", [pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2)] + [3])
+def test_bf16_is_within_its_rounding(crew: Crew, tmp_path: Path, stage: int) -> None:
+    config = {"stage": stage, "dtype": "bf16"}
+    still = through(crew, tmp_path / "still", config, [((0, 1, 2, 3), 2, None)])
+    moved = through(crew, tmp_path / "moved", config, [((0, 1, 2, 3), 2, 3), ((2, 0), 2, None)])
+    assert _distance(still.losses, moved.losses) <= 2e-2
+
+
+def test_a_rank_without_a_dead_peer_is_released_and_the_run_continues(crew: Crew, tmp_path: Path) -> None:
+    """Rank 1 is killed. In the layer of experts rank 2 waits for rank 3, which computes: nothing but an abort would end
+    that."""
+    config = {"stage": 1, "in_loop": True, "url": str(tmp_path / "moved")}
+    more: dict[str, Any] = {**MORE, "checkpoint_every_steps": 1, "ep": 2}
+    crew.begin([0, 1, 2, 3], "expert_parallel.train", {**config, "victims": [0, 1, 3], "at": 4}, **more)
+    for number in range(4):
+        crew.reached(number, "there")
+    crew.reached(0, "committed step 4")
+    crew.members[1].signal(signal.SIGKILL)
+    crew.members[1].process.join()
+    crew.in_collective(2)
+    crew.abort(2, "rank 1 was lost")
+    assert crew.outcome(2).result.kind in ("ended", "collective_failed")
+    for number in (0, 1, 3):
+        crew.replace(number)
+    store = CheckpointStore(str(tmp_path / "moved"), "run")
+    assert store.list()[0].step == 4
+
+    shrunk = crew.run([3, 2], "expert_parallel.train", config, checkpoint=store.list()[0].id, end_at=6, **more)
+    _assert_ended(shrunk, "ended", 6)
+    reason = "left: expert parallelism has replaced the model's experts by a share of them, which cannot be undone"
+    assert reason in crew.members[2].points
+    grown = crew.run([0, 1, 2, 3], "expert_parallel.train", config, checkpoint=store.list()[0].id, **more)
+    _assert_ended(grown, "finished", LAST_STEP)
+
+    whole = through(crew, tmp_path / "whole", {"stage": 1}, [((0,), 1, None)])
+    moved = Run(tmp_path / "moved", [shrunk, grown])
+    expected = {name: loss for name, loss in whole.losses.items() if int(name.removeprefix("loss ")) > 4}
+    assert _distance(expected, moved.losses) <= ALLOWED
+    assert _distance(whole.state, {key: moved.state[key] for key in whole.state}) <= ALLOWED
+
+
+@pytest.mark.parametrize("victim", [1, 3])
+def test_copies_of_experts_that_drift_apart_are_told_on_all_ranks(crew: Crew, tmp_path: Path, victim: int) -> None:
+    config = {"stage": 2, "drifts after": 1, "drifts": f"{MLP}.experts.w2", "victim": victim, "url": str(tmp_path)}
+    outcomes = crew.run(range(4), "expert_parallel.train", config, end_at=2, ep=2, **MORE)
+    assert {outcome.result.kind for outcome in outcomes} == {"collective_failed"}
+    said = [outcome.result.message for outcome in outcomes]
+    for rank in (1, 3):
+        assert f"weights of {MLP}.experts.w2 on rank" in said[rank]
+    assert any(f"on rank {rank}" in said[1] for rank in (1, 3))
+    for rank in (0, 2):
+        assert "the ranks with expert coordinate 1" in said[rank]
+    assert not CheckpointStore(str(tmp_path), "run").list()
+
+
+def test_a_copy_of_dense_weights_that_drifts_apart_is_told_whatever_experts_the_ranks_have(
+    crew: Crew, tmp_path: Path
+) -> None:
+    config = {"stage": 1, "drifts after": 1, "drifts": f"{MLP}.router.gate.weight", "victim": 3, "url": str(tmp_path)}
+    outcomes = crew.run(range(4), "expert_parallel.train", config, end_at=2, ep=4, **MORE)
+    assert {outcome.result.kind for outcome in outcomes} == {"collective_failed"}
+    for outcome in outcomes:
+        assert f"weights of {MLP}.router.gate.weight on rank 3" in outcome.result.message
+
+
+def test_what_is_damaged_in_one_ranks_experts_is_restored_on_no_rank(crew: Crew, tmp_path: Path) -> None:
+    through(crew, tmp_path, {"stage": 1}, [(range(4), 2, 3)])
+    newest = damage_newest(tmp_path)
+    config = {"stage": 1, "url": str(tmp_path)}
+    outcomes = crew.run(range(2), "expert_parallel.train", config, checkpoint=newest, ep=2, **MORE)
+    assert all("is not what was saved" in outcome.result.message for outcome in outcomes)
+    assert all(outcome.result.step == 3 for outcome in outcomes), "no step was made"
+
+
+def test_a_run_begins_with_the_weights_of_a_checkpoint_of_other_shares(crew: Crew, tmp_path: Path) -> None:
+    first = through(crew, tmp_path / "first", {"stage": 1}, [(range(4), 4, 3)])
+    (newest, *_) = CheckpointStore(str(tmp_path / "first"), "run").list()
+    source = f"{tmp_path / 'first'}/run/checkpoints/{newest.id}"
+    config = {"stage": 3, "weights": source, "seeded by": "dp"}
+    one = through(crew, tmp_path / "one", config, [((0,), 1, None)])
+    two = through(crew, tmp_path / "two", config, [(range(4), 2, None)])
+    assert _distance(one.losses, two.losses) <= ALLOWED
+    assert _distance(one.state, two.state) <= ALLOWED
+    assert float(one.losses["loss 1"]) < float(first.losses["loss 1"]), "it begins with what the first has learnt"
+    exported = torch.load(elastic.export(source, tmp_path / "out", to="torch") / "model.pt", weights_only=True)
+    assert exported["model.layers.1.mlp.experts.w1"].shape == (4, 6, 16), "of all experts"
+    for key, value in first.state.items():
+        kind, name = key.split("/", 1)
+        if kind == "master":
+            assert torch.equal(exported[name].flatten().double(), value), name
+
+
+def test_ranks_that_have_built_other_models_are_refused(crew: Crew, tmp_path: Path) -> None:
+    config = {"stage": 1, "url": str(tmp_path), "seeded by": "dp"}
+    outcomes = crew.run(range(2), "expert_parallel.train", config, ep=2, **MORE)
+    assert {outcome.result.kind for outcome in outcomes} == {"usage_error"}
+    said = "the ranks that share layers or experts have different values of model.embed.weight"
+    assert all(said in outcome.result.message for outcome in outcomes)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"expert_parallel": {"top_k": 9}}, "AutoEP refuses this model or its configuration: top_k=9"),
+        ({"frozen": True}, "experts.w2 is frozen (1 such parameters)"),
+        ({"own schedule": "made"}, "the learning-rate scheduler LinearLR was made before AutoEP"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(crew: Crew, tmp_path: Path, config: dict[str, Any], said: str) -> None:
+    (outcome,) = crew.run([0], "expert_parallel.train", {"stage": 1, "url": str(tmp_path), **config}, **MORE)
+    assert outcome.result.kind == "usage_error"
+    assert said in outcome.result.message
+
+
+def test_exchanges_are_in_the_ledger(crew: Crew, tmp_path: Path) -> None:
+    run = through(crew, tmp_path, {"stage": 1}, [(range(4), 2, None)])
+    (report,) = [report for report in run.outcomes[0].reports if report.step == 2]
+    calls: Counter[tuple[str, str]] = Counter()
+    for use in report.collectives:
+        calls[use.op, use.axis] += use.calls
+    # 2 micro-batches, two layers: counts, tokens there and back, and both ways of their gradients.
+    assert calls["all_to_all_single", "ep"] >= 2 * 2 * 5
+    assert calls["all_reduce", "dp"]

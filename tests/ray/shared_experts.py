@@ -1,0 +1,30 @@
+"""A training function whose experts are shared by the ranks of a cell; steered as those of `loops`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import loops
+import torch
+from expert_model import AUTOEP, EPS, Balance, MixtureOfExperts
+from layered_model import texts
+
+import elastic
+
+
+def train(config: dict[str, Any]) -> None:
+    torch.manual_seed(3)
+    data, model = texts(config["size"]), MixtureOfExperts(0.1)
+    engine, _, loader, _ = elastic.initialize(
+        model=model,
+        training_data=data,
+        optimizer=torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.02, eps=EPS),
+        # The job's mesh turns it on.
+        config={**loops.deepspeed_config(config), "expert_parallel": {**AUTOEP, "enabled": None}},
+    )
+    balance = Balance(engine.module)
+    loops.between_steps(config, data)
+    for _ in elastic.epochs():
+        for tokens, labels in loader:
+            engine.backward(balance.loss(engine(tokens), labels))
+            engine.step()

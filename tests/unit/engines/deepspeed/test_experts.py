@@ -1,0 +1,59 @@
+"""What the mesh sets of experts in a DeepSpeed configuration, and what of it is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from elastic.core.errors import UsageError
+from elastic.core.generation_spec import BatchSettings
+from elastic.engines.deepspeed.config import check, resolve
+from elastic.engines.deepspeed.experts.config import size_of
+from elastic.engines.fsdp2.config import check as check_fsdp2
+
+NONE = BatchSettings()
+GIVEN = {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}
+
+
+def test_the_mesh_sets_the_size_and_the_users_keys_stay() -> None:
+    section = {"preset_model": "mixtral"}
+    made = resolve({**GIVEN, "expert_parallel": section}, NONE, 4, ep=2)
+    assert made.native["expert_parallel"] == {"preset_model": "mixtral", "enabled": True, "autoep_size": 2}
+    assert size_of(made.native) == 2
+    assert (made.global_batch, made.micro_steps, made.native["train_batch_size"]) == (24, 3, 24), "of four ranks"
+    assert section.keys() == {"preset_model"}, "the user's dictionary is left alone"
+
+
+def test_without_a_mesh_experts_that_were_enabled_are_all_on_each_rank() -> None:
+    made = resolve({**GIVEN, "expert_parallel": {"enabled": True}}, NONE, 3)
+    assert made.native["expert_parallel"] == {"enabled": True, "autoep_size": 1}
+    assert size_of(made.native) == 1
+    for section in ({}, {"enabled": False}, {"autoep_size": 1}):
+        assert size_of(resolve({**GIVEN, "expert_parallel": section}, NONE, 3).native) == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "ep", "said"),
+    [
+        ({"expert_parallel": {"autoep_size": 4}}, 1, "autoep_size is 4, and the job's mesh says ep: 1; give the job's"),
+        ({"expert_parallel": {"autoep_size": 4}}, 2, "autoep_size is 4, and the job's mesh says ep: 2"),
+        ({"expert_parallel": {"enabled": False}}, 2, "enabled is false, and the job's mesh says ep: 2"),
+        ({"expert_parallel": {"expert_tensor_parallel_size": 2}}, 2, "experts that are sliced too"),
+        ({"expert_parallel": {"comm_backend": "deepep"}}, 2, "expert_parallel.comm_backend: its buffers"),
+        ({"use_data_before_expert_parallelism": True}, 2, "the ranks that share experts are neighbours here"),
+        ({"data_types": {"grad_accum_dtype": "fp32"}}, 2, "data_types.grad_accum_dtype"),
+        ({"zero_optimization": {"stage": 0}}, 2, "stage is 0, and the job's mesh says ep: 2: DeepSpeed then clips by"),
+        ({"zero_optimization": {}}, 2, "stage is 0, and the job's mesh says ep: 2"),
+    ],
+)
+def test_what_contradicts_the_mesh_or_does_not_work_is_refused(given: dict[str, Any], ep: int, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        resolve({**GIVEN, **given}, NONE, 2, ep=ep)
+    with pytest.raises(UsageError, match=said):
+        check({**GIVEN, **given}, NONE, (1, 2), ep=ep)
+
+
+def test_fsdp2_refuses_it() -> None:
+    with pytest.raises(UsageError, match=r"mesh: {ep: 2} is supported with engine: deepspeed, not fsdp2"):
+        check_fsdp2({}, NONE, (1, 2), 1, 2)
