@@ -1,0 +1,1 @@
+"""Layers that neighbouring ranks share out (`mesh: {pp: N}`): `deepspeed.pipe.PipelineModule`, release 0.19.8."""

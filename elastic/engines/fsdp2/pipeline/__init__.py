@@ -1,0 +1,1 @@
+"""Layers that neighbouring ranks share out (`mesh: {pp: N}`), by the schedules of torch.distributed.pipelining."""

@@ -1,0 +1,182 @@
+"""A whole model's layers in their order, and what is left of the model on a rank that has some of them.
+
+Names stay those of the whole model: in the place of each layer of another stage there is an empty module, which has
+only what the layer shares with layers of this stage (tied parameters), under its first name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from elastic.core.errors import UsageError
+from elastic.core.mesh import described
+from elastic.core.sharding.stages import balanced
+from elastic.engines.fsdp2.tensor_parallel import matches
+from elastic.engines.model.pipeline import Pipeline
+from elastic.engines.model.plain_names import named_buffers, named_modules, named_parameters
+
+
+class Absent(nn.Module):
+    """In the place of a layer, or of a part of it, that another stage has."""
+
+    elastic_absent = True
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What one rank has of the row of layers. `tied`: names of parameters that several stages have, with the numbers of
+    these stages, the same on all ranks."""
+
+    names: tuple[str, ...]
+    begins: tuple[int, ...]
+    stage: int
+    tied: dict[str, tuple[int, ...]]
+
+    @property
+    def own(self) -> range:
+        ends = (*self.begins[1:], len(self.names))
+        return range(self.begins[self.stage], ends[self.stage])
+
+
+def read_layers(pipeline: Any, model: nn.Module) -> tuple[str, ...]:
+    """The names of the layers in their order. Raises UsageError for a model that is not a row of them, by name."""
+    if not isinstance(pipeline, Pipeline):
+        raise UsageError(f"pipeline= of elastic.initialize takes an elastic.Pipeline, not a {type(pipeline).__name__}")
+    if any(isinstance(module, Absent) for module in model.modules()):
+        raise UsageError("the model was cut into stages before; build it in the training function, whole")
+    if pipeline.layers is None and not isinstance(model, nn.Sequential):
+        raise UsageError(
+            f"nothing says which layers {type(model).__name__} has, in which order; name them, as "
+            'elastic.Pipeline(loss_fn, layers=["embed", "layers.*", "norm", "head"]), or give a torch.nn.Sequential'
+        )
+    known = [name for name, _ in named_modules(model) if name]
+    if pipeline.layers is None:
+        names = [name for name in known if "." not in name]
+    else:
+        names = [name for pattern in pipeline.layers for name in _matching(pattern, known)]
+    _require_row(names, model)
+    return tuple(names)
+
+
+def cut(pipeline: Pipeline, names: Sequence[str], model: nn.Module, stages: int, stage: int) -> Cut:
+    """Of a whole model. Raises UsageError for stages that cannot be."""
+    layers = [layer_of(model, name) for name in names]
+    trained = [any(p.requires_grad for p in layer.parameters()) for layer in layers]
+    said = pipeline.begins.get(stages)
+    if said is not None:
+        begins = _said(said, names, stages)
+    else:
+        begins = balanced([sum(p.numel() for p in layer.parameters()) for layer in layers], trained, stages)
+    for number, (begin, end) in enumerate(zip(begins, (*begins[1:], len(names)), strict=True)):
+        if not any(trained[begin:end]):
+            raise UsageError(
+                f"stage {number} of {stages} has no trained parameters ({', '.join(names[begin:end])}); let another "
+                "layer begin it in elastic.Pipeline(begins=...)"
+            )
+    held: dict[int, set[int]] = {}
+    for number, layer in enumerate(layers):
+        for parameter in layer.parameters():
+            held.setdefault(id(parameter), set()).add(sum(begin <= number for begin in begins) - 1)
+    tied = {
+        name: tuple(sorted(held[id(parameter)]))
+        for name, parameter in named_parameters(model)
+        if len(held[id(parameter)]) > 1
+    }
+    return Cut(tuple(names), tuple(begins), stage, tied)
+
+
+def prune(model: nn.Module, cut: Cut) -> None:
+    """Leave of the model what the rank's stage has, in place."""
+    own = {id(p) for number in cut.own for p in layer_of(model, cut.names[number]).parameters()}
+    for number, name in enumerate(cut.names):
+        if number not in cut.own:
+            parent, leaf = _parent(model, name)
+            parent._modules[leaf] = _stand_in(layer_of(model, name), own)
+
+
+class Chain:
+    """In the place of a model's `forward`: its layers, one after another. `before` is called with the number of each
+    layer, counted in the whole model, before it."""
+
+    def __init__(self, model: nn.Module, cut: Cut) -> None:
+        self._layers = [(number, layer_of(model, cut.names[number])) for number in cut.own]
+        self.before: Callable[[int], None] | None = None
+
+    def __call__(self, *inputs: Any) -> Any:
+        output: Any = None
+        for number, layer in self._layers:
+            if self.before is not None:
+                self.before(number)
+            output = layer(*inputs)
+            inputs = tuple(output) if isinstance(output, (tuple, list)) else (output,)
+        return output
+
+
+def layer_of(model: nn.Module, name: str) -> nn.Module:
+    """The module that is called, which torch.compile may have wrapped."""
+    parent, leaf = _parent(model, name)
+    found = parent._modules[leaf]
+    assert found is not None
+    return found
+
+
+def _parent(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    above, _, leaf = name.rpartition(".")
+    return dict(named_modules(model))[above], leaf
+
+
+def _matching(pattern: str, known: Sequence[str]) -> Iterator[str]:
+    found = [name for name in known if matches(name, pattern)]
+    if not found:
+        few = ", ".join(known[:6]) + (", ..." if len(known) > 6 else "")
+        raise UsageError(f"elastic.Pipeline: the model has no module {pattern!r}; it has {few}")
+    yield from found
+
+
+def _require_row(names: Sequence[str], model: nn.Module) -> None:
+    for number, name in enumerate(names):
+        if name in names[:number]:
+            raise UsageError(f"elastic.Pipeline: layers names {name!r} twice; a layer is called once")
+        inside = next((other for other in names if name.startswith(f"{other}.")), None)
+        if inside is not None:
+            raise UsageError(f"elastic.Pipeline: layers names {inside!r} and {name!r}, which is a part of it")
+    inside_of: dict[int, str] = {}
+    for name, tensor in named_buffers(model, remove_duplicate=False):
+        layer = next((layer for layer in names if name.startswith(f"{layer}.")), "")
+        if inside_of.setdefault(id(tensor), layer) != layer:
+            raise UsageError(f"buffer {name!r} is shared by several layers: give each layer a buffer of its own")
+    for name, _ in (*named_parameters(model, remove_duplicate=False), *named_buffers(model)):
+        if not any(name.startswith(f"{layer}.") for layer in names):
+            raise UsageError(
+                f"{name!r} is of no layer of the pipeline, so that it would not be trained: put it into a module that "
+                "elastic.Pipeline(layers=...) names"
+            )
+
+
+def _said(said: Sequence[str], names: Sequence[str], stages: int) -> tuple[int, ...]:
+    unknown = [name for name in said if name not in names]
+    begins = tuple(names.index(name) for name in said if name in names)
+    if unknown or len(begins) != stages or begins[0] != 0 or list(begins) != sorted(set(begins)):
+        raise UsageError(
+            f"elastic.Pipeline: begins for {described(1, 1, 1, stages)} must name {stages} layers in their order, the "
+            f"first of them {names[0]!r}, and says {list(said)}"
+        )
+    return begins
+
+
+def _stand_in(layer: nn.Module, own: set[int]) -> Absent:
+    found = Absent()
+    for name, parameter in named_parameters(layer, remove_duplicate=False):
+        if id(parameter) in own:
+            *path, leaf = name.split(".")
+            holder: nn.Module = found
+            for part in path:
+                if part not in holder._modules:
+                    holder.add_module(part, Absent())
+                holder = holder.get_submodule(part)
+            holder.register_parameter(leaf, parameter)
+    return found

@@ -1,0 +1,62 @@
+"""A whole model, of which one stage is left and sharded over the ranks that have it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from elastic.core.errors import UsageError
+from elastic.engines.fsdp2.meshes import Meshes, make_meshes
+from elastic.engines.fsdp2.pipeline.layers import Cut, cut, prune
+from elastic.engines.fsdp2.pipeline.tied import require_alike
+from elastic.engines.fsdp2.sharding import broadcast, prepare, shard_units, units
+from elastic.engines.fsdp2.tensor_parallel import Plan, apply
+from elastic.engines.model.pipeline import Pipeline
+
+
+def shard_stage(
+    model: torch.nn.Module,
+    pipeline: Pipeline,
+    names: Sequence[str],
+    options: Mapping[str, Any],
+    device: torch.device,
+    begins: bool,
+    pp: int,
+    plan: Plan | None = None,
+    cell: dist.ProcessGroup | None = None,
+) -> tuple[Meshes, Cut]:
+    """In place: what is left of the model are the layers of this rank's stage, cut as `plan` says over the ranks of
+    `cell`, with DTensors over the ranks that have the same. Collective: all ranks begin with rank 0's buffers, and
+    where the run `begins` with its parameters; so initial weights do not depend on where stages are cut.
+
+    Raises UsageError for a model that cannot be cut or sharded, by name.
+    """
+    if isinstance(model, FSDPModule):
+        raise UsageError("the script has called fully_shard itself, and a pipeline is cut before that: leave it out")
+    prepare(model, None)
+    stage = dist.get_rank() // (1 if cell is None else cell.size()) % pp
+    found = cut(pipeline, names, model, pp, stage)
+    # Before it is on a device: the whole model need not fit there.
+    broadcast([*(model.parameters() if begins else ()), *model.buffers()], device)
+    # Looked for in the whole model: a stage need not have all of them.
+    units(model, options["shard"])
+    prune(model, found)
+    if not options["cpu_offload"]:
+        model.to(device)
+    meshes = make_meshes(device, cell, pp)
+    if meshes.tp is not None:
+        assert plan is not None
+        assert meshes.pp is not None
+        apply(plan, model, meshes.tp, stage=True)
+        require_alike(model, found, meshes.pp, device)
+    shard_units(model, {**options, "shard": _present(model, options["shard"])}, meshes.dp, device)
+    return meshes, found
+
+
+def _present(model: torch.nn.Module, classes: Sequence[str] | None) -> tuple[str, ...] | None:
+    here = {type(module).__name__ for module in model.modules()}
+    return None if classes is None else tuple(name for name in classes if name in here)

@@ -1,0 +1,95 @@
+"""Any rank of any world with stages in one process: unmodified PipelineModule under torch's fake process group.
+
+Run as a program it writes, as JSON, a verdict for every combination below; see `deepspeed_ranks`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import deepspeed_ranks
+
+# World size and pp -> ranks: of the first stage, the last, one between, of the first pipeline, the last, one between.
+WORLDS = {(4, 4): (0, 3), (64, 4): (0, 3, 29, 62, 63), (1000, 5): (4, 502, 995), (1024, 8): (0, 7, 500, 1023)}
+METHODS = {"parameters": "parameters", "uniform": "uniform", "type": "type:Linear"}
+# Rows of each layer; the first and the last are one tied tensor.
+ROWS = (31, 40, 3, 17, 29, 8, 11, 23, 5, 31)
+WIDTH = 7
+
+
+def content(layer: int) -> Any:
+    """A value for each element of each layer, exact in fp32; no two elements have the same."""
+    import torch
+
+    return (torch.arange(ROWS[layer] * WIDTH) + 10_000 * (layer + 1)).float().view(ROWS[layer], WIDTH)
+
+
+def name_of(layer: int) -> str:
+    return "tied_modules.ends.weight" if layer in (0, len(ROWS) - 1) else f"{layer}.weight"
+
+
+def make_engine(method: str, rank: int, world_size: int, pp: int) -> Any:
+    import deepspeed
+    import torch
+    from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+
+    from elastic.core.mesh import Mesh
+    from elastic.engines.deepspeed.pipeline.module import placed
+
+    deepspeed.comm.init_distributed(dist_backend="gloo", dist_init_required=False, verbose=False)
+    between = [LayerSpec(torch.nn.Linear, WIDTH, rows, bias=False) for rows in ROWS[1:-1]]
+    ends = [TiedLayerSpec("ends", torch.nn.Embedding, ROWS[0], WIDTH) for _ in range(2)]
+    model = PipelineModule.__new__(PipelineModule)
+    given = {"layers": [ends[0], *between, ends[1]], "loss_fn": print, "partition_method": method}
+    placed(PipelineModule.__init__, model, (), given, Mesh.of(world_size, pp=pp))
+    with torch.no_grad():
+        for layer in range(model._local_start, model._local_stop):
+            owner, _, _ = name_of(layer).rpartition(".")
+            model.get_submodule(owner).weight.copy_(content(0 if name_of(layer) == name_of(0) else layer))
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=0.01),
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {"stage": 1},
+        },
+        dist_init_required=False,
+    )
+    return engine
+
+
+def check_rank(method: str, rank: int, world_size: int, pp: int) -> None:
+    """What the state says of a rank, looked up in DeepSpeed's own flat tensors, is these very elements of the whole;
+    `open_state` has compared it with the pure layout, and the mesh names the rank's place as DeepSpeed does."""
+    import torch
+
+    from elastic.core.mesh import Mesh
+    from elastic.core.sharding.layout import without
+    from elastic.engines.deepspeed.state.open import open_zero_state
+
+    deepspeed_ranks.join_fake(rank, world_size)
+    engine = make_engine(METHODS[method], rank, world_size, pp)
+    mesh = Mesh.of(world_size, pp=pp)
+    assert (engine.stage_id, engine.grid.get_data_parallel_rank()) == (mesh.stage(rank), mesh.data(rank))
+    assert engine.grid.pp_group == list(mesh.cell(rank))
+    state = open_zero_state(engine)
+    parts = engine.module.parts
+    own = range(parts[mesh.stage(rank)], parts[mesh.stage(rank) + 1])
+    assert {spec.name: spec.shape for spec in state.specs()} == {name_of(n): (ROWS[n], WIDTH) for n in own}
+    assert state.tied == ((name_of(0),) if pp > 1 else ())
+    assert state.elsewhere == ({name_of(0)} if len(ROWS) - 1 in own and 0 not in own else set())
+    layers = {name_of(layer): layer for layer in reversed(range(len(ROWS)))}
+    for master in state.masters():
+        for chunk in master.chunks:
+            found = master.tensor.detach()[chunk.offset : chunk.offset + chunk.numel]
+            assert torch.equal(found, content(layers[chunk.name]).flatten()[chunk.start : chunk.stop]), chunk
+    expected = state.expected()
+    assert expected is not None
+    assert not {chunk.name for chunk in without(expected, state.elsewhere).chunks} & state.elsewhere
+    engine.destroy()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    deepspeed_ranks.report_meshes(check_rank, "pp", {name: name for name in METHODS}, WORLDS)

@@ -1,0 +1,81 @@
+"""Training functions over the stages of a pipeline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cells
+import crew
+import torch
+import trainings
+from layered_model import text, texts
+from pipeline_model import layers, loss_of
+
+import elastic
+
+
+def build(config: dict[str, Any]) -> tuple[Any, Any]:
+    from deepspeed.pipe import PipelineModule
+
+    torch.manual_seed(3 + elastic.get_context().coordinates.get(config.get("seeded by", ""), 0))
+    made = layers(config.get("dropout", 0.0), config.get("tied", False))
+    given = {"loss_fn": Loss(config), "partition_method": "uniform", **config.get("module", {})}
+    model: Any = PipelineModule(layers=made, **given)
+    if config.get("stray"):
+        model.scale = torch.nn.Parameter(torch.ones(()))
+    if config.get("layers whole"):
+        model = torch.nn.Sequential(*(spec.build() for spec in made))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    engine, _, loader, _ = elastic.initialize(
+        model=model,
+        training_data=texts(config.get("size", 37), crew.indices),
+        optimizer=torch.optim.AdamW(trained, lr=0.02),
+        config=trainings.deepspeed_config(config),
+    )
+    return engine, loader
+
+
+def content(indices: range) -> list[torch.Tensor]:
+    """As a loader would give them."""
+    return [torch.stack(part) for part in zip(*map(text, indices), strict=True)]
+
+
+class Loss:
+    """Of the last stage. The ranks in `config["victims"]` stay in it in step `config["at"]`, for ever."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._config = config
+
+    def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        context = elastic.get_context()
+        if self._config.get("at") == context.step and context.world_size == 4:
+            crew.point("there")
+            if context.rank in self._config["victims"]:
+                crew.stay()
+        return loss_of(logits, labels) * self._config.get("loss", 1.0)
+
+
+def drift(engine: Any, config: dict[str, Any]) -> None:
+    """One stage's copies of a parameter."""
+    coordinates = elastic.get_context().coordinates
+    if all(coordinates[axis] == at for axis, at in config["where"].items()):
+        with torch.no_grad():
+            engine.module.get_parameter(config["drifts"]).mul_(1.1)
+
+
+def train(config: dict[str, Any]) -> None:
+    engine, loader = build(config)
+    elastic.state["starts"] = elastic.state.get("starts", 0) + 1
+    crew.told["initial"] = {name: value.detach().clone() for name, value in engine.module.named_parameters()}
+    crew.told["length"] = len(loader)
+    losses = []
+    for _ in elastic.epochs():
+        for batches in loader:
+            losses.append(float(engine.train_batch(batches)))
+            if config.get("drifts after") == elastic.get_context().step:
+                drift(engine, config)
+    cells.told(
+        losses=losses,
+        evaluated=float(engine.eval_batch(iter([content(range(2)), content(range(2, 4))]), num_micro_batches=2)),
+        weights={name: value.detach().clone() for name, value in engine.module.named_parameters()},
+    )

@@ -1,0 +1,239 @@
+"""Ranks that have different layers by torch.distributed.pipelining, each sharded by FSDP2, through other world sizes,
+other numbers of stages and lost ranks; the oracles are one rank with all layers, and plain torch."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import cells
+import pytest
+import torch
+from cells import AT, BATCH, LAST_STEP, WHOLE, Run, assert_every_sample_once
+from crew import Crew
+from layered_model import loss_of
+from pipelined import content
+from staged_model import Staged, trained
+from test_oracle import _assert_ended, _distance, damage_newest
+
+import elastic
+from elastic.checkpoint.storage import CheckpointStore
+from elastic.core.settings import AnomalySettings
+
+pytestmark = pytest.mark.processes
+SLOW = pytest.mark.slow
+
+# Clipping adds up norms in another order, and Adam divides by what may be small.
+ALLOWED = 1e-5
+# Below the gradient's norm in every step.
+CLIPPING = 0.3
+FSDP2: dict[str, Any] = {"engine": "fsdp2", "clipping": CLIPPING}
+MORE: dict[str, Any] = {"batch": BATCH, "max_world_size": 4, "engine": "fsdp2"}
+STOP = AnomalySettings(policy="stop")
+
+
+def through(crew: Crew, url: Path, config: Mapping[str, Any], parts: Sequence[Any], pp: int = 1) -> Run:
+    return Run(url, cells.through(crew, url, "staged.train", config, parts, pp=pp, anomalies=STOP))
+
+
+def through_stages(crew: Crew, url: Path, config: Mapping[str, Any], parts: Sequence[Any], tp: int = 1) -> Run:
+    """`parts`: members, number of stages, last step."""
+    generations: list[Any] = []
+    checkpoint: str | None = None
+    for who, pp, end_at in parts:
+        more = {**MORE, "end_at": end_at, "checkpoint": checkpoint, "pp": pp, "tp": tp}
+        outcomes = crew.run(who, "staged.train", {**config, "url": str(url)}, **more)
+        _assert_ended(outcomes, "finished" if end_at is None else "ended", end_at or LAST_STEP)
+        assert all(outcome.clean for outcome in outcomes)
+        checkpoint = CheckpointStore(str(url), "run").list()[0].id
+        generations.append(outcomes)
+    return Run(url, generations, tp)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param({"fsdp2": {"pipeline_schedule": "GPipe"}}, id="gpipe", marks=SLOW),
+        pytest.param({"tied": True, "dropout": 0.2}, id="1f1b-tied-dropout"),
+        pytest.param({"tied": True, "fsdp2": {"micro_batch": 4}}, id="micro-batches of 4, 4 and 2", marks=SLOW),
+        pytest.param({"fsdp2": {"reshard_after_forward": False, "shard": []}}, id="all at once", marks=SLOW),
+    ],
+)
+def test_stages_that_change_equal_one_rank_with_all_layers(crew: Crew, tmp_path: Path, way: dict[str, Any]) -> None:
+    """Two pipelines of two, one of two, one of four, no pipeline on two ranks."""
+    config = {**FSDP2, **way}
+    one = through(crew, tmp_path / "one", config, WHOLE)
+    parts = (((0, 1, 2, 3), 2, 2), ((3, 1), 2, 4), ((3, 1, 2, 0), 4, 6), ((2, 1), 1, None))
+    moved = through_stages(crew, tmp_path / "moved", config, parts)
+    assert _distance(one.losses, moved.losses) <= ALLOWED
+    assert _distance(one.state(), moved.state()) <= ALLOWED
+    assert_every_sample_once(moved)
+    (outcome,) = one.outcomes
+    means = {step: float(loss) for step, loss in enumerate(one.losses.values(), 1)}
+    assert outcome.told["losses"] == pytest.approx(list(means.values()), abs=ALLOWED), "of the global batch"
+    norms = {report.step: report.grad_norm for report in outcome.reports}
+    for other in moved.outcomes:
+        for report in other.reports:
+            assert report.grad_norm == pytest.approx(norms[report.step], rel=1e-4), "of all stages, tied weights once"
+    for last in moved.outcomes[-2:]:
+        assert last.told["losses"] == pytest.approx([means[step] for step in (7, 8)], abs=ALLOWED)
+        assert last.told["evaluated"] == pytest.approx(outcome.told["evaluated"], abs=ALLOWED)
+
+
+@pytest.mark.slow
+def test_what_stages_have_saved_is_exported_as_the_whole_model(crew: Crew, tmp_path: Path) -> None:
+    run = through(crew, tmp_path, {**FSDP2, "tied": True}, [(range(4), 3)], pp=2)
+    (newest, *_) = CheckpointStore(str(tmp_path), "run").list()
+    made = elastic.export(f"{tmp_path}/run/checkpoints/{newest.id}", tmp_path / "out", to="torch") / "model.pt"
+    whole = Staged(tied=True)
+    whole.load_state_dict(torch.load(made, weights_only=True))
+    for key, value in run.state().items():
+        kind, name = key.split("/", 1)
+        assert kind != "master" or torch.equal(whole.get_parameter(name).flatten().double(), value), name
+
+
+@pytest.mark.slow
+def test_one_rank_equals_plain_torch(crew: Crew, tmp_path: Path) -> None:
+    """What the oracle above is worth: losses and gradient norms."""
+    one = through(crew, tmp_path, {**FSDP2, "schedule": False, "tied": True}, WHOLE)
+    (outcome,) = one.outcomes
+    assert outcome.told["length"] == 4, "the first epoch's steps"
+    model = Staged(tied=True)
+    model.load_state_dict(outcome.told["initial"], strict=False)
+    optimizer, losses, norms = torch.optim.AdamW(trained(model), lr=0.02), [], []
+    for begin in range(0, len(outcome.indices), 10):
+        step = outcome.indices[begin : begin + 10]
+        optimizer.zero_grad()
+        losses.append(0.0)
+        for first in range(0, len(step), 2):
+            words, labels = content(step[first : first + 2])
+            loss = loss_of(model(words), labels) * len(step[first : first + 2]) / len(step)
+            loss.backward()
+            losses[-1] += float(loss.detach())
+        norms.append(float(torch.nn.utils.clip_grad_norm_(trained(model), CLIPPING)))
+        optimizer.step()
+    assert outcome.told["losses"] == pytest.approx(losses, abs=ALLOWED)
+    assert [report.grad_norm for report in outcome.reports] == pytest.approx(norms, rel=1e-4)
+    assert min(norms) > CLIPPING
+
+
+@pytest.mark.slow
+def test_a_stage_that_waits_for_a_dead_one_is_released_and_the_run_continues(crew: Crew, tmp_path: Path) -> None:
+    """Rank 1, the last stage of the first pipeline, is killed in its first micro-batch: rank 0 waits for a gradient of
+    it, rank 3 for its sums, and rank 2 for rank 3, while it shares no group with rank 1 but the world's."""
+    config = {**FSDP2, "tied": True, "in_loop": True, "url": str(tmp_path / "moved")}
+    more: dict[str, Any] = {**MORE, "checkpoint_every_steps": 1, "pp": 2, "anomalies": STOP}
+    crew.begin([0, 1, 2, 3], "staged.train", {**config, "victims": [1], "at": AT}, **more)
+    crew.reached(1, "there")
+    crew.reached(0, f"committed step {AT}")
+    crew.in_collective(0)
+    crew.in_collective(2)
+    crew.members[1].signal(signal.SIGKILL)
+    crew.members[1].process.join()
+    for number in (0, 2, 3):
+        crew.abort(number, "rank 1 was lost")
+    for number in (0, 2, 3):
+        assert crew.outcome(number).result.kind in ("ended", "collective_failed")
+    crew.replace(1)
+    store = CheckpointStore(str(tmp_path / "moved"), "run")
+
+    shrunk = crew.run([3, 0], "staged.train", config, checkpoint=store.list()[0].id, end_at=AT + 2, **more)
+    _assert_ended(shrunk, "ended", AT + 2)
+    assert any(point.startswith("left: a pipeline's stages") for point in crew.members[0].points), "called again"
+    grown = crew.run([0, 1, 2, 3], "staged.train", config, checkpoint=store.list()[0].id, **more)
+    _assert_ended(grown, "finished", LAST_STEP)
+
+    moved = Run(tmp_path / "moved", [shrunk, grown])
+    one = through(crew, tmp_path / "one", {**FSDP2, "tied": True}, WHOLE)
+    assert _distance(one.after(AT), moved.losses) <= ALLOWED
+    assert _distance(one.state(), moved.state()) <= ALLOWED
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"no pipeline": True}, "mesh: {pp: 2} needs pipeline=elastic.Pipeline(loss_fn, layers=[...])"),
+        pytest.param({"stray": True}, "'scale' is of no layer of the pipeline", marks=SLOW),
+        pytest.param({"fsdp2": {"pipeline_schedule": "zigzag"}}, "pipeline_schedule must be 1F1B or GPipe", marks=SLOW),
+    ],
+)
+def test_what_is_refused_is_named_on_all_ranks(crew: Crew, tmp_path: Path, config: dict[str, Any], said: str) -> None:
+    outcomes = crew.run(range(2), "staged.train", {**FSDP2, **config, "url": str(tmp_path)}, pp=2, **MORE)
+    assert {outcome.result.kind for outcome in outcomes} == {"usage_error"}
+    assert all(said in outcome.result.message for outcome in outcomes), [o.result.message for o in outcomes]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("drifts", "where", "said"),
+    [("embed.weight", {"pp": 1}, "the copies of the tied parameter 'embed.weight' have drifted apart")],
+)
+def test_copies_that_drift_apart_are_told_on_all_ranks(
+    crew: Crew, tmp_path: Path, drifts: str, where: dict[str, int], said: str
+) -> None:
+    """Between the stages that share a tied one."""
+    config = {**FSDP2, "tied": True, "drifts after": 2, "drifts": drifts, "where": where, "url": str(tmp_path)}
+    outcomes = crew.run(range(4), "staged.train", config, end_at=2, pp=2, **MORE)
+    assert {outcome.result.kind for outcome in outcomes} == {"collective_failed"}
+    assert any(said in outcome.result.message for outcome in outcomes)
+    assert not CheckpointStore(str(tmp_path), "run").list()
+
+
+@pytest.mark.slow
+def test_what_is_damaged_in_one_stage_is_restored_on_no_rank(crew: Crew, tmp_path: Path) -> None:
+    through(crew, tmp_path, FSDP2, [(range(4), 3)], pp=2)
+    newest = damage_newest(tmp_path)
+    outcomes = crew.run(range(2), "staged.train", {**FSDP2, "url": str(tmp_path)}, checkpoint=newest, pp=2, **MORE)
+    assert all("is not what was saved" in outcome.result.message for outcome in outcomes)
+    assert all(outcome.result.step == 3 for outcome in outcomes), "no step was made"
+
+
+@pytest.mark.slow
+def test_bf16_is_within_its_rounding(crew: Crew, tmp_path: Path) -> None:
+    config = {**FSDP2, "tied": True, "fsdp2": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}}
+    still = through(crew, tmp_path / "still", config, (((0, 1), None),), pp=2)
+    moved = through(crew, tmp_path / "moved", config, cells.MOVED, pp=2)
+    assert _distance(still.losses, moved.losses) <= 2e-2
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param({"dropout": 0.2}, id="untied", marks=SLOW),
+        pytest.param({"tied": True, "dropout": 0.2}, id="tied"),
+        pytest.param({"fsdp2": {"pipeline_schedule": "GPipe"}}, id="gpipe", marks=SLOW),
+    ],
+)
+def test_stages_whose_layers_are_shared_equal_one_rank_with_all_layers(
+    crew: Crew, tmp_path: Path, way: dict[str, Any]
+) -> None:
+    """A pipeline of two stages of two ranks each; layers shared by two ranks that have all; the pipeline again."""
+    config = {**FSDP2, **way, "plan": "all"}
+    one = through(crew, tmp_path / "one", config, WHOLE)
+    parts = (((0, 1, 2, 3), 2, 3), ((3, 1), 1, 5), ((3, 1, 2, 0), 2, None))
+    moved = through_stages(crew, tmp_path / "moved", config, parts, tp=2)
+    assert _distance(one.losses, moved.losses) <= ALLOWED
+    assert _distance(one.state(), moved.state(one.shapes[0])) <= ALLOWED
+    assert_every_sample_once(moved)
+    (outcome,) = one.outcomes
+    norms = {report.step: report.grad_norm for report in outcome.reports}
+    for other in moved.outcomes:
+        for report in other.reports:
+            assert report.grad_norm == pytest.approx(norms[report.step], rel=1e-4), "each element once"
+    means = [float(loss) for loss in one.losses.values()]
+    for rank, last in enumerate(moved.outcomes[-4:]):
+        assert last.told["coordinates"] == {"dp": 0, "sp": 0, "tp": rank % 2, "ep": 0, "pp": rank // 2}
+        assert last.told["losses"] == pytest.approx(means[5:], abs=ALLOWED)
+        assert last.told["evaluated"] == pytest.approx(outcome.told["evaluated"], abs=ALLOWED)
+
+
+@pytest.mark.slow
+def test_a_tied_parameter_that_is_cut_in_one_stage_only_is_refused(crew: Crew, tmp_path: Path) -> None:
+    """In another stage it is whole, so that neither sees it by itself."""
+    config = {**FSDP2, "tied": True, "plan": "head", "url": str(tmp_path)}
+    outcomes = crew.run(range(4), "staged.train", config, pp=2, tp=2, **MORE)
+    assert {outcome.result.kind for outcome in outcomes} == {"usage_error"}
+    said = "tp_plan cuts the tied parameter 'embed.weight' in one stage as in no other"
+    assert all(said in outcome.result.message for outcome in outcomes), [o.result.message for o in outcomes]

@@ -1,0 +1,124 @@
+"""A model as a row of layers: which it has, what is left of it on a rank, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elastic import Pipeline
+from elastic.core.errors import UsageError
+from elastic.engines.fsdp2.pipeline.layers import Chain, Cut, cut, prune, read_layers
+from elastic.engines.model.description import aliases
+from elastic.engines.model.plain_names import named_modules
+
+ROW = ["embed", "layers.*", "norm", "head"]
+
+
+class Whole(nn.Module):
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 4)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(12))
+        self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, 9, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+
+def pipeline(**more: Any) -> Pipeline:
+    return Pipeline(nn.functional.cross_entropy, **{"layers": ROW, **more})
+
+
+def staged(model: nn.Module, stages: int, stage: int, **more: Any) -> Cut:
+    return cut(pipeline(**more), read_layers(pipeline(**more), model), model, stages, stage)
+
+
+def test_patterns_name_layers_in_the_models_order() -> None:
+    assert read_layers(pipeline(), Whole()) == ("embed", *(f"layers.{n}" for n in range(12)), "norm", "head")
+    row = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
+    assert read_layers(pipeline(layers=None), row) == ("0", "1", "2")
+
+
+def test_stages_one_after_another_are_the_whole_model_under_its_names() -> None:
+    words, whole = torch.arange(6), Whole(tied=True)
+    x: Any = words
+    for layer in (whole.embed, *whole.layers, whole.norm, whole.head):
+        x = layer(x)
+    given: Any = (words,)
+    names: dict[str, torch.Tensor] = {}
+    for stage in range(3):
+        model = Whole(tied=True)
+        model.load_state_dict(whole.state_dict())
+        found = staged(model, 3, stage)
+        assert found.tied == {"embed.weight": (0, 2)}
+        prune(model, found)
+        given = (Chain(model, found)(*given),)
+        names |= dict(model.named_parameters())
+        own = {found.names[number] for number in found.own}
+        assert {name for name, _ in named_modules(model) if name in found.names} == own
+        # The head's weight has the name that it has in the whole model, on each stage that holds it.
+        assert aliases(model) == ({"head.weight": "embed.weight"} if stage != 1 else {})
+    assert torch.equal(given[0], x)
+    assert {name: value.shape for name, value in names.items()} == {n: p.shape for n, p in whole.named_parameters()}
+
+
+def test_layers_that_begin_stages_may_be_named() -> None:
+    begins = {2: ["embed", "layers.1"]}
+    assert staged(Whole(), 2, 1, begins=begins).begins == (0, 2)
+    assert staged(Whole(), 3, 1, begins=begins).begins == staged(Whole(), 3, 1).begins
+
+
+class _Stray(Whole):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+
+class _Shared(Whole):
+    def __init__(self) -> None:
+        super().__init__()
+        table = torch.zeros(3)
+        self.norm.register_buffer("table", table)
+        self.head.register_buffer("table", table)
+
+
+class _Frozen(Whole):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("model", "more", "said"),
+    [
+        (Whole, {"layers": None}, "nothing says which layers Whole has"),
+        (Whole, {"layers": ["embed", "blocks.*"]}, "the model has no module 'blocks.*'; it has embed, layers"),
+        (Whole, {"layers": [*ROW, "norm"]}, "layers names 'norm' twice"),
+        (Whole, {"layers": ["embed", "layers", "layers.3", "norm", "head"]}, "'layers.3', which is a part of it"),
+        (Whole, {"layers": ROW[:-1]}, "'head.weight' is of no layer of the pipeline"),
+        (_Stray, {}, "'scale' is of no layer of the pipeline"),
+        (_Shared, {}, "buffer 'head.table' is shared by several layers"),
+        (Whole, {"begins": {2: ["embed", "layers.99"]}}, "begins for mesh: {pp: 2} must name 2 layers"),
+        (Whole, {"begins": {2: ["layers.0", "layers.1"]}}, "the first of them 'embed'"),
+        (Whole, {"begins": {2: ["embed"]}}, "must name 2 layers in their order"),
+        (_Frozen, {"begins": {2: ["embed", "head"]}}, "stage 1 of 2 has no trained parameters (head)"),
+    ],
+)
+def test_what_is_no_row_of_layers_is_refused_by_name(model: Any, more: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        staged(model(), 2, 0, **more)
+    assert said in str(raised.value)
+
+
+def test_a_model_that_was_cut_before_is_refused() -> None:
+    model = Whole()
+    prune(model, staged(model, 2, 0))
+    with pytest.raises(UsageError, match="was cut into stages before; build it in the training function"):
+        read_layers(pipeline(), model)
+
+
+def test_what_is_no_pipeline_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"takes an elastic\.Pipeline, not a list"):
+        read_layers(["embed"], Whole())
