@@ -1,4 +1,5 @@
-"""Verdicts over all ranks where the ranks hold different slices of the model's layers (`core.mesh`: lanes)."""
+"""Verdicts over all ranks where the ranks hold different slices of the model's layers (`core.mesh`: lanes), have
+different experts, or train in islands."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from elastic.checkpoint.shares import Apart
 from elastic.comm.agreement import Agreement
 from elastic.core.errors import IntegrityError
 
@@ -17,42 +19,71 @@ _NEUTRAL = (1 << 63) - 1
 
 @dataclass(frozen=True)
 class Lanes:
-    """`every` is the agreement of all ranks, `own` that of the ranks with the same slices as this one, lane `index` of
-    `count`. With one lane they are one."""
+    """`every` is the agreement of all ranks, `own` that of the ranks with the same slices and layers as this one, lane
+    `index` of `count`. With one lane they are one. `stages` lanes have layers of their own, under the names of the
+    whole model; `slices` lanes have slices of the same layers, and are neighbours."""
 
     every: Agreement
     own: Agreement
     count: int = 1
     index: int = 0
+    axis: str = "tensor"
+    stages: int = 1
+    slices: int = 1
 
     @classmethod
-    def of(cls, data_group: dist.ProcessGroup, device: torch.device, count: int) -> Lanes:
-        """`data_group` is that of this rank's lane. Not collective."""
+    def of_copies(cls, copies: dist.ProcessGroup, every: Agreement, device: torch.device) -> Lanes:
+        """Of ranks that share experts: `copies` is the group of those with the same ones as this. Not collective."""
+        own = Agreement(copies, device)
+        count = every.world_size // own.world_size
+        return cls(every, own, count, every.rank % count, "expert")
+
+    @classmethod
+    def of_islands(cls, apart: Apart, every: Agreement, device: torch.device) -> Lanes:
+        """Of ranks that train in islands. Not collective."""
+        return cls(every, Agreement(apart.group, device), apart.count, apart.index, "island")
+
+    @classmethod
+    def of(cls, data_group: dist.ProcessGroup, device: torch.device, tp: int = 1, pp: int = 1) -> Lanes:
+        """`data_group` is that of this rank's lane: of the ranks with the same of `tp` slices of the layers, in the
+        same of `pp` stages. Not collective."""
+        count = tp * pp
         own = Agreement(data_group, device)
         if count == 1:
             return cls(own, own)
         assert dist.group.WORLD is not None
         every = Agreement(dist.group.WORLD, device)
-        return cls(every, own, count, every.rank % count)
+        axis = "tensor" if pp == 1 else "pipeline" if tp == 1 else "pipeline and tensor"
+        return cls(every, own, count, every.rank % count, axis, pp, tp)
 
-    def low_and_high(self, fingerprint: int) -> list[int]:
-        """Numbers whose least over all ranks `apart` understands: this lane's fingerprints do not meet another's."""
+    @property
+    def slice(self) -> int:
+        """Which of the slices this rank has."""
+        return self.index % self.slices
+
+    @property
+    def stage(self) -> int:
+        """Which of the stages this rank has."""
+        return self.index // self.slices
+
+    def low_and_high(self, everywhere: int, fingerprint: int) -> list[int]:
+        """Numbers whose least over all ranks `require_equal` understands, of the fingerprint of what all ranks have
+        copies of, and of what those of this lane have: lanes' fingerprints do not meet."""
         found = [_NEUTRAL] * (2 * self.count)
         found[2 * self.index : 2 * self.index + 2] = fingerprint, -fingerprint
-        return found
+        return [everywhere, -everywhere, *found]
 
-    def apart(self, least: Sequence[int]) -> list[int]:
-        """The lanes whose ranks have different fingerprints."""
-        return [lane for lane in range(self.count) if least[2 * lane] != -least[2 * lane + 1]]
-
-    def require_equal(self, least: Sequence[int], difference: Callable[[Agreement], IntegrityError]) -> None:
-        """Raises IntegrityError on all ranks where the copies within any lane differ; then `difference` is asked by the
-        ranks of such a lane, which may be collective over them."""
-        apart = self.apart(least)
+    def require_equal(self, least: Sequence[int], difference: Callable[[Agreement, bool], IntegrityError]) -> None:
+        """Raises IntegrityError on all ranks where copies differ; then `difference` is asked by the ranks that have
+        them, and may be collective over them. Its second argument: of what all ranks have, not this lane alone?"""
+        differ = [low != -high for low, high in zip(least[::2], least[1::2], strict=True)]
+        if differ[0]:
+            raise difference(self.every, True)
+        apart = [lane for lane, unequal in enumerate(differ[1:]) if unequal]
         if self.index in apart:
-            raise difference(self.own)
+            raise difference(self.own, False)
         if apart:
             raise IntegrityError(
-                f"the copies of one state have drifted apart between the ranks with tensor coordinate {apart[0]}: "
+                f"the copies of one state have drifted apart between the ranks with {self.axis} coordinate {apart[0]}: "
                 "their own error says what differs"
             )

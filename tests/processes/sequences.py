@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any
 
+import cells
 import crew
 import torch
 import trainings
-from sequence_model import Texts, Transformer, logits_of, loss_of
+from sequence_model import Transformer, logits_of, loss_of, texts
 
 import elastic
 
@@ -18,12 +18,12 @@ def build(config: dict[str, Any]) -> tuple[Any, Any]:
     torch.manual_seed(3)
     model = Transformer(config.get("dropout", 0.0))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    texts = Texts(37, crew.indices)
+    found = texts(37, crew.indices)
 
     def share(reader: int, readers: int) -> Iterator[Any]:
-        return (texts[index] for index in range(reader, len(texts), readers))
+        return (found[index] for index in range(reader, len(found), readers))
 
-    data = elastic.data.stream(share) if config.get("streamed") else texts
+    data = elastic.data.stream(share) if config.get("streamed") else found
     engine, _, loader, _ = elastic.initialize(
         model=model, training_data=data, optimizer=optimizer, **trainings.of_engine(config, optimizer)
     )
@@ -31,41 +31,25 @@ def build(config: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def train(config: dict[str, Any]) -> None:
-    """Rank `config["victim"]` of a world of 4 stays at `config["where"]` in step `config["at"]`, for ever."""
-    crew.told["calls"] = crew.told.get("calls", 0) + 1
+    cells.begun()
     engine, loader = build(config)
     elastic.state["starts"] = elastic.state.get("starts", 0) + 1
     abandoned, draws = 0, list[float]()
     for _ in elastic.epochs():
-        for whole in loader:
-            context = elastic.get_context()
+        for tokens, labels in loader:
             last = engine.is_gradient_accumulation_boundary()
-            at_fault = config.get("at") == context.step and context.world_size == 4 and last
-
-            def come_to(where: str, at_fault: bool = at_fault, rank: int = context.rank) -> None:
-                if at_fault and config["where"] == where:
-                    crew.point("there")
-                    if rank == config["victim"]:
-                        crew.stay()
-
-            tokens, labels = whole
-            with elastic.step() if config.get("strict") else nullcontext():
-                come_to("forward")
+            with cells.step_of(config):
+                cells.come_to(config, "forward", last)
                 logits = logits_of(engine, tokens)
                 # Of the pass's random stream, after its dropout.
                 draws.append(float(torch.rand(())))
-                come_to("mean")
+                cells.come_to(config, "mean", last)
                 loss = loss_of(logits, labels)
-                come_to("backward")
+                cells.come_to(config, "backward", last)
                 engine.backward(loss)
                 engine.step()
             abandoned += elastic.get_context().abandoned
-    crew.told.update(
-        draws=draws,
-        starts=elastic.state["starts"],
-        abandoned=abandoned,
-        coordinates=dict(elastic.get_context().coordinates),
-    )
+    cells.told(draws=draws, abandoned=abandoned)
 
 
 def holds_the_group(config: dict[str, Any]) -> None:

@@ -5,17 +5,54 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import cells
 import crew
 import torch
 import trainings
-from layered_model import LAYERS, Texts, Transformer, loss_of
+from layered_model import EVEN, LAYERS, Transformer, loss_of, plan, plan_by_names, plan_of_sequences, texts
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel
 
 import elastic
+from elastic.engines.fsdp2.sharding import gathered
 
 
 def build(config: dict[str, Any]) -> tuple[Any, Any]:
     torch.manual_seed(3 + elastic.get_context().coordinates.get(config.get("seeded by", ""), 0))
-    model = Transformer(config.get("dropout", 0.0), config.get("normed", False))
+    of_torch = config.get("engine") == "fsdp2"
+    model = Transformer(config.get("dropout", 0.0), config.get("normed", False), **(EVEN if of_torch else {}))
+    model.recomputed = config.get("recomputed", False)
+    if config.get("plan") == "own":
+        model._tp_plan = plan_by_names()
+    for layer in model.layers if config.get("compiled") else ():
+        layer.compile(backend="aot_eager")
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.02)
+    engine, _, loader, _ = elastic.initialize(
+        model=model,
+        training_data=texts(config.get("size", 37), crew.indices),
+        optimizer=optimizer,
+        **(of_fsdp2(config, optimizer) if of_torch else of_deepspeed(config)),
+    )
+    return engine, loader
+
+
+def of_fsdp2(config: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    scheduled = config.get("schedule", True)
+    options = trainings.of_engine(config, optimizer) if scheduled else {"config": trainings.fsdp2_options(config)}
+    options["config"]["gradient_clipping"] = config.get("clipping", 0.5)
+    chosen: Any = {"own": None, "sequences": plan_of_sequences()}.get(config.get("plan", ""), plan())
+    if config.get("added up"):
+        chosen["layers.*.self_attn.q_norm"] = SequenceParallel(sequence_dim=1, use_local_output=True)
+    if config.get("plan") == "foreign":
+        chosen["head"] = Foreign(output_layouts=Replicate())
+    return {**options, "tp_plan": chosen}
+
+
+class Foreign(ColwiseParallel):
+    """A style of the user's own."""
+
+
+def of_deepspeed(config: dict[str, Any]) -> dict[str, Any]:
     if config.get("dtype") == "fp16":
         trainings.believe_in_half_precision()
     native = trainings.deepspeed_config(config)
@@ -25,20 +62,20 @@ def build(config: dict[str, Any]) -> tuple[Any, Any]:
         spec = {"patterns": [r".*\.q_norm\.weight$"], "partition_type": "skip", "grad_allreduce": True}
         specs = [*LAYERS["layer_specs"], spec]
         native["tensor_parallel"] = {"partition_config": {**LAYERS, "layer_specs": specs}}
-    engine, _, loader, _ = elastic.initialize(
-        model=model,
-        training_data=Texts(config.get("size", 37), crew.indices),
-        optimizer=torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.02),
-        config=native,
-    )
-    return engine, loader
+    return {"config": native}
 
 
 def spoil_gradient(engine: Any) -> None:
     """Of one layer's slices, on the ranks that have the second ones: none of the first sees it in its own gradients."""
     if elastic.get_context().coordinates["tp"] == 1:
-        weight = engine.module.layers[1].mlp.up_proj.weight
+        weight = gathered(engine.module)["layers.1.mlp.up_proj.weight"]
         handle = weight.register_hook(lambda gradient: handle.remove() or gradient * math.nan)
+
+
+def skew_gradient(engine: Any, name: str) -> None:
+    """Of what nobody's slice is, on the ranks that have the second slices: in their lane it looks right."""
+    if elastic.get_context().coordinates["tp"] == 1:
+        handle = gathered(engine.module)[name].register_hook(lambda gradient: handle.remove() or gradient + 0.1)
 
 
 def drift(engine: Any) -> None:
@@ -47,28 +84,33 @@ def drift(engine: Any) -> None:
 
 
 def train(config: dict[str, Any]) -> None:
-    """The ranks in `config["victims"]` stay in step `config["at"]`, for ever."""
-    crew.told["calls"] = crew.told.get("calls", 0) + 1
+    cells.begun()
     engine, loader = build(config)
     elastic.state["starts"] = elastic.state.get("starts", 0) + 1
+    abandoned = 0
     for _ in elastic.epochs():
         for tokens, labels in loader:
             context = elastic.get_context()
-            loss = loss_of(engine(tokens), labels)
-            if config.get("at") == context.step and engine.is_gradient_accumulation_boundary():
-                crew.point("there")
-                if context.rank in config["victims"]:
-                    crew.stay()
-            if config.get("nan at") == context.step:
-                spoil_gradient(engine)
-            engine.backward(loss)
-            if config.get("drift at") == context.step and context.rank == config["victim"]:
-                drift(engine)
-            engine.step()
-    crew.told.update(
-        starts=elastic.state["starts"],
-        passes=float(engine.module.passes),
-        mesh=dict(elastic.get_context().mesh),
-        coordinates=dict(elastic.get_context().coordinates),
-        weights={name: value.detach().clone() for name, value in engine.module.named_parameters()},
-    )
+            last = engine.is_gradient_accumulation_boundary()
+            with cells.step_of(config):
+                cells.come_to(config, "forward", last)
+                loss = loss_of(engine(tokens), labels)
+                if config.get("nan at") == context.step:
+                    spoil_gradient(engine)
+                if config.get("skewed at") == context.step:
+                    skew_gradient(engine, config["skewed"])
+                cells.come_to(config, "backward", last)
+                engine.backward(loss)
+                if config.get("drift at") == context.step and context.rank == config["victim"]:
+                    drift(engine)
+                cells.come_to(config, "step", last)
+                engine.step()
+            abandoned += elastic.get_context().abandoned
+    weights = {name: whole_part(value) for name, value in engine.module.named_parameters()}
+    cells.told(passes=float(engine.module.passes), weights=weights, abandoned=abandoned)
+
+
+def whole_part(value: Any) -> torch.Tensor:
+    """What this rank has of a parameter."""
+    local: torch.Tensor = getattr(value, "_local_tensor", value)
+    return local.detach().clone()

@@ -5,9 +5,6 @@ Run as a program it writes, as JSON, a verdict for every combination below; see 
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from typing import Any
 
 import deepspeed_ranks
@@ -117,20 +114,5 @@ def check_rank(zero: dict[str, Any], rank: int, world_size: int, tp: int) -> Non
     deepspeed_ranks._leave(engine)
 
 
-def main() -> None:
-    os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    import deepspeed.ops
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    verdicts = {
-        f"{name}-{rank}-of-{world_size}-tp{tp}": deepspeed_ranks.verdict_of(check_rank, zero, rank, world_size, tp)
-        for name, zero in ZERO.items()
-        for (world_size, tp), ranks in WORLDS.items()
-        for rank in ranks
-    }
-    with open(sys.argv[1], "w") as report:
-        json.dump(verdicts, report)
-
-
 if __name__ == "__main__":
-    main()
+    deepspeed_ranks.report_meshes(check_rank, "tp", ZERO, WORLDS)

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import signal
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import cells
 import pytest
-import torch
+from cells import AT, BATCH, LAST_STEP, MOVED, WHOLE, Part, Run, assert_every_sample_once, with_a_rank_killed
 from crew import Crew
 from sequence_model import HEADS
-from test_oracle import Run, _assert_ended, _distance
+from test_oracle import _assert_ended, _distance
 
 from elastic.checkpoint.storage import CheckpointStore
-from elastic.core.generation_spec import BatchSettings
 
 pytestmark = pytest.mark.processes
 
-# Two epochs of 37 samples in steps of ten: a step reaches over the epoch's end, and the last one is short.
-BATCH, LAST_STEP, SIZE = BatchSettings(epochs=2), 8, 37
 # Attention and means are cut in other places, and added up in another order.
 ALLOWED = 4e-6
-AT = 4
 
 ENGINES = [
     *(pytest.param({"stage": stage}, id=f"stage{stage}") for stage in (0, 1, 2, 3)),
@@ -38,21 +33,21 @@ ENGINES = [
 def test_a_run_with_shared_sequences_equals_one_rank_with_whole_ones(
     crew: Crew, tmp_path: Path, config: dict[str, Any]
 ) -> None:
-    whole = through(crew, tmp_path / "whole", config, [((0,), None)], sp=1)
-    shared = through(crew, tmp_path / "shared", config, [((0, 1, 2, 3), 3), ((2, 0), 5), ((1, 3, 0, 2), None)])
+    whole = through(crew, tmp_path / "whole", config, WHOLE, sp=1)
+    shared = through(crew, tmp_path / "shared", config, MOVED)
     assert _distance(whole.losses, shared.losses) <= ALLOWED
-    assert _distance(whole.state, shared.state) <= ALLOWED
+    assert _distance(whole.state(), shared.state()) <= ALLOWED
     assert_every_sample_once(shared)
 
 
 def test_all_ranks_share_the_sequences(crew: Crew, tmp_path: Path) -> None:
     """One cell: each rank has a part with one head."""
-    whole = through(crew, tmp_path / "whole", {"stage": 2}, [((0,), None)], sp=1)
+    whole = through(crew, tmp_path / "whole", {"stage": 2}, WHOLE, sp=1)
     shared = through(crew, tmp_path / "shared", {"stage": 2}, [((0, 1, 2, 3), None)], sp=HEADS)
     assert _distance(whole.losses, shared.losses) <= ALLOWED
-    assert _distance(whole.state, shared.state) <= ALLOWED
+    assert _distance(whole.state(), shared.state()) <= ALLOWED
     assert [outcome.told["coordinates"] for outcome in shared.outcomes] == [
-        {"dp": 0, "sp": s, "tp": 0} for s in range(4)
+        {"dp": 0, "sp": s, "tp": 0, "ep": 0, "pp": 0} for s in range(4)
     ]
 
 
@@ -64,7 +59,7 @@ def test_dropout_is_the_same_at_any_world_size_and_differs_between_parts(crew: C
     assert parts[0].isdisjoint(parts[1])
     moved = through(crew, tmp_path / "moved", config, [((0, 1), 3), ((3, 1, 2, 0), 6), ((2, 3), None)])
     assert _distance(still.losses, moved.losses) <= ALLOWED
-    assert _distance(still.state, moved.state) <= ALLOWED
+    assert _distance(still.state(), moved.state()) <= ALLOWED
 
 
 @pytest.mark.parametrize(
@@ -81,38 +76,11 @@ def test_dropout_is_the_same_at_any_world_size_and_differs_between_parts(crew: C
 def test_survivors_of_a_killed_rank_stay_in_their_loop(
     crew: Crew, tmp_path: Path, plain: dict[str, Any], where: str, strict: bool
 ) -> None:
-    """4 ranks in two cells; one is killed within a step. One cell continues, with a survivor from each of the two."""
-    config = {**plain, "in_loop": True, "strict": strict, "url": str(tmp_path / "moved")}
-    more: dict[str, Any] = {"batch": BATCH, "max_world_size": 4, "checkpoint_every_steps": 1, "sp": 2}
-    more["engine"] = plain.get("engine", "deepspeed")
-    crew.begin([0, 1, 2, 3], "sequences.train", {**config, "victim": 1, "at": AT, "where": where}, **more)
-    for number in range(4):
-        crew.reached(number, "there")
-    crew.reached(0, f"committed step {AT}")
-    crew.members[1].signal(signal.SIGKILL)
-    crew.members[1].process.join()
-    for number in (0, 2, 3):
-        crew.abort(number, "rank 1 was lost")
-    for number in (0, 2, 3):
-        assert crew.outcome(number).result.kind in ("ended", "collective_failed")
-    crew.replace(1)
-    store = CheckpointStore(str(tmp_path / "moved"), "run")
-    assert store.list()[0].step == AT
-
-    shrunk = crew.run([3, 0], "sequences.train", config, checkpoint=store.list()[0].id, end_at=AT + 2, **more)
-    _assert_ended(shrunk, "ended", AT + 2)
-    grown = crew.run([0, 1, 2, 3], "sequences.train", config, checkpoint=store.list()[0].id, **more)
-    _assert_ended(grown, "finished", LAST_STEP)
-    left = [point for member in crew.members for point in member.points if point.startswith("left")]
-    assert left == [], "a function was left"
-    for rank in (0, 2, 3):
-        assert (grown[rank].told["calls"], grown[rank].told["abandoned"]) == (1, 1)
-
-    whole = through(crew, tmp_path / "whole", plain, [((0,), None)], sp=1)
-    moved = Run(tmp_path / "moved", [shrunk, grown])
-    expected = {name: loss for name, loss in whole.losses.items() if int(name.removeprefix("loss ")) > AT}
-    assert _distance(expected, moved.losses) <= ALLOWED
-    assert _distance(whole.state, moved.state) <= ALLOWED
+    url, config = tmp_path / "moved", {**plain, "strict": strict}
+    moved = Run(url, with_a_rank_killed(crew, url, "sequences.train", config, where, sp=2))
+    whole = through(crew, tmp_path / "whole", plain, WHOLE, sp=1)
+    assert _distance(whole.after(AT), moved.losses) <= ALLOWED
+    assert _distance(whole.state(), moved.state()) <= ALLOWED
 
 
 def test_a_function_that_holds_the_group_is_called_again(crew: Crew, tmp_path: Path) -> None:
@@ -140,20 +108,20 @@ def test_exchanges_are_in_the_ledger(crew: Crew, tmp_path: Path) -> None:
 
 def test_a_script_that_shares_no_sequences_is_told_so_and_trains_the_same(crew: Crew, tmp_path: Path) -> None:
     config = {"stage": 1}
-    alone = through(crew, tmp_path / "alone", config, [((0,), None)], sp=1, function="train")
+    alone = through(crew, tmp_path / "alone", config, WHOLE, sp=1, function="train")
     shared = through(crew, tmp_path / "shared", config, [((0, 1), None)], function="train_and_keep_warnings")
     assert _distance(alone.losses, shared.losses) <= ALLOWED
-    assert _distance(alone.state, shared.state) <= ALLOWED
+    assert _distance(alone.state(), shared.state()) <= ALLOWED
     (said,) = [text for text in shared.outcomes[0].told["warnings"] if "shares no sequences" in text]
     assert said.startswith("mesh: {sp: 2}: the script shares no sequences")
 
 
 def test_cells_read_a_stream_of_epochs(crew: Crew, tmp_path: Path) -> None:
     config = {"stage": 1, "streamed": True}
-    whole = through(crew, tmp_path / "whole", config, [((0,), None)], sp=1)
-    shared = through(crew, tmp_path / "shared", config, [((0, 1, 2, 3), 3), ((2, 0), 5), ((1, 3, 0, 2), None)])
+    whole = through(crew, tmp_path / "whole", config, WHOLE, sp=1)
+    shared = through(crew, tmp_path / "shared", config, MOVED)
     assert _distance(whole.losses, shared.losses) <= ALLOWED
-    assert _distance(whole.state, shared.state) <= ALLOWED
+    assert _distance(whole.state(), shared.state()) <= ALLOWED
     assert_every_sample_once(shared)
 
 
@@ -161,38 +129,8 @@ def through(
     crew: Crew,
     url: Path,
     config: Mapping[str, Any],
-    parts: list[tuple[tuple[int, ...], int | None]],
+    parts: Sequence[Part],
     sp: int = 2,
     function: str = "sequences.train",
 ) -> Run:
-    """A run in generations of these members, each up to its step (None: the end)."""
-    store, generations, checkpoint = CheckpointStore(str(url), "run"), [], None
-    for who, end_at in parts:
-        outcomes = crew.run(
-            who,
-            function,
-            {**config, "url": str(url)},
-            end_at=end_at,
-            batch=BATCH,
-            max_world_size=4,
-            checkpoint=checkpoint,
-            engine=str(config.get("engine", "deepspeed")),
-            sp=sp,
-        )
-        _assert_ended(outcomes, "finished" if end_at is None else "ended", end_at or LAST_STEP)
-        assert all(outcome.clean for outcome in outcomes)
-        checkpoint = store.list()[0].id
-        generations.append(outcomes)
-    return Run(url, generations)
-
-
-def assert_every_sample_once(run: Run) -> None:
-    positions = Counter(
-        position
-        for outcome in run.outcomes
-        for report in outcome.reports
-        for start, stop in report.positions
-        for position in range(start, stop)
-    )
-    assert positions == dict.fromkeys(range(2 * SIZE), 1)
-    assert torch.isfinite(torch.stack(list(run.losses.values()))).all()
+    return Run(url, cells.through(crew, url, function, config, parts, sp=sp))

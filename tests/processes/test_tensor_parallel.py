@@ -1,30 +1,26 @@
-"""Ranks that share layers (AutoTP), through other world sizes and lost ranks; the oracles are one rank with whole
-layers, and plain torch."""
+"""Ranks that share layers (AutoTP, or torch's own), through other world sizes and lost ranks; the oracles are one rank
+with whole layers, and plain torch. What is FSDP2's alone is in test_fsdp2_tensor_parallel."""
 
 from __future__ import annotations
 
-import math
 import signal
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import cells
 import pytest
 import torch
-from crew import Crew, Outcome
-from layered_model import Transformer, loss_of, text
-from test_oracle import _assert_ended, _distance, state_of
+from cells import BATCH, LAST_STEP, MOVED, WHOLE, Part, Run, assert_every_sample_once
+from crew import Crew
+from layered_model import EVEN, Transformer, loss_of, text
+from test_oracle import _assert_ended, _distance, damage_newest
 
 from elastic.checkpoint.storage import CheckpointStore
-from elastic.core.checkpoint.lanes import lane_of
-from elastic.core.generation_spec import BatchSettings
 from elastic.core.settings import AnomalySettings
 
 pytestmark = pytest.mark.processes
 
-# Two epochs of 37 samples in steps of ten: a step reaches over the epoch's end, and the last one is short.
-BATCH, LAST_STEP, SIZE = BatchSettings(epochs=2), 8, 37
 # Slices are multiplied apart and added up in another order, and Adam divides by what may be small.
 ALLOWED = 1e-5
 # Below the gradient's norm in every step.
@@ -34,61 +30,15 @@ MORE: dict[str, Any] = {"batch": BATCH, "max_world_size": 4}
 STOP = AnomalySettings(policy="stop")
 
 
-class Run:
-    """What is compared: the newest checkpoint with slices put together, and the loss of every step."""
-
-    def __init__(self, url: Path, generations: Sequence[Sequence[Outcome]], tp: int) -> None:
-        store = CheckpointStore(str(url), "run")
-        manifest = store.manifest(store.list()[0].id)
-        views = [lane_of(manifest, lane, tp) for lane in range(tp)]
-        self.shapes = [view.parameters for view in views]
-        self.lanes = [state_of(store, view) for view in views]
-        self.outcomes = [outcome for generation in generations for outcome in generation]
-        losses: Counter[str] = Counter()
-        for outcome in self.outcomes:
-            for report in outcome.reports:
-                losses[f"loss {report.step}"] += report.loss
-        self.losses = {name: torch.tensor(loss) for name, loss in losses.items()}
-
-    def state(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, torch.Tensor]:
-        """The tensors of the whole model, whose shapes these are."""
-        found = {}
-        for key in self.lanes[0]:
-            name = key.split("/", 1)[1]
-            parts = [lane[key].view(own[name]) for lane, own in zip(self.lanes, self.shapes, strict=True)]
-            found[key] = _together(parts, tuple(shapes[name])).flatten()
-        return found
-
-
-def _together(parts: Sequence[torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
-    if parts[0].shape == shape:
-        assert all(torch.equal(part, parts[0]) for part in parts), "what each rank has whole is the same on all"
-        return parts[0]
-    (dim,) = [dim for dim, size in enumerate(shape) if parts[0].shape[dim] != size]
-    joined = torch.cat(list(parts), dim)
-    assert joined.shape == shape
-    return joined
-
-
 def through(
     crew: Crew,
     url: Path,
     config: Mapping[str, Any],
-    parts: Sequence[tuple[Sequence[int], int | None]],
+    parts: Sequence[Part],
     tp: int = 2,
     anomalies: AnomalySettings = STOP,
 ) -> Run:
-    """A run in generations of these members, each up to its step (None: the end)."""
-    store, generations, checkpoint = CheckpointStore(str(url), "run"), [], None
-    for who, end_at in parts:
-        outcomes = crew.run(
-            who, "tensor_parallel.train", {**config, "url": str(url)}, end_at=end_at, checkpoint=checkpoint, tp=tp,
-            anomalies=anomalies, **MORE,
-        )  # fmt: skip
-        _assert_ended(outcomes, "finished" if end_at is None else "ended", end_at or LAST_STEP)
-        assert all(outcome.clean for outcome in outcomes)
-        checkpoint = store.list()[0].id
-        generations.append(outcomes)
+    generations = cells.through(crew, url, "tensor_parallel.train", config, parts, tp=tp, anomalies=anomalies)
     return Run(url, generations, tp)
 
 
@@ -97,7 +47,16 @@ CASES = [
     # No layer's slices have dropout in them: it is drawn alike on all ranks of a cell.
     pytest.param({"stage": 1, "dropout": 0.2}, id="stage1-dropout"),
     pytest.param({"stage": 3, "dropout": 0.2}, id="stage3-dropout"),
+    pytest.param({"engine": "fsdp2"}, id="fsdp2"),
+    pytest.param({"engine": "fsdp2", "dropout": 0.2, "in_loop": True}, id="fsdp2-dropout-in-loop"),
 ]
+# Engines that cut some of the state over the ranks of a lane, and cut all of it.
+SKEWED = "layers.0.input_layernorm.weight"
+SOME = [{"stage": 1}, {"stage": 3}, {"engine": "fsdp2"}]
+
+
+def spec_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {**cells.of_run(config), "tp": 2}
 
 
 @pytest.mark.parametrize("config", CASES)
@@ -105,14 +64,14 @@ def test_a_run_with_shared_layers_equals_one_rank_with_whole_ones(
     crew: Crew, tmp_path: Path, config: dict[str, Any]
 ) -> None:
     config = {**config, "clipping": CLIPPING}
-    whole = through(crew, tmp_path / "whole", config, [((0,), None)], tp=1)
-    moved = through(crew, tmp_path / "moved", config, [((0, 1, 2, 3), 3), ((2, 0), 5), ((1, 3, 0, 2), None)])
+    whole = through(crew, tmp_path / "whole", config, WHOLE, tp=1)
+    moved = through(crew, tmp_path / "moved", config, MOVED)
     shapes = whole.shapes[0]
     assert _distance(whole.losses, moved.losses) <= ALLOWED
     assert _distance(whole.state(shapes), moved.state(shapes)) <= ALLOWED
     assert_every_sample_once(moved)
     assert [dict(outcome.told["coordinates"]) for outcome in moved.outcomes[-4:]] == [
-        {"dp": cell, "sp": 0, "tp": lane} for cell in (0, 1) for lane in (0, 1)
+        {"dp": cell, "sp": 0, "tp": lane, "ep": 0, "pp": 0} for cell in (0, 1) for lane in (0, 1)
     ]
     norms = {report.step: report.grad_norm for report in whole.outcomes[0].reports}
     assert min(norms.values()) > CLIPPING, "gradients were clipped"
@@ -121,16 +80,16 @@ def test_a_run_with_shared_layers_equals_one_rank_with_whole_ones(
             assert report.grad_norm == pytest.approx(norms[report.step], rel=1e-4), "of whole layers, once"
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_whole_parameter_that_is_applied_to_slices(crew: Crew, tmp_path: Path, stage: int) -> None:
-    """A norm of each head's queries: every rank has a part of its gradient, which AutoTP adds up where it is told."""
-    config = {"stage": stage, "normed": True}
+@pytest.mark.parametrize("plain", SOME)
+def test_a_whole_parameter_that_is_applied_to_slices(crew: Crew, tmp_path: Path, plain: dict[str, Any]) -> None:
+    """A norm of each head's queries: every rank has a part of its gradient, added up where the engine is told."""
+    config = {**plain, "normed": True}
     given = {**config, "url": str(tmp_path / "refused")}
-    outcomes = crew.run(range(4), "tensor_parallel.train", given, tp=2, **MORE)
+    outcomes = crew.run(range(4), "tensor_parallel.train", given, **spec_of(config))
     said = {outcome.result.message for outcome in outcomes if outcome.result.kind == "usage_error"}
     assert len(said) == 1, [outcome.result for outcome in outcomes]
     assert "different gradients of layers.0.self_attn.q_norm.weight (2 such parameters)" in said.pop()
-    whole = through(crew, tmp_path / "whole", config, [((0,), None)], tp=1)
+    whole = through(crew, tmp_path / "whole", config, WHOLE, tp=1)
     moved = through(crew, tmp_path / "moved", {**config, "added up": True}, [(range(4), 3), ((2, 0), None)])
     assert _distance(whole.losses, moved.losses) <= ALLOWED
     assert _distance(whole.state(whole.shapes[0]), moved.state(whole.shapes[0])) <= ALLOWED
@@ -139,7 +98,7 @@ def test_a_whole_parameter_that_is_applied_to_slices(crew: Crew, tmp_path: Path,
 @pytest.mark.parametrize("stage", [1, 3])
 def test_heads_and_columns_that_cannot_be_shared_evenly(crew: Crew, tmp_path: Path, stage: int) -> None:
     """Four heads over three ranks, and 21 columns over two and three."""
-    whole = through(crew, tmp_path / "whole", {"stage": stage}, [((0,), None)], tp=1)
+    whole = through(crew, tmp_path / "whole", {"stage": stage}, WHOLE, tp=1)
     three = through(crew, tmp_path / "three", {"stage": stage}, [((0, 1, 2), 3), ((3, 0, 1), None)], tp=3)
     assert three.shapes[0]["layers.0.self_attn.q_proj.weight"] == (8, 16)
     assert three.shapes[2]["layers.0.self_attn.q_proj.weight"] == (4, 16)
@@ -151,17 +110,18 @@ def test_heads_and_columns_that_cannot_be_shared_evenly(crew: Crew, tmp_path: Pa
 def test_bf16_is_within_its_rounding(crew: Crew, tmp_path: Path, stage: int) -> None:
     config = {"stage": stage, "dtype": "bf16"}
     still = through(crew, tmp_path / "still", config, [((0, 1, 2, 3), None)])
-    moved = through(crew, tmp_path / "moved", config, [((0, 1, 2, 3), 3), ((2, 0), 5), ((1, 3, 0, 2), None)])
+    moved = through(crew, tmp_path / "moved", config, MOVED)
     assert _distance(still.losses, moved.losses) <= 1e-2
     for one, other in zip(still.lanes, moved.lanes, strict=True):
         assert _distance(one, other) <= 1e-2
 
 
-def test_one_rank_equals_plain_torch(crew: Crew, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("plain", "shapes"), [({"stage": 1}, {}), ({"engine": "fsdp2"}, EVEN)])
+def test_one_rank_equals_plain_torch(crew: Crew, tmp_path: Path, plain: dict[str, Any], shapes: dict[str, Any]) -> None:
     """What the oracle above is worth."""
-    whole = through(crew, tmp_path, {"stage": 1, "schedule": False, "clipping": CLIPPING}, [((0,), None)], tp=1)
+    whole = through(crew, tmp_path, {**plain, "schedule": False, "clipping": CLIPPING}, WHOLE, tp=1)
     (outcome,) = whole.outcomes
-    expected = plain_torch(outcome.indices)
+    expected = plain_torch(outcome.indices, shapes)
     assert {f"loss {step}": loss for step, loss in enumerate(expected[0], 1)} == pytest.approx(
         {name: float(loss) for name, loss in whole.losses.items()}, abs=ALLOWED
     )
@@ -169,10 +129,10 @@ def test_one_rank_equals_plain_torch(crew: Crew, tmp_path: Path) -> None:
         assert torch.allclose(outcome.told["weights"][name], value, atol=ALLOWED), name
 
 
-def plain_torch(indices: Sequence[int]) -> tuple[list[float], dict[str, torch.Tensor]]:
+def plain_torch(indices: Sequence[int], shapes: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Steps of ten samples, and a last one of the rest; the gradient is clipped."""
     torch.manual_seed(3)
-    model = Transformer()
+    model = Transformer(**shapes)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer, losses = torch.optim.AdamW(trained, lr=0.02), []
     for begin in range(0, len(indices), 10):
@@ -192,7 +152,9 @@ def test_a_rank_without_a_dead_peer_is_released_and_the_run_continues(crew: Crew
     end that."""
     config = {"stage": 0, "in_loop": True, "url": str(tmp_path / "moved")}
     more: dict[str, Any] = {**MORE, "checkpoint_every_steps": 1, "tp": 2}
-    crew.begin([0, 1, 2, 3], "tensor_parallel.train", {**config, "victims": [0, 1], "at": 4}, **more)
+    crew.begin(
+        [0, 1, 2, 3], "tensor_parallel.train", {**config, "victims": [0, 1], "at": 4, "where": "backward"}, **more
+    )
     for number in range(4):
         crew.reached(number, "there")
     crew.reached(0, "committed step 4")
@@ -214,21 +176,23 @@ def test_a_rank_without_a_dead_peer_is_released_and_the_run_continues(crew: Crew
     grown = crew.run([0, 1, 2, 3], "tensor_parallel.train", config, checkpoint=store.list()[0].id, **more)
     _assert_ended(grown, "finished", LAST_STEP)
 
-    whole = through(crew, tmp_path / "whole", {"stage": 0}, [((0,), None)], tp=1)
+    whole = through(crew, tmp_path / "whole", {"stage": 0}, WHOLE, tp=1)
     moved = Run(tmp_path / "moved", [shrunk, grown], 2)
     expected = {name: loss for name, loss in whole.losses.items() if int(name.removeprefix("loss ")) > 4}
     assert _distance(expected, moved.losses) <= ALLOWED
     assert _distance(whole.state(whole.shapes[0]), moved.state(whole.shapes[0])) <= ALLOWED
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_gradient_that_is_not_finite_in_one_lane_is_seen_by_all(crew: Crew, tmp_path: Path, stage: int) -> None:
-    config = {"stage": stage, "nan at": 2}
+@pytest.mark.parametrize("plain", [*({"stage": stage} for stage in (0, 1, 2, 3)), {"engine": "fsdp2"}])
+def test_a_gradient_that_is_not_finite_in_one_lane_is_seen_by_all(
+    crew: Crew, tmp_path: Path, plain: dict[str, Any]
+) -> None:
+    config = {**plain, "nan at": 2}
     run = through(crew, tmp_path, config, [(range(4), None)], anomalies=AnomalySettings(policy="skip"))
     for outcome in run.outcomes:
         assert [report.step for report in outcome.reports if report.anomaly] == [3]
     for name, shape in run.shapes[0].items():
-        if shape == run.shapes[1][name] and "proj" not in name:
+        if shape == run.shapes[1][name] and "norm" in name:
             assert torch.equal(run.lanes[0][kind_of(run, name)], run.lanes[1][kind_of(run, name)]), name
 
 
@@ -250,26 +214,40 @@ def test_copies_that_drift_apart_in_one_lane_are_told_on_all_ranks(crew: Crew, t
     assert not CheckpointStore(str(tmp_path), "run").list()
 
 
-def test_what_is_damaged_in_one_lane_is_restored_on_no_rank(crew: Crew, tmp_path: Path) -> None:
-    run = through(crew, tmp_path, {"stage": 1}, [(range(4), 3)])
-    (newest, *_) = CheckpointStore(str(tmp_path), "run").list()
+@pytest.mark.parametrize(("stage", "size"), [(0, 4), (2, 2)])
+def test_a_copy_that_drifts_away_from_the_other_lanes_is_named(
+    crew: Crew, tmp_path: Path, stage: int, size: int
+) -> None:
+    """Equal within its lane, so that data-parallel copies do not tell."""
+    config = {"stage": stage, "skewed at": 1, "skewed": SKEWED, "schedule": False, "url": str(tmp_path)}
+    outcomes = crew.run(range(size), "tensor_parallel.train", config, end_at=2, tp=2, **MORE)
+    for outcome in outcomes:
+        assert outcome.result.kind == "collective_failed"
+        assert f"{SKEWED} on rank {', '.join(map(str, range(1, size, 2)))}" in outcome.result.message
+    assert not CheckpointStore(str(tmp_path), "run").list()
+
+
+@pytest.mark.parametrize("plain", SOME)
+def test_what_is_damaged_in_one_lane_is_restored_on_no_rank(crew: Crew, tmp_path: Path, plain: dict[str, Any]) -> None:
+    run = through(crew, tmp_path, plain, [(range(4), 3)])
     assert run.lanes
-    (file,) = tmp_path.rglob(f"*{newest.id}*/rank-00003-of-00004.safetensors")
-    data = bytearray(file.read_bytes())
-    data[-9] ^= 1
-    file.write_bytes(data)
-    config = {"stage": 1, "url": str(tmp_path)}
-    outcomes = crew.run(range(2), "tensor_parallel.train", config, checkpoint=newest.id, tp=2, **MORE)
+    newest = damage_newest(tmp_path)
+    config = {**plain, "url": str(tmp_path)}
+    outcomes = crew.run(range(2), "tensor_parallel.train", config, checkpoint=newest, **spec_of(config))
     assert all("is not what was saved" in outcome.result.message for outcome in outcomes)
     assert all(outcome.result.step == 3 for outcome in outcomes), "no step was made"
 
 
-@pytest.mark.parametrize(("world_size", "tp"), [(2, 1), (4, 4)])
-def test_another_tp_is_refused_before_a_step(crew: Crew, tmp_path: Path, world_size: int, tp: int) -> None:
-    through(crew, tmp_path, {"stage": 1}, [(range(4), 3)])
+@pytest.mark.parametrize(
+    ("plain", "world_size", "tp"), [({"stage": 1}, 2, 1), ({"stage": 1}, 4, 4), ({"engine": "fsdp2"}, 2, 1)]
+)
+def test_another_tp_is_refused_before_a_step(
+    crew: Crew, tmp_path: Path, plain: dict[str, Any], world_size: int, tp: int
+) -> None:
+    through(crew, tmp_path, plain, [(range(4), 3)])
     (newest, *_) = CheckpointStore(str(tmp_path), "run").list()
-    config = {"stage": 1, "url": str(tmp_path)}
-    outcomes = crew.run(range(world_size), "tensor_parallel.train", config, checkpoint=newest.id, tp=tp, **MORE)
+    config, spec = {**plain, "url": str(tmp_path)}, {**spec_of(plain), "tp": tp}
+    outcomes = crew.run(range(world_size), "tensor_parallel.train", config, checkpoint=newest.id, **spec)
     for outcome in outcomes:
         assert outcome.result.kind == "usage_error"
         assert outcome.reports == []
@@ -279,7 +257,7 @@ def test_another_tp_is_refused_before_a_step(crew: Crew, tmp_path: Path, world_s
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"seeded by": "tp"}, "the ranks that share layers have different values of embed.weight"),
+        ({"seeded by": "tp"}, "the ranks that share layers or experts have different values of embed.weight"),
         ({"tensor_parallel": {"autotp_size": 4}}, "autotp_size is 4, and the job's mesh says tp: 2"),
         ({"tensor_parallel": {"vocab_parallel_lm_head": True}}, "vocab_parallel_lm_head: losses over slices"),
         (
@@ -295,28 +273,20 @@ def test_what_cannot_work_is_refused_by_name(crew: Crew, tmp_path: Path, config:
     assert all(said in outcome.result.message for outcome in outcomes)
 
 
-def test_cells_may_be_seeded_apart_since_the_first_ones_weights_are_all_cells(crew: Crew, tmp_path: Path) -> None:
-    alike = through(crew, tmp_path / "alike", {"stage": 2}, [(range(4), None)])
-    apart = through(crew, tmp_path / "apart", {"stage": 2, "seeded by": "dp"}, [(range(4), None)])
+@pytest.mark.parametrize("plain", [{"stage": 2}, {"engine": "fsdp2"}])
+def test_cells_may_be_seeded_apart_since_the_first_ones_weights_are_all_cells(
+    crew: Crew, tmp_path: Path, plain: dict[str, Any]
+) -> None:
+    alike = through(crew, tmp_path / "alike", plain, [(range(4), None)])
+    apart = through(crew, tmp_path / "apart", {**plain, "seeded by": "dp"}, [(range(4), None)])
     assert _distance(alike.losses, apart.losses) <= ALLOWED
 
 
-def test_exchanges_are_in_the_ledger(crew: Crew, tmp_path: Path) -> None:
-    run = through(crew, tmp_path, {"stage": 1}, [(range(4), None)])
+@pytest.mark.parametrize("plain", [{"stage": 1}, {"engine": "fsdp2"}])
+def test_exchanges_are_in_the_ledger(crew: Crew, tmp_path: Path, plain: dict[str, Any]) -> None:
+    run = through(crew, tmp_path, plain, [(range(4), None)])
     (report,) = [report for report in run.outcomes[0].reports if report.step == 2]
     calls = {(use.op, use.axis): use.calls for use in report.collectives}
     # 3 micro-batches: two layers' attention and MLP, forth and back; the norm.
     assert calls["all_reduce", "tp"] >= 3 * 2 * 4
     assert any(axis == "dp" for _, axis in calls)
-
-
-def assert_every_sample_once(run: Run) -> None:
-    positions = Counter(
-        position
-        for outcome in run.outcomes
-        for report in outcome.reports
-        for start, stop in report.positions
-        for position in range(start, stop)
-    )
-    assert positions == dict.fromkeys(range(2 * SIZE), 1)
-    assert all(math.isfinite(loss) for loss in run.losses.values())

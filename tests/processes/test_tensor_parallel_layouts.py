@@ -2,32 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from deepspeed_ranks import verdicts_of
 from tensor_parallel_ranks import WORLDS, ZERO
-
-_HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """In a process of its own: the fake group, DeepSpeed's globals and the environment stay there."""
-    report = tmp_path_factory.mktemp("lanes") / "verdicts.json"
-    done = subprocess.run(
-        [sys.executable, str(_HERE / "tensor_parallel_ranks.py"), str(report)],
-        env=os.environ | {"PYTHONPATH": str(_HERE.parent.parent)},
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, str] = json.loads(report.read_text())
-    return found
+    return verdicts_of("tensor_parallel_ranks.py", tmp_path_factory.mktemp("lanes"))
 
 
 @pytest.mark.parametrize(("world_size", "tp"), list(WORLDS))

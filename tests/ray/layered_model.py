@@ -1,5 +1,5 @@
-"""A small transformer with the names of Llama's layers, which AutoTP cuts, its data and its loss: as a user would
-write them."""
+"""A small transformer with the names of Llama's layers, of which ranks have slices, its data and its loss: as a user
+would write them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from texts import Text, Texts, tokens
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+from torch.distributed.tensor.parallel.style import ParallelStyle
+from torch.utils.checkpoint import checkpoint
 
 WIDTH, HEADS, HIDDEN, VOCABULARY, LENGTH = 16, 4, 21, 19, 6
 
-# Where AutoTP cuts. The hidden size of the MLP is odd: slices differ in size.
+# Where AutoTP cuts. The hidden size of the MLP is odd: slices differ in size, which torch's do not.
 LAYERS = {
     "use_default_specs": False,
     "layer_specs": [
@@ -21,33 +31,74 @@ LAYERS = {
 }
 
 
-class Texts(torch.utils.data.Dataset[Any]):
-    """Token ids and the next ones. `given` are the indices that it was asked for."""
-
-    def __init__(self, size: int, given: list[int] | None = None) -> None:
-        self.size = size
-        self.given: list[int] = [] if given is None else given
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        self.given.append(index)
-        return text(index)
+# As torch cuts it, which shares out evenly: sizes for that, heads in groups, tied embeddings.
+EVEN: dict[str, Any] = {"vocabulary": 20, "hidden": 20, "kv_heads": 2, "tied": True}
 
 
-def text(index: int) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens = torch.randint(0, VOCABULARY, (LENGTH + 1,), generator=torch.Generator().manual_seed(index))
-    return tokens[:-1], tokens[1:]
+def plan() -> dict[str, ParallelStyle]:
+    """Everything of it that has a matrix."""
+    return {
+        "embed": RowwiseParallel(input_layouts=Replicate()),
+        "layers.*.self_attn.[qkv]_proj": ColwiseParallel(),
+        "layers.*.self_attn.o_proj": RowwiseParallel(),
+        "layers.*.mlp.gate_proj": ColwiseParallel(),
+        "layers.*.mlp.up_proj": ColwiseParallel(),
+        "layers.*.mlp.down_proj": RowwiseParallel(),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    }
+
+
+def plan_of_sequences() -> dict[str, ParallelStyle]:
+    """Between the matrices each rank has a part of the sequences, as torchtitan does it."""
+    whole, part = Replicate(), Shard(1)
+    gathered = PrepareModuleInput(input_layouts=(part,), desired_input_layouts=(whole,))
+    divided = PrepareModuleInput(input_layouts=(whole,), desired_input_layouts=(part,), use_local_output=True)
+    return {
+        **plan(),
+        "layers.0": divided,
+        "layers.*.input_layernorm": SequenceParallel(),
+        "layers.*.self_attn": gathered,
+        "layers.*.self_attn.o_proj": RowwiseParallel(output_layouts=part),
+        "layers.*.post_attention_layernorm": SequenceParallel(),
+        "layers.*.mlp": gathered,
+        "layers.*.mlp.down_proj": RowwiseParallel(output_layouts=part),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=part, output_layouts=whole),
+    }
+
+
+def plan_by_names() -> dict[str, str]:
+    """As models of transformers have it: embeddings and head are tied, and left whole."""
+    return {
+        "layers.*.self_attn.q_proj": "colwise",
+        "layers.*.self_attn.k_proj": "colwise",
+        "layers.*.self_attn.v_proj": "colwise",
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.mlp.gate_proj": "colwise_rep",
+        "layers.*.mlp.up_proj": "colwise_gather_output",
+        "layers.*.mlp.down_proj": "rowwise_split_input",
+        "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
+    }
+
+
+def texts(size: int, given: list[int] | None = None) -> Texts:
+    return Texts(text, size, given)
+
+
+def text(index: int) -> Text:
+    return tokens(torch.Generator().manual_seed(index), VOCABULARY, LENGTH)
 
 
 class Attention(nn.Module):
     """As many heads as its slices of the projections have. `normed`: what is left whole is applied to a part."""
 
-    def __init__(self, normed: bool) -> None:
+    def __init__(self, normed: bool, kv_heads: int) -> None:
         super().__init__()
         self.q_norm = nn.RMSNorm(WIDTH // HEADS) if normed else nn.Identity()
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(WIDTH, WIDTH, bias=bias) for bias in (True, False, True))
+        kv = WIDTH // HEADS * kv_heads
+        self.q_proj, self.k_proj, self.v_proj = (
+            nn.Linear(WIDTH, size, bias=bias) for size, bias in ((WIDTH, True), (kv, False), (kv, True))
+        )
         self.o_proj = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -55,16 +106,19 @@ class Attention(nn.Module):
             made(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
             for made in (self.q_proj, self.k_proj, self.v_proj)
         )
-        seen = nn.functional.scaled_dot_product_attention(self.q_norm(query), key, value, is_causal=True)
+        grouped = key.shape[1] != query.shape[1]
+        seen = nn.functional.scaled_dot_product_attention(
+            self.q_norm(query), key, value, is_causal=True, enable_gqa=grouped
+        )
         answer: torch.Tensor = self.o_proj(seen.transpose(1, 2).flatten(2))
         return answer
 
 
 class Mlp(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, hidden: int) -> None:
         super().__init__()
-        self.gate_proj, self.up_proj = nn.Linear(WIDTH, HIDDEN, bias=False), nn.Linear(WIDTH, HIDDEN, bias=False)
-        self.down_proj = nn.Linear(HIDDEN, WIDTH)
+        self.gate_proj, self.up_proj = nn.Linear(WIDTH, hidden, bias=False), nn.Linear(WIDTH, hidden, bias=False)
+        self.down_proj = nn.Linear(hidden, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         answer: torch.Tensor = self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -72,10 +126,10 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, dropout: float, normed: bool) -> None:
+    def __init__(self, dropout: float, normed: bool, hidden: int, kv_heads: int) -> None:
         super().__init__()
-        self.input_layernorm, self.self_attn = nn.LayerNorm(WIDTH), Attention(normed)
-        self.post_attention_layernorm, self.mlp = nn.LayerNorm(WIDTH), Mlp()
+        self.input_layernorm, self.self_attn = nn.LayerNorm(WIDTH), Attention(normed, kv_heads)
+        self.post_attention_layernorm, self.mlp = nn.LayerNorm(WIDTH), Mlp(hidden)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -87,24 +141,40 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """A frozen embedding of places, a buffer that counts the weighted passes, layers as Llama names them."""
 
-    def __init__(self, dropout: float = 0.0, normed: bool = False) -> None:
+    def __init__(
+        self,
+        dropout: float = 0.0,
+        normed: bool = False,
+        hidden: int = HIDDEN,
+        kv_heads: int = HEADS,
+        tied: bool = False,
+        vocabulary: int = VOCABULARY,
+    ) -> None:
         super().__init__()
-        self.embed, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.embed, self.places = nn.Embedding(vocabulary, WIDTH), nn.Embedding(LENGTH, WIDTH)
         self.places.weight.requires_grad_(False)
         # As Hugging Face's have it: heads are not cut, also where they cannot be shared evenly.
-        self.config = SimpleNamespace(num_attention_heads=HEADS, num_key_value_heads=HEADS, hidden_size=WIDTH)
-        self.layers = nn.ModuleList(Block(dropout, normed) for _ in range(2))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.config = SimpleNamespace(num_attention_heads=HEADS, num_key_value_heads=kv_heads, hidden_size=WIDTH)
+        self.layers = nn.ModuleList(Block(dropout, normed, hidden, kv_heads) for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, vocabulary, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
         self.register_buffer("passes", torch.zeros(()))
+        self.recomputed = False
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
         if self.training:
             self.passes += 1
-        x = self.embed(tokens) + self.places.weight
+        x = self.embed(words) + self.places.weight
         for layer in self.layers:
-            x = layer(x)
+            x = checkpoint(layer, x, use_reentrant=False) if self.recomputed else layer(x)
         answer: torch.Tensor = self.head(self.norm(x))
         return answer
+
+
+def logits_of(engine: Any, words: torch.Tensor) -> torch.Tensor:
+    answer: torch.Tensor = engine(words)
+    return answer
 
 
 def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

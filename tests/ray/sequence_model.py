@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from texts import Text, Texts, tokens
 from torch import nn
 
 import elastic
@@ -14,24 +15,16 @@ LENGTH, VOCABULARY, WIDTH, HEADS = 8, 24, 16, 4
 IGNORED = -100
 
 
-class Texts(torch.utils.data.Dataset[Any]):
-    """Token ids and their labels, of which as many count as differs by sample: none in some parts. `given` are the
-    indices that it was asked for."""
+def texts(size: int, given: list[int] | None = None) -> Texts:
+    return Texts(text, size, given)
 
-    def __init__(self, size: int, given: list[int] | None = None) -> None:
-        self.size = size
-        self.given: list[int] = [] if given is None else given
 
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        self.given.append(index)
-        generator = torch.Generator().manual_seed(index)
-        tokens = torch.randint(0, VOCABULARY, (LENGTH + 1,), generator=generator)
-        labels = tokens[1:].clone()
-        labels[int(torch.randint(1, LENGTH + 1, (), generator=generator)) :] = IGNORED
-        return tokens[:-1], labels
+def text(index: int) -> Text:
+    """Of the labels as many count as differs by sample: none in some parts."""
+    generator = torch.Generator().manual_seed(index)
+    words, labels = tokens(generator, VOCABULARY, LENGTH)
+    labels[int(torch.randint(1, LENGTH + 1, (), generator=generator)) :] = IGNORED
+    return words, labels
 
 
 class Transformer(nn.Module):
@@ -45,10 +38,10 @@ class Transformer(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY)
         self.register_buffer("passes", torch.zeros(()))
 
-    def forward(self, tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    def forward(self, words: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         if self.training:
             self.passes += 1
-        x = self.token(tokens) + self.place(places)
+        x = self.token(words) + self.place(places)
         query, key, value = (
             part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1)
         )
@@ -58,8 +51,8 @@ class Transformer(nn.Module):
         return answer
 
 
-def logits_of(engine: Any, tokens: torch.Tensor) -> torch.Tensor:
-    answer: torch.Tensor = engine(elastic.sequence.split(tokens), elastic.sequence.split(torch.arange(LENGTH), dim=0))
+def logits_of(engine: Any, words: torch.Tensor) -> torch.Tensor:
+    answer: torch.Tensor = engine(elastic.sequence.split(words), elastic.sequence.split(torch.arange(LENGTH), dim=0))
     return answer
 
 

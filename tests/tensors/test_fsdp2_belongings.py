@@ -20,7 +20,8 @@ from elastic.engines.base import ResolvedConfig, UserObjects
 from elastic.engines.fsdp2.belongings import Belongings, is_released
 from elastic.engines.fsdp2.config import Options
 from elastic.engines.fsdp2.kind import KIND
-from elastic.engines.fsdp2.sharding import forget_meshes, repoint, shard_model
+from elastic.engines.fsdp2.meshes import forget_meshes
+from elastic.engines.fsdp2.sharding import repoint, shard_model
 from elastic.engines.fsdp2.state import Fsdp2State
 
 CPU = torch.device("cpu")
@@ -91,7 +92,7 @@ def test_modules_and_sharded_parameters_stay_the_same_objects(as_rank: Any) -> N
     first = dict(model.named_parameters())
     loops = [trained(model, optimizer)]
     optimizer.param_groups[0]["lr"] = 0.5
-    meshes = [weakref.ref(mesh)]
+    meshes = [weakref.ref(mesh.dp)]
 
     for rank, size in ((1, 2), (3, 4), (0, 1)):
         belongings.give_back()
@@ -108,7 +109,7 @@ def test_modules_and_sharded_parameters_stay_the_same_objects(as_rank: Any) -> N
         model.layers[0].extra = rank  # The user's, while the model is sharded or not.
         before = marks(model)
         belongings, mesh = built(model, optimizer)
-        meshes.append(weakref.ref(mesh))
+        meshes.append(weakref.ref(mesh.dp))
         again = dict(model.named_parameters())
         assert all(tensor is first[name] for name, tensor in again.items())
         assert again.keys() == first.keys()
@@ -119,7 +120,7 @@ def test_modules_and_sharded_parameters_stay_the_same_objects(as_rank: Any) -> N
         rows = -(-11 // size)
         held: Any = model.embedding.weight
         assert isinstance(held, DTensor)
-        assert held.device_mesh is mesh
+        assert held.device_mesh is mesh.dp
         assert held.to_local().shape == (max(0, min(11, (rank + 1) * rows) - rank * rows), 4)
         state = Fsdp2State(model, optimizer, None, mesh)
         chunks = {chunk.name: chunk for master in state.masters() for chunk in master.chunks}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from elastic.comm.collective_ledger import CollectiveLedger
 from elastic.core.checkpoint.manifest import Json
@@ -15,17 +17,24 @@ from elastic.core.errors import UsageError
 from elastic.engines import saved_numbers
 from elastic.engines.base import GradientSums, ResolvedConfig, StepOutcome
 from elastic.engines.fsdp2.belongings import Belongings
-from elastic.engines.fsdp2.collectives import count_collectives
+from elastic.engines.fsdp2.collectives import CountedExchanges, count_collectives
 from elastic.engines.fsdp2.fragments import fragments, numbers
 from elastic.engines.fsdp2.gradients import clip, local_gradients, total_norm
+from elastic.engines.fsdp2.meshes import Meshes, forget_compiled
 from elastic.engines.fsdp2.sharding import gathered, reshard
 from elastic.engines.fsdp2.state import Fsdp2State
+from elastic.engines.fsdp2.tensor_parallel import require_local
 from elastic.engines.json_values import decode, encode
 from elastic.engines.last_output import LastOutput
 from elastic.engines.live_state import Fragment
 from elastic.engines.model.extra_state import install_modules, read_modules
+from elastic.engines.model.whole_gradients import WholeGradients
 
 _COUNTERS = ("global_steps", "skipped_steps")
+_ADDED_UP = (
+    "let tp_plan add them up (SequenceParallel(use_local_output=True) for the module, with the dimension that ranks "
+    "have parts of as sequence_dim)"
+)
 
 
 class Fsdp2Engine:
@@ -78,19 +87,19 @@ class Fsdp2Adapter:
     def __init__(
         self,
         native: Fsdp2Engine,
-        mesh: Any,
+        meshes: Meshes,
         device: torch.device,
         resolved: ResolvedConfig,
         withhold: bool,
-        belongings: Belongings | None,
+        belongings: Belongings | str,
     ) -> None:
         """`withhold`: a step with a non-finite gradient is not applied, at the cost of waiting for the device.
-        `belongings`: None where the model came sharded."""
+        `belongings`: or why the model cannot be given back."""
         self.native: Any = native
         self.module: torch.nn.Module = native.module
         self.device = device
-        self.data_group: dist.ProcessGroup = mesh.get_group()
-        self._mesh = mesh
+        self.data_group: dist.ProcessGroup = meshes.dp.get_group()
+        self._meshes: Any = meshes
         self._micro_steps = resolved.micro_steps
         self._clipping = float(resolved.native["gradient_clipping"])
         self._withhold = withhold
@@ -99,6 +108,12 @@ class Fsdp2Adapter:
         self._output = LastOutput()
         self.ledger = CollectiveLedger(device, {self.data_group: "dp"})
         count_collectives(self.module, self.ledger)
+        self._counted = CountedExchanges(self.ledger)
+        self._whole_gradients: WholeGradients | None = None
+        if meshes.tp is not None:
+            self.ledger.name_axis(meshes.tp.get_group(), "tp")
+            self._counted.install()
+            self._whole_gradients = WholeGradients(meshes.tp.get_group(), device, _ADDED_UP)
         self._all_reduce = self.ledger.timed("all_reduce", dist.all_reduce)
         # What the ledger showed at the first forward pass of the step; None between two steps.
         self._began_s: float | None = None
@@ -112,29 +127,46 @@ class Fsdp2Adapter:
             module.set_is_last_backward(last)
             if self._began_s is None:
                 self._began_s = self.ledger.waited_s
-        return self._output.seen(self.module(*inputs, **named))
+        output = self._output.seen(self.module(*inputs, **named))
+        if self._meshes.tp is not None:
+            require_local(output, "the model's output")
+        return output
 
     def forward_alone(self, inputs: Sequence[Any], named: Mapping[str, Any]) -> Any:
         return self._output.zeros()
 
     def backward(self, loss: torch.Tensor, named: Mapping[str, Any]) -> torch.Tensor:
-        # torch's types do not know them.
-        (loss / self._micro_steps).backward(**named)  # type: ignore[no-untyped-call]
+        with self._comparing():
+            # torch's types do not know them.
+            (loss / self._micro_steps).backward(**named)  # type: ignore[no-untyped-call]
         return loss
+
+    def _comparing(self) -> AbstractContextManager[None]:
+        whole = self._whole_gradients
+        if whole is None or whole.compared:
+            return nullcontext()
+        return whole.compare({name: leaf for name, leaf in self.leaves().items() if not isinstance(leaf, DTensor)})
 
     def step(self, inputs: Sequence[Any], named: Mapping[str, Any], consumed: int) -> StepOutcome | None:
         """Raises UsageError for arguments: torch's optimizers take a closure, which would run the step again."""
         if inputs or named:
             raise UsageError(f"engine.step takes no arguments with the fsdp2 engine, got {[*inputs, *named]}")
-        if not self._last:
-            return None
-        native = self.native
-        gradients = local_gradients(p for group in native.optimizer.param_groups for p in group["params"])
-        norm = native._norm = total_norm(gradients, self.device, self.data_group, self._all_reduce)
+        return self._update() if self._last else None
+
+    def _gradients(self) -> list[tuple[torch.Tensor, int]]:
+        """Of the parameters that have one, in the optimizer's order, and how many ranks have the same shard of it."""
+        stepped = (parameter for group in self.native.optimizer.param_groups for parameter in group["params"])
+        return local_gradients(stepped, 1 if self._meshes.tp is None else self._meshes.tp.size())
+
+    def _update(self) -> StepOutcome:
+        """The optimizer's step, from gradients that are reduced. Collective."""
+        native, gradients = self.native, self._gradients()
+        everybody = self.data_group if self._meshes.lanes == 1 else dist.group.WORLD
+        norm = native._norm = total_norm(gradients, self.device, everybody, self._all_reduce)
         applied = not self._withhold or math.isfinite(float(norm))
         if applied:
             if self._clipping:
-                clip(gradients, norm, self._clipping)
+                clip([gradient for gradient, _ in gradients], norm, self._clipping)
             native.optimizer.step()
             if native.lr_scheduler is not None:
                 native.lr_scheduler.step()
@@ -156,7 +188,7 @@ class Fsdp2Adapter:
         return gathered(self.module)
 
     def state(self) -> Fsdp2State:
-        state = Fsdp2State(self.module, self.native.optimizer, self.native.lr_scheduler, self._mesh)
+        state = Fsdp2State(self.module, self.native.optimizer, self.native.lr_scheduler, self._meshes)
         # A scheduler that cannot be carried is refused now, not at the first snapshot.
         self.extra_state()
         return state
@@ -195,25 +227,27 @@ class Fsdp2Adapter:
             setattr(self.native, name, int(saved["engine"][name]))
 
     def obstacle(self) -> str | None:
-        if self._belongings is None:
-            return "the script has called fully_shard itself, which binds its parameters to one world size"
-        return None
+        return self._belongings if isinstance(self._belongings, str) else None
 
     def detach(self) -> None:
         belongings = self._belongings
         self.close()
-        if belongings is not None:
+        if isinstance(belongings, Belongings):
             belongings.give_back()
 
     def close(self) -> None:
-        native, self.native, self._belongings = self.native, None, None
+        native, self.native, self._belongings = self.native, None, "the engine is closed"
         if native is not None:
             native.module.zero_grad(set_to_none=True)
             reshard(native.module)
+        meshes, self._meshes = self._meshes, None
+        if meshes is not None and meshes.tp is not None:
+            forget_compiled()
+        self._counted.remove()
         self.ledger.close()
+        self._whole_gradients = None
         self._output.forget()
         self.module = torch.nn.Identity()
-        self._mesh = None
 
 
 def _read_scheduler(scheduler: Any) -> Json:

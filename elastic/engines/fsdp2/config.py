@@ -15,6 +15,8 @@ from elastic.engines.config_file import read_mapping
 
 # fp16 needs a loss scaler, which this engine does not have.
 DTYPES = ("float32", "bfloat16")
+# torch's names.
+SCHEDULES = ("1F1B", "GPipe")
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,8 @@ class Options:
     that are sharded (and gathered) each by itself; None: those that the model names (`_no_split_modules`), else the
     elements of its ModuleLists. `reshard_after_forward`: free the gathered parameters of these between forward and
     backward. `cpu_offload`: shards, gradients and optimizer states lie in host memory. `optimizer`: {"type": a class
-    of torch.optim, "params": its arguments}, for scripts that pass no optimizer.
+    of torch.optim, "params": its arguments}, for scripts that pass no optimizer. `pipeline_schedule`: in which order
+    the stages of a pipeline compute a step's micro-batches.
     """
 
     global_batch: int | None = None
@@ -39,6 +42,7 @@ class Options:
     reshard_after_forward: bool = True
     cpu_offload: bool = False
     optimizer: Mapping[str, Any] | None = None
+    pipeline_schedule: str = "1F1B"
 
 
 def read_options(config: Config) -> Options:
@@ -57,15 +61,20 @@ def read_options(config: Config) -> Options:
     return Options(**values)
 
 
-def refuse_mesh(tp: int) -> None:
-    """Raises UsageError where ranks are to share layers."""
-    if tp > 1:
-        raise UsageError(f"mesh: {{tp: {tp}}} is supported with engine: deepspeed, not fsdp2")
+def refuse_mesh(ep: int, pp: int = 1, sp: int = 1) -> None:
+    """Raises UsageError where ranks are to share experts, or sequences and layers."""
+    if ep > 1:
+        raise UsageError(f"mesh: {{ep: {ep}}} is supported with engine: deepspeed, not fsdp2")
+    if pp > 1 and sp > 1:
+        raise UsageError(f"mesh: {{sp: {sp}, pp: {pp}}}: sp and pp are not supported together; give one of them")
 
 
-def check(config: Mapping[str, Any], batch: BatchSettings, workers: tuple[int, int], tp: int = 1) -> None:
-    """Batch sizes that are missing may still be given in the user's function. Raises UsageError."""
-    refuse_mesh(tp)
+def check(
+    config: Mapping[str, Any], batch: BatchSettings, workers: tuple[int, int], tp: int = 1, ep: int = 1, pp: int = 1
+) -> None:
+    """Batch sizes that are missing may still be given in the user's function, and how layers are cut where `tp` ranks
+    share each, or `pp` all of them. Raises UsageError."""
+    refuse_mesh(ep)
     options = read_options(config)
     if None not in (batch.micro_batch or options.micro_batch, batch.global_batch or options.global_batch):
         resolve(options, batch, workers[0])
@@ -127,6 +136,7 @@ _RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "reshard_after_forward": _SWITCH,
     "cpu_offload": _SWITCH,
     "optimizer": (_is_optimizer, '{"type": CLASS, "params": {...}}'),
+    "pipeline_schedule": (lambda value: value in SCHEDULES, " or ".join(SCHEDULES)),
 }
 _VALID = {name: valid for name, (valid, _) in _RULES.items()}
 _MEANT = {name: meant for name, (_, meant) in _RULES.items()}

@@ -6,6 +6,7 @@ what torch stored.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, cast
 
@@ -49,6 +50,15 @@ def _parameters(engine: Any, names: Collection[str] | None) -> Iterator[tuple[st
 
 def _part(kind: str, name: str, tensor: DTensor) -> Iterator[Fragment]:
     local: torch.Tensor = tensor._local_tensor.detach().reshape(-1)
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     if local.numel():
-        yield Fragment(kind, name, sum(o * s for o, s in zip(offset, tensor.stride(), strict=True)), local)
+        yield Fragment(kind, name, _start(tensor), local)
+
+
+def _start(tensor: DTensor) -> int:
+    """Of the local part in the slice that this rank's lane has, which is the whole tensor where there is one lane."""
+    mesh, placements = tensor.device_mesh, tensor.placements
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    shape, begin = tuple(tensor.shape), (0,) * tensor.dim()
+    if mesh.ndim > 1:
+        shape, begin = compute_local_shape_and_global_offset(tensor.shape, mesh["tp"], placements[1:])
+    return sum((o - b) * math.prod(shape[dim + 1 :]) for dim, (o, b) in enumerate(zip(offset, begin, strict=True)))

@@ -7,27 +7,40 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from elastic.engines.fsdp2.meshes import over_cell
 
 
-def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """This rank's shards of the gradients, of parameters that have one."""
-    gradients = (parameter.grad for parameter in parameters if parameter.grad is not None)
-    return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+def local_gradients(parameters: Iterable[torch.Tensor], tp: int = 1) -> list[tuple[torch.Tensor, int]]:
+    """This rank's shards of the gradients, of parameters that have one, and how many ranks have the same shard: the
+    `tp` of a cell, of a parameter that its plan has not cut."""
+    found = []
+    for parameter in parameters:
+        if parameter.grad is not None:
+            found.append((shard_of(parameter.grad), tp if isinstance(over_cell(parameter), Replicate) else 1))
+    return found
+
+
+def shard_of(gradient: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a reduced gradient."""
+    local: torch.Tensor = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return local
 
 
 def total_norm(
-    gradients: list[torch.Tensor],
+    gradients: list[tuple[torch.Tensor, int]],
     device: torch.device,
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
     all_reduce: Callable[..., Any] = dist.all_reduce,
 ) -> torch.Tensor:
     """The L2 norm over the shards of all ranks: a 0-d fp64 tensor, bitwise the same on every rank; inf or NaN where any
-    element is non-finite. Collective, without waiting for the device.
+    element is non-finite. Collective over `group`, without waiting for the device.
 
-    Not `clip_grad_norm_`, which sums in the gradients' own precision and gives a DTensor.
+    Not `clip_grad_norm_`, which sums in the gradients' own precision, gives a DTensor, and refuses parameters of two
+    meshes.
     """
-    parts = [gradient.double().square().sum() for gradient in gradients if gradient.numel()]
+    parts = [gradient.double().square().sum() / copies for gradient, copies in gradients if gradient.numel()]
     total = torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64)
     total = total.to(device)
     all_reduce(total, group=group)

@@ -21,11 +21,18 @@ from elastic.engines.base import Config, EngineKind, Nonfinite, ResolvedConfig, 
 from elastic.engines.fsdp2.adapter import Fsdp2Adapter, Fsdp2Engine
 from elastic.engines.fsdp2.belongings import Belongings
 from elastic.engines.fsdp2.config import read_options, refuse_mesh, resolve
-from elastic.engines.fsdp2.sharding import forget_meshes, repoint, shard_model
+from elastic.engines.fsdp2.meshes import forget_meshes
+from elastic.engines.fsdp2.pipeline.adapter import PipelineAdapter, PipelineEngine
+from elastic.engines.fsdp2.pipeline.layers import read_layers
+from elastic.engines.fsdp2.pipeline.sharding import shard_stage
+from elastic.engines.fsdp2.sharding import repoint, shard_model
+from elastic.engines.fsdp2.tensor_parallel import Plan, is_known, read_plan
 from elastic.engines.model.plain_names import named_parameters
 
-# Not an option of the user's: whether the weights are those that the model was made with.
+# Not options of the user's. Whether the weights are those that the model was made with.
 _BEGINS = "begins"
+# How many ranks share the layers.
+_PP = "pp"
 
 # Of each model, the ids of the parameters that it had before it was first sharded, which the user may have given.
 _first_names: WeakKeyDictionary[torch.nn.Module, dict[int, str]] = WeakKeyDictionary()
@@ -68,25 +75,61 @@ class Fsdp2:
 
     def resolve(self, config: Config | None, spec: GenerationSpec, loader_batch: int | None = None) -> ResolvedConfig:
         chosen = config if config is not None else spec.engine_config or {}
-        refuse_mesh(spec.tp)
+        refuse_mesh(spec.ep, spec.pp, spec.sp)
         found = resolve(read_options(chosen), spec.batch, spec.mesh.dp, loader_batch)
-        return replace(found, native={**found.native, _BEGINS: spec.checkpoint is None})
+        return replace(found, native={**found.native, _BEGINS: spec.checkpoint is None, _PP: spec.pp})
 
     def build(
-        self, resolved: ResolvedConfig, nonfinite: Nonfinite | None, device: torch.device, objects: UserObjects
+        self,
+        resolved: ResolvedConfig,
+        nonfinite: Nonfinite | None,
+        device: torch.device,
+        objects: UserObjects,
+        layer_group: dist.ProcessGroup | None = None,
     ) -> tuple[Fsdp2Adapter, Any, Any]:
         model, lr_scheduler = objects.model, objects.lr_scheduler
+        plan = None
+        if layer_group is not None or objects.tp_plan is not None:
+            plan = read_plan(objects.tp_plan, model, 1 if layer_group is None else layer_group.size())
+        if objects.pipeline is not None:
+            return _pipeline(resolved, nonfinite, device, objects, plan, layer_group)
         given = isinstance(model, FSDPModule)
         before = _first_names.setdefault(model, {id(tensor): name for name, tensor in named_parameters(model)})
-        mesh = shard_model(model, resolved.native, device, resolved.native[_BEGINS])
+        meshes = shard_model(model, resolved.native, device, resolved.native[_BEGINS], plan, layer_group)
         after = dict(named_parameters(model))
         base = _optimizer(objects, resolved, before, after)
         _empty(objects.model_parameters, before)
-        belongings = None if given else Belongings(model, base)
+        belongings: Belongings | str = Belongings(model, base)
+        if given:
+            belongings = "the script has called fully_shard itself, which binds its parameters to one world size"
+        elif layer_group is not None and plan is not None and not is_known(plan):
+            belongings = "tp_plan has styles besides torch's own: what they do to a model cannot be undone"
         scheduler = lr_scheduler(base) if callable(lr_scheduler) else lr_scheduler
         native = Fsdp2Engine(model, base, scheduler, resolved.micro_steps)
         withhold = nonfinite == "skip"
-        return Fsdp2Adapter(native, mesh, device, resolved, withhold, belongings), base, scheduler
+        return Fsdp2Adapter(native, meshes, device, resolved, withhold, belongings), base, scheduler
+
+
+def _pipeline(
+    resolved: ResolvedConfig,
+    nonfinite: Nonfinite | None,
+    device: torch.device,
+    objects: UserObjects,
+    plan: Plan | None,
+    layer_group: dist.ProcessGroup | None,
+) -> tuple[Fsdp2Adapter, Any, Any]:
+    model, lr_scheduler, pipeline = objects.model, objects.lr_scheduler, objects.pipeline
+    names, options = read_layers(pipeline, model), resolved.native
+    before = _first_names.setdefault(model, {id(tensor): name for name, tensor in named_parameters(model)})
+    meshes, found = shard_stage(
+        model, pipeline, names, options, device, options[_BEGINS], options[_PP], plan, layer_group
+    )
+    base = _optimizer(objects, resolved, before, dict(named_parameters(model)))
+    _empty(objects.model_parameters, before)
+    scheduler = lr_scheduler(base) if callable(lr_scheduler) else lr_scheduler
+    native = PipelineEngine(model, base, scheduler, resolved.micro_steps)
+    adapter = PipelineAdapter(native, meshes, device, resolved, nonfinite == "skip", found, pipeline.loss_fn)
+    return adapter, base, scheduler
 
 
 def _optimizer(
@@ -98,7 +141,7 @@ def _optimizer(
         repoint(given, before, after)
         return given
     chosen = objects.model_parameters if objects.model_parameters is not None else after.values()
-    parameters = [_sharded(entry, before, after) for entry in chosen]
+    parameters = [found for entry in chosen if (found := _sharded(entry, before, after)) is not None]
     if callable(given):
         made = given(parameters)
         if not isinstance(made, torch.optim.Optimizer):
@@ -128,11 +171,13 @@ def _empty(given: Sequence[Any] | None, before: dict[int, str]) -> None:
 
 
 def _sharded(entry: Any, before: dict[int, str], after: dict[str, torch.nn.Parameter]) -> Any:
-    """A parameter, or a parameter group, of before the sharding -> the same of after it."""
+    """A parameter, or a parameter group, of before the sharding -> the same of after it; None for a parameter that
+    another stage has."""
     if isinstance(entry, dict):
-        return {**entry, "params": [_sharded(parameter, before, after) for parameter in entry["params"]]}
+        found = (_sharded(parameter, before, after) for parameter in entry["params"])
+        return {**entry, "params": [parameter for parameter in found if parameter is not None]}
     if isinstance(entry, torch.nn.Parameter) and id(entry) in before:
-        return after[before[id(entry)]]
+        return after.get(before[id(entry)])
     if any(entry is parameter for parameter in after.values()):
         return entry
     raise UsageError("model_parameters has a parameter that the model does not have")

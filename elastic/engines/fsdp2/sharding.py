@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import sys
 from collections.abc import Iterable, Iterator, Mapping
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -13,30 +10,51 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
-from torch.distributed.tensor._sharding_prop import LocalLRUCache
 
 from elastic.core.errors import UsageError
 from elastic.engines.fsdp2.belongings import adopt, is_released
+from elastic.engines.fsdp2.meshes import Meshes, make_meshes
+from elastic.engines.fsdp2.tensor_parallel import Plan, apply
 from elastic.engines.model.plain_names import named_parameters, plain
 
 
 def shard_model(
-    model: torch.nn.Module, options: Mapping[str, Any], device: torch.device, begins: bool = True
-) -> DeviceMesh:
-    """In place: parameters become DTensors, cut by rows over all ranks. Returns their mesh.
+    model: torch.nn.Module,
+    options: Mapping[str, Any],
+    device: torch.device,
+    begins: bool = True,
+    plan: Plan | None = None,
+    cell: dist.ProcessGroup | None = None,
+) -> Meshes:
+    """In place: parameters become DTensors, cut as `plan` says over the ranks of `cell`, and by rows over all others.
 
     Collective: all ranks begin with rank 0's buffers, and where the run `begins` with its parameters; else a restore
     follows. A model on which the user has called `fully_shard` keeps that sharding. One that was released gets the
     DTensors of before. Raises UsageError for a model that cannot be sharded, naming the parameter.
     """
     if isinstance(model, FSDPModule):
-        return _mesh_of(model)
+        if cell is not None:
+            raise UsageError(
+                "the script has called fully_shard itself, and mesh.tp cuts layers before that: leave fully_shard to "
+                "elastic.initialize, and say in tp_plan how layers are cut"
+            )
+        return Meshes(_mesh_of(model))
     again = is_released(model)
     if not again:
-        _prepare(model, None if options["cpu_offload"] else device)
-    _broadcast([*(model.parameters() if begins and not again else ()), *model.buffers()], device)
-    mesh = _dp_mesh(device)
+        prepare(model, None if options["cpu_offload"] else device)
+    broadcast([*(model.parameters() if begins and not again else ()), *model.buffers()], device)
+    meshes = make_meshes(device, cell)
+    if meshes.tp is not None:
+        assert plan is not None
+        apply(plan, model, meshes.tp)
+    shard_units(model, options, meshes.dp, device)
+    if again:
+        adopt(model, torch.device("cpu") if options["cpu_offload"] else device)
+    return meshes
+
+
+def shard_units(model: torch.nn.Module, options: Mapping[str, Any], mesh: DeviceMesh, device: torch.device) -> None:
+    """`fully_shard` of the model and its units over `mesh`."""
     policy = MixedPrecisionPolicy(_dtype(options["param_dtype"]), _dtype(options["reduce_dtype"]))
     offload = CPUOffloadPolicy(pin_memory=device.type != "cpu") if options["cpu_offload"] else OffloadPolicy()
     for part in units(model, options["shard"]):
@@ -48,12 +66,10 @@ def shard_model(
             offload_policy=offload,
         )
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
-    if again:
-        adopt(model, torch.device("cpu") if options["cpu_offload"] else device)
-    return mesh
 
 
-def _prepare(model: torch.nn.Module, device: torch.device | None) -> None:
+def prepare(model: torch.nn.Module, device: torch.device | None) -> None:
+    """Move the model to `device`, unless that is None. Raises UsageError for what cannot be sharded, by name."""
     for name, parameter in named_parameters(model):
         if parameter.is_meta:
             raise UsageError(f"parameter {name!r} is on the meta device; build the model on the CPU or its device")
@@ -87,7 +103,10 @@ def reshard(model: torch.nn.Module) -> None:
     """Free what forward passes have gathered: the module has its sharded parameters afterwards."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()
+            groups: Any = module._get_fsdp_state()._fsdp_param_groups
+            for group in groups:
+                # `FSDPModule.reshard` leaves the root alone where a forward pass has failed in its middle.
+                group._to_sharded()
 
 
 def gathered(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -105,7 +124,8 @@ def gathered(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         for group in module._get_fsdp_state()._fsdp_param_groups
     ]
     for sharded in (parameter for group in groups for parameter in group.fsdp_params):
-        if sharded.sharded_param.requires_grad:
+        # It has none before its first forward pass.
+        if sharded.sharded_param.requires_grad and hasattr(sharded, "_unsharded_param"):
             found[plain(str(sharded._param_fqn))] = sharded.unsharded_param
     return found
 
@@ -113,8 +133,8 @@ def gathered(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def repoint(optimizer: torch.optim.Optimizer, old: Mapping[int, str], new: Mapping[str, torch.nn.Parameter]) -> None:
     """Give an optimizer that was made before the sharding the sharded parameters; its groups stay the same dicts.
 
-    `old`: id of each parameter that the model had -> its name. Raises UsageError for an optimizer that has begun, and
-    for parameters that are not the model's.
+    `old`: id of each parameter that the model had -> its name. Parameters that have become another stage's are left
+    out. Raises UsageError for an optimizer that has begun, and for parameters that are not the model's.
     """
     if any(optimizer.state.values()):
         raise UsageError("the optimizer has made steps already; pass it to elastic.initialize before its first one")
@@ -127,44 +147,8 @@ def repoint(optimizer: torch.optim.Optimizer, old: Mapping[int, str], new: Mappi
                 raise UsageError(
                     f"the optimizer's group {number} has a parameter at place {place} that the model does not have"
                 )
-            group["params"][place] = new[old[id(parameter)]]
-
-
-def forget_meshes() -> None:
-    """Clear torch's caches of shardings, which outlive engines and process groups.
-
-    They hold meshes, and a mesh holds its process group: without this, a group's sockets stay open for the rest of the
-    process. And a process that comes back with another rank, in a mesh of equal shape, would be given DTensors with the
-    mesh of before and that rank's offsets: meshes are compared without their ranks and groups.
-    """
-    torch._C._clear_DTensor_sharding_propagator_cache()
-    propagator = DTensor._op_dispatcher.sharding_propagator
-    # One cache per thread: only a fresh one is without what autograd's threads have put there.
-    fresh = LocalLRUCache(propagator.propagate_op_sharding_non_cached)
-    propagator.propagate_op_sharding = fresh
-    clear_redistribute_planner_cache()
-    for name, module in list(sys.modules.items()):
-        if name.startswith("torch.distributed.tensor."):
-            _clear_caches(module)
-
-
-def _clear_caches(module: ModuleType) -> None:
-    """Of its functions, and of its classes' methods."""
-    held = list(vars(module).values())
-    for kind in held:
-        if isinstance(kind, type) and kind.__module__ == module.__name__:
-            held += [value.__func__ if isinstance(value, staticmethod) else value for value in vars(kind).values()]
-    for value in held:
-        if isinstance(value, functools._lru_cache_wrapper):
-            value.cache_clear()
-
-
-def _dp_mesh(device: torch.device) -> DeviceMesh:
-    """One dimension over all ranks, on the world group."""
-    group = dist.group.WORLD
-    assert group is not None, "the generation has no process group"
-    forget_meshes()
-    return DeviceMesh.from_group(group, device.type, mesh_dim_names=("dp",))
+            group["params"][place] = new.get(old[id(parameter)])
+        group["params"] = [parameter for parameter in group["params"] if parameter is not None]
 
 
 def _mesh_of(model: torch.nn.Module) -> DeviceMesh:
@@ -205,8 +189,9 @@ def _list_elements(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 @torch.no_grad()
-def _broadcast(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
-    """As DistributedDataParallel and DeepSpeed do. Ranks that were seeded differently would train a mixture."""
+def broadcast(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+    """Rank 0's values, as DistributedDataParallel and DeepSpeed do it. Ranks that were seeded differently would train a
+    mixture."""
     for tensor in tensors:
         there = tensor.detach().to(device).contiguous()
         dist.broadcast(there, src=0)

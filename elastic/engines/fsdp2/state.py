@@ -1,20 +1,24 @@
 """`elastic.engines.live_state.ShardedState` of a model under `fully_shard`.
 
-Each parameter is cut into blocks of ceil(rows / world size) rows, in the order of the ranks; the last blocks may be
-short or empty (torch/distributed/fsdp/_fully_shard/_fsdp_param.py, `_init_sharded_param`, release 2.13). The shard is
-what the optimizer updates, and what forward passes gather: there are no other weights.
+Each parameter, or the slice of it that this lane has, is cut into blocks of ceil(rows / ranks) rows, in the order of
+the lane's ranks; the last blocks may be short or empty (torch/distributed/fsdp/_fully_shard/_fsdp_param.py,
+`_init_sharded_param`, release 2.13). The shard is what the optimizer updates, and what forward passes gather: there
+are no other weights.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from elastic.core.errors import UsageError
 from elastic.core.sharding.layout import Chunk
+from elastic.engines.fsdp2.meshes import Meshes, slice_shape
 from elastic.engines.fsdp2.sharding import reshard
 from elastic.engines.live_state import PARAM, Extra, Master, TensorSpec, Weight, specs_of, whole_buffer
 from elastic.engines.model.plain_names import named_parameters
@@ -23,25 +27,30 @@ from elastic.engines.model.plain_names import named_parameters
 class Fsdp2State:
     # Cut over all ranks, parameter by parameter, as ZeRO-3 does it; by rows, where ZeRO-3 goes by elements.
     zero_stage = 3
+    copies: dist.ProcessGroup | None = None
+    tied: tuple[str, ...] = ()
+    elsewhere: frozenset[str] = frozenset()
 
-    def __init__(self, module: torch.nn.Module, base: torch.optim.Optimizer, scheduler: Any, mesh: Any) -> None:
+    def __init__(self, module: torch.nn.Module, base: torch.optim.Optimizer, scheduler: Any, meshes: Meshes) -> None:
         self.module = module
         self.base = base
-        self.rank, self.world_size = mesh.get_local_rank(), mesh.size()
+        self.rank, self.world_size = meshes.dp.get_local_rank(), meshes.dp.size()
+        tp, slice_ = (1, 0) if meshes.tp is None else (meshes.tp.size(), meshes.tp.get_local_rank())
+        self.part = (self.world_size * tp, self.rank * tp + slice_)
         self._scheduler = scheduler
         reshard(module)
         # The sharded parameters stay the same objects; while it is gathered the module has others.
         self._parameters: dict[str, DTensor] = {}
         for name, parameter in named_parameters(module):
-            # torch's cache of shardings outlives a generation's groups, and its meshes do not compare ranks.
-            if not isinstance(parameter, DTensor) or parameter.device_mesh.get_local_rank() != self.rank:
+            # torch's cache of shardings outlives a generation's groups, and its meshes do not compare them.
+            if not isinstance(parameter, DTensor) or not meshes.holds(parameter):
                 raise UsageError(f"parameter {name!r} is not sharded over this generation's ranks")
             self._parameters[name] = parameter
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
 
     def specs(self) -> list[TensorSpec]:
         trained = [name for group in self.groups() for name in group]
-        return specs_of(self.module, trained, lambda parameter: tuple(parameter.shape))
+        return specs_of(self.module, trained, slice_shape)
 
     def groups(self) -> list[list[str]]:
         return [[self._names[id(p)] for p in group["params"] if p.requires_grad] for group in self.base.param_groups]
@@ -91,14 +100,14 @@ class Fsdp2State:
 
     def _chunk(self, name: str) -> Chunk:
         parameter = self._parameters[name]
-        rows = parameter.shape[0]
-        width = parameter.numel() // rows if rows else 0
+        shape = slice_shape(parameter)
+        rows, width = shape[0], math.prod(shape[1:])
         block = -(-rows // self.world_size)
         first, last = min(rows, self.rank * block), min(rows, (self.rank + 1) * block)
         if (last - first) * width != _local(parameter).numel():
             raise UsageError(
                 f"parameter {name!r}: rank {self.rank} of {self.world_size} holds {_local(parameter).numel()} elements "
-                f"where rows {first} to {last} of {tuple(parameter.shape)} were expected: this torch shards otherwise"
+                f"where rows {first} to {last} of {shape} were expected: this torch shards otherwise"
             )
         return Chunk(name, first * width, (last - first) * width, whole_buffer(name), 0)
 

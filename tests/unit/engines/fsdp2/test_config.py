@@ -10,7 +10,7 @@ import pytest
 
 from elastic.core.errors import UsageError
 from elastic.core.generation_spec import BatchSettings
-from elastic.engines.fsdp2.config import check, read_options, resolve
+from elastic.engines.fsdp2.config import check, read_options, refuse_mesh, resolve
 from elastic.engines.select import check_config
 
 
@@ -26,6 +26,7 @@ from elastic.engines.select import check_config
         ({"shard": "Block"}, "shard must be a list of class names"),
         ({"cpu_offload": 1}, "cpu_offload must be true or false"),
         ({"optimizer": {"name": "AdamW"}}, "optimizer must be"),
+        ({"pipeline_schedule": "zigzag"}, "pipeline_schedule must be 1F1B or GPipe"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(given: dict[str, Any], said: str) -> None:
@@ -33,6 +34,13 @@ def test_what_cannot_be_honoured_is_refused_by_name(given: dict[str, Any], said:
         read_options(given)
     with pytest.raises(UsageError, match=f"^fsdp2: .*{said}"):
         check_config("fsdp2", given, BatchSettings(), (1, 2))
+
+
+def test_stages_and_shared_sequences_together_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"mesh: {sp: 2, pp: 4}: sp and pp are not supported together"):
+        refuse_mesh(1, pp=4, sp=2)
+    with pytest.raises(UsageError, match=r"mesh: {ep: 2} is supported with engine: deepspeed"):
+        check_config("fsdp2", {}, BatchSettings(), (2, 2), ep=2)
 
 
 def test_options_may_be_a_file(tmp_path: Path) -> None:

@@ -1,13 +1,13 @@
 """Parameters that are left whole where ranks share layers: is their gradient the same on all ranks of a cell?
 
 It is where a parameter is applied to what each rank has whole. Applied to a rank's slices (a norm of queries and keys
-per head, say) it gets a part of its gradient on each rank, and the copies would drift apart without a word. AutoTP adds
-such parts up where it is told to (`TPLayerSpec.grad_allreduce`, deepspeed/module_inject/autotp_config.py).
+per head, say) it gets a part of its gradient on each rank, and the copies would drift apart without a word. Engines add
+such parts up where they are told to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -28,17 +28,18 @@ _SMALLEST = 1e-4
 class WholeGradients:
     """Of one engine: compared in its first backward pass that gives gradients, once."""
 
-    def __init__(self, cell: dist.ProcessGroup, device: torch.device) -> None:
-        self._cell, self._device = cell, device
+    def __init__(self, cell: dist.ProcessGroup, device: torch.device, remedy: str) -> None:
+        """`remedy`: how this engine is told to add the parts up, as the end of a sentence."""
+        self._cell, self._device, self._remedy = cell, device, remedy
         self.compared = False
 
     @contextmanager
-    def compare(self, leaves: dict[str, Any]) -> Iterator[None]:
-        """Around a backward pass. Collective over the cell.
+    def compare(self, whole: dict[str, Any]) -> Iterator[None]:
+        """Around a backward pass; `whole` are the leaves of parameters that all ranks have whole. Collective over the
+        cell.
 
         Raises UsageError, on all its ranks, naming a parameter whose gradients differ.
         """
-        whole = {name: leaf for name, leaf in leaves.items() if not getattr(leaf, "tensor_model_parallel", False)}
         sums = {name: torch.zeros(_SUMS, dtype=torch.float64, device=leaf.device) for name, leaf in whole.items()}
         hooks = [leaf.register_hook(partial(_add, sums[name])) for name, leaf in whole.items()]
         try:
@@ -48,6 +49,15 @@ class WholeGradients:
                 hook.remove()
         if sums:
             self._judge(list(sums), torch.stack(list(sums.values())).to(self._device))
+
+    def look(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """The same for gradients that are reduced already, or this rank's shards of them: all ranks of a cell have the
+        same rows."""
+        sums = torch.zeros(len(gradients), _SUMS, dtype=torch.float64)
+        for own, gradient in zip(sums, gradients.values(), strict=True):
+            _add(own, gradient.detach().cpu())
+        if gradients:
+            self._judge(list(gradients), sums.to(self._device))
 
     def _judge(self, names: list[str], own: torch.Tensor) -> None:
         mean = own.clone()
@@ -65,8 +75,7 @@ class WholeGradients:
         if found:
             raise UsageError(
                 f"the ranks that share layers have different gradients of {found[0]} ({len(found)} such parameters), "
-                "which each holds whole and applies to its own slices: let AutoTP add them up (in "
-                "tensor_parallel.partition_config a layer_spec of partition_type skip with grad_allreduce: true)"
+                f"which each holds whole and applies to its own slices: {self._remedy}"
             )
 
 

@@ -1,0 +1,145 @@
+"""torch's device meshes of one generation: cells of ranks that share layers (`tp`), and their lanes (`dp`).
+
+A parameter that the tensor-parallel plan cuts or replicates is a DTensor over both axes, every other one over `dp`
+alone. What a rank's lane holds of a parameter is its *slice*, which `fully_shard` cuts by rows over the lane.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import _random as tensor_random
+from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
+from torch.distributed.tensor._sharding_prop import LocalLRUCache
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """`dp`: the ranks with the same slices and layers as this one. `tp`: those that share each layer with it; None
+    where none do. `pp`: those of its pipeline, in the order of the stages; None where the model is no pipeline."""
+
+    dp: DeviceMesh
+    tp: DeviceMesh | None = None
+    pp: dist.ProcessGroup | None = None
+
+    @property
+    def lanes(self) -> int:
+        """How many data-parallel worlds hold parts of the model."""
+        return (1 if self.tp is None else self.tp.size()) * (1 if self.pp is None else self.pp.size())
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        return [mesh.get_group() for mesh in (self.dp, self.tp) if mesh is not None]
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """Is it a DTensor of this generation? torch compares meshes without their groups and ranks."""
+        if not isinstance(parameter, DTensor):
+            return False
+        found = parameter.device_mesh.get_all_groups()
+        return all(one is other for one, other in zip(found, self.groups, strict=False))
+
+
+def make_meshes(device: torch.device, cell: dist.ProcessGroup | None, pp: int | None = None) -> Meshes:
+    """Over all ranks. `cell`: the neighbouring ranks that share each layer, this one among them; None: none do. `pp`:
+    how many neighbouring ranks share the layers; None: the model is no pipeline. Collective where ranks share."""
+    world = dist.group.WORLD
+    assert world is not None, "the generation has no process group"
+    forget_meshes()
+    if pp is not None:
+        return _of_stages(device, cell, pp)
+    if cell is None:
+        return Meshes(DeviceMesh.from_group(world, device.type, mesh_dim_names=("dp",)))
+    tp = cell.size()
+    lane = list(range(dist.get_rank() % tp, dist.get_world_size(), tp))
+    # Known to its members alone: thousands of lanes are not made on every rank.
+    own = dist.new_group(lane, use_local_synchronization=True)
+    ranks = torch.arange(dist.get_world_size()).view(-1, tp)
+    whole = DeviceMesh.from_group([own, cell], device.type, mesh=ranks, mesh_dim_names=("dp", "tp"))
+    return Meshes(whole["dp"], whole["tp"])
+
+
+def _of_stages(device: torch.device, cell: dist.ProcessGroup | None, pp: int) -> Meshes:
+    """Stages are neighbours of each other, and ranks that share a stage's layers are nearer ones (`core.mesh.Mesh`)."""
+    tp = 1 if cell is None else cell.size()
+    ranks, rank = torch.arange(dist.get_world_size()).view(-1, pp, tp), dist.get_rank()
+    data, stage, slice_ = rank // (pp * tp), rank // tp % pp, rank % tp
+    own = dist.new_group(ranks[:, stage, slice_].tolist(), use_local_synchronization=True)
+    pipeline = dist.new_group(ranks[data, :, slice_].tolist(), use_local_synchronization=True)
+    if cell is None:
+        return Meshes(DeviceMesh.from_group(own, device.type, mesh_dim_names=("dp",)), pp=pipeline)
+    whole = DeviceMesh.from_group([own, cell], device.type, mesh=ranks[:, stage], mesh_dim_names=("dp", "tp"))
+    return Meshes(whole["dp"], whole["tp"], pipeline)
+
+
+def is_over_cell(parameter: torch.Tensor) -> bool:
+    """Does it lie over the ranks of a cell, as the plan has it, cut or not? Else each of them has it by itself."""
+    return isinstance(parameter, DTensor) and "tp" in (parameter.device_mesh.mesh_dim_names or ())
+
+
+def over_cell(parameter: torch.Tensor) -> Placement:
+    """How a parameter, sharded or before, lies over the ranks of a cell: Replicate, or Shard with the dimension."""
+    if not is_over_cell(parameter):
+        return Replicate()
+    assert isinstance(parameter, DTensor)
+    placement: Placement = parameter.placements[-1]
+    return placement
+
+
+def slice_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    """The shape of what one lane holds of it, all of its ranks together."""
+    shape, placement = list(parameter.shape), over_cell(parameter)
+    if isinstance(placement, Shard):
+        assert isinstance(parameter, DTensor)
+        shape[placement.dim] //= parameter.device_mesh["tp"].size()
+    return tuple(shape)
+
+
+def forget_meshes() -> None:
+    """Clear torch's caches of shardings, which outlive engines and process groups.
+
+    They hold meshes, and a mesh holds its process group: without this, a group's sockets stay open for the rest of the
+    process. And a process that comes back with another rank, in a mesh of equal shape, would be given DTensors with the
+    mesh of before and that rank's offsets: meshes are compared without their ranks and groups.
+    """
+    torch._C._clear_DTensor_sharding_propagator_cache()
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    # One cache per thread: only a fresh one is without what autograd's threads have put there.
+    fresh = LocalLRUCache(propagator.propagate_op_sharding_non_cached)
+    propagator.propagate_op_sharding = fresh
+    clear_redistribute_planner_cache()
+    # Made with the first mesh on a device that draws random numbers.
+    tensor_random._rng_tracker = None
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torch.distributed.tensor."):
+            _clear_caches(module)
+
+
+def forget_compiled() -> None:
+    """Drop what torch.compile has made in this process of layers that ranks share.
+
+    Compiled graphs have the names of groups in them, and which slices this rank has, without guards for them. Guards
+    and traced tensors outlive torch's reset, and each has a copy of its mesh: those are cut off from their groups.
+    """
+    torch._dynamo.reset()
+    for held in gc.get_objects():
+        if type(held) is DeviceMesh:
+            held._pg_registry.clear()
+
+
+def _clear_caches(module: ModuleType) -> None:
+    """Of its functions, and of its classes' methods."""
+    held = list(vars(module).values())
+    for kind in held:
+        if isinstance(kind, type) and kind.__module__ == module.__name__:
+            held += [value.__func__ if isinstance(value, staticmethod) else value for value in vars(kind).values()]
+    for value in held:
+        if isinstance(value, functools._lru_cache_wrapper):
+            value.cache_clear()

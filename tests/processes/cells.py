@@ -1,0 +1,169 @@
+"""Runs whose ranks share the work of a cell, through other world sizes and a lost rank, and what is compared then."""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import crew as members
+import torch
+from crew import Crew, Outcome
+from test_oracle import _assert_ended, state_of
+
+import elastic
+from elastic.checkpoint.storage import CheckpointStore
+from elastic.core.checkpoint.lanes import lane_of
+from elastic.core.generation_spec import BatchSettings
+
+# Two epochs of 37 samples in steps of ten: a step reaches over the epoch's end, and the last one is short.
+BATCH, LAST_STEP, SIZE = BatchSettings(epochs=2), 8, 37
+# The step in which a rank is lost.
+AT = 4
+# Members of one generation, and its last step; None: the end.
+Part = tuple[Sequence[int], int | None]
+MOVED: Sequence[Part] = (((0, 1, 2, 3), 3), ((2, 0), 5), ((1, 3, 0, 2), None))
+WHOLE: Sequence[Part] = (((0,), None),)
+
+
+class Run:
+    """What is compared: the newest checkpoint, with slices put together, and the loss of every step."""
+
+    def __init__(self, url: Path, generations: Sequence[Sequence[Outcome]], tp: int = 1) -> None:
+        store = CheckpointStore(str(url), "run")
+        manifest = store.manifest(store.list()[0].id)
+        views = [lane_of(manifest, lane, tp) for lane in range(tp)]
+        self.shapes = [view.parameters for view in views]
+        self.lanes = [state_of(store, view) for view in views]
+        self.outcomes = [outcome for generation in generations for outcome in generation]
+        losses: Counter[str] = Counter()
+        for outcome in self.outcomes:
+            for report in outcome.reports:
+                losses[f"loss {report.step}"] += report.loss
+        self.losses = {name: torch.tensor(loss) for name, loss in losses.items()}
+
+    def after(self, step: int) -> dict[str, torch.Tensor]:
+        """The losses of later steps: what a killed rank has reported of earlier ones went with it."""
+        return {name: loss for name, loss in self.losses.items() if int(name.removeprefix("loss ")) > step}
+
+    def state(self, shapes: Mapping[str, Sequence[int]] | None = None) -> dict[str, torch.Tensor]:
+        """The tensors of the whole model, whose shapes these are; None: the ranks had them whole."""
+        shapes = shapes or self.shapes[0]
+        found = {}
+        for key in self.lanes[0]:
+            name = key.split("/", 1)[1]
+            parts = [lane[key].view(own[name]) for lane, own in zip(self.lanes, self.shapes, strict=True)]
+            found[key] = _together(parts, tuple(shapes[name])).flatten()
+        return found
+
+
+def _together(parts: Sequence[torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
+    if parts[0].shape == shape:
+        assert all(torch.equal(part, parts[0]) for part in parts), "what each rank has whole is the same on all"
+        return parts[0]
+    (dim,) = [dim for dim, size in enumerate(shape) if parts[0].shape[dim] != size]
+    joined = torch.cat(list(parts), dim)
+    assert joined.shape == shape
+    return joined
+
+
+def through(
+    crew: Crew, url: Path, function: str, config: Mapping[str, Any], parts: Sequence[Part], **spec: Any
+) -> list[list[Outcome]]:
+    """A run in these generations; `spec` are fields of GenerationSpec."""
+    store, generations, checkpoint = CheckpointStore(str(url), "run"), [], None
+    for who, end_at in parts:
+        outcomes = crew.run(
+            who,
+            function,
+            {**config, "url": str(url)},
+            end_at=end_at,
+            checkpoint=checkpoint,
+            **of_run(config),
+            **spec,
+        )
+        _assert_ended(outcomes, "finished" if end_at is None else "ended", end_at or LAST_STEP)
+        assert all(outcome.clean for outcome in outcomes)
+        checkpoint = store.list()[0].id
+        generations.append(outcomes)
+    return generations
+
+
+def of_run(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {"batch": BATCH, "max_world_size": 4, "engine": str(config.get("engine", "deepspeed"))}
+
+
+def with_a_rank_killed(
+    crew: Crew, url: Path, function: str, config: Mapping[str, Any], where: str, **spec: Any
+) -> list[list[Outcome]]:
+    """4 ranks in two cells, of which one is killed in step `AT`. A survivor of each of the two cells forms one with the
+    other; then there are 4 again. All survivors stay in their loop."""
+    more = {**of_run(config), "checkpoint_every_steps": 1, **spec}
+    config = {**config, "in_loop": True, "url": str(url)}
+    crew.begin([0, 1, 2, 3], function, {**config, "victims": [1], "at": AT, "where": where}, **more)
+    for number in range(4):
+        crew.reached(number, "there")
+    crew.reached(0, f"committed step {AT}")
+    crew.members[1].signal(signal.SIGKILL)
+    crew.members[1].process.join()
+    for number in (0, 2, 3):
+        crew.abort(number, "rank 1 was lost")
+    for number in (0, 2, 3):
+        assert crew.outcome(number).result.kind in ("ended", "collective_failed")
+    crew.replace(1)
+    store = CheckpointStore(str(url), "run")
+    assert store.list()[0].step == AT
+
+    shrunk = crew.run([3, 0], function, config, checkpoint=store.list()[0].id, end_at=AT + 2, **more)
+    _assert_ended(shrunk, "ended", AT + 2)
+    grown = crew.run([0, 1, 2, 3], function, config, checkpoint=store.list()[0].id, **more)
+    _assert_ended(grown, "finished", LAST_STEP)
+    left = [point for member in crew.members for point in member.points if point.startswith("left")]
+    assert left == [], "a function was left"
+    for rank in (0, 2, 3):
+        assert (grown[rank].told["calls"], grown[rank].told["abandoned"]) == (1, 1)
+    return [shrunk, grown]
+
+
+def assert_every_sample_once(run: Run) -> None:
+    positions = Counter(
+        position
+        for outcome in run.outcomes
+        for report in outcome.reports
+        for start, stop in report.positions
+        for position in range(start, stop)
+    )
+    assert positions == dict.fromkeys(range(2 * SIZE), 1)
+    assert all(math.isfinite(loss) for loss in run.losses.values())
+
+
+# -- in the member's process -------------------------------------------------------------------------------------
+
+
+def come_to(config: Mapping[str, Any], where: str, last: bool) -> None:
+    """Of the last micro-batch of step `config["at"]` in a world of 4: all ranks tell that they are at
+    `config["where"]`, and those in `config["victims"]` stay there, for ever."""
+    context = elastic.get_context()
+    if last and config.get("at") == context.step and context.world_size == 4 and config["where"] == where:
+        members.point("there")
+        if context.rank in config["victims"]:
+            members.stay()
+
+
+def step_of(config: Mapping[str, Any]) -> AbstractContextManager[None]:
+    return elastic.step() if config.get("strict") else nullcontext()
+
+
+def begun() -> None:
+    members.told["calls"] = members.told.get("calls", 0) + 1
+
+
+def told(**more: Any) -> None:
+    context = elastic.get_context()
+    members.told.update(
+        starts=elastic.state["starts"], mesh=dict(context.mesh), coordinates=dict(context.coordinates), **more
+    )

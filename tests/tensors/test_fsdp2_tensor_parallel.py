@@ -1,0 +1,233 @@
+"""Plans of tensor parallelism: what they cut, what is refused by name, and which rows a rank then has.
+
+Worlds of up to 1,024 ranks under torch's fake process group; the oracle of places is torch's own
+`compute_local_shape_and_global_offset`, and that of content, numbers that say where they are from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from elastic.core.errors import UsageError
+from elastic.engines.fsdp2.belongings import release
+from elastic.engines.fsdp2.config import Options
+from elastic.engines.fsdp2.fragments import fragments
+from elastic.engines.fsdp2.meshes import forget_meshes
+from elastic.engines.fsdp2.sharding import repoint, shard_model
+from elastic.engines.fsdp2.state import Fsdp2State
+from elastic.engines.fsdp2.tensor_parallel import is_known, read_plan, require_local
+from elastic.engines.live_state import MASTER
+
+CPU = torch.device("cpu")
+OPTIONS: dict[str, Any] = vars(Options())
+WHOLE_INPUT, WHOLE_OUTPUT = RowwiseParallel(input_layouts=Replicate()), ColwiseParallel(output_layouts=Replicate())
+
+
+class Block(nn.Module):
+    def __init__(self, wide: int) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(16, wide), nn.Linear(wide, 16), nn.LayerNorm(16)
+
+
+class Model(nn.Module):
+    """`tied`: the head has the embedding's matrix."""
+
+    def __init__(self, wide: int = 80, tied: bool = True) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(40, 16)
+        self.layers = nn.ModuleList(Block(wide) for _ in range(2))
+        self.head = nn.Linear(16, 40, bias=False)
+        self.layers[1].norm.weight.requires_grad_(False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+
+PLAN: dict[str, Any] = {
+    "embed": WHOLE_INPUT,
+    "layers.*.up": ColwiseParallel(),
+    "layers.*.down": RowwiseParallel(),
+    "layers.1.norm": SequenceParallel(),
+    "head": WHOLE_OUTPUT,
+}
+# The dimension that is cut.
+CUT = {"embed.weight": 0, "up.weight": 0, "up.bias": 0, "down.weight": 1}
+
+
+@pytest.fixture
+def world() -> Iterator[Any]:
+    """The group of a rank's cell, in a world of this size."""
+
+    def begin(rank: int, size: int, tp: int) -> Any:
+        dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+        first = rank // tp * tp
+        return dist.new_group(list(range(first, first + tp)), use_local_synchronization=True)
+
+    yield begin
+    if dist.is_initialized():
+        forget_meshes()
+        dist.destroy_process_group()
+
+
+def own_slice(whole: torch.Tensor, name: str, tp: int, lane: int) -> torch.Tensor:
+    """By this test's own rule."""
+    dims = [dim for end, dim in CUT.items() if name.endswith(end)]
+    return whole.chunk(tp, dims[0])[lane].contiguous() if dims else whole
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "tp"),
+    [
+        *((0, 2, 2), (3, 4, 2), (5, 12, 4), (11, 12, 4), (38, 40, 8)),
+        *((7, 1000, 5), (0, 1024, 8), (517, 1024, 8), (1023, 1024, 8)),
+    ],
+)
+def test_a_rank_has_the_rows_of_its_slice_that_torch_gives_it(world: Any, rank: int, size: int, tp: int) -> None:
+    cell = world(rank, size, tp)
+    model = Model()
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.copy_(torch.arange(parameter.numel()).float().view(parameter.shape) + 10_000 * number)
+    whole = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    before = {id(parameter): name for name, parameter in model.named_parameters()}
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.1)
+    meshes = shard_model(model, OPTIONS, CPU, plan=read_plan(PLAN, model, tp), cell=cell)
+    repoint(optimizer, before, dict(model.named_parameters()))
+    state = Fsdp2State(model, optimizer, None, meshes)
+
+    slices = {name: own_slice(value, name, tp, rank % tp) for name, value in whole.items()}
+    assert {spec.name: spec.shape for spec in state.specs()} == {name: tuple(s.shape) for name, s in slices.items()}
+    assert (state.rank, state.world_size) == (rank // tp, size // tp)
+    found = {master.names[0]: (master.tensor, master.chunks) for master in state.masters()}
+    found |= {extra.chunk.name: (extra.tensor, (extra.chunk,)) for extra in state.frozen()}
+    for name, (tensor, chunks) in found.items():
+        flat = slices[name].flatten()
+        assert torch.equal(tensor.flatten(), torch.cat([flat[c.start : c.stop] for c in chunks] or [flat[:0]])), name
+    assert_torch_says_so(model, whole)
+
+    class Engine:
+        module = model
+
+    engine: Any = Engine()
+    engine.optimizer = optimizer
+    starts = {chunk.name: chunk.start for master in state.masters() for chunk in master.chunks}
+    assert {part.name: part.start for part in fragments(engine) if part.kind == MASTER} == starts
+
+
+def assert_torch_says_so(model: nn.Module, whole: dict[str, torch.Tensor]) -> None:
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor)
+        shape, offset = compute_local_shape_and_global_offset(
+            parameter.shape, parameter.device_mesh, parameter.placements
+        )
+        box = tuple(slice(begin, begin + length) for begin, length in zip(offset, shape, strict=True))
+        assert torch.equal(parameter._local_tensor, whole[name][box]), name
+
+
+def test_the_plan_keeps_what_is_tied_and_what_is_frozen(world: Any) -> None:
+    cell = world(1, 4, 2)
+    model = Model()
+    shard_model(model, OPTIONS, CPU, plan=read_plan(PLAN, model, 2), cell=cell)
+    assert model.head.weight is model.embed.weight
+    assert not model.layers[1].norm.weight.requires_grad
+    assert model.layers[1].norm.bias.requires_grad
+
+
+def test_nothing_of_a_plan_is_left_on_a_model_that_is_given_back(world: Any) -> None:
+    cell = world(1, 4, 2)
+    model = Model()
+    model.layers[0].up.register_forward_hook(lambda *_: None)
+
+    def hooks(module: nn.Module) -> list[int]:
+        return [len(held) for kind, held in vars(module).items() if "_hooks" in kind and held]
+
+    def marks() -> dict[str, Any]:
+        return {name: (type(child), sorted(vars(child)), hooks(child)) for name, child in model.named_modules()}
+
+    before, shapes = marks(), {name: p.shape for name, p in model.named_parameters()}
+    shard_model(model, OPTIONS, CPU, plan=read_plan(PLAN, model, 2), cell=cell)
+    assert marks() != before
+    release(model)
+    assert marks() == before
+    assert {name: p.shape for name, p in model.named_parameters()} == shapes
+    dist.destroy_process_group()
+    # As another rank, of which the first one's mesh must not be found.
+    cell = world(2, 4, 2)
+    meshes = shard_model(model, OPTIONS, CPU, plan=read_plan(PLAN, model, 2), cell=cell)
+    assert all(meshes.holds(parameter) for parameter in model.parameters())
+    assert model.head.weight is model.embed.weight
+
+
+def test_names_of_styles_as_models_of_transformers_have_them() -> None:
+    model = Model()
+    with pytest.raises(UsageError, match="nothing says how the layers of Model are cut; pass tp_plan="):
+        read_plan(None, model, 2)
+    model._tp_plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise", "layers.*.experts": "moe_tp_experts"}
+    plan = read_plan(None, model, 2)
+    assert [name for name, _ in plan] == ["layers.0.up", "layers.1.up", "layers.0.down", "layers.1.down"]
+    assert is_known(plan)
+    model._tp_plan = {"layers.*.up": "packed_colwise"}
+    with pytest.raises(UsageError, match=r"the style 'packed_colwise' of 'layers\.0\.up' is not supported"):
+        read_plan(None, model, 2)
+    model._tp_plan = {"layers.*.norm.weight": "colwise"}
+    with pytest.raises(UsageError, match=r"no module 'layers\.\*\.norm\.weight'"):
+        read_plan(None, model, 2)
+    model._tp_plan = {"blocks.*.up": "colwise"}
+    with pytest.raises(UsageError, match="is a module of Model; pass tp_plan= that fits"):
+        read_plan(None, model, 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"layer.*.up": ColwiseParallel()}, r"no module 'layer\.\*\.up'; it has embed, layers, layers\.0"),
+        ({"embed": 3}, "'embed' has a int, which is neither a style"),
+        ([ColwiseParallel()], "nothing says how the layers of Model are cut"),
+    ],
+)
+def test_plans_that_do_not_fit_the_model(given: Any, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        read_plan(given, Model(), 2)
+
+
+def test_projections_in_one_matrix_are_not_cut_across() -> None:
+    model = Model()
+    for name in ("qkv_proj", "Wqkv", "c_attn", "gate_up_proj"):
+        model.add_module(name, nn.Linear(16, 48))
+        with pytest.raises(UsageError, match=f"'{name}' holds several projections"):
+            read_plan({name: ColwiseParallel()}, model, 2)
+        assert read_plan({name: WHOLE_OUTPUT}, model, 2)
+
+
+@pytest.mark.parametrize(
+    ("plan", "wide", "said"),
+    [
+        ({"layers.*.up": "colwise"}, 81, r"'layers\.0\.up\.weight' of shape \(81, 16\) cannot be cut along dimension"),
+        ({"embed": WHOLE_INPUT}, 80, r"'embed\.weight' and 'head\.weight' are one"),
+        ({"embed": ColwiseParallel(), "head": WHOLE_OUTPUT}, 80, r"'embed\.weight' and 'head\.weight' are one"),
+        ({"layers.*.norm": SequenceParallel()}, 80, "tp_plan cuts no parameter"),
+        ({"layers.*": ColwiseParallel()}, 80, r"ColwiseParallel cannot be applied to 'layers\.0', a Block"),
+    ],
+)
+def test_what_a_plan_cannot_cut_is_refused_by_name(world: Any, plan: dict[str, Any], wide: int, said: str) -> None:
+    cell = world(1, 4, 2)
+    model = Model(wide)
+    with pytest.raises(UsageError, match=said):
+        shard_model(model, OPTIONS, CPU, plan=read_plan(plan, model, 2), cell=cell)
+
+
+def test_outputs_that_are_not_whole_are_refused(world: Any) -> None:
+    world(0, 2, 2)
+    mesh = dist.device_mesh.DeviceMesh("cpu", [0, 1])
+    require_local({"logits": torch.ones(2), "cache": None}, "the model's output")
+    with pytest.raises(UsageError, match="the model's output is a DTensor; let tp_plan give plain tensors"):
+        require_local({"logits": DTensor.from_local(torch.ones(2), mesh, [Shard(0)])}, "the model's output")
