@@ -1,61 +1,107 @@
 """The ranks of a generation as a grid: which of them compute on the same samples, each its part of the work.
 
-A *cell* is the smallest group of ranks that trains on samples of its own: it shares sequences (`sp`), or the model's
-layers (`tp`). Samples are dealt to cells, and world sizes are whole cells. A *lane* is what the ranks with one tensor
-coordinate are together: they hold the same slices of the model's layers, and are a data-parallel world of their own.
+A *cell* is the smallest number of neighbouring ranks that a world is made of: they share sequences (`sp`), each of the
+model's layers (`tp`), the layers among them (`pp`, stages of a pipeline), or its experts (`ep`). Samples are dealt to
+the cells of `sp`, `tp` and `pp`, whose ranks compute on the same ones; with `ep` each rank has samples of its own. A
+*lane* is what the ranks with one tensor coordinate, or of one stage, are together: they hold the same slices of the
+model's layers, or the same layers, and are a data-parallel world of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from itertools import product
 
 from elastic.core.errors import UsageError
 
 
 @dataclass(frozen=True)
 class MeshSettings:
-    """How many workers form a cell: `sp` share each sequence, or `tp` each layer. Fixed for a run: dropout depends on
-    it, and so does what is saved with `tp`.
+    """How many workers form a cell: `sp` share each sequence, `tp` each layer, `ep` the experts, or `pp` the layers, in
+    stages. Fixed for a run: dropout depends on `sp` and `tp`, and so does what is saved with `tp`.
 
-    `rounded` says in words what became of worker counts that were not whole cells.
+    `rounded` says in words what became of worker counts that were not whole cells. `choices` are the sizes of axes that
+    may change from one generation to the next (`sharding.mesh_policy`); the axis itself then has the largest of them.
     """
 
     sp: int = 1
     rounded: str = ""
     tp: int = 1
+    ep: int = 1
+    choices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    pp: int = 1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "choices", {axis: tuple(sizes) for axis, sizes in self.choices.items()})
+
+    def shape(self, axes: Mapping[str, int]) -> MeshSettings:
+        """These settings with one size for each axis."""
+        return replace(self, choices={}, rounded="", **dict(axes))
+
+    def mesh(self, world_size: int) -> Mesh:
+        """Of settings with one size for each axis. Raises UsageError for a world of other than whole cells."""
+        return Mesh.of(world_size, self.sp, self.tp, self.ep, self.pp)
+
+    @property
+    def axes(self) -> tuple[Mapping[str, int], ...]:
+        """Every combination of the sizes of the axes that may change; one empty one where none may."""
+        return tuple(dict(zip(self.choices, sizes, strict=True)) for sizes in product(*self.choices.values()))
+
+    @property
+    def cells(self) -> tuple[int, ...]:
+        """The sizes of cells, one of which a world is made of."""
+        return tuple(sorted({self.shape(axes).cell for axes in self.axes})) if self.choices else (self.cell,)
 
     @property
     def cell(self) -> int:
-        return self.sp * self.tp
+        return self.sp * self.tp * self.ep * self.pp
+
+    @property
+    def readers(self) -> int:
+        """How many workers train on the same samples."""
+        return self.sp * self.tp * self.pp
 
     def __str__(self) -> str:
-        return described(self.sp, self.tp)
+        if self.choices:
+            fixed = {axis: size for axis, size in (("sp", self.sp), ("tp", self.tp)) if size != 1}
+            said = fixed | {axis: list(sizes) for axis, sizes in self.choices.items()}
+            return f"mesh: {{{', '.join(f'{axis}: {sizes}' for axis, sizes in said.items())}}}"
+        return described(self.sp, self.tp, self.ep, self.pp)
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """`dp` cells, whose ranks are neighbours: rank = (data coordinate * sp + sequence coordinate) * tp + tensor
-    coordinate."""
+    """rank = ((data coordinate * pp + stage) * sp + sequence coordinate) * tp + tensor coordinate. Experts are shared
+    along the data axis, as in DeepSpeed: expert coordinate = data coordinate modulo `ep`. The stages of a pipeline are
+    neighbours, unlike in DeepSpeed's own topology: a lost node then takes the fewest pipelines with it."""
 
     dp: int
     sp: int = 1
     tp: int = 1
+    ep: int = 1
+    pp: int = 1
 
     @classmethod
-    def of(cls, world_size: int, sp: int = 1, tp: int = 1) -> Mesh:
+    def of(cls, world_size: int, sp: int = 1, tp: int = 1, ep: int = 1, pp: int = 1) -> Mesh:
         """Raises UsageError for a world of other than whole cells."""
-        if sp < 1 or tp < 1 or world_size % (sp * tp):
-            raise UsageError(f"{world_size} ranks are not whole cells of {sp * tp} ({described(sp, tp)})")
-        return cls(world_size // (sp * tp), sp, tp)
+        cell = sp * tp * ep * pp
+        if min(sp, tp, ep, pp) < 1 or world_size % cell:
+            raise UsageError(f"{world_size} ranks are not whole cells of {cell} ({described(sp, tp, ep, pp)})")
+        return cls(world_size // (sp * tp * pp), sp, tp, ep, pp)
 
     @property
     def per_cell(self) -> int:
-        """How many ranks train on the same samples."""
-        return self.sp * self.tp
+        """How many ranks train on the same samples: those that share sequences, or layers."""
+        return self.sp * self.tp * self.pp
+
+    @property
+    def lanes(self) -> int:
+        """How many data-parallel worlds hold parts of the model."""
+        return self.tp * self.pp
 
     def data(self, rank: int) -> int:
-        """The cell of a rank: the coordinate by which samples are dealt."""
+        """The coordinate by which samples are dealt."""
         return rank // self.per_cell
 
     def sequence(self, rank: int) -> int:
@@ -66,6 +112,19 @@ class Mesh:
         """Which slices of the layers the rank has: its lane."""
         return rank % self.tp
 
+    def stage(self, rank: int) -> int:
+        """Which of the layers the rank has: its lane."""
+        return rank // (self.sp * self.tp) % self.pp
+
+    def expert(self, rank: int) -> int:
+        """Which part of each layer's experts the rank has."""
+        return self.data(rank) % self.ep
+
+    def together(self, rank: int) -> range:
+        """The ranks that share sequences or each layer with `rank`, itself included: not the stages of its pipeline."""
+        size = self.sp * self.tp
+        return range(rank // size * size, rank // size * size + size)
+
     def cell(self, rank: int) -> range:
         """The ranks that train on the same samples as `rank`, itself included."""
         first = self.data(rank) * self.per_cell
@@ -73,18 +132,25 @@ class Mesh:
 
     @property
     def axes(self) -> Mapping[str, int]:
-        return {"dp": self.dp, "sp": self.sp, "tp": self.tp}
+        return {"dp": self.dp, "sp": self.sp, "tp": self.tp, "ep": self.ep, "pp": self.pp}
 
     def coordinates(self, rank: int) -> Mapping[str, int]:
-        return {"dp": self.data(rank), "sp": self.sequence(rank), "tp": self.tensor(rank)}
+        return {
+            "dp": self.data(rank),
+            "sp": self.sequence(rank),
+            "tp": self.tensor(rank),
+            "ep": self.expert(rank),
+            "pp": self.stage(rank),
+        }
 
 
-def described(sp: int, tp: int) -> str:
+def described(sp: int, tp: int, ep: int = 1, pp: int = 1) -> str:
     """As a job file says it."""
-    axes = [f"{name}: {size}" for name, size in (("sp", sp), ("tp", tp)) if size != 1]
+    given = {"sp": sp, "tp": tp, "ep": ep, "pp": pp}
+    axes = [f"{name}: {size}" for name, size in given.items() if size != 1]
     return f"mesh: {{{', '.join(axes)}}}"
 
 
-def whole_cells(workers: int, cell: int) -> int:
-    """The largest number of workers up to `workers` that is a multiple of `cell`."""
-    return workers // cell * cell
+def whole_cells(workers: int, *cells: int) -> int:
+    """The largest number of workers up to `workers` that is a multiple of one of `cells`."""
+    return max(workers // cell * cell for cell in cells)

@@ -1,4 +1,5 @@
-"""Whole runs whose ranks share sequences, or layers: nodes are killed and added; the oracle is the undisturbed run."""
+"""Whole runs whose ranks share sequences, layers, experts, stages: nodes are killed and added; the oracle is
+undisturbed."""
 
 from __future__ import annotations
 
@@ -20,20 +21,23 @@ CEILING = 4e-6
 
 # What ranks share, and the function that shares it.
 SHARED = [
-    pytest.param("shared_sequences:train", MeshSettings(sp=2), id="sequences"),
-    pytest.param("shared_layers:train", MeshSettings(tp=2), id="layers"),
+    pytest.param("shared_work:sequences", MeshSettings(sp=2), "deepspeed", id="sequences"),
+    pytest.param("shared_work:layers", MeshSettings(tp=2), "deepspeed", id="layers"),
+    pytest.param("shared_work:layers", MeshSettings(tp=2), "fsdp2", id="layers of torch"),
+    pytest.param("shared_experts:train", MeshSettings(ep=2), "deepspeed", id="experts"),
+    pytest.param("pipelined_work:train", MeshSettings(pp=2), "deepspeed", id="stages"),
 ]
 
 
-@pytest.mark.parametrize(("function", "mesh"), SHARED)
+@pytest.mark.parametrize(("function", "mesh", "engine"), SHARED)
 def test_cells_lose_nodes_form_anew_and_grow(
-    cluster: LocalCluster, tmp_path: Path, function: str, mesh: MeshSettings
+    cluster: LocalCluster, tmp_path: Path, function: str, mesh: MeshSettings, engine: str
 ) -> None:
-    still = started(cluster, tmp_path / "still", "still", function, mesh)
+    still = started(cluster, tmp_path / "still", "still", function, mesh, engine)
     still.allow(1 << 30)
     still.start().finish()
 
-    run = started(cluster, tmp_path / "moved", "moved", function, mesh)
+    run = started(cluster, tmp_path / "moved", "moved", function, mesh, engine)
     run.allow(7)
     run.start()
     run.reach(7)
@@ -63,7 +67,78 @@ def test_cells_lose_nodes_form_anew_and_grow(
         assert loss == pytest.approx(still.losses()[step], rel=CEILING, abs=CEILING), f"step {step}"
 
 
-def started(cluster: LocalCluster, folder: Path, run_id: str, function: str, mesh: MeshSettings) -> Run:
+def test_experts_are_shared_by_as_many_as_each_generation_can(cluster: LocalCluster, tmp_path: Path) -> None:
+    """Four workers share them, after a loss three have all of them each, and the state comes from memory each time."""
+    experts = ("shared_experts:train", MeshSettings(ep=4, choices={"ep": (1, 4)}), "deepspeed")
+    still = started(cluster, tmp_path / "still", "still", *experts)
+    still.allow(1 << 30)
+    still.start().finish()
+
+    run = started(cluster, tmp_path / "moved", "moved", *experts)
+    run.allow(7)
+    run.start()
+    run.reach(7)
+    run.wait_snapshot(7)
+    run.cluster.kill_node(run.node_of(run.away_from_head()[-1]).name)
+    run.wait_generation(2)
+    run.allow(12)
+    run.reach(12)
+    run.cluster.add_node()
+    run.grow_to(4)
+    run.finish()
+
+    chosen = [note["data"]["meshes"] for note in run.records("decision") if note["kind"] == "mesh"]
+    taken = [next((row["world_size"], row["axes"]["ep"]) for row in rows if row["chosen"]) for rows in chosen]
+    assert taken[:2] == [(4, 4), (3, 1)]
+    assert taken[-1][0] == 4
+    assert chosen[1][1]["refusal"] == "3 workers, and it needs 4"
+    assert {incident["source"] for incident in run.summary()["incidents"]} == {"memory"}
+    run.assert_whole()
+    assert list(run.losses()) == list(still.losses())
+    for step, loss in run.losses().items():
+        assert loss == pytest.approx(still.losses()[step], rel=CEILING, abs=CEILING), f"step {step}"
+
+
+@pytest.mark.parametrize(
+    ("function", "engine"),
+    [
+        pytest.param("pipelined_work:train", "deepspeed", id="deepspeed"),
+        pytest.param("staged_work:train", "fsdp2", id="fsdp2"),
+    ],
+)
+def test_a_pipeline_has_other_stages_after_a_loss(
+    cluster: LocalCluster, tmp_path: Path, function: str, engine: str
+) -> None:
+    """Two pipelines of two; three workers are one of three rather than one of two and a worker that stands by."""
+    mesh = MeshSettings(pp=3, choices={"pp": (2, 3)})
+    still = started(cluster, tmp_path / "still", "still", function, MeshSettings(pp=2), engine)
+    still.allow(1 << 30)
+    still.start().finish()
+
+    run = started(cluster, tmp_path / "moved", "moved", function, mesh, engine)
+    # A run grows only to what it has measured to be faster, or predicts.
+    run.config["slower_with_pp"] = {"3": 2.0}
+    run.allow(7)
+    run.start()
+    run.reach(7)
+    run.wait_snapshot(7)
+    run.cluster.kill_node(run.node_of(run.away_from_head()[-1]).name)
+    run.wait_generation(2)
+    assert run.handle.progress()["world_size"] == 3
+    run.allow(14)
+    run.reach(14)
+    run.cluster.add_node()
+    run.grow_to(4)
+    run.finish()
+
+    assert [generation["world_size"] for generation in run.summary()["generations"]] == [4, 3, 4]
+    run.assert_whole()
+    assert list(run.losses()) == list(still.losses())
+    for step, loss in run.losses().items():
+        assert loss == pytest.approx(still.losses()[step], rel=CEILING, abs=CEILING), f"step {step}"
+
+
+def started(cluster: LocalCluster, folder: Path, run_id: str, function: str, mesh: MeshSettings, engine: str) -> Run:
     folder.mkdir()
     run = Run(
         cluster,
@@ -73,6 +148,7 @@ def started(cluster: LocalCluster, folder: Path, run_id: str, function: str, mes
         scaling=ScalingSettings(2, 4),
         memory={"every_steps": 1},
         every_steps=None,
+        config={"engine": engine},
     )
     run.settings = replace(run.settings, mesh=mesh)
     return run

@@ -20,6 +20,8 @@ from elastic.transport.handshake import Address
 
 # How long the server waits for a reader to release a buffer.
 READER_LIMIT_S = 20.0
+# The most bytes of one measurement of a connection.
+PROBE_LIMIT_BYTES = 16 << 20
 
 _T = TypeVar("_T")
 
@@ -211,6 +213,29 @@ class ReadShard:
     parts: tuple[tuple[int, int], ...] = field(metadata=_read(_pairs))
 
 
+def _probe_size(value: Any) -> int:
+    size = count(value)
+    if size > PROBE_LIMIT_BYTES:
+        raise ValueError(f"a probe of {size} bytes, of {PROBE_LIMIT_BYTES} at most")
+    return size
+
+
+@dataclass(frozen=True)
+class ProbeSending:
+    """So many bytes follow, of no meaning: the connection is measured. Answer, after all of them: `Done`."""
+
+    do: ClassVar[str] = "probe_sending"
+    nbytes: int = field(metadata=_read(_probe_size))
+
+
+@dataclass(frozen=True)
+class ProbeReceiving:
+    """Answer: so many zeros, then `Done`."""
+
+    do: ClassVar[str] = "probe_receiving"
+    nbytes: int = field(metadata=_read(_probe_size))
+
+
 # --- answers ---
 
 
@@ -270,7 +295,7 @@ class Progress:
 
 
 WorkerRequest = OpenShard | BeginSnapshot | CommitSnapshot | SettleSnapshot | LeaseShard
-PeerRequest = OpenReplica | OpenParity | PushReplica | PushShare | ReadShard
+PeerRequest = OpenReplica | OpenParity | PushReplica | PushShare | ReadShard | ProbeSending | ProbeReceiving
 Request = WorkerRequest | PeerRequest | ShardHash | Release
 
 

@@ -9,10 +9,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from zlib import crc32
 
 from elastic.checkpoint.memory.messages import Leased, LeaseShard, ReadShard, Release, from_json, request_to_json
 from elastic.checkpoint.reading import Request, requests
-from elastic.checkpoint.source import ReadRange
+from elastic.checkpoint.source import BytesRead, ReadRange
 from elastic.core.checkpoint.manifest import Manifest
 from elastic.core.errors import IntegrityError, StorageError, Where
 from elastic.transport.channel import MAX_PARTS, Channel, checked, split_views
@@ -34,6 +35,17 @@ class Holder:
 
     def __str__(self) -> str:
         return f"{self.address[0]}:{self.address[1]}"
+
+
+def nearest(copies: Sequence[Address], own: Address, local_name: str, rank: int) -> Holder:
+    """Where a reader on the node `own` (`local_name` to its own workers) reads the shard of `rank` from.
+
+    Its own node is asked wherever that has a copy. All other readers of a shard are spread over its copies.
+    """
+    if own in copies:
+        return Holder(own, local_name)
+    # crc32 and not hash(): a restore that is tried again in another process reads alike.
+    return Holder(copies[crc32(f"{own}{rank}".encode()) % len(copies)])
 
 
 class MemorySource:
@@ -68,8 +80,8 @@ class MemorySource:
     def manifest(self, checkpoint_id: str) -> Manifest:
         return self._manifest(checkpoint_id)
 
-    def read(self, manifest: Manifest, ranges: Sequence[ReadRange]) -> int:
-        """Fill every target; returns the number of bytes fetched.
+    def read(self, manifest: Manifest, ranges: Sequence[ReadRange]) -> BytesRead:
+        """Fill every target; returns the bytes fetched, by where they came from.
 
         Raises IntegrityError when a holder no longer has its shard or a range is not in it, and StorageError naming
         the holder when it cannot be reached or does not deliver in time.
@@ -86,7 +98,8 @@ class MemorySource:
         ]
         if fetches:
             self._run(fetches)
-        return sum(request.bytes for request in wanted)
+        local = sum(fetch.bytes for fetch in fetches if fetch.holder.local_name is not None)
+        return BytesRead(own_node=local, network=sum(fetch.bytes for fetch in fetches) - local)
 
     def _holder(self, rank: int, manifest: Manifest) -> Holder:
         if rank not in self._holders:
@@ -140,6 +153,10 @@ class _Fetch:
         self._channel: Channel | None = None
         self._cancelled = False
         self._copied = 0
+
+    @property
+    def bytes(self) -> int:
+        return sum(request.bytes for request in self._requests)
 
     @property
     def moved(self) -> int:

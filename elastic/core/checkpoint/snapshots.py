@@ -39,15 +39,54 @@ class Held:
 
 @dataclass(frozen=True, order=True)
 class Snapshot:
-    """One that can be put together from what nodes hold; ordered by age. `holders[rank]` is the node to read from."""
+    """One that can be put together from what nodes hold; ordered by age. `copies[rank]` are the nodes that have that
+    rank's shard, the one to read it from first."""
 
     step: int
     generation: int
-    holders: tuple[str, ...]
+    copies: tuple[tuple[str, ...], ...]
 
     @property
     def id(self) -> str:
         return snapshot_id(self.step, self.generation)
+
+    @property
+    def holders(self) -> tuple[str, ...]:
+        """For each rank the node to read from, for readers that have no copy on their own."""
+        return tuple(nodes[0] for nodes in self.copies)
+
+
+Spans = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Copies:
+    """What each node holds of a snapshot of `ranks` ranks: (node, ranks to be read from there, other ranks of which it
+    has a copy); ranks as spans (first, last + 1)."""
+
+    ranks: int = 0
+    nodes: tuple[tuple[str, Spans, Spans], ...] = ()
+
+
+def copies_of(snapshot: Snapshot) -> Copies:
+    held: dict[str, tuple[list[int], list[int]]] = {}
+    for rank, nodes in enumerate(snapshot.copies):
+        for at, node in enumerate(nodes):
+            held.setdefault(node, ([], []))[min(at, 1)].append(rank)
+    return Copies(
+        len(snapshot.copies), tuple((node, _spans(first), _spans(others)) for node, (first, others) in held.items())
+    )
+
+
+def _spans(ranks: Iterable[int]) -> Spans:
+    """`ranks` grow."""
+    spans: list[tuple[int, int]] = []
+    for rank in ranks:
+        if spans and spans[-1][1] == rank:
+            spans[-1] = (spans[-1][0], rank + 1)
+        else:
+            spans.append((rank, rank + 1))
+    return tuple(spans)
 
 
 def snapshot_id(step: int, generation: int) -> str:
@@ -98,9 +137,9 @@ def not_whole(held: Mapping[str, Iterable[Held]]) -> tuple[str, ...]:
     return tuple(sentences)
 
 
-def _holders(held: Mapping[str, Iterable[Held]]) -> dict[tuple[int, int, int], dict[int, str]]:
-    """(step, generation, world size) -> rank -> the node to have its shard from."""
-    copies: dict[tuple[int, int, int], dict[int, tuple[bool, str]]] = {}
+def _holders(held: Mapping[str, Iterable[Held]]) -> dict[tuple[int, int, int], dict[int, tuple[str, ...]]]:
+    """(step, generation, world size) -> rank -> the nodes to have its shard from, the best one first."""
+    copies: dict[tuple[int, int, int], dict[int, list[tuple[bool, str]]]] = {}
     parity: dict[tuple[int, int, int], dict[int, list[tuple[str, Held]]]] = {}
     for node in sorted(held):
         for copy in held[node]:
@@ -108,26 +147,33 @@ def _holders(held: Mapping[str, Iterable[Held]]) -> dict[tuple[int, int, int], d
             shards = copies.setdefault(key, {})
             if copy.stripe:
                 parity.setdefault(key, {}).setdefault(copy.rank, []).append((node, copy))
-            elif copy.rank not in shards or (copy.replica, node) < shards[copy.rank]:
-                shards[copy.rank] = (copy.replica, node)
-    found = {key: {rank: node for rank, (_, node) in shards.items()} for key, shards in copies.items()}
+            else:
+                shards.setdefault(copy.rank, []).append((copy.replica, node))
+    found = {
+        # A node that rebuilt its own rank's shard may have it twice.
+        key: {rank: tuple(dict.fromkeys(node for _, node in sorted(have))) for rank, have in shards.items()}
+        for key, shards in copies.items()
+    }
     for key, offers in parity.items():
         for rank in offers.keys() - copies[key].keys():
             # Of shards that are there as they are: of two that are missing in one stripe none can be made.
             nodes = [node for node, copy in offers[rank] if copies[key].keys() >= set(copy.others)]
             if nodes:
-                found[key][rank] = nodes[0]
+                found[key][rank] = (nodes[0],)
     return found
 
 
 def place_replicas(
-    nodes: Sequence[str], count: int, domains: Mapping[str, str] | None = None
+    nodes: Sequence[str], count: int, domains: Mapping[str, str] | None = None, spare: int = 0
 ) -> tuple[tuple[str, ...], ...]:
-    """For each rank the nodes that get a replica of its shard: never its own, `count` different ones where there are.
+    """For each rank the nodes that get a replica of its shard: never its own, `count` different ones where there are;
+    and after these up to `spare` others that come next.
 
-    `nodes[rank]` is the rank's node; `domains` maps nodes to failure domains (rack, zone). Nodes stand in a ring, in
-    an order in which neighbours are in different domains as far as that is possible; node i's shards go to those that
-    follow it, other domains first, and first of all a domain that no other copy of the shard is in.
+    `nodes[rank]` is the rank's node; `domains` maps nodes to failure domains (rack, zone). Nodes stand in a ring in the
+    order of ranks, and node i's shards go to those before it: the state next to their own, which moves in when the
+    world shrinks, so that ranks stay where they are (`core.sharding.placement`). Where that would put two copies of a
+    shard into one domain, the ring has an order in which neighbours are in different domains as far as that is
+    possible, and shards go to other domains first, and first of all to a domain that no other copy of the shard is in.
 
     With `count` replicas on different nodes, any `count` nodes may be lost at once. Where every domain is at most half
     of the nodes, a whole domain may be.
@@ -135,16 +181,26 @@ def place_replicas(
     names, domains = list(dict.fromkeys(nodes)), domains or {}
     if len({domains.get(node, node) for node in names}) == 1:
         domains = {}  # There is no other one to look for.
-    ring = _ring(names, domains)
-    largest = max(_sizes(ring, domains).values(), default=0)
-    chosen = {node: _followers(ring, at, count, largest, domains) for at, node in enumerate(ring)}
+    ring, largest = names[::-1], 1
+    if not _apart(ring, count, domains):
+        ring = _ring(names, domains)
+        largest = max(_sizes(ring, domains).values(), default=0)
+    chosen = {node: _followers(ring, at, count + spare, largest, domains) for at, node in enumerate(ring)}
     return tuple(chosen[node] for node in nodes)
 
 
+def _apart(ring: Sequence[str], count: int, domains: Mapping[str, str]) -> bool:
+    """Is every node in another domain than the `count` that follow it, and each of these in another than the rest?"""
+    kinds = [domains.get(node, node) for node in ring]
+    return len(ring) > count and all(
+        len({kinds[(at + stride) % len(ring)] for stride in range(count + 1)}) == count + 1 for at in range(len(ring))
+    )
+
+
 def _ring(nodes: Sequence[str], domains: Mapping[str, str]) -> list[str]:
-    """Domain by domain, largest first, else in the order of ranks: without domains a shard's replica is on the node of
-    the next ranks, whatever the nodes are called. Half a turn away from a node is another domain, if no domain is more
-    than half of all: that is where replicas are looked for (`_followers`), and each node gets as many as it gives."""
+    """Domain by domain, largest first, else in the order of ranks, whatever the nodes are called. Half a turn away from
+    a node is another domain, if no domain is more than half of all: that is where replicas are looked for
+    (`_followers`), and each node gets as many as it gives."""
     members: dict[str, list[str]] = {}
     for node in nodes:
         members.setdefault(domains.get(node, node), []).append(node)

@@ -7,7 +7,7 @@ The same chunks hold for every kind of tensor that has the buffer's shape: `mast
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -63,6 +63,17 @@ def merged(*layouts: RankLayout) -> RankLayout:
                 raise IntegrityError(f"two layouts of one rank both have a buffer {name!r}: a tensor must be renamed")
             buffers[name] = length
     return RankLayout(tuple(chunk for layout in layouts for chunk in layout.chunks), buffers)
+
+
+def without(layout: RankLayout, names: Collection[str]) -> RankLayout:
+    """The layout less the chunks of these tensors: they become padding, or their buffer is left out where it held
+    nothing else."""
+    if not names:
+        return layout
+    gone = {chunk.buffer for chunk in layout.chunks if chunk.name in names}
+    chunks = tuple(chunk for chunk in layout.chunks if chunk.name not in names)
+    gone -= {chunk.buffer for chunk in chunks}
+    return RankLayout(chunks, {name: length for name, length in layout.buffers.items() if name not in gone})
 
 
 def check_rank(layout: RankLayout) -> None:

@@ -1,4 +1,4 @@
-"""Ranks as a grid: who shares sequences or layers with whom, and which world sizes are whole cells."""
+"""Ranks as a grid: who shares sequences, layers or experts with whom, and which world sizes are whole cells."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from elastic.core.mesh import Mesh, MeshSettings, whole_cells
 
 def test_every_rank_has_a_place_of_its_own_and_its_cell_are_its_neighbours() -> None:
     mesh = Mesh.of(12, 3)
-    assert mesh.axes == {"dp": 4, "sp": 3, "tp": 1}
+    assert mesh.axes == {"dp": 4, "sp": 3, "tp": 1, "ep": 1, "pp": 1}
     places = [mesh.coordinates(rank) for rank in range(12)]
-    assert places == [{"dp": data, "sp": sequence, "tp": 0} for data in range(4) for sequence in range(3)]
+    assert places == [
+        {"dp": data, "sp": sequence, "tp": 0, "ep": 0, "pp": 0} for data in range(4) for sequence in range(3)
+    ]
     for rank in range(12):
         assert rank in mesh.cell(rank)
         assert [mesh.data(other) for other in mesh.cell(rank)] == [mesh.data(rank)] * 3
@@ -22,11 +24,47 @@ def test_every_rank_has_a_place_of_its_own_and_its_cell_are_its_neighbours() -> 
 def test_ranks_that_share_layers_are_neighbours_and_a_lane_has_one_of_each_cell() -> None:
     """As DeepSpeed's AutoTP has them: rank = data coordinate * tp + tensor coordinate."""
     mesh = Mesh.of(12, tp=4)
-    assert mesh.axes == {"dp": 3, "sp": 1, "tp": 4}
+    assert mesh.axes == {"dp": 3, "sp": 1, "tp": 4, "ep": 1, "pp": 1}
     assert [mesh.tensor(rank) for rank in mesh.cell(6)] == [0, 1, 2, 3]
     assert {mesh.data(rank) for rank in mesh.cell(6)} == {1}
     assert [rank for rank in range(12) if mesh.tensor(rank) == 2] == [2, 6, 10]
     assert {mesh.sequence(rank) for rank in range(12)} == {0}, "all of a cell draw the same dropout"
+
+
+def test_ranks_that_share_experts_are_neighbours_with_samples_of_their_own() -> None:
+    mesh = Mesh.of(12, ep=4)
+    assert mesh.axes == {"dp": 12, "sp": 1, "tp": 1, "ep": 4, "pp": 1}
+    assert mesh.per_cell == 1
+    assert [mesh.coordinates(rank) for rank in range(12)] == [
+        {"dp": rank, "sp": 0, "tp": 0, "ep": rank % 4, "pp": 0} for rank in range(12)
+    ]
+    assert [rank for rank in range(12) if mesh.expert(rank) == 2] == [2, 6, 10], "these have the same experts"
+    with pytest.raises(UsageError, match=r"6 ranks are not whole cells of 4 \(mesh: {ep: 4}\)"):
+        Mesh.of(6, ep=4)
+
+
+def test_the_stages_of_a_pipeline_are_neighbours_and_a_lane_has_one_of_each() -> None:
+    mesh = Mesh.of(12, pp=4)
+    assert mesh.axes == {"dp": 3, "sp": 1, "tp": 1, "ep": 1, "pp": 4}
+    assert [mesh.stage(rank) for rank in mesh.cell(6)] == [0, 1, 2, 3]
+    assert {mesh.data(rank) for rank in mesh.cell(6)} == {1}
+    assert [rank for rank in range(12) if mesh.stage(rank) == 2] == [2, 6, 10], "these have the same layers"
+    assert MeshSettings(pp=4).readers == 4
+    with pytest.raises(UsageError, match=r"6 ranks are not whole cells of 4 \(mesh: {pp: 4}\)"):
+        Mesh.of(6, pp=4)
+
+
+def test_ranks_that_share_the_layers_of_a_stage_are_the_nearest_neighbours() -> None:
+    mesh = Mesh.of(24, tp=2, pp=3)
+    assert mesh.axes == {"dp": 4, "sp": 1, "tp": 2, "ep": 1, "pp": 3}
+    assert [(mesh.stage(rank), mesh.tensor(rank)) for rank in mesh.cell(9)] == [
+        (stage, tensor) for stage in range(3) for tensor in range(2)
+    ]
+    assert list(mesh.together(9)) == [8, 9]
+    lane = [rank for rank in range(24) if (mesh.stage(rank), mesh.tensor(rank)) == (1, 1)]
+    assert lane == [rank for rank in range(24) if rank % mesh.lanes == 9 % mesh.lanes]
+    assert str(MeshSettings(tp=2, pp=3, choices={"pp": (1, 3)})) == "mesh: {tp: 2, pp: [1, 3]}"
+    assert MeshSettings(tp=2, pp=3, choices={"pp": (1, 3)}).cells == (2, 6)
 
 
 @pytest.mark.parametrize(("sp", "tp"), [(1, 1), (3, 1), (1, 3), (2, 3)])
@@ -63,4 +101,6 @@ def test_workers_are_counted_in_whole_cells() -> None:
     assert [whole_cells(workers, 4) for workers in range(9)] == [0, 0, 0, 0, 4, 4, 4, 4, 8]
     assert str(MeshSettings(2)) == "mesh: {sp: 2}"
     assert str(MeshSettings(tp=4)) == "mesh: {tp: 4}"
-    assert MeshSettings(tp=4).cell == 4
+    assert str(MeshSettings(ep=2)) == "mesh: {ep: 2}"
+    settings = [MeshSettings(sp=3), MeshSettings(tp=4), MeshSettings(ep=2)]
+    assert [(each.cell, each.readers) for each in settings] == [(3, 3), (4, 4), (2, 1)]

@@ -24,6 +24,8 @@ from elastic.checkpoint.memory.messages import (
     OpenReplica,
     OpenShard,
     PeerRequest,
+    ProbeReceiving,
+    ProbeSending,
     Progress,
     PushReplica,
     PushShare,
@@ -214,6 +216,12 @@ class PeerSession:
                 self._share(request)
             case ReadShard():
                 self._read(request)
+            case ProbeSending():
+                self._channel.recv_into([memoryview(bytearray(request.nbytes))])
+                self._send(Done())
+            case ProbeReceiving():
+                self._channel.send_bytes(bytes(request.nbytes))
+                self._send(Done())
             case _:
                 assert_never(request)
 

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 import secrets
-import select
-import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -23,17 +19,13 @@ from elastic.checkpoint.memory.server.sessions import PeerSession, WorkerSession
 from elastic.checkpoint.memory.server.transfer import read_shard
 from elastic.core.checkpoint.manifest import ShardRecord
 from elastic.core.checkpoint.snapshots import Held
-from elastic.core.errors import UsageError
 from elastic.transport.channel import Channel
-from elastic.transport.handshake import TOKEN_BYTES, Address, Refused, admit, big_buffers
+from elastic.transport.handshake import Address
+from elastic.transport.listener import Listener
 
 logger = logging.getLogger(__name__)
 
-_BACKLOG = 512
 _JOIN_LIMIT_S = 15.0
-# Limit of connections in their handshake; each has a thread. A holder of the token needs milliseconds for it.
-_MOST_UNAUTHENTICATED = 256
-_PAUSE_S = 0.1
 
 
 class SnapshotServer:
@@ -43,33 +35,22 @@ class SnapshotServer:
     """
 
     def __init__(self, token: bytes, host: str, *, limit_bytes: int | None = None) -> None:
-        if len(token) != TOKEN_BYTES:
-            raise UsageError(f"the run's token has {len(token)} bytes, not {TOKEN_BYTES}")
         self._token = token
         self._pool = SegmentPool(limit_bytes)
         self._shards = NodeShards(self._pool)
         self._parity = Parity(self._pool, partial(read_shard, token))
         self._lock = threading.Lock()
-        self._channels: set[Channel] = set()
-        # In the order of their arrival.
-        self._unauthenticated: dict[Channel, None] = {}
-        self._threads: set[threading.Thread] = set()
         self._replications: list[Replication] = []
         self._sent_bytes = self._received_bytes = 0
         self._last_seconds: dict[int, float] = {}
         self._closed = False
-        self._tcp = _listen_tcp(host)
-        self._address: Address = (host, self._tcp.getsockname()[1])
         # Random, so that no other user of the machine can take the name first.
         self._local_name = f"elastic-memory-{secrets.token_hex(16)}"
-        self._unix = _listen_unix(self._local_name)
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC)
-        self._acceptor = threading.Thread(target=self._accept, name="memory server", daemon=True)
-        self._acceptor.start()
+        self._listener = Listener(token, host, self._serve, name="memory", local_name=self._local_name)
 
     @property
     def address(self) -> Address:
-        return self._address
+        return self._listener.address
 
     @property
     def local_name(self) -> str:
@@ -102,15 +83,15 @@ class SnapshotServer:
 
     def stats(self) -> dict[str, Any]:
         """Figures for the journal: bytes held, segments, bytes sent and received, seconds of the last replications."""
+        listener = self._listener.stats()
         with self._lock:
             sent = self._sent_bytes + sum(replication.progress.sent_bytes for replication in self._replications)
             return {
                 **self._pool.stats(),
-                "sent_bytes": sent,
+                **listener,
+                "sent_bytes": listener["sent_bytes"] + sent,
                 "received_bytes": self._received_bytes,
                 "replication_s": dict(self._last_seconds),
-                "connections": len(self._channels),
-                "threads": len(self._threads) + 1,
             }
 
     def close(self) -> None:
@@ -119,108 +100,22 @@ class SnapshotServer:
             if self._closed:
                 return
             self._closed = True
-            channels, replications = list(self._channels), list(self._replications)
-            os.eventfd_write(self._wake, 1)
+            replications = list(self._replications)
+        deadline = time.monotonic() + _JOIN_LIMIT_S
+        self._listener.shut()
         for replication in replications:
             replication.stop()
-        for channel in channels:
-            channel.shut()
-        deadline = time.monotonic() + _JOIN_LIMIT_S
-        self._acceptor.join(_JOIN_LIMIT_S)
-        with self._lock:
-            threads = list(self._threads)
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        quiet = self._listener.close(_JOIN_LIMIT_S)
         ended = [replication.join(max(0.0, deadline - time.monotonic())) for replication in replications]
-        if not all(ended) or any(thread.is_alive() for thread in threads):
+        if not all(ended) or not quiet:
             logger.warning("a thread of the memory server has not ended within %s s", _JOIN_LIMIT_S)
         self._pool.close(max(0.0, deadline - time.monotonic()))
-        for sock in (self._tcp, self._unix):
-            sock.close()
-        os.close(self._wake)
 
-    def _accept(self) -> None:
-        poll = select.poll()
-        for fd in (self._tcp.fileno(), self._unix.fileno(), self._wake):
-            poll.register(fd, select.POLLIN)
-        while True:
-            ready = {fd for fd, _ in poll.poll()}
-            if self._wake in ready:
-                return
-            for listener in (self._tcp, self._unix):
-                if listener.fileno() in ready:
-                    self._take(listener)
-
-    def _take(self, listener: socket.socket) -> None:
-        try:
-            sock, _ = listener.accept()
-        except OSError as error:
-            self._wait_for_resources(error)  # out of descriptors
-            return
-        try:
-            channel = Channel(sock)
-        except OSError:  # the other side is gone already
-            sock.close()
-            return
-        thread = threading.Thread(target=self._serve, args=(channel, sock), name="memory connection", daemon=True)
-        with self._lock:
-            self._channels.add(channel)
-            self._threads.add(thread)
-            self._unauthenticated[channel] = None
-            if self._closed:
-                channel.shut()
-            while len(self._unauthenticated) > _MOST_UNAUTHENTICATED:
-                self._drop_oldest_unauthenticated()
-        try:
-            thread.start()
-        except (
-            RuntimeError
-        ) as error:  # out of processes, perhaps because of unauthenticated connections that keep their threads
-            with self._lock:
-                self._forget(channel, thread)
-                if self._unauthenticated:
-                    self._drop_oldest_unauthenticated()
-            channel.close()
-            self._wait_for_resources(error)
-
-    def _wait_for_resources(self, error: Exception) -> None:
-        """Retry a little later instead of at once; `close` ends the wait."""
-        logger.warning("a connection could not be accepted: %s", error)
-        select.select([self._wake], [], [], _PAUSE_S)
-
-    def _drop_oldest_unauthenticated(self) -> None:
-        channel = next(iter(self._unauthenticated))
-        del self._unauthenticated[channel]
-        channel.shut()
-
-    def _forget(self, channel: Channel, thread: threading.Thread) -> None:
-        self._channels.discard(channel)
-        self._threads.discard(thread)
-        self._unauthenticated.pop(channel, None)
-        self._sent_bytes += channel.sent_bytes
-
-    def _serve(self, channel: Channel, sock: socket.socket) -> None:
-        try:
-            local = sock.family == socket.AF_UNIX
-            if local and _user_of(sock) != os.geteuid():
-                raise Refused(f"it belongs to user {_user_of(sock)}")
-            admit(channel, self._token)
-            with self._lock:
-                self._unauthenticated.pop(channel, None)
-            if local:
-                WorkerSession(self._pool, channel, self._replicate).serve()
-            else:
-                PeerSession(self._pool, self._parity, channel, self._count_received).serve()
-        except Refused as error:
-            logger.warning("a connection was refused: %s", error)
-        except OSError as error:
-            logger.debug("a connection ended: %s", error)
-        except Exception:
-            logger.exception("a connection is closed after a request that could not be understood")
-        finally:
-            with self._lock:
-                self._forget(channel, threading.current_thread())
-            channel.close()
+    def _serve(self, channel: Channel, local: bool) -> None:
+        if local:
+            WorkerSession(self._pool, channel, self._replicate).serve()
+        else:
+            PeerSession(self._pool, self._parity, channel, self._count_received).serve()
 
     def _replicate(self, request: OpenShard, on_progress: Callable[[Progress], None]) -> Replication:
         template = request.template
@@ -248,28 +143,3 @@ class SnapshotServer:
     def _count_received(self, count: int) -> None:
         with self._lock:
             self._received_bytes += count
-
-
-def _listen_tcp(host: str) -> socket.socket:
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    big_buffers(sock)
-    try:
-        sock.bind((host, 0))
-        sock.listen(_BACKLOG)
-    except OSError:
-        sock.close()
-        raise
-    return sock
-
-
-def _listen_unix(name: str) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.bind(b"\0" + name.encode())
-    sock.listen(_BACKLOG)
-    return sock
-
-
-def _user_of(sock: socket.socket) -> int:
-    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, user, _ = struct.unpack("3i", raw)
-    return int(user)

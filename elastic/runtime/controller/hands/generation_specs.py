@@ -21,8 +21,12 @@ def generation_specs(
     action: BeginGeneration,
     plans: Sequence[MemoryPlan | None],
     content: Mapping[int, int] | None = None,
+    nodes: Sequence[str] = (),
 ) -> tuple[GenerationSpec, ...]:
-    """By rank; `plans` are those of the ranks' snapshots, `content` is what repeated steps must read."""
+    """By rank; `plans` are those of the ranks' snapshots, `content` is what repeated steps must read, `nodes[rank]` is
+    the rank's node."""
+    numbers = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
+    mesh = settings.mesh.shape(action.axes)
     batch = BatchSettings(settings.global_batch, settings.micro_batch, settings.max_steps, settings.epochs)
     return tuple(
         GenerationSpec(
@@ -31,8 +35,11 @@ def generation_specs(
             rank=rank,
             world_size=len(action.members),
             seed=settings.seed,
-            sp=settings.mesh.sp,
-            tp=settings.mesh.tp,
+            sp=mesh.sp,
+            tp=mesh.tp,
+            ep=mesh.ep,
+            ep_changes="ep" in settings.mesh.choices,
+            pp=mesh.pp,
             max_world_size=settings.scaling.max_workers,
             batch=batch,
             checkpoint=action.checkpoint,
@@ -48,6 +55,8 @@ def generation_specs(
             anomalies=settings.anomalies if settings.anomalies.policy != "off" else None,
             noise_every_steps=settings.gradient_noise.every_steps,
             audit_every_steps=settings.audit.every_steps,
+            communication=settings.communication,
+            nodes=() if settings.communication is None else tuple(numbers[node] for node in nodes),
             collective_timeout_s=settings.failures.collective_timeout_s,
         )
         for rank, plan in enumerate(plans)
@@ -70,7 +79,7 @@ def memory_plans(
         stripes = [stripe.ranks if stripe is not None and len(stripe.ranks) > 1 else () for stripe in shared]
     else:
         # The next best follow those that get the replicas. Parity has none: all ranks of a stripe would have to move.
-        ringed = place_replicas(nodes, memory.replicas + _SPARES, domains)
+        ringed = place_replicas(nodes, memory.replicas, domains, _SPARES)
         placed, spare = [ring[: memory.replicas] for ring in ringed], [ring[memory.replicas :] for ring in ringed]
     addresses = {node: facts.memory for node, facts in known.items()}
     every, cost, required = memory.every_steps, memory.cost_limit, memory.required

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -107,13 +107,13 @@ class SnapshotDirectory:
         snapshot = self._found.get(identifier)
         if snapshot is None:
             raise IntegrityError(f"snapshot {identifier} cannot be put together any more: a node that held it is gone")
-        wanted = [self._copy(snapshot, rank) for rank in range(len(snapshot.holders))]
+        holders = snapshot.holders
+        by_node: dict[str, list[Held]] = {}
+        for rank, node in enumerate(holders):
+            by_node.setdefault(node, []).append(self._copy(snapshot, rank, node))
         try:
-            facts = await asyncio.gather(*(self._agent_of(node) for node in snapshot.holders))
-            addresses = tuple(known.memory for _, known in facts)
-            by_node: dict[str, list[Held]] = {}
-            for node, held in zip(snapshot.holders, wanted, strict=True):
-                by_node.setdefault(node, []).append(held)
+            known = await self._addresses(snapshot, by_node)
+            addresses = [known[node] for node in holders]
             parts = await asyncio.gather(*(self._records(node, held, addresses) for node, held in by_node.items()))
             records = sorted((record for part in parts for record in part), key=lambda record: record.rank)
         except IntegrityError:
@@ -128,7 +128,21 @@ class SnapshotDirectory:
         steps = {record.rank: (record.extra_state or {}).get(STEPS, ()) for record in records}
         self._on_steps(snapshot.generation, len(records), steps)
         logger.info("snapshot %s was put together in %.3f s", identifier, time.perf_counter() - began)
-        return Assembled(identifier, text, addresses)
+        return Assembled(
+            identifier, text, tuple(tuple(known[node] for node in nodes if node in known) for nodes in snapshot.copies)
+        )
+
+    async def _addresses(self, snapshot: Snapshot, needed: Collection[str]) -> dict[str, Address]:
+        """Of the nodes with copies. Raises what asking a `needed` one raises; of the others each is a copy less."""
+        nodes = list(dict.fromkeys(node for nodes in snapshot.copies for node in nodes))
+        answers = await asyncio.gather(*map(self._agent_of, nodes), return_exceptions=True)
+        found: dict[str, Address] = {}
+        for node, answer in zip(nodes, answers, strict=True):
+            if not isinstance(answer, BaseException):
+                found[node] = answer[1].memory
+            elif node in needed:
+                raise answer
+        return found
 
     async def _records(self, node: str, wanted: Sequence[Held], addresses: Sequence[Address]) -> list[ShardRecord]:
         """The records of the shards on one node. Raises TimeoutError when the node's work on them makes no progress."""
@@ -161,8 +175,7 @@ class SnapshotDirectory:
             replace(whole, extra_state={key: value for key, value in whole.extra_state.items() if key != STEPS})
         )
 
-    def _copy(self, snapshot: Snapshot, rank: int) -> Held:
-        node = snapshot.holders[rank]
+    def _copy(self, snapshot: Snapshot, rank: int, node: str) -> Held:
         copies = [
             held
             for held in self._held[node]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elastic.core.actions import BeginGeneration
-from elastic.core.settings import RunSettings
+from elastic.core.settings import CommunicationSettings, RunSettings
 from elastic.runtime.controller.hands.generation_specs import generation_specs, memory_plans
 from elastic.runtime.messages import NodeFacts
 
@@ -18,6 +18,14 @@ def test_repeated_steps_are_known_where_the_run_goes_on_from_a_checkpoint(
     begin = BeginGeneration(2, (0, 1), checkpoint, 4 if checkpoint else 0)
     specs = generation_specs(RunSettings("r"), begin, [None, None], {40: 7})
     assert [spec.content for spec in specs] == [content, content]
+
+
+def test_ranks_know_who_shares_a_node_where_gradients_travel_by_it() -> None:
+    begin, nodes = BeginGeneration(2, (0, 1, 2), None, 0), ["b", "a", "b"]
+    plain = generation_specs(RunSettings("r"), begin, [None] * 3, None, nodes)
+    asked = generation_specs(RunSettings("r", communication=CommunicationSettings()), begin, [None] * 3, None, nodes)
+    assert [(spec.communication, spec.nodes) for spec in plain] == [(None, ())] * 3
+    assert [(spec.communication, spec.nodes) for spec in asked] == [(CommunicationSettings(), (0, 1, 0))] * 3
 
 
 def test_the_nodes_that_may_take_a_keepers_place_are_none_that_keep_the_shard() -> None:

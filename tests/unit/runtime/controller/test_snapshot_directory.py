@@ -34,9 +34,12 @@ class Agent:
     """Of a node that holds these ranks' shards; `silent` never answers. Of its work on a shard `parts` are done, one
     each time it is asked how far it is; then it has the record (or never, where it has so many only)."""
 
-    def __init__(self, number: int, ranks: Sequence[int], silent: bool = False, parts: int = 0) -> None:
+    def __init__(
+        self, number: int, ranks: Sequence[int], silent: bool = False, parts: int = 0, replicas: Sequence[int] = ()
+    ) -> None:
         self.facts = NodeFacts("box", ("10.0.0.1", number), "memory")
-        self._ranks, self._silent = ranks, silent
+        self._held = tuple(Held(1, 8, rank, 2, rank in replicas) for rank in (*ranks, *replicas))
+        self._silent = silent
         self._pace, self._parts = 0, parts
         self.done = asyncio.Event()
         if not parts:
@@ -54,7 +57,7 @@ class Agent:
                 if self._silent:
                     await asyncio.Event().wait()
                 if method == "memory_held":
-                    return tuple(Held(1, 8, rank, 2, replica=False) for rank in self._ranks)
+                    return self._held
                 if method == "memory_progress":
                     pace = self.go_on()
                     if pace == 50:
@@ -99,9 +102,25 @@ def test_a_snapshot_is_put_together_once_for_all_workers() -> None:
     assert first is second
     manifest = first.manifest()
     assert (manifest.id, manifest.extra_state, manifest.parameters) == (IDENTIFIER, {"lr": 0.5}, {"w": (4,)})
-    assert first.holders == (("10.0.0.1", 1), ("10.0.0.1", 2))
+    assert first.copies == ((("10.0.0.1", 1),), (("10.0.0.1", 2),))
     assert told == [(1, 2, {0: [{"step": 8}], 1: []})], "what a lost worker had not told any more"
     assert b"Chunk" not in pickle.dumps(first), "a worker is sent text, not half a million objects"
+
+
+def test_readers_are_told_of_every_copy_and_one_that_is_gone_since_is_none() -> None:
+    async def scenario() -> Assembled:
+        held = SnapshotDirectory("run", agent_of, LIMIT_S, lambda *steps: None)
+        await held.survey(["a", "b", "c"])
+        del agents["c"]
+        held.collect(2, IDENTIFIER, ["a", "b", "c"])
+        return await held.wait_for(IDENTIFIER)
+
+    async def agent_of(node: str) -> tuple[Any, NodeFacts]:
+        return agents[node], agents[node].facts
+
+    agents = {"a": Agent(1, [0], replicas=[1]), "b": Agent(2, [1], replicas=[0]), "c": Agent(3, [], replicas=[0, 1])}
+    one, two = ("10.0.0.1", 1), ("10.0.0.1", 2)
+    assert asyncio.run(scenario()).copies == ((one, two), (two, one))
 
 
 def test_a_node_that_does_not_answer_holds_nothing_and_that_is_said() -> None:

@@ -1,0 +1,228 @@
+"""Which mesh the next generation trains on, where the job lets the sizes of an axis change: every admissible one is
+looked at, at every loss and growth.
+
+The best predicted step time decides; where predictions are too near to tell, the mesh that moves the fewest bytes over
+the network; then the present one. Pure: the same facts give the same mesh in every incarnation of the controller.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any
+
+from elastic.core.checkpoint.snapshots import Copies
+from elastic.core.mesh import Mesh, MeshSettings, whole_cells
+from elastic.core.policy.measured import Axes, TriedMesh
+
+# Predictions that differ by less are alike.
+_ALIKE = 0.05
+
+
+@dataclass(frozen=True)
+class MeshFacts:
+    """What the choice may look at. `workers` could be members, `least` must be. `passes`: the micro-batches of a step
+    (None: not known before a script says). `before` is the mesh that the state was left on by `copies` (None: it comes
+    from storage, or there is none). `nodes_of(world size, cell)` are the nodes of the ranks in their order."""
+
+    settings: MeshSettings
+    workers: int
+    least: int = 1
+    passes: int | None = None
+    tried: Sequence[TriedMesh] = ()
+    present: Axes | None = None
+    before: Mesh | None = None
+    copies: Copies = field(default_factory=Copies)
+    nodes_of: Callable[[int, int], Sequence[str | None]] = lambda size, cell: ()
+
+
+@dataclass(frozen=True)
+class MeshCandidate:
+    """`step` is in `seconds` where a step of this run was measured (`measured`: of this very mesh), else in those of
+    one worker that trains alone; `moved` the share of the state's sliced part that crosses the network (None: unknown).
+    `refusal`: why it cannot be taken."""
+
+    axes: Axes
+    world_size: int
+    step: float = math.inf
+    measured: bool = False
+    seconds: bool = False
+    moved: float | None = None
+    refusal: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.world_size} workers with {said(self.axes)}"
+
+
+@dataclass(frozen=True)
+class MeshVerdict:
+    chosen: MeshCandidate
+    reason: str
+    candidates: tuple[MeshCandidate, ...]
+
+
+def said(axes: Axes) -> str:
+    return ", ".join(f"{axis} {size}" for axis, size in axes.items())
+
+
+def choose(facts: MeshFacts) -> MeshVerdict:
+    """`workers` are a multiple of one of the cells, and at least `least`. `candidates` are all that were looked at, in
+    the order of the settings."""
+    found = list(_judged(facts))
+    open_ = [one for one in found if not one.refusal]
+    if not open_:
+        # What has failed before is tried again rather than nothing: the run's budgets end it if it fails again.
+        formed = [one for one in found if one.world_size >= max(1, facts.least)]
+        chosen = max(formed, key=lambda one: facts.settings.shape(one.axes).cell)
+        return MeshVerdict(chosen, "no other is left to try", tuple(found))
+    fastest = min(one.step for one in open_)
+    alike = [one for one in open_ if one.step <= fastest * (1 + _ALIKE)]
+    best = min(alike, key=lambda one: _preference(facts, one))
+    return MeshVerdict(best, _why(facts, best, open_, alike), tuple(found))
+
+
+def _judged(facts: MeshFacts) -> Iterator[MeshCandidate]:
+    predict = _predictor(facts)
+    found = []
+    for axes in facts.settings.axes:
+        shape = facts.settings.shape(axes)
+        one = MeshCandidate(axes, whole_cells(facts.workers, shape.cell))
+        if one.world_size < max(1, facts.least):
+            needed = -(-max(1, facts.least) // shape.cell) * shape.cell
+            found.append(replace(one, refusal=f"{facts.workers} workers, and it needs {needed}"))
+            continue
+        if (full := _out_of_memory(facts, one)) is not None:
+            found.append(replace(one, refusal=f"memory did not suffice: {full.world_size} workers, {said(full.axes)}"))
+            continue
+        step, measured = predict(shape, axes, one.world_size)
+        seconds = any(tried.step_s is not None for tried in facts.tried)
+        found.append(replace(one, step=step, measured=measured, seconds=seconds))
+    # The tensor axis decides about dropout inside cut layers, and so about the curve: it stays while it can.
+    tp = (facts.present or {}).get("tp")
+    if any(not one.refusal and one.axes.get("tp") == tp for one in found):
+        found = [
+            one if one.refusal or one.axes.get("tp") == tp else replace(one, refusal=f"tp {tp} can be kept")
+            for one in found
+        ]
+    for one in found:
+        yield one if one.refusal else replace(one, moved=_moved(facts, one))
+
+
+def _out_of_memory(facts: MeshFacts, one: MeshCandidate) -> TriedMesh | None:
+    """Where the same has failed, or what would have left each worker at least as much memory."""
+    failed = (tried for tried in facts.tried if tried.step_s is None and tried.world_size >= one.world_size)
+    return next((tried for tried in failed if all(tried.axes.get(a, 0) >= size for a, size in one.axes.items())), None)
+
+
+def _preference(facts: MeshFacts, one: MeshCandidate) -> tuple[float, bool, int]:
+    """Bytes moved; then the present mesh; then the one that leaves each worker the most memory."""
+    return one.moved or 0.0, one.axes != facts.present, -facts.settings.shape(one.axes).cell
+
+
+def _why(facts: MeshFacts, best: MeshCandidate, open_: Sequence[MeshCandidate], alike: Sequence[MeshCandidate]) -> str:
+    if len(open_) == 1:
+        return "nothing else can be formed"
+    if len(alike) == 1:
+        return "the fastest step by what was measured" if best.measured else "the fastest step by prediction"
+    if best.moved is not None and any((one.moved or 0.0) > best.moved for one in alike):
+        return "as fast as any, and the fewest bytes move"
+    return "as fast as any, and no change" if best.axes == facts.present else "as fast as any, and the most memory left"
+
+
+# --- step time ---
+
+
+def _predictor(facts: MeshFacts) -> Callable[[MeshSettings, Axes, int], tuple[float, bool]]:
+    """Step time of (shape, its axes, world size), and whether it was measured as it is.
+
+    Others are relative to each other by `relative_step`, in seconds by what was measured at the same axes, or at any.
+    """
+    known = [tried for tried in facts.tried if tried.step_s is not None]
+    exact = {(tried.world_size, tuple(tried.axes.items())): tried.step_s or 0.0 for tried in known}
+    ratios: dict[tuple[tuple[str, int], ...], list[float]] = {}
+    for tried in known:
+        relative = relative_step(facts.settings.shape(tried.axes), tried.world_size, facts.passes)
+        ratios.setdefault(tuple(tried.axes.items()), []).append((tried.step_s or 0.0) / relative)
+    anywhere = median([ratio for found in ratios.values() for ratio in found]) if ratios else 1.0
+
+    def predict(shape: MeshSettings, axes: Axes, world_size: int) -> tuple[float, bool]:
+        key = tuple(axes.items())
+        if (world_size, key) in exact:
+            return exact[world_size, key], True
+        scale = median(ratios[key]) if key in ratios else anywhere
+        return scale * relative_step(shape, world_size, facts.passes), False
+
+    return predict
+
+
+def relative_step(shape: MeshSettings, world_size: int, passes: int | None) -> float:
+    """Of a step of `passes` micro-batches, in forward and backward passes of a whole model on one worker.
+
+    Workers that train on the same samples share the work of a pass; in a pipeline each stage waits for the first
+    micro-batch and for the last. Without communication, which is only known where it was measured. With `passes`
+    unknown, any number of data-parallel parts is even.
+    """
+    groups = world_size // shape.readers
+    return (math.ceil(passes / groups) + shape.pp - 1 if passes is not None else 1 / groups) / shape.readers
+
+
+# --- bytes moved ---
+
+
+def _moved(facts: MeshFacts, one: MeshCandidate) -> float | None:
+    """The share of what the axes cut that is read from another node: parts are boxes, lane x place in the lane."""
+    if facts.before is None or not facts.copies.nodes or facts.copies.ranks != facts.before.dp * facts.before.per_cell:
+        return None
+    held: dict[str, list[Box]] = {}
+    for node, first, others in facts.copies.nodes:
+        spans = (*first, *others)
+        held[node] = [part(facts.before, rank) for begin, end in spans for rank in range(begin, end)]
+    shape = facts.settings.shape(one.axes)
+    mesh = shape.mesh(one.world_size)
+    found = 0.0
+    for rank, reader in enumerate(facts.nodes_of(one.world_size, shape.cell)):
+        own = part(mesh, rank)
+        found += sum(_common(own, other) for other in held.get(reader or "", ()))
+    return round(max(0.0, 1.0 - found), 4)
+
+
+Box = tuple[float, float, float, float]
+
+
+def part(mesh: Mesh, rank: int) -> Box:
+    """Of the unit square, first and last lane and place of what a rank has: experts, slices, or stages are lanes."""
+    lanes, lane, places, place = mesh.tp, mesh.tensor(rank), mesh.dp * mesh.sp, rank // mesh.tp
+    if mesh.pp > 1:
+        lanes, lane, places, place = mesh.lanes, rank % mesh.lanes, mesh.dp, mesh.data(rank)
+    elif mesh.ep > 1:
+        lanes, lane, places, place = mesh.ep, mesh.expert(rank), mesh.dp // mesh.ep, mesh.data(rank) // mesh.ep
+    return lane / lanes, (lane + 1) / lanes, place / places, (place + 1) / places
+
+
+def _common(one: Box, other: Box) -> float:
+    width, height = min(one[1], other[1]) - max(one[0], other[0]), min(one[3], other[3]) - max(one[2], other[2])
+    return width * height if width > 0 and height > 0 else 0.0
+
+
+# --- the journal ---
+
+
+def table(verdict: MeshVerdict) -> dict[str, Any]:
+    """Of every mesh that was looked at: what was expected of it, or why it was refused."""
+    rows = [
+        {
+            "axes": dict(one.axes),
+            "world_size": one.world_size,
+            **({"refusal": one.refusal} if one.refusal else _expected(one)),
+            "chosen": one == verdict.chosen,
+        }
+        for one in verdict.candidates
+    ]
+    return {"meshes": rows}
+
+
+def _expected(one: MeshCandidate) -> dict[str, Any]:
+    moved = {"moved": one.moved} if one.moved is not None else {}
+    return {"step": round(one.step, 4), "measured": one.measured, "seconds": one.seconds, **moved}
