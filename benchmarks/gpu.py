@@ -1,7 +1,8 @@
 """One CUDA device and no Ray: what snapshots, saves, rebuilds and restores cost there. `python -m benchmarks.gpu`.
 
-A model of a billion parameters in bf16 with ZeRO-1; `--small` is the same with a tiny model, on whatever device there
-is. The snapshots lie in the memory of a process next to this one, as they do in a run.
+A model of a billion parameters in bf16 with ZeRO-1; `--fill` one of three billion, which leaves no room on a device of
+80 GB, without what does not depend on it; `--small` is the same as without it with a tiny model, on whatever device
+there is. The snapshots lie in the memory of a process next to this one, as they do in a run.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import shutil
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,10 +22,10 @@ from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks import machine, table
+from benchmarks import device, machine, table
 from benchmarks.figures import Figure, Target, ratio
 from benchmarks.marks import changes, read_marks
-from benchmarks.workload import BILLION, TINY, Size
+from benchmarks.workload import BILLION, THREE_BILLION, TINY, Size
 
 CASE, STAGE = "gpu", 1
 PLAIN, SNAPSHOTS = "without snapshots", "a snapshot at every step"
@@ -31,18 +33,21 @@ PLAIN, SNAPSHOTS = "without snapshots", "a snapshot at every step"
 
 @dataclass(frozen=True)
 class Amount:
-    """How much is measured. `turns` of `steps` steps each, with and without snapshots; `rebuilds` in one process."""
+    """How much is measured. `turns` of `steps` steps each, with and without snapshots; `rebuilds` in one process, and
+    `groups` made and aborted. 0 bytes and 0 groups: only what depends on the model."""
 
     size: Size
     turns: int
     steps: int
     saves: int
     rebuilds: int
-    segment_bytes: int
+    segment_bytes: int = 0
+    groups: int = 0
 
 
-FULL = Amount(BILLION, turns=4, steps=8, saves=2, rebuilds=20, segment_bytes=12 << 30)
-SMALL = Amount(TINY, turns=2, steps=4, saves=2, rebuilds=4, segment_bytes=16 << 20)
+FULL = Amount(BILLION, turns=4, steps=8, saves=2, rebuilds=20, segment_bytes=12 << 30, groups=20)
+SMALL = Amount(TINY, turns=2, steps=4, saves=2, rebuilds=4, segment_bytes=16 << 20, groups=3)
+FILL = Amount(THREE_BILLION, turns=2, steps=6, saves=0, rebuilds=3)
 
 
 def measure(amount: Amount, folder: Path) -> list[Figure]:
@@ -54,7 +59,14 @@ def measure(amount: Amount, folder: Path) -> list[Figure]:
         figures = _steps(amount, folder, node, numbers)
     with MemoryNode() as node:
         figures += _rebuilds(amount, folder, node, numbers)
-    return figures + _saves(amount, folder, numbers) + _pinning(amount.segment_bytes)
+    with MemoryNode() as node:
+        figures += _leaving(amount, folder, node, numbers)
+    if amount.saves:
+        figures += _saves(amount, folder, numbers)
+    if amount.segment_bytes:
+        figures += _pinning(amount.segment_bytes) + device.transfers(amount.segment_bytes)
+        figures += device.begun_behind_a_kernel(amount.segment_bytes // 16) + device.groups(amount.groups)
+    return figures
 
 
 def _config(amount: Amount, marks: Path) -> dict[str, Any]:
@@ -73,17 +85,22 @@ def _steps(amount: Amount, folder: Path, node: Any, numbers: Any) -> list[Figure
 
     seconds: dict[str, list[float]] = {PLAIN: [], SNAPSHOTS: []}
     stalls: list[float] = []
+    told: list[float] = []
     config = _config(amount, folder / "steps")
     for _ in range(amount.turns):
         for name, used in ((PLAIN, None), (SNAPSHOTS, node)):
             number = next(numbers)
             lived = live(number, train, config, folder, end_at=amount.steps, node=used)
             ends = [mark.at for mark in read_marks(folder / "steps") if mark.era == number]
-            seconds[name] += [later - before for before, later in pairwise(ends[1:])]
+            walls = [later - before for before, later in pairwise(ends[1:])]
+            seconds[name] += walls
+            told += [report.duration_s / wall for report, wall in zip(lived.steps[2:], walls, strict=True)]
             stalls += [report.save_stall_s for report in lived.steps[2:]] if used else []
     without, with_them = (Figure(CASE, f"step, {name}", "s", tuple(found)) for name, found in seconds.items())
     return [
         without, with_them, ratio(CASE, "step with snapshots over step without", with_them, without),
+        # A step that ends before the device has done it is reported as a fraction of what it takes.
+        Figure(CASE, "reported duration of a step over the time to the end of the next", "x", tuple(told)),
         Figure(CASE, "training thread, or its stream, kept by a snapshot", "s", tuple(stalls)),
     ]  # fmt: skip
 
@@ -165,6 +182,33 @@ def _reserved_bytes() -> int:
     import torch
 
     return int(torch.cuda.memory_reserved()) if _cuda() else _memory_bytes()
+
+
+# -- the end of a generation ------------------------------------------------------------------------------------------
+
+
+def _leaving(amount: Amount, folder: Path, node: Any, numbers: Any, repetitions: int = 3) -> list[Figure]:
+    """From an abort, while the copies of a snapshot are under way, to the end of everything that the generation had."""
+    from benchmarks.alone import live
+    from benchmarks.workload import train
+    from elastic.core.settings import GPU_FAILURES
+
+    seconds: list[float] = []
+    for _ in range(repetitions):
+        runners: list[Any] = []
+        begun: list[float] = []
+
+        def abort(step: int, runners: list[Any] = runners, begun: list[float] = begun) -> None:
+            """Before the pass that follows step 2, whose snapshot has just begun."""
+            if step == 2 and not begun:
+                begun.append(time.perf_counter())
+                threading.Thread(target=runners[0].abort, args=("it is measured",)).start()
+
+        config = {**_config(amount, folder / "leaving"), "before_pass": abort}
+        live(next(numbers), train, config, folder, end_at=2, node=node, aborted=runners.append)
+        seconds.append(time.perf_counter() - begun[0])
+    limit = (Target("max", GPU_FAILURES["abort_timeout_s"]),) if _cuda() else ()
+    return [Figure(CASE, "leaving a generation, a snapshot under way", "s", tuple(seconds), targets=limit)]
 
 
 # -- memory of the node -----------------------------------------------------------------------------------------------
@@ -259,8 +303,12 @@ def _where() -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--small", action="store_true", help="a tiny model, also on a CPU: figures are no use")
+    parser.add_argument("--fill", action="store_true", help="a model that fills a device of 80 GB")
     parser.add_argument("--out", type=Path, help="a JSON file")
     asked = parser.parse_args(arguments)
+    from elastic.comm.allocator import let_segments_grow
+
+    let_segments_grow()
     import torch
 
     if not torch.cuda.is_available():
@@ -268,7 +316,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stderr.write("there is no CUDA device here; --small runs on the CPU\n")
             return 2
         os.environ.update(DS_ACCELERATOR="cpu", GLOO_SOCKET_IFNAME="lo")
-    amount, folder = SMALL if asked.small else FULL, Path(tempfile.mkdtemp(prefix="benchmark-gpu-"))
+    amount = SMALL if asked.small else FILL if asked.fill else FULL
+    folder = Path(tempfile.mkdtemp(prefix="benchmark-gpu-"))
     about: dict[str, Any] = {
         "machine": machine.describe(),
         "device": torch.cuda.get_device_name() if _cuda() else "CPU",

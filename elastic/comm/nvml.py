@@ -107,6 +107,28 @@ class NvmlDevice:
             slowdowns=tuple(reason for reason in reasons if reason not in _USUAL),
         )
 
+    def watch(self) -> Errors | None:
+        """None where the device does not tell of its errors."""
+        nvml = self._nvml
+        kind = nvml.nvmlEventTypeXidCriticalError
+        if not self._told(nvml.nvmlDeviceGetSupportedEventTypes, self.handle, otherwise=0) & kind:
+            return None
+        made = self._told(nvml.nvmlEventSetCreate, otherwise=None)
+        if made is None:
+            return None
+        try:
+            nvml.nvmlDeviceRegisterEvents(self.handle, kind, made)
+        except nvml.NVMLError as error:
+            logger.warning("NVML does not tell of the GPU's errors: %s", error)
+            self._told(nvml.nvmlEventSetFree, made, otherwise=None)
+            return None
+        return Errors(nvml, made)
+
+    def bus_id(self) -> str:
+        """Its PCI address in NVML's form, "00000000:3B:00.0"; empty where it is not told."""
+        info = self._told(self._nvml.nvmlDeviceGetPciInfo, self.handle, otherwise=None)
+        return "" if info is None else _text(info.busId)
+
     def clocks(self) -> Clocks:
         nvml, kind = self._nvml, self._nvml.NVML_CLOCK_SM
         return Clocks(
@@ -153,6 +175,36 @@ class NvmlDevice:
 
     def _numbers(self) -> range:
         return range(self._nvml.NVML_NVLINK_MAX_LINKS)
+
+
+class DeviceLost(RuntimeError):
+    """The driver has lost the device, or wants to reset it before anything else."""
+
+
+class Errors:
+    """The errors (Xid) that the driver reports of one device, from the moment that this was made."""
+
+    def __init__(self, nvml: Any, events: Any) -> None:
+        self._nvml = nvml
+        self._events = events
+
+    def next(self, limit_s: float) -> int | None:
+        """The Xid of the next error; None where there is none within `limit_s`. Raises DeviceLost, and
+        RuntimeError where NVML tells no more of it."""
+        nvml = self._nvml
+        try:
+            return int(nvml.nvmlEventSetWait(self._events, int(1000 * limit_s)).eventData)
+        except nvml.NVMLError as error:
+            if error.value == nvml.NVML_ERROR_TIMEOUT:
+                return None
+            lost = error.value in (nvml.NVML_ERROR_GPU_IS_LOST, nvml.NVML_ERROR_RESET_REQUIRED)
+            raise (DeviceLost if lost else RuntimeError)(str(error)) from error
+
+    def close(self) -> None:
+        try:
+            self._nvml.nvmlEventSetFree(self._events)
+        except self._nvml.NVMLError as error:
+            logger.debug("a set of NVML events was not freed: %s", error)
 
 
 def _text(name: str | bytes) -> str:

@@ -29,6 +29,8 @@ def test_every_figure_is_measured(tmp_path: Path) -> None:
     # Each of the rebuilds was restored from the memory of the process next to it.
     assert len(figures["restore from memory, reading and installing", "ray-elastic"].values) == 4
     assert len(figures["training thread, or its stream, kept by a snapshot", "ray-elastic"].values) == 4
+    assert len(figures["leaving a generation, a snapshot under way", "ray-elastic"].values) == 3
+    assert len(figures["a process group of one: made, used, aborted, destroyed", "ray-elastic"].values) == 3
     assert {subject for name, subject in figures if name == "training kept by a durable save"} == {
         "engine.save_checkpoint",
         "torch DCP async_save",

@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-NOT_SUPPORTED, NOT_FOUND = 3, 6
+INVALID, NOT_SUPPORTED, NOT_FOUND, TIMEOUT, LOST = 2, 3, 6, 10, 15
+XID_EVENT = 0x8
+# In place of an error's number: the driver has lost the device.
+GONE = -1
 
 
 @dataclass
@@ -27,6 +30,9 @@ class FakeDevice:
     reasons: int | None = 0
     sm_mhz: int | None = 1980
     highest_mhz: int | None = 1980
+    bus_id: str | None = "00000000:3B:00.0"
+    # What its driver reports next: the numbers of errors, or GONE. None: it reports nothing.
+    xids: list[int] | None = field(default_factory=list)
 
 
 class FakeNvml(ModuleType):
@@ -46,12 +52,22 @@ class FakeNvml(ModuleType):
     nvmlClocksEventReasonHwThermalSlowdown = 0x40
     nvmlClocksEventReasonHwPowerBrakeSlowdown = 0x80
 
+    NVML_ERROR_TIMEOUT = TIMEOUT
+    NVML_ERROR_GPU_IS_LOST = LOST
+    NVML_ERROR_RESET_REQUIRED = 16
+    nvmlEventTypeXidCriticalError = XID_EVENT
+
     class NVMLError(Exception):
-        pass
+        def __init__(self, value: int) -> None:
+            super().__init__(
+                {TIMEOUT: "Timeout", LOST: "GPU is lost", NOT_SUPPORTED: "Not Supported"}.get(value, value)
+            )
+            self.value = value
 
     def __init__(self, *devices: FakeDevice) -> None:
         super().__init__("pynvml")
         self.devices = devices
+        self.sets: list[list[FakeDevice]] = []
 
     def nvmlInit(self) -> None: ...
 
@@ -60,17 +76,44 @@ class FakeNvml(ModuleType):
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> FakeDevice:
         if index >= len(self.devices):
-            raise self.NVMLError("Invalid Argument")
+            raise self.NVMLError(INVALID)
         return self.devices[index]
 
     def nvmlDeviceGetHandleByUUID(self, uuid: bytes) -> FakeDevice:
         for device in self.devices:
             if uuid.decode() == device.uuid or uuid.startswith(b"MIG-"):
                 return device
-        raise self.NVMLError("Not Found")
+        raise self.NVMLError(NOT_FOUND)
 
     def nvmlDeviceGetName(self, handle: FakeDevice) -> str:
         return handle.name
+
+    def nvmlDeviceGetPciInfo(self, handle: FakeDevice) -> Any:
+        return SimpleNamespace(busId=self._told(handle.bus_id))
+
+    def nvmlDeviceGetSupportedEventTypes(self, handle: FakeDevice) -> int:
+        return 0 if handle.xids is None else XID_EVENT
+
+    def nvmlEventSetCreate(self) -> list[FakeDevice]:
+        """A set is the devices that are registered in it."""
+        self.sets.append([])
+        return self.sets[-1]
+
+    def nvmlDeviceRegisterEvents(self, handle: FakeDevice, types: int, events: list[FakeDevice]) -> None:
+        assert types == XID_EVENT
+        events.append(handle)
+
+    def nvmlEventSetWait(self, events: list[FakeDevice], limit_ms: int) -> Any:
+        for device in events:
+            if device.xids:
+                if device.xids[0] == GONE:
+                    raise self.NVMLError(LOST)
+                return SimpleNamespace(eventType=XID_EVENT, eventData=device.xids.pop(0))
+        # A driver would wait for `limit_ms` first.
+        raise self.NVMLError(TIMEOUT)
+
+    def nvmlEventSetFree(self, events: list[FakeDevice]) -> None:
+        self.sets.remove(events)
 
     def nvmlDeviceGetMigMode(self, handle: FakeDevice) -> list[int]:
         return [self._told(handle.mig), 0]
@@ -111,7 +154,7 @@ class FakeNvml(ModuleType):
 
     def _told(self, value: Any) -> Any:
         if value is None:
-            raise self.NVMLError("Not Supported")
+            raise self.NVMLError(NOT_SUPPORTED)
         return value
 
 
@@ -121,6 +164,7 @@ class FakeLibrary:
     def __init__(self, *devices: FakeDevice) -> None:
         self._devices = devices
         self._fake = FakeNvml(*devices)
+        self._sets: list[list[FakeDevice]] = []
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         plain = name.removesuffix("_v2")
@@ -134,6 +178,12 @@ class FakeLibrary:
             return self._name
         if plain == "nvmlDeviceGetFieldValues":
             return self._fields
+        if plain == "nvmlDeviceGetPciInfo_v3":
+            return self._place
+        if plain.startswith("nvmlEventSet"):
+            return getattr(self, f"_{plain}")
+        if plain == "nvmlDeviceRegisterEvents":
+            return self._register
         return lambda handle, *rest: self._ask(plain, handle, rest)
 
     def _handle(self, ask: Callable[[Any], FakeDevice], key: Any, handle: Any) -> int:
@@ -151,6 +201,37 @@ class FakeLibrary:
     def _name(self, handle: Any, text: Any, size: Any) -> int:
         text.value = self._device(handle).name.encode()
         return 0
+
+    def _place(self, handle: Any, info: Any) -> int:
+        told = self._device(handle).bus_id
+        if told is None:
+            return NOT_SUPPORTED
+        info._obj.busId = told.encode()
+        return 0
+
+    def _nvmlEventSetCreate(self, events: Any) -> int:
+        self._sets.append(self._fake.nvmlEventSetCreate())
+        ctypes.cast(events, ctypes.POINTER(ctypes.c_void_p))[0] = len(self._sets)
+        return 0
+
+    def _register(self, handle: Any, types: Any, events: Any) -> int:
+        self._fake.nvmlDeviceRegisterEvents(self._device(handle), types.value, self._set(events))
+        return 0
+
+    def _nvmlEventSetWait(self, events: Any, data: Any, limit_ms: Any) -> int:
+        try:
+            told = self._fake.nvmlEventSetWait(self._set(events), limit_ms.value)
+        except FakeNvml.NVMLError as error:
+            return error.value
+        data._obj.eventType, data._obj.eventData = told.eventType, told.eventData
+        return 0
+
+    def _nvmlEventSetFree(self, events: Any) -> int:
+        self._fake.nvmlEventSetFree(self._set(events))
+        return 0
+
+    def _set(self, events: Any) -> list[FakeDevice]:
+        return self._sets[(ctypes.cast(events, ctypes.c_void_p).value or 0) - 1]
 
     def _fields(self, handle: Any, count: Any, values: Any) -> int:
         device, (value,) = self._device(handle), values._obj

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import shutil
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from torch.utils import cpp_extension
 from torch.utils.file_baton import FileBaton
 
@@ -107,3 +111,46 @@ def test_an_operator_is_built_where_a_killed_process_left_torchs_lock(
     end(holder(build, "torch.utils.file_baton", "FileBaton"))
     cpp_extension.load("empty", [str(source)], build_directory=str(build), is_python_module=False, with_cuda=False)
     assert ctypes.CDLL(str(build / "empty.so")).answer() == 42
+
+
+ON_DEVICE = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+    pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc"),
+]
+BUILD_LIMIT_S = 400.0
+
+
+@pytest.mark.timeout(2 * BUILD_LIMIT_S)
+@pytest.mark.parametrize(
+    "operator",
+    [
+        "small",
+        # Expected: some ten seconds of a C++ compiler, and about a minute of nvcc.
+        pytest.param("CPUAdam", marks=pytest.mark.slow),
+        pytest.param("FusedAdam", marks=ON_DEVICE),
+    ],
+)
+def test_nobody_waits_for_a_builder_that_was_killed_in_the_middle(operator: str, tmp_path: Path) -> None:
+    what = operator
+    if operator == "small":
+        what = str(tmp_path / "small.cpp")
+        # Long enough for the compiler to be killed in.
+        lines = [f"template struct std::array<int, {number}>;" for number in range(1, 40)]
+        Path(what).write_text("#include <array>\n#include <map>\n" + "\n".join(lines), encoding="utf-8")
+    command = [sys.executable, str(Path(__file__).with_name("builds.py")), str(tmp_path / "builds"), what]
+    (tmp_path / "builds").mkdir()
+    killed = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_for(lambda: list((tmp_path / "builds").rglob("lock.flock")), killed)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait(LIMIT_S)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_LIMIT_S, check=False)
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["built"]), done.stderr[-4000:]
+
+
+def wait_for(condition: Callable[[], object], process: subprocess.Popen[bytes]) -> None:
+    """While the process runs."""
+    while not condition():
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.01)
+            raise AssertionError(f"it ended with {process.returncode}")

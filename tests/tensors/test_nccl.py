@@ -88,10 +88,15 @@ class Line:
         self.where, self.steps = where, list[tuple[str, Any]]()
         self.at_the_line = threading.Semaphore(0)
         monkeypatch.setattr(os, "environ", dict(os.environ))
-        monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+        monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+        self.allocator = ""
+        monkeypatch.setattr(torch.cuda, "set_device", self._set_device)
         monkeypatch.setattr(dist, "init_process_group", self._init)
         monkeypatch.setattr(process_group, "_groups", lambda: [])
         monkeypatch.setattr(nccl.Communicators, "connect", lambda *_: self.steps.append(("connect", None)))
+
+    def _set_device(self, device: torch.device) -> None:
+        self.allocator = os.environ.get("PYTORCH_ALLOC_CONF", "")
 
     def _init(self, backend: str, *, device_id: Any = None, **_: Any) -> None:
         self.steps.append(("init", device_id))
@@ -123,6 +128,7 @@ def test_no_communicator_is_made_before_every_rank_has_its_group(
         thread.join(LIMIT_S)
         assert not thread.is_alive()
     assert [step for step, _ in line.steps] == ["init", "init", "connect", "connect"]
+    assert line.allocator == "expandable_segments:True", "set when the device is first used"
 
 
 def test_a_rank_whose_peer_never_comes_is_released_by_an_abort(

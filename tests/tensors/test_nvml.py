@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from fake_nvml import FakeDevice, FakeLibrary, FakeNvml
+from fake_nvml import GONE, FakeDevice, FakeLibrary, FakeNvml
 
 from elastic.comm import nvml
-from elastic.comm.nvml import Clocks, NvmlDevice
+from elastic.comm.nvml import Clocks, DeviceLost, Errors, NvmlDevice
 from elastic.core.policy.device_health import DeviceHealth, unfit
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -71,6 +71,38 @@ def test_a_device_that_supports_none_of_it_is_fit(install: Install) -> None:
     device = NvmlDevice.find("0")
     assert device is not None
     assert device.clocks() == Clocks(0, 0, ())
+
+
+def test_where_a_device_is_plugged_in(install: Install) -> None:
+    install(FakeDevice(bus_id="00000000:AF:00.0"), FakeDevice(bus_id=None))
+    found = [NvmlDevice.find(number) for number in ("0", "1")]
+    assert [device.bus_id() for device in found if device is not None] == ["00000000:AF:00.0", ""]
+
+
+def watched(identity: str = "0") -> Errors | None:
+    device = NvmlDevice.find(identity)
+    assert device is not None
+    return device.watch()
+
+
+def test_errors_that_a_driver_reports_come_one_by_one(install: Install) -> None:
+    sick, other = FakeDevice(), FakeDevice(uuid="GPU-1", xids=[13])
+    install(sick, other)
+    errors = watched()
+    assert errors is not None
+    assert errors.next(0.01) is None
+    sick.xids = [63, 48]
+    assert [errors.next(0.01) for _ in range(3)] == [63, 48, None]
+    sick.xids = [GONE]
+    with pytest.raises(DeviceLost, match="GPU is lost"):
+        errors.next(0.01)
+    errors.close()
+    assert other.xids == [13], "another device's errors are its worker's"
+
+
+def test_a_device_that_reports_no_errors_is_not_watched(install: Install) -> None:
+    install(FakeDevice(xids=None))
+    assert watched() is None
 
 
 def test_pages_that_are_retired_at_the_next_reset_count_as_rows_do(install: Install) -> None:

@@ -8,13 +8,14 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import ErrorType, HashStore
 
 from elastic.checkpoint.digest import digest, digest_on_device
 from elastic.checkpoint.memory.server.snapshot_server import SnapshotServer
@@ -23,6 +24,7 @@ from elastic.checkpoint.source import ReadRange
 from elastic.comm import lost_peers
 from elastic.comm.collective_ledger import CollectiveLedger
 from elastic.comm.device_check import device_error
+from elastic.comm.device_meters import EnergyMeter
 from elastic.comm.device_stream import DelayClock
 from elastic.comm.nccl import outlive_peers
 from elastic.comm.nvml import NvmlDevice
@@ -30,6 +32,7 @@ from elastic.core.checkpoint.manifest import ShardRecord, StoredTensor
 from elastic.core.names import shard_file
 from elastic.core.policy.device_health import unfit
 from elastic.core.sharding.layout import Chunk
+from elastic.runtime.worker.numa import sysfs_address
 from elastic.training.state import reading
 from elastic.training.state.copier import Copier
 from elastic.training.state.host import HostCopy, HostPool
@@ -60,6 +63,26 @@ os._exit(0)
 """
 
 
+def test_the_machine_is_as_the_other_tests_take_it_to_be() -> None:
+    """Torch is a CUDA build with an NCCL that makes communicators in the background and with several roots."""
+    assert torch.version.cuda is not None
+    assert torch.cuda.nccl.version() >= (2, 23)
+    assert subprocess.run(["nvidia-smi"], capture_output=True, check=False).returncode == 0
+
+
+def test_the_allocators_segments_grow() -> None:
+    code = (
+        "from elastic.comm.allocator import let_segments_grow\nimport torch\nlet_segments_grow()\n"
+        "kept = torch.ones(1 << 20, device='cuda')\n"
+        "print({segment['is_expandable'] for segment in torch.cuda.memory_snapshot()})"
+    )
+    environment = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert done.stdout.split() == ["{True}"], done.stderr[-2000:]
+
+
 def asserts(environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     code = ASSERTS.format(environment=environment)
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, check=False)
@@ -69,6 +92,12 @@ def test_a_device_assert_is_an_exception_and_not_the_end_of_the_process() -> Non
     """Gone with TORCH_NCCL_RETHROW_CUDA_ERRORS at its default: exit code -6."""
     done = asserts({"TORCH_NCCL_RETHROW_CUDA_ERRORS": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"})
     assert (done.returncode, done.stdout.split()) == (0, ["raised", "710", "alive"]), done.stderr[-2000:]
+
+
+def test_torchs_own_default_ends_the_process_with_a_device_assert() -> None:
+    """What the settings are for. Where this fails, torch has another default, and they may be needless."""
+    done = asserts({"TORCH_NCCL_ENABLE_MONITORING": "0"})
+    assert (done.returncode, done.stdout.split()) == (-6, ["raised", "710"]), done.stderr[-2000:]
 
 
 def test_a_device_assert_is_told_from_broken_hardware() -> None:
@@ -95,8 +124,15 @@ def nccl() -> Iterator[dist.ProcessGroup]:
 
 
 def test_nccl_and_gloo_groups_are_asked_side_by_side(nccl: dist.ProcessGroup) -> None:
+    backend = nccl._get_backend(torch.device("cuda", 0))
+    # As `Communicators` does it for groups of several ranks.
+    assert not backend._is_initialized()
+    backend.eager_connect_single_device(torch.device("cuda", 0))
     dist.all_reduce(torch.ones(1, device="cuda"))
+    torch.cuda.synchronize()
+    assert backend._is_initialized()
     gloo = dist.new_group(backend="gloo")
+    assert backend.get_error() == ErrorType.SUCCESS, "a backend without it would be passed over"
     assert lost_peers.first_error([nccl, gloo]) is None
 
 
@@ -243,6 +279,13 @@ def test_nvml_tells_of_this_device_and_nothing_against_it() -> None:
     assert unfit(health) is None, health
     assert health.links == health.usual_links
     assert 0 < device.clocks().sm_mhz <= device.clocks().highest_mhz
+    assert (Path("/sys/bus/pci/devices") / sysfs_address(device.bus_id()) / "numa_node").exists()
+    errors = device.watch()
+    assert errors is not None
+    assert errors.next(0.1) is None
+    errors.close()
+    # By the identity that torch tells.
+    assert EnergyMeter(torch.device("cuda", 0))._device is not None
 
 
 def test_memory_for_snapshots_can_be_pinned() -> None:

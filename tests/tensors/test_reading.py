@@ -10,7 +10,7 @@ import pytest
 import torch
 from simulated_device import LateDevice
 
-from elastic.checkpoint.source import ReadRange
+from elastic.checkpoint.source import BytesRead, ReadRange
 from elastic.core.errors import StorageError
 from elastic.training.state import reading
 
@@ -22,13 +22,13 @@ class Stored:
         self.device = device
         self.longest = 0
 
-    def read(self, manifest: Any, ranges: Sequence[ReadRange]) -> int:
+    def read(self, manifest: Any, ranges: Sequence[ReadRange]) -> BytesRead:
         self.device.seen.append("read")
         self.longest = max(self.longest, sum(each.target.nbytes for each in ranges))
         for each in ranges:
             assert each.target.numel() == each.numel
             each.target.copy_(values(each.rank, each.offset, each.numel, each.target.dtype))
-        return sum(each.target.nbytes for each in ranges)
+        return BytesRead(storage=sum(each.target.nbytes for each in ranges))
 
 
 def values(rank: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -54,7 +54,7 @@ def wanted() -> list[ReadRange]:
 def test_every_element_arrives_however_late_the_device_is(device: LateDevice, buffer_bytes: int) -> None:
     ranges, source = wanted(), Stored(device)
     count = reading._read(source, None, ranges, buffer_bytes)  # type: ignore[arg-type]
-    assert count == sum(each.target.nbytes for each in ranges)
+    assert count.storage == count.total == sum(each.target.nbytes for each in ranges)
     for each in ranges:
         assert torch.equal(each.target, values(each.rank, each.offset, each.numel, each.target.dtype)), each.key
     assert source.longest <= buffer_bytes
@@ -82,7 +82,7 @@ def test_a_source_that_fails_leaves_no_buffer_registered(device: LateDevice, mon
         def close(self) -> None:
             open_pins.clear()
 
-    def fail(manifest: Any, ranges: Sequence[ReadRange]) -> int:
+    def fail(manifest: Any, ranges: Sequence[ReadRange]) -> BytesRead:
         assert open_pins, "it is read into pinned memory"
         raise StorageError("gone")
 

@@ -1,4 +1,4 @@
-"""Is a device fit for a run that lasts for weeks? From what its driver tells before a worker begins to use it."""
+"""Is a device fit for a run that lasts for weeks? From what its driver tells before a worker uses it, and meanwhile."""
 
 from __future__ import annotations
 
@@ -9,6 +9,29 @@ _RECOVERY = {
     1: "a reset of the GPU", 2: "a restart of the node", 3: "an end of all peer-to-peer traffic",
     4: "a drained and reset GPU", 5: "a recovered IMEX domain", 6: "a reset of the bus", 7: "a restart of the system",
 }  # fmt: skip
+
+# Errors that the driver reports (Xid), by NVIDIA's catalogue of them: after the first ones nothing that the device
+# computes or moves is to be trusted until it is reset. After the second ones its health tells whether it is.
+_FATAL = {
+    48: "a double-bit error of its memory", 64: "a row of its memory could not be remapped", 74: "an NVLink has failed",
+    79: "it has fallen off the bus", 95: "an uncontained error of its memory",
+    119: "its system processor does not answer", 120: "its system processor has failed",
+    140: "an error of its memory that was not recovered",
+}  # fmt: skip
+_TOLD = {
+    63: "a row of its memory is to be remapped", 92: "many single-bit errors of its memory",
+    94: "a contained error of its memory",
+}  # fmt: skip
+# What a program does to itself: an index out of range, a crash, its own end.
+_OF_PROGRAMS = frozenset({13, 31, 43, 45, 68, 109})
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What a device has reported while a worker uses it. `unfit`: no worker should go on with it."""
+
+    evidence: str
+    unfit: bool
 
 
 @dataclass(frozen=True)
@@ -65,3 +88,16 @@ def doubts(health: DeviceHealth) -> tuple[str, ...]:
     if health.slowdowns:
         found.append(f"its clocks are lowered: {', '.join(health.slowdowns)}")
     return tuple(found)
+
+
+def fault(xid: int | None, health: DeviceHealth) -> Fault | None:
+    """What the driver's error `xid` (None: there was none), and the device's health right after it, mean for the worker
+    that uses the device; None where nothing is known against it."""
+    if xid in _OF_PROGRAMS:
+        xid = None
+    why = unfit(health)
+    if xid is None:
+        return None if why is None else Fault(why, unfit=True)
+    meaning = _FATAL.get(xid) or _TOLD.get(xid)
+    said = f"Xid {xid}: {meaning}" if meaning else f"Xid {xid}"
+    return Fault(said if why is None else f"{said}; {why}", unfit=xid in _FATAL or why is not None)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from elastic.comm.allocator import let_segments_grow
 from elastic.comm.nvml import NvmlDevice
 from elastic.core.errors import UsageError
 from elastic.core.policy.device_health import doubts, unfit
+from elastic.runtime.worker.numa import Binding, Sysfs, bind_near, sysfs_address
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +27,15 @@ class Seen:
     built_for: str | None
     devices: int
     used: str
+
+
+def choose(given: Sequence[int | str], environment: MutableMapping[str, str]) -> None:
+    """Before torch or any code of the user's touches a device: a worker without a GPU uses none, and torch's allocator
+    is set up for one that has. What the environment sets is kept. `given`: see `check_device`."""
+    if not given:
+        environment.setdefault("DS_ACCELERATOR", "cpu")
+    elif environment.get("DS_ACCELERATOR") != "cpu":
+        let_segments_grow(environment)
 
 
 def look(engine: str) -> Seen:
@@ -89,3 +101,32 @@ def check_health(given: Sequence[int | str], environment: Mapping[str, str], nod
             logger.warning("GPU %s of node %s: %s", identity, node, doubt)
         if (why := unfit(health)) is not None:
             raise RuntimeError(f"GPU {identity} of node {node}, which Ray reserves for this worker, is unfit: {why}")
+
+
+def bind_to_device(
+    given: Sequence[int | str], binding: Binding, environment: Mapping[str, str], node: str, sysfs: Sysfs | None = None
+) -> None:
+    """Bind this process to the cores near the reserved GPU, where the job asks for that. Arguments as in
+    `check_device`. Raises RuntimeError, naming GPU and node, where the cores are not known: another node may tell."""
+    if binding == "off" or not given or environment.get("DS_ACCELERATOR") == "cpu":
+        return
+    identity = str(given[0])
+    try:
+        bind_near(_address(identity), binding, sysfs)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"numa_binding: {binding} cannot be kept for GPU {identity} of node {node}: {error}; set numa_binding: off "
+            "or give the container the cores of the node"
+        ) from error
+
+
+def _address(identity: str) -> str:
+    """Of the device's PCI slot in sysfs, without initialising the device where NVML is there."""
+    device = NvmlDevice.find(identity)
+    if device is not None and (told := device.bus_id()):
+        return sysfs_address(told)
+    import torch
+
+    # The process sees one device (`check_device`). torch's stubs lack these fields, which its own NUMA binding reads.
+    found: Any = torch.cuda.get_device_properties(0)
+    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,7 +13,8 @@ from elastic.core.errors import UsageError
 from elastic.core.policy.device_health import DeviceHealth
 from elastic.core.settings import RunSettings
 from elastic.runtime.worker import device as device_module
-from elastic.runtime.worker.device import Seen, check_device, check_health
+from elastic.runtime.worker.device import Seen, bind_to_device, check_device, check_health, choose
+from elastic.runtime.worker.numa import Sysfs
 
 GOOD = Seen(torch="2.13.0+cu130", built_for="cuda", devices=1, used="cuda")
 
@@ -59,6 +62,51 @@ def test_a_worker_has_one_whole_gpu_or_none(gpus: float, why: str) -> None:
         RunSettings("run", resources_per_worker={"GPU": gpus})
 
 
+@pytest.mark.parametrize(
+    ("given", "before", "after"),
+    [
+        ((), {}, {"DS_ACCELERATOR": "cpu"}),
+        ((), {"DS_ACCELERATOR": "cuda"}, {"DS_ACCELERATOR": "cuda"}),
+        ((3,), {}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        # A logical GPU, as in tests.
+        ((3,), {"DS_ACCELERATOR": "cpu"}, {"DS_ACCELERATOR": "cpu"}),
+    ],
+)
+def test_the_process_is_set_up_before_it_touches_a_device(
+    given: tuple[int, ...], before: dict[str, str], after: dict[str, str]
+) -> None:
+    choose(given, before)
+    assert before == after
+
+
+def test_binding_needs_a_device_to_be_near_to() -> None:
+    RunSettings("run", resources_per_worker={"GPU": 1}, numa_binding="node")
+    with pytest.raises(UsageError, match="numa_binding is node, which needs a GPU"):
+        RunSettings("run", numa_binding="node")
+
+
+def test_a_worker_is_bound_near_its_device_however_its_address_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    bound: list[tuple[str, str]] = []
+    monkeypatch.setattr(device_module, "bind_near", lambda *asked: bound.append(asked[:2]))
+    monkeypatch.setattr(device_module, "NvmlDevice", Device)
+    place = SimpleNamespace(pci_domain_id=1, pci_bus_id=0xAF, pci_device_id=2)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda number: {0: place}[number])
+    for given in ((3,), (9,)):
+        bind_to_device(given, "exclusive", {}, "ab12")
+    assert bound == [("0000:3b:00.0", "exclusive"), ("0001:af:02.0", "exclusive")]
+    bind_to_device((3,), "off", {}, "ab12")
+    bind_to_device((3,), "node", {"DS_ACCELERATOR": "cpu"}, "ab12")
+    assert len(bound) == 2
+
+
+def test_a_binding_that_cannot_be_kept_names_device_and_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(device_module, "NvmlDevice", Device)
+    with pytest.raises(RuntimeError, match=r"numa_binding: node cannot be kept for GPU 3 of node ab12: none of the"):
+        bind_to_device((3,), "node", {}, "ab12", Sysfs(tmp_path))
+
+
 class Device:
     """What NVML tells of GPU 3 and of GPU 4; it does not know others."""
 
@@ -76,6 +124,9 @@ class Device:
 
     def health(self) -> DeviceHealth:
         return self._health
+
+    def bus_id(self) -> str:
+        return "00000000:3B:00.0"
 
 
 def test_a_device_that_will_not_last_is_an_error_of_its_node(
