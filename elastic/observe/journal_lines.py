@@ -19,6 +19,10 @@ Record = dict[str, Any]
 
 _SEAL = re.compile(r',"crc":"([0-9a-f]{8})"\}\n\Z')
 _TYPE = re.compile(r'\{"seq":[0-9]+,"incarnation":[0-9]+,"time":[0-9.]+,"type":"([a-z]+)"')
+# What a line with another type may have been is not known: the damage may be in that very word.
+_NO_EVENTS = frozenset(
+    ("run", "decision", "generation", "steps", "restore", "checkpoint", "incident", "samples", "ledger", "facts")
+)
 # A month of training writes lines of some kilobytes; a longer line is not a record of this project.
 _LONGEST = 64 << 20
 # These first lines decide whether a segment has checksums; in one that has, not all of them are damaged.
@@ -169,5 +173,5 @@ def _damaged(incarnation: int, number: int, line: str) -> Problem:
         "damaged",
         incarnation,
         f"line {number} of journal segment {incarnation}{known} is damaged; skipped",
-        maybe_event=kind is None or kind[1] in ("event", "begin"),
+        maybe_event=kind is None or kind[1] not in _NO_EVENTS,
     )

@@ -13,6 +13,8 @@ from elastic.core import events as ev
 from elastic.core.data.sample_ledger import SampleCount
 from elastic.core.data.steps import CompletedStep, Range
 from elastic.core.incident import Incident
+from elastic.core.policy.measured import Measured
+from elastic.core.typed_json import encode
 from elastic.observe.text import finite
 
 Record = Mapping[str, Any]
@@ -87,7 +89,8 @@ class Step(_StepAlways, total=False):
     """One step in a "steps" record; see `CompletedStep`. `anomaly` and `skipped`: the step was not applied. `content`:
     64 bits in hexadecimal form, of a stream. `collectives`: rank 0's, each the fields of a `CollectiveUse`.
     `gradient_parts`: of a step whose gradient noise was measured, `sample_flops`: of the run's first step, see
-    `StepReport`. `energy_j`: of all ranks' devices, where all measure it. `audit`: what an audit of the step found."""
+    `StepReport`. `energy_j`: of all ranks' devices, where all measure it. `audit`: what an audit of the step found.
+    `travel`: from this step on, how gradients travel, and what other ways would have cost."""
 
     metrics_by_rank: Mapping[str, Mapping[str, Any]]
     anomaly: str
@@ -98,6 +101,7 @@ class Step(_StepAlways, total=False):
     sample_flops: float
     energy_j: float
     audit: str
+    travel: str
 
 
 class Steps(TypedDict):
@@ -108,7 +112,8 @@ class Steps(TypedDict):
 
 
 class Restore(TypedDict):
-    """type "restore": state was restored on all ranks. Bytes are sums over ranks, seconds those of the slowest. `kept`
+    """type "restore": state was restored on all ranks. Bytes are sums over ranks, seconds those of the slowest;
+    `bytes_from` has the fields of `elastic.checkpoint.source.BytesRead`. `kept`
     are the micro-batches of the step after `step` that need not be computed again; `again` are the reasons of ranks
     that had computed some and keep none."""
 
@@ -118,6 +123,7 @@ class Restore(TypedDict):
     source: str
     step: int
     bytes_read: int
+    bytes_from: Mapping[str, int]
     bytes_needed: int
     read_s: float
     install_s: float
@@ -154,6 +160,13 @@ class Ledger(TypedDict):
     seconds: Mapping[str, float]
     wall_s: float
     held_s: Mapping[str, float]
+
+
+class Facts(TypedDict):
+    """type "facts": what the run has measured about itself so far, the JSON form of `Measured`; the last one counts."""
+
+    type: str
+    measured: Mapping[str, Any]
 
 
 # --- made by the controller ---
@@ -234,6 +247,8 @@ def step(done: CompletedStep, now: float) -> Step:
         record["energy_j"] = round(done.energy_j, 3)
     if done.audit:
         record["audit"] = done.audit
+    if done.travel:
+        record["travel"] = done.travel
     return record
 
 
@@ -244,6 +259,7 @@ def restore(reports: Sequence[Mapping[str, Any]]) -> Restore:
         "type": "restore", "generation": first["generation"], "checkpoint": first["checkpoint"],
         "source": first["source"], "step": first["step"],
         "bytes_read": sum(report["bytes_read"] for report in reports),
+        "bytes_from": {place: sum(report["bytes_from"][place] for report in reports) for place in first["bytes_from"]},
         "bytes_needed": sum(report["bytes_needed"] for report in reports),
         "read_s": round(max(report["read_s"] for report in reports), 4),
         "install_s": round(max(report["install_s"] for report in reports), 4),
@@ -264,9 +280,13 @@ def incident(run_id: str, detector: str, closed: Incident, restored: Record | No
     """`detector` is the part that noticed it first; `restored` the "restore" record of the generation that followed."""
     record = {"type": "incident", "run": run_id, "detector": detector, **closed.to_json()}
     if restored is not None:
-        keys = ("bytes_read", "bytes_needed", "read_s", "install_s", "verify_s")
+        keys = ("bytes_read", "bytes_from", "bytes_needed", "read_s", "install_s", "verify_s")
         record["restore"] = {key: restored[key] for key in keys}
     return record
+
+
+def facts(measured: Measured) -> Facts:
+    return {"type": "facts", "measured": encode(measured)}
 
 
 def samples(counted: SampleCount) -> Samples:
@@ -301,6 +321,15 @@ def steps_of(records: Iterable[Record]) -> Iterator[Record]:
 def skips_of(record: Record) -> tuple[Range, ...]:
     """The ranges of samples that the run skips, by a "generation" record."""
     return tuple((start, stop) for start, stop in record.get("skips") or ())
+
+
+def undone_by(record: Record) -> tuple[int, int] | None:
+    """(generation, step) after which the state of this and of earlier generations does not count any more, by the
+    record of an anomaly or of an audit that failed; None for every other record."""
+    if record["type"] == "event" and record.get("event") == "AnomalyFound":
+        return int(record["generation"]), int(record["step"])
+    found = (record.get("data") or {}).get("undone") if record["type"] == "decision" else None
+    return None if found is None else (int(found[0]), int(found[1]))
 
 
 def _writable(value: Any) -> Any:

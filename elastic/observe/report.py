@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from elastic.core.wording import plural
-from elastic.observe.text import clean, duration, number, outcome, size, step_range, table, world_change
+from elastic.observe.text import clean, duration, number, origin, outcome, size, step_range, table, world_change
 
 Summary = Mapping[str, Any]
 
@@ -20,6 +20,7 @@ def report(summary: Summary) -> list[str]:
         _incidents(summary),
         _generations(summary),
         _checkpoints(summary),
+        _slow_nodes(summary),
         _ledger(summary),
         _compute(summary),
         _noise(summary),
@@ -65,8 +66,18 @@ def _incident(incident: Mapping[str, Any], began: float | None) -> dict[str, str
         "world": world_change(incident.get("world_size"), incident.get("next_world_size")),
         **{name.replace("_", " "): duration(seconds.get(name)) for name in _MARKS},
         "repeated": "-" if incident.get("steps_repeated") is None else plural(incident["steps_repeated"], "step"),
-        "from": clean(incident.get("source") or "-"),
+        "from": origin(incident.get("source"), incident.get("bytes_from")),
     }
+
+
+def _slow_nodes(summary: Summary) -> list[str]:
+    """Those that were not as fast as the others when they joined."""
+    known = summary.get("calibration") or {}
+    return [
+        f"node {clean(node)[:8]} is {clean(verdict.get('state'))}: {clean('; '.join(verdict.get('reasons') or ()))}"
+        for node, verdict in known.items()
+        if verdict.get("state") != "healthy"
+    ]
 
 
 def _generations(summary: Summary) -> list[str]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -46,7 +46,9 @@ def _row(step: Record) -> dict[str, Any]:
 @dataclass(frozen=True)
 class CollectiveTable:
     """Rank 0's collectives in one generation. Each row has the medians over the steps in which it occurs: calls and
-    bytes are rounded down to whole ones. `step_s` is the median step's duration."""
+    bytes are rounded down to whole ones. `step_s` is the median step's duration. `travel`: (step, how gradients travel
+    from it on, and what other strategies would have cost). `shares` has, by "operation axis dtype", the share of the
+    steps that have a row, where not all have."""
 
     generation: int
     world_size: int
@@ -54,6 +56,12 @@ class CollectiveTable:
     last_step: int
     step_s: float
     rows: tuple[CollectiveUse, ...]
+    travel: tuple[tuple[int, str], ...] = ()
+    shares: Mapping[str, float] = field(default_factory=dict)
+
+    def share(self, use: CollectiveUse) -> float:
+        """Of the steps: those that have the row."""
+        return self.shares.get(_key(use), 1.0)
 
 
 def collective_table(records: Iterable[Record], generation: int | None = None) -> CollectiveTable | None:
@@ -67,12 +75,15 @@ def collective_table(records: Iterable[Record], generation: int | None = None) -
         if begins_generation(record):
             sizes[int(record["number"])] = int(record["world_size"])
         for step in steps_of([record]):
-            if step.get("collectives"):
+            if "collectives" in step:
                 steps[int(step["generation"])].append(step)
-    chosen = max(steps, default=None) if generation is None else generation
-    if chosen is None or chosen not in steps or chosen not in sizes:
+    known = [number for number, found in steps.items() if any(step["collectives"] for step in found)]
+    chosen = max(known, default=None) if generation is None else generation
+    if chosen is None or chosen not in known or chosen not in sizes:
         return None
-    counted = steps[chosen][1:] or steps[chosen]
+    counted = steps[chosen][1:]
+    if not any(step["collectives"] for step in counted):
+        counted = steps[chosen]
     return CollectiveTable(
         generation=chosen,
         world_size=sizes[chosen],
@@ -80,7 +91,20 @@ def collective_table(records: Iterable[Record], generation: int | None = None) -
         last_step=max(int(step["step"]) for step in counted),
         step_s=median(float(step["duration_s"]) for step in counted),
         rows=_medians(counted),
+        shares=_shares(counted),
+        travel=tuple((int(step["step"]), str(step["travel"])) for step in steps[chosen] if step.get("travel")),
     )
+
+
+def _shares(steps: Sequence[Record]) -> dict[str, float]:
+    """Of the steps, by operation, axis and dtype: those that have it, where not all have."""
+    rows = (CollectiveUse.from_json(row) for step in steps for row in step["collectives"])
+    counts = Counter(_key(row) for row in rows)
+    return {key: count / len(steps) for key, count in counts.items() if count < len(steps)}
+
+
+def _key(use: CollectiveUse) -> str:
+    return f"{use.op} {use.axis} {use.dtype}"
 
 
 def _medians(steps: Sequence[Record]) -> tuple[CollectiveUse, ...]:

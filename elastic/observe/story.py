@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from elastic.core.wording import plural
 from elastic.observe.records import Record
 from elastic.observe.summary import incident_seconds, lost
-from elastic.observe.text import clean, clock, date, duration, number, outcome, size
+from elastic.observe.text import clean, clock, date, duration, number, origin, outcome, size
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ def story(records: Iterable[Record], *, everything: bool = False) -> list[Line]:
         sentence = _sentence(record, everything)
         if sentence:
             lines.append(_line(record, time, time - start, sentence))
+        lines += [_line(record, time, time - start, row) for row in (*_options(record), *_meshes(record))]
     return lines
 
 
@@ -76,7 +78,7 @@ def _incident_parts(record: Record) -> Iterator[str]:
     if record.get("steps_repeated") is not None:
         yield f"{plural(int(record['steps_repeated']), 'step')} repeated"
     if record.get("source"):
-        yield f"state from {clean(record['source'])}"
+        yield f"state from {origin(record['source'], (record.get('restore') or {}).get('bytes_from'))}"
 
 
 def _line(record: Record, time: float, offset_s: float, sentence: str) -> Line:
@@ -96,6 +98,35 @@ def _sentence(record: Record, everything: bool) -> str:
             return _checkpoint(record) if everything else ""
         case _:
             return clean(record.get("sentence") or "")
+
+
+def _options(record: Record) -> Iterator[str]:
+    """What each option was expected to cost, where a decision was made by that."""
+    data = record.get("data") or {}
+    for row in data.get("options") or ():
+        after = f"in {duration(row['after_s'])}" if row["after_s"] else "now"
+        cost = f"{row['lost_node_s']:.1f} node-seconds lost"
+        cost += f", {row['price']:.2f} in money" if row.get("price") is not None else ""
+        chosen = ", chosen" if row["option"] == data.get("chosen") else ""
+        yield f"  {clean(row['option'])}: {row['world_size']} workers {after}, {cost}{chosen}"
+
+
+def _meshes(record: Record) -> Iterator[str]:
+    """Every mesh that a generation could have had, where it could have had several."""
+    for row in (record.get("data") or {}).get("meshes") or ():
+        axes = ", ".join(f"{clean(axis)} {size}" for axis, size in row["axes"].items())
+        if row.get("refusal"):
+            parts = [clean(row["refusal"])]
+        else:
+            moved = [f"{100 * row['moved']:.0f} % of it over the network"] if row.get("moved") is not None else []
+            parts = [plural(row["world_size"], "worker"), _mesh_step(row), *moved]
+        yield f"  {axes}: {', '.join([*parts, *(['chosen'] if row['chosen'] else [])])}"
+
+
+def _mesh_step(row: Mapping[str, Any]) -> str:
+    if row.get("seconds") is False:
+        return f"step {number(row['step'])} of one worker's"
+    return f"step {duration(row['step'])}{'' if row['measured'] else ' expected'}"
 
 
 def _controller(record: Record) -> str:

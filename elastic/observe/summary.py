@@ -33,8 +33,9 @@ _STAMPS = {"seq", "incarnation", "time", "type"}
 
 def summarize(records: Iterable[Record], watts: float | None = None) -> Json:
     """Keys: run_id, status, reason, steps, final_loss, error, started_at, ended_at, wall_s, generations, incidents,
-    samples, checkpoints, save_stall_s, attempts, time_ledger, compute (a `ComputeLedger`), gradient_noise
-    (a `NoiseScale`), controllers. `watts`: see `ComputeLedger.at`. Times are wall clock seconds."""
+    samples, checkpoints, save_stall_s, attempts, time_ledger, calibration (of each node the verdict and its reasons),
+    compute (a `ComputeLedger`), gradient_noise (a `NoiseScale`), controllers. `watts`: see `ComputeLedger.at`. Times
+    are wall clock seconds."""
     all_records = list(records)
     attempts = _attempts(all_records)
     run = _run(all_records, attempts[-1])
@@ -58,6 +59,7 @@ def summarize(records: Iterable[Record], watts: float | None = None) -> Json:
         "save_stall_s": _stalls(of(all_records, "checkpoint")),
         "attempts": len(attempts),
         "time_ledger": time_ledger(attempts),
+        "calibration": _calibration(all_records),
         "compute": ledger.to_json() if ledger.known else None,
         "gradient_noise": None if (noise := noise_scale(all_records)) is None else noise.to_json(),
         "controllers": max((int(record.get("incarnation", 0)) for record in all_records), default=0),
@@ -83,6 +85,7 @@ def incident_summary(record: Record) -> Json:
         "steps_repeated": record.get("steps_repeated"),
         "resumed_step": record.get("resumed_step"),
         "source": record.get("source") or None,
+        "bytes_from": (record.get("restore") or {}).get("bytes_from"),
     }
 
 
@@ -225,6 +228,16 @@ def _generations(records: Sequence[Record]) -> list[Json]:
         {**{key: merged.get(key) for key in keys}, "last_step": merged.get("last_step", last.get(merged.get("number")))}
         for merged in _latest(of(records, "generation"), "number")
     ]
+
+
+def _calibration(records: Sequence[Record]) -> Json:
+    """Of each node that was measured when it joined its last verdict."""
+    found = [record.get("data") or {} for record in of(records, "decision") if record.get("kind") == "calibration"]
+    return {
+        str(data["node"]): {"state": data["state"], "reasons": data.get("reasons") or []}
+        for data in found
+        if "node" in data and "state" in data
+    }
 
 
 def _checkpoints(records: Sequence[Record]) -> list[Json]:

@@ -52,6 +52,14 @@ def size(count: float | None) -> str:
     return f"{count:.1f} TB"
 
 
+def origin(source: object, bytes_from: Mapping[str, Any] | None) -> str:
+    """Where restored state came from: "memory (8.3 MB of the readers' nodes, 1.7 MB over the network)"; "-": none."""
+    own, network, stored = (finite((bytes_from or {}).get(name)) for name in ("own_node", "network", "storage"))
+    if own or network:
+        return f"{clean(source)} ({size(own)} of the readers' nodes, {size(network)} over the network)"
+    return clean(source or "-") + (f" ({size(stored)})" if stored else "")
+
+
 def number(value: Any, form: str = ".4f") -> str:
     return format(value, form) if finite(value) is not None else "-"
 

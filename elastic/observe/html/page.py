@@ -17,7 +17,7 @@ from elastic.observe.html import figures
 from elastic.observe.html.style import STYLE
 from elastic.observe.steps import collective_table
 from elastic.observe.summary import summarize
-from elastic.observe.text import brief, clean, date, duration, finite, number, size, step_range, world_change
+from elastic.observe.text import brief, clean, date, duration, finite, number, origin, size, step_range, world_change
 
 Record = Mapping[str, Any]
 Summary = Mapping[str, Any]
@@ -126,7 +126,7 @@ def _incident_table(summary: Summary) -> str:
             incident["lost"] or "-",
             world_change(incident["world_size"], incident["next_world_size"]),
             "-" if incident["steps_repeated"] is None else str(incident["steps_repeated"]),
-            incident["source"] or "-",
+            origin(incident["source"], incident.get("bytes_from")),
             f"{incident['evidence']}{'; ' if incident['action'] else ''}{incident['action']}",
         )
         for incident in summary["incidents"]
@@ -148,14 +148,23 @@ def _collectives(records: Sequence[Record]) -> str:
     if found is None:
         return ""
     rows = [
-        (use.op, use.axis, use.dtype or "-", str(use.calls), size(use.bytes), brief(use.seconds), brief(use.waited_s))
+        (
+            use.op,
+            use.axis,
+            use.dtype or "-",
+            str(use.calls),
+            size(use.bytes),
+            brief(use.seconds),
+            brief(use.waited_s),
+            f"{found.share(use):.3g}",
+        )
         for use in found.rows
     ]
     words = (
         f"Generation {found.generation}, {plural(found.world_size, 'rank')}: rank 0 in the median of steps "
         f"{found.first_step} to {found.last_step}, of {brief(found.step_s)}."
     )
-    names = ("operation", "axis", "dtype", "calls", "payload", "time", "waited")
+    names = ("operation", "axis", "dtype", "calls", "payload", "time", "waited", "share of steps")
     return f'<p class="faint">{escape(words)}</p>' + _table(names, rows)
 
 

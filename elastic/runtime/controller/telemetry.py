@@ -34,7 +34,6 @@ class Books:
     table: StepTable
     samples: SampleLedger
     time: TimeLedger
-    held: TimeLedger
     step: int
     loss: float | None
     metrics: dict[str, Any]
@@ -51,9 +50,6 @@ class Telemetry:
         self.samples = SampleLedger()
         self.contents = StepContents()
         self.time = TimeLedger(now)
-        # The same in accelerator-seconds: those of the slots that are placed.
-        self.held = TimeLedger(now)
-        self.held.hold(0, now)
         self._per_slot = settings.scaling.workers_per_slot
         self._hang = HangLimit(limits.hang_floor_s, limits.hang_factor, limits.join_timeout_s)
         self.watch = ProgressWatch(self._hang)
@@ -81,8 +77,7 @@ class Telemetry:
         self.table.begin(number, world_size, step)
         self.samples.rollback(step)
         self.samples.skip(skips)
-        for ledger in self._ledgers:
-            ledger.rollback(step)
+        self.time.rollback(step)
         self.step = step
         self._recent.clear()
         self._restores.clear()
@@ -115,17 +110,14 @@ class Telemetry:
     def _completed(self, done: CompletedStep, now: float) -> None:
         if done.first:
             # The time of verification is known only after the restore; until then it is booked as the restore's.
-            for ledger in self._ledgers:
-                left_s = self._verify_s
-                for owner in (RESHARD, RESTORE):
-                    left_s -= ledger.move(owner, VERIFY, left_s)
+            for owner in (RESHARD, RESTORE):
+                self._verify_s -= self.time.move(owner, VERIFY, self._verify_s)
             self._verify_s = 0.0
         self._reached(done.step, finite(done.loss))
         self.metrics.update(done.metrics)
         self.samples.add(done.step, done.positions, done.skipped)
         self.contents.add(done.step, (*done.positions, *done.skipped), done.content)
-        for ledger in self._ledgers:
-            ledger.step_done(done.step, now, done.save_stall_s, done.data_wait_s, done.straggler_s)
+        self.time.step_done(done.step, now, done.save_stall_s, done.data_wait_s, done.straggler_s)
         if not done.first:
             self._hang.add(done.duration_s)
         if done.save_stall_s:
@@ -185,8 +177,7 @@ class Telemetry:
         self.metrics.update(step.get("metrics") or {})
         self._recall_samples(step)
         stalls = [step.get(name, 0.0) for name in ("save_stall_s", "data_wait_s", "straggler_s")]
-        for ledger in self._ledgers:
-            ledger.step_done(step["step"], when, *stalls)
+        self.time.step_done(step["step"], when, *stalls)
         self.table.known(step["step"])
 
     def replay_samples(self, replayed: Iterable[records.Record]) -> None:
@@ -205,14 +196,11 @@ class Telemetry:
 
     def books(self) -> Books:
         """A view of what keeps changing; complete where nothing is unwritten."""
-        return Books(
-            self.generation, self.table, self.samples, self.time, self.held, self.step, self.loss, self.metrics
-        )
+        return Books(self.generation, self.table, self.samples, self.time, self.step, self.loss, self.metrics)
 
     def take(self, books: Books) -> None:
         """Continue with the books of the controller before."""
         self.generation, self.samples, self.time = books.generation, books.samples, books.time
-        self.held = books.held
         self.table = books.table.restored()
         self.step, self.loss, self.metrics = books.step, books.loss, books.metrics
 
@@ -221,20 +209,15 @@ class Telemetry:
 
     # --- time ---
 
-    @property
-    def _ledgers(self) -> tuple[TimeLedger, TimeLedger]:
-        return self.time, self.held
-
     def owner(self, state: RunState, now: float) -> None:
+        # Accelerators are held where slots are placed.
         slots = state.fleet.slots
-        self.held.hold((len(slots) - len(slots.pending)) * self._per_slot, now)
-        for ledger in self._ledgers:
-            ledger.switch(owner_of(state), now)
+        self.time.hold((len(slots) - len(slots.pending)) * self._per_slot, now)
+        self.time.switch(owner_of(state), now)
 
     def committed(self, step: int) -> None:
         """A checkpoint covers everything up to and including `step`."""
-        for ledger in self._ledgers:
-            ledger.commit(step)
+        self.time.commit(step)
 
     def flush(self, now: float, force: bool = False) -> None:
         """Write waiting steps when there are many, or when they have waited long."""
@@ -260,5 +243,5 @@ class Telemetry:
         counted = self.samples.result(self.samples.end())
         return [
             records.samples(counted),
-            records.ledger(self.time.totals(now), self.time.wall_s(), self.held.totals(now)),
+            records.ledger(self.time.totals(now), self.time.wall_s(), self.time.held_totals(now)),
         ]

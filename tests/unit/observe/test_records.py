@@ -21,6 +21,7 @@ STEP = CompletedStep(
 )  # fmt: skip
 RESTORES = [
     {"rank": rank, "generation": 2, "checkpoint": "c", "source": "memory", "step": 6, "bytes_read": 10,
+     "bytes_from": {"own_node": 7, "network": 3 - rank, "storage": rank},
      "bytes_needed": 9, "read_s": 0.1 * rank, "install_s": 0.2, "verify_s": 0.3,
      "kept": 4, "again": "a reason" if rank else ""}
     for rank in (0, 1)
@@ -60,7 +61,8 @@ RESTORES = [
         (
             records.restore(RESTORES),
             {"type": "restore", "generation": 2, "checkpoint": "c", "source": "memory", "step": 6, "bytes_read": 20,
-             "bytes_needed": 18, "read_s": 0.1, "install_s": 0.2, "verify_s": 0.3, "kept": 8,
+             "bytes_from": {"own_node": 14, "network": 5, "storage": 1}, "bytes_needed": 18,
+             "read_s": 0.1, "install_s": 0.2, "verify_s": 0.3, "kept": 8,
              "again": ["a reason"]},
         ),
         (
@@ -85,5 +87,9 @@ def test_the_written_form_of_each_type(made: Any, written: Any) -> None:
 def test_an_incident_tells_who_noticed_it_and_what_was_restored() -> None:
     made = records.incident("r", "node heartbeats", INCIDENT, records.restore(RESTORES))
     assert (made["type"], made["run"], made["detector"], made["id"]) == ("incident", "r", "node heartbeats", 1)
-    assert made["restore"] == {"bytes_read": 20, "bytes_needed": 18, "read_s": 0.1, "install_s": 0.2, "verify_s": 0.3}
-    assert summarize([made])["incidents"][0]["kind"] == "node-lost"
+    places = {"own_node": 14, "network": 5, "storage": 1}
+    assert made["restore"] == {
+        "bytes_read": 20, "bytes_from": places, "bytes_needed": 18, "read_s": 0.1, "install_s": 0.2, "verify_s": 0.3,
+    }  # fmt: skip
+    (shown,) = summarize([made])["incidents"]
+    assert (shown["kind"], shown["bytes_from"]) == ("node-lost", places)

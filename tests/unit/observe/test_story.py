@@ -46,3 +46,35 @@ def test_control_characters_of_user_code_do_not_reach_the_terminal() -> None:
 def test_heading() -> None:
     assert heading("r1", journal()) == "run r1, begun 1970-01-01 00:01:40 UTC"
     assert heading("r1", []) == "run r1: nothing has happened yet"
+
+
+def test_every_mesh_that_a_generation_could_have_had_follows_the_decision() -> None:
+    meshes = [
+        {"axes": {"ep": 1}, "world_size": 3, "step": 0.25, "measured": True, "seconds": True, "moved": 0.25,
+         "chosen": True},
+        {"axes": {"ep": 2}, "world_size": 2, "step": 0.5, "measured": False, "seconds": True, "chosen": False},
+        {"axes": {"ep": 2}, "world_size": 2, "step": 0.5, "measured": False, "seconds": False, "chosen": False},
+        {"axes": {"ep": 4}, "world_size": 0, "refusal": "3 workers, and it needs 4", "chosen": False},
+    ]  # fmt: skip
+    records = [{"type": "decision", "kind": "mesh", "time": 0.0, "sentence": "3 workers", "data": {"meshes": meshes}}]
+    assert [line.sentence for line in story(records)] == [
+        "3 workers",
+        "  ep 1: 3 workers, step 0.25 s, 25 % of it over the network, chosen",
+        "  ep 2: 2 workers, step 0.50 s expected",
+        "  ep 2: 2 workers, step 0.5000 of one worker's",
+        "  ep 4: 3 workers, and it needs 4",
+    ]
+
+
+def test_what_each_option_would_have_cost_follows_the_decision() -> None:
+    options = [
+        {"option": "shrink", "world_size": 7, "after_s": 0.0, "lost_node_s": 39.64, "price": 0.4},
+        {"option": "wait", "world_size": 8, "after_s": 2.1, "lost_node_s": 8.39, "price": 0.08},
+    ]
+    data = {"chosen": "wait", "options": options}
+    records = [{"type": "decision", "kind": "waiting", "time": 0.0, "sentence": "waiting 4 s at most", "data": data}]
+    assert [line.sentence for line in story(records)] == [
+        "waiting 4 s at most",
+        "  shrink: 7 workers now, 39.6 node-seconds lost, 0.40 in money",
+        "  wait: 8 workers in 2.10 s, 8.4 node-seconds lost, 0.08 in money, chosen",
+    ]

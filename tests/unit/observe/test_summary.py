@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from html import escape
 
 from sample_journal import INCIDENT, journal
 
 from elastic.observe.html.page import page
 from elastic.observe.report import report
+from elastic.observe.story import story
 from elastic.observe.summary import lost, summarize, with_faults
 from elastic.observe.text import duration, size
 
@@ -152,6 +154,20 @@ def test_the_report_names_times_and_source() -> None:
     assert "time: productive 15.0 s (79%), restore 3.75 s (20%), detect 0.25 s (1%)" in text
 
 
+def test_an_incident_says_how_many_bytes_crossed_the_network() -> None:
+    """Journals of earlier releases do not know."""
+    moved = {"own_node": 8_300_000, "network": 0, "storage": 0}
+    stored = {"own_node": 0, "network": 0, "storage": 12_000}
+    last = dict(next(record for record in journal() if record["type"] == "incident"))
+    told = ("memory (8.3 MB of the readers' nodes, 0 B over the network)", "storage (12.0 kB)")
+    for source, places, text in (("memory", moved, told[0]), ("storage", stored, told[1]), ("memory", None, "memory")):
+        restore = {"restore": {"bytes_from": places}} if places else {}
+        records = [{**last, "source": source, **restore}]
+        assert report(summarize(records))[-1].endswith(f"1 step    {text}")
+        assert story(records)[0].sentence.endswith(f"; state from {text}")
+        assert f"<td>{escape(text)}</td>" in page(records)
+
+
 def test_durations_and_sizes() -> None:
     assert [duration(x) for x in (None, 0.414, 12.34, 185, 7620)] == [
         "-",
@@ -161,3 +177,15 @@ def test_durations_and_sizes() -> None:
         "2 h 07 min",
     ]
     assert [size(x) for x in (None, 12, 12_300, 4e9, 5e12)] == ["-", "12 B", "12.3 kB", "4.0 GB", "5.0 TB"]
+
+
+def test_nodes_that_are_not_as_fast_as_the_others_are_named() -> None:
+    def judged(node: str, state: str, *reasons: str) -> dict[str, object]:
+        data = {"node": node, "state": state, "reasons": list(reasons)}
+        return {"type": "decision", "kind": "calibration", "time": 1.0, "sentence": "...", "data": data}
+
+    failed = {"type": "decision", "kind": "calibration", "time": 1.0, "sentence": "...", "data": {"node": "c"}}
+    records = [judged("a", "slow", "gemm 3 times"), judged("b", "healthy"), failed, judged("a", "slow", "disk 2 times")]
+    summary = summarize(records)
+    assert summary["calibration"]["a"] == {"state": "slow", "reasons": ["disk 2 times"]}
+    assert [line for line in report(summary) if line.startswith("node")] == ["node a is slow: disk 2 times"]

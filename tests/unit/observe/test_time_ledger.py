@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,6 +16,7 @@ from elastic.core.run.phase import Closing, Ending, Finished, Joining, Pausing, 
 from elastic.core.run.state import Fleet, KnownCheckpoint, RunState, Slot, SlotPhase, Trouble, Worker, WorkerPhase
 from elastic.core.settings import RunSettings, ScalingSettings
 from elastic.core.tables import Numbers
+from elastic.core.typed_json import decode, encode
 from elastic.observe import time_ledger as own
 from elastic.observe.time_ledger import OWNERS, SampleCount, SampleLedger, TimeLedger, owner_of
 
@@ -30,7 +33,6 @@ def test_steps_are_unknown_until_a_checkpoint_covers_them() -> None:
 
 def test_every_instant_counts_as_often_as_accelerators_are_held() -> None:
     ledger = TimeLedger(0.0)
-    ledger.hold(0, 0.0)
     ledger.hold(4, 3.0)
     ledger.switch(own.INIT, 4.0)
     ledger.switch(own.PRODUCTIVE, 6.0)
@@ -38,16 +40,27 @@ def test_every_instant_counts_as_often_as_accelerators_are_held() -> None:
     ledger.hold(2, 9.0)
     ledger.step_done(2, 10.0, checkpoint_stall_s=0.25)
     ledger.commit(1)
-    assert ledger.totals(10.0) == {
-        own.QUEUE: 4.0, own.INIT: 8.0, own.PRODUCTIVE: 6.0, own.DATA_STALL: 2.0, own.UNKNOWN: 5.5,
-        own.CHECKPOINT_STALL: 0.5,
+    # The second step had four accelerators for a second and two for another: its stall takes three of them.
+    assert ledger.held_totals(10.0) == {
+        own.QUEUE: 4.0, own.INIT: 8.0, own.PRODUCTIVE: 6.0, own.DATA_STALL: 2.0, own.UNKNOWN: 5.25,
+        own.CHECKPOINT_STALL: 0.75,
     }  # fmt: skip
-    assert ledger.wall_s() == 10.0
+    assert ledger.wall_s() == sum(ledger.totals(10.0).values()) == 10.0
     ledger.rollback(1)
-    assert ledger.totals(10.0)[own.REPLAY] == 5.5
-    # A second of every accelerator that is held.
+    assert ledger.held_totals(10.0)[own.REPLAY] == 5.25
+    # A second of the four accelerators that were held when it went by.
     assert ledger.move(own.INIT, own.VERIFY, 1.0) == 1.0
-    assert ledger.totals(10.0)[own.VERIFY] == 2.0
+    assert ledger.held_totals(10.0)[own.VERIFY] == 4.0
+
+
+def test_a_node_lost_in_the_middle_of_a_step_leaves_no_owner_more_accelerators_than_were_held() -> None:
+    ledger = TimeLedger(0.0, own.PRODUCTIVE, held=4)
+    ledger.step_done(1, 1.0)
+    ledger.hold(2, 2.0)
+    ledger.switch(own.DECIDE, 5.0)
+    # Of four seconds with ten accelerator-seconds one is lost work.
+    assert ledger.totals(5.0) == {own.UNKNOWN: 2.0, own.DETECT: 3.0}
+    assert ledger.held_totals(5.0) == {own.UNKNOWN: 6.5, own.DETECT: 7.5}
 
 
 def test_rolled_back_steps_and_the_broken_one_become_replay_and_the_standstill_detection() -> None:
@@ -148,6 +161,35 @@ def test_every_instant_has_exactly_one_owner(start: float, history: list[tuple[o
         parts = ledger.nanoseconds(now)
         assert sum(parts.values()) == round(now * 1e9) - round(start * 1e9)
         assert min(parts.values()) >= 0
+
+
+seconds = st.floats(0, 100)
+turns = st.one_of(
+    st.tuples(st.just("hold"), st.integers(0, 8), seconds),
+    st.tuples(st.just("switch"), st.sampled_from((own.PRODUCTIVE, own.PAUSED)), seconds),
+    st.tuples(st.just("switch"), st.sampled_from(OWNERS), seconds),
+    st.tuples(st.just("step_done"), st.integers(0, 20), seconds, seconds, seconds),
+    st.tuples(st.just("commit"), st.integers(0, 20)),
+    st.tuples(st.just("rollback"), st.integers(0, 20)),
+    st.tuples(st.just("move"), st.sampled_from(OWNERS), st.sampled_from(OWNERS), seconds),
+)
+
+
+@given(st.integers(0, 4), st.lists(turns, max_size=40))
+def test_no_owner_has_fewer_or_more_accelerators_than_were_held(first: int, history: list[tuple[Any, ...]]) -> None:
+    ledger, now, counts, whole = TimeLedger(0.0, held=first), 0.0, [first], 0
+    for kind, *values in history:
+        if kind in ("hold", "switch", "step_done"):
+            before, now = now, now + values[1]
+            values[1] = now
+            whole += counts[-1] * (round(now * 1e9) - round(before * 1e9))
+        getattr(ledger, kind)(*values)
+        counts += [values[0]] if kind == "hold" else []
+        times, held = ledger.nanoseconds(now), ledger.held_nanoseconds(now)
+        assert (sum(times.values()), sum(held.values())) == (round(now * 1e9), whole)
+        for owner in OWNERS:
+            assert min(counts) * times[owner] <= held[owner] <= max(counts) * times[owner], owner
+        assert decode(TimeLedger, json.loads(json.dumps(encode(ledger)))) == ledger
 
 
 # --- owners ----------------------------------------------------------------------------------------------------------
