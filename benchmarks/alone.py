@@ -122,8 +122,10 @@ def live(
     end_at: int,
     node: MemoryNode | None = None,
     restore: bool = False,
+    aborted: Callable[[GenerationRunner], None] | None = None,
 ) -> Lived:
     """Generation `number` up to step `end_at`; with `node` a snapshot at every step, with `restore` from its newest.
+    `aborted` gets the runner, and has it aborted after that step: it does not end there by itself then.
 
     Raises RuntimeError with the generation's own words where it ends otherwise.
     """
@@ -133,8 +135,11 @@ def live(
         memory=None if node is None else MemoryPlan(every_steps=1),
     )  # fmt: skip
     rendezvous = host_store("127.0.0.1")
-    coordinator = AloneCoordinator(spec, rendezvous, str(folder), end_at, node, manifest)
+    last = end_at if aborted is None else -1
+    coordinator = AloneCoordinator(spec, rendezvous, str(folder), last, node, manifest)
     runner = GenerationRunner(spec, coordinator, rendezvous, on_result=lambda _: coordinator.close(wait=False))
+    if aborted is not None:
+        aborted(runner)
     result = runner.run(train, dict(config))
     if result.kind != "ended" or result.step != end_at:
         raise RuntimeError(f"generation {number} came to {result.kind} at step {result.step}: {result.traceback}")

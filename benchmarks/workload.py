@@ -44,7 +44,10 @@ LARGE_LIGHT = Size("large-light", width=512, layers=6, heads=8, context=32, batc
 TINY = Size("tiny", width=32, layers=1, heads=2, context=16, batch=24, micro=8)
 # A billion parameters, for one CUDA device: 2 GB of bf16 weights and 12 GB of masters and moments.
 BILLION = Size("billion", width=2048, layers=20, heads=16, context=512, batch=8, micro=8)
-SIZES = {size.name: size for size in (SMALL, LARGE, LARGE_LIGHT, TINY, BILLION)}
+# Three billion fill a device of 80 GB: 6 GB of bf16 weights, as much of gradients, and 35 GB of masters and moments. A
+# restore finds no room for a second set of these.
+THREE_BILLION = Size("three-billion", width=3072, layers=26, heads=24, context=512, batch=8, micro=2)
+SIZES = {size.name: size for size in (SMALL, LARGE, LARGE_LIGHT, TINY, BILLION, THREE_BILLION)}
 
 
 @cache
@@ -104,7 +107,7 @@ def avoid_compiling() -> None:
 def train(config: dict[str, Any]) -> None:
     """This project's body. `config`: size (a name), stage and marks (a folder); and where wanted gate (a file), pace_s
     (the least time of a step), elsewhere_s (what every pass sleeps), set_up_s (what the function sleeps before it
-    builds), bf16 and after_step(engine, step)."""
+    builds), bf16, before_pass(step) and after_step(engine, step)."""
     import elastic
     from benchmarks.marks import MarkWriter, pass_gate
 
@@ -115,10 +118,13 @@ def train(config: dict[str, Any]) -> None:
     engine, _, loader, _ = elastic.initialize(model=model, optimizer=optimizer, training_data=data, config=resolved)
     marks = MarkWriter(config["marks"])
     gate, pace_s, after_step = config.get("gate"), config.get("pace_s", 0.0), config.get("after_step")
+    before_pass = config.get("before_pass")
     begun = time.monotonic()
     for _ in elastic.epochs():
         for windows in loader:
             time.sleep(config.get("elsewhere_s", 0.0))
+            if before_pass is not None:
+                before_pass(elastic.get_context().step)
             engine.backward(engine(windows.to(engine.device)))
             last = engine.is_gradient_accumulation_boundary()
             if last:

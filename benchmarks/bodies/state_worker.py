@@ -42,6 +42,16 @@ def own_load(job: Job) -> Told:
     return {"loads": found}
 
 
+def own_steps(job: Job) -> Told:
+    """So many steps; of each its seconds, and on rank 0 how many collectives the ledger has of it."""
+    _, coordinator = _generation(job, job["ports"][0], 1, None, end_at=job["steps"])
+    steps = [
+        {"seconds": report.duration_s, "calls": sum(use.calls for use in report.collectives)}
+        for report in coordinator.reports
+    ]
+    return {"steps": steps}
+
+
 def native_save(job: Job) -> Told:
     engine, batches = deepspeed_alone.make_engine(workload.SIZES[job["size"]], job["stage"])
     _train(engine, batches, _STEPS)
@@ -129,7 +139,7 @@ def _generation(job: Job, port: int, number: int, checkpoint: str | None, end_at
 
 
 JOBS: dict[str, Callable[[Job], Told]] = {
-    job.__name__: job for job in (own_save, own_load, native_save, native_load, dcp_save)
+    job.__name__: job for job in (own_save, own_load, own_steps, native_save, native_load, dcp_save)
 }
 
 

@@ -148,6 +148,12 @@ def _strike(run: OwnRun, plan: Plan, found: Found) -> None:
     found.repeated.append(float(change.steps_repeated))
 
 
+def _moved(found: Found) -> tuple[float, ...]:
+    """MB over the network of each restore from the nodes' memory."""
+    places = [incident["restore"]["bytes_from"] for incident in found.incidents if incident["restore"]]
+    return tuple(place["network"] / 1e6 for place in places if not place["storage"])
+
+
 def _growth(run: OwnRun) -> tuple[list[float], list[dict[str, Any]]]:
     """The pauses of the scale-ups from 3 to 4, and their own timelines."""
     grown = [change for change in changes(read_marks(run.marks)) if change.next_world_size > change.world_size]
@@ -164,7 +170,7 @@ def _growth(run: OwnRun) -> tuple[list[float], list[dict[str, Any]]]:
 
 
 def report(plan: Plan, found: Found) -> list[Figure]:
-    """Three figures: seconds, steps repeated, and the pause of the scale-ups between the faults."""
+    """Seconds, steps repeated, what of the state crossed the network, and the pause of the scale-ups in between."""
     cadence = 1 if plan.source == "memory" else SAVE_EVERY
     notes = ("a snapshot at every step" if cadence == 1 else f"a checkpoint every {cadence} steps",)
     details = {"incidents": found.incidents}
@@ -177,6 +183,10 @@ def report(plan: Plan, found: Found) -> list[Figure]:
         Figure(CASE, f"{plan.name}: steps repeated", "steps", tuple(found.repeated),
                targets=(Target("max", cadence),), failure=found.failure),
     ]  # fmt: skip
+    if moved := _moved(found):
+        told = ("of what all ranks restored; the rest was in the memory of their nodes",)
+        name = f"{plan.name}: state over the network"
+        rows.append(Figure(CASE, name, "MB", moved, notes=told, failure=found.failure))
     if plan.fault != "kill_node" or not plan.grows:
         return rows
     targets = (Target("median", 1.0),) if plan.stage < 3 and plan.source == "memory" else ()

@@ -16,6 +16,7 @@ from benchmarks.figures import Figure, Target, not_measured
 from benchmarks.options import Options
 from elastic.core import actions as act
 from elastic.core import events as ev
+from elastic.core.checkpoint.snapshots import Copies, Snapshot, copies_of, place_replicas, snapshot_id
 from elastic.core.data.joined_reports import joined_by_step
 from elastic.core.data.steps import StepReport
 from elastic.core.event_groups import together
@@ -83,16 +84,30 @@ class Fleet:
         self.happen([ev.TrainingReached(generation, worker, step) for worker in members])
         self.happen([ev.FirstStepDone(generation, step + 1)])
 
-    def lose(self) -> None:
-        """A node is lost and its peers leave: to the moment when the next generation is sent."""
+    def lose(self, copies: Copies) -> None:
+        """A node is lost and its peers leave: to the moment when the next generation is sent. `copies` are what the
+        others hold."""
         generation, slot = self.state.generation, next(iter(self.state.fleet.slots))
         self.actions.clear()
         self.happen([ev.SlotLost(slot, "the connection to its agent was closed")])
         self.happen([ev.WorkerLeft(generation, worker, 1) for worker in self.state.members_inside])
         if self.state.saved.survey is not None:
-            self.happen([ev.SnapshotsReported(self.state.saved.survey.number)])
+            found = ((snapshot_id(1, generation), 1),)
+            self.happen(
+                [ev.SnapshotsReported(self.state.saved.survey.number, found, (), (), copies.ranks, copies.nodes)]
+            )
         if not any(isinstance(action, act.BeginGeneration) for action in self.actions):
             raise AssertionError(f"no generation begins after a lost node: {self.state.phase}")
+
+    def copies(self) -> Copies:
+        """What the nodes hold of a snapshot with one replica of each shard, when the first one is gone."""
+        names = [f"node-{slot:05d}" for slot in self.state.fleet.slots]
+        nodes = [node for node in names for _ in range(RANKS)]
+        copies = tuple(
+            tuple(node for node in (own, *replicas) if node != names[0])
+            for own, replicas in zip(nodes, place_replicas(nodes, 1), strict=True)
+        )
+        return copies_of(Snapshot(1, 1, copies))
 
 
 def measure(options: Options) -> list[Figure]:
@@ -115,7 +130,8 @@ def _measured(nodes: int, journal: JournalWriter) -> Iterator[tuple[str, str, fl
     collect_seldom()
     fleet = Fleet(nodes, journal)
     yield _START, "s", _seconds(fleet.start)
-    yield _LOSS, "s", _seconds(fleet.lose)
+    copies = fleet.copies()
+    yield _LOSS, "s", _seconds(lambda: fleet.lose(copies))
     loop = _loop_of(fleet)
     yield _BEATS, "s", _seconds(lambda: _beats(loop, fleet))
     yield "step reports of one step, each rank by itself", "s", _seconds(lambda: _step(loop, fleet))
