@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from elastic import data, sequence
     from elastic.core.errors import ElasticError, UsageError
     from elastic.core.settings import AnomalySettings, FailureSettings, SnapshotSettings, StragglerSettings
+    from elastic.engines.model.pipeline import Pipeline
     from elastic.interchange.export import export
     from elastic.training.api import (
         busy,
@@ -30,9 +31,9 @@ if TYPE_CHECKING:
     from elastic.training.context import Context
 
 __all__ = [
-    "AnomalySettings", "Context", "ElasticError", "ElasticTrainer", "FailureSettings", "SnapshotSettings",
-    "StragglerSettings", "UsageError", "busy", "data", "epochs", "export", "get_context", "initialize", "keep",
-    "prepare_data_loader", "report", "sequence", "state", "step",
+    "AnomalySettings", "Context", "ElasticError", "ElasticTrainer", "FailureSettings", "Pipeline",
+    "SnapshotSettings", "StragglerSettings", "UsageError", "busy", "data", "epochs", "export", "get_context",
+    "initialize", "keep", "prepare_data_loader", "report", "sequence", "state", "step",
 ]  # fmt: skip
 
 _HOMES = {
@@ -41,6 +42,7 @@ _HOMES = {
     "ElasticError": "elastic.core.errors",
     "ElasticTrainer": "elastic_jobs.trainer",
     "FailureSettings": "elastic.core.settings",
+    "Pipeline": "elastic.engines.model.pipeline",
     "SnapshotSettings": "elastic.core.settings",
     "StragglerSettings": "elastic.core.settings",
     "UsageError": "elastic.core.errors",

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import posixpath
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from elastic.checkpoint.source import BytesRead, ReadRange
 from elastic.checkpoint.storage import CheckpointStore
 from elastic.core.checkpoint.manifest import Manifest
 from elastic.core.checkpoint.manifest_json import from_json
 from elastic.core.errors import IntegrityError, UsageError
 from elastic.store.objects import Objects
 from elastic.store.open import open_objects
-
-if TYPE_CHECKING:
-    from elastic.checkpoint.source import ReadRange
 
 _MANIFEST = "manifest.json"
 _README = """\
@@ -48,11 +45,11 @@ class CheckpointFolder:
             raise IntegrityError(f"the checkpoint in {self.url} is {manifest.id}, not {checkpoint_id}")
         return manifest
 
-    def read(self, manifest: Manifest, ranges: Sequence[ReadRange]) -> int:
+    def read(self, manifest: Manifest, ranges: Sequence[ReadRange]) -> BytesRead:
         # Imported late: a README and a manifest need no torch.
         from elastic.checkpoint.reading import fetch, requests
 
-        return fetch(self._objects, "", requests(manifest, ranges, max_bytes=32 << 20), threads=8)
+        return BytesRead(storage=fetch(self._objects, "", requests(manifest, ranges, max_bytes=32 << 20), threads=8))
 
 
 def explain(url: str) -> None:

@@ -97,8 +97,7 @@ class ShardStream:
             digests=partial_digests(snapshot.layout, snapshot.tensors),
             extra_state=snapshot.extra_state,
             zero_stage=snapshot.zero_stage,
-            # Equal on all ranks of a lane, so one report of it is enough.
-            parameters=snapshot.parameters if snapshot.rank < snapshot.tp else None,
+            parameters=snapshot.parameters,
             tp=snapshot.tp,
         )
 

@@ -18,7 +18,8 @@ class ShardSnapshot:
     `tensors` maps "<kind>/<buffer>" to 1-D contiguous CPU tensors; every buffer named there is in `layout.buffers` with
     that length. Kinds of sharded state are "fp32" (or the master's real dtype) and the optimizer's own names; kinds of
     replicated state are "param" (frozen parameters) and "buffer" (module buffers), of which each tensor is given by
-    exactly one rank. `parameters` maps every tensor name to its shape. `extra_state` is as in `ShardRecord`.
+    exactly one rank. `parameters` maps every tensor name to its shape, on the first rank of each lane (None on others,
+    which have the same). `extra_state` is as in `ShardRecord`.
     """
 
     run_id: str
@@ -29,7 +30,7 @@ class ShardSnapshot:
     zero_stage: int
     layout: RankLayout
     tensors: Mapping[str, torch.Tensor]
-    parameters: Mapping[str, tuple[int, ...]]
+    parameters: Mapping[str, tuple[int, ...]] | None
     extra_state: Mapping[str, Json] | None = None
     # As in `ShardRecord`.
     tp: int = 1

@@ -30,6 +30,23 @@ class ReadRange:
     target: torch.Tensor
 
 
+@dataclass(frozen=True)
+class BytesRead:
+    """Where the bytes of a restore came from: the memory of the reader's own node, that of other nodes over the
+    network, or storage."""
+
+    own_node: int = 0
+    network: int = 0
+    storage: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.own_node + self.network + self.storage
+
+    def __add__(self, other: BytesRead) -> BytesRead:
+        return BytesRead(self.own_node + other.own_node, self.network + other.network, self.storage + other.storage)
+
+
 class CheckpointSource(Protocol):
     """Read side of a tier. Raises `StorageError` (unreachable) or `IntegrityError` (missing, short, malformed)."""
 
@@ -42,6 +59,6 @@ class CheckpointSource(Protocol):
         """1. The manifest. The shards may still be damaged: the content checks detect that."""
         ...
 
-    def read(self, manifest: Manifest, ranges: Sequence[ReadRange]) -> int:
-        """2. Fill every target; returns the number of bytes fetched. May coalesce neighbouring ranges."""
+    def read(self, manifest: Manifest, ranges: Sequence[ReadRange]) -> BytesRead:
+        """2. Fill every target; returns the bytes fetched. May coalesce neighbouring ranges."""
         ...

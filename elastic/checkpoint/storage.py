@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
+from elastic.checkpoint.source import BytesRead, ReadRange
 from elastic.core.checkpoint.manifest import Manifest, ShardRecord
 from elastic.core.checkpoint.manifest_json import from_json, to_json
 from elastic.core.errors import Fenced, IntegrityError, StorageError, UsageError, Where
@@ -27,7 +28,6 @@ from elastic.store.open import open_objects
 
 if TYPE_CHECKING:
     from elastic.checkpoint.snapshot import ShardSnapshot
-    from elastic.checkpoint.source import ReadRange
 
 logger = logging.getLogger(__name__)
 
@@ -146,12 +146,12 @@ class CheckpointStore:
             raise IntegrityError(f"the manifest in {checkpoint_id} is that of {manifest.run_id}/{manifest.id}")
         return manifest
 
-    def read(self, manifest: Manifest, ranges: Sequence[ReadRange]) -> int:
+    def read(self, manifest: Manifest, ranges: Sequence[ReadRange]) -> BytesRead:
         """Fill all targets in parallel; returns the bytes fetched. The bytes are verified later, by the digests."""
         from elastic.checkpoint.reading import fetch, requests
 
         reads = requests(manifest, ranges, max_bytes=self._max_read_bytes, max_gap_bytes=self._max_gap_bytes)
-        return fetch(self._objects, self._folder(manifest.id), reads, self._read_threads)
+        return BytesRead(storage=fetch(self._objects, self._folder(manifest.id), reads, self._read_threads))
 
     def verify_shards(self, manifest: Manifest) -> int:
         """Read every byte of every shard; returns the number. Raises IntegrityError naming the first damaged shard."""

@@ -91,6 +91,13 @@ class Agreement:
         found = self._reduce(table.reshape(-1), "SUM")
         return [found[begin : begin + len(values)] for begin in range(0, len(found), len(values))]
 
+    def gathered(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's `rows`, of one shape and type on all ranks."""
+        on_device = rows.to(self._device)
+        found = [torch.empty_like(on_device) for _ in range(self.world_size)]
+        dist.all_gather(found, on_device, group=self._group)
+        return found
+
     def least(self, values: Sequence[int | bool]) -> list[int]:
         """The least of each value over the ranks."""
         return self._reduce(torch.tensor([int(value) for value in values], dtype=torch.int64), "MIN")

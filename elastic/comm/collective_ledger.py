@@ -61,6 +61,8 @@ class CollectiveLedger:
         # The marks before and after an exchange of the platform's own.
         self._waits: list[tuple[Any, Any]] = []
         self._passed_s = 0.0
+        # What a reduction of the platform's own says of itself, for the report of the step.
+        self.remark = ""
         # Told of each call when it is complete, on the thread that makes the calls; on a device by `take`.
         self.watch: Callable[[CollectiveCall], None] | None = None
 
@@ -73,12 +75,13 @@ class CollectiveLedger:
         """Another group of the mesh."""
         self._axes[group] = axis
 
-    def timed(self, op: str, call: Call) -> Call:
-        """The same call, counted. A handle that it returns is counted until the end of its `wait`."""
+    def timed(self, op: str, call: Call, axis: str = "") -> Call:
+        """The same call, counted. A handle that it returns is counted until the end of its `wait`. `axis` takes the
+        place of the name of the call's group."""
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             payload, dtype = _payload(args, kwargs)
-            key = (op, self._axis(args, kwargs), dtype)
+            key = (op, axis or self._axis(args, kwargs), dtype)
             mark = self.mark()
             began = time.perf_counter()
             try:
@@ -112,6 +115,11 @@ class CollectiveLedger:
         self._look()
         rows, self._rows = self._rows, {}
         return tuple(CollectiveUse(*key, *rows[key]) for key in sorted(rows))
+
+    def take_remark(self) -> str:
+        """What was remarked since the last call."""
+        remark, self.remark = self.remark, ""
+        return remark
 
     def passed_s(self) -> float:
         """On a device, after a synchronisation: the seconds that streams have stood in collectives since the last call.

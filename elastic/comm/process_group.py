@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from elastic.comm import lost_peers, nccl, sockets
+from elastic.comm.allocator import let_segments_grow
 from elastic.comm.hooks import GroupHooks
 from elastic.comm.peer_addresses import exchange
 from elastic.comm.rendezvous import connect, release_store
@@ -75,6 +76,8 @@ class ProcessGroup:
         self._hooks.before_join()
         self._set_environment()
         if device.type == "cuda":
+            # Without Ray: whoever has allocated on the device before has torch's own settings.
+            let_segments_grow()
             torch.cuda.set_device(device)
         self._foreign = frozenset(found.inode for found in sockets.tcp_sockets())
         self._building = True
@@ -95,9 +98,9 @@ class ProcessGroup:
             timeout=self._timeout(),
         )
         self._excepthooks = before, sys.excepthook
-        if self.spec.mesh.per_cell > 1:
+        ranks = list(self.spec.mesh.together(self.spec.rank))
+        if len(ranks) > 1:
             # Known to its members alone: thousands of cells are not made on every rank.
-            ranks = list(self.spec.mesh.cell(self.spec.rank))
             self._cell = dist.new_group(ranks, timeout=self._timeout(), use_local_synchronization=True)
         if self.fails_silently:
             self._communicators = nccl.Communicators(device)
@@ -108,7 +111,7 @@ class ProcessGroup:
 
     @property
     def cell(self) -> dist.ProcessGroup | None:
-        """The ranks that train on the same samples as this one; None where no other does, and after `close`."""
+        """The ranks that share sequences or each layer with this one; None where no other does, and after `close`."""
         return self._cell
 
     def hand_out_cell(self) -> dist.ProcessGroup | None:
@@ -161,6 +164,22 @@ class ProcessGroup:
     def error(self) -> str | None:
         """A failure that the groups report only when polled; None without one. From any thread."""
         return lost_peers.first_error(_groups()) if self.fails_silently and self._joined else None
+
+    def leave_together(self, limit_s: float) -> None:
+        """Wait until every rank is about to leave by an error of its own code, at most `limit_s`; an abort ends it.
+
+        Code that fails, or is refused, does so on all ranks. The first one to leave would otherwise be a lost peer to
+        those that still connect to it, and they would report that instead of the error.
+        """
+        if self._store is None:
+            return
+        key = f"elastic/{self.spec.generation}/leaving"
+        try:
+            if self._store.add(key, 1) == self.spec.world_size:
+                self._store.set(f"{key}/all", "")
+            self._store.wait([f"{key}/all"], timedelta(seconds=limit_s))
+        except RuntimeError as error:
+            logger.debug("generation %d is left before all ranks fail: %s", self.spec.generation, error)
 
     def abort(self) -> int:
         """Release every thread that is blocked in a collective of this generation; returns the sockets shut down."""

@@ -53,7 +53,8 @@ class BeginGeneration:
     """Start training on `members` (worker ids; the position is the rank) from `checkpoint` (None: from scratch)
     -> GroupJoined, TrainingReached, FirstStepDone, or one of the failures.
 
-    `skips`: see `core.data.micro_batches`. With `stops_at_start` the members do no step: they wait for CommitStop.
+    `skips`: see `core.data.micro_batches`. `axes`: the sizes of the mesh's axes that may change. With `stops_at_start`
+    the members do no step: they wait for CommitStop.
     """
 
     generation: int
@@ -62,6 +63,7 @@ class BeginGeneration:
     step: int
     skips: tuple[tuple[int, int], ...] = ()
     stops_at_start: bool = False
+    axes: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,16 @@ class QuerySnapshots:
     survey: int
     nodes: tuple[str, ...]
     reach: bool = False
+
+
+@dataclass(frozen=True)
+class MeasureNode:
+    """Have a node that has just joined measured, its connection to one of the idle nodes `partners` included
+    -> NodeMeasured. Its workers begin after that. Not issued again: a restarted controller does without.
+    """
+
+    node: str
+    partners: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -141,5 +153,5 @@ class FinishRun:
 
 Action = (
     RequestSlot | ReleaseSlot | StartWorker | KillWorker | BeginGeneration | EndGeneration | Probe | QuerySnapshots |
-    ProposeStop | CommitStop | Note | CloseIncident | FinishRun
+    MeasureNode | ProposeStop | CommitStop | Note | CloseIncident | FinishRun
 )  # fmt: skip

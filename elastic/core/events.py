@@ -17,11 +17,14 @@ from typing import Any, get_args
 class RunStarted:
     """First event of an attempt at a run. `checkpoints` are (id, step) of complete checkpoints found in storage, newest
     first; `last_generation` is the last one that an earlier attempt used (numbers are never used again); `skips` are
-    the ranges of positions that earlier attempts have left out."""
+    the ranges of positions that earlier attempts have left out; `measured` is the JSON form of what they measured. For
+    `undone`, see `Trouble.all_undone`; `checkpoints` are those that count all the same."""
 
     checkpoints: tuple[tuple[str, int], ...] = ()
     last_generation: int = 0
     skips: tuple[tuple[int, int], ...] = ()
+    measured: Mapping[str, Any] | None = None
+    undone: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,30 @@ class WorkerDied:
 
 
 @dataclass(frozen=True)
+class NodeMeasured:
+    """See `policy.calibration.Calibration` for the fields. `failed`: why there are none."""
+
+    node: str
+    rates: tuple[tuple[str, float], ...] = ()
+    partner: str = ""
+    link: str = ""
+    sent: tuple[tuple[int, float], ...] = ()
+    received: tuple[tuple[int, float], ...] = ()
+    failed: str = ""
+
+
+@dataclass(frozen=True)
+class DeviceFailed:
+    """The GPU of the worker has reported an error, or will not last: `evidence`. `unfit`: no worker should go on with
+    it."""
+
+    worker: int
+    gpu: str
+    evidence: str
+    unfit: bool = False
+
+
+@dataclass(frozen=True)
 class WorkersSilent:
     """No heartbeat from these workers for `silence_s` seconds; they may still be alive.
 
@@ -139,13 +166,16 @@ class SnapshotsReported:
     """The answer to `QuerySnapshots` number `survey`: the complete snapshots, newest first.
 
     Each is (id, step). `unreachable` are pairs of nodes (from, to), if that was asked. `missing` says, in sentences,
-    what newer snapshots lack.
+    what newer snapshots lack. `copies` says which node holds what of the newest one, which is of `ranks` ranks: see
+    `core.checkpoint.snapshots.Copies`.
     """
 
     survey: int
     snapshots: tuple[tuple[str, int], ...] = ()
     unreachable: tuple[tuple[str, str], ...] = ()
     missing: tuple[str, ...] = ()
+    ranks: int = 0
+    copies: tuple[tuple[str, tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]], ...] = ()
 
 
 # --- a generation ----------------------------------------------------------------------------------------------------
@@ -192,6 +222,14 @@ class FirstStepDone:
 
     generation: int
     step: int
+
+
+@dataclass(frozen=True)
+class StepTimeMeasured:
+    """The generation's steps take `step_s` (a median), which was not known of its world size, or was another time."""
+
+    generation: int
+    step_s: float
 
 
 @dataclass(frozen=True)
@@ -246,11 +284,12 @@ class AnomalyFound:
 
 @dataclass(frozen=True)
 class AuditFailed:
-    """After `step` finished steps, ranks did not find the same gradient of the next one, which was not applied;
-    `evidence` says so. Every member reports it alike.
+    """After `step` finished steps, ranks did not find the same gradient or update of the next one, which does not
+    count, or the memory of one has changed; `evidence` says so. Every member reports it alike.
 
     `suspects` are the ranks that were outvoted (`decided`), or those among which no majority decides. In step
-    `agreed_step` all ranks agreed (None: in none of this generation).
+    `agreed_step` all ranks agreed (None: in none of this generation). What was saved after step `sound_step` may have
+    the fault already (None: after `step`).
     """
 
     generation: int
@@ -260,6 +299,7 @@ class AuditFailed:
     decided: bool
     evidence: str
     agreed_step: int | None = None
+    sound_step: int | None = None
 
 
 @dataclass(frozen=True)
@@ -288,6 +328,18 @@ class StragglerFound:
     windows: int
     confirmed: bool = False
     slowed: str = ""
+
+
+@dataclass(frozen=True)
+class CollectivesSlowed:
+    """Rank 0's collectives take `now_s` of a step and took `usual_s` when the generation began, `factor` times as long,
+    in `windows` windows running in which no rank was a straggler."""
+
+    generation: int
+    factor: float
+    usual_s: float
+    now_s: float
+    windows: int
 
 
 @dataclass(frozen=True)
@@ -392,15 +444,16 @@ class ControlStoreBack:
 
 
 GenerationEvent = (
-    GroupJoined | RestoreProgressed | SetUpProgressed | TrainingReached | FirstStepDone | ProgressStalled |
-    CollectiveFailed | UserCodeFailed | AnomalyFound | AuditFailed | StepSkipped | StragglerFound | RestoreFailed |
-    StopPromised | MemoryLost | WorkerLeft | WorkerCompleted | MembersReported
+    GroupJoined | RestoreProgressed | SetUpProgressed | TrainingReached | FirstStepDone | StepTimeMeasured |
+    ProgressStalled | CollectiveFailed | UserCodeFailed | AnomalyFound | AuditFailed | StepSkipped | StragglerFound |
+    CollectivesSlowed | RestoreFailed | StopPromised | MemoryLost | WorkerLeft | WorkerCompleted | MembersReported
 )  # fmt: skip
 
 Event = (
     RunStarted | ControllerRestarted | StopRequested | Tick | NodesDraining | CapacityJudged | SlotsShared |
-    SlotPlaced | SlotLost | WorkerReady | WorkerStartFailed | WorkerDied | WorkersSilent | ProbeAnswered |
-    SnapshotsReported | CheckpointCommitted | SaveFailing | ControlStoreAway | ControlStoreBack |
+    SlotPlaced | SlotLost | WorkerReady | WorkerStartFailed | WorkerDied | NodeMeasured | DeviceFailed |
+    WorkersSilent | ProbeAnswered | SnapshotsReported | CheckpointCommitted | SaveFailing | ControlStoreAway |
+    ControlStoreBack |
     GenerationEvent
 )  # fmt: skip
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from elastic.core.data.steps import Range
 from elastic.core.mesh import Mesh
-from elastic.core.settings import AnomalySettings, WeightsSettings
+from elastic.core.settings import AnomalySettings, CommunicationSettings, WeightsSettings
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,13 @@ class GenerationSpec:
     rank: int
     world_size: int
     seed: int = 0
-    # How many neighbouring ranks share each sequence, or each layer; see `core.mesh`.
+    # How many neighbouring ranks share each sequence, each layer, the experts, or the layers; see `core.mesh`.
     sp: int = 1
     tp: int = 1
+    ep: int = 1
+    # Other generations may have another `ep`: the model's experts have the same names with `ep` 1 then.
+    ep_changes: bool = False
+    pp: int = 1
     # The size that DeepSpeed configs written for a fixed world size are read with.
     max_world_size: int = 1
     batch: BatchSettings = field(default_factory=BatchSettings)
@@ -75,6 +79,9 @@ class GenerationSpec:
     noise_every_steps: int | None = None
     # Every how many steps ranks compute a micro-batch of each other once more; None: never.
     audit_every_steps: int | None = None
+    # How gradients travel (None: as the engine sends them), and the number of each rank's node (none: they share one).
+    communication: CommunicationSettings | None = None
+    nodes: tuple[int, ...] = ()
     # No step is done before the coordinator says where to stop: the generation only saves what it begins with.
     stops_at_start: bool = False
     # Of a stream: what completed steps beyond the checkpoint have read, by their first position. Done again, they must
@@ -86,4 +93,4 @@ class GenerationSpec:
 
     @property
     def mesh(self) -> Mesh:
-        return Mesh.of(self.world_size, self.sp, self.tp)
+        return Mesh.of(self.world_size, self.sp, self.tp, self.ep, self.pp)

@@ -96,8 +96,10 @@ class ScalingSettings:
     priority: int = 0
     # After waiting this long for a slot, other runs are asked to release one.
     share_after_s: float = 30.0
-    # When to start and when to grow: a name in `core.policy.scaling.POLICIES`.
-    policy: Literal["eager", "patient"] = "eager"
+    # When to start and when to grow: a name in `core.policy.scaling_policies.POLICIES`.
+    policy: Literal["eager", "measured", "patient"] = "eager"
+    # What an hour of a node costs, in any currency: the costs that the policy compares are told in it too.
+    price_per_node_hour: float | None = None
 
     @property
     def min_slots(self) -> int:
@@ -175,6 +177,23 @@ class StragglerSettings:
     window_steps: int = 30
     windows: int = 3
     calibration_windows: int = 2
+    # A generation's collectives that take so many times as long as they did at its beginning are reported.
+    collective_factor: float = 1.5
+
+
+@dataclass(frozen=True)
+class CalibrationSettings:
+    """Measurement of each node when it joins the run, before its workers begin: matrix products, memory, disk, and the
+    connection to an idle node.
+
+    "report" compares with the other nodes and reports what is slower: by `slow_factor` or more, and by `deviations` of
+    the others' scatter. "refuse" also leaves a node that is `refuse_factor` times as slow, if `min_workers` remain.
+    """
+
+    policy: Literal["off", "report", "refuse"] = "off"
+    slow_factor: float = 1.25
+    refuse_factor: float = 2.0
+    deviations: float = 4.0
 
 
 @dataclass(frozen=True)
@@ -191,7 +210,8 @@ class GradientNoiseSettings:
 @dataclass(frozen=True)
 class AuditSettings:
     """Audits that find ranks that compute wrong numbers (`core.data.audits`), in every step whose number `every_steps`
-    divides; None: in none. A node that `strikes` audits have named is left, where enough workers remain.
+    divides, or whose memory changes, in every step; None: in none. A node that `strikes` audits have named is left,
+    where enough workers remain.
 
     The run goes back to its newest state; with "agreed" to its newest checkpoint from before the last audit in which
     all ranks agreed, where it has one: the steps since then may have been computed wrongly, too.
@@ -200,6 +220,36 @@ class AuditSettings:
     every_steps: int | None = None
     strikes: int = 2
     rollback: Literal["newest", "agreed"] = "newest"
+
+
+@dataclass(frozen=True)
+class CommunicationSettings:
+    """How the gradients of a step are averaged over the ranks, in place of the engine's own reduction.
+
+    `semantics` is what the job grants (`core.policy.communication`); `strategy` one of those that it permits, or
+    "auto": the one that measured links make the fastest. Gradients travel in buckets of `bucket_mb` megabytes; with
+    error feedback in one. `density` is the share of elements that "top_k" sends, `rank` that of "power_sgd"'s matrices.
+    Links are measured again every `check_every_steps` steps, where there is a choice.
+
+    With "local" ranks train in `islands` (None: each node is one), which exchange what they have learnt every
+    `every_steps` steps, by an outer step of Nesterov momentum `outer_momentum` and rate `outer_lr`; with
+    "streaming_diloco" in so many `fragments`, each of which is `overlap_steps` steps under way and leaves `mix` of an
+    island's own weights (`core.checkpoint.rounds`).
+    """
+
+    semantics: str = "exact"
+    strategy: str = "auto"
+    bucket_mb: float = 25.0
+    density: float = 0.01
+    rank: int = 4
+    check_every_steps: int = 200
+    islands: int | None = None
+    every_steps: int = 30
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    fragments: int = 3
+    overlap_steps: int = 0
+    mix: float = 0.5
 
 
 @dataclass(frozen=True)
@@ -256,12 +306,19 @@ class RunSettings:
     failures: FailureSettings = field(default_factory=FailureSettings)
     anomalies: AnomalySettings = field(default_factory=AnomalySettings)
     stragglers: StragglerSettings = field(default_factory=StragglerSettings)
+    calibration: CalibrationSettings = field(default_factory=CalibrationSettings)
     gradient_noise: GradientNoiseSettings = field(default_factory=GradientNoiseSettings)
     audit: AuditSettings = field(default_factory=AuditSettings)
+    # None: gradients travel as the engine sends them.
+    communication: CommunicationSettings | None = None
     sinks: tuple[SinkSettings, ...] = ()
     resources_per_worker: Mapping[str, float] = field(default_factory=lambda: {"CPU": 1.0})
     # One process per node imports the libraries, and every worker of the node is a fork of it.
     fork_workers: bool = False
+    # A worker's cores: all; those of its device's NUMA node; or its device's share of these.
+    numa_binding: Literal["off", "node", "exclusive"] = "off"
+    # What a worker's GPU reports while it trains is not watched, reported, or also left where it is unfit.
+    device_faults: Literal["off", "report", "evict"] = "evict"
     # The kind of engine that every worker trains with, and its configuration: DeepSpeed's, or the options of FSDP2.
     engine: str = "deepspeed"
     engine_config: Mapping[str, Json] | None = None
@@ -270,7 +327,7 @@ class RunSettings:
     storage_url: str = "./runs"
 
     def __post_init__(self) -> None:
-        refused = refused_resources(self.resources_per_worker)
+        refused = refused_resources(self.resources_per_worker, self.numa_binding)
         if refused is not None:
             raise UsageError(refused)
 
@@ -292,11 +349,14 @@ class RunSettings:
         parts = {
             "scaling": ScalingSettings, "checkpoint": CheckpointSettings, "snapshots": SnapshotSettings,
             "failures": FailureSettings, "anomalies": AnomalySettings,
-            "stragglers": StragglerSettings, "mesh": MeshSettings, "gradient_noise": GradientNoiseSettings,
+            "stragglers": StragglerSettings, "mesh": MeshSettings,
+            "calibration": CalibrationSettings, "gradient_noise": GradientNoiseSettings,
             "audit": AuditSettings,
         }  # fmt: skip
         values = {key: _build(parts[key], value) if key in parts else value for key, value in data.items()}
         values["sinks"] = tuple(_build(SinkSettings, sink) for sink in values.get("sinks") or ())
+        if values.get("communication") is not None:
+            values["communication"] = _build(CommunicationSettings, values["communication"])
         if values.get("weights") is not None:
             values["weights"] = WeightsSettings.from_json(values["weights"])
         return _build(cls, values)
@@ -306,9 +366,11 @@ class RunSettings:
 _RENAMED = {"memory": "snapshots", "deepspeed_config": "engine_config"}
 
 
-def refused_resources(resources_per_worker: Mapping[str, float]) -> str | None:
-    """Why a worker cannot have these Ray resources, as a sentence; None if it can."""
+def refused_resources(resources_per_worker: Mapping[str, float], numa_binding: str = "off") -> str | None:
+    """Why a worker cannot have these Ray resources, or not with this `numa_binding`, as a sentence; None if it can."""
     gpus = resources_per_worker.get("GPU", 0)
+    if gpus == 0 and numa_binding != "off":
+        return f"numa_binding is {numa_binding}, which needs a GPU to be near to, but resources_per_worker has none"
     if gpus in (0, 1):
         return None
     why = "two ranks would share one device" if gpus < 1 else "a rank uses one device, the others would be idle"

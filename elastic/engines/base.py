@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from elastic.comm.hooks import GroupHooks
 
@@ -42,12 +42,15 @@ class ResolvedConfig:
 
 @dataclass(frozen=True)
 class UserObjects:
-    """What the user gave to `elastic.initialize` for the engine, as DeepSpeed's arguments of these names."""
+    """What the user gave to `elastic.initialize` for the engine: DeepSpeed's arguments of these names, how ranks share
+    each layer (`tp_plan`), and the layers (`pipeline`)."""
 
     model: Any
     optimizer: Any = None
     lr_scheduler: Any = None
     model_parameters: Sequence[Any] | None = None
+    tp_plan: Any = None
+    pipeline: Any = None
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,15 @@ class GradientSums(Protocol):
     def before_reduction(self, call: Callable[[], None]) -> None:
         """`call` in the backward of every step's last micro-batch, when its gradients are added and nothing is reduced
         yet. What it raises, that backward raises."""
+        ...
+
+    def reduce_by(self, reduce: Callable[[Mapping[str, torch.Tensor]], None]) -> None:
+        """From the next step on `reduce`, in place of the engine, turns the sums of all trained parameters, by name, to
+        their means over the ranks, in place; where `before_reduction` calls, after that. Raises UsageError."""
+        ...
+
+    def after_update(self, call: Callable[[], None]) -> None:
+        """`call` at the end of every step, when the optimizer has made it, or skipped it."""
         ...
 
     def take(self) -> dict[str, torch.Tensor]:
@@ -210,6 +222,36 @@ class Engine(Witness, Detachable, Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class MicroStep:
+    """What an engine that orders the passes itself is told of one micro-batch.
+
+    `read()` is its content, (inputs, labels); called where it is needed only, at most once. `before_forward()` comes
+    before its forward pass; `before_layer(n)` before layer number n of the model computes it, or computes it again.
+    `scaled(loss)` is what goes into the backward pass for the micro-batch's mean loss, called once. `samples`: how many
+    it has, known to the ranks that do not read it.
+    """
+
+    read: Callable[[], Any]
+    before_forward: Callable[[], None]
+    before_layer: Callable[[int], None]
+    scaled: Callable[[torch.Tensor], torch.Tensor]
+    samples: int = 0
+
+
+@runtime_checkable
+class Pipelined(Protocol):
+    """An engine whose ranks have different layers: in the place of `forward`, `backward` and `step`, one call."""
+
+    def train_batch(
+        self, steps: Sequence[MicroStep], consumed: int, before_update: Callable[[], None]
+    ) -> tuple[torch.Tensor, StepOutcome]:
+        """One optimizer step from these micro-batches of this rank: the sum of all scaled losses over the ranks, by the
+        number of micro-steps and of data-parallel ranks, and the outcome. `before_update()` comes before the weights
+        change. `consumed` as in `Engine.step`. Collective."""
+        ...
+
+
 class EngineKind(GroupHooks, Protocol):
     """One kind of engine in this process. Call order:
 
@@ -249,10 +291,16 @@ class EngineKind(GroupHooks, Protocol):
         ...
 
     def build(
-        self, resolved: ResolvedConfig, nonfinite: Nonfinite | None, device: torch.device, objects: UserObjects
+        self,
+        resolved: ResolvedConfig,
+        nonfinite: Nonfinite | None,
+        device: torch.device,
+        objects: UserObjects,
+        layer_group: dist.ProcessGroup | None = None,
     ) -> tuple[Engine, Any, Any]:
         """The engine, its optimizer and its scheduler as users get them. Collective.
 
+        `layer_group`: the ranks that share each layer with this one, neighbours; None: none do.
         `nonfinite`: what will be done about a step with a non-finite loss or gradient. Unless it is None the engine
         must report `grad_norm` or `applied` truthfully in every outcome, and with "skip" must not apply such a step.
         Raises UsageError where it cannot, and for a model that cannot be resharded.

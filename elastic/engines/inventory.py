@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -46,8 +46,9 @@ class Inventory:
         """What only this rank holds."""
         return _layout([m for m in self.masters if not m.replicated], [e for e in self.extras if not e.replicated])
 
-    def written(self, rank: int, world_size: int) -> RankLayout:
+    def written(self, rank: int, world_size: int, writers: Sequence[int] | None = None) -> RankLayout:
         """What this rank's snapshot carries: its own slices, and the replicated tensors that it was assigned, whole.
+        These are dealt to the ranks in `writers`, or to all.
 
         Module buffers are written by rank 0 and nobody else. They are not kept equal by DeepSpeed (batch statistics
         differ from rank to rank), and as in torch's DistributedDataParallel rank 0's are the run's. The same holds for
@@ -56,10 +57,12 @@ class Inventory:
         shared: list[Master | Extra] = [m for m in self.masters if m.replicated]
         shared += [e for e in self.extras if e.replicated and e.kind not in (BUFFER, KEPT)]
         sizes = [(_buffer(item), _pieces(item)[-1].offset + _pieces(item)[-1].numel) for item in shared]
-        own = set(owner_layout(sizes, world_size).ranks[rank].buffers) if sizes else set()
+        writers = range(world_size) if writers is None else writers
+        writes = sizes and rank in writers
+        own = set(owner_layout(sizes, len(writers)).ranks[writers.index(rank)].buffers) if writes else set()
         mine = [item for item in shared if _buffer(item) in own]
         if rank == 0:
-            mine += [extra for extra in self.extras if extra.kind in (BUFFER, KEPT)]
+            mine += [extra for extra in self.extras if extra.kind in (BUFFER, KEPT) and extra.replicated]
         masters = [m for m in self.masters if not m.replicated] + [i for i in mine if isinstance(i, Master)]
         extras = [e for e in self.extras if not e.replicated] + [i for i in mine if isinstance(i, Extra)]
         return _layout(masters, extras)

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from elastic.core.checkpoint.shares import is_share
 from elastic.core.sharding.layout import Chunk
 from elastic.engines.model.plain_names import named_buffers, named_modules, named_parameters
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
     from torch.distributed.tensor import DTensor
 
 MASTER = "master"
@@ -63,12 +65,17 @@ class Master:
 
 @dataclass(frozen=True)
 class Weight:
-    """What a forward pass uses of one trained parameter on this rank, 1-D: its elements from `start` on, or all."""
+    """What a forward pass uses of one trained parameter on this rank, 1-D: its elements from `start` on.
+
+    `whole`: all that any rank has of it for its forward passes, so that other ranks have copies: all ranks, or with
+    `experts` those with the same experts (`ShardedState.copies`), with `sliced` those with the same slices."""
 
     name: str
     start: int
     tensor: torch.Tensor
     whole: bool
+    experts: bool = False
+    sliced: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,6 +125,14 @@ class ShardedState(Protocol):
     zero_stage: int
     rank: int
     world_size: int
+    # The ranks with the same experts as this one, where ranks share experts.
+    copies: dist.ProcessGroup | None
+    # Tied parameters that other stages of a pipeline have copies of: the model's, all ranks alike; and those here of
+    # which an earlier stage's copy is saved.
+    tied: tuple[str, ...]
+    elsewhere: frozenset[str]
+    # In how many parts the ranks of a stage have a weight, all slices together, and which part this rank has.
+    part: tuple[int, int]
     module: torch.nn.Module
     # Its state is keyed by the masters' tensors.
     base: torch.optim.Optimizer
@@ -180,9 +195,10 @@ def buffers(module: torch.nn.Module) -> list[Extra]:
 
 
 def kept(tensors: Mapping[str, torch.Tensor]) -> list[Extra]:
-    """Tensors besides the model's, whole on every rank. Those without elements hold nothing and are left out."""
+    """Tensors besides the model's, whole on every rank but for shares, which are one rank's. Those without elements
+    hold nothing and are left out."""
     return [
-        Extra(KEPT, tensor, Chunk(name, 0, tensor.numel(), name, 0), replicated=True)
+        Extra(KEPT, tensor, Chunk(name, 0, tensor.numel(), name, 0), replicated=not is_share(name))
         for name, tensor in tensors.items()
         if tensor.numel()
     ]
@@ -202,10 +218,15 @@ def weights_whole(module: torch.nn.Module, optimized: Sequence[str]) -> list[Wei
     """Trained parameters of an engine that keeps them whole on every rank."""
     trained = set(optimized)
     return [
-        Weight(name, 0, parameter.data.reshape(-1), whole=True)
+        Weight(name, 0, parameter.data.reshape(-1), whole=True, sliced=is_sliced(parameter))
         for name, parameter in named_parameters(module)
         if name in trained and parameter.numel()
     ]
+
+
+def is_sliced(parameter: torch.Tensor) -> bool:
+    """Do the ranks of a cell hold different slices of it? AutoTP says so as Megatron does."""
+    return bool(getattr(parameter, "tensor_model_parallel", False))
 
 
 def whole_buffer(name: str) -> str:

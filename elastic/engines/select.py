@@ -22,16 +22,16 @@ def check_engine(name: str) -> None:
 
 
 def check_config(
-    name: str, config: Mapping[str, Any], batch: BatchSettings, workers: tuple[int, int], tp: int = 1
-) -> None:
+    name: str, config: Mapping[str, Any], batch: BatchSettings, workers: tuple[int, int], tp: int = 1, ep: int = 1,
+    pp: int = 1,
+) -> None:  # fmt: skip
     """What the engine of that name says about a job's configuration of it, without its library.
 
-    `workers` are the smallest and the largest number of ranks with samples of their own; `tp` ranks share each layer.
-    Raises UsageError for what
-    the engine cannot honour.
+    `workers` are the smallest and the largest number of ranks with samples of their own; `tp` ranks share each layer,
+    `ep` the experts, or `pp` the layers. Raises UsageError for what the engine cannot honour.
     """
     try:
-        importlib.import_module(f"elastic.engines.{name}.config").check(config, batch, workers, tp)
+        importlib.import_module(f"elastic.engines.{name}.config").check(config, batch, workers, tp, ep, pp)
     except UsageError as error:
         raise UsageError(f"{name}: {error.message}") from error
 

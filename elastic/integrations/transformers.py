@@ -128,10 +128,12 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             raise UsageError(
                 f"elastic.integrations.transformers.Trainer trains with DeepSpeed, not {generation.kind.name}"
             )
-        if spec.tp > 1:
+        sizes = (("tp", spec.tp), ("pp", spec.pp), ("ep", spec.ep))
+        apart = [f"{axis}: {size}" for axis, size in sizes if size > 1 or (axis == "ep" and spec.ep_changes)]
+        if apart:
             raise UsageError(
-                f"elastic.integrations.transformers.Trainer and mesh: {{tp: {spec.tp}}} are not supported together: it "
-                "would save one rank's slices as the model; call elastic.initialize"
+                f"elastic.integrations.transformers.Trainer and mesh: {{{apart[0]}}} are not supported together: it "
+                "would save what one rank has as the model; call elastic.initialize"
             )
         config = transformers_arguments.engine_config(self.args, spec.engine_config)
         dataset, collate = self._training_data()

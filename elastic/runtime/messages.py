@@ -17,13 +17,14 @@ BEAT_LIMIT_S = 2.0
 class NodeFacts:
     """A node, described by its agent. Other nodes reach its snapshot server at `memory`, its own workers at
     `memory_name`. Workers send heartbeats to `mailbox`. `launcher` is the command that starts a worker in place of
-    Python; empty for Python itself."""
+    Python; empty for Python itself. `machine` is the same for all nodes on one running kernel."""
 
     mailbox: str
     memory: tuple[str, int]
     memory_name: str
     domain: str = ""
     launcher: str = ""
+    machine: str = ""
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class NodeReply:
 
 @dataclass(frozen=True)
 class Assembled:
-    """A snapshot ready to be restored: `holders[rank]` is the address to read that rank's shard from.
+    """A snapshot ready to be restored: `copies[rank]` are the addresses of the nodes that have that rank's shard.
 
     Each worker receives one. `text` is the manifest's JSON, serialised once: half a million chunks (1,000 ranks,
     stage 3) would take a second to pickle for each worker.
@@ -92,7 +93,7 @@ class Assembled:
 
     id: str
     text: str
-    holders: tuple[tuple[str, int], ...]
+    copies: tuple[tuple[tuple[str, int], ...], ...]
 
     def manifest(self) -> Manifest:
         """Parses `text`; takes as long as reading a manifest from storage."""

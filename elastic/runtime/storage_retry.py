@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from elastic.checkpoint.source import CheckpointSource, ReadRange
+from elastic.checkpoint.source import BytesRead, CheckpointSource, ReadRange
 from elastic.core.checkpoint.manifest import Manifest
 from elastic.core.errors import StorageError
 
@@ -66,8 +66,8 @@ class RetryingSource:
     def manifest(self, checkpoint_id: str) -> Manifest:
         return self._retried(lambda: self._source.manifest(checkpoint_id))
 
-    def read(self, manifest: Manifest, ranges: Sequence[ReadRange]) -> int:
-        fetched, size, rest = 0, _FIRST_PART_BYTES, list(ranges)
+    def read(self, manifest: Manifest, ranges: Sequence[ReadRange]) -> BytesRead:
+        fetched, size, rest = BytesRead(), _FIRST_PART_BYTES, list(ranges)
         while True:
             part, rest = _split(rest, size)
             begun = time.monotonic()

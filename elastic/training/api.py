@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from elastic.core.data.metrics import plain
 from elastic.core.errors import UsageError
 from elastic.engines.base import Config
+from elastic.engines.model.pipeline import Pipeline
 from elastic.training import context
 from elastic.training.arguments import chosen_config, chosen_weights, refuse_arguments
 from elastic.training.busy import reporting
@@ -45,6 +46,8 @@ def initialize(
     num_workers: int = 0,
     prefetch_factor: int | None = None,
     weights: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    tp_plan: Any = None,
+    pipeline: Pipeline | None = None,
 ) -> tuple[ElasticEngine, Any, ElasticLoader, Any]:
     """`deepspeed.initialize`, elastic: returns (engine, optimizer, loader, scheduler).
 
@@ -52,8 +55,10 @@ def initialize(
     `elastic.data` or a Hugging Face IterableDataset; without it, the loader given to `prepare_data_loader` is
     used. `config` is a DeepSpeed configuration, the path of one, or None for `args.deepspeed_config` or the job's own.
     `num_workers` and `prefetch_factor` are those of torch's DataLoader. `weights` is what a new run begins with: a
-    folder (see `WeightsSettings`), or the job key `weights` as a dictionary. With a checkpoint to resume from,
-    everything is restored when this returns, `elastic.state` included.
+    folder (see `WeightsSettings`), or the job key `weights` as a dictionary. `tp_plan` says how FSDP2 cuts layers that
+    ranks share, as torch's `parallelize_module` takes it; None for the model's own. `pipeline` makes an FSDP2 model a
+    row of layers, which ranks may share out in stages. With a checkpoint to resume from, everything is restored when
+    this returns, `elastic.state` included.
 
     Outside of a run (`python train.py`, torchrun) it trains as DeepSpeed would, at the world size that the environment
     gives, without saving.
@@ -80,6 +85,8 @@ def initialize(
         chosen_config(args, config, config_params),
         data_source(training_data if prepared is None else prepared, collate_fn, num_workers, prefetch_factor),
         chosen,
+        tp_plan,
+        pipeline,
     )
     handles = assemble(generation, given)
     if prepared is not None:

@@ -28,9 +28,10 @@ class Context:
     run_id: str
     local_rank: int
     epoch: int = 0
-    # The ranks as a grid, {"dp": 2, "sp": 1, "tp": 2}, and this rank's place in it; see docs/parallelism.md.
-    mesh: Mapping[str, int] = field(default_factory=lambda: {"dp": 1, "sp": 1, "tp": 1})
-    coordinates: Mapping[str, int] = field(default_factory=lambda: {"dp": 0, "sp": 0, "tp": 0})
+    # The ranks as a grid, {"dp": 2, "sp": 1, "tp": 2, "ep": 1, "pp": 1}, and this rank's place in it: see
+    # docs/parallelism.md.
+    mesh: Mapping[str, int] = field(default_factory=lambda: {"dp": 1, "sp": 1, "tp": 1, "ep": 1, "pp": 1})
+    coordinates: Mapping[str, int] = field(default_factory=lambda: {"dp": 0, "sp": 0, "tp": 0, "ep": 0, "pp": 0})
     # The current step is abandoned: outputs from here on do not count, and what is lost of it is dealt again with the
     # next batch.
     abandoned: bool = False

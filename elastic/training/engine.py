@@ -2,44 +2,34 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import torch
 
 from elastic.comm.collective_ledger import CollectiveCall
-from elastic.comm.device_meters import ClockMeter, EnergyMeter
 from elastic.comm.device_stream import capturing
 from elastic.core.data.micro_batches import loss_scale
-from elastic.core.data.readers import MODULUS
 from elastic.core.data.step_plan import StepPlan
-from elastic.core.data.steps import StepReport
 from elastic.core.errors import GenerationEnded, UsageError
 from elastic.engines.base import Engine, StepOutcome
-from elastic.engines.flop_count import FlopCount
-from elastic.engines.gradient_squares import GradientSquares
 from elastic.training import rng
 from elastic.training.in_loop.step_share import StepShare, Unfinished
 from elastic.training.result import BadStep
 from elastic.training.scope import GenerationScope
 from elastic.training.session import InLoop
 from elastic.training.step_loop import StepLoop, StepProgress
+from elastic.training.user import checkpoint_calls
+from elastic.training.user.padding import PaddingBuffers
 from elastic.training.user.rates import Rates, rates_of
 from elastic.training.user.state import State
 from elastic.training.watch.anomalies import AnomalyWatch
-from elastic.training.watch.audit import GradientAudit
-
-logger = logging.getLogger(__name__)
-
-# By this step of a generation its exchanges are in the ledger, on a device too.
-_SHARES_BY_STEP = 3
-# Where in elastic.state the `client_state` of DeepSpeed's save_checkpoint is kept.
-_CLIENT_STATE, _CLIENT_STEP = "client_state", "client_state of step"
+from elastic.training.watch.audits import Audits
+from elastic.training.watch.sharing import SharingWatch
+from elastic.training.watch.step_measures import StepMeasures
 
 
 class ElasticEngine:
@@ -56,17 +46,17 @@ class ElasticEngine:
         share: StepShare,
         watch: AnomalyWatch | None = None,
         in_loop: InLoop | None = None,
-        audit: GradientAudit | None = None,
+        audit: Audits | None = None,
     ) -> None:
         self._in_loop = in_loop
         self._strict = False
         self._native_was_given = False
         # Why the user's function must be called again for another generation.
         self._begins_again: str | None = None
-        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._buffers = PaddingBuffers()
         self._rates = Rates()
         self._watch_calls: Callable[[CollectiveCall], None] | None = None
-        self._energy, self._clocks = EnergyMeter(scope.device), ClockMeter(scope.device)
+        self._measures = StepMeasures(scope.device)
         self.open(engine, scope, steps, state, share, watch, audit)
 
     def open(
@@ -77,7 +67,7 @@ class ElasticEngine:
         state: State,
         share: StepShare,
         watch: AnomalyWatch | None,
-        audit: GradientAudit | None,
+        audit: Audits | None,
     ) -> None:
         self._engine: Engine | None = engine
         self._scope = scope
@@ -88,16 +78,10 @@ class ElasticEngine:
         self._share: StepShare | None = share
         self._loss: torch.Tensor | float = share.loss
         self._grad_norm: float | None = None
-        # Finished steps of a generation whose ranks share sequences, up to the first exchange between them.
-        self._unshared: int | None = 0 if scope.spec.sp > 1 else None
+        self._sharing = SharingWatch(scope.spec.sp)
         engine.ledger.watch = self._watch_calls
         self._rates.restored(rates_of(engine.native.optimizer) if scope.spec.checkpoint is not None else None)
-        self._squares = GradientSquares(scope.spec.noise_every_steps)
-        # In the run's first step, which one rank counts for all.
-        # A rank that shares layers computes some parts by itself and some alike: its FLOPs do not say the sample's.
-        counted = scope.step == 0 and scope.spec.rank == 0 and scope.spec.tp == 1
-        self._flops = FlopCount(engine) if counted else None
-        self._sample_flops = 0.0
+        self._measures.open(engine, scope)
 
     @property
     def plan(self) -> StepPlan:
@@ -136,12 +120,11 @@ class ElasticEngine:
         self._check("forward")
         self._scope.moved()
         engine, progress, last = self._open(), self._steps.progress, None
-        counting: AbstractContextManager[Any] = nullcontext()
-        if progress is not None and progress.active is not None and engine.module.training:
+        trained = progress is not None and progress.active is not None and engine.module.training
+        if progress is not None and trained:
             self._before_forward(progress)
             last = progress.on_last_batch
-            counting = counting if self._flops is None else self._flops.forward()
-        with self._scope.translating(), counting:
+        with self._scope.translating(), self._measures.forward() if trained else nullcontext():
             return engine.forward(inputs, kwargs, last)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> Any:
@@ -175,18 +158,14 @@ class ElasticEngine:
         progress.backwards += 1
         scaled = loss * scale if self._watch is None else self._watch.guarded(loss, scale)
         engine = self._open()
-        measured = self._squares.around(progress.step + 1, engine, scaled, scale, weight)
         audited = nullcontext() if self._audit is None else self._audit.around(loss, progress.forwards)
-        flops, self._flops = self._flops, None
         assert self._share is not None
         self._share.adding(progress.step, progress.active, self._loss, progress.tokens)
-        with self._scope.translating(), measured, audited, nullcontext() if flops is None else flops.backward():
+        with self._scope.translating(), audited, self._measures.backward(progress, scaled, scale):
             result = engine.backward(scaled, kwargs)
         if not progress.on_last_batch:
             self._share.added()
-        if flops is not None:
-            self._sample_flops = flops.of_sample(progress.active.samples, progress.tokens, self._scope.spec.sp)
-        self._restore_buffers()
+        self._buffers.restore()
         return result
 
     def step(self, *args: Any, **kwargs: Any) -> None:
@@ -209,7 +188,9 @@ class ElasticEngine:
                 return
             self._steps.before_update()
             self._rates.check_first(progress.step + 1, self._open().native.optimizer, self._state.first_rates)
-        with self._scope.translating():
+        audited = None if not progress.on_last_batch else self._audit
+        updating = nullcontext() if audited is None else audited.updating(self.plan, progress.step)
+        with self._scope.translating(), updating:
             outcome = self._open().step(args, kwargs, self.plan.consumed(progress.step + 1))
         progress.finish_batch()
         if progress.complete:
@@ -275,15 +256,9 @@ class ElasticEngine:
         """
         if self._scope.coordinator.keeps_nothing:
             return bool(self._open().native.save_checkpoint(save_dir, tag, client_state or {}, *args, **kwargs))
-        _say_once(
-            "engine.save_checkpoint: the platform saves this step to its own storage, in its own format; the folder "
-            "and the tag are not used. It also saves by itself every checkpoint_every_steps steps and at the end"
-        )
         try:
             self._scope.check()
-            if client_state:
-                self._state[_CLIENT_STATE] = dict(client_state)
-                self._state[_CLIENT_STEP] = self._scope.step
+            checkpoint_calls.keep_client_state(self._state, self._scope, client_state)
             self._steps.ask_save()
         except (Exception, GenerationEnded) as error:
             if not self._abandoned(error):
@@ -299,24 +274,14 @@ class ElasticEngine:
         if self._scope.coordinator.keeps_nothing:
             path, client_state = self._open().native.load_checkpoint(*args, **kwargs)
             return path, client_state
-        _say_once(
-            "engine.load_checkpoint: nothing is loaded, elastic.initialize has restored the newest checkpoint of the "
-            "run already; start another run from one with `elastic resume RUN`"
-        )
-        checkpoint = self._scope.spec.checkpoint
-        of_step = self._state.get(_CLIENT_STEP, self._scope.step)
-        if checkpoint is not None and of_step != self._scope.step:
-            _say_once(
-                f"engine.load_checkpoint: client_state was given to save_checkpoint after step {of_step}, and step "
-                f"{self._scope.step} is restored; what it counts is engine.global_steps"
-            )
-        return (None, None) if checkpoint is None else (checkpoint, self._state.get(_CLIENT_STATE, {}))
+        return checkpoint_calls.restored(self._state, self._scope)
 
     def close(self) -> None:
         """Drop the underlying engine. The user may still hold this object: it must not keep the shards alive."""
-        self._engine = self._watch = self._flops = self._audit = self._share = None
+        self._engine = self._watch = self._audit = self._share = None
+        self._measures.close()
         self._steps.close()
-        self._buffers.clear()
+        self._buffers.drop()
         self._loss = 0.0
 
     def begin_again(self, why: str) -> None:
@@ -325,7 +290,7 @@ class ElasticEngine:
 
     def unfinished(self) -> Unfinished | None:
         """What this rank has computed of the step that it is in, taken out of the engine; None for nothing."""
-        measured = self._squares.measures(self._scope.step + 1)
+        measured = self._measures.needs_own_gradients(self._scope.step + 1)
         why = "its micro-batches are measured for the gradient noise" if measured else None
         return None if self._share is None else self._share.take(self._steps.plan.world_size, why)
 
@@ -387,22 +352,14 @@ class ElasticEngine:
         assert batch is not None
         if progress.at_first_forward and self._watch is not None:
             self._watch.begin()
-        if batch.weight == 0.0 and not self._buffers:
-            self._buffers = [(buffer, buffer.detach().clone()) for buffer in self._open().module.buffers()]
+        if batch.weight == 0.0:
+            self._buffers.keep(self._open().module)
         if self._audit is not None and progress.forwards == 0:
-            self._audit.begin(self.plan, progress.step, batch)
+            self._audit.begin(self.plan, progress.step, batch, progress.at_first_forward)
         spec = self._scope.spec
         part = spec.mesh.sequence(spec.rank)
         rng.seed_everything(*rng.forward_stream(spec.seed, progress.step, batch.index, progress.forwards, part))
         progress.forwards += 1
-
-    def _restore_buffers(self) -> None:
-        """After the backward of a padding pass, which must leave no trace in batch norm and the like. Not earlier,
-        since the backward may run the forward again (activation checkpointing)."""
-        with torch.no_grad():
-            for buffer, before in self._buffers:
-                buffer.copy_(before)
-        self._buffers.clear()
 
     def _goes_to_vote(self, progress: StepProgress) -> bool:
         """Is an audit's verdict a pass of third ranks away, which the loader hands out next? Collective in an audited
@@ -426,71 +383,26 @@ class ElasticEngine:
         self._scope.check()
         if (ledger := self._open().ledger).on_device:
             outcome = replace(outcome, collective_s=ledger.passed_s())
-        self._look_for_exchanges(outcome)
+        self._sharing.look(outcome)
         bad = self._judged(loss, outcome)
-        report = _report(progress, outcome, loss, bad, duration_s, self.plan.leads)
-        flops, self._sample_flops = self._sample_flops, 0.0
-        parts = self._squares.taken(report.step, outcome)
-        report = replace(report, gradient_parts=parts, sample_flops=flops)
-        report = replace(report, energy_j=self._energy.take(), slowed=self._clocks.slowed())
+        report = self._measures.report(progress, outcome, loss, bad, duration_s, self.plan.leads)
         if self._audit is not None:
             report = replace(report, audit=self._audit.take())
         self._grad_norm = report.grad_norm
         self._rates.check(report.step, report.learning_rates)
         if report.step == 1:
             self._state.first_rates = tuple(report.learning_rates)
-        if self._scope.spec.rank == 0:
-            # Those of one rank stand for all: the step's volume is the same on each, or nearly so.
-            report = replace(report, collectives=outcome.collectives)
         self._steps.step_finished(report, outcome.applied)
-
-    def _look_for_exchanges(self, outcome: StepOutcome) -> None:
-        """Ranks that do not share their sequences, although the job says so, all compute the same."""
-        if self._unshared is None:
-            return
-        self._unshared += 1
-        if any(use.axis == "sp" for use in outcome.collectives):
-            self._unshared = None
-        elif self._unshared == _SHARES_BY_STEP:
-            _say_once(
-                f"mesh: {{sp: {self._scope.spec.sp}}}: the script shares no sequences, so that all workers of a cell "
-                "compute the same; use elastic.sequence (docs/parallelism.md), or leave mesh out"
-            )
 
     def _judged(self, loss: float, outcome: StepOutcome) -> BadStep | None:
         """What is wrong with the step just made, where it was skipped. Raises GenerationEnded, on every rank, where the
         run goes back to an earlier step: nothing of this one may be saved then."""
-        if self._watch is None:
-            return None
+        watch, audit = self._watch, self._audit
         with self._scope.translating():
-            bad = self._watch.found(loss, outcome)
-        if bad is not None and not self._watch.undo(outcome):
+            bad = None if watch is None else watch.found(loss, outcome)
+            refused = None if audit is None else audit.updated(self.plan, self._scope.step)
+        if bad is not None and watch is not None and not watch.undo(outcome):
             self._steps.go_back(bad)
+        if refused is not None:
+            self._steps.go_back(refused)
         return bad
-
-
-@cache
-def _say_once(message: str) -> None:
-    logger.warning(message)
-
-
-def _report(
-    progress: StepProgress, outcome: StepOutcome, loss: float, bad: BadStep | None, duration_s: float, leads: bool
-) -> StepReport:
-    """All but `save_stall_s` and `metrics`. Only the rank that `leads` its cell reports samples."""
-    positions = progress.positions() if leads else ()
-    return StepReport(
-        step=progress.step + 1,
-        loss=loss,
-        positions=() if bad else positions,
-        samples=sum(stop - start for start, stop in positions),
-        duration_s=duration_s,
-        data_wait_s=progress.data_wait_s,
-        grad_norm=None if outcome.grad_norm is None else float(outcome.grad_norm),
-        learning_rates=outcome.learning_rates,
-        tokens=progress.tokens,
-        content=progress.content % MODULUS,
-        anomaly=str(bad) if bad else "",
-        skipped=positions if bad else (),
-        noncollective_s=0.0 if outcome.collective_s is None else max(0.0, duration_s - outcome.collective_s),
-    )

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 # How often an abort is repeated: groups that are being built open new sockets.
 _ABORT_EVERY_S = 0.05
+# An error of the user's code ends the run, except where it is one rank's: the others are held up for so long.
+_TOGETHER_S = 1.0
 # How often groups are polled for failures that no call raises.
 _ASK_EVERY_S = 0.1
 
@@ -202,6 +204,8 @@ class GenerationRunner:
     def leave(self, result: GenerationResult, stays: bool = False) -> None:
         """Close everything. `stays`: the user's function continues with the next generation, on the same model."""
         scope, generation = self._scope, self.generation
+        if result.kind in ("user_error", "usage_error"):
+            self._group.leave_together(_TOGETHER_S)
         if result.kind not in ("finished", "ended", "anomaly") or (result.kind == "ended" and not scope.planned):
             # Pending collectives of this rank would block the destruction of the groups. After a normal end nothing is
             # aborted: a slower rank may still be reading what this one has sent.

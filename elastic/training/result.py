@@ -17,9 +17,10 @@ Kind = Literal[
 class BadStep:
     """What was non-finite: `kind` is "loss", "gradient" or "loss scale"; `positions` are those of the whole step.
 
-    Or "audit": ranks did not find the same gradient, and `value` says so. `suspects` are the ranks that were outvoted
-    (`decided`), or those among which no majority decides; `agreed_step` is the step of this generation's last audit in
-    which all agreed."""
+    Or "audit": ranks did not find the same gradient or update, or a rank's memory has changed, and `value` says so.
+    `suspects` are the ranks that were outvoted (`decided`), or those among which no majority decides; `agreed_step` is
+    the step of this generation's last audit in which all agreed. What was saved after step `sound_step` may have the
+    fault already (None: what was saved up to here is as good as before)."""
 
     kind: str
     value: str
@@ -27,6 +28,7 @@ class BadStep:
     suspects: tuple[int, ...] = ()
     decided: bool = False
     agreed_step: int | None = None
+    sound_step: int | None = None
 
     def __str__(self) -> str:
         if self.kind == "audit":

@@ -15,7 +15,7 @@ from elastic.core.data.steps import StepReport
 
 if TYPE_CHECKING:
     from elastic.checkpoint.snapshot import ShardSnapshot
-    from elastic.checkpoint.source import CheckpointSource
+    from elastic.checkpoint.source import BytesRead, CheckpointSource
     from elastic.core.checkpoint.manifest import ShardRecord
 
 
@@ -42,14 +42,15 @@ class Phase(str, Enum):
 
 @dataclass(frozen=True)
 class RestoreReport:
-    """How the state came back: `bytes_read` equals `bytes_needed` unless a source had to read more. `kept` counts the
-    micro-batches of the next step that this rank had computed before and does not compute again; `again` says why it
-    does, where it had some."""
+    """How the state came back: `bytes_read` equals `bytes_needed` unless a source had to read more, and is the
+    sum of `bytes_from`. `kept` counts the micro-batches of the next step that this rank had computed before and does
+    not compute again; `again` says why it does, where it had some."""
 
     checkpoint: str
     source: str
     step: int
     bytes_read: int
+    bytes_from: BytesRead
     bytes_needed: int
     read_s: float
     install_s: float

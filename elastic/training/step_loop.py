@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from elastic.checkpoint.shares import Shares
+from elastic.comm.strategies.local import StepPart
 from elastic.core.data.micro_batches import MicroBatch
 from elastic.core.data.step_plan import StepPlan
 from elastic.core.data.steps import StepReport
@@ -109,7 +111,7 @@ class StepLoop:
 
     `take_metrics` gives what the user's code has reported since it was last called; `before_first` is called once,
     before the first batch is handed out. `course`: of a stream with epochs, whose plan is made step by step.
-    `carried`: what this rank has of the first step already.
+    `carried`: what this rank has of the first step already. `shares` say after which steps the run may be saved.
     """
 
     def __init__(
@@ -122,8 +124,10 @@ class StepLoop:
         before_first: Callable[[], None] | None = None,
         course: Course | None = None,
         carried: Unfinished | None = None,
+        shares: Shares | None = None,
     ) -> None:
         self._plan = plan
+        self._shares = shares or Shares()
         self._course = course
         self._kept, self._tokens = ((), 0) if carried is None else (carried.batches, carried.tokens)
         self.progress: StepProgress | None = None
@@ -207,6 +211,15 @@ class StepLoop:
 
     # -- for the engine ------------------------------------------------------------------------------------------------
 
+    def part(self) -> StepPart:
+        """This rank's part of the step under way."""
+        progress = self.progress
+        assert progress is not None
+        step = progress.step
+        total = self.plan.consumed(step + 1) - self.plan.consumed(step)
+        share = sum(batch.weight for batch in (*progress.kept, *progress.batches))
+        return StepPart(step, share * total, total, self.plan.over(step + 1))
+
     def before_update(self) -> None:
         """The last moment before the weights change: what was restored must be verified, what is copied must be read.
 
@@ -241,14 +254,15 @@ class StepLoop:
         return (self.plan.micro_steps if self.over else len(self.plan.deal(self._scope.step))) == 1
 
     def ask_save(self) -> None:
-        """Save the current step, or the one just finished, when it is closed; a closed one at once. Collective.
+        """Save the current step, or the one just finished, when it is closed; a closed one at once. Collective. Where
+        islands train by themselves, after the next outer step.
 
         Nothing before the first step: what was restored is saved, and a worker that has joined runs here through epochs
         that are over, while the others wait in their loop.
         """
         if self.progress is None:
             return
-        if self._open_step is not None or (self.progress is not None and not self.progress.complete):
+        if self._open_step is not None or not self.progress.complete or not self._shares.whole:
             self._save_asked = True
         elif self._scope.step > 0:
             self._save()
@@ -287,6 +301,8 @@ class StepLoop:
 
     def close(self) -> None:
         self._snapshots = self._before_first = None
+        # It holds groups.
+        self._shares = Shares()
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -315,7 +331,7 @@ class StepLoop:
             stall_s = done.fenced_s + snapshots.prepare(done.report.duration_s, done.applied)
         self._scope.coordinator.step_done(replace(done.report, save_stall_s=stall_s, metrics=self._take_metrics()))
         snapshots.start()
-        if self._save_asked:
+        if self._save_asked and self._shares.whole:
             self._save_asked = False
             self._save()
 
@@ -329,6 +345,8 @@ class StepLoop:
     def _save(self, durable: bool = True) -> None:
         """Save the step just finished, unless it was saved already; to storage if `durable`."""
         with self._scope.translating():
+            if not self._shares.whole:
+                self._shares.settle()
             self._saving().at_end(durable)
 
     def _saving(self) -> Snapshots:

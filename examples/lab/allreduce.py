@@ -1,4 +1,4 @@
-"""All-reduce written out on send and receive, and its times over gloo on this machine."""
+"""The exact strategies of `elastic.comm.strategies` on counted messages, and their times over gloo on this machine."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from elastic.comm.strategies import exact
+from elastic.comm.strategies.exact import ring, tree
 
 _LIMIT = timedelta(minutes=2)
 Reduce = Callable[[Tensor, "Wire"], None]
@@ -51,63 +54,13 @@ class Wire:
         return dist.isend(tensor, to)
 
 
-def ring(tensor: Tensor, wire: Wire) -> None:
-    """Sums the flat `tensor` over all ranks, in place, as do the others. Any length, any number of ranks."""
-    members = range(wire.ranks)
-    parts = tensor.tensor_split(wire.ranks)
-    _reduce_scatter(parts, members, wire)
-    _all_gather(parts, members, wire)
-
-
-def tree(tensor: Tensor, wire: Wire) -> None:
-    """A binomial tree with rank 0 at its root: sums go up, the result comes down."""
-    distances = [1 << level for level in range((wire.ranks - 1).bit_length())]
-    for distance in distances:
-        if wire.rank % (2 * distance) == distance:
-            wire.send(tensor, wire.rank - distance)
-            break
-        if wire.rank + distance < wire.ranks:
-            tensor += wire.receive(tensor, wire.rank + distance)
-    for distance in reversed(distances):
-        if wire.rank % (2 * distance) == distance:
-            tensor.copy_(wire.receive(tensor, wire.rank - distance))
-        elif wire.rank % (2 * distance) == 0 and wire.rank + distance < wire.ranks:
-            wire.send(tensor, wire.rank + distance)
-
-
 def hierarchical(tensor: Tensor, wire: Wire, per_node: int) -> None:
     """Nodes are `per_node` ranks that follow each other. Raises ValueError where nodes are not equally large."""
     if wire.ranks % per_node:
         raise ValueError(f"{wire.ranks} ranks are not nodes of {per_node}")
     node, place = divmod(wire.rank, per_node)
     inside = range(node * per_node, (node + 1) * per_node)
-    parts = tensor.tensor_split(per_node)
-    _reduce_scatter(parts, inside, wire)
-    # The part that this rank has the sum of, and with it the ranks at the same place of other nodes.
-    own = parts[(place + 1) % per_node]
-    between = range(place, wire.ranks, per_node)
-    shares = own.tensor_split(len(between))
-    _reduce_scatter(shares, between, wire)
-    _all_gather(shares, between, wire)
-    _all_gather(parts, inside, wire)
-
-
-def _reduce_scatter(parts: Sequence[Tensor], members: Sequence[int], wire: Wire) -> None:
-    """After it member i has the sum of part i + 1."""
-    place, count = members.index(wire.rank), len(members)
-    right, left = members[(place + 1) % count], members[place - 1]
-    for step in range(count - 1):
-        given, taken = parts[(place - step) % count], parts[(place - step - 1) % count]
-        taken += wire.exchange(given, right, taken, left)
-
-
-def _all_gather(parts: Sequence[Tensor], members: Sequence[int], wire: Wire) -> None:
-    """Begins where `_reduce_scatter` ends."""
-    place, count = members.index(wire.rank), len(members)
-    right, left = members[(place + 1) % count], members[place - 1]
-    for step in range(count - 1):
-        given, taken = parts[(place + 1 - step) % count], parts[(place - step) % count]
-        taken.copy_(wire.exchange(given, right, taken, left))
+    exact.hierarchical(tensor, wire, inside, range(place, wire.ranks, per_node))
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------

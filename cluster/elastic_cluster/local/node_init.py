@@ -12,11 +12,16 @@ import os
 import signal
 import sys
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def main() -> int:
+def main(beside: Callable[[int], None] | None = None) -> int:
+    """`beside` is called with the raylet's pid: it may start another process of the node."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
@@ -27,6 +32,8 @@ def main() -> int:
         if os.getppid() != own:  # It died before the kernel was asked to watch it.
             os._exit(1)
         os.execv(sys.argv[1], sys.argv[1:])
+    if beside is not None:
+        beside(raylet)
     code = 1
     while True:
         try:

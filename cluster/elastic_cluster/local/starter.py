@@ -60,7 +60,8 @@ _NO_SERVICE = -1
 # A raylet insists on a dashboard agent. Without a dashboard it has nothing to do, and starting the real one costs a
 # second of CPU and 120 MB per node. This reads the pipe that the raylet holds, so it ends when the raylet does.
 _IDLE_AGENT = "/bin/cat"
-_NODE_INIT = str(Path(__file__).with_name("node_init.py"))
+# Another one may call this package's own and start more beside the raylet: tests do.
+_NODE_INIT = os.environ.get("ELASTIC_CLUSTER_NODE_INIT") or str(Path(__file__).with_name("node_init.py"))
 _CONTROL_STORE = ray_constants.PROCESS_TYPE_GCS_SERVER
 # What Ray's processes write between the reason of a crash and the stack.
 _STACK_TRACE = "*** StackTrace Information ***"

@@ -9,6 +9,7 @@ from itertools import islice
 
 from elastic.core.checkpoint.lanes import lane_name, shards_of
 from elastic.core.checkpoint.manifest import Json, Manifest, ShardRecord
+from elastic.core.checkpoint.stages import union_of_extra, union_of_parameters
 from elastic.core.collector import no_collection
 from elastic.core.data.readers import READERS, ReaderStates, merged
 from elastic.core.errors import IntegrityError, Where
@@ -44,10 +45,7 @@ def assemble(
     digests: dict[str, int] = {}
     for lane in range(first.tp):
         own = shards_of(ordered, lane, first.tp)
-        shapes = own[0].parameters
-        if shapes is None:
-            where = Where(rank=own[0].rank, step=first.step)
-            raise IntegrityError(f"the record of rank {own[0].rank} does not name the parameters", where)
+        shapes = union_of_parameters(own)
         _check_cover(shapes, own)
         parameters |= {lane_name(name, lane, first.tp): shape for name, shape in shapes.items()}
         digests |= {lane_name(key, lane, first.tp): digest for key, digest in _summed(own).items()}
@@ -69,10 +67,12 @@ def assemble(
 
 
 def _extra_state(shards: Sequence[ShardRecord]) -> dict[str, Json]:
-    """Rank 0's, with the states of all ranks' readers where the run reads a stream."""
+    """Rank 0's, with those of other stages' first ranks, and the states of all ranks' readers where the run reads a
+    stream."""
     own = ((shard.rank, (shard.extra_state or {}).get(READERS)) for shard in shards)
     readers = merged((rank, None if data is None else ReaderStates.from_json(data)) for rank, data in own)
-    extra_state = dict(shards[0].extra_state or {})
+    saved = [shard.extra_state or {} for shard in shards]
+    extra_state = union_of_extra([saved[0], *(extra for extra in saved[1:] if "optimizer" in extra)])
     return extra_state if readers is None else {**extra_state, READERS: readers.to_json()}
 
 

@@ -41,8 +41,8 @@ class JoinedReports(NamedTuple):
     """The reports of `ranks` (ascending) of one step; see `StepReport`.
 
     `losses`, `data_wait_s`, `noncollective_s`, `energy_j`, `gradient_parts` and `slowed` have one value per rank, or
-    none where every rank's is zero or empty. `learning_rates`, `collectives`, `sample_flops` and `audit` are those of
-    the lowest rank. The others are sums, joined ranges, or the largest value.
+    none where every rank's is zero or empty. `learning_rates`, `collectives`, `sample_flops`, `audit` and `travel` are
+    those of the lowest rank. The others are sums, joined ranges, or the largest value.
     """
 
     generation: int
@@ -68,6 +68,7 @@ class JoinedReports(NamedTuple):
     sample_flops: float
     audit: str
     slowed: tuple[str, ...] = ()
+    travel: str = ""
 
 
 def joined(reports: Iterable[StepReport]) -> JoinedReports:
@@ -98,6 +99,7 @@ def joined(reports: Iterable[StepReport]) -> JoinedReports:
         sample_flops=lowest.sample_flops,
         audit=lowest.audit,
         slowed=_by_rank(ordered, "slowed"),
+        travel=lowest.travel,
     )
 
 
@@ -145,6 +147,7 @@ def completed(parts: Sequence[JoinedReports], first: bool) -> CompletedStep:
         audit=lowest.audit,
         energy_j=sum(energy_j) if all(energy_j) else 0.0,
         slowed=tuple(slowed) if any(slowed) else (),
+        travel=lowest.travel,
     )
 
 

@@ -131,12 +131,19 @@ def loss_scale(weight: float, micro_steps: int, world_size: int) -> float:
     return weight * micro_steps * world_size
 
 
-def refused_noise(sp: int, global_batch: int | None, micro_batch: int | None, tp: int = 1) -> str | None:
+def refused_noise(
+    sp: int, global_batch: int | None, micro_batch: int | None, tp: int = 1, ep: int = 1,
+    pp: int = 1,
+) -> str | None:  # fmt: skip
     """Why the gradient noise of steps with these batches (None: not known yet) cannot be measured, as a sentence."""
     if sp > 1:
         return f"gradient_noise: with mesh: {{sp: {sp}}} a rank's gradient is that of its part of the sequences only"
     if tp > 1:
         return f"gradient_noise: with mesh: {{tp: {tp}}} a rank's gradient is that of its slices of the layers only"
+    if ep > 1:
+        return f"gradient_noise: with mesh: {{ep: {ep}}} a rank's experts have gradients of other ranks' samples"
+    if pp > 1:
+        return f"gradient_noise: with mesh: {{pp: {pp}}} a rank's gradient is that of its layers only"
     if global_batch is not None and micro_batch is not None and micro_batch >= global_batch:
         return (
             f"gradient_noise compares a step with its micro-batches and needs two of them: micro_batch ({micro_batch}) "

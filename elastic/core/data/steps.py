@@ -40,7 +40,8 @@ class StepReport:
     (0.0: not counted); negative where they were estimated. `energy_j` is what the rank's device has used since the
     report before (0.0: not measured). `audit` says what an audit of this step has found, the same on every rank
     ("": it was not audited): "agreed", or why the ranks were not compared.
-    `slowed` says why the device's clocks are lowered, where it tells.
+    `slowed` says why the device's clocks are lowered, where it tells. `travel` is rank 0's: in the first step of a
+    generation, and where it changes, by which strategy gradients travel and what the others would have cost.
     """
 
     step: int
@@ -64,6 +65,7 @@ class StepReport:
     energy_j: float = 0.0
     audit: str = ""
     slowed: str = ""
+    travel: str = ""
     generation: int = 0
     rank: int = 0
 
@@ -94,8 +96,8 @@ class CompletedStep:
     the lowest `RANKS_PER_METRIC` ranks.
     `content` is the sum over all readers of a stream, modulo 2**64: a step that is repeated must give the same.
     `collectives` are those of rank 0. `gradient_parts` and `energy_j` are sums over all ranks, empty or 0.0
-    where one did not measure; `sample_flops` is rank 0's. `audit`: see `StepReport`. `slowed` is by rank, empty where
-    no rank has a reason.
+    where one did not measure; `sample_flops` is rank 0's. `audit` and `travel`: see `StepReport`. `slowed` is by rank,
+    empty where no rank has a reason.
     """
 
     generation: int
@@ -123,6 +125,7 @@ class CompletedStep:
     energy_j: float = 0.0
     audit: str = ""
     slowed: tuple[str, ...] = ()
+    travel: str = ""
 
     @property
     def first_step_done(self) -> FirstStepDone | None:

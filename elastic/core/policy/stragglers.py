@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
-from elastic.core.events import StragglerFound
+from elastic.core.data.collectives import CollectiveUse
+from elastic.core.events import CollectivesSlowed, StragglerFound
 from elastic.core.settings import StragglerSettings
 
 
@@ -39,9 +40,12 @@ class StragglerWatch:
         self._window: list[Sequence[float]] = []
 
     def begin(self, generation: int, members: Sequence[int]) -> None:
-        """`members[rank]` is a worker. The history of members that stay is kept."""
+        """`members[rank]` is a worker. The history of members that stay is kept, but for those that become rank 0 or
+        were it: that rank has more to do (it writes the logs), so that another ratio is usual for them."""
+        changed = {*self._members[:1]} ^ {*members[:1]}
+        kept = {worker: known for worker, known in self._known.items() if worker not in changed}
         self._generation, self._members, self._window = generation, tuple(members), []
-        self._known = {worker: self._known.get(worker, _Worker()) for worker in members}
+        self._known = {worker: kept.get(worker, _Worker()) for worker in members}
 
     def step(
         self, generation: int, noncollective_s: Sequence[float], slowed: Sequence[str] = ()
@@ -90,6 +94,71 @@ class StragglerWatch:
             return 0
         worker.slow = worker.slow + 1 if factor > self._settings.factor * worker.usual else 0
         return worker.slow
+
+
+class CollectiveWatch:
+    """Whether the collectives of a generation have become slower than they were at its beginning, by more than rank 0
+    waits in them for ranks that compute longer: then a connection has. Rank 0's ledger does not say which one.
+
+    Call `begin` for every generation, then `step` for every finished step but its first. Only operations that move as
+    much as in the first windows are compared.
+    """
+
+    def __init__(self, settings: StragglerSettings) -> None:
+        self._settings = settings
+        self.begin(-1)
+
+    def begin(self, generation: int) -> None:
+        self._generation = generation
+        self._window: list[Sequence[CollectiveUse]] = []
+        self._first: list[Sequence[CollectiveUse]] = []
+        self._waits: list[float] = []
+        self._usual: dict[_Moved, float] = {}
+        self._usual_wait_s = 0.0
+        self._slow = 0
+
+    def step(
+        self, generation: int, uses: Sequence[CollectiveUse], noncollective_s: Sequence[float] = ()
+    ) -> CollectivesSlowed | None:
+        """`uses` are rank 0's; `noncollective_s` as for `StragglerWatch`: whoever is done first waits for the last."""
+        settings = self._settings
+        if settings.policy == "off" or generation != self._generation or not uses:
+            return None
+        measured = bool(noncollective_s) and min(noncollective_s) > 0.0
+        self._waits.append(max(noncollective_s) - noncollective_s[0] if measured else 0.0)
+        self._window.append(uses)
+        if len(self._window) < settings.window_steps:
+            return None
+        window, self._window = self._window, []
+        if not self._usual:
+            self._first += window
+            if len(self._first) >= settings.window_steps * settings.calibration_windows:
+                self._usual, self._usual_wait_s = _typical_s(self._first), median(self._waits)
+                self._first, self._waits = [], []
+            return None
+        now, wait_s = _typical_s(window), median(self._waits)
+        self._waits = []
+        shared = self._usual.keys() & now.keys()
+        usual_s, now_s = sum(self._usual[moved] for moved in shared), sum(now[moved] for moved in shared)
+        now_s -= min(now_s, max(0.0, wait_s - self._usual_wait_s))
+        slower = usual_s > 0 and now_s > settings.collective_factor * usual_s
+        self._slow = self._slow + 1 if slower else 0
+        if self._slow != settings.windows:
+            return None
+        return CollectivesSlowed(generation, round(now_s / usual_s, 4), usual_s, now_s, self._slow)
+
+
+# Operation, axis, dtype, calls and bytes of a step.
+_Moved = tuple[str, str, str, int, int]
+
+
+def _typical_s(steps: Sequence[Sequence[CollectiveUse]]) -> dict[_Moved, float]:
+    """The median seconds of what at least half of the steps have moved alike."""
+    seconds: dict[_Moved, list[float]] = {}
+    for uses in steps:
+        for use in uses:
+            seconds.setdefault((use.op, use.axis, use.dtype, use.calls, use.bytes), []).append(use.seconds)
+    return {moved: median(found) for moved, found in seconds.items() if 2 * len(found) >= len(steps)}
 
 
 def _medians_of_others(values: Sequence[float]) -> list[float]:

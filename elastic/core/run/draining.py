@@ -79,7 +79,7 @@ def leave_draining(transition: Transition, phase: Training) -> bool:
         return False
     low = state.settings.scaling.min_workers
     staying = len(state.members) - len(going) + state.idle_count
-    size = whole_cells(min(staying, state.settings.scaling.max_workers), state.settings.mesh.cell)
+    size = whole_cells(min(staying, state.settings.scaling.max_workers), *state.settings.mesh.cells)
     notices = [state.fleet.draining[node] for node in {state.fleet.node_of(w) for w in going} if node is not None]
     urgent = any(notice.urgent for notice in notices)
     replaced = size >= len(state.members)

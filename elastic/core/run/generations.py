@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import groupby
 
 from elastic.core.actions import BeginGeneration, CommitStop, ProposeStop
-from elastic.core.checkpoint.snapshots import is_snapshot
+from elastic.core.checkpoint.rounds import Rounds
+from elastic.core.checkpoint.snapshots import Copies, is_snapshot, parse_snapshot_id
 from elastic.core.events import (
     CheckpointCommitted,
     CollectiveFailed,
@@ -27,18 +29,25 @@ from elastic.core.events import (
 from elastic.core.fleet import Members
 from elastic.core.run.phase import Closing, Ending, Joining, Pausing, Training
 from elastic.core.run.recovery import backdate, close_incident, fail_generation, open_incident, reject_checkpoint
-from elastic.core.run.state import KnownCheckpoint, WorkerPhase
+from elastic.core.run.state import KnownCheckpoint, RunState, WorkerPhase
 from elastic.core.run.transition import Transition
+from elastic.core.settings import RunSettings
+from elastic.core.sharding.mesh_policy import MeshFacts, MeshVerdict, choose, table
+from elastic.core.sharding.placement import members_in_order
 from elastic.core.tables import Amounts
 from elastic.core.wording import plural
 
 _KEPT = 100
+# What torch says, of a device and of a host.
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory")
 
 
 def begin(transition: Transition, size: int, reason: str) -> None:
-    """Start the next generation on the first `size` idle workers, from the newest good state."""
-    members = tuple(worker.id for worker in transition.idle_workers()[:size])
+    """Start the next generation on `size` idle workers, from the newest good state."""
     base = transition.saved.newest_state
+    mesh = next_mesh(transition, size, base)
+    size, axes, meter = mesh.chosen.world_size, mesh.chosen.axes, transition.state.meter
+    members = _ranked(transition, size, base, transition.state.settings.mesh.shape(axes).cell)
     step = base.step if base else 0
     number = transition.state.generation + 1
     repeated = max(0, transition.state.furthest_step - step)
@@ -47,22 +56,60 @@ def begin(transition: Transition, size: int, reason: str) -> None:
         next_generation=number, next_world_size=size, resumed_step=step, steps_repeated=repeated,
         source=source_of(base),
     )  # fmt: skip
-    transition.set(generation=number, members=Members(members), base=base, start_step=step, done_step=None)
+    if axes:
+        transition.say(f"generation {number} trains on {mesh.chosen}: {mesh.reason}", kind="mesh", **table(mesh))
+    transition.set(generation=number, members=Members(members), base=base, start_step=step, done_step=None, axes=axes)
+    transition.set(meter=replace(meter, begun_at=transition.now))
     # Forget failed writes of earlier generations: this generation's own writes count.
-    transition.set_saved(storage_failing=False, cannot_save=(), snapshots=(), survey=None)
+    transition.set_saved(storage_failing=False, cannot_save=(), snapshots=(), copies=Copies(), survey=None)
     transition.set_fleet(reached=frozenset())
     transition.set_phase(members, WorkerPhase.MEMBER)
     transition.enter(Joining(transition.now))
     origin = f"{source_of(base)}, {base.id}, step {step}" if base else "the beginning"
     transition.say(
         f"generation {number} begins with {plural(size, 'worker')} from {origin}: {reason}"
-        + (f"; {plural(repeated, 'step')} will be repeated" if repeated else ""),
+        + (f"; {plural(repeated, 'step')} will be repeated" if repeated else "")
+        + _outer_steps_lost(transition.state, step),
         number=number, world_size=size, step=step,
     )  # fmt: skip
     only_saves = transition.state.gives_up_for is not None
     transition.do(
-        BeginGeneration(number, members, base.id if base else None, step, transition.trouble.skips, only_saves)
+        BeginGeneration(number, members, base.id if base else None, step, transition.trouble.skips, only_saves, axes)
     )
+
+
+def next_mesh(transition: Transition, size: int, base: KnownCheckpoint | None) -> MeshVerdict:
+    """The mesh of a generation that begins now on `size` workers at most."""
+    state = transition.state
+    settings, copies = state.settings, state.saved.copies if base is not None and is_snapshot(base.id) else Copies()
+    # Of the last generation's snapshots alone is it known who has which part.
+    last = base is not None and is_snapshot(base.id) and parse_snapshot_id(base.id)[1] == state.generation
+    before = settings.mesh.shape(state.axes).mesh(copies.ranks) if last and state.axes and copies.ranks else None
+    passes = None
+    if settings.global_batch is not None and settings.micro_batch is not None:
+        passes = -(-settings.global_batch // settings.micro_batch)
+
+    def nodes_of(world_size: int, cell: int) -> list[str | None]:
+        return [state.fleet.node_of(worker) for worker in _ranked(transition, world_size, base, cell)]
+
+    facts = MeshFacts(
+        settings.mesh, size, settings.scaling.min_workers, passes, state.meter.measured.meshes, state.axes or None,
+        before, copies, nodes_of,
+    )  # fmt: skip
+    return choose(facts)
+
+
+def _ranked(transition: Transition, size: int, base: KnownCheckpoint | None, cell: int) -> tuple[int, ...]:
+    """The members by rank: one slot's are neighbours, and each slot gets the ranks whose state its node holds.
+    Rank 0 stays where it is."""
+    slots = [
+        (transition.fleet.slots[slot].node, [worker.id for worker in workers])
+        for slot, workers in groupby(transition.idle_workers(), lambda worker: worker.slot)
+    ]
+    in_memory = base is not None and is_snapshot(base.id)
+    copies = transition.saved.copies if in_memory else Copies()
+    leader = next(iter(transition.state.members), None)
+    return members_in_order(slots, size, copies, cell, leader)
 
 
 def source_of(base: KnownCheckpoint | None) -> str:
@@ -151,6 +198,7 @@ def first_step_done(transition: Transition, event: FirstStepDone) -> None:
             f"{plural(incident.steps_repeated, 'step')} repeated",
             kind="recovered",
         )
+        transition.set(meter=transition.state.meter.recovered(incident, transition.now))
     close_incident(transition)
 
 
@@ -163,11 +211,25 @@ def start_pause(transition: Transition, purpose: str, reason: str, durable: bool
     assert isinstance(phase, Training)
     kind = "stop" if purpose == "stop" else "resize"
     open_incident(transition, kind, reason, transition.state.furthest_step, planned=True)
-    limit = transition.now + transition.state.settings.failures.drain_timeout_s
+    limit = transition.now + stop_limit_s(transition.state.settings)
     durable = not transition.state.settings.snapshots.enabled if durable is None else durable
     transition.enter(Pausing(transition.now, limit, purpose, was=phase, durable=durable))
     transition.say(f"generation {transition.state.generation} will end at a step boundary: {reason}")
     transition.do(ProposeStop(transition.state.generation, tuple(transition.state.members)))
+
+
+def _outer_steps_lost(state: RunState, step: int) -> str:
+    """For a generation that begins after `step`, where islands train by themselves."""
+    asked = state.settings.communication
+    if asked is None or asked.semantics != "local":
+        return ""
+    lost = Rounds.of(asked).outer_steps(step, state.furthest_step)
+    return f", and with them the outer steps of {', '.join(map(str, lost))}" if lost else ""
+
+
+def stop_limit_s(settings: RunSettings) -> float:
+    """How long members may take to stop. Where islands train by themselves that is a round."""
+    return settings.failures.drain_timeout_s * Rounds.of(settings.communication).longest_wait
 
 
 def stop_promised(transition: Transition, event: StopPromised) -> None:
@@ -280,8 +342,13 @@ def collective_failed(transition: Transition, event: CollectiveFailed) -> None:
 def user_code_failed(transition: Transition, event: UserCodeFailed) -> None:
     if event.worker not in transition.state.members:
         return
-    who = transition.name_of(event.worker)
+    state, who = transition.state, transition.name_of(event.worker)
     kind = "usage-error" if event.usage else "user-error"
+    if any(words in event.error.lower() for words in _OUT_OF_MEMORY) and state.axes:
+        transition.set(meter=state.meter.tried(state.world_size, state.axes, None))
+        others = next_mesh(transition, state.world_size, None).candidates
+        # Another mesh may suffice, so it is not the end that an error of the code would be.
+        kind = kind if all(one.refusal for one in others) else "out-of-memory"
     evidence = event.error if event.usage else f"{who}, step {event.step}: {event.error}"
     transition.say(
         f"the training function raised on {who}: {event.error}", kind="user-error", traceback=event.traceback

@@ -24,7 +24,8 @@ from elastic.core.actions import (
     RequestSlot,
     StartWorker,
 )
-from elastic.core.policy.scaling import policy_named
+from elastic.core.policy.measured import Measured
+from elastic.core.policy.scaling_policies import policy_named
 from elastic.core.run import (
     anomalies,
     control_store,
@@ -43,6 +44,7 @@ from elastic.core.run.recovery import end_unknown_generation, in_generation
 from elastic.core.run.state import KnownCheckpoint, RunState
 from elastic.core.run.transition import Transition
 from elastic.core.settings import RunSettings
+from elastic.core.typed_json import decode
 
 
 def initial(settings: RunSettings, now: float) -> RunState:
@@ -86,7 +88,9 @@ def reissue(state: RunState) -> tuple[Action, ...]:
         base, members = state.base.id if state.base else None, tuple(state.members)
         only_saves = state.gives_up_for is not None
         actions.append(
-            BeginGeneration(state.generation, members, base, state.start_step, state.trouble.skips, only_saves)
+            BeginGeneration(
+                state.generation, members, base, state.start_step, state.trouble.skips, only_saves, state.axes
+            )
         )
     elif isinstance(phase, Ending):
         actions.append(EndGeneration(state.generation, state.members_inside, "the controller was restarted meanwhile"))
@@ -133,6 +137,10 @@ def _apply(transition: Transition, event: ev.Event) -> None:
             membership.worker_start_failed(transition, event)
         case ev.WorkerDied():
             membership.worker_died(transition, event)
+        case ev.NodeMeasured():
+            evictions.node_measured(transition, event)
+        case ev.DeviceFailed():
+            evictions.device_failed(transition, event)
         case ev.WorkersSilent():
             membership.workers_silent(transition, event)
         case ev.ProbeAnswered():
@@ -163,6 +171,9 @@ def _apply_to_generation(transition: Transition, event: ev.GenerationEvent) -> N
             generations.training_reached(transition, (event.worker,))
         case ev.FirstStepDone():
             generations.first_step_done(transition, event)
+        case ev.StepTimeMeasured():
+            size, axes = transition.state.world_size, transition.state.axes
+            transition.set(meter=transition.state.meter.stepped(size, event.step_s).tried(size, axes, event.step_s))
         case ev.ProgressStalled():
             generations.progress_stalled(transition, event)
         case ev.CollectiveFailed():
@@ -177,6 +188,8 @@ def _apply_to_generation(transition: Transition, event: ev.GenerationEvent) -> N
             anomalies.step_skipped(transition, event)
         case ev.StragglerFound():
             evictions.straggler_found(transition, event)
+        case ev.CollectivesSlowed():
+            evictions.collectives_slowed(transition, event)
         case ev.RestoreFailed():
             generations.restore_failed(transition, event)
         case ev.StopPromised():
@@ -205,7 +218,7 @@ def _restart_clocks(transition: Transition) -> None:
     if isinstance(phase, Waiting | Joining):
         transition.enter(replace(phase, since=now))
     elif isinstance(phase, Pausing):
-        transition.enter(replace(phase, deadline=now + failures.drain_timeout_s))
+        transition.enter(replace(phase, deadline=now + generations.stop_limit_s(transition.state.settings)))
     elif isinstance(phase, Ending):
         transition.enter(replace(phase, deadline=now + failures.abort_timeout_s))
     elif isinstance(phase, Closing):
@@ -234,12 +247,22 @@ def _run_started(transition: Transition, event: ev.RunStarted) -> None:
         first_generation=event.last_generation,
         started_at=transition.now,
     )
-    transition.set_trouble(skips=event.skips)  # fmt: skip
+    transition.set_trouble(skips=event.skips, undone=event.undone)
+    transition.set(meter=replace(transition.state.meter, measured=_of_earlier_attempts(event)))
     scaling, mesh = transition.state.settings.scaling, transition.state.settings.mesh
-    cells = f", in cells of {mesh.cell} ({mesh})" if mesh.cell > 1 else ""
+    sizes = " or ".join(map(str, mesh.cells))
+    cells = f", in cells of {sizes} ({mesh})" if mesh.cell > 1 else ""
     rounded = f"; {mesh.rounded}" if mesh.rounded else ""
     origin = f"from step {furthest} of an earlier run" if known else "from the beginning"
     transition.say(
         f"the run starts {origin} with {scaling.min_workers} to {scaling.max_workers} workers{cells}{rounded}",
         kind="start",
     )
+
+
+def _of_earlier_attempts(event: ev.RunStarted) -> Measured:
+    """What another release has measured otherwise is measured anew."""
+    try:
+        return decode(Measured, event.measured) if event.measured is not None else Measured()
+    except (ValueError, TypeError, KeyError):
+        return Measured()

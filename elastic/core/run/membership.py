@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elastic.core.actions import Probe
+from elastic.core.actions import MeasureNode, Probe
 from elastic.core.events import (
     ProbeAnswered,
     SlotLost,
@@ -21,6 +21,9 @@ from elastic.core.run.recovery import backdate, fail_generation, finish, query_s
 from elastic.core.run.state import RunState, SlotPhase, Suspicion, Worker, WorkerPhase
 from elastic.core.run.transition import Transition
 
+# Idle nodes that are named to a newcomer, in case that one does not answer.
+_PARTNERS = 2
+
 
 def slot_placed(transition: Transition, event: SlotPlaced) -> None:
     slot = transition.fleet.slots.get(event.slot)
@@ -34,8 +37,20 @@ def slot_placed(transition: Transition, event: SlotPlaced) -> None:
         hold_back_slots(transition)
         return
     transition.put_slot(replace(slot, phase=SlotPhase.PLACED, node=event.node, since=transition.now))
+    transition.set(meter=transition.state.meter.placed(slot.id))
     transition.say(f"slot {slot.id} got node {event.node[:8]} after {transition.now - slot.since:.1f} s")
+    _measure(transition, event.node)
     transition.start_workers(slot.id, transition.state.settings.scaling.workers_per_slot)
+
+
+def _measure(transition: Transition, node: str) -> None:
+    """Together with an idle node: never with one that trains. A node with an older slot was measured for that."""
+    state = transition.state
+    if state.settings.calibration.policy == "off" or len(state.fleet.slots.on(node)) > 1:
+        return
+    training = {state.fleet.node_of(member) for member in state.members}
+    idle = [other for other in reversed(state.fleet.nodes) if other != node and other not in training]
+    transition.do(MeasureNode(node, tuple(idle[:_PARTNERS])))
 
 
 def slot_lost(transition: Transition, event: SlotLost) -> None:
@@ -61,6 +76,8 @@ def lose_slot(transition: Transition, slot_id: int, evidence: str, kind: str) ->
         return
     if slot.node is not None:
         transition.strike(slot.node, "it was lost again", certain=False)
+        if slot.node not in transition.fleet.draining:
+            transition.set(meter=transition.state.meter.lost(transition.now))
     members = tuple(worker.id for worker in transition.workers_in(slot_id) if needed(transition.state, worker))
     if members:
         ranks = ", ".join(str(transition.state.rank_of(w)) for w in members)
@@ -98,6 +115,8 @@ def worker_ready(transition: Transition, event: WorkerReady) -> None:
     transition.say(
         f"{transition.name_of(worker.id)} is ready after {transition.now - worker.since:.1f} s", kind="worker"
     )
+    if all(other.phase is not WorkerPhase.STARTING for other in transition.workers_in(slot.id)):
+        transition.set(meter=transition.state.meter.ready(slot.id, transition.now))
     # Another worker may have been given up in this slot. The slot can start workers, as this one shows, so try again.
     missing = transition.state.settings.scaling.workers_per_slot - len(transition.workers_in(slot.id))
     transition.start_workers(slot.id, missing)

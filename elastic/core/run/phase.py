@@ -56,10 +56,14 @@ class Joining:
 
 @dataclass(frozen=True)
 class Training:
+    """`declined`: the largest world size that the scaling policy, or the choice of mesh, has compared with the present
+    one and not taken."""
+
     since: float
     first_step_done: bool = False
     completed: Numbers = field(default_factory=Numbers)
     all_reached_end: bool = True
+    declined: int = 0
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ generation that trains: it would be found out only when that generation has been
 
 from __future__ import annotations
 
-from elastic.core.checkpoint.snapshots import parse_snapshot_id
+from elastic.core.checkpoint.snapshots import Copies, parse_snapshot_id
 from elastic.core.events import SnapshotsReported
 from elastic.core.policy.quarantine import left_out
 from elastic.core.run.phase import Training, Waiting
@@ -21,7 +21,11 @@ def snapshots_reported(transition: Transition, event: SnapshotsReported) -> None
     if survey is None or survey.number != event.survey:
         return
     good = (known for known in event.snapshots if transition.trouble.counts(parse_snapshot_id(known[0])[1], known[1]))
-    transition.set_saved(survey=None, snapshots=tuple(KnownCheckpoint(name, step) for name, step in good))
+    transition.set_saved(
+        survey=None,
+        snapshots=tuple(KnownCheckpoint(name, step) for name, step in good),
+        copies=Copies(event.ranks, event.copies),
+    )
     if event.missing and not transition.saved.snapshots:
         # If another snapshot is whole, the newest may merely have been incomplete.
         transition.say(f"no snapshot on the nodes is complete: {'; '.join(event.missing)}", kind="memory")

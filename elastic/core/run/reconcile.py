@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+from elastic.core.policy.measured_scaling import table as costs_table
 from elastic.core.policy.quarantine import avoided
-from elastic.core.policy.scaling import ScalingFacts, Verdict, policy_named
+from elastic.core.policy.scaling import ScalingFacts, Verdict
+from elastic.core.policy.scaling_policies import policy_named
 from elastic.core.run.draining import drop_left, leave_draining, next_ripening, notices_ripen
-from elastic.core.run.evictions import give_back_evicted
-from elastic.core.run.generations import begin, close, start_pause
+from elastic.core.run.evictions import give_back_evicted, leave_evicted
+from elastic.core.run.generations import begin, close, next_mesh, start_pause, stop_limit_s
 from elastic.core.run.membership import condemn, drop_worn_slots, start_failed
 from elastic.core.run.phase import (
     FINISHED,
@@ -30,12 +33,13 @@ from elastic.core.run.slot_demand import keep_to_limit, make_room, why_waiting
 from elastic.core.run.state import RunState, WorkerPhase
 from elastic.core.run.storage_trouble import kept_in_memory, save_without, who_cannot_save
 from elastic.core.run.transition import Transition
+from elastic.core.sharding.mesh_policy import MeshVerdict, table
 from elastic.core.wording import plural
 
 
 def reconcile(transition: Transition) -> None:
     """Run every rule until none changes anything. Each rule moves the run forward, so this ends."""
-    rules = (_suspicion, _survey, _starts, _draining, _limited, _evicted, _slots, _stage)
+    rules = (_suspicion, _survey, _starts, _draining, _limited, _evicted, _slots, _stage, _count_nodes)
     for _ in range(100):
         before = transition.state
         for rule in rules:
@@ -156,6 +160,14 @@ def _ask_for_released(transition: Transition) -> None:
         transition.drop_slot(max(slots.pending), "it is requested anew: a node is no longer quarantined")
 
 
+def _count_nodes(transition: Transition) -> None:
+    """How many nodes the run has, and since when: what the rate of losses is measured by."""
+    slots, meter = transition.fleet.slots, transition.state.meter
+    placed = len(slots) - len(slots.pending)
+    if placed != meter.nodes:
+        transition.set(meter=meter.counted(placed, transition.now).without(slots))
+
+
 def _needs_no_more(state: RunState) -> bool:
     over = state.stop_reason is not None or state.gives_up_for is not None
     return over or isinstance(state.phase, Closing | Finished)
@@ -211,6 +223,7 @@ def _start(transition: Transition, phase: Waiting) -> None:
             transition.enter(replace(phase, again_at=None))
         return
     if verdict.go and state.trouble.suspicion is None:
+        _say_costs(transition, verdict)
         begin(transition, verdict.size, verdict.reason)
         return
     if verdict.go and state.trouble.suspicion is not None:
@@ -225,7 +238,9 @@ def _start(transition: Transition, phase: Waiting) -> None:
         finish(transition, NO_CAPACITY, f"after {limit:.0f} s still {reason}")
     elif (reason, again) != (phase.reason, phase.again_at):
         if reason != phase.reason:
-            transition.say(reason, kind="waiting")
+            transition.say(reason, kind="waiting", **_costs(state, verdict))
+            if verdict.chosen:
+                transition.amend(action="wait for a replacement")
         transition.enter(replace(phase, reason=reason, again_at=again))
 
 
@@ -236,11 +251,41 @@ def _training(transition: Transition, phase: Training) -> None:
     if state.stop_reason is not None:
         start_pause(transition, "stop", state.stop_reason)
         return
-    if leave_draining(transition, phase) or make_room(transition, phase):
+    if leave_evicted(transition) or leave_draining(transition, phase) or make_room(transition, phase):
         return
     verdict = policy_named(state.settings.scaling.policy).grow(_facts(state, phase.since, transition.now))
+    if verdict.go and (kept := _smaller_mesh(transition, verdict.size)) is not None:
+        if verdict.size > phase.declined:
+            sentence = f"no growth {state.world_size} -> {verdict.size}: {kept.chosen}: {kept.reason}"
+            transition.say(sentence, kind="mesh", **table(kept))
+            transition.enter(replace(phase, declined=verdict.size))
+        return
     if verdict.go and newcomers_reached(transition):
+        _say_costs(transition, verdict)
         start_pause(transition, "grow", verdict.reason)
+    elif verdict.options and not verdict.go and verdict.size > phase.declined:
+        _say_costs(transition, verdict)
+        transition.enter(replace(phase, declined=verdict.size))
+
+
+def _smaller_mesh(transition: Transition, size: int) -> MeshVerdict | None:
+    """The choice of mesh on `size` workers where it has no more members than this generation: a worker that no mesh
+    could use, or none as fast, stands by. None: there is a larger one."""
+    state = transition.state
+    if not state.settings.mesh.choices:
+        return None
+    verdict = next_mesh(transition, size, None)
+    return verdict if verdict.chosen.world_size <= state.world_size else None
+
+
+def _costs(state: RunState, verdict: Verdict) -> dict[str, Any]:
+    return costs_table(verdict, state.meter.measured, state.settings.scaling.price_per_node_hour)
+
+
+def _say_costs(transition: Transition, verdict: Verdict) -> None:
+    """Only where the policy has compared any."""
+    if verdict.options:
+        transition.say(f"{verdict.chosen}: {verdict.reason}", kind="scaling", **_costs(transition.state, verdict))
 
 
 def _pausing(transition: Transition, phase: Pausing) -> None:
@@ -249,7 +294,7 @@ def _pausing(transition: Transition, phase: Pausing) -> None:
     if state.anyone_inside:
         if late:
             names = ", ".join(transition.name_of(m) for m in state.members_inside)
-            limit = state.settings.failures.drain_timeout_s
+            limit = stop_limit_s(state.settings)
             fail_generation(transition, "hang", f"did not stop at a step boundary within {limit:.0f} s: {names}")
         return
     if phase.was.completed and phase.stop_at is not None:
@@ -325,6 +370,15 @@ def _enough(state: RunState) -> bool:
 
 
 def _facts(state: RunState, since: float, now: float) -> ScalingFacts:
+    scaling, incident, meter = state.settings.scaling, state.trouble.incident, state.meter
+    # A run that is coming to its end wants no more workers than it has.
+    ends = state.stop_reason is not None or state.gives_up_for is not None
+    lost = len(incident.lost_workers) if incident is not None and not incident.planned and not ends else 0
+    lost_at = incident.times.get("symptom", since) if incident is not None else since
+    most = state.max_slots * scaling.workers_per_slot
+    step_s = meter.measured.step_s.get(state.world_size)
+    last = state.settings.max_steps
+    done = state.furthest_step if step_s is None else max(state.start_step + (now - since) / step_s, 0.0)
     return ScalingFacts(
         settings=state.settings.scaling,
         now=now,
@@ -336,5 +390,11 @@ def _facts(state: RunState, since: float, now: float) -> ScalingFacts:
         first_start=state.generation == state.first_generation,
         # Growth waits for it only where the nodes' memory does not take the step that it begins with.
         storage_failing=state.saved.storage_failing and not kept_in_memory(state),
-        cell=state.settings.mesh.cell,
+        cells=state.settings.mesh.cells,
+        measured=meter.measured,
+        wanted=min(incident.world_size, scaling.max_workers, most) if incident is not None and lost else 0,
+        lost=lost,
+        lost_at=lost_at,
+        unreplaced=sum(missing < lost_at for missing in meter.missing),
+        steps_left=max(0.0, last - done) if last is not None else None,
     )

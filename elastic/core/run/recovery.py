@@ -33,8 +33,8 @@ from elastic.core.wording import plural
 # The strongest evidence that was seen names the incident; weaker evidence is kept with it. A lost process is stronger
 # than an exception: user code that loses a peer in a collective may well raise something of its own.
 _KINDS = (
-    "resize", "stop", "collective-failed", "hang", "user-error", "anomaly", "audit", "worker-frozen", "worker-lost",
-    "node-frozen", "node-lost", "restore-failed", "usage-error",
+    "resize", "stop", "collective-failed", "hang", "user-error", "out-of-memory", "anomaly", "audit", "worker-frozen",
+    "worker-lost", "node-frozen", "node-lost", "restore-failed", "usage-error",
 )  # fmt: skip
 _STRENGTH = {name: rank for rank, name in enumerate(_KINDS)}
 # A thousand ranks that all report the same broken collective are not a thousand pieces of evidence.
@@ -191,7 +191,7 @@ def _give_up(transition: Transition, reason: str) -> None:
 
 def _go_on(transition: Transition, phase: Ending) -> None:
     survivors, low = transition.state.idle_count, transition.state.settings.scaling.min_workers
-    size = whole_cells(survivors, transition.state.settings.mesh.cell)
+    size = whole_cells(survivors, *transition.state.settings.mesh.cells)
     what = f"continue with {size}" if survivors >= low else f"wait for {plural(low - survivors, 'more worker')}"
     lost = f"{plural(len(phase.lost), 'worker')} lost" if phase.lost else "no worker lost"
     pause = backoff_s(transition.state)

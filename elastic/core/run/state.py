@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from elastic.core.checkpoint.snapshots import Copies
 from elastic.core.fleet import Members, Slots, Workers
 from elastic.core.fleet import Slot as Slot
 from elastic.core.fleet import SlotPhase as SlotPhase
 from elastic.core.fleet import Worker as Worker
 from elastic.core.fleet import WorkerPhase as WorkerPhase
 from elastic.core.incident import Incident
+from elastic.core.policy.calibration import Calibration
+from elastic.core.policy.measured import Meter
 from elastic.core.policy.quarantine import Quarantine
 from elastic.core.run.phase import RunPhase, Waiting
 from elastic.core.settings import RunSettings
@@ -119,6 +122,8 @@ class Fleet:
     shortage: str = ""
     # After slots that failed, no slot is requested before this time; 0: no pause.
     slots_not_before: float = 0.0
+    # What the newest nodes measured when they joined.
+    calibrations: tuple[Calibration, ...] = ()
     # Ray's control store does not answer: no slot can be placed and no worker started, and neither counts as late.
     control_store_away: bool = False
 
@@ -149,6 +154,8 @@ class Saved:
     checkpoints: tuple[KnownCheckpoint, ...] = ()
     # What the last survey found in the memory of nodes, newest first; forgotten when a generation begins.
     snapshots: tuple[KnownCheckpoint, ...] = ()
+    # Which nodes hold what of the newest one; those of the same generation are placed alike.
+    copies: Copies = field(default_factory=Copies)
     survey: Survey | None = None
     surveys: int = 0
     # Checkpoints and snapshots that a restore has refused.
@@ -195,11 +202,18 @@ class Trouble:
     miscomputed: Mapping[str, int] = field(default_factory=dict)
     # The last step in which an audit before a failed one had all ranks agree.
     agreed_step: int | None = None
+    # (generation, step) of what earlier attempts have undone: as `Anomaly`.
+    undone: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def all_undone(self) -> tuple[tuple[int, int], ...]:
+        """(generation, step): nothing beyond `step` of that or an earlier generation counts any more."""
+        return (*self.undone, *((a.generation, a.step) for a in self.anomalies if a.undone))
 
     def counts(self, generation: int, step: int) -> bool:
         """False for a checkpoint or snapshot that lies behind an anomaly: its step was done again with other samples,
         and the next generation must never begin from a state of the abandoned timeline."""
-        return not any(a.undone and generation <= a.generation and step > a.step for a in self.anomalies)
+        return not any(generation <= of and step > last for of, last in self.all_undone)
 
 
 @dataclass(frozen=True)
@@ -211,6 +225,8 @@ class RunState:
     generation: int = 0
     first_generation: int = 0
     members: Members = field(default_factory=Members)
+    # The generation's sizes of the mesh's axes that may change.
+    axes: Mapping[str, int] = field(default_factory=dict)
     start_step: int = 0
     base: KnownCheckpoint | None = None
     furthest_step: int = 0
@@ -222,6 +238,7 @@ class RunState:
     fleet: Fleet = field(default_factory=Fleet)
     saved: Saved = field(default_factory=Saved)
     trouble: Trouble = field(default_factory=Trouble)
+    meter: Meter = field(default_factory=Meter)
 
     @property
     def max_slots(self) -> int:

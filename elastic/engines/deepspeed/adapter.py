@@ -21,9 +21,15 @@ from elastic.engines.deepspeed.state.live_numbers import expected_numbers, wrong
 from elastic.engines.deepspeed.state.open import open_zero_state
 from elastic.engines.deepspeed.state.zero import ZeroState
 from elastic.engines.deepspeed.teardown import hollow_out, release_engine
-from elastic.engines.deepspeed.whole_gradients import WholeGradients
 from elastic.engines.last_output import LastOutput
 from elastic.engines.live_state import Fragment
+from elastic.engines.model.whole_gradients import WholeGradients
+
+# As of `TPLayerSpec.grad_allreduce` (deepspeed/module_inject/autotp_config.py).
+_ADDED_UP = (
+    "let AutoTP add them up (in tensor_parallel.partition_config a layer_spec of partition_type skip with "
+    "grad_allreduce: true)"
+)
 
 
 class DeepSpeedAdapter:
@@ -40,15 +46,17 @@ class DeepSpeedAdapter:
         self.data_group: dist.ProcessGroup = native.seq_data_parallel_group
         self._nonfinite = None if nonfinite is None else NonFinite(native, nonfinite)
         self.judged = self._nonfinite is None or self._nonfinite.judged
-        # Stage 3 gathers weights within the forward pass.
-        self._gathers = native.zero_optimization_partition_weights()
+        # Stage 3 gathers weights within the forward pass; tokens go to the ranks that have their experts.
+        self._gathers = native.zero_optimization_partition_weights() or native.has_moe_layers
         self._output = LastOutput()
         self.ledger = CollectiveLedger(self.device, {self.data_group: "dp"})
         self._whole_gradients: WholeGradients | None = None
         if native.autotp_size() > 1:
             cell = native.mpu.get_tensor_model_parallel_group()
             self.ledger.name_axis(cell, "tp")
-            self._whole_gradients = WholeGradients(cell, self.device)
+            self._whole_gradients = WholeGradients(cell, self.device, _ADDED_UP)
+        for group in native.expert_parallel_group.values():
+            self.ledger.name_axis(group, "ep")
         self.sums: GradientSums | str = gradient_sums(native)
         self._counted = CountedBackend()
         self._last = True
@@ -79,7 +87,8 @@ class DeepSpeedAdapter:
         whole = self._whole_gradients
         if whole is None or whole.compared:
             return self.native.backward(loss, **named)
-        with whole.compare(self.leaves()):
+        leaves = self.leaves().items()
+        with whole.compare({name: leaf for name, leaf in leaves if not getattr(leaf, "tensor_model_parallel", False)}):
             return self.native.backward(loss, **named)
 
     def step(self, inputs: Sequence[Any], named: Mapping[str, Any], consumed: int) -> StepOutcome | None:
@@ -97,6 +106,10 @@ class DeepSpeedAdapter:
             norm = self._nonfinite.grad_norm
         self.native.global_samples = consumed
         began_s, self._began_s = self._began_s, None
+        return self._outcome(norm, began_s)
+
+    def _outcome(self, norm: float | torch.Tensor | None, began_s: float | None) -> StepOutcome:
+        """Of the step just made; `began_s`: what the ledger showed when it began."""
         return StepOutcome(
             applied=bool(self.native.was_step_applied()),
             grad_norm=norm,

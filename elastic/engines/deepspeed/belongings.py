@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from elastic.engines.deepspeed.experts.placement import is_replaced
+
 # Attributes that DeepSpeed sets only after an engine is built, besides those that begin with `ds_`.
 _SET_LATER = frozenset(
     {"_hp_mapping", "_external_params", "_original_parameters", "_z3_optimizer", "all_parameters",
@@ -64,6 +66,8 @@ class Belongings:
             return "the model was built under deepspeed.zero.Init, which binds its parameters to one world size"
         if getattr(self._model, "ds_autotp_parsed", False):
             return "tensor parallelism has replaced the model's layers by slices of them, which cannot be undone"
+        if is_replaced(self._model):
+            return "expert parallelism has replaced the model's experts by a share of them, which cannot be undone"
         if native.module is not self._model:
             return f"DeepSpeed has wrapped the model in a {type(native.module).__name__}"
         if _hooks_of(native) - self._engine_hooks:

@@ -15,6 +15,8 @@ from elastic.engines.base import Config, ResolvedConfig
 from elastic.engines.config_file import read_mapping
 from elastic.engines.deepspeed import tensor_parallel
 from elastic.engines.deepspeed.config_keys import refuse_unknown
+from elastic.engines.deepspeed.experts import config as experts
+from elastic.engines.deepspeed.pipeline import config as pipeline
 from elastic.engines.deepspeed.refused import refuse
 
 logger = logging.getLogger(__name__)
@@ -29,10 +31,14 @@ def read_config(config: Config) -> dict[str, Any]:
     return copy.deepcopy(dict(read_mapping(config, "DeepSpeed configuration")))
 
 
-def check(config: Mapping[str, Any], batch: BatchSettings, workers: tuple[int, int], tp: int = 1) -> None:
+def check(
+    config: Mapping[str, Any], batch: BatchSettings, workers: tuple[int, int], tp: int = 1, ep: int = 1, pp: int = 1
+) -> None:
     """`resolve` at the smallest world size; a job without batch sizes leaves them to its training function (another
     configuration, or a DataLoader). Raises UsageError."""
     tensor_parallel.configured(config, tp)
+    experts.configured(config, ep)
+    pipeline.check(config, pp)
     given = (batch.global_batch, batch.micro_batch, _count(config, _GLOBAL), _count(config, _MICRO))
     if any(given):
         resolve(config, batch, *workers)
@@ -48,9 +54,13 @@ def resolve(
     loader_batch: int | None = None,
     cell: int = 1,
     tp: int = 1,
+    ep: int = 1,
+    ep_changes: bool = False,
+    pp: int = 1,
 ) -> ResolvedConfig:
     """Determine the batch sizes and make the configuration for `world_size`, in cells of `cell` ranks that share their
-    samples (`core.mesh`), and of which `tp` share each layer.
+    samples (`core.mesh`), and of which `tp` share each layer, `pp` the layers, or `ep` the experts, as many in
+    every generation unless `ep_changes`.
 
     The job's batch settings come first, then the configuration's. A configuration written for a fixed world size is
     read as if that were `max_world_size`. The batch figures inside `native` are nominal: they agree with one another,
@@ -59,19 +69,21 @@ def resolve(
     otherwise elsewhere. Raises UsageError for contradictions and for what is refused.
     """
     _check_options(config)
-    tensor_parallel.configured(config, tp)
+    pipeline.check(config, pp)
+    shared = experts.configured(config, ep, ep_changes) | tensor_parallel.configured(config, tp)
     batch = _with_loader(config, batch, loader_batch)
     micro, total = resolve_batch(config, batch, max_world_size or world_size)
     micro_steps = micro_steps_per_rank(total, micro, world_size)
     resolved = copy.deepcopy(dict(config))
     resolved[_MICRO] = micro
     resolved[_ACCUMULATION] = micro_steps
-    # As DeepSpeed counts, with AutoTP too, all ranks are data parallel: a cell's samples count once for each of them.
-    resolved[_GLOBAL] = micro * micro_steps * world_size * cell
+    # As DeepSpeed counts, with AutoTP too, all ranks are data parallel: a cell's samples count once for each of them;
+    # but for the stages of a pipeline, which it knows.
+    resolved[_GLOBAL] = micro * micro_steps * world_size * (cell // pp)
     # DeepSpeed calls a user's own optimizer (torch's AdamW, say) untested; refusing it would surprise.
     resolved.setdefault("zero_allow_untested_optimizer", True)
+    resolved |= shared
     if tp > 1:
-        resolved |= tensor_parallel.configured(config, tp)
         # With AutoTP the engine counts all ranks here, and stage 3's own reading the data-parallel ones: each works out
         # its nominal batch by itself.
         del resolved[_GLOBAL]

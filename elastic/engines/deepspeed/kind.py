@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from elastic.core.errors import UsageError
 from elastic.core.generation_spec import GenerationSpec
@@ -17,7 +18,13 @@ from elastic.engines.deepspeed import monitors, startup, teardown, tensor_parall
 from elastic.engines.deepspeed.adapter import DeepSpeedAdapter
 from elastic.engines.deepspeed.belongings import Belongings, fill_placeholders
 from elastic.engines.deepspeed.config import read_config, resolve
+from elastic.engines.deepspeed.experts import config as experts
+from elastic.engines.deepspeed.experts.optimizer import refuse_scheduler, regrouped
+from elastic.engines.deepspeed.experts.placement import refuse_unplaceable, require_experts
 from elastic.engines.deepspeed.operators import build_ahead
+from elastic.engines.deepspeed.pipeline import config as pipeline
+from elastic.engines.deepspeed.pipeline.adapter import PipelineAdapter
+from elastic.engines.deepspeed.pipeline.module import is_pipeline, require_carriable
 from elastic.engines.deepspeed.refused import refuse_model, refuse_without_values, refuse_wrapped
 
 
@@ -67,7 +74,7 @@ class DeepSpeed:
         else:
             monitors.name_run(run_id)
             user_calls.await_group(spec)
-            user_calls.answer(initialize, lambda config: dict(self.resolve(config, spec()).native))
+            user_calls.answer(initialize, lambda config: dict(self.resolve(config, spec()).native), lambda: spec().mesh)
 
     def resolve(self, config: Config | None, spec: GenerationSpec, loader_batch: int | None = None) -> ResolvedConfig:
         chosen = config if config is not None else spec.engine_config
@@ -79,41 +86,65 @@ class DeepSpeed:
         monitors.refuse_missing(read)
         mesh = spec.mesh
         most_cells = max(spec.max_world_size, spec.world_size) // mesh.per_cell
-        return resolve(read, spec.batch, mesh.dp, most_cells, loader_batch, mesh.per_cell, mesh.tp)
+        sizes = (mesh.per_cell, mesh.tp, mesh.ep, spec.ep_changes, mesh.pp)
+        return resolve(read, spec.batch, mesh.dp, most_cells, loader_batch, *sizes)
 
     def build(
-        self, resolved: ResolvedConfig, nonfinite: Nonfinite | None, device: torch.device, objects: UserObjects
+        self,
+        resolved: ResolvedConfig,
+        nonfinite: Nonfinite | None,
+        device: torch.device,
+        objects: UserObjects,
+        layer_group: dist.ProcessGroup | None = None,
     ) -> tuple[DeepSpeedAdapter, Any, Any]:
+        """AutoTP makes the group of `layer_group`'s ranks itself."""
         import deepspeed
 
+        tensor_parallel.refuse_plan(objects.tp_plan)
+        if objects.pipeline is not None:
+            raise UsageError(
+                "pipeline= is for engine: fsdp2; with DeepSpeed give a deepspeed.pipe.PipelineModule as the model"
+            )
         refuse_model(objects.model)
         refuse_without_values(objects.model)
         refuse_wrapped(objects.model, resolved.native)
+        staged = is_pipeline(objects.model)
+        if staged:
+            require_carriable(objects.model)
+            pipeline.require_stage(resolved.native)
         tp = tensor_parallel.size_of(resolved.native)
         if tp > 1:
             tensor_parallel.refuse_unshardable(objects.model)
+        ep = experts.size_of(resolved.native)
+        if ep:
+            refuse_unplaceable(objects.model)
+            refuse_scheduler(objects.lr_scheduler)
         fill_placeholders(objects.model)
         belongings = Belongings(objects.model, objects.optimizer)
         try:
             with user_calls.building():
                 native, wrapped, _, scheduler = deepspeed.initialize(
                     model=objects.model,
-                    optimizer=objects.optimizer,
+                    optimizer=regrouped(objects.optimizer) if ep else objects.optimizer,
                     lr_scheduler=objects.lr_scheduler,
                     model_parameters=objects.model_parameters,
                     config=dict(resolved.native),
                     dist_init_required=False,
                 )
-        except BaseException:
+        except BaseException as error:
             # A peer was lost, say: the next generation builds on the same model, unless its layers have been replaced.
-            if tp == 1:
+            if tp == 1 and not ep:
                 belongings.failed()
             teardown.clear_stage3_globals()
+            if ep and isinstance(error, ValueError):
+                raise UsageError(f"DeepSpeed's AutoEP refuses this model or its configuration: {error}") from error
             raise
         try:
             if tp > 1:
                 tensor_parallel.require_slices(native.module, tp)
-            engine = DeepSpeedAdapter(native, nonfinite, belongings)
+            if ep:
+                require_experts(native.module)
+            engine = (PipelineAdapter if staged else DeepSpeedAdapter)(native, nonfinite, belongings)
         except UsageError:
             teardown.release_engine(native)
             raise

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from elastic.core.errors import UsageError
 from elastic.engines.base import LossScale
 from elastic.engines.deepspeed.extra_state import scaler_of
+from elastic.engines.deepspeed.pipeline.module import is_pipeline
 
 logger = logging.getLogger(__name__)
 
@@ -59,13 +60,18 @@ class NonFinite:
                 yield
 
     def _whole_norm(self) -> float:
-        """Of slices over the ranks that share them; what those ranks all have whole counts once."""
+        """Of slices over the ranks that share them, and of layers over the stages that have them; what several of those
+        ranks have whole counts once."""
         gradients = {p: _values(p.grad) for p in self._engine.module.parameters() if p.grad is not None}
-        if self._engine.autotp_size() <= 1:
+        if is_pipeline(self._engine.module):
+            cell = self._engine.grid.get_pipe_parallel_group()
+            own = [gradient for p, gradient in gradients.items() if not getattr(p, "ds_pipe_replicated", False)]
+        elif self._engine.autotp_size() > 1:
+            cell = self._engine.mpu.get_tensor_model_parallel_group()
+            first = dist.get_rank(cell) == 0
+            own = [gradient for p, gradient in gradients.items() if first or getattr(p, "tensor_model_parallel", False)]
+        else:
             return float(torch.nn.utils.get_total_norm(list(gradients.values()))) if gradients else 0.0
-        cell = self._engine.mpu.get_tensor_model_parallel_group()
-        first = dist.get_rank(cell) == 0
-        own = [gradient for p, gradient in gradients.items() if first or getattr(p, "tensor_model_parallel", False)]
         squared = torch.nn.utils.get_total_norm(own).double().square() if own else torch.zeros((), dtype=torch.float64)
         squared = squared.to(self._engine.device)
         dist.all_reduce(squared, group=cell)

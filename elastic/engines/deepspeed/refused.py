@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from elastic.core.errors import UsageError
+from elastic.core.policy.communication import refused_hook
 from elastic.engines.model.plain_names import is_wrapper
 from elastic.engines.whole_tensor import refuse_whole_tensor
 
@@ -33,6 +34,11 @@ def _is(*words: str) -> _Test:
 
 
 _GONE = "DeepSpeed 0.19.8 has removed it"
+
+_QUANTIZED = (
+    "its kernels are CUDA's, and what a rank computes with would depend on how weights were partitioned, and so on the "
+    "world size; remove the key"
+)
 
 # (dotted path, when it is refused, the sentence: why, and what to use here)
 REFUSED: tuple[tuple[str, _Test, str], ...] = (
@@ -106,6 +112,14 @@ REFUSED: tuple[tuple[str, _Test, str], ...] = (
         _true,
         "it needs all devices of a node to be visible to every rank, a worker here sees its own only; remove the key",
     ),
+    ("zero_optimization.zero_quantized_weights", _true, _QUANTIZED),
+    ("zero_optimization.zero_quantized_nontrainable_weights", _true, _QUANTIZED),
+    (
+        "communication_data_type",
+        lambda value: str(value).lower() not in ("fp32", "fp16", "bf16"),
+        "DeepSpeed knows fp32, fp16 and bf16; for fewer bits give the job's "
+        "communication: {semantics: error_feedback, strategy: int8} instead",
+    ),
     (
         "gradient_allreduce_op",
         _is("sum"),
@@ -116,11 +130,6 @@ REFUSED: tuple[tuple[str, _Test, str], ...] = (
         "managed_gradient_accumulation",
         lambda value: value is False,
         "the platform sets the number of micro-batches per step at every world size; remove the key",
-    ),
-    (
-        "expert_parallel.enabled",
-        _true,
-        "experts are bound to groups of a fixed size; native MoE and expert parallelism are not supported yet",
     ),
     (
         "sequence_parallel_size",
@@ -160,21 +169,37 @@ def refuse(config: Mapping[str, Any]) -> None:
 def refuse_model(model: Any) -> None:
     """Raise UsageError for a model that cannot be resharded. Recognised by where its classes come from, so that
     DeepSpeed need not be imported."""
+    for hook, _ in getattr(model, "_comm_hooks", ()):
+        name = getattr(hook, "__qualname__", type(hook).__name__).split(".")[-1]
+        raise UsageError(
+            refused_hook(name)
+            or f"the communication hook {name} of the model's DistributedDataParallel would not be run: "
+            "DeepSpeed averages gradients; pass the model itself"
+        )
     if type(model).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel"):
         raise UsageError(
             f"the model is wrapped in {type(model).__name__}; pass the model itself, whose gradients DeepSpeed averages"
         )
     for module in model.modules():
         home = type(module).__module__
-        if home.startswith(("deepspeed.pipe", "deepspeed.runtime.pipe")):
+        if module is not model and home.startswith(("deepspeed.pipe", "deepspeed.runtime.pipe")):
             raise UsageError(
-                "pipeline modules are not supported: their stages are bound to a fixed number of ranks; use ZeRO-3"
+                "a pipeline module inside of another model is not supported: give the PipelineModule itself"
             )
         if home.startswith("deepspeed.moe"):
             raise UsageError(
-                f"native MoE ({type(module).__name__}) is not supported yet: its experts are bound to groups of a "
-                "fixed size and are saved apart"
+                f"native MoE ({type(module).__name__}) is not supported: DeepSpeed binds them to groups of a "
+                "fixed size and saves them apart. Give the model plain torch experts, which AutoEP shares out "
+                "(the job's mesh: {ep: N}, and expert_parallel in the DeepSpeed configuration)"
             )
+
+
+def refuse_zero_init(model: Any, what: str) -> None:
+    """Raise UsageError for a model whose parameters are partitioned already."""
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        raise UsageError(
+            f"deepspeed.zero.Init and {what} are not supported together; build the model without it, on the CPU"
+        )
 
 
 def refuse_without_values(model: Any) -> None:

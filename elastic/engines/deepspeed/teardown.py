@@ -20,6 +20,9 @@ logger = logging.getLogger(__name__)
 def release_engine(engine: Any) -> None:
     """Destroy a DeepSpeed engine. Errors are logged: the groups may be broken already, and the process continues."""
     try:
+        for parameter in engine.module.parameters():
+            # Reductions of BF16_Optimizer keep the parameters, and so this group's sockets, beyond a first collection.
+            vars(parameter).pop("_dp_group", None)
         engine.destroy()
     except Exception as error:  # noqa: BLE001 - foreign teardown code on a half-dead generation may raise anything
         logger.warning("the DeepSpeed engine did not shut down cleanly: %s: %s", type(error).__name__, error)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from elastic.core.errors import UsageError
+from elastic.engines.deepspeed.refused import refuse_zero_init
 
 _SECTION = "tensor_parallel"
 # (key, when it is refused, why)
@@ -50,6 +51,14 @@ def size_of(config: Mapping[str, Any]) -> int:
     return int((config.get(_SECTION) or {}).get("autotp_size") or 1)
 
 
+def refuse_plan(plan: Any) -> None:
+    """Raises UsageError for a plan in torch's terms, which AutoTP does not read."""
+    if plan is not None:
+        raise UsageError(
+            "tp_plan is for engine: fsdp2; with DeepSpeed say in tensor_parallel.partition_config how layers are cut"
+        )
+
+
 def refuse_unshardable(model: Any) -> None:
     """Raise UsageError for a model that AutoTP would leave as it is, or slice by groups of an earlier generation."""
     from deepspeed.runtime.tensor_parallel import init_utils
@@ -59,10 +68,7 @@ def refuse_unshardable(model: Any) -> None:
             "the model has been sliced by tensor parallelism before, which cannot be undone; build it anew in the "
             "training function, without elastic.keep"
         )
-    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        raise UsageError(
-            "deepspeed.zero.Init and mesh.tp are not supported together; build the model without it, on the CPU"
-        )
+    refuse_zero_init(model, "mesh.tp")
     if init_utils._TP_MODEL_INIT_ARGS is not None:
         init_utils._TP_MODEL_INIT_ARGS = None
         raise UsageError(

@@ -15,23 +15,31 @@ from contextlib import contextmanager
 from typing import Any
 
 from elastic.core.errors import UsageError
+from elastic.core.mesh import Mesh
+from elastic.engines.deepspeed.pipeline.module import placed
 
 logger = logging.getLogger(__name__)
 
 # What user calls become; None outside of a generation. One generation at a time: plain module state.
 _initialize: Callable[..., Any] | None = None
 _resolve: Callable[[Any], Any] | None = None
+_mesh: Callable[[], Mesh] | None = None
 _building = False
 
 
-def answer(initialize: Callable[..., Any] | None, resolve: Callable[[Any], Any] | None) -> None:
-    """From now on `deepspeed.initialize` is `initialize`, and zero.Init's configuration goes through `resolve`.
+def answer(
+    initialize: Callable[..., Any] | None,
+    resolve: Callable[[Any], Any] | None,
+    mesh: Callable[[], Mesh] | None = None,
+) -> None:
+    """From now on `deepspeed.initialize` is `initialize`, zero.Init's configuration goes through `resolve`, and a
+    PipelineModule is built for `mesh()`.
 
-    None for both: DeepSpeed's own again.
+    None for all: DeepSpeed's own again.
     """
-    global _initialize, _resolve
+    global _initialize, _resolve, _mesh
     _install()
-    _initialize, _resolve = initialize, resolve
+    _initialize, _resolve, _mesh = initialize, resolve, mesh
 
 
 class _AwaitedGroup:
@@ -83,11 +91,13 @@ def _install() -> None:
     """Once per process."""
     import deepspeed
     from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.pipe.module import PipelineModule
     from deepspeed.runtime.zero.partition_parameters import Init
 
     deepspeed.initialize = _initializing(deepspeed.initialize)
     DeepSpeedEngine.__init__ = _guarded(DeepSpeedEngine.__init__)
     Init.__init__ = _configured(Init.__init__)
+    PipelineModule.__init__ = _staged(PipelineModule.__init__)
 
 
 def _initializing(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -112,6 +122,17 @@ def _guarded(original: Callable[..., None]) -> Callable[..., None]:
                 "would be saved or counted; call elastic.initialize, which takes the same arguments"
             )
         original(self, *args, **kwargs)
+
+    return init
+
+
+def _staged(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        if _mesh is None:
+            original(self, *args, **kwargs)
+        else:
+            placed(original, self, args, kwargs, _mesh())
 
     return init
 

@@ -27,8 +27,9 @@ def named_buffers(module: torch.nn.Module, remove_duplicate: bool = True) -> Ite
 
 
 def named_modules(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Without the wrappers."""
-    return ((plain(name), child) for name, child in module.named_modules() if not is_wrapper(child))
+    """Without the wrappers, and what stands in for modules that other ranks have."""
+    found = ((plain(name), child) for name, child in module.named_modules() if not is_wrapper(child))
+    return ((name, child) for name, child in found if not getattr(child, "elastic_absent", False))
 
 
 def plain(name: str) -> str:

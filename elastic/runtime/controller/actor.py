@@ -293,8 +293,10 @@ class ControllerActor:
             await self._executor.remove_orphans()
             self._records.note(run_began(settings.run_id, old.attempt))
             found = await self._from_storage(store.list)
-            known = tuple((ref.id, ref.step) for ref in found)
-            first = ev.RunStarted(known, max([old.generation, *(ref.generation for ref in found)]), old.skips)
+            # What an earlier attempt went back from is in storage still.
+            known = tuple((ref.id, ref.step) for ref in found if old.counts(ref.generation, ref.step))
+            newest = max([old.generation, *(ref.generation for ref in found)])
+            first = ev.RunStarted(known, newest, old.skips, old.measured, old.undone)
         await loop.turn([first])
         self._ready.set()
 

@@ -16,7 +16,8 @@ from elastic.core import events as ev
 from elastic.core.data.steps import CompletedStep, StepReport
 from elastic.core.event_groups import together
 from elastic.core.fleet import Workers
-from elastic.core.policy.stragglers import StragglerWatch
+from elastic.core.policy.measured import StepTimes
+from elastic.core.policy.stragglers import CollectiveWatch, StragglerWatch
 from elastic.core.run import machine
 from elastic.core.run.phase import USER_CODE_FAILED, Finished, Joining
 from elastic.core.run.state import RunState
@@ -73,6 +74,9 @@ class ControlLoop:
         self._incidents = IncidentBook(journal.note, settings.run_id)
         self._stragglers = StragglerWatch(settings.stragglers)
         self._stragglers.begin(old.state.generation, old.state.members)
+        self._collectives = CollectiveWatch(settings.stragglers)
+        self._collectives.begin(old.state.generation)
+        self._step_times = StepTimes()
         self._news = News()
         self._acks = Acks()
         # Of this table, groups of workers that are all in it.
@@ -218,10 +222,21 @@ class ControlLoop:
         """Every rank has finished the step."""
         if done.anomaly:
             self._emit(ev.StepSkipped(done.generation, done.step, done.anomaly, done.skipped))
-        for found in () if done.first else self._stragglers.step(done.generation, done.noncollective_s, done.slowed):
-            self._emit(found)
+        if not done.first:
+            self._measured(done)
         self._incidents.step_done(done.step, now)
         self._stepped()
+
+    def _measured(self, done: CompletedStep) -> None:
+        for found in self._stragglers.step(done.generation, done.noncollective_s, done.slowed):
+            self._emit(found)
+        slowed = self._collectives.step(done.generation, done.collectives, done.noncollective_s)
+        if slowed is not None:
+            self._emit(slowed)
+        known_s = self.state.meter.measured.step_s.get(self.state.world_size)
+        step_s = self._step_times.add(done.generation, done.duration_s, known_s)
+        if step_s is not None:
+            self._emit(ev.StepTimeMeasured(done.generation, round(step_s, 6)))
 
     def _take_shard(self, shard: Any) -> None:
         """A shard counts only while its generation is the newest: shards of a frozen worker that wakes up late do
@@ -231,6 +246,10 @@ class ControlLoop:
             logger.warning("a shard of generation %d is refused: %d runs", shard.generation, self.state.generation)
             return
         state = self.state
+        if not state.trouble.counts(shard.generation, shard.step):
+            # Its checkpoint would take the place of an older one, which is good.
+            logger.warning("a shard of step %d is refused: the run goes back to before it", shard.step)
+            return
         newest = max(
             (known.step for known in state.saved.checkpoints if known.id not in state.saved.rejected), default=-1
         )
@@ -276,6 +295,8 @@ class ControlLoop:
             for action in actions:
                 self._act(action, now)
         self._handling = None
+        if self.state.meter.measured != first.meter.measured:
+            self._records.note(records.facts(self.state.meter.measured))
         self._forget_lost(first)
         if self._records.point_is_due:
             self._keep_point(now)
@@ -311,6 +332,7 @@ class ControlLoop:
         elif isinstance(action, act.BeginGeneration) and not self._is_reissue(action):
             self.telemetry.generation_begins(action.generation, len(action.members), action.step, now, action.skips)
             self._stragglers.begin(action.generation, action.members)
+            self._collectives.begin(action.generation)
         self._executor.perform(action)
 
     def _is_reissue(self, action: act.BeginGeneration) -> bool:

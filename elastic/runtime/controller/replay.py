@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from elastic.core import events as ev
 from elastic.core.data.steps import Range
 from elastic.core.event_groups import apart
 from elastic.core.run import machine
-from elastic.core.run.state import RunState
+from elastic.core.run.state import RunState, Trouble
 from elastic.core.settings import RunSettings
+from elastic.core.typed_json import encode
 from elastic.observe.journal import JournalWriter, Problem
-from elastic.observe.records import Record, begins_generation, skips_of, steps_of
+from elastic.observe.records import Record, begins_generation, skips_of, steps_of, undone_by
 from elastic.observe.replay_points import ReplayPoint
 from elastic.runtime.controller.faults import Faults, one_by_one
 from elastic.runtime.controller.replay_state import ReplayState
 from elastic.runtime.controller.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
+
+# So many anomalies and failed audits of earlier attempts are known; checkpoints from before are long deleted.
+_UNDONE = 100
 
 
 class Replayed:
@@ -28,7 +33,8 @@ class Replayed:
     journal has this attempt's start. `generation` is the highest number that any record names. `unknown`: events are
     missing, and what came after the first missing one is not in `state`; the controller then has to ask the cluster and
     storage, as after an outage of the journal. `events` is the number of the attempt's last event, `last_time` the
-    latest time that its controllers went by, `faults` what they could not handle.
+    latest time that its controllers went by, `faults` what they could not handle. `measured` is the JSON form of what
+    the run has measured about itself, by the last record of it.
     """
 
     def __init__(self, settings: RunSettings, now: float = 0.0) -> None:
@@ -42,6 +48,9 @@ class Replayed:
         self.events = 0
         self.last_time = 0.0
         self.faults = Faults()
+        self.measured: Mapping[str, Any] | None = None
+        # As `Trouble.all_undone`, of earlier attempts.
+        self.undone: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def nothing(cls, settings: RunSettings, journal: JournalWriter) -> Replayed:
@@ -63,8 +72,14 @@ class Replayed:
             kept: ReplayState = point.content
             made.attempt, made.begun, made.generation, made.events = kept.attempt, True, kept.generation, kept.events
             made.last_time, made.faults, made.state = kept.last_time, kept.faults, kept.state
+            made.undone = kept.state.trouble.all_undone
             made._telemetry.take(kept.books)
+            made.measured = encode(kept.state.meter.measured)
         return made
+
+    def counts(self, generation: int, step: int) -> bool:
+        """Is a checkpoint of an earlier attempt one that the run may begin from?"""
+        return Trouble(undone=self.undone).counts(generation, step)
 
     @property
     def skips(self) -> tuple[Range, ...]:
@@ -94,8 +109,13 @@ class Replayed:
     def _account(self, record: Record) -> None:
         """A record of an earlier attempt. What of it was rolled back shows when a generation begins."""
         self._telemetry.replay_samples((record,))
+        undone = undone_by(record)
+        if undone is not None and undone not in self.undone:
+            self.undone = (*self.undone[-_UNDONE + 1 :], undone)
         if record["type"] == "generation":
             self.generation = max(self.generation, int(record.get("number", 0)))
+        elif record["type"] == "facts":
+            self.measured = record.get("measured")
 
     def _add(self, record: Record) -> None:
         """A record of the attempt that is replayed."""

@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import ray
 
+from elastic.checkpoint.memory.link_probe import Points, measure_link
 from elastic.checkpoint.memory.server.snapshot_server import SnapshotServer
 from elastic.core.checkpoint.manifest import ShardRecord
 from elastic.core.checkpoint.snapshots import Held
@@ -39,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 # With less free space in the temporary folder not even a shard's header could be spooled.
 _MIN_FREE_BYTES = 64 << 20
+# About a second of work, on a node whose processors may be busy.
+_MEASURE_LIMIT_S = 20.0
 
 
 # A worker's heartbeats come from a Python thread: an import or a long library call may delay them for this long in a
@@ -94,7 +101,27 @@ class AgentActor:
         labels = ray.get_runtime_context().get_node_labels()
         domain = str(labels.get(self._domain_label, ""))
         launcher = self._forks.command if self._forks is not None else ""
-        return NodeFacts(self._name, self._memory.address, self._memory.local_name, domain, launcher)
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return NodeFacts(self._name, self._memory.address, self._memory.local_name, domain, launcher, machine)
+
+    async def measure(self) -> dict[str, float]:
+        """The node's rates (`measures.rates`), by a process that ends with this call. Raises OSError, ValueError."""
+        command = (sys.executable, "-m", "elastic.runtime.node.measures", tempfile.gettempdir())
+        process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE)
+        try:
+            told, error = await asyncio.wait_for(process.communicate(), _MEASURE_LIMIT_S)
+        except BaseException:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            raise
+        if process.returncode:
+            raise OSError(f"the measuring process ended with {process.returncode}: {error.decode()[-200:]}")
+        rates: dict[str, float] = json.loads(told)
+        return rates
+
+    async def measure_link(self, other: Address) -> tuple[Points, Points]:
+        """(bytes, seconds) to and from the node whose server is at `other`. Raises OSError."""
+        return await asyncio.to_thread(measure_link, other, self._token)
 
     async def memory_held(self) -> tuple[Held, ...]:
         """The complete snapshot shards on this node."""

@@ -28,7 +28,8 @@ from elastic.runtime.node.heartbeats import HeartbeatSender
 from elastic.runtime.train_function import Entry
 from elastic.runtime.worker import codec, ray_train_face
 from elastic.runtime.worker.delivery import Delivery
-from elastic.runtime.worker.device import check_device, check_health, look
+from elastic.runtime.worker.device import bind_to_device, check_device, check_health, choose, look
+from elastic.runtime.worker.device_watch import watch_devices
 from elastic.runtime.worker.logs import begin_generation, keep_output
 from elastic.runtime.worker.outbox import Outbox
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from elastic.checkpoint.storage import CheckpointStore
     from elastic.checkpoint.writer import BackgroundWriter
     from elastic.core.generation_spec import GenerationSpec, Rendezvous
+    from elastic.core.policy.device_health import Fault
     from elastic.runtime.messages import Assembled
     from elastic.runtime.worker.ray_coordinator import RayCoordinator
     from elastic.training.loop import GenerationRunner
@@ -68,9 +70,10 @@ _COMMANDS = frozenset(("host_store", "begin", "end", "propose_stop", "commit_sto
 class WorkerActor:
     """Ray actor with several threads; created by the executor, detached, never restarted by Ray.
 
-    Call order: `prepare` once; then for each generation `host_store` (rank 0 only), `begin`, and `end` to abort it,
-    or `propose_stop` and `commit_stop` for a planned end. `ping` at any time; `reattach` by a restarted controller.
-    All but `prepare` and `reattach` come through `command`, which refuses a controller that was replaced.
+    Call order: `preload`, where there is time for it; `prepare` once; then for each generation `host_store` (rank 0
+    only), `begin`, and `end` to abort it, or `propose_stop` and `commit_stop` for a planned end. `ping` at any time;
+    `reattach` by a restarted controller. All but `preload`, `prepare` and `reattach` come through `command`, which
+    refuses a controller that was replaced.
     """
 
     def __init__(self, worker: int, settings: RunSettings, entry: Entry, controller: Any, token: bytes) -> None:
@@ -80,6 +83,8 @@ class WorkerActor:
         self._entry = entry
         self._controller = controller
         self._preparing = threading.Lock()
+        # They have begun.
+        self._imports = False
         self._prepared: dict[str, Any] | None = None
         self._lock = threading.Lock()
         self._current: _Current | None = None
@@ -105,6 +110,15 @@ class WorkerActor:
 
     # --- called by the controller ---
 
+    def preload(self) -> None:
+        """Import everything while the node's agent starts. Nobody waits for it: what fails here fails in `prepare`."""
+        from elastic.runtime.worker.preload import preload
+
+        with self._preparing:
+            if self._prepared is None:
+                self._before_imports()
+                preload(self._settings.engine, self._settings.snapshots.enabled)
+
     def prepare(self, node: NodeFacts, relay: Any = None) -> dict[str, Any]:
         """Import everything, load the user's function, start heartbeats, and let the function do its set-up. `relay` is
         the node's agent where step reports go through it.
@@ -122,16 +136,7 @@ class WorkerActor:
 
     def _prepare(self, node: NodeFacts) -> dict[str, Any]:
         self._node = node
-        if self._entry.keep_prints:
-            self._flush_output = keep_output(self._settings.storage_url, self._settings.run_id, self._worker)
-        gpus = ray.get_gpu_ids()
-        if not gpus:
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        address = _address()
-        if address.startswith("127."):
-            # A cluster on one machine: the host name may resolve to an address that is reachable only from outside.
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        failures = self._settings.failures
+        gpus, address, failures = ray.get_gpu_ids(), _address(), self._settings.failures
         self._heartbeats = HeartbeatSender(
             self._worker,
             node.mailbox,
@@ -139,13 +144,14 @@ class WorkerActor:
             failures.suspect_after_s * 5,
             lambda: self._quit("no agent"),
         )
-        # DeepSpeed calls renamed torch functions at every step; users cannot change that.
-        warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+        self._before_imports()
         self._import()
         if gpus:
             where = f"{ray.get_runtime_context().get_node_id()[:8]} ({address})"
             check_device(gpus, look(self._settings.engine), os.environ, where)
             check_health(gpus, os.environ, where)
+            bind_to_device(gpus, self._settings.numa_binding, os.environ, where)
+            watch_devices(gpus, self._settings.device_faults, os.environ, self._device_failed)
         self._function = self._entry.load()
         training = threading.Thread(target=self._train, name="elastic-training", daemon=True)
         training.start()
@@ -308,6 +314,19 @@ class WorkerActor:
 
     # --- inside ---
 
+    def _before_imports(self) -> None:
+        if self._imports:
+            return
+        self._imports = True
+        if self._entry.keep_prints:
+            self._flush_output = keep_output(self._settings.storage_url, self._settings.run_id, self._worker)
+        choose(ray.get_gpu_ids(), os.environ)
+        if _address().startswith("127."):
+            # A cluster on one machine: the host name may resolve to an address that is reachable only from outside.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        # DeepSpeed calls renamed torch functions at every step; users cannot change that.
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+
     def _import(self) -> None:
         """Slow imports, before this worker counts as ready. None is left where it was forked by the node's server."""
         from elastic.checkpoint.storage import CheckpointStore
@@ -345,15 +364,12 @@ class WorkerActor:
 
         `check(seconds)` waits, and raises when the generation is over.
         """
-        from elastic.checkpoint.memory.source import Holder, MemorySource
+        from elastic.checkpoint.memory.source import MemorySource, nearest
 
         assert self._node is not None
         assembled = self._assembled(identifier, limit_s, check)
-        own = self._node.memory
-        holders = {
-            rank: Holder(address, self._node.memory_name if address == own else None)
-            for rank, address in enumerate(assembled.holders)
-        }
+        own = self._node.memory, self._node.memory_name
+        holders = {rank: nearest(copies, *own, rank) for rank, copies in enumerate(assembled.copies)}
         manifest = assembled.manifest()
         return MemorySource(
             lambda _: manifest, holders, self._token,
@@ -383,6 +399,9 @@ class WorkerActor:
 
     def _save_failed(self, step: int, error: BaseException, retry_s: float | None) -> None:
         self._post(ev.SaveFailing(step, str(error), retry_s or 0.0, self._worker))
+
+    def _device_failed(self, gpu: str, found: Fault) -> None:
+        self._post(ev.DeviceFailed(self._worker, gpu, found.evidence, found.unfit))
 
     def _post(self, event: ev.Event) -> None:
         self._outbox.put(Item("event", ev.to_json(event)))

@@ -23,7 +23,7 @@ def outcome(result: GenerationResult, generation: int, worker: int) -> ev.Event 
     if result.kind == "anomaly" and result.bad_step is not None:
         bad = result.bad_step
         if bad.kind == "audit":
-            told = (bad.suspects, bad.decided, bad.value, bad.agreed_step)
+            told = (bad.suspects, bad.decided, bad.value, bad.agreed_step, bad.sound_step)
             return ev.AuditFailed(generation, worker, result.step, *told)
         return ev.AnomalyFound(generation, worker, result.step, bad.kind, bad.value, bad.positions)
     if result.kind in ("user_error", "usage_error"):

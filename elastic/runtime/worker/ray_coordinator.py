@@ -13,6 +13,7 @@ from elastic.checkpoint.snapshot import ShardSnapshot
 from elastic.checkpoint.source import CheckpointSource
 from elastic.checkpoint.writer import BackgroundWriter
 from elastic.core import events as ev
+from elastic.core.checkpoint.rounds import Rounds
 from elastic.core.checkpoint.snapshots import is_snapshot
 from elastic.core.data.steps import StepReport
 from elastic.core.errors import GenerationEnded
@@ -145,11 +146,12 @@ class RayCoordinator:
     # --- the controller, on other threads ---
 
     def propose_stop(self) -> tuple[int, bool]:
-        """(a step that this rank promises not to pass: the end of the current one; whether node memory takes
-        snapshots)."""
+        """(a step that this rank promises not to pass: the end of the current one, or of the round in which islands
+        train by themselves; whether node memory takes snapshots)."""
         with self._change:
             if self._promised is None:
-                self._promised = (self._step if self._step is not None else 0) + 1
+                done = self._step if self._step is not None else 0
+                self._promised = Rounds.of(self._spec.communication).next_whole(done + 1)
             works = self._memory_works and self._memory is not None and self._memory.failed() is None
             return self._promised, works
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from elastic.core.errors import UsageError
 from elastic.engines.when_imported import when_imported
+from elastic.training.watch.once import warn_once
 
 if TYPE_CHECKING:
     from elastic.training.context import Context
@@ -51,7 +51,9 @@ class TrainFunctionFace:
 
     def get_checkpoint(self) -> None:
         """None also after a restore: there is nothing left for the function to load."""
-        _say_once("ray.train.get_checkpoint is None in an elastic run: elastic.initialize has restored everything")
+        warn_once(
+            logger, "ray.train.get_checkpoint is None in an elastic run: elastic.initialize has restored everything"
+        )
 
     def get_all_reported_checkpoints(self, *_: Any, **__: Any) -> list[Any]:
         return []
@@ -137,8 +139,3 @@ def _holds_files(checkpoint: Any) -> bool:
     """False for the folder that a script filled by `engine.save_checkpoint`, which is the platform's own here."""
     path = str(getattr(checkpoint, "path", ""))
     return not (os.path.isdir(path) and not any(files for _, _, files in os.walk(path)))
-
-
-@cache
-def _say_once(message: str) -> None:
-    logger.warning(message)

@@ -16,7 +16,7 @@ from elastic.training.data.data_loaders import DataSource
 from elastic.training.data.reader import MicroBatchReader
 from elastic.training.scope import GenerationScope
 from elastic.training.session import InLoop
-from elastic.training.step_loop import StepLoop
+from elastic.training.step_loop import StepLoop, StepProgress
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +50,8 @@ class ElasticLoader:
         # Batches given out, over all generations.
         self.given = 0
         self._by_epochs = False
+        # A batch is all micro-batches of a step, for an engine that orders them by itself.
+        self.by_steps = False
         self.open(scope, steps, reader)
         # The epoch of the next iteration: how many epochs the iterations of this function have used up.
         self._next_epoch = 0
@@ -114,9 +116,10 @@ class ElasticLoader:
         return self.plan.last_step
 
     def __len__(self) -> int:
-        """Batches of the next iteration's epoch on this rank at this world size, padding included. Raises TypeError for
-        a stream, unless it is endless and the job has `max_steps`."""
-        return self.plan.batches_in(max(self._next_epoch, self._steps.epoch))
+        """Batches of the next iteration's epoch on this rank at this world size, padding included; of a pipeline, its
+        steps. Raises TypeError for a stream, unless it is endless and the job has `max_steps`."""
+        batches = self.plan.batches_in(max(self._next_epoch, self._steps.epoch))
+        return -(-batches // self.plan.micro_steps) if self.by_steps else batches
 
     def __iter__(self) -> Iterator[Any]:
         self._steps.require_between_batches()
@@ -212,17 +215,34 @@ class ElasticLoader:
         assert progress is not None
         batch = progress.hand_out()
         self.given += 1
-        begun = time.perf_counter()
-        content = self._reader.read(progress.batches, progress.next_batch - 1)
+        if self.by_steps:
+            return StepBatches(progress, self._read)
+        content = self._read(progress, progress.next_batch - 1)
         if progress.on_last_batch:
             self._steps.last_batch_read()
-        progress.data_wait_s += time.perf_counter() - begun
-        if batch.weight > 0 and self._steps.plan.leads:
-            progress.tokens += _tokens(content)
-            progress.content += self._reader.sum
         # For what the user's loop draws between here and the forward pass.
         rng.seed_everything(self._scope.spec.seed, "loop", progress.step, batch.index)
         return content
+
+    def _read(self, progress: StepProgress, number: int) -> Any:
+        begun = time.perf_counter()
+        content = self._reader.read(progress.batches, number)
+        progress.data_wait_s += time.perf_counter() - begun
+        if progress.batches[number].weight > 0 and self._steps.plan.leads:
+            progress.tokens += _tokens(content)
+            progress.content += self._reader.sum
+        return content
+
+
+class StepBatches:
+    """The micro-batches of one step, for `engine.train_batch`, which reads those that its stage needs."""
+
+    def __init__(self, progress: StepProgress, read: Callable[[StepProgress, int], Any]) -> None:
+        self.progress = progress
+        self._read = read
+
+    def read(self, number: int) -> Any:
+        return self._read(self.progress, number)
 
 
 def elapsing_epochs(loader: ElasticLoader, count: int | None = None) -> Iterator[int]:

@@ -6,6 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch.distributed as dist
+
+from elastic.checkpoint.shares import Shares
+from elastic.comm.strategies.local import LocalUpdates
 from elastic.core.checkpoint.snapshots import is_snapshot
 from elastic.core.data.audits import AuditPlan, refused_audit
 from elastic.core.data.finite import FinitePlace
@@ -16,7 +20,7 @@ from elastic.core.errors import UsageError
 from elastic.core.generation_spec import GenerationSpec
 from elastic.core.mesh import MeshSettings
 from elastic.core.settings import WeightsSettings
-from elastic.engines.base import Config, Engine, ResolvedConfig, UserObjects
+from elastic.engines.base import Config, Engine, Pipelined, ResolvedConfig, UserObjects
 from elastic.training.data import cursor
 from elastic.training.data.blocks import InBlocks
 from elastic.training.data.data_loaders import DataSource, open_reader
@@ -28,6 +32,8 @@ from elastic.training.data.stream.spec import Stream
 from elastic.training.engine import ElasticEngine
 from elastic.training.generation import Generation
 from elastic.training.in_loop import unfinished
+from elastic.training.in_loop.gradient_travel import reduce_gradients
+from elastic.training.in_loop.island_state import LiveWeights
 from elastic.training.in_loop.stand_in import StandIn
 from elastic.training.in_loop.step_share import StepShare, Unfinished
 from elastic.training.saving.resume import Resumed, resume, run_state
@@ -37,10 +43,11 @@ from elastic.training.state.engine_state import open_state
 from elastic.training.step_loop import StepLoop
 from elastic.training.user.comparison import Comparison
 from elastic.training.user.one_model import require_one_model
+from elastic.training.user.pipelined import PipelinedEngine, refuse_measures, require_pipeline
 from elastic.training.user.startup import before_first_batch
 from elastic.training.user.state import tensors_of
 from elastic.training.watch.anomalies import AnomalyWatch
-from elastic.training.watch.audit import GradientAudit
+from elastic.training.watch.audits import Audits
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,8 @@ class Given:
     source: DataSource
     # What the weights begin from, where no checkpoint is restored.
     weights: WeightsSettings | None = None
+    tp_plan: Any = None
+    pipeline: Any = None
 
 
 @dataclass
@@ -77,13 +86,20 @@ def assemble(
     scope, source = generation.scope, given.source
     resolved = generation.kind.resolve(given.config, scope.spec, source.micro_batch)
     if scope.spec.noise_every_steps is not None:
-        refused = refused_noise(scope.spec.sp, resolved.global_batch, resolved.micro_batch, scope.spec.tp)
+        refused = refused_noise(
+            scope.spec.sp, resolved.global_batch, resolved.micro_batch, scope.spec.tp, scope.spec.ep, scope.spec.pp
+        )
         if refused is not None:
             raise UsageError(refused)
     if scope.spec.audit_every_steps is not None:
-        refused = refused_audit(scope.spec.sp, isinstance(source.dataset, Stream), scope.spec.tp)
+        refused = refused_audit(
+            scope.spec.sp, isinstance(source.dataset, Stream), scope.spec.tp, scope.spec.ep, scope.spec.pp
+        )
         if refused is not None:
             raise UsageError(refused)
+    if scope.spec.pp > 1:
+        streams = isinstance(source.dataset, Stream)
+        require_pipeline(given.model, scope.spec.pp, given.weights, streams, scope.spec.engine, given.pipeline)
     if scope.spec.tp > 1:
         if given.weights is not None:
             raise UsageError(
@@ -92,24 +108,42 @@ def assemble(
             )
         if scope.spec.checkpoint is None:
             require_one_model(given.model, generation.group.cell, scope.device)
+    elif scope.spec.ep > 1 and scope.spec.checkpoint is None and given.weights is None:
+        require_one_model(given.model, dist.group.WORLD, scope.device)
     nonfinite = scope.spec.anomalies.policy if scope.spec.anomalies is not None else None
     engine, optimizer, scheduler = generation.kind.build(
         resolved,
         nonfinite if nonfinite != "off" else None,
         scope.device,
-        UserObjects(given.model, given.optimizer, given.lr_scheduler, _copied(given.model_parameters)),
+        UserObjects(
+            given.model,
+            given.optimizer,
+            given.lr_scheduler,
+            _copied(given.model_parameters),
+            given.tp_plan,
+            given.pipeline,
+        ),
+        generation.group.cell if scope.spec.tp > 1 else None,
     )
     generation.own(engine)
+    pipelined = isinstance(engine, Pipelined)
+    if pipelined:
+        refuse_measures(scope.spec)
+    shares = reduce_gradients(engine, scope.spec)
     generation.group.seal()
     plan = _plan(scope.spec, resolved, source)
-    steps, watch, audit, reader, share = _opened(generation, engine, plan, source, given.weights, held)
+    steps, watch, audit, reader, share = _opened(generation, engine, plan, source, given.weights, held, shares)
     if handles is None:
         handles = Handles(
-            ElasticEngine(engine, scope, steps, generation.state, share, watch, generation.in_loop, audit),
+            (PipelinedEngine if pipelined else ElasticEngine)(
+                engine, scope, steps, generation.state, share, watch, generation.in_loop, audit
+            ),
             _handle(optimizer, given.optimizer),
             ElasticLoader(scope, steps, reader, source, generation.in_loop),
             _handle(scheduler, given.lr_scheduler),
         )
+        if isinstance(handles.engine, PipelinedEngine):
+            handles.engine.reads(handles.loader)
     else:
         handles.engine.open(engine, scope, steps, generation.state, share, watch, audit)
         handles.loader.open(scope, steps, reader)
@@ -164,20 +198,25 @@ def _opened(
     source: DataSource,
     weights: WeightsSettings | None,
     held: Unfinished | None,
-) -> tuple[StepLoop, AnomalyWatch | None, GradientAudit | None, MicroBatchReader, StepShare]:
+    shares: Shares,
+) -> tuple[StepLoop, AnomalyWatch | None, Audits | None, MicroBatchReader, StepShare]:
     """The engine's state is opened and, when the spec names a checkpoint, restored, else `weights` go in; the
     data is opened where it stands. Collective.
 
     Raises UsageError, ModelMismatch, IntegrityError or StorageError.
     """
     scope = generation.scope
-    state = open_state(engine, scope.spec.tp)
+    state = open_state(engine, scope.spec.tp, scope.spec.pp)
     generation.closing.callback(state.close)
+    state.keep(shares)
+    if isinstance(shares, LocalUpdates):
+        shares.begin(LiveWeights(state.sharded), lambda: steps.part())
     cursor.require_equal(plan, scope.spec.seed, state.agreement)
     saved_step, resumed = None, Resumed(plan)
     if scope.spec.checkpoint is not None:
         resumed = resume(scope, state, plan, generation.state, engine.module, held)
         plan = resumed.plan
+        shares.install(state.restored)
         # A snapshot in memory is not in storage yet: a run that ends here still has to save it.
         saved_step = None if is_snapshot(scope.spec.checkpoint) else scope.step
     elif weights is not None:
@@ -187,7 +226,7 @@ def _opened(
     audit = None
     if scope.spec.audit_every_steps is not None:
         turns = AuditPlan(scope.spec.audit_every_steps, scope.step, scope.spec.generation)
-        plan, audit = replace(plan, audit=turns), GradientAudit(engine, state.agreement)
+        plan, audit = replace(plan, audit=turns), Audits(engine, state.sharded, state.agreement, turns, scope.spec.seed)
     reader = open_reader(source, plan, scope, generation.group.close_in_child(), resumed.readers)
     generation.closing.callback(reader.close)
     course = Course(plan, reader, state.agreement) if isinstance(reader, FiniteReader) else None
@@ -198,19 +237,20 @@ def _opened(
         saved_step,
         lambda: {} if (own := reader.states()) is None else {READERS: own.to_json()},
         Comparison(scope, generation.state, state.lanes.own),
+        shares,
     )
     generation.closing.callback(snapshots.close)
     anomalies = scope.spec.anomalies
     watched = anomalies is not None and anomalies.policy != "off"
     watch = AnomalyWatch(engine, anomalies, state.agreement) if anomalies is not None and watched else None
     repeated = RepeatedSteps(scope.spec.content, state.agreement) if plan.stream else None
-    state.kept = lambda: tensors_of(generation.state.captured)
+    state.kept = lambda: {**tensors_of(generation.state.captured), **shares.kept()}
 
     def before_first() -> None:
         before_first_batch(scope, generation.state, engine, state, source.dataset)
 
     carried = resumed.carried
-    steps = StepLoop(scope, plan, snapshots, generation.take_metrics, repeated, before_first, course, carried)
+    steps = StepLoop(scope, plan, snapshots, generation.take_metrics, repeated, before_first, course, carried, shares)
     # Nobody would take up what is kept of a function that is called again.
     refused = "" if generation.in_loop is None else unfinished.refused(plan, scope.spec)
     return steps, watch, audit, reader, StepShare(engine, scope, refused, carried)

@@ -22,6 +22,8 @@ def refused(plan: StepPlan, spec: GenerationSpec) -> str | None:
         return ""
     if plan.stream:
         return "the readers of a stream read whole steps"
+    if spec.communication is not None and spec.communication.semantics == "local":
+        return "islands go back to their last outer step"
     if spec.audit_every_steps is not None:
         return "audits repeat micro-batches of other ranks"
     return "the ranks of a cell hold parts of them" if spec.mesh.dp != spec.world_size else None

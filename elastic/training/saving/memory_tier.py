@@ -76,6 +76,7 @@ class MemoryTier:
         self._committed_at: float | None = None
         self._complete = -1
         self._captures = 0
+        self._due = False
         self._steps = 0
         self._reported_interval = 0
         self._moved: str | None = None
@@ -83,8 +84,8 @@ class MemoryTier:
         self._problem: str | None = None
         self._off = False
 
-    def after_step(self, step: int, duration_s: float) -> MemoryCopy | None:
-        """Collective where a snapshot is due."""
+    def after_step(self, step: int, duration_s: float, whole: bool = True) -> MemoryCopy | None:
+        """Collective where a snapshot is due, or has been since the last `whole` step: others have none."""
         if self._off:
             return None
         self._steps += 1
@@ -92,8 +93,10 @@ class MemoryTier:
         self._look()
         if self._steps > 1:
             self._costs.step(duration_s, busy)
-        if not self._cadence.due(step):
+        self._due = self._due or self._cadence.due(step)
+        if not (self._due and whole):
             return None
+        self._due = False
         began = time.perf_counter()
         agreed = self._ready(_WAIT_S if self._cadence.fixed else 0.0)
         copy = self._capture(step) if agreed else None
@@ -143,14 +146,13 @@ class MemoryTier:
         # Of no interest where a rank is not ready; it costs one number then.
         ready = self._taken is None or self._complete >= self._taken
         replicas = self._state.replicas(self._captures) if ready else None
-        fingerprint = replicas.fingerprint() if replicas is not None else 0
         own = (
             self._complete,
             self._problem is None,
             cost_s is not None,
             -round((cost_s or 0.0) * _MICROSECONDS),
             -round(self._costs.step_s * _MICROSECONDS),
-            *self._state.lanes.low_and_high(fingerprint),
+            *self._state.marks(replicas),
         )
         complete, works, known, cost, step, *fingerprints = self._state.agreement.least(own)
         # The reduction of a group that was aborted meanwhile may return this rank's own figures only.
@@ -165,11 +167,10 @@ class MemoryTier:
         self._report_interval(cost_s, step_s)
         if self._taken is not None and complete < self._taken:
             return False
-        if replicas is not None:
-            try:
-                self._state.lanes.require_equal(fingerprints, replicas.difference)
-            except IntegrityError as error:
-                raise CollectiveFailed(error.message, self._scope.where()) from error
+        try:
+            self._state.require_equal(fingerprints, replicas)
+        except IntegrityError as error:
+            raise CollectiveFailed(error.message, self._scope.where()) from error
         return True
 
     def _report_interval(self, cost_s: float, step_s: float) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from elastic.checkpoint.shares import Shares
 from elastic.checkpoint.snapshot import ShardSnapshot
 from elastic.comm.device_stream import DelayClock
 from elastic.core.checkpoint.manifest import Json
@@ -56,7 +57,8 @@ class Snapshots:
 
     `run_state` gives what is saved besides the engine's state, as JSON: rank 0's is the run's. `own_state` gives what
     every rank saves for itself. `saved_step` is the last step that storage has or was given. `compare` is called after
-    the first step and before every save to storage; it may be collective.
+    the first step and before every save to storage; it may be collective. `shares` say after which steps the run may be
+    saved.
     """
 
     def __init__(
@@ -67,7 +69,10 @@ class Snapshots:
         saved_step: int | None = None,
         own_state: Callable[[], Mapping[str, Json]] = dict,
         compare: Callable[[], None] | None = None,
+        shares: Shares | None = None,
     ) -> None:
+        self._shares = shares or Shares()
+        self._storage_due = False
         self._scope = scope
         self._state = state
         self._run_state = run_state
@@ -105,10 +110,14 @@ class Snapshots:
         # What cannot wait is copied by the stream of the next step, before that.
         with self._delays.delay():
             every = self._scope.spec.checkpoint_every_steps
-            if every is not None and step % every == 0:
+            # What is due where islands differ is taken after the next step where they do not.
+            whole = self._shares.whole
+            self._storage_due = self._storage_due or (every is not None and step % every == 0)
+            if self._storage_due and whole:
+                self._storage_due = False
                 self._to_storage_if_free(step)
             if self._memory is not None and self._applied:
-                self._note(self._memory.after_step(step, duration_s))
+                self._note(self._memory.after_step(step, duration_s, whole))
         return time.perf_counter() - began if self._pending else 0.0
 
     def delayed_s(self) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from time import monotonic
 from typing import Any
@@ -16,20 +16,24 @@ from typing import Any
 import torch
 
 from elastic.checkpoint.shards import DTYPE_NAMES
+from elastic.checkpoint.shares import KeptBesides, Shares
 from elastic.checkpoint.snapshot import ShardSnapshot
 from elastic.checkpoint.source import CheckpointSource
 from elastic.comm.lanes import Lanes
 from elastic.core.checkpoint.lanes import lane_of
-from elastic.core.checkpoint.manifest import Json, ShardRecord, StoredTensor
+from elastic.core.checkpoint.manifest import Json, Manifest, ShardRecord, StoredTensor
+from elastic.core.checkpoint.shares import is_share
+from elastic.core.checkpoint.stages import part_of
 from elastic.core.data.readers import READERS
-from elastic.core.errors import Where
+from elastic.core.errors import ModelMismatch, UsageError, Where
 from elastic.core.names import shard_file
 from elastic.core.settings import WeightsSettings
-from elastic.core.sharding.layout import RankLayout
+from elastic.core.sharding.layout import RankLayout, without
 from elastic.engines.base import Engine
 from elastic.engines.inventory import Inventory, gaps
 from elastic.engines.live_state import BUFFER, KEPT, PARAM
 from elastic.engines.model.description import describe
+from elastic.engines.model.plain_names import named_modules
 from elastic.engines.optimizer_state import decode_scalars, install_groups, install_state, scalars_of
 from elastic.engines.optimizer_trial import try_optimizer
 from elastic.training.session import RestoreReport
@@ -41,21 +45,21 @@ from elastic.training.state.host import HostCopy, HostPool, Transfer, packed, pl
 from elastic.training.state.initial_weights import install_weights
 from elastic.training.state.model_check import check_model
 from elastic.training.state.reading import Staged, check_dtypes, kept_in, read_checkpoint
-from elastic.training.state.replicas import Replicas
+from elastic.training.state.replicas import Replicas, marks_of_tied, require_tied, tied_parts
 from elastic.training.state.verification import Verification
 from elastic.training.state.verify_scalars import LiveGroups
 
 _log = logging.getLogger(__name__)
 
 
-def open_state(engine: Engine, tp: int = 1) -> EngineState:
+def open_state(engine: Engine, tp: int = 1, pp: int = 1) -> EngineState:
     """The state of `engine` before or after any number of steps. Collective: raises on all ranks or on none. `tp` ranks
-    share each layer.
+    share each layer, and `pp` the layers.
 
     Raises UsageError for what cannot be carried to another world size (named, with the reason) and for an engine whose
     partitioning is not the one that the pure layouts follow.
     """
-    lanes = Lanes.of(engine.data_group, engine.device, tp)
+    lanes = Lanes.of(engine.data_group, engine.device, tp, pp)
     found: EngineState | None = None
     error: Exception | None = None
     try:
@@ -64,6 +68,13 @@ def open_state(engine: Engine, tp: int = 1) -> EngineState:
         error = caught
     lanes.every.raise_together(error, "looking at the engine")
     assert found is not None
+    if lanes.stages > 1:
+        groups = [count for (count,) in lanes.every.by_rank([len(found.sharded.base.param_groups)])]
+        if len(set(groups)) > 1:
+            raise UsageError(
+                f"the stages of the pipeline have {', '.join(map(str, groups))} parameter groups by rank: make the "
+                "same groups in every stage, in one order"
+            )
     return found
 
 
@@ -82,30 +93,41 @@ class EngineState:
         self.lanes, self.agreement = lanes, lanes.every
         self.kept: Callable[[], Mapping[str, torch.Tensor]] = dict
         self.restored: Mapping[str, torch.Tensor] = {}
+        self.shares = Shares()
         self._groups: Json = None
         self._engine = engine
-        self._sharded = engine.state()
-        live = {master.group: master.tensor for master in self._sharded.masters()}
-        try_optimizer(self._sharded.base, self._sharded.zero_stage > 0, live)
+        self.sharded = engine.state()
+        copies = self.sharded.copies
+        self.copies = lanes if copies is None else Lanes.of_copies(copies, lanes.every, engine.device)
+        live = {master.group: master.tensor for master in self.sharded.masters()}
+        try_optimizer(self.sharded.base, self.sharded.zero_stage > 0, live)
         self._pool = HostPool(engine.device)
-        self._built = late_buffers.shapes(self._sharded.specs())
-        self._model = describe(self._sharded.module)
+        self._built = late_buffers.shapes(self.sharded.specs())
+        self._model = describe(self.sharded.module)
         self._verification: Verification | None = None
         self._captures = 0
         self._ahead: int | None = None
-        inventory = self._inventory()
+        # Of the checkpoint's tensors: does this stage of a pipeline not have it?
+        self._foreign: tuple[tuple[str, bool], ...] = ()
+        inventory = Inventory.of(self.sharded)
         for key, tensor in inventory.tensors().items():
             check_dtype(key, tensor.dtype)
         # A scheduler or optimizer that cannot be carried is refused now, not at the first snapshot.
-        read_extra(engine, self._sharded, inventory, {})
-        self.zero_stage = self._sharded.zero_stage
+        read_extra(engine, self.sharded, inventory, {})
+        self.zero_stage = self.sharded.zero_stage
         self.layout: RankLayout = inventory.sharded()
+
+    def keep(self, shares: Shares) -> None:
+        """Before `restore`: what ranks keep besides, from here on."""
+        self.shares = shares
+        if shares.apart is not None:
+            self.copies = Lanes.of_islands(shares.apart, self.lanes.every, self._engine.device)
 
     @property
     def parameters(self) -> Mapping[str, tuple[int, ...]]:
         """Every carried tensor's name -> full shape: parameters in the model's order, buffers, what is kept besides."""
-        found = {spec.name: spec.shape for spec in self._sharded.specs()}
-        return found | {name: tuple(tensor.shape) for name, tensor in self.kept().items() if tensor.numel()}
+        kept = {name: tuple(tensor.shape) for name, tensor in self._written_besides().items() if tensor.numel()}
+        return {spec.name: spec.shape for spec in self.sharded.specs()} | kept | self.shares.shapes_kept()
 
     def snapshot(self, *, run_id: str, generation: int, step: int, caller: Mapping[str, Json]) -> ShardSnapshot:
         """A copy of this rank's state in host memory; `caller` (JSON) comes back from `restore`. Not collective.
@@ -133,9 +155,9 @@ class EngineState:
             zero_stage=self.zero_stage,
             layout=layout,
             tensors=tensors,
-            parameters=self.parameters,
+            parameters=self.parameters if self.agreement.rank < self.lanes.count else None,
             extra_state=extra,
-            tp=self.lanes.count,
+            tp=self.lanes.slices,
         )
         return snapshot, replace(copies, check=self._check(generation, step, layout, tensors, extra))
 
@@ -164,15 +186,15 @@ class EngineState:
             digests={},
             zero_stage=self.zero_stage,
             parameters=self.parameters if rank < self.lanes.count else None,
-            tp=self.lanes.count,
+            tp=self.lanes.slices,
         )
         return record, size
 
     def capture_into(
         self, memory: torch.Tensor, record: ShardRecord, step: int, caller: Mapping[str, Json]
     ) -> tuple[Mapping[str, Json] | None, Transfer] | None:
-        """Fill `memory` (1-D uint8) as `record` says: rank 0's extra state and the Transfer; None if it no longer
-        fits."""
+        """Fill `memory` (1-D uint8) as `record` says: the extra state (rank 0's, and that of each stage's first rank)
+        and the Transfer; None if it no longer fits."""
         inventory, _, wanted = self._wanted()
         shapes = [(item.key, DTYPE_NAMES[item.source.dtype], item.source.numel()) for item in wanted]
         if shapes != [(tensor.key, tensor.dtype, tensor.numel) for tensor in record.tensors]:
@@ -194,8 +216,9 @@ class EngineState:
         turn, self._captures = self._captures, self._captures + 1
         where = Where(rank=self.agreement.rank, step=step, generation=generation)
         at_once = self.zero_stage == 0
-        first = self._sharded.rank == 0
-        check = CaptureCheck.of(self._engine, where, layout, targets, extra, turn, at_once, self.kept(), first)
+        first = self.sharded.rank == 0
+        kept = self._written_besides()
+        check = CaptureCheck.of(self._engine, where, layout, targets, extra, turn, at_once, kept, first)
         check.wrong += [] if extra is None else self._miscounted(extra, step)
         return check
 
@@ -211,9 +234,12 @@ class EngineState:
     def _wanted(self) -> tuple[Inventory, RankLayout, list[HostCopy]]:
         """What this rank's part of a snapshot is copied from, now."""
         self.verified()
-        self._sharded.require_readable()
-        inventory = self._inventory().with_kept(self.kept())
-        layout = inventory.written(self._sharded.rank, self._sharded.world_size)
+        self.sharded.require_readable()
+        inventory = Inventory.of(self.sharded).with_kept(self._written_besides())
+        apart = self.shares.apart
+        writers = () if apart is None else (apart.writers,)
+        written = inventory.written(self.sharded.rank, self.sharded.world_size, *writers)
+        layout = without(written, self.sharded.elsewhere)
         padding = gaps(layout)
         wanted = []
         for key, tensor in inventory.tensors().items():
@@ -225,11 +251,15 @@ class EngineState:
                 wanted.append(HostCopy(key, tensor, padding[buffer], at_once))
         return inventory, layout, wanted
 
+    def _written_besides(self) -> Mapping[str, torch.Tensor]:
+        """What is not the model's is the same in all stages of a pipeline: the first one writes it."""
+        return {} if self.lanes.stages > 1 and self.lanes.stage > 0 else self.kept()
+
     def _extra(self, inventory: Inventory, caller: Mapping[str, Json]) -> Mapping[str, Json] | None:
-        if self.agreement.rank != 0:
+        if self.agreement.rank >= self.lanes.count or self.lanes.slice > 0:
             return None
-        grown = late_buffers.grown(self._built, late_buffers.shapes(self._sharded.specs()))
-        extra = read_extra(self._engine, self._sharded, inventory, caller)
+        grown = late_buffers.grown(self._built, late_buffers.shapes(self.sharded.specs()))
+        extra = read_extra(self._engine, self.sharded, inventory, caller)
         return {**extra, "model": self._model, "grown_buffers": grown}
 
     def restore(
@@ -249,11 +279,13 @@ class EngineState:
         began = monotonic()
         staged, skipped = self._read_together(source, checkpoint_id)
         read = monotonic()
-        groups = LiveGroups.of(self._sharded)
+        groups = LiveGroups.of(self.sharded)
         self._install_together(staged, skipped)
         installed = monotonic()
         self._ahead = staged.manifest.extra_state["engine"].get("global_steps", 0) - staged.manifest.step
-        self._verification = Verification(self._engine, self._sharded, staged.manifest, groups, self.restored)
+        answers = frozenset(name for name in self.restored if is_share(name) and self.shares.answers(name))
+        kept = KeptBesides(self.restored, answers)
+        self._verification = Verification(self._engine, self.sharded, staged.manifest, groups, kept)
         if later:
             self._before_first_step()
         else:
@@ -262,7 +294,8 @@ class EngineState:
             checkpoint=checkpoint_id,
             source=source.name,
             step=staged.manifest.step,
-            bytes_read=staged.bytes_read,
+            bytes_read=staged.bytes_from.total,
+            bytes_from=staged.bytes_from,
             bytes_needed=staged.bytes_needed,
             read_s=read - began,
             install_s=installed - read,
@@ -275,7 +308,7 @@ class EngineState:
 
     def begin_from(self, weights: WeightsSettings) -> None:
         """Parameters and buffers from elsewhere; see `install_weights`. Collective: raises on all ranks or on none."""
-        install_weights(self._sharded, weights, self.agreement)
+        install_weights(self.sharded, weights, self.agreement)
 
     def verified(self) -> None:
         """The verdict on a restore that is verified `later`. Collective until it was given, then nothing.
@@ -283,17 +316,17 @@ class EngineState:
         Called by the first optimizer step and the first snapshot; after a failure it raises at every call.
         """
         if self._verification is not None:
-            self._verification.verdict(self.agreement, self.lanes.own)
+            self._verification.verdict(self.lanes, self.copies.own)
             self._verification = None
 
     @property
     def base(self) -> torch.optim.Optimizer:
         """The optimizer that updates the masters."""
-        return self._sharded.base
+        return self.sharded.base
 
     def param_groups(self) -> list[dict[str, Any]]:
         """The dicts that hold the optimizer's hyper-parameters, of whoever holds them."""
-        holders = [self._sharded.base.param_groups, *self._sharded.group_holders().values()]
+        holders = [self.sharded.base.param_groups, *self.sharded.group_holders().values()]
         return [group for held in holders for group in held]
 
     def reinstall_groups(self) -> None:
@@ -302,7 +335,7 @@ class EngineState:
         A learning-rate scheduler that is made after the restore sets those of step 0.
         """
         if self._groups is not None:
-            install_groups([self._sharded.base.param_groups, *self._sharded.group_holders().values()], self._groups)
+            install_groups([self.sharded.base.param_groups, *self.sharded.group_holders().values()], self._groups)
 
     def verify_replicas(self) -> None:
         """Before a snapshot: are the ranks' copies of whatever is not partitioned equal? Collective.
@@ -310,15 +343,27 @@ class EngineState:
         Raises IntegrityError on all ranks: a snapshot would carry one copy and a restore would give it to all.
         """
         replicas = self.replicas()
+        if self.agreement.world_size > 1:
+            self.require_equal(self.agreement.least(self.marks(replicas)), replicas)
+
+    def marks(self, replicas: Replicas | None) -> list[int]:
+        """Numbers whose least over all ranks `require_equal` understands; None: they will not be looked at."""
+        if replicas is None:
+            return [*self.copies.low_and_high(0, 0), *(0 for _ in tied_parts(self.sharded) for _ in range(2))]
+        return [*self.copies.low_and_high(*replicas.fingerprints()), *marks_of_tied(self.sharded)]
+
+    def require_equal(self, least: Sequence[int], replicas: Replicas | None) -> None:
+        """Raises IntegrityError, on all ranks, where copies differ."""
         if replicas is not None:
-            least = self.agreement.least(self.lanes.low_and_high(replicas.fingerprint()))
-            self.lanes.require_equal(least, replicas.difference)
+            tied = 2 * len(tied_parts(self.sharded))
+            self.copies.require_equal(least[: len(least) - tied], replicas.difference)
+            require_tied(self.sharded, least[len(least) - tied :])
 
     def replicas(self, turn: int | None = None) -> Replicas | None:
         """This rank's copies of whatever is not partitioned, to be compared; None where there is one rank only."""
-        if self._sharded.world_size == 1:
+        if self.sharded.world_size == 1 and self.lanes.count == 1:
             return None
-        return Replicas(self._engine, self._sharded, self._inventory(), turn)
+        return Replicas(self._engine, self.sharded, Inventory.of(self.sharded), turn, self.lanes, self.shares.apart)
 
     def close(self) -> None:
         if self._verification is not None:
@@ -331,11 +376,10 @@ class EngineState:
         state = weakref.ref(self)
 
         def verify_first(*_: Any) -> None:
-            live = state()
-            if live is not None:
+            if (live := state()) is not None:
                 live.verified()
 
-        self._sharded.base.register_step_pre_hook(verify_first)
+        self.sharded.base.register_step_pre_hook(verify_first)
 
     def _read_together(self, source: CheckpointSource, checkpoint_id: str) -> tuple[Staged, frozenset[str]]:
         """Nothing is installed on any rank before every rank has read all it needs."""
@@ -347,18 +391,37 @@ class EngineState:
             error = caught
         self.agreement.raise_together(error, f"reading checkpoint {checkpoint_id}")
         assert found is not None
+        # The list is of the checkpoint, and the same on all ranks: what every stage lacks, the model has not.
+        foreign = self._foreign
+        absent = self.agreement.least([has_not for _, has_not in foreign])
+        for (name, _), nowhere in zip(foreign, absent, strict=True):
+            if nowhere:
+                raise ModelMismatch(f"the checkpoint is of another model: it has {name!r}, no stage of this model has")
         return found
 
+    def _own_part(self, manifest: Manifest) -> Manifest:
+        """What this stage restores of a checkpoint of the whole model."""
+        extra = extra_of(manifest)
+        modules = {name for name, _ in named_modules(self.sharded.module)}
+        names = {spec.name for spec in self.sharded.specs()}
+        names |= {name for name in manifest.parameters if f"{KEPT}/{name}" in manifest.digests}
+        names |= {name for name in extra.get("grown_buffers", {}) if name.rpartition(".")[0] in modules}
+        fleeting = set(extra["fleeting_buffers"])
+        self._foreign = tuple((name, name not in names) for name in manifest.parameters if name not in fleeting)
+        return part_of(manifest, names, modules)
+
     def _read(self, source: CheckpointSource, checkpoint_id: str) -> tuple[Staged, frozenset[str]]:
-        self._sharded.require_readable()
-        manifest = lane_of(source.manifest(checkpoint_id), self.lanes.index, self.lanes.count)
+        self.sharded.require_readable()
+        manifest = lane_of(source.manifest(checkpoint_id), self.lanes.slice, self.lanes.slices)
+        if self.lanes.stages > 1:
+            manifest = self._own_part(manifest)
         saved = extra_of(manifest)
         late_buffers.adopt(self._engine.module, manifest, saved.get("grown_buffers", {}), self._built)
-        skipped = check_model(manifest, self._sharded.specs(), saved["fleeting_buffers"])
-        check_extra(self._engine, self._sharded, saved)
-        self.restored = kept_in(manifest)
+        skipped = check_model(manifest, self.sharded.specs(), saved["fleeting_buffers"])
+        check_extra(self._engine, self.sharded, saved)
+        self.restored = kept_in(manifest, self.shares)
         inventory = self._without(skipped)
-        staged = read_checkpoint(source, manifest, inventory, self._sharded.rank)
+        staged = read_checkpoint(source, manifest, inventory, self.sharded.rank)
         check_dtypes(inventory.masters, inventory.extras, staged)
         by_name = decode_scalars(saved["optimizer"]["scalars"])
         for master in inventory.masters:
@@ -372,10 +435,10 @@ class EngineState:
         except Exception as caught:  # noqa: BLE001 - as above: what follows is collective
             error = caught
         self.agreement.raise_together(error, f"installing checkpoint {staged.manifest.id}")
-        self._sharded.finish_install()
+        self.sharded.finish_install()
 
     def _install(self, staged: Staged, skipped: frozenset[str]) -> None:
-        sharded, saved = self._sharded, staged.manifest.extra_state
+        sharded, saved = self.sharded, staged.manifest.extra_state
         sharded.begin_install()
         self._groups = saved["optimizer"]["groups"]
         install_extra(self._engine, sharded, saved)
@@ -389,10 +452,7 @@ class EngineState:
             live = extra.tensor.detach()
             live.copy_(staged.extra(extra).view(live.shape))
 
-    def _inventory(self) -> Inventory:
-        return Inventory.of(self._sharded)
-
     def _without(self, skipped: frozenset[str]) -> Inventory:
-        inventory = self._inventory()
+        inventory = Inventory.of(self.sharded)
         extras = tuple(extra for extra in inventory.extras if extra.chunk.name not in skipped)
         return Inventory(inventory.masters, inventory.states, extras).with_kept(self.restored)

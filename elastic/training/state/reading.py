@@ -13,9 +13,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from elastic.checkpoint.source import CheckpointSource, ReadRange
+from elastic.checkpoint.shares import Shares
+from elastic.checkpoint.source import BytesRead, CheckpointSource, ReadRange
 from elastic.comm.device_stream import DeviceStream, enqueues
 from elastic.core.checkpoint.manifest import Manifest, StoredTensor
+from elastic.core.checkpoint.shares import is_share
 from elastic.core.errors import IntegrityError, ModelMismatch
 from elastic.core.sharding.reshard import ReadItem, plan_rank
 from elastic.engines.inventory import Inventory
@@ -42,7 +44,7 @@ class Staged:
 
     manifest: Manifest
     tensors: Mapping[str, Mapping[str, torch.Tensor]]
-    bytes_read: int
+    bytes_from: BytesRead
     bytes_needed: int
 
     def master(self, master: Master) -> torch.Tensor:
@@ -97,22 +99,24 @@ def _zeros(numel: int, dtype: str, device: torch.device) -> torch.Tensor:
         return torch.zeros(numel, dtype=torch_dtype(dtype))
 
 
-def _read(source: CheckpointSource, manifest: Manifest, ranges: Sequence[ReadRange], buffer_bytes: int) -> int:
-    """Fill all targets, wherever they lie; returns the number of bytes fetched."""
+def _read(source: CheckpointSource, manifest: Manifest, ranges: Sequence[ReadRange], buffer_bytes: int) -> BytesRead:
+    """Fill all targets, wherever they lie; returns the bytes fetched, by where they came from."""
     there = [each for each in ranges if enqueues(each.target.device)]
     here = [each for each in ranges if not enqueues(each.target.device)]
-    count = source.read(manifest, here) if here or not there else 0
-    return count + (_read_to_device(source, manifest, there, buffer_bytes) if there else 0)
+    count = source.read(manifest, here) if here or not there else BytesRead()
+    return count + _read_to_device(source, manifest, there, buffer_bytes) if there else count
 
 
-def _read_to_device(source: CheckpointSource, manifest: Manifest, ranges: Sequence[ReadRange], nbytes: int) -> int:
+def _read_to_device(
+    source: CheckpointSource, manifest: Manifest, ranges: Sequence[ReadRange], nbytes: int
+) -> BytesRead:
     device = ranges[0].target.device
     stream, pins = DeviceStream(device), Pins(device)
     in_order = sorted(ranges, key=lambda each: (each.rank, each.key, each.offset))
     nbytes = min(nbytes, sum(each.target.nbytes + _ALIGNMENT_BYTES for each in in_order))
     # A buffer, and when the device has read it.
     idle: list[tuple[torch.Tensor, torch.Event | None]] = []
-    count = 0
+    count = BytesRead()
     try:
         for number, batch in enumerate(_batches(in_order, nbytes)):
             if number < 2:
@@ -159,14 +163,16 @@ def _batches(ranges: Iterable[ReadRange], nbytes: int) -> Iterator[list[tuple[in
         yield batch
 
 
-def kept_in(manifest: Manifest) -> dict[str, torch.Tensor]:
-    """Memory for the tensors that the checkpoint has besides the model's, by name, 1-D."""
+def kept_in(manifest: Manifest, shares: Shares) -> dict[str, torch.Tensor]:
+    """Memory for the tensors that this rank reads of the checkpoint besides the model's, by name, 1-D.
+
+    Raises UsageError where the checkpoint has shares and this run has no use for them."""
     stored = (tensor for shard in manifest.shards for tensor in shard.tensors)
     named = ((tensor, tensor.key.split("/", 1)) for tensor in stored)
     return {
         name: torch.empty(tensor.numel, dtype=torch_dtype(tensor.dtype))
         for tensor, (kind, name) in named
-        if kind == KEPT
+        if kind == KEPT and (not is_share(name) or shares.reads(name))
     }
 
 

@@ -13,17 +13,24 @@ from collections.abc import Mapping, Sequence
 import torch
 import xxhash
 
+from elastic.checkpoint.shares import Apart
 from elastic.comm.agreement import Agreement
+from elastic.comm.lanes import Lanes
 from elastic.core.errors import IntegrityError
 from elastic.engines.base import Engine
 from elastic.engines.inventory import Inventory
-from elastic.engines.live_state import BUFFER, MASTER, ShardedState
+from elastic.engines.live_state import BUFFER, KEPT, MASTER, PARAM, ShardedState
 from elastic.training.state.verification import listed
 from elastic.training.state.verify_weights import MASK63, fingerprints
 
 # Weights that follow from masters are not carried, so a snapshot compares so many bytes of them, in turn.
 _SAMPLE_BYTES = 64 << 20
 HYPER = "hyper-parameters of group"
+_WEIGHTS = "weights of "
+_OF_ALL_STAGES = (HYPER, "loss scaler", "learning-rate scheduler", "counters")
+# Of the norms of a tied weight's copies. Stages add up their gradients in another order, so that the last bits differ.
+_TIED_APART = 1e-3
+_NOWHERE = (1 << 63) - 1
 # Of a worker that has joined, the training function has begun later.
 _COUNTER = (
     "; a learning rate that the loop sets from a counter of its own is one on a worker that joins later: count by "
@@ -33,23 +40,43 @@ _COUNTER = (
 
 class Replicas:
     """This rank's copies at one moment. `turn` chooses the sample of the weights and is the same number on all ranks;
-    None: all of them."""
+    None: all of them. With several `lanes` the ranks of others have copies only of weights that no rank has a slice of,
+    and of what stages of a pipeline have in common. `apart`: only those of this island have what optimizers keep."""
 
-    def __init__(self, engine: Engine, state: ShardedState, inventory: Inventory, turn: int | None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        state: ShardedState,
+        inventory: Inventory,
+        turn: int | None,
+        lanes: Lanes,
+        apart: Apart | None = None,
+    ) -> None:
         carried = _carried(inventory)
-        weights = _sample(_derived(state, carried), turn)
-        self._tensors = carried | weights
-        self._texts = _texts(engine, state)
-        self._hashes = fingerprints(list(self._tensors.values()))
+        derived = _derived(state, carried)
+        uncut = _uncut(state, inventory) if lanes.count > lanes.stages else set()
+        # Lanes may differ in size: what all ranks have must be the same sample in each of them.
+        everywhere = {what: tensor for what, tensor in derived.items() if what in uncut}
+        beside = {what: tensor for what, tensor in derived.items() if what not in uncut}
+        tensors = carried | _sample(everywhere, turn) | _sample(beside, turn)
+        hashes = dict(zip(tensors, fingerprints(list(tensors.values())), strict=True))
+        hashes |= {what: _hash(text) for what, text in _texts(engine, state).items()}
+        experts = {_WEIGHTS + weight.name for weight in state.weights() if weight.experts and state.copies is not None}
+        own = experts if apart is None else {what for what in tensors if apart.weights or _of_optimizer(what)}
+        if lanes.stages > 1:
+            own = {what for what in hashes if not what.startswith(_OF_ALL_STAGES)}
+        elif lanes.count > 1:
+            own = hashes.keys() - uncut
+        self._own = {what: value for what, value in hashes.items() if what in own}
+        self._everywhere = {what: value for what, value in hashes.items() if what not in self._own}
 
-    def fingerprint(self) -> int:
-        """One number of 63 bits for all of them."""
-        return _hash(repr((self._hashes, self._texts)))
+    def fingerprints(self) -> tuple[int, int]:
+        """Numbers of 63 bits: one for what all ranks have copies of, one for what those of this lane have."""
+        return _hash(repr(self._everywhere)), _hash(repr(self._own))
 
-    def difference(self, agreement: Agreement) -> IntegrityError:
+    def difference(self, agreement: Agreement, everywhere: bool) -> IntegrityError:
         """After fingerprints were found to differ: which rank's copy of what. Collective; every rank gets the same."""
-        values = dict(zip(self._tensors, self._hashes, strict=True))
-        values |= {what: _hash(text) for what, text in self._texts.items()}
+        values = self._everywhere if everywhere else self._own
         # Where ranks hold different things, there is nothing to compare one by one.
         lists = [hashed for (hashed,) in agreement.by_rank([_hash(repr([*values]))])]
         found = {"the list of what it holds": outliers(lists)}
@@ -63,6 +90,39 @@ class Replicas:
             "would carry one of them only; go back to an older checkpoint, and look for code that changes state on "
             f"some ranks alone{_COUNTER if HYPER in what else ''}"
         )
+
+
+def tied_parts(state: ShardedState) -> list[tuple[str, int]]:
+    """The tied parameters of the model, each with every part that ranks of a stage have of it; on all ranks alike."""
+    parts, _ = state.part
+    return [(name, part) for name in state.tied for part in range(parts)]
+
+
+def marks_of_tied(state: ShardedState) -> list[int]:
+    """Two numbers for each of `tied_parts`, whose least over all ranks `require_tied` understands."""
+    if not state.tied:
+        return []
+    _, part = state.part
+    own = {weight.name: torch.linalg.vector_norm(weight.tensor, dtype=torch.float64) for weight in state.weights()
+           if weight.name in state.tied}  # fmt: skip
+    # The bits of a positive number are in its order.
+    norms = {(name, part): value.cpu().view(torch.int64).item() for name, value in own.items()}
+    places = tied_parts(state)
+    return [int(mark) for place in places for mark in ((norms[place], -norms[place]) if place in norms else _NONE)]
+
+
+def require_tied(state: ShardedState, least: Sequence[int]) -> None:
+    """Raises IntegrityError, on all ranks, where the copies of a tied parameter are not the same weights any more."""
+    for (name, _), low, high in zip(tied_parts(state), least[::2], least[1::2], strict=True):
+        smallest, largest = torch.tensor([low, -high]).view(torch.float64).tolist()
+        if low != _NOWHERE and not largest - smallest <= _TIED_APART * largest:
+            raise IntegrityError(
+                f"the copies of the tied parameter {name!r} have drifted apart between the stages of the pipeline: "
+                f"norms from {smallest:g} to {largest:g}; look for code that changes it on some ranks alone"
+            )
+
+
+_NONE = (_NOWHERE, _NOWHERE)
 
 
 def numbers(values: Sequence[object]) -> list[object]:
@@ -98,7 +158,30 @@ def _derived(state: ShardedState, carried: Mapping[str, torch.Tensor]) -> dict[s
     """The weights that this rank holds whole, but for those that are masters themselves."""
     known = {tensor.data_ptr() for tensor in carried.values()}
     whole = (weight for weight in state.weights() if weight.whole)
-    return {f"weights of {weight.name}": weight.tensor for weight in whole if weight.tensor.data_ptr() not in known}
+    return {_WEIGHTS + weight.name: weight.tensor for weight in whole if weight.tensor.data_ptr() not in known}
+
+
+def _of_optimizer(what: str) -> bool:
+    return not what.startswith((f"{MASTER}/", f"{PARAM}/", f"{KEPT}/", _WEIGHTS))
+
+
+def _uncut(state: ShardedState, inventory: Inventory) -> set[str]:
+    """What the ranks of all lanes compute alike, by what it is called here: parameters that are not cut.
+
+    On an accelerator each of them computes its gradient by itself, in an order that may differ: there copies need not
+    be equal to the last bit, unless torch is told to be deterministic.
+    """
+    exact = torch.are_deterministic_algorithms_enabled()
+    names = {
+        weight.name
+        for weight in state.weights()
+        if weight.whole and not weight.sliced and (exact or weight.tensor.device.type == "cpu")
+    }
+    found = {_WEIGHTS + name for name in names}
+    for master, kept in zip(inventory.masters, inventory.states, strict=True):
+        if master.replicated and names.issuperset(master.names):
+            found |= {f"{kind}/{master.buffer}" for kind in (MASTER, *kept.tensors)}
+    return found
 
 
 def _sample(tensors: Mapping[str, torch.Tensor], turn: int | None) -> dict[str, torch.Tensor]:

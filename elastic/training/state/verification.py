@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
+from elastic.checkpoint.shares import KeptBesides
 from elastic.comm.agreement import Agreement
+from elastic.comm.lanes import Lanes
 from elastic.core.checkpoint.manifest import Json, Manifest
 from elastic.core.errors import IntegrityError
 from elastic.core.sharding.layout import Chunk
@@ -41,9 +43,9 @@ class Verification:
         state: ShardedState,
         manifest: Manifest,
         groups: LiveGroups,
-        kept: Mapping[str, torch.Tensor],
+        kept: KeptBesides,
     ) -> None:
-        """`groups` are the optimizer's before the install; `kept` are tensors by name that are not the engine's."""
+        """`groups` are the optimizer's before the install; `kept` is what is not the engine's."""
         self._manifest = manifest
         left = _left_alone(manifest, state)
         self._keys = sorted(key for key in manifest.digests if key.split("/", 1)[1] not in left)
@@ -51,31 +53,34 @@ class Verification:
         self._failure: Exception | None = None
         self._flags: dict[str, bool] = {}
         self._hashes: dict[str, int] = {}
+        self._experts: dict[str, int] = {}
         self._whole: dict[str, int] = {}
         self._partial: dict[str, int] = {}
         self._reader: Reader | None = None
         try:
             inventory = Inventory.of(state)
             fragments = [each for each in engine.fragments() if each.name not in left]
-            fragments += [Fragment(KEPT, name, 0, tensor) for name, tensor in kept.items()]
+            fragments += [Fragment(KEPT, name, 0, tensor) for name, tensor in kept.tensors.items()]
             chunks, tensors = _sorted(fragments, state.zero_stage)
             self._reader = Reader(chunks, tensors.steady, engine.device)
             self._partial = digests(chunks, tensors.sliced.items())
             self._whole = digests(chunks, tensors.whole.items())
-            self._flags, self._hashes = _flags_and_hashes(engine, state, inventory, manifest.extra_state, groups)
+            self._partial |= {key: self._whole[key] for key in (f"{KEPT}/{name}" for name in kept.answers)}
+            self._flags = _flags(engine, state, inventory, manifest.extra_state, groups)
+            self._hashes, self._experts = _hashes(state)
         except Exception as error:  # noqa: BLE001 - the other ranks wait for the verdict: it is raised there
             self._error = error
 
-    def verdict(self, agreement: Agreement, lane: Agreement) -> None:
-        """Collective. Raises IntegrityError naming what differs first, on every rank. `lane` is the agreement of the
-        ranks that the manifest is of, `agreement` that of all.
+    def verdict(self, lanes: Lanes, copies: Agreement) -> None:
+        """Collective. Raises IntegrityError naming what differs first, on every rank. The manifest is that of the ranks
+        of this lane; `copies` is the agreement of the ranks with the same experts as this one.
 
         An error is raised again at every later call, without another collective.
         """
         if self._failure is not None:
             raise self._failure
         try:
-            self._judge(agreement, lane)
+            self._judge(lanes, copies)
         except Exception as error:
             self._failure = error
             raise
@@ -85,35 +90,37 @@ class Verification:
         if self._reader is not None:
             self._reader.stop()
 
-    def _judge(self, agreement: Agreement, lane: Agreement) -> None:
+    def _judge(self, lanes: Lanes, copies: Agreement) -> None:
         try:
             if self._error is None:
                 assert self._reader is not None
                 self._partial |= self._reader.result()
         except Exception as error:  # noqa: BLE001 - as above
             self._error = error
-        agreement.raise_together(self._error, f"verifying checkpoint {self._manifest.id}")
-        failed = self._failed(lane)
-        elsewhere = lane is not agreement and agreement.any(bool(failed))
+        lanes.every.raise_together(self._error, f"verifying checkpoint {self._manifest.id}")
+        failed = self._failed(lanes.own, copies)
+        elsewhere = lanes.count > 1 and lanes.every.any(bool(failed))
         if failed or elsewhere:
-            what = f"{listed(failed)} differ" if failed else "ranks with other slices of the layers say what differs"
+            what = f"{listed(failed)} differ" if failed else "ranks with other parts of the layers say what differs"
             raise IntegrityError(f"what checkpoint {self._manifest.id} gave back is not what was saved: {what}")
 
-    def _failed(self, agreement: Agreement) -> list[str]:
-        """What differs on any rank: two exchanges of a few bytes per tensor."""
+    def _failed(self, agreement: Agreement, copies: Agreement) -> list[str]:
+        """What differs on any rank: two or three exchanges of a few bytes per tensor."""
         digests = self._manifest.digests
         sums = agreement.sums([self._partial.get(key, 0) for key in self._keys])
         wrong = {key: self._whole.get(key, total) != digests[key] for key, total in zip(self._keys, sums, strict=True)}
+        _, unequal = copies.any_and_unequal([], list(self._experts.values()))
+        wrong |= zip(self._experts, unequal, strict=True)
         wrong |= {_EXTRA: bool((self._partial.keys() | self._whole.keys()) - digests.keys()), **self._flags}
         flagged, unequal = agreement.any_and_unequal(list(wrong.values()), list(self._hashes.values()))
         failed = [what for what, flag in zip(wrong, flagged, strict=True) if flag]
         return failed + [what for what, flag in zip(self._hashes, unequal, strict=True) if flag]
 
 
-def _flags_and_hashes(
+def _flags(
     engine: Engine, state: ShardedState, inventory: Inventory, saved: Mapping[str, Json], groups: LiveGroups
-) -> tuple[dict[str, bool], dict[str, int]]:
-    """What is wrong on this rank, and hashes that must be equal on all; the same names in both on every rank."""
+) -> dict[str, bool]:
+    """What is wrong on this rank; the same names on every rank."""
     weights = state.weights()
     names = sorted(name for group in state.groups() for name in group)
     scalars, unlike = wrong_scalars(inventory, saved), unfaithful(inventory.masters, weights)
@@ -123,8 +130,18 @@ def _flags_and_hashes(
     flags |= {f"hyper-parameters of group {number}": number in hyper for number in range(len(state.base.param_groups))}
     flags["live parameter groups"] = bool(groups.moved(LiveGroups.of(state)))
     flags |= wrong_rest(engine.extra_state(), engine.expected_extra_state(saved))
-    hashes = dict(zip([f"replicas of {name}" for name in names], whole_hashes(names, weights), strict=True))
-    return flags, hashes
+    return flags
+
+
+def _hashes(state: ShardedState) -> tuple[dict[str, int], dict[str, int]]:
+    """Of weights that other ranks have copies of: what must be equal on all ranks, and on those with the same experts;
+    the same names on every rank."""
+    weights = state.weights()
+    names = sorted(name for group in state.groups() for name in group)
+    experts = {weight.name for weight in weights if weight.experts and state.copies is not None}
+    found = dict(zip(names, whole_hashes(names, weights), strict=True))
+    everywhere = {f"replicas of {name}": value for name, value in found.items() if name not in experts}
+    return everywhere, {f"replicas of {name}": value for name, value in found.items() if name in experts}
 
 
 @dataclass(frozen=True)

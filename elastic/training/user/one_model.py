@@ -1,8 +1,8 @@
 """Before a model is sharded over the ranks of a cell: do they have the same one?
 
-DeepSpeed broadcasts weights within the data-parallel group only (0.19.8, runtime/engine.py:2038). Ranks that share
-layers and were seeded differently, or of which one alone loaded pretrained weights, would train slices of different
-models, and nothing would say so.
+DeepSpeed broadcasts weights among the ranks with the same slices, or experts, only (0.19.8, runtime/engine.py:2038).
+Ranks that share layers or experts and were seeded differently, or of which one alone loaded pretrained weights, would
+train slices of different models, and nothing would say so.
 """
 
 from __future__ import annotations
@@ -51,4 +51,4 @@ def _compare(model: torch.nn.Module, agreement: Agreement) -> None:
         )
 
 
-_RANKS = "the ranks that share layers"
+_RANKS = "the ranks that share layers or experts"

@@ -18,7 +18,9 @@ from elastic_jobs.job_file import kubernetes_section
 from elastic_jobs.job_file.sections import (
     AnomalySpec,
     AuditSpec,
+    CalibrationSpec,
     CheckpointSpec,
+    CommunicationSpec,
     GradientNoiseSpec,
     SinkSpec,
     SnapshotSpec,
@@ -111,6 +113,8 @@ def _keys() -> dict[tuple[str, ...], list[str]]:
         ("stragglers",): list(StragglerSpec.model_fields),
         ("gradient_noise",): list(GradientNoiseSpec.model_fields),
         ("audit",): list(AuditSpec.model_fields),
+        ("calibration",): list(CalibrationSpec.model_fields),
+        ("communication",): list(CommunicationSpec.model_fields),
         ("weights",): list(WeightsSpec.model_fields),
         ("sinks",): list(SinkSpec.model_fields),
         ("submit",): list(SubmitSpec.model_fields),

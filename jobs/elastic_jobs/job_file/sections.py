@@ -7,10 +7,12 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
-from elastic.core.mesh import MeshSettings, described, whole_cells
+from elastic.core.mesh import MeshSettings, whole_cells
 from elastic.core.settings import (
     AnomalySettings,
     AuditSettings,
+    CalibrationSettings,
+    CommunicationSettings,
     FailureSettings,
     SnapshotSettings,
     StragglerSettings,
@@ -49,43 +51,64 @@ def checked_failures(value: Any) -> FailureSettings:
 
 
 class MeshSpec(BaseModel):
-    """See `MeshSettings`. Other axes are refused by their names."""
+    """See `MeshSettings`. Other axes are refused by their names. `ep` may be several sizes, of which each generation
+    has one."""
 
     model_config = CONFIG
 
     sp: Count = 1
     tp: Count = 1
+    ep: Count | list[Count] = 1
+    pp: Count | list[Count] = 1
 
     @model_validator(mode="before")
     @classmethod
     def _known_axes(cls, data: Any) -> Any:
-        for axis in ("ep", "pp"):
-            if isinstance(data, dict) and axis in data:
-                raise ValueError(f"{axis} is not supported: sp and tp are the axes beside data parallelism so far")
+        for axis in ("sp", "tp"):
+            if isinstance(data, dict) and not isinstance(data.get(axis, 1), int):
+                raise ValueError(f"{axis} is one number: dropout depends on it, so that it is fixed for a run")
+        if isinstance(data, dict) and isinstance(data.get("ep"), str):
+            raise ValueError(
+                "ep: say the sizes that a generation may have, as ep: [1, 2, 4]; each must divide the number of "
+                "experts, which is not known before the model is built"
+            )
         if isinstance(data, dict) and "dp" in data:
             raise ValueError("dp follows from the number of workers, which changes; leave it out")
         return data
 
     @model_validator(mode="after")
     def _one_axis(self) -> MeshSpec:
-        if self.sp > 1 and self.tp > 1:
-            raise ValueError("sp and tp are not supported together; give one of them")
+        for axis, sizes in self.changing.items():
+            if not sizes or sorted(set(sizes)) != sizes:
+                raise ValueError(f"{axis}: the sizes, each once, the smallest first, not {sizes}")
+        given = [axis for axis in ("sp", "tp", "ep", "pp") if getattr(self.settings(), axis) > 1]
+        if len(given) > 1 and given != ["tp", "pp"]:
+            raise ValueError(f"{' and '.join(given)} are not supported together; give one of them")
         return self
+
+    @property
+    def changing(self) -> dict[str, list[int]]:
+        """The axes of which several sizes are given."""
+        return {axis: sizes for axis, sizes in (("ep", self.ep), ("pp", self.pp)) if isinstance(sizes, list)}
+
+    def settings(self, rounded: str = "") -> MeshSettings:
+        choices = {axis: tuple(sizes) for axis, sizes in self.changing.items() if len(sizes) > 1}
+        ep, pp = (sizes[-1] if isinstance(sizes, list) else sizes for sizes in (self.ep, self.pp))
+        return MeshSettings(self.sp, rounded, self.tp, ep, choices, pp)
 
     def cells(self, low: int, high: int) -> tuple[int, int, MeshSettings]:
         """Worker counts in whole cells: the smallest rounded up, the largest down. ValueError without any."""
-        cell = self.sp * self.tp
-        fewest, most = -(-low // cell) * cell, whole_cells(high, cell)
+        mesh = self.settings()
+        fewest, most = min(-(-low // cell) * cell for cell in mesh.cells), whole_cells(high, *mesh.cells)
         if most < fewest:
-            raise ValueError(
-                f"min_workers ({low}) to max_workers ({high}) has no multiple of {cell} ({described(self.sp, self.tp)})"
-            )
+            sizes = " or ".join(map(str, mesh.cells))
+            raise ValueError(f"min_workers ({low}) to max_workers ({high}) has no multiple of {sizes} ({mesh})")
         changes = [
             f"{name} {given} was rounded to {made}"
             for name, given, made in (("min_workers", low, fewest), ("max_workers", high, most))
             if given != made
         ]
-        return fewest, most, MeshSettings(self.sp, ", ".join(changes), self.tp)
+        return fewest, most, self.settings(", ".join(changes))
 
 
 class CheckpointSpec(BaseModel):
@@ -147,6 +170,7 @@ class StragglerSpec(BaseModel):
     window_steps: Count = StragglerSettings.window_steps
     windows: Count = StragglerSettings.windows
     calibration_windows: Count = StragglerSettings.calibration_windows
+    collective_factor: Annotated[float, Field(gt=1, allow_inf_nan=False)] = StragglerSettings.collective_factor
 
 
 class GradientNoiseSpec(BaseModel):
@@ -157,6 +181,23 @@ class GradientNoiseSpec(BaseModel):
     every_steps: Count | None = None
 
 
+class CalibrationSpec(BaseModel):
+    """See `CalibrationSettings`."""
+
+    model_config = CONFIG
+
+    policy: Literal["off", "report", "refuse"] = CalibrationSettings.policy
+    slow_factor: Annotated[float, Field(gt=1, allow_inf_nan=False)] = CalibrationSettings.slow_factor
+    refuse_factor: Annotated[float, Field(gt=1, allow_inf_nan=False)] = CalibrationSettings.refuse_factor
+    deviations: Annotated[float, Field(ge=0, allow_inf_nan=False)] = CalibrationSettings.deviations
+
+    @model_validator(mode="after")
+    def _ordered(self) -> CalibrationSpec:
+        if self.refuse_factor < self.slow_factor:
+            raise ValueError(f"refuse_factor ({self.refuse_factor:g}) is below slow_factor ({self.slow_factor:g})")
+        return self
+
+
 class AuditSpec(BaseModel):
     """See `AuditSettings`."""
 
@@ -165,6 +206,26 @@ class AuditSpec(BaseModel):
     every_steps: Count | None = AuditSettings.every_steps
     strikes: Count = AuditSettings.strikes
     rollback: Literal["newest", "agreed"] = AuditSettings.rollback
+
+
+class CommunicationSpec(BaseModel):
+    """See `CommunicationSettings`."""
+
+    model_config = CONFIG
+
+    semantics: str = CommunicationSettings.semantics
+    strategy: str = CommunicationSettings.strategy
+    bucket_mb: float = CommunicationSettings.bucket_mb
+    density: Annotated[float, Field(gt=0, le=1)] = CommunicationSettings.density
+    rank: Count = CommunicationSettings.rank
+    check_every_steps: Count = CommunicationSettings.check_every_steps
+    islands: Count | None = None
+    every_steps: Count = CommunicationSettings.every_steps
+    outer_lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] = CommunicationSettings.outer_lr
+    outer_momentum: Annotated[float, Field(ge=0, lt=1)] = CommunicationSettings.outer_momentum
+    fragments: Count = CommunicationSettings.fragments
+    overlap_steps: Annotated[int, Field(ge=0)] = CommunicationSettings.overlap_steps
+    mix: Annotated[float, Field(ge=0, lt=1)] = CommunicationSettings.mix
 
 
 class SinkSpec(BaseModel):

@@ -10,11 +10,14 @@ from pydantic import BaseModel, Field, PlainValidator, model_validator
 
 from elastic.core.data.audits import refused_audit
 from elastic.core.data.micro_batches import refused_noise
+from elastic.core.policy.communication import refused_communication
 from elastic.core.settings import (
     GPU_FAILURES,
     AnomalySettings,
     AuditSettings,
+    CalibrationSettings,
     CheckpointSettings,
+    CommunicationSettings,
     FailureSettings,
     GradientNoiseSettings,
     RunSettings,
@@ -30,7 +33,9 @@ from elastic_jobs.job_file.sections import (
     CONFIG,
     AnomalySpec,
     AuditSpec,
+    CalibrationSpec,
     CheckpointSpec,
+    CommunicationSpec,
     Count,
     GradientNoiseSpec,
     MeshSpec,
@@ -61,9 +66,12 @@ class JobSpec(BaseModel):
     gather_s: Annotated[float, Field(ge=0)] = ScalingSettings.gather_s
     priority: Annotated[int, Field(ge=-1000, le=1000)] = ScalingSettings.priority
     share_after_s: Annotated[float, Field(gt=0)] = ScalingSettings.share_after_s
-    scaling_policy: Literal["eager", "patient"] = ScalingSettings.policy
+    scaling_policy: Literal["eager", "measured", "patient"] = ScalingSettings.policy
+    price_per_node_hour: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     resources_per_worker: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=lambda: {"CPU": 1.0})
     fork_workers: bool = False
+    numa_binding: Literal["off", "node", "exclusive"] = RunSettings.numa_binding
+    device_faults: Literal["off", "report", "evict"] = RunSettings.device_faults
     engine: str = RunSettings.engine
     deepspeed: dict[str, Any] | str | None = None
     weights: WeightsSpec | None = None
@@ -80,6 +88,8 @@ class JobSpec(BaseModel):
     stragglers: StragglerSpec = Field(default_factory=StragglerSpec)
     gradient_noise: GradientNoiseSpec = Field(default_factory=GradientNoiseSpec)
     audit: AuditSpec = Field(default_factory=AuditSpec)
+    calibration: CalibrationSpec = Field(default_factory=CalibrationSpec)
+    communication: CommunicationSpec | None = None
     sinks: list[SinkSpec] = Field(default_factory=list)
     storage_url: str | None = None
     kubernetes: KubernetesSpec | None = None
@@ -105,15 +115,16 @@ class JobSpec(BaseModel):
             )
         fewest, most = self.sizes
         if fewest % slot or most % slot:
+            cells = " or ".join(map(str, self.mesh.settings().cells))
             raise ValueError(
-                f"min_workers ({fewest}) and max_workers ({most}), in whole cells of {self.mesh.sp * self.mesh.tp}, "
+                f"min_workers ({fewest}) and max_workers ({most}), in whole cells of {cells}, "
                 f"must be multiples of workers_per_slot ({slot}) too"
             )
         return self
 
     @model_validator(mode="after")
     def _one_device(self) -> JobSpec:
-        refused = refused_resources(self.resources_per_worker)
+        refused = refused_resources(self.resources_per_worker, self.numa_binding)
         if refused is not None:
             raise ValueError(refused)
         return self
@@ -123,33 +134,56 @@ class JobSpec(BaseModel):
         for name in ("deepspeed", "fsdp2"):
             if getattr(self, name) is not None and self.engine != name:
                 raise ValueError(f"{name} is given, but engine is {self.engine}; set engine: {name}, or leave it out")
-        if self.mesh.tp > 1 and self.engine != "deepspeed":
-            raise ValueError(f"mesh.tp is supported with engine: deepspeed, not {self.engine}")
-        if self.mesh.tp > 1 and self.weights is not None:
-            raise ValueError(
-                "weights and mesh.tp are not supported together: load them into the model before elastic.initialize, "
-                "on every worker"
-            )
+        if self.mesh.settings().ep > 1 and self.engine != "deepspeed":
+            raise ValueError(f"mesh.ep is supported with engine: deepspeed, not {self.engine}")
+        mesh = self.mesh.settings()
+        if mesh.tp > 1 and mesh.pp > 1 and self.engine != "fsdp2":
+            raise ValueError("tp and pp are supported together with engine: fsdp2; give one of them")
+        for axis in ("tp", "pp"):
+            if getattr(self.mesh.settings(), axis) > 1 and self.weights is not None:
+                raise ValueError(
+                    f"weights and mesh.{axis} are not supported together: load them into the model before "
+                    "elastic.initialize, on every worker"
+                )
         return self
 
     @model_validator(mode="after")
     def _batches(self) -> JobSpec:
         if self.global_batch is not None and self.micro_batch is not None and self.micro_batch > self.global_batch:
             raise ValueError(f"micro_batch ({self.micro_batch}) is above global_batch ({self.global_batch})")
+        if "pp" in self.mesh.settings().choices and None in (self.global_batch, self.micro_batch):
+            raise ValueError(
+                "mesh.pp may change: give the job's global_batch and micro_batch, which would follow from the number "
+                "of pipelines otherwise"
+            )
         if self.max_steps is not None and self.epochs is not None:
             raise ValueError("max_steps and epochs are both given; a run has one end")
         return self
 
     @model_validator(mode="after")
     def _measurable(self) -> JobSpec:
+        mesh = self.mesh.settings()
         if self.gradient_noise.every_steps is not None:
-            refused = refused_noise(self.mesh.sp, self.global_batch, self.micro_batch, self.mesh.tp)
+            refused = refused_noise(mesh.sp, self.global_batch, self.micro_batch, mesh.tp, mesh.ep, mesh.pp)
             if refused is not None:
                 raise ValueError(refused)
-        audit = refused_audit(self.mesh.sp, False, self.mesh.tp) if self.audit.every_steps is not None else None
-        if audit is not None:
-            raise ValueError(audit)
+        if self.audit.every_steps is not None:
+            refused = refused_audit(mesh.sp, False, mesh.tp, mesh.ep, mesh.pp)
+            if refused is not None:
+                raise ValueError(refused)
         return self
+
+    @model_validator(mode="after")
+    def _gradients_travel(self) -> JobSpec:
+        asked, mesh = self._communication, self.mesh.settings()
+        refused = None if asked is None else refused_communication(asked, self.engine, mesh.tp, mesh.ep, mesh.pp)
+        if refused is not None:
+            raise ValueError(refused)
+        return self
+
+    @property
+    def _communication(self) -> CommunicationSettings | None:
+        return None if self.communication is None else CommunicationSettings(**dict(self.communication))
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -183,6 +217,7 @@ class JobSpec(BaseModel):
                 self.priority,
                 self.share_after_s,
                 self.scaling_policy,
+                self.price_per_node_hour,
             ),
             global_batch=self.global_batch,
             micro_batch=self.micro_batch,
@@ -197,9 +232,13 @@ class JobSpec(BaseModel):
             stragglers=StragglerSettings(**dict(self.stragglers)),
             gradient_noise=GradientNoiseSettings(**dict(self.gradient_noise)),
             audit=AuditSettings(**dict(self.audit)),
+            calibration=CalibrationSettings(**dict(self.calibration)),
+            communication=self._communication,
             sinks=tuple(SinkSettings(sink.kind, sink.path.replace("{run_id}", run_id)) for sink in self.sinks),
             resources_per_worker=self.resources_per_worker,
             fork_workers=self.fork_workers,
+            numa_binding=self.numa_binding,
+            device_faults=self.device_faults,
             engine=self.engine,
             weights=self.weights.settings() if self.weights is not None else None,
             engine_config=self.fsdp2 if self.engine == "fsdp2" else _mapping(self.deepspeed),

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from elastic.engines.deepspeed.experts.placement import first_by_group
 from elastic.engines.live_state import BUFFER, MASTER, PARAM, Fragment
 from elastic.engines.model.plain_names import named_buffers, named_parameters
 
@@ -103,7 +104,8 @@ def _in_flat(wrapper: Any, flats: Any, parameter: Any) -> _Place:
         part = flat.numel() // dist.get_world_size(group)
         first = part * dist.get_rank(group)
         low, high = max(begin, first), min(begin + parameter.numel(), first + part)
-        return _Place(low - begin, high - low, wrapper.optimizer.param_groups[number]["params"][0], low - first)
+        start = first_by_group(parameter) + low - begin
+        return _Place(start, high - low, wrapper.optimizer.param_groups[number]["params"][0], low - first)
     return _frozen(parameter)
 
 
@@ -111,6 +113,7 @@ def _in_sub_group(wrapper: Any, parameter: Any) -> _Place:
     count = int(parameter.ds_tensor.ds_numel)
     start = dist.get_rank(parameter.ds_process_group) * count
     numel = min(count, int(parameter.ds_numel) - start)
+    start += first_by_group(parameter)
     place = wrapper.grad_position.get(wrapper.get_param_id(parameter)) if parameter.requires_grad else None
     if place is None:
         return _Place(start, numel, kept=parameter.ds_tensor.data)

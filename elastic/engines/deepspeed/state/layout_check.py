@@ -16,27 +16,26 @@ def check_layout(state: ZeroState) -> None:
     Every rank checks its own; each snapshot's manifest is checked to cover the whole state. Raises UsageError naming
     the first difference: resharding by a wrong layout would silently mix up weights.
     """
-    ranks = state.ranks_of_parts()
-    if ranks - {state.rank}:
-        raise UsageError(
-            f"DeepSpeed cut the parameters for rank {min(ranks - {state.rank})} where the data-parallel group has this "
-            f"process as rank {state.rank}: the state would be carried under another rank's place"
-        )
+    for found, taken in state.ranks_of_parts():
+        if found != taken:
+            raise UsageError(
+                f"DeepSpeed cut the parameters for rank {found} where this process is rank {taken} of those that share "
+                "them: the state would be carried under another rank's place"
+            )
     masters = state.masters()
     expected = state.expected()
     if expected is None:
         return
-    mine = expected.ranks[state.rank]
     live = sorted(chunk for master in masters for chunk in master.chunks)
-    pure = sorted(mine.chunks)
+    pure = sorted(expected.chunks)
     for here, there in zip(live, pure, strict=False):
         if here != there:
             raise _differs(_describe(here), _describe(there))
     if len(live) != len(pure):
         raise _differs(f"{len(live)} chunks on rank {state.rank}", f"{len(pure)}")
     sizes = {master.buffer: master.tensor.numel() for master in masters}
-    if sizes != dict(mine.buffers):
-        raise _differs(f"flat tensors of {sizes} elements", f"{dict(mine.buffers)}")
+    if sizes != dict(expected.buffers):
+        raise _differs(f"flat tensors of {sizes} elements", f"{dict(expected.buffers)}")
     _check_states(masters, state)
 
 

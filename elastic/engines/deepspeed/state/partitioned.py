@@ -6,15 +6,21 @@ deepspeed/runtime/bf16_optimizer.py (its `_setup_for_real_optimizer`), release 0
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from elastic.core.sharding.layout import Chunk, Layout
-from elastic.core.sharding.zero import zero12_layout
+from elastic.core.sharding.experts import held
+from elastic.core.sharding.layout import Chunk, Layout, RankLayout
+from elastic.core.sharding.zero import Group, zero12_layout
+from elastic.engines.deepspeed.experts.placement import first_element, is_expert
 from elastic.engines.deepspeed.state.zero import ZeroState
 from elastic.engines.live_state import Extra, Master, Weight, frozen_whole, weights_whole
+from elastic.engines.model.plain_names import named_parameters
 
 
 class PartitionedState(ZeroState):
@@ -35,9 +41,10 @@ class PartitionedState(ZeroState):
         found = []
         for number, (flat, placed) in enumerate(zip(flats, self._placed(), strict=True)):
             buffer = f"group{number}"
-            chunks = [self._chunk(name, numel, begin, flat.numel(), buffer) for name, numel, begin in placed]
+            rank, _ = self.place.among(is_expert(self._listed()[number][0]))
+            chunks = [self._chunk(p, begin, rank * flat.numel(), flat.numel(), buffer) for p, begin in placed]
             kept = tuple(chunk for chunk in chunks if chunk.numel > 0)
-            names = tuple(name for name, _, _ in placed)
+            names = tuple(self._names[id(p)] for p, _ in placed)
             found.append(Master(buffer, number, flat, kept, names, replicated=False))
         return found
 
@@ -45,21 +52,30 @@ class PartitionedState(ZeroState):
         return frozen_whole(self.module, [name for group in self.groups() for name in group])
 
     def weights(self) -> list[Weight]:
-        return weights_whole(self.module, [name for group in self.groups() for name in group])
+        named = dict(named_parameters(self.module))
+        return [
+            replace(weight, start=first_element(named[weight.name]), experts=is_expert(named[weight.name]))
+            for weight in weights_whole(self.module, [name for group in self.groups() for name in group])
+        ]
 
-    def expected(self) -> Layout:
-        groups = [[(self._names[id(parameter)], parameter.numel()) for parameter in group] for group in self._listed()]
+    def expected(self) -> RankLayout:
+        groups = [([(self._names[id(p)], p.numel()) for p in group], is_expert(group[0])) for group in self._listed()]
         aligned = not self._bf16 and bool(self._wrapper.parameter_alignment)
         element_bytes = self._listed()[0][0].element_size()
-        return zero12_layout(
-            groups,
-            self.world_size,
+        layout = partial(
+            zero12_layout,
             round_robin=not self._bf16 and bool(self._wrapper.round_robin_gradients),
             parameter_alignment_elements=16 // element_bytes if aligned else 1,
         )
 
-    def ranks_of_parts(self) -> set[int]:
-        return {dist.get_rank(group) for group in self._wrapper.real_dp_process_group}
+        def cut(group: Group, size: int, _: int) -> Layout:
+            return layout([group], size)
+
+        return held(groups, self.place, cut, "group")
+
+    def ranks_of_parts(self) -> Iterator[tuple[int, int]]:
+        for group, listed in zip(self._wrapper.real_dp_process_group, self._listed(), strict=True):
+            yield dist.get_rank(group), self.place.among(is_expert(listed[0]))[0]
 
     def finish_install(self) -> None:
         self._wrapper.update_lp_params()
@@ -74,27 +90,28 @@ class PartitionedState(ZeroState):
         groups: list[list[torch.Tensor]] = self._wrapper.bf16_groups if self._bf16 else self._wrapper.bit16_groups
         return groups
 
-    def _placed(self) -> list[list[tuple[str, int, int]]]:
-        """(name, numel, offset in the group's whole flat) in the order of the flat, by group."""
+    def _placed(self) -> list[list[tuple[torch.Tensor, int]]]:
+        """(parameter, offset in the group's whole flat) in the order of the flat, by group."""
         if self._bf16:
-            return [_end_to_end([(self._names[id(p)], p.numel()) for p in group]) for group in self._listed()]
+            return [_end_to_end(group) for group in self._listed()]
         # The flat's order is the round-robin one, whichever order the groups are listed in.
         return [
-            [(self._names[id(p)], p.numel(), int(at)) for p, at in zip(group, offsets, strict=True)]
+            [(p, int(at)) for p, at in zip(group, offsets, strict=True)]
             for group, offsets in zip(
                 self._wrapper.round_robin_bit16_groups, self._wrapper.round_robin_bit16_offsets, strict=True
             )
         ]
 
-    def _chunk(self, name: str, numel: int, begin: int, part: int, buffer: str) -> Chunk:
-        """What lies of [begin, begin + numel) in this rank's part; numel 0 or less where nothing does."""
-        low, high = max(begin, self.rank * part), min(begin + numel, (self.rank + 1) * part)
-        return Chunk(name, low - begin, high - low, buffer, low - self.rank * part)
+    def _chunk(self, parameter: torch.Tensor, begin: int, at: int, part: int, buffer: str) -> Chunk:
+        """What lies of a parameter that begins at `begin` in this rank's `part` elements from `at` on; numel 0 or less
+        where nothing does."""
+        low, high = max(begin, at), min(begin + parameter.numel(), at + part)
+        return Chunk(self._names[id(parameter)], first_element(parameter) + low - begin, high - low, buffer, low - at)
 
 
-def _end_to_end(tensors: list[tuple[str, int]]) -> list[tuple[str, int, int]]:
+def _end_to_end(group: list[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
     placed, offset = [], 0
-    for name, numel in tensors:
-        placed.append((name, numel, offset))
-        offset += numel
+    for parameter in group:
+        placed.append((parameter, offset))
+        offset += parameter.numel()
     return placed

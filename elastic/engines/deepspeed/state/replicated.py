@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from elastic.core.sharding.layout import Chunk, Layout
+from elastic.core.sharding.layout import Chunk, RankLayout
 from elastic.core.sharding.zero import replicated_layout
 from elastic.engines.deepspeed.state.zero import ZeroState
 from elastic.engines.live_state import Extra, Master, Weight, frozen_whole, weights_whole, whole_buffer
@@ -48,14 +48,14 @@ class ReplicatedState(ZeroState):
     def weights(self) -> list[Weight]:
         return weights_whole(self.module, [name for group in self.groups() for name in group])
 
-    def expected(self) -> Layout | None:
+    def expected(self) -> RankLayout | None:
         if self._flat:
             return None
         tensors = [(self._names[id(parameter)], parameter.numel()) for group in self._listed() for parameter in group]
-        return replicated_layout(tensors, self.world_size)
+        return replicated_layout(tensors, self.world_size).ranks[self.rank]
 
-    def ranks_of_parts(self) -> set[int]:
-        return set()
+    def ranks_of_parts(self) -> tuple[()]:
+        return ()
 
     @torch.no_grad()
     def finish_install(self) -> None:

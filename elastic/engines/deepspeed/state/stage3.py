@@ -6,15 +6,19 @@ partition_parameters.py (1778-1888), release 0.19.8.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
-from elastic.core.sharding.layout import Chunk, Layout
-from elastic.core.sharding.zero import zero3_layout
-from elastic.engines.deepspeed.state.zero import ZeroState, full_numel
-from elastic.engines.live_state import PARAM, Extra, Master, Weight, whole_buffer
+from elastic.core.sharding.experts import held
+from elastic.core.sharding.layout import Chunk, Layout, RankLayout
+from elastic.core.sharding.zero import Group, zero3_layout
+from elastic.engines.deepspeed.experts.placement import first_element, is_expert
+from elastic.engines.deepspeed.state.zero import ZeroState, own_numel
+from elastic.engines.live_state import PARAM, Extra, Master, Weight, is_sliced, whole_buffer
 from elastic.engines.model.plain_names import named_parameters
 
 
@@ -71,24 +75,32 @@ class Stage3State(ZeroState):
             start, numel = self._slice(parameter)
             if numel > 0:
                 found.append(Weight(name, start, parameter.ds_tensor.data.narrow(0, 0, numel), whole=False))
-            if parameter.data.numel() == full_numel(parameter):
-                found.append(Weight(name, 0, parameter.data.reshape(-1), whole=True))
+            if parameter.data.numel() == own_numel(parameter):
+                first = first_element(parameter)
+                own = parameter.data.reshape(-1)
+                found.append(Weight(name, first, own, True, is_expert(parameter), is_sliced(parameter)))
         return found
 
-    def expected(self) -> Layout:
-        groups: dict[int, list[tuple[str, int]]] = {}
+    def expected(self) -> RankLayout:
+        groups: dict[int, tuple[list[tuple[str, int]], bool]] = {}
         for number, sub_group in enumerate(self._wrapper.fp16_groups):
-            members = groups.setdefault(self._wrapper.sub_group_to_group_id[number], [])
-            members += [(self._names[id(parameter)], full_numel(parameter)) for parameter in sub_group]
-        size = int(self._wrapper.sub_group_size)
-        return zero3_layout(list(groups.values()), self.world_size, size, only=self.rank)
+            group = self._wrapper.sub_group_to_group_id[number]
+            members, _ = groups.setdefault(group, ([], is_expert(sub_group[0])))
+            members += [(self._names[id(parameter)], own_numel(parameter)) for parameter in sub_group]
+        layout = partial(zero3_layout, sub_group_size=int(self._wrapper.sub_group_size))
+
+        def cut(group: Group, size: int, rank: int) -> Layout:
+            return layout([group], size, only=rank)
+
+        return held(list(groups.values()), self.place, cut, "sub")
 
     def begin_install(self) -> None:
         # Gathered parameters would keep their old values: only partitions may be left while they are written.
         self._wrapper.checkpoint_event_prologue()
 
-    def ranks_of_parts(self) -> set[int]:
-        return {dist.get_rank(parameter.ds_process_group) for parameter in cast(Any, self.module.parameters())}
+    def ranks_of_parts(self) -> Iterator[tuple[int, int]]:
+        for parameter in cast(Any, self.module.parameters()):
+            yield dist.get_rank(parameter.ds_process_group), self.place.among(is_expert(parameter))[0]
 
     def finish_install(self) -> None:
         wrapper = self._wrapper
@@ -103,6 +115,6 @@ class Stage3State(ZeroState):
 
     def _slice(self, parameter: Any) -> tuple[int, int]:
         """(first element, number of elements) that this rank holds; the number is 0 where all is padding."""
-        part, numel = int(parameter.partition_numel()), full_numel(parameter)
-        start = self.rank * part
-        return start, max(0, min(part, numel - start))
+        part, numel = int(parameter.partition_numel()), own_numel(parameter)
+        start = self.place.among(is_expert(parameter))[0] * part
+        return first_element(parameter) + start, max(0, min(part, numel - start))

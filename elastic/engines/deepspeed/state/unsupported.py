@@ -8,6 +8,8 @@ from typing import Any
 import torch.distributed as dist
 
 from elastic.core.errors import UsageError
+from elastic.engines.deepspeed.experts.config import size_of
+from elastic.engines.deepspeed.pipeline.module import is_pipeline
 
 
 def refuse_unsupported(engine: Any) -> None:
@@ -28,20 +30,20 @@ def _world() -> int:
     return dist.get_world_size()
 
 
+def _lanes(engine: Any) -> int:
+    """How many ranks have the same data coordinate."""
+    return int(engine.module.num_stages) if is_pipeline(engine.module) else max(engine.autotp_size(), 1)
+
+
 _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
-        "pipeline parallelism",
-        lambda engine: bool(engine.pipeline_parallelism),
-        "each stage holds other layers, and only data parallelism can change its size",
-    ),
-    (
-        "expert parallelism (MoE)",
-        lambda engine: bool(engine.has_moe_layers),
-        "experts are partitioned over a group of their own",
+        "native MoE (deepspeed.moe)",
+        lambda engine: bool(engine.has_moe_layers) and not size_of(engine._config._param_dict),
+        "only AutoEP's experts (the job's mesh: {ep: N}) are known by their places in the whole",
     ),
     (
         "tensor or model parallelism",
-        lambda engine: engine.mp_world_size != max(engine.autotp_size(), 1),
+        lambda engine: engine.mp_world_size != _lanes(engine),
         "only the job's mesh: {tp: N} says which ranks hold slices of the same tensors",
     ),
     (
@@ -51,7 +53,7 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ),
     (
         "a data-parallel group smaller than the world",
-        lambda engine: engine.seq_dp_world_size * max(engine.autotp_size(), 1) != _world(),
+        lambda engine: engine.seq_dp_world_size * _lanes(engine) != _world(),
         "a new world size would not say how it is to be divided",
     ),
     (

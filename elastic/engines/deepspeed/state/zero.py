@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from elastic.core.errors import UsageError
-from elastic.core.sharding.layout import Layout
+from elastic.core.sharding.experts import Place
+from elastic.core.sharding.layout import RankLayout
+from elastic.engines.deepspeed.experts import config, placement
+from elastic.engines.deepspeed.pipeline import module as pipeline
 from elastic.engines.live_state import Extra, Master, TensorSpec, Weight, parameter_names, specs_of
 
 
@@ -23,6 +26,12 @@ class ZeroState(ABC):
     def __init__(self, engine: Any) -> None:
         self.module: torch.nn.Module = engine.module
         self.rank, self.world_size = rank_in(engine.seq_data_parallel_group)
+        self.place = Place(self.rank, self.world_size, max(config.size_of(engine._config._param_dict), 1))
+        self.copies = placement.copies_group(engine)
+        self.tied = pipeline.tied_names(engine.module)
+        self.elsewhere = pipeline.saved_elsewhere(engine.module)
+        # Weights of forward passes are whole.
+        self.part = (1, 0)
         self._engine = engine
         self._wrapper = engine.optimizer
         self._names = parameter_names(engine.module)
@@ -60,12 +69,13 @@ class ZeroState(ABC):
     def weights(self) -> list[Weight]: ...
 
     @abstractmethod
-    def expected(self) -> Layout | None:
-        """The pure layout that this rank's chunks of `masters` must equal, if there is one; others' may be missing."""
+    def expected(self) -> RankLayout | None:
+        """The pure layout that the chunks of `masters` must equal, if there is one."""
 
     @abstractmethod
-    def ranks_of_parts(self) -> set[int]:
-        """As which rank DeepSpeed has cut this rank's parts, by the groups that it keeps with them."""
+    def ranks_of_parts(self) -> Iterable[tuple[int, int]]:
+        """(as which rank DeepSpeed has cut a part of this rank, by the group that it keeps with it; as which one it is
+        taken here), for parts of all kinds."""
 
     def begin_install(self) -> None:
         return None
@@ -75,12 +85,13 @@ class ZeroState(ABC):
 
 
 def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """The shape before stage 3 partitioned it."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+    """The shape before stage 3 partitioned it, with all ranks' experts."""
+    return placement.whole_shape(parameter) or tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def full_numel(parameter: torch.Tensor) -> int:
-    return torch.Size(full_shape(parameter)).numel()
+def own_numel(parameter: torch.Tensor) -> int:
+    """Of this rank's experts where ranks share them, before stage 3 partitioned it."""
+    return torch.Size(getattr(parameter, "ds_shape", parameter.shape)).numel()
 
 
 def rank_in(group: dist.ProcessGroup) -> tuple[int, int]:

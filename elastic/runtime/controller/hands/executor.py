@@ -12,7 +12,7 @@ import ray
 
 from elastic.core import actions as act
 from elastic.core import events as ev
-from elastic.core.checkpoint.snapshots import is_snapshot
+from elastic.core.checkpoint.snapshots import Copies, copies_of, is_snapshot
 from elastic.core.errors import UsageError
 from elastic.core.run.state import RunState, SlotPhase, WorkerPhase
 from elastic.core.settings import RunSettings
@@ -20,9 +20,11 @@ from elastic.runtime import names
 from elastic.runtime.control_store import StoreThreads
 from elastic.runtime.controller.hands.agents import Agents, OnAgent
 from elastic.runtime.controller.hands.generation_specs import generation_specs, memory_plans
+from elastic.runtime.controller.hands.node_measures import NodeMeasures
 from elastic.runtime.controller.hands.placement_groups import SlotKeeper
 from elastic.runtime.controller.hands.snapshot_directory import OnSteps, SnapshotDirectory
 from elastic.runtime.controller.hands.workers import CALL_TIMEOUT_S, Workers, sentence
+from elastic.runtime.messages import NodeFacts
 from elastic.runtime.orphans import remove_orphans
 from elastic.runtime.train_function import Entry
 
@@ -65,6 +67,7 @@ class Executor:
         self._nodes: dict[int, str] = {}
         self._store = StoreThreads(_STORE_THREADS, "elastic-starts")
         self._agents = Agents(settings, attempt, controller, token, self._store, on_agent)
+        self._measures = NodeMeasures(self._agents, emit)
         self._workers = Workers(settings, attempt, incarnation, entry, controller, token, self._store, emit)
         self.snapshots = SnapshotDirectory(
             settings.run_id, self._agents.of, settings.failures.survey_timeout_s * 0.8, on_steps
@@ -100,6 +103,8 @@ class Executor:
                 work = self._each(action.workers, self._propose_stop, action.generation)
             case act.CommitStop():
                 work = self._each(action.workers, self._commit_stop, action)
+            case act.MeasureNode():
+                work = self._measures.measure(action)
             case act.QuerySnapshots():
                 work = self._survey(action)
             case act.Note() | act.CloseIncident() | act.FinishRun():
@@ -168,9 +173,8 @@ class Executor:
             return
         self._workers.assign(worker, slot)
         try:
-            agent, known = await self._agents.started(node)
-            actor = await self._workers.create(worker, slot, group, known.launcher)
-            if actor is None:
+            agent, known, actor = await self._begun(worker, slot, node, group)
+            if actor is None or self._workers.slot_of(worker) != slot:
                 return
             # A worker that is alone on its node has nobody's reports to be joined with.
             relay = agent if self._settings.scaling.workers_per_slot > 1 else None
@@ -183,6 +187,19 @@ class Executor:
             self._emit(ev.WorkerStartFailed(worker, str(cause) if usage else sentence(error), usage))
         else:
             self._emit(ev.WorkerReady(worker, facts["pid"], facts["host"]))
+
+    async def _begun(self, worker: int, slot: int, node: str, group: Any) -> tuple[Any, NodeFacts, Any | None]:
+        """The node's agent, its facts, and the worker's actor."""
+        if self._settings.fork_workers or self._settings.calibration.policy != "off":
+            # The agent says how a worker is forked; a node is measured while it is idle.
+            agent, known = await self._agents.started(node)
+            await self._measures.ended(node)
+            return agent, known, await self._workers.create(worker, slot, group, known.launcher)
+        actor = await self._workers.create(worker, slot, group)
+        if actor is not None:
+            # It imports while the agent of a new node does.
+            actor.preload.remote()
+        return *await self._agents.started(node), actor
 
     async def _watch_over(self, node: str, agent: Any, worker: int, pid: int) -> None:
         try:
@@ -217,7 +234,7 @@ class Executor:
         rendezvous = await self._workers.reach(first, "host_store", action.generation, retry_s=_BEGIN_RETRY_S)
         if rendezvous is None:
             return
-        specs = generation_specs(self._settings, action, plans, self._content_after(action.step))
+        specs = generation_specs(self._settings, action, plans, self._content_after(action.step), nodes)
         members = zip(action.members, specs, strict=True)
         begin = partial(self._workers.reach, retry_s=_BEGIN_RETRY_S)
         begun = (begin(worker, "begin", spec, rendezvous) for worker, spec in members)
@@ -228,7 +245,8 @@ class Executor:
         holds = self.snapshots.survey(action.nodes if self._settings.snapshots.enabled else ())
         (found, missing), unreachable = await asyncio.gather(holds, reach)
         snapshots = tuple((snapshot.id, snapshot.step) for snapshot in found)
-        self._emit(ev.SnapshotsReported(action.survey, snapshots, unreachable, missing))
+        copies = copies_of(found[0]) if found else Copies()
+        self._emit(ev.SnapshotsReported(action.survey, snapshots, unreachable, missing, copies.ranks, copies.nodes))
 
     async def _end(self, worker: int, generation: int, cause: str) -> None:
         await self._workers.call(worker, "end", generation, cause, retry_s=self._settings.failures.abort_timeout_s)

@@ -43,12 +43,15 @@ def run(options: argparse.Namespace, backend: Backend) -> int:
 
 
 def _lines(found: CollectiveTable) -> list[str]:
-    seconds, waited = (sum(getattr(use, name) for use in found.rows) for name in ("seconds", "waited_s"))
-    sent = sum(_sent(use, found) for use in found.rows)
+    seconds, waited = (
+        sum(getattr(use, name) * found.share(use) for use in found.rows) for name in ("seconds", "waited_s")
+    )
+    sent = sum(_sent(use, found) * found.share(use) for use in found.rows)
     return [
         f"generation {found.generation}, {found.world_size} ranks, steps {found.first_step} to {found.last_step}: "
         "rank 0, medians of a step",
         *table([_row(use, found) for use in found.rows]),
+        *(f"from step {step} on gradients travel by {travel}" for step, travel in found.travel),
         f"each rank sends about {size(sent)} per step of {brief(found.step_s)}; {brief(seconds)} in collectives, "
         f"{brief(waited)} of which the training thread waited",
     ]
@@ -64,6 +67,8 @@ def _row(use: CollectiveUse, found: CollectiveTable) -> dict[str, str]:
         "sent": size(_sent(use, found)),
         "time": brief(use.seconds),
         "waited": brief(use.waited_s),
+        # Islands exchange what they have learnt every so many steps.
+        **({"in": f"{found.share(use):.3g} of steps"} if found.shares else {}),
     }
 
 
