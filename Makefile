@@ -7,9 +7,9 @@ BENCH_VENV := .venv-bench
 BENCH_READY := $(BENCH_VENV)/.ready
 BENCH ?=
 FAST ?= -m 'not slow'
-# Two files at a time, each with its own cluster: most of a test's time goes into waiting for processes. In the order given:
-# the long ones first.
-SIDE_BY_SIDE ?= -n 2 --dist loadfile --no-loadscope-reorder
+# Three files at a time, each with its own cluster: much of a test's time goes into waiting for processes. In the order
+# given: the long ones first.
+SIDE_BY_SIDE ?= -n 3 --dist loadfile --no-loadscope-reorder
 
 # All but the pure tests, those first that take longest.
 OTHERS := $(addprefix tests/,ray processes one_rank store memory verification tensors kube)
@@ -52,9 +52,11 @@ test-all: export ELASTIC_ORACLE := full
 test-all: FAST :=
 test-all: test
 
-# What `make test` leaves out but for the oracle.
+# What `make test` leaves out but for the oracle. First what no other test shows: each fault, whole runs; then the rest of
+# wide matrices, of which `make test` has run a part.
+SLOW := tests/faults $(OTHERS) tests/simulation tests/unit
 slow: $(READY)
-	$(BIN)/python -m pytest -q -rs $(SIDE_BY_SIDE) tests -m slow $(AGAIN) tests -m slow; }
+	$(BIN)/python -m pytest -q -rs $(SIDE_BY_SIDE) $(SLOW) -m slow $(AGAIN) $(SLOW) -m slow; }
 
 # The pure tests: no Ray, no training processes.
 unit: $(READY)

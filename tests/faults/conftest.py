@@ -51,7 +51,9 @@ def nodes() -> Iterator[LocalCluster]:
     noticed = {
         "health_check_initial_delay_ms": 500, "health_check_period_ms": 500, "health_check_timeout_ms": 1000,
     }  # fmt: skip
-    yield from harness.module_cluster(WORLD_SIZE, cpus_per_node=1, durable_control_store=True, system_config=noticed)
+    yield from harness.module_cluster(
+        WORLD_SIZE, cpus_per_node=1, durable_control_store=True, system_config=noticed, environment=harness.FORKING
+    )
 
 
 @pytest.fixture

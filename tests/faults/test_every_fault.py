@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,18 @@ def loss_not_finite(run: Run, cluster: LocalCluster) -> None:
     assert "samples 70 to 79 are skipped" in run.decisions("anomaly")[0]
 
 
+def wrong_numbers(run: Run, cluster: LocalCluster, kind: str = "") -> None:
+    """Twice: the second time the node is left."""
+    node = run.worker(run.away_from_head()[0])["node"]
+    (run.folder / "wrong").write_text(f"{node} {run.waiting_at} {kind}".strip())
+    run.allow(1 << 30)
+    run.wait_generation(3)
+    run.wait_for("its node to be left", lambda _: "2 audits have named it" in " ".join(run.decisions("audit")))
+    named = [record["data"] for record in run.records("decision") if record["kind"] == "audit"]
+    assert named[0] | {"decided": True, "nodes": [node]} == named[0]
+    assert f": {kind} of " in run.decisions("audit")[0] or not kind
+
+
 def controller_killed(run: Run, cluster: LocalCluster) -> float:
     before = run.handle.progress()
     struck_at = time.time()
@@ -163,6 +176,7 @@ HANG = {"fault": {"kind": "hang-once", "rank": 1, "step": 8}}
 PATIENCE = {"hang_floor_s": 5.0, "join_timeout_s": 60.0}
 # Wide enough for a machine whose cores all ranks share: the slow one takes four times as long.
 EVICT = {"policy": "evict", "window_steps": 3, "windows": 2, "calibration_windows": 1, "factor": 2.0}
+AUDIT = {"audit": {"every_steps": 3}}
 NOT_FINITE = {"bad": [SampleOrder(127, 0).at(75)[1]]}
 FAULTS = (
     Fault("a worker's process is killed", worker_killed),
@@ -172,6 +186,22 @@ FAULTS = (
     Fault("a rank hangs", rank_hangs, config=HANG, options={"failures": PATIENCE}),
     Fault("a rank is slow", rank_slow, "busy:train", after=rank_slow_after, options={"stragglers": EVICT}),
     Fault("a loss is NaN", loss_not_finite, "bad_samples:train", skips=BAD_STEPS, config=NOT_FINITE),
+    # In every step: what is wrong before the next audit stays in the weights.
+    Fault(
+        "a node computes wrong gradients",
+        wrong_numbers,
+        "miscomputing:train",
+        options={"audit": {"every_steps": 1}},
+    ),
+    *(
+        Fault(
+            f"a bit of {what} flips in memory",
+            partial(wrong_numbers, kind=kind),
+            "miscomputing:train_in_faulty_memory",
+            options=AUDIT,
+        )
+        for what, kind in (("a master", "master"), ("a moment", "exp_avg_sq"))
+    ),
     Fault("the controller is killed", controller_killed, noticed_by="Ray, which restarts it"),
     Fault("the head's control store is away, and a node is killed", control_store_killed),
     Fault(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -20,8 +21,8 @@ from memory_samples import TOKEN, held, snap, take, template
 from elastic.checkpoint.memory.server import segment_pool, sender
 from elastic.checkpoint.memory.server.snapshot_server import SnapshotServer
 from elastic.checkpoint.memory.snapshot_client import SnapshotClient
-from elastic.checkpoint.memory.source import Holder, MemorySource
-from elastic.checkpoint.source import ReadRange
+from elastic.checkpoint.memory.source import Holder, MemorySource, nearest
+from elastic.checkpoint.source import BytesRead, ReadRange
 from elastic.core.checkpoint.assembly import assemble
 from elastic.core.checkpoint.manifest import Manifest
 from elastic.core.errors import GenerationEnded, IntegrityError, StorageError, UsageError
@@ -77,7 +78,7 @@ def test_two_nodes_hold_each_others_replicas(stack: ExitStack) -> None:
             TOKEN,
             timeout_s=30,
         )
-        read_all(source, manifest, records, 3)
+        read_all(source, manifest, records, 3, "own_node" if local else "network")
 
 
 def assembled(nodes: list[SnapshotServer], step: int) -> Manifest:
@@ -85,7 +86,7 @@ def assembled(nodes: list[SnapshotServer], step: int) -> Manifest:
     return assemble(found, run_id="run")
 
 
-def read_all(source: MemorySource, manifest: Manifest, records: list[object], step: int) -> None:
+def read_all(source: MemorySource, manifest: Manifest, records: list[object], step: int, place: str) -> None:
     ranges, expected = [], []
     for shard in manifest.shards:
         tensors = samples.tensors(replace(shard, digests={}), step)
@@ -93,8 +94,8 @@ def read_all(source: MemorySource, manifest: Manifest, records: list[object], st
             for low, high in ((0, 100), (500, 501), (101, 499), (700, tensor.numel())):
                 ranges.append(ReadRange(shard.rank, key, low, high - low, torch.zeros(high - low)))
                 expected.append(tensor[low:high])
-    nbytes = source.read(manifest, ranges)
-    assert nbytes == sum(item.numel for item in ranges) * 4
+    read = source.read(manifest, ranges)
+    assert read == BytesRead(**{place: sum(item.numel for item in ranges) * 4})
     for item, values in zip(ranges, expected, strict=True):
         assert torch.equal(item.target.view(torch.int32), values.view(torch.int32))
 
@@ -401,6 +402,14 @@ def test_changed_bytes_are_refused(stack: ExitStack) -> None:
         ):
             holder.record(held(record, 1, replica=replica))
         assert holder.record(held(record, 1, replica=replica), digests=False).digests == {}
+
+
+def test_a_reader_asks_its_own_node_and_readers_of_other_nodes_are_spread_over_the_copies() -> None:
+    copies = ("10.0.0.1", 7), ("10.0.0.2", 7)
+    assert nearest(copies, copies[1], "local", 3) == Holder(copies[1], "local")
+    asked = Counter(nearest(copies, ("10.0.1.1", port), "local", 3) for port in range(100))
+    assert asked.keys() == {Holder(copies[0]), Holder(copies[1])}
+    assert min(asked.values()) > 30
 
 
 def test_what_is_not_held_is_not_read(stack: ExitStack) -> None:

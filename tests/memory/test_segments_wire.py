@@ -28,6 +28,8 @@ from elastic.checkpoint.memory.messages import (
     OpenReplica,
     OpenShard,
     PeerRequest,
+    ProbeReceiving,
+    ProbeSending,
     PushReplica,
     PushShare,
     ReadShard,
@@ -39,10 +41,10 @@ from elastic.checkpoint.memory.messages import (
     worker_request,
 )
 from elastic.checkpoint.memory.records import template_from_json, template_to_json
-from elastic.checkpoint.memory.server import snapshot_server as server_module
 from elastic.checkpoint.memory.server.snapshot_server import SnapshotServer
 from elastic.checkpoint.memory.snapshot_client import SnapshotClient
 from elastic.core.errors import IntegrityError, StorageError, UsageError
+from elastic.transport import listener as server_module
 from elastic.transport.channel import Channel
 from elastic.transport.handshake import Refused, admit, connect
 
@@ -131,6 +133,8 @@ PEER_REQUESTS = [
     PushReplica(4, None, (-1, -1)),
     PushShare(4, {}, (1, 3)),
     ReadShard(1, 2, 0, ((0, 8), (16, 4))),
+    ProbeSending(1024),
+    ProbeReceiving(1024),
 ]
 
 
@@ -375,7 +379,7 @@ def test_an_acceptor_that_can_start_no_thread_accepts_again(
     assert failures == 0
     assert_serves(node)
     assert "can't start new thread" in caplog.text
-    assert not node._unauthenticated
+    assert not node._listener._unauthenticated
 
 
 def test_a_peer_that_sends_byte_by_byte_has_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:

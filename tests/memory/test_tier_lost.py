@@ -18,7 +18,6 @@ from memory_samples import TOKEN, take, template
 from elastic.checkpoint.memory.server import sender
 from elastic.checkpoint.memory.server.node_shards import NodeShards
 from elastic.checkpoint.memory.snapshot_client import SnapshotClient
-from elastic.comm.lanes import Lanes
 from elastic.core.errors import StorageError
 from elastic.core.generation_spec import GenerationSpec, MemoryPlan
 from elastic.training.local import SilentCoordinator
@@ -63,8 +62,9 @@ class Rank(SilentCoordinator):
         agreement: Any = SimpleNamespace(least=lambda values: [int(value) for value in values])
         state: Any = SimpleNamespace(
             agreement=agreement,
-            lanes=Lanes(agreement, agreement),
             replicas=lambda turn: None,
+            marks=lambda replicas: [],
+            require_equal=lambda least, replicas: None,
             record=lambda generation: (record, record.bytes),
             capture_into=lambda memory, record, step, caller: (caller, Transfer([], [])),
         )

@@ -19,8 +19,8 @@ from elastic.core.errors import UsageError
 from elastic.core.generation_spec import BatchSettings, GenerationSpec
 from elastic.core.settings import AnomalySettings
 from elastic.engines.deepspeed import monitors, user_calls
-from elastic.training import engine as engine_module
 from elastic.training.local import run_local
+from elastic.training.watch.once import warn_once
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -116,7 +116,7 @@ def test_a_batch_size_that_contradicts_the_configuration_is_refused(tmp_path: Pa
 
 def test_save_and_load_checkpoint_are_the_platforms(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Seen: both ended the run with an exception."""
-    engine_module._say_once.cache_clear()
+    warn_once.cache_clear()
     caplog.set_level(logging.WARNING)
     found: list[Any] = []
 

@@ -232,10 +232,14 @@ def in_its_loop(train: Any, folder: Path, resumes_at: int) -> tuple[list[Generat
     return runners, lambda: FunctionCall(train, None, following).run(first)[1]
 
 
+def saved(runner: GenerationRunner) -> None:
+    """Waits until the checkpoint of the last step is whole: the next one would take its place in a busy writer."""
+    scope: Any = runner.generation.scope
+    scope.coordinator._writer.flush()
+
+
 def lose_a_peer(runner: GenerationRunner) -> None:
     scope: Any = runner.generation.scope
-    # What is saved is complete before.
-    scope.coordinator._writer.flush()
     scope.fail(CollectiveFailed("a peer was lost"))
 
 
@@ -259,6 +263,7 @@ def test_a_step_back_over_the_end_of_an_epoch(tmp_path: Path) -> None:
         for _ in range(4):
             for x in loader:
                 step = elastic.get_context().step
+                saved(runners[-1])
                 if step == 4 and len(runners) == 1:
                     # Early in the third epoch; the newest state is of the second.
                     lose_a_peer(runners[-1])
@@ -286,6 +291,7 @@ def test_a_rate_by_a_counter_of_its_own_is_named(own: bool, tmp_path: Path, capl
             model=model, optimizer=optimizer, training_data=[torch.ones(4)] * 48, config={"train_batch_size": 6}
         )
         for counter, x in enumerate(loader):
+            saved(runners[-1])
             if counter == 6:
                 lose_a_peer(runners[0])
             optimizer.param_groups[0]["lr"] = 1.0 / (1 + (counter if own else elastic.get_context().step))

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 # Of every stage's ranks: the first, the middle, the last, and those near the end that hold padding only.
@@ -156,11 +158,46 @@ def verdict_of(check: Callable[..., None], *arguments: Any) -> str:
     return ""
 
 
-def main() -> None:
+def verdicts_of(program: str, folder: Path) -> dict[str, str]:
+    """What such a program writes, run in a process of its own: the fake group, DeepSpeed's globals and the environment
+    stay there."""
+    here, report = Path(__file__).parent, folder / "verdicts.json"
+    done = subprocess.run(
+        [sys.executable, str(here / program), str(report)],
+        env=os.environ | {"PYTHONPATH": str(here.parent.parent)},
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, str] = json.loads(report.read_text())
+    return found
+
+
+def begin() -> None:
+    """A program's process is to import DeepSpeed."""
     os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     import deepspeed.ops
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def report_meshes(
+    check: Callable[..., None], axis: str, zeros: Mapping[str, Any], worlds: Mapping[tuple[int, int], Sequence[int]]
+) -> None:
+    """The main function of a program: `check` of (ZeRO's options, rank, world size, size of the axis)."""
+    begin()
+    verdicts = {
+        f"{name}-{rank}-of-{world_size}-{axis}{size}": verdict_of(check, zero, rank, world_size, size)
+        for name, zero in zeros.items()
+        for (world_size, size), ranks in worlds.items()
+        for rank in ranks
+    }
+    Path(sys.argv[1]).write_text(json.dumps(verdicts))
+
+
+def main() -> None:
+    begin()
     verdicts = {"canary": verdict_of(check_fake_group)}
     for name, zero in ZERO.items():
         for world_size, ranks in WORLDS.items():

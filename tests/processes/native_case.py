@@ -125,7 +125,7 @@ def _restore(
     if case.used:
         train_step(engine, 90)
     report, caller = open_state(engine).restore(store, names[0])
-    assert report.bytes_read == report.bytes_needed > 0
+    assert report.bytes_read == report.bytes_from.storage == report.bytes_needed > 0
     assert caller == CALLER
     tensors = full_tensors(engine, setup)
     counters = _counters(engine)

@@ -28,13 +28,12 @@ class FailingSource:
     def manifest(self, checkpoint_id: str) -> Any:
         return self._store.manifest(checkpoint_id)
 
-    def read(self, manifest: Any, ranges: Sequence[Any]) -> int:
+    def read(self, manifest: Any, ranges: Sequence[Any]) -> Any:
         from elastic.core.errors import StorageError
 
         if self._fails:
             raise StorageError("the bucket is away")
-        read: int = self._store.read(manifest, ranges)
-        return read
+        return self._store.read(manifest, ranges)
 
 
 def one_rank_cannot_read(rank: int, folder: Path) -> None:

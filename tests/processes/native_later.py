@@ -27,8 +27,8 @@ class Flipping:
     def manifest(self, checkpoint_id: str) -> Any:
         return self._store.manifest(checkpoint_id)
 
-    def read(self, manifest: Any, ranges: Sequence[Any]) -> int:
-        read: int = self._store.read(manifest, ranges)
+    def read(self, manifest: Any, ranges: Sequence[Any]) -> Any:
+        read = self._store.read(manifest, ranges)
         if self._flips:
             wanted = next(wanted for wanted in ranges if wanted.key.startswith(("exp_avg/", "momentum_buffer/")))
             wanted.target[0] = -wanted.target[0] + 1.0

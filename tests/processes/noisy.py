@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from trainings import Numbers, Small, build, of_engine, one_pass, train
 
 import elastic
-from elastic.training import engine
+from elastic.training.watch import step_measures
 
 # Of every sample's coordinates, and how far the weights, which stay zero, are from their mean.
 SPREADS = (0.5, 1.0, 1.5, 2.0)
@@ -40,11 +40,11 @@ def train_on_one_sample(config: dict[str, Any]) -> None:
 
 def train_uncounted(config: dict[str, Any]) -> None:
     """As `trainings.train`, without the count of FLOPs."""
-    counted, engine.FlopCount = engine.FlopCount, lambda _: None  # type: ignore[assignment, misc]
+    counted, step_measures.FlopCount = step_measures.FlopCount, lambda _: None  # type: ignore[assignment, misc]
     try:
         train(config)
     finally:
-        engine.FlopCount = counted  # type: ignore[misc]
+        step_measures.FlopCount = counted  # type: ignore[misc]
 
 
 class Points(torch.utils.data.Dataset[torch.Tensor]):

@@ -15,10 +15,17 @@ pytestmark = pytest.mark.processes
 
 # Compiled graphs add in another order.
 ALLOWED = 4e-6
+# Each way and each engine; the other combinations are slow.
+_CHOSEN = ((0, "wrapped"), (1, "part"), (2, "engine"), (3, "in place"))
 WAYS = [
-    *(({"stage": stage}, by) for stage in (0, 1, 2) for by in ("wrapped", "part", "in place", "engine")),
-    *(({"stage": 3}, by) for by in ("in place", "engine")),
-    *(({"engine": "fsdp2"}, by) for by in ("wrapped", "part", "in place")),
+    *(
+        pytest.param({"stage": stage}, by, marks=[] if (stage, by) in _CHOSEN else [pytest.mark.slow])
+        for stage in (0, 1, 2, 3)
+        for by in ("wrapped", "part", "in place", "engine")
+        if stage < 3 or by in ("in place", "engine")
+    ),
+    *(pytest.param({"engine": "fsdp2"}, by, marks=pytest.mark.slow) for by in ("wrapped", "in place")),
+    ({"engine": "fsdp2"}, "part"),
 ]
 
 

@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-from deepspeed_ranks import WORLDS, ZERO
-
-_HERE = Path(__file__).parent
+from deepspeed_ranks import WORLDS, ZERO, verdicts_of
 
 
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """In a process of its own: the fake group, DeepSpeed's globals and the environment stay there."""
-    report = tmp_path_factory.mktemp("layouts") / "verdicts.json"
-    environment = os.environ | {"PYTHONPATH": str(_HERE.parent.parent)}
-    done = subprocess.run(
-        [sys.executable, str(_HERE / "deepspeed_ranks.py"), str(report)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, str] = json.loads(report.read_text())
-    return found
+    return verdicts_of("deepspeed_ranks.py", tmp_path_factory.mktemp("layouts"))
 
 
 @pytest.mark.parametrize("world_size", list(WORLDS))

@@ -645,3 +645,37 @@ def counts_by_itself(config: dict[str, Any]) -> None:
     finally:
         crew.told.update(warnings=said)
         logging.getLogger("elastic").removeHandler(handler)
+
+
+def tells_what_is_owed(config: dict[str, Any]) -> None:
+    """As `train`, with what error feedback holds on this rank before the first step."""
+    from elastic.core.checkpoint.shares import residual_of
+    from elastic.training import context
+
+    engine, loader = build(config)
+    generation = context.current()
+    assert generation is not None
+    assert generation.steps is not None
+    kept = generation.steps._snapshots._state.shares.kept()
+    crew.told["owed"] = {
+        residual[1]: tensor.tolist() for name, tensor in kept.items() if (residual := residual_of(name)) is not None
+    }
+    for _ in elastic.epochs():
+        for batch in loader:
+            one_pass(engine, batch)
+
+
+def train_while_links_change(config: dict[str, Any]) -> None:
+    """As `train`, on emulated links: after the first look at them, those between nodes are slow."""
+    from elastic.comm.strategies import reduction
+    from elastic.core.policy.hops import BACKEND, NODE, NODES, RANKS, Hop
+
+    fast, slow = Hop(1e-6, 1e-9), Hop(1e-2, 1e-6)
+    looks = iter([{NODE: fast, NODES: slow, RANKS: fast, BACKEND: slow}])
+    later = {NODE: fast, NODES: fast, RANKS: slow, BACKEND: slow}
+    before = reduction.measure_hops
+    reduction.measure_hops = lambda *_: (next(looks, later), 1e-3)
+    try:
+        train(config)
+    finally:
+        reduction.measure_hops = before

@@ -1,4 +1,4 @@
-"""One cluster of four nodes per module; every test begins with all four and leaves nothing of its run behind."""
+"""One cluster of four nodes; every test begins with all four and leaves nothing of its run behind."""
 
 from __future__ import annotations
 
@@ -16,13 +16,19 @@ import pytest
 from elastic_cluster import LocalCluster
 
 
+@pytest.fixture(scope="session")
+def four_nodes() -> Iterator[LocalCluster]:
+    """One cluster for all tests that ask for no other; its workers are forks, see forking_node."""
+    yield from harness.own_cluster(4, cpus_per_node=1, environment=harness.FORKING)
+
+
 @pytest.fixture(scope="module")
-def nodes() -> Iterator[LocalCluster]:
+def nodes(four_nodes: LocalCluster) -> Iterator[LocalCluster]:
     """Four nodes with room for one worker each."""
-    yield from harness.module_cluster(4, cpus_per_node=1)
+    yield from harness.joined(four_nodes)
 
 
 @pytest.fixture
 def cluster(nodes: LocalCluster) -> Iterator[LocalCluster]:
-    """The module's cluster, whole."""
+    """The cluster, whole."""
     yield from harness.each_test(nodes)

@@ -27,6 +27,7 @@ from elastic.core.settings import (
     AnomalySettings,
     AuditSettings,
     CheckpointSettings,
+    CommunicationSettings,
     FailureSettings,
     RunSettings,
     ScalingSettings,
@@ -50,6 +51,9 @@ _FORK_SERVER = "/elastic/runtime/worker/fork_main.py"
 HERE = Path(__file__).resolve().parent
 # Where the three packages are: child processes find these, whatever is installed.
 PACKAGES = os.pathsep.join(str(HERE.parents[1] / folder) for folder in ("", "jobs", "cluster"))
+
+# Of a cluster whose workers are forks, see forking_node.
+FORKING = {"ELASTIC_CLUSTER_NODE_INIT": str(HERE / "forking_node.py")}
 
 Record = Mapping[str, Any]
 
@@ -121,6 +125,7 @@ class Run:
         anomalies: Mapping[str, Any] | None = None,
         stragglers: Mapping[str, Any] | None = None,
         audit: Mapping[str, Any] | None = None,
+        communication: CommunicationSettings | None = None,
         seed: int = 0,
     ) -> None:
         self.cluster, self.folder = cluster, folder
@@ -140,6 +145,7 @@ class Run:
             # Where many processes share few cores, any of them may be slow for a while.
             stragglers=StragglerSettings(**(stragglers or {"policy": "off"})),
             audit=AuditSettings(**(audit or {})),
+            communication=communication,
             # A gate that stays shut for long is no hang.
             failures=FailureSettings(**{"hang_floor_s": 300.0, **(failures or {})}),
             resources_per_worker=resources or {"CPU": 1.0},
@@ -350,8 +356,9 @@ class Run:
             by_rank = by_generation[generation]
             assert sorted(by_rank) == list(range(sizes[generation])), f"step {step} of generation {generation}"
             counted.update(index for indices in by_rank.values() for index in indices)
-        # Every rank of a cell reads the cell's samples.
-        assert counted == dict.fromkeys(range(total), epochs * self.settings.mesh.cell)
+        # Every rank that shares sequences, or layers, reads the samples of all; of stages the first and the last.
+        mesh = self.settings.mesh
+        assert counted == dict.fromkeys(range(total), epochs * mesh.readers // mesh.pp * min(mesh.pp, 2))
 
     def assert_time_is_accounted_for(self) -> None:
         """The ledger's owners sum to the time from the controller's first record to the ledger itself."""
@@ -424,13 +431,24 @@ def given_samples(folder: Path) -> dict[int, dict[int, dict[int, list[int]]]]:
 
 def module_cluster(nodes: int, **options: Any) -> Iterator[LocalCluster]:
     """A cluster with this process in it, of which nothing is left in the end."""
+    for cluster in own_cluster(nodes, **options):
+        yield from joined(cluster)
+
+
+def own_cluster(nodes: int, **options: Any) -> Iterator[LocalCluster]:
+    """A cluster of which nothing is left in the end."""
     with LocalCluster.start(nodes, **options) as cluster:
         footprint = Footprint(cluster)
-        client.connect(cluster.address)
         yield cluster
         footprint.look()
-        ray.shutdown()
     assert footprint.left() == []
+
+
+def joined(cluster: LocalCluster) -> Iterator[LocalCluster]:
+    """With this process in it meanwhile."""
+    client.connect(cluster.address)
+    yield cluster
+    ray.shutdown()
 
 
 def each_test(nodes: LocalCluster) -> Iterator[LocalCluster]:

@@ -73,6 +73,21 @@ def deepspeed_config(config: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
+def of_engine(config: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What `elastic.initialize` is given besides, for the engine that `config` names."""
+    if config.get("engine") != "fsdp2":
+        return {"config": deepspeed_config(config)}
+    return {
+        "config": {"global_batch": config.get("batch", 10), "micro_batch": 2, "gradient_clipping": 0.5},
+        "lr_scheduler": torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=5),
+    }
+
+
+def slow_stages(config: dict[str, Any]) -> None:
+    """Slower links between as many stages as the test says, by which a step takes so much longer."""
+    time.sleep(config.get("slower_with_pp", {}).get(str(elastic.get_context().mesh["pp"]), 0.0))
+
+
 # The engines that this process has built, the newest last; not kept alive from here.
 _ENGINES: list[Callable[[], Any]] = []
 
@@ -86,13 +101,9 @@ def build(config: dict[str, Any]) -> tuple[Any, Any, Numbers]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    of_engine: dict[str, Any] = {"config": deepspeed_config(config)}
-    if config.get("engine") == "fsdp2":
-        of_engine = {
-            "config": {"global_batch": config.get("batch", 10), "micro_batch": 2, "gradient_clipping": 0.5},
-            "lr_scheduler": torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=5),
-        }
-    engine, _, loader, _ = elastic.initialize(model=model, training_data=data, optimizer=optimizer, **of_engine)
+    engine, _, loader, _ = elastic.initialize(
+        model=model, training_data=data, optimizer=optimizer, **of_engine(config, optimizer)
+    )
     _ENGINES.append(weakref.ref(engine))
     between_steps(config, data)
     return engine, loader, data
@@ -129,8 +140,8 @@ def between_steps(config: dict[str, Any], data: Numbers) -> None:
             restored(coordinator, report)
 
         def count(coordinator: Any, report: Any) -> None:
-            if vars(coordinator).pop("kept", 0):
-                # A rank without a micro-batch of its own has read one for its padding pass.
+            if vars(coordinator).pop("kept", 0) or report.audit:
+                # A rank without a micro-batch of its own has read one for its padding pass; audits come last.
                 del _LOOP[0][1].given[report.samples :]
             step_done(coordinator, report)
 

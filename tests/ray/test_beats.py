@@ -129,7 +129,8 @@ def controller_class() -> type[Any]:
 
         async def told(self) -> dict[str, Any]:
             """`beats` of the node that has sent fewest; FirstStepDone is no accusation."""
-            accusations = [event for event in self.events if type(event).__name__ != "FirstStepDone"]
+            steps = ("FirstStepDone", "StepTimeMeasured")
+            accusations = [event for event in self.events if type(event).__name__ not in steps]
             step = self.loop.telemetry.step
             return {"beats": min(self.beats.values()), "events": accusations, "refused": self.refused, "step": step}
 

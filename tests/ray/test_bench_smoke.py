@@ -28,13 +28,14 @@ def test_one_case_from_the_command_to_the_file(tmp_path: Path) -> None:
     told = json.loads(out.read_text(encoding="utf-8"))
     figures = [Figure.from_json(figure) for figure in told["figures"]]
     assert [figure.failure for figure in figures] == [""] * len(figures)
-    recovery, repeated = figures
+    recovery, repeated, moved = figures
     assert recovery.unit == "s"
     assert recovery.values[0] > 0
     # The last step may have had no snapshot yet when the node was lost; the one before it had.
     assert repeated.values[0] <= 1
     (incident,) = recovery.details["incidents"]
     assert (incident["kind"], incident["source"], incident["world_sizes"]) == ("node-lost", "memory", [4, 3])
+    assert moved.values == (incident["restore"]["bytes_from"]["network"] / 1e6,)
     line = incident["timeline"]
     marks = ["detected", "decided", "rebuilt", "restored", "verified", "first_step"]
     assert [line[mark] for mark in marks] == sorted(line[mark] for mark in marks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,12 +12,18 @@ import pytest
 import ray
 from elastic_cluster import LocalCluster
 from elastic_cluster.local import processes
-from harness import Run, wait_until
+from harness import Run, module_cluster, wait_until
 
 from elastic.core.settings import ScalingSettings
 from elastic.runtime import names
 
 pytestmark = pytest.mark.ray
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[LocalCluster]:
+    """Whose workers no other process forks, see forking_node."""
+    yield from module_cluster(4, cpus_per_node=1)
 
 
 def forking(cluster: LocalCluster, folder: Path) -> Run:
@@ -73,6 +80,7 @@ def test_a_killed_worker_is_replaced_by_a_fork_and_a_killed_agent_leaves_none(
     run.assert_whole()
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_leaves_no_server(cluster: LocalCluster, tmp_path: Path) -> None:
     run = forking(cluster, tmp_path)
     run.allow(3)

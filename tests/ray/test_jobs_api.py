@@ -205,6 +205,7 @@ class Following(threading.Thread):
         return self.code
 
 
+@pytest.mark.slow
 def test_a_submitted_job_is_followed_to_its_end(
     place: Place, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,6 +38,28 @@ def _started(run: Run, step: int = 6) -> Run:
     return run
 
 
+def test_ranks_go_where_their_state_is_and_little_crosses_the_network(cluster: LocalCluster, tmp_path: Path) -> None:
+    run = _started(Run(cluster, tmp_path, memory={"every_steps": 1}, every_steps=None))
+    before, gone = _nodes_by_rank(run), run.away_from_head()[-1]
+    cluster.kill_node(run.node_of(gone).name)
+    run.wait_generation(2)
+    after = _nodes_by_rank(run)
+    run.finish()
+
+    run.assert_whole()
+    # A quarter of the state was each node's own and one its neighbour's; now a rank has a third. In twelfths:
+    held = [{at, (at + 1) % 4} for at in range(4)]
+    missing = sum(
+        part // 3 not in held[before.index(node)]
+        for rank, node in enumerate(after)
+        for part in range(4 * rank, 4 * rank + 4)
+    )
+    assert missing == [1, 3, 1, 0][gone], (before, after)
+    assert after[:gone] == before[:gone], "who was there stays what it was"
+    restore = run.incidents()[0]["restore"]
+    assert restore["bytes_from"]["network"] / restore["bytes_read"] == pytest.approx(missing / 12, abs=0.05), restore
+
+
 @pytest.mark.slow
 def test_two_nodes_at_once_cost_nothing_where_there_are_two_replicas(cluster: LocalCluster, tmp_path: Path) -> None:
     run = _started(Run(cluster, tmp_path, memory={"every_steps": 1, "replicas": 2}, every_steps=None))

@@ -70,11 +70,12 @@ def test_of_three_and_two_that_cannot_reach_each_other_the_three_go_on_from_memo
 def test_a_way_that_is_open_in_one_direction_only_is_a_cut(cluster: Cluster, tmp_path: Path) -> None:
     """Either direction, between nodes with nothing held against them."""
     run = _five(cluster, tmp_path, epochs=30)
-    pairs = []
-    # Of five only neighbours in gloo's ring talk to each other while they train. Who comes back is the last of them, so
-    # ranks 1 and 2 were 2 and 3 before.
-    for way in ((0, 1), (2, 1)):
-        pair = [run.worker(rank)["node"] for rank in way]
+    pairs: list[tuple[str, ...]] = []
+    for direction in (1, -1):
+        # Of five only neighbours in gloo's ring talk to each other while they train.
+        nodes = [run.worker(rank)["node"] for rank in range(5)]
+        around = [(nodes[rank - 1], nodes[rank]) for rank in range(5)]
+        pair = next(two for two in around if not any(set(two) & set(other) for other in pairs))[::direction]
         pairs.append(pair)
         cluster.network.cut_one_way(*map(cluster.number, pair))
         walk_to(run, 4)

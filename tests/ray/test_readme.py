@@ -15,6 +15,7 @@ pytestmark = pytest.mark.ray
 _README = Path(__file__).parents[2] / "README.md"
 
 
+@pytest.mark.slow
 def test_the_block_for_ray_train_scripts_runs_when_pasted(tmp_path: Path) -> None:
     blocks = [
         block for block in re.findall(r"```python\n(.*?)```", _README.read_text(), re.S) if "ElasticTrainer(" in block

@@ -44,7 +44,7 @@ CASES = [
         {"stage": stage, "dtype": dtype, "optimizer": optimizer, "dropout": dropout},
         source,
         id=f"stage{stage}-{dtype}-{optimizer}{'-dropout' if dropout else ''}-{source}",
-        marks=[pytest.mark.slow] if number >= 2 else [],
+        marks=[pytest.mark.slow] if number >= 1 else [],
     )
     for number, (stage, dtype, optimizer, dropout, source) in enumerate(_CHOSEN)
 ] + [
@@ -116,3 +116,9 @@ def _assert_incidents_are_told(run: Run, lost: list[str], source: str) -> None:
     restores = run.records("restore")
     assert [restore["step"] for restore in restores] == [incident["resumed_step"] for incident in incidents]
     assert all(restore["bytes_read"] == restore["bytes_needed"] > 0 for restore in restores)
+    for incident, restore in zip(incidents, restores, strict=True):
+        places = restore["bytes_from"]
+        read = {place for place, count in places.items() if count}
+        assert incident["restore"]["bytes_from"] == places
+        assert sum(places.values()) == restore["bytes_read"]
+        assert read == {"storage"} if source == "storage" else {"own_node"} <= read <= {"own_node", "network"}

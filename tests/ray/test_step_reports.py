@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import ray
 from elastic_cluster import LocalCluster
-from harness import LIMIT_S, Run, actors_among, module_cluster
+from harness import LIMIT_S, Run, actor_processes, actors_among, module_cluster
 
 from elastic.core.settings import ScalingSettings
 from elastic.runtime import names
@@ -18,6 +19,7 @@ pytestmark = pytest.mark.ray
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[LocalCluster]:
+    """Whose workers no other process forks, see forking_node."""
     yield from module_cluster(2, cpus_per_node=2)
 
 
@@ -43,6 +45,13 @@ def test_a_node_sends_the_reports_of_its_workers_together_whoever_is_killed(
         lambda: all(taken(run, rank) > count for rank, count in enumerate(before)), "reports to the new controller"
     )
     assert run.handle.progress()["generation"] == 1
+    # A second of every start, and of every takeover: who does not train has no torch.
+    others = [pid for pid, title in actor_processes(cluster).items() if "WorkerActor" not in title]
+    assert len(others) == 1 + 2
+    assert [pid for pid in others if "libtorch" in Path(f"/proc/{pid}/maps").read_text()] == []
+    if os.geteuid() == 0:
+        # Nor do they wait behind the training: Ray has started them with the workers' niceness.
+        assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in others} == {0}
 
     (agent,) = (
         pid for pid, title in actors_among(run.node_of(run.away_from_head()[0]).pids).items() if "AgentActor" in title

@@ -114,6 +114,7 @@ def test_a_run_with_a_killed_node_and_a_resumed_one(cluster: LocalCluster, tmp_p
     assert shown["end_time_ns"] > shown["start_time_ns"]
 
 
+@pytest.mark.slow
 def test_a_killed_controller_continues_its_line(cluster: LocalCluster, tmp_path: Path) -> None:
     run = Run(cluster, tmp_path, run_id="restarted", scaling=ScalingSettings(1, 2))
     run.allow(3)

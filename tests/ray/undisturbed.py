@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import multiprocessing
-import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import forks
 import torch
 
 from elastic.checkpoint.source import ReadRange
@@ -20,13 +18,6 @@ from elastic.checkpoint.storage import CheckpointStore
 from elastic.core.data.steps import Range
 
 _LIMIT_S = 120.0
-# torch's store looks up the name of everybody who connects; a resolver that drops a query would cost 5 s.
-_SETTINGS = {
-    "DS_ACCELERATOR": "cpu",
-    "OMP_NUM_THREADS": "1",
-    "PYTHONWARNINGS": "ignore",
-    "RES_OPTIONS": "timeout:1 attempts:2",
-}
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I64": torch.int64}
 
 
@@ -53,14 +44,19 @@ class Undisturbed:
 
     def __init__(self, size: int = 4) -> None:
         self._runs = 0
-        with _environment(_SETTINGS):
-            self._members = [_member() for _ in range(size)]
+        self._members = [_member() for _ in range(size)]
 
     def train(
-        self, config: Mapping[str, Any], epochs: int, folder: Path, world_size: int, skips: tuple[Range, ...] = ()
+        self,
+        config: Mapping[str, Any],
+        epochs: int,
+        folder: Path,
+        world_size: int,
+        skips: tuple[Range, ...] = (),
+        **more: Any,
     ) -> Outcome:
         """`loops.train` from the first step to the last at one world size, without the positions that are skipped.
-        Files go below `folder`."""
+        Files go below `folder`. `more` are fields of GenerationSpec."""
         folder.mkdir()
         self._runs += 1
         pipes = [pipe for _, pipe in self._members[:world_size]]
@@ -72,6 +68,7 @@ class Undisturbed:
             "world_size": world_size,
             "max_world_size": 4,
             "skips": skips,
+            **more,
         }
         for rank, pipe in enumerate(pipes):
             pipe.send(({**config, "folder": str(folder)}, epochs, {**fields, "rank": rank}, rendezvous))
@@ -87,22 +84,10 @@ class Undisturbed:
             pipe.close()
 
 
-@contextlib.contextmanager
-def _environment(settings: Mapping[str, str]) -> Iterator[None]:
-    """For processes that are started inside; the tests that come later must not inherit it."""
-    before = dict(os.environ)
-    os.environ.update(settings)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
 def _member() -> tuple[Any, Connection]:
-    spawn = multiprocessing.get_context("spawn")
-    ours, theirs = spawn.Pipe()
-    process = spawn.Process(target=_live, args=(theirs,), daemon=True)
+    made = forks.context()
+    ours, theirs = made.Pipe()
+    process = made.Process(target=_live, args=(theirs,), daemon=True)
     process.start()
     theirs.close()
     return process, ours

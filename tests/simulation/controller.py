@@ -188,6 +188,8 @@ class Controller:
             case act.CommitStop():
                 for worker in action.workers:
                     world.ask(worker, "commit_stop", action.generation, action.step, action.durable)
+            case act.MeasureNode():
+                world.measure(action.node)
             case act.FinishRun():
                 self.finished = True
                 for slot in [*cluster.pending, *cluster.placed]:

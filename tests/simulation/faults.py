@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
@@ -9,6 +10,7 @@ from elastic.core.mesh import MeshSettings
 from elastic.core.settings import (
     AnomalySettings,
     AuditSettings,
+    CalibrationSettings,
     CheckpointSettings,
     FailureSettings,
     RunSettings,
@@ -35,6 +37,7 @@ _KINDS: dict[str, tuple[float, tuple[float, float] | None]] = {
     "glitch": (2, None),
     "miscompute": (2, None),
     "slow_worker": (1, None),
+    "failing_device": (1, None),
     "cut": (2, (1.0, 40.0)),
     "drain_node": (3, (0.5, 40.0)),
     "drain_cancelled": (1, (1.0, 20.0)),
@@ -89,6 +92,8 @@ class Plan:
     # A run that is resumed: its checkpoints (id, step) and the last generation of the attempt before.
     earlier: tuple[tuple[str, int], ...] = ()
     earlier_generation: int = 0
+    # With fewer workers a step takes longer in proportion.
+    linear: bool = False
 
 
 def draw(seed: int) -> Plan:
@@ -148,14 +153,15 @@ def draw(seed: int) -> Plan:
     plan.faults += _unwritten(Random(f"unwritten {seed}"), horizon)
     # Drawn from random streams of their own, like the faults above, so that the plans of older seeds do not change.
     parity = Random(f"parity {seed}").choice((0, 0, 0, 1, 2, 3))
-    policy = Random(f"policy {seed}").choice(("eager", "eager", "eager", "patient"))
+    policy = Random(f"policy {seed}").choice(("eager", "eager", "measured", "patient"))
     # Of what divides both limits; most often 1.
     common = [cell for cell in (1, 1, 2, 3) if scaling.min_workers % cell == 0 == scaling.max_workers % cell]
     plan.settings = replace(
         plan.settings,
-        mesh=MeshSettings(sp=Random(f"mesh {seed}").choice(common)),
+        mesh=_mesh(seed, common),
         snapshots=replace(plan.settings.snapshots, parity=parity),
         scaling=replace(scaling, policy=policy),  # type: ignore[arg-type]
+        calibration=CalibrationSettings(Random(f"calibration {seed}").choice(("off", "report", "refuse"))),
     )
     return plan
 
@@ -207,6 +213,17 @@ def _ends(rng: Random, plan: Plan) -> None:
     plan.lemon_rate = 0.95
     plan.returns_early = rng.random() < 0.1
     plan.corruption = rng.choice((0.0, 0.3, 1.0))
+
+
+def _mesh(seed: int, cells: Sequence[int]) -> MeshSettings:
+    """One cell for the whole run, or another one in each generation."""
+    rng = Random(f"mesh {seed}")
+    cell = rng.choice(cells)
+    return (
+        MeshSettings(ep=max(cells), choices={"ep": tuple(sorted(set(cells)))})
+        if rng.random() < 0.4
+        else MeshSettings(sp=cell)
+    )
 
 
 def _scaling(rng: Random) -> ScalingSettings:

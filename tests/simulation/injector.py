@@ -178,6 +178,12 @@ class Injector:
             event = ev.StragglerFound(state.generation, member, 1.3, 2.6, 2.0, 3 + confirmed, confirmed)
             self.world.tell(event, 0.1 + confirmed)
 
+    def _failing_device(self, fault: Fault) -> None:
+        """The GPU of one worker reports an error, and then that it will not last."""
+        worker = self._pick(fault, list(self.controller.state.fleet.workers))
+        for unfit in (False, True) if worker is not None else ():
+            self.world.tell(ev.DeviceFailed(worker, "0", "Xid 48", unfit), 0.1 + unfit)
+
     def _drain_node(self, fault: Fault) -> None:
         """A drain notice; at its deadline the node ends."""
         node = self._pick(fault, [node for node in self._nodes() if not node.draining])
@@ -290,6 +296,13 @@ class Injector:
         ]  # fmt: skip
         for lie in lies:
             self.world.tell(lie, self.rng.uniform(0, 0.1))
+        measures: list[ev.Event] = [
+            ev.StepTimeMeasured(old, 9.0), ev.StepTimeMeasured(old + 1, 0.0), ev.NodeMeasured("?", (("gemm", 0.0),)),
+            ev.DeviceFailed(10_000, "0", "Xid 48", unfit=True),
+            ev.CollectivesSlowed(old, 2.0, 0.0, 0.0, 3),
+        ]  # fmt: skip
+        for lie in measures:
+            self.world.tell(lie, 0.05)
 
     def heal(self) -> None:
         """No more faults, and nodes are available: from here on the run must make progress."""

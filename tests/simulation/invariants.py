@@ -156,7 +156,8 @@ class Invariants:
         self.begun.add(action.generation)
         scaling, newest = after.settings.scaling, self._newest(before, after, event)
         assert scaling.min_workers <= len(action.members) <= scaling.max_workers
-        assert len(action.members) % after.settings.mesh.cell == 0, "a cell is not whole"
+        assert action.axes in after.settings.mesh.axes, "a mesh that the job does not allow"
+        assert len(action.members) % after.settings.mesh.shape(action.axes).cell == 0, "a cell is not whole"
         assert len(set(action.members)) == len(action.members), "a worker has two ranks"
         slots = {after.fleet.workers[worker].slot for worker in action.members if worker in after.fleet.workers}
         assert slots.isdisjoint(after.fleet.evicted), "a slot that is to be given back is trained on"
@@ -204,7 +205,12 @@ class Invariants:
         ):
             snapshots = list(event.snapshots)
         stored = [(known.id, known.step) for known in after.saved.checkpoints if known.id not in after.saved.rejected]
-        fits = [known for known in snapshots if not self.world.saved[known[0]].meets(after.trouble.skips)]
+        sound = [
+            (name, step)
+            for name, step in snapshots
+            if not any(parse_snapshot_id(name)[1] <= of and step > last for of, last in after.trouble.all_undone)
+        ]
+        fits = [known for known in sound if not self.world.saved[known[0]].meets(after.trouble.skips)]
         usable = [known for known in fits if known[0] not in after.saved.rejected][:1]
         return max(stored + usable, key=lambda known: (known[1], is_snapshot(known[0])), default=None)
 
@@ -365,12 +371,15 @@ class Invariants:
         if after.trouble.false_alarms > before.trouble.false_alarms:
             seen("false alarm")
         for action in actions:
+            if isinstance(action, act.ReleaseSlot) and action.cause.startswith("its node is too slow"):
+                seen("left a slow node")
             if isinstance(action, act.Note):
                 for phrase in ("every worker process is replaced", "falling back to", "could not be "
                                "started", "has not taken the checkpoint", "was made after an anomaly",
                                "anomalies within", "is kept: ", "it is kept", "cannot reach each other",
                                "is used again", "next one starts without them",
-                               "named it"):  # fmt: skip
+                               "named it", "costs less than continuing with", "no replacement has come",
+                               "could not be measured", "workers are on others"):  # fmt: skip
                     if phrase in action.sentence:
                         seen(phrase)
 

@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING
 
 from elastic.core import events as ev
 from elastic.core.checkpoint.parity import Stripe, place_parity
-from elastic.core.checkpoint.snapshots import Held, parse_snapshot_id, place_replicas, recoverable, snapshot_id
+from elastic.core.checkpoint.snapshots import (
+    Copies,
+    Held,
+    copies_of,
+    parse_snapshot_id,
+    place_replicas,
+    recoverable,
+    snapshot_id,
+)
 from simulation.processes import Group, Node
 
 if TYPE_CHECKING:
@@ -72,16 +80,16 @@ class Memory:
         if cut:
             self.world.seen("nodes that cannot reach each other")
         held = self._reachable()
-        found = tuple((snapshot.id, snapshot.step) for snapshot in recoverable(held))
+        whole = recoverable(held)
+        found = tuple((snapshot.id, snapshot.step) for snapshot in whole)
+        copies = copies_of(whole[0]) if whole else Copies()
         as_they_are = {name: [copy for copy in copies if not copy.stripe] for name, copies in held.items()}
         if len(found) > len(recoverable(as_they_are)):
             self.world.seen("a shard made of parity")
-        self.world.tell(
-            ev.SnapshotsReported(
-                number, found if self.world.plan.settings.snapshots.enabled else (), tuple(sorted(cut))
-            ),
-            0.01,
-        )
+        if not self.world.plan.settings.snapshots.enabled:
+            found, copies = (), Copies()
+        told = ev.SnapshotsReported(number, found, tuple(sorted(cut)), ranks=copies.ranks, copies=copies.nodes)
+        self.world.tell(told, 0.01)
 
     def _reachable(self) -> dict[str, list[Held]]:
         nodes = {node.name: node for node in self.world.cluster.placed.values() if node.alive and not node.frozen}

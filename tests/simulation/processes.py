@@ -242,7 +242,7 @@ class Group:
                 member.act(0.01, member.stop_here)
         if not self.moving and not self.broken and self.step < self.last:
             self.moving = True
-            self.world.clock.after(self.world.step_s * self.world.rng.uniform(0.9, 1.1), self._step_ends)
+            self.world.clock.after(self.world.step_of(self) * self.world.rng.uniform(0.9, 1.1), self._step_ends)
 
     def _able(self, member: Process) -> bool:
         here = member.group is self and member.status == "training"
@@ -293,8 +293,10 @@ class Group:
         self.broken = True
         decided = self.world.rng.random() < 0.8
         suspects = sorted(self.world.rng.sample(range(len(self.members)), min(len(self.members), 2 - decided)))
+        # What was saved of the step before may have the fault, too.
+        sound = self.step - 1 if self.world.rng.random() < 0.5 else None
         for member in self.members:
-            found = (tuple(suspects), decided, "they differ", None)
+            found = (tuple(suspects), decided, "they differ", None, sound)
             event = ev.AuditFailed(self.number, member.worker, self.step, *found)
             member.act(self.world.rng.uniform(0.0, 0.3), member.find_anomaly, event)
 

@@ -38,7 +38,8 @@ SOMETIMES = {
     "has not taken the checkpoint", "finished without its last generation",
     "the control store is away", "begun without the control store", "a start that waited for the control store",
     "a restart that waited for the control store", "a shard made of parity", "next one starts without them",
-    "a message that was taken and not written down", "a generation that is in no journal",
+    "costs less than continuing with", "no replacement has come", "could not be measured", "workers are on others",
+    "left a slow node", "a message that was taken and not written down", "a generation that is in no journal",
 }  # fmt: skip
 
 

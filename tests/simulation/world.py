@@ -82,6 +82,13 @@ class World:
         if process is not None and self.rng.random() > 0.1:
             process.act(self.rng.uniform(0.01, 0.45), self.send, process, ev.ProbeAnswered(worker))
 
+    def measure(self, node: str) -> None:
+        """One node of five is slow; one of twenty gives no answer."""
+        rng = Random(f"speed {node} {self.begin_s} {self.plan.settings.run_id}")
+        rate, failed = rng.choice((1.0, 1.0, 1.0, 1.0, 0.2)) * rng.uniform(0.98, 1.02), rng.random() < 0.05
+        told = ev.NodeMeasured(node, failed="no answer") if failed else ev.NodeMeasured(node, (("gemm", rate),))
+        self.tell(told, rng.uniform(0.5, 3.0))
+
     # --- watchers: what the failure detector would detect ---
 
     def watch(self, group: Group) -> None:
@@ -153,9 +160,15 @@ class World:
 
     # --- training ---
 
+    def step_of(self, group: Group) -> float:
+        slower = self.plan.settings.scaling.max_workers / len(group.members) if self.plan.linear else 1.0
+        return self.step_s * slower
+
     def step_ended(self, group: Group) -> None:
         if group.step == group.start + 1:
             self.tell(ev.FirstStepDone(group.number, group.step), self.rng.uniform(0.01, 0.3))
+        if group.step == group.start + 3:
+            self.tell(ev.StepTimeMeasured(group.number, self.step_of(group)), 0.1)
         last, ends = group.step >= self.max_steps, any(m.stop_at == group.step for m in group.members)
         durable = ends and any(m.durable for m in group.members if m.stop_at == group.step)
         if ends:

@@ -46,7 +46,7 @@ def restore(
             tensor = tensors.setdefault(f"{kind}/{copy.target_buffer}", empty)
             part = tensor[copy.target_offset : copy.target_offset + copy.numel]
             ranges.append(ReadRange(copy.source_rank, found.key, copy.source_offset, copy.numel, part))
-    return tensors, source.read(manifest, ranges)
+    return tensors, source.read(manifest, ranges).total
 
 
 @pytest.mark.parametrize(("before", "after"), WORLDS)

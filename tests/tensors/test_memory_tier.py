@@ -85,6 +85,12 @@ class State:
     def replicas(self, turn: int) -> None:
         return None
 
+    def marks(self, replicas: None) -> list[int]:
+        return [0, 0]
+
+    def require_equal(self, least: Sequence[int], replicas: None) -> None:
+        """Nothing is replicated."""
+
     def record(self, generation: int) -> tuple[Any, int]:
         return SimpleNamespace(), self.nbytes
 

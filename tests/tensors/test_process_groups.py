@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType, HashStore
 
-from elastic.comm import lost_peers, process_group
+from elastic.comm import device_check, lost_peers, process_group
 from elastic.comm.nccl import outlive_peers
 from elastic.comm.peer_addresses import exchange
 from elastic.comm.process_group import ProcessGroup
@@ -22,10 +22,12 @@ from elastic.comm.rendezvous import host_store
 from elastic.comm.sockets import Address, TcpSocket
 from elastic.core import events as ev
 from elastic.core.generation_spec import GenerationSpec, Rendezvous
+from elastic.core.settings import GPU_FAILURES
 from elastic.runtime.worker import codec
 from elastic.training import cleanup, loop
 from elastic.training.local import SilentCoordinator
 from elastic.training.loop import GenerationResult, GenerationRunner
+from elastic.training.state import pins
 
 LIMIT_S = 20.0
 
@@ -330,3 +332,9 @@ def test_tracebacks_have_the_rank_once_however_many_groups_there_were() -> None:
         assert sys.excepthook is not before, "torch's own, while there is a group"
         group.close()
         assert sys.excepthook is before
+
+
+def test_leaving_a_generation_on_a_device_may_take_as_long_as_its_parts_may() -> None:
+    """A worker that is within all of its own limits must not be replaced for a hang."""
+    parts_s = process_group._ABORT_LIMIT_S + pins._LIMIT_S + device_check._LIMIT_S
+    assert GPU_FAILURES["abort_timeout_s"] > parts_s

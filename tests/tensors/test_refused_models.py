@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    DDPCommHookType,
+    default_hooks,
+    post_localSGD_hook,
+    powerSGD_hook,
+    quantization_hooks,
+)
 
 from elastic.core.errors import UsageError
-from elastic.engines.deepspeed.refused import refuse_without_values, refuse_wrapped
+from elastic.core.policy.communication import refused_hook
+from elastic.engines.deepspeed.refused import refuse_model, refuse_without_values, refuse_wrapped
 
 
 def test_a_model_on_the_meta_device_is_refused_and_a_placeholder_of_zero_init_is_not() -> None:
@@ -34,3 +47,47 @@ def test_wrapped_by_the_compiler_is_refused_at_stage_3_alone(stage: int) -> None
         return
     with pytest.raises(UsageError, match=r"stage 3 cannot train module '0' as torch.compile has wrapped it"):
         refuse_wrapped(model, config)
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_every_hook_of_torch_is_known() -> None:
+    assert [kind.name for kind in DDPCommHookType if refused_hook(kind.name) is None] == []
+
+
+@pytest.mark.parametrize(
+    ("hook", "said"),
+    [
+        (default_hooks.fp16_compress_hook, "fp16_compress_hook is a communication hook of torch's"),
+        (
+            default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook),
+            "fp16_compress_wrapper_hook is a communication hook of torch's",
+        ),
+        (powerSGD_hook.powerSGD_hook, "{semantics: error_feedback, strategy: power_sgd, rank: N}"),
+        (quantization_hooks.quantization_pertensor_hook, "{semantics: error_feedback, strategy: int8}"),
+        (post_localSGD_hook.post_localSGD_hook, "{semantics: local, strategy: local_sgd, every_steps: N}"),
+        (None, "the model is wrapped in DistributedDataParallel; pass the model itself"),
+    ],
+)
+def test_a_hook_of_the_models_ddp_is_refused_with_what_does_the_same(alone: None, hook: Any, said: str) -> None:
+    model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+    if hook is not None:
+        model.register_comm_hook(None, hook)
+    with pytest.raises(UsageError, match=re.escape(said)):
+        refuse_model(model)
+
+
+def test_a_hook_of_the_users_own_is_refused_by_its_name(alone: None) -> None:
+    # Without annotations: torch compares them, and here they are strings.
+    def mine(state, bucket):  # type: ignore[no-untyped-def]
+        return default_hooks.allreduce_hook(state, bucket)
+
+    model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+    model.register_comm_hook(None, mine)
+    with pytest.raises(UsageError, match="the communication hook mine of the model's Distributed"):
+        refuse_model(model)

@@ -19,12 +19,12 @@ import pytest
 import ray
 import torch
 
-from elastic.checkpoint.source import ReadRange
+from elastic.checkpoint.source import BytesRead, ReadRange
 from elastic.core import events as ev
 from elastic.core.data.steps import StepReport
 from elastic.core.errors import Fenced, GenerationEnded, IntegrityError, StorageError
 from elastic.core.generation_spec import GenerationSpec
-from elastic.core.settings import FailureSettings
+from elastic.core.settings import CommunicationSettings, FailureSettings
 from elastic.runtime import storage_retry
 from elastic.runtime.messages import Item, Reply
 from elastic.runtime.node.agent import AgentActor
@@ -188,8 +188,8 @@ class Told:
         return [ev.from_json(item.data) for item in self.items if item.kind == "event"]
 
 
-def member(told: Told, timeout_s: float = LIMIT_S, stops_at_start: bool = False) -> RayCoordinator:
-    spec = GenerationSpec("run", generation=4, rank=1, world_size=2, stops_at_start=stops_at_start)
+def member(told: Told, timeout_s: float = LIMIT_S, **more: Any) -> RayCoordinator:
+    spec = GenerationSpec("run", generation=4, rank=1, world_size=2, **more)
     box: Any = told
     source: Any = None
     writer: Any = None
@@ -239,6 +239,12 @@ def test_a_member_holds_at_the_promised_step_until_it_is_told_where_to_stop() ->
     one.commit_stop(8, durable=False)
     thread.join(LIMIT_S)
     assert [stops.get_nowait() for _ in range(stops.qsize())] == [(6, None), (7, None), (8, Stop.MEMORY)]
+
+
+def test_islands_promise_the_end_of_their_round() -> None:
+    one = member(Told(), communication=CommunicationSettings("local", "diloco", every_steps=4))
+    assert not one.boundary(5)
+    assert one.propose_stop() == (8, False)
 
 
 def test_a_member_of_a_generation_that_only_saves_does_no_step() -> None:
@@ -293,11 +299,11 @@ class Flaky:
     def __init__(self, times: int, error: Exception) -> None:
         self.times, self.error = times, error
 
-    def read(self, manifest: Any, ranges: Any) -> int:
+    def read(self, manifest: Any, ranges: Any) -> BytesRead:
         self.times -= 1
         if self.times >= 0:
             raise self.error
-        return 42
+        return BytesRead(storage=42)
 
     def manifest(self, checkpoint_id: str) -> Any:
         return checkpoint_id
@@ -310,7 +316,7 @@ def patient(source: Any, waits: list[float], limit_s: float = 60.0) -> RetryingS
 def test_storage_that_comes_back_is_waited_for() -> None:
     waits: list[float] = []
     anything: Any = None
-    assert patient(Flaky(3, StorageError("away")), waits).read(anything, ()) == 42
+    assert patient(Flaky(3, StorageError("away")), waits).read(anything, ()) == BytesRead(storage=42)
     assert waits == [1.0, 2.0, 4.0]
 
 
@@ -332,13 +338,13 @@ def test_a_large_state_is_read_in_parts_each_with_its_own_limit(monkeypatch: pyt
     class Throttled:
         name = "storage"
 
-        def read(self, manifest: Any, ranges: Sequence[ReadRange]) -> int:
+        def read(self, manifest: Any, ranges: Sequence[ReadRange]) -> BytesRead:
             reads.append([(r.rank, r.key, r.offset, r.numel) for r in ranges])
             if len(reads) % 2:
                 raise StorageError("away")
             for r in ranges:
                 r.target.copy_(torch.arange(r.offset, r.offset + r.numel, dtype=r.target.dtype))
-            return sum(r.target.nbytes for r in ranges)
+            return BytesRead(storage=sum(r.target.nbytes for r in ranges))
 
     waits: list[float] = []
     # One failure a part: as a whole longer than the limit.
@@ -347,7 +353,7 @@ def test_a_large_state_is_read_in_parts_each_with_its_own_limit(monkeypatch: pyt
     first, second = torch.zeros(100), torch.zeros(7, dtype=torch.float64)
     anything: Any = None
     ranges = [ReadRange(0, "a", 0, 100, first), ReadRange(1, "b", 5, 7, second)]
-    assert patient.read(anything, ranges) == sum(moved) == first.nbytes + second.nbytes
+    assert patient.read(anything, ranges).total == sum(moved) == first.nbytes + second.nbytes
     assert torch.equal(first, torch.arange(100.0))
     assert torch.equal(second, torch.arange(5.0, 12.0, dtype=torch.float64))
     assert len(moved) > 2

@@ -50,7 +50,7 @@ def test_the_library_reads_what_was_written(stage: str, world: int, tmp_path: Pa
             assert stored.begin % ITEM_BYTES[stored.dtype] == 0
         assert record.digests == partial_digests(snapshot.layout, snapshot.tensors)
         assert (record.rank, record.world_size, record.step, record.generation) == (snapshot.rank, world, 40, 3)
-        assert (record.parameters is not None) == (snapshot.rank == 0)
+        assert record.parameters == snapshot.parameters
 
 
 def bytes_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from storage_contract import everything, save
 from storage_faults import Fault, FaultyObjects, at
 
 from elastic.checkpoint.reading import requests
-from elastic.checkpoint.source import ReadRange
+from elastic.checkpoint.source import BytesRead, ReadRange
 from elastic.checkpoint.storage import CheckpointStore
 from elastic.core.errors import ElasticError, Fenced, IntegrityError, StorageError, UsageError
 from elastic.store.errors import translated
@@ -77,7 +77,7 @@ def test_requests_fetch_each_byte_once(data: st.DataObject, gap: int, limit: int
     needed = sum(item.numel * item.target.element_size() for item in ranges)
     assert all(read.bytes <= limit for read in reads)
     assert sum(read.bytes for read in reads) == needed if gap == 0 else sum(read.bytes for read in reads) >= needed
-    assert store.read(manifest, ranges) == sum(read.bytes for read in reads)
+    assert store.read(manifest, ranges) == BytesRead(storage=sum(read.bytes for read in reads))
     for item in ranges:
         stored_part = full[item.rank][item.key][item.offset : item.offset + item.numel]
         assert torch.equal(item.target.view(torch.uint8), stored_part.view(torch.uint8))
@@ -93,7 +93,7 @@ def test_neighbours_become_one_read(tmp_path: Path) -> None:
     store.read(manifest, [ReadRange(0, key, 5 * n, 5, part) for n, part in reversed(list(enumerate(parts)))])
     assert objects.calls["read_into"] == 1
     assert torch.equal(torch.cat(parts), snapshots(written("zero12", 1), state())[0].tensors[key][:20])
-    assert store.read(manifest, []) == 0
+    assert store.read(manifest, []) == BytesRead()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from elastic.core.mesh import MeshSettings
 from elastic.core.run import machine
 from elastic.core.run.phase import Finished, RunPhase
 from elastic.core.run.state import SlotPhase, WorkerPhase
-from elastic.core.settings import FailureSettings, RunSettings, ScalingSettings, SnapshotSettings
+from elastic.core.settings import CalibrationSettings, FailureSettings, RunSettings, ScalingSettings, SnapshotSettings
 
 A = TypeVar("A")
 
@@ -25,8 +25,10 @@ class Scenario:
         per_slot: int = 1,
         gather_s: float = 5.0,
         memory: bool = False,
-        policy: Literal["eager", "patient"] = "eager",
+        policy: Literal["eager", "measured", "patient"] = "eager",
         cell: int = 1,
+        max_steps: int | None = None,
+        calibration: CalibrationSettings | None = None,
         **failures: Any,
     ) -> None:
         scaling = ScalingSettings(low, high, per_slot, gather_s, policy=policy)
@@ -35,6 +37,8 @@ class Scenario:
             RunSettings(
                 "r",
                 scaling=scaling,
+                max_steps=max_steps,
+                calibration=calibration or CalibrationSettings(),
                 snapshots=SnapshotSettings(memory),
                 failures=FailureSettings(**failures),
                 mesh=MeshSettings(cell),

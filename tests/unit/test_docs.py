@@ -22,7 +22,9 @@ from elastic_jobs.job_file.load import parse_job
 from elastic_jobs.job_file.sections import (
     AnomalySpec,
     AuditSpec,
+    CalibrationSpec,
     CheckpointSpec,
+    CommunicationSpec,
     GradientNoiseSpec,
     MeshSpec,
     SnapshotSpec,
@@ -120,6 +122,8 @@ def test_exit_codes() -> None:
         ("## anomalies", {name: field.default for name, field in AnomalySpec.model_fields.items()}),
         ("## stragglers", {name: field.default for name, field in StragglerSpec.model_fields.items()}),
         ("## gradient_noise", {name: field.default for name, field in GradientNoiseSpec.model_fields.items()}),
+        ("## communication", {name: field.default for name, field in CommunicationSpec.model_fields.items()}),
+        ("## calibration", {name: field.default for name, field in CalibrationSpec.model_fields.items()}),
         ("## audit", {name: field.default for name, field in AuditSpec.model_fields.items()}),
         (
             "## submit",
@@ -251,6 +255,7 @@ def actions(command: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 _SECTIONS = (
     AnomalySpec,
     AuditSpec,
+    CalibrationSpec,
     CheckpointSpec,
     GradientNoiseSpec,
     MeshSpec,

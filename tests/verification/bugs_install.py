@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from elastic.engines.inventory import Inventory
 from verification.tools import Change, changed, modules, together
 
 
@@ -16,7 +17,7 @@ def kept_old(kind: str) -> Change:
 
 
 def buffers_kept_off_rank_0() -> Change:
-    return _kept(lambda state: {} if state._sharded.rank == 0 else _extras(state, "buffer"))
+    return _kept(lambda state: {} if state.sharded.rank == 0 else _extras(state, "buffer"))
 
 
 def _kept(select: Callable[[Any], dict[str, torch.Tensor]], method: str = "_install") -> Change:
@@ -32,12 +33,12 @@ def _kept(select: Callable[[Any], dict[str, torch.Tensor]], method: str = "_inst
 
 
 def _extras(state: Any, kind: str) -> dict[str, torch.Tensor]:
-    return {extra.chunk.name: extra.tensor for extra in state._inventory().extras if extra.kind == kind}
+    return {extra.chunk.name: extra.tensor for extra in Inventory.of(state.sharded).extras if extra.kind == kind}
 
 
 def masters_stale() -> Change:
     """The low-precision weights are the checkpoint's, the masters those of the fresh model."""
-    return _kept(lambda state: {m.buffer: m.tensor for m in state._sharded.masters()}, "_install_together")
+    return _kept(lambda state: {m.buffer: m.tensor for m in state.sharded.masters()}, "_install_together")
 
 
 def weights_stale() -> Change:

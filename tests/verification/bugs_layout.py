@@ -53,37 +53,29 @@ def slices(wrong: Callable[..., Any]) -> Change:
 
 
 def absolute(original: Any, self: Any, parameter: Any) -> tuple[int, int]:
-    from elastic.engines.deepspeed.state.zero import full_numel
+    from elastic.engines.deepspeed.state.zero import own_numel
 
-    part, numel = int(parameter.partition_numel()), full_numel(parameter)
+    part, numel = int(parameter.partition_numel()), own_numel(parameter)
     return self.rank * part, min(part, abs(numel - self.rank * part))
 
 
 def floor(original: Any, self: Any, parameter: Any) -> tuple[int, int]:
-    from elastic.engines.deepspeed.state.zero import full_numel
+    from elastic.engines.deepspeed.state.zero import own_numel
 
-    numel = full_numel(parameter)
+    numel = own_numel(parameter)
     part = numel // self.world_size
     return self.rank * part, min(part, numel - self.rank * part)
 
 
 def tail_alignment() -> Change:
-    def chunk(original: Any, self: Any, name: str, numel: int, begin: int, part: int, buffer: str) -> Any:
-        return original(self, name, numel, begin, part - 1, buffer)
+    def chunk(original: Any, self: Any, parameter: Any, begin: int, at: int, part: int, buffer: str) -> Any:
+        return original(self, parameter, begin, at // part * (part - 1), part - 1, buffer)
 
     return changed(modules().partitioned.PartitionedState, "_chunk", chunk)
 
 
 def _as_registered(original: Any, self: Any) -> Any:
-    return [_end_to_end([(self._names[id(p)], p.numel()) for p in group]) for group in self._listed()]
-
-
-def _end_to_end(tensors: list[tuple[str, int]]) -> list[tuple[str, int, int]]:
-    placed, offset = [], 0
-    for name, numel in tensors:
-        placed.append((name, numel, offset))
-        offset += numel
-    return placed
+    return [modules().partitioned._end_to_end(group) for group in self._listed()]
 
 
 def registration_order() -> Change:

@@ -36,7 +36,7 @@ def steps_dropped() -> Change:
 def step_shared() -> Change:
     def install(original: Any, self: Any, *args: Any) -> None:
         original(self, *args)
-        states = list(self._sharded.base.state.values())
+        states = list(self.sharded.base.state.values())
         for state in states:
             state["step"] = next(s["step"] for s in states if s["step"] == state["step"])
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from elastic.checkpoint.source import BytesRead
 from verification.tools import Lying, Reading
 
 
@@ -50,13 +51,13 @@ class OneStale:
     def manifest(self, checkpoint_id: str) -> Any:
         return self._reading.store.manifest(checkpoint_id)
 
-    def read(self, manifest: Any, ranges: Any) -> int:
+    def read(self, manifest: Any, ranges: Any) -> Any:
         count = self._reading.store.read(manifest, ranges)
         older = self._reading.older.manifest(self._reading.older_id)
         if self._reading.rank == 0:
             wanted = next(wanted for wanted in ranges if wanted.rank == 0 and wanted.key == "exp_avg/group0")
             self._reading.older.read(older, [wanted])
-        return int(count)
+        return count
 
 
 class Fails:
@@ -68,10 +69,10 @@ class Fails:
     def manifest(self, checkpoint_id: str) -> Any:
         return self._reading.store.manifest(checkpoint_id)
 
-    def read(self, manifest: Any, ranges: Any) -> int:
+    def read(self, manifest: Any, ranges: Any) -> Any:
         if self._reading.rank == 1:
             raise KeyError("exp_avg")
-        return int(self._reading.store.read(manifest, ranges))
+        return self._reading.store.read(manifest, ranges)
 
 
 class FileByRank:
@@ -85,10 +86,10 @@ class FileByRank:
     def manifest(self, checkpoint_id: str) -> Any:
         return self._reading.store.manifest(checkpoint_id)
 
-    def read(self, manifest: Any, ranges: Any) -> int:
+    def read(self, manifest: Any, ranges: Any) -> Any:
         here = self._reading
         if here.rank < manifest.world_size:
-            return int(here.store.read(manifest, ranges))
+            return here.store.read(manifest, ranges)
         older = here.older.manifest(here.older_id)
         own = {tensor.key: tensor.numel for tensor in older.shards[here.rank].tensors}
         for wanted in ranges:
@@ -97,7 +98,7 @@ class FileByRank:
                 here.older.read(
                     older, [replace(wanted, rank=here.rank, offset=0, numel=count, target=wanted.target[:count])]
                 )
-        return sum(wanted.target.numel() * wanted.target.element_size() for wanted in ranges)
+        return BytesRead(storage=sum(wanted.target.nbytes for wanted in ranges))
 
 
 tail_uninitialised = _after(_tail)

@@ -46,6 +46,9 @@ _PARTS = {
     "global_": "counters",
 }
 
+# Errors of a mutation that calls what is not there.
+_UNFIT = ("TypeError", "ImportError", "AttributeError")
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -60,12 +63,14 @@ class Verdict:
 
     @property
     def good(self) -> bool:
-        named = self.caught not in ("", "nothing of ours")
+        named = self.caught not in ("", "nothing of ours") and not self.difference.startswith(_UNFIT)
         return bool(named and self.difference and not self.healthy and not self.hung)
 
     @property
     def problem(self) -> str:
         """Why it is not good, in a few words."""
+        if self.difference.startswith(_UNFIT):
+            return f"the mutation does not fit the code any more: {self.difference}"
         if self.healthy:
             return f"fails without it: {self.healthy}"
         if self.hung:

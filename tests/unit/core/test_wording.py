@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.core.policy.scaling import ScalingFacts, policy_named
+from elastic.core.policy.scaling import ScalingFacts
+from elastic.core.policy.scaling_policies import policy_named
 from elastic.core.settings import ScalingSettings
 from elastic.core.wording import plural, verb
 

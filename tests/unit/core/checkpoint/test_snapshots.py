@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 
 import pytest
@@ -12,7 +13,9 @@ from machine_scenario import Scenario
 from elastic.core import actions as act
 from elastic.core import events as ev
 from elastic.core.checkpoint.snapshots import (
+    Copies,
     Held,
+    copies_of,
     is_snapshot,
     parse_snapshot_id,
     place_replicas,
@@ -20,6 +23,7 @@ from elastic.core.checkpoint.snapshots import (
     snapshot_id,
 )
 from elastic.core.errors import IntegrityError
+from elastic.core.run import machine
 from elastic.core.run.phase import Finished, Joining, Pausing, Training, Waiting
 
 CLUSTERS = st.lists(st.tuples(st.integers(0, 7), st.integers(0, 3)), min_size=1, max_size=24).map(
@@ -83,6 +87,13 @@ def test_two_replicas_are_in_two_other_domains_where_there_are_three() -> None:
         assert {domain_of(t) for t in targets} == {"a", "b", "c"} - {domain_of(node)}
 
 
+def test_replicas_are_with_the_ranks_before_where_these_are_in_other_domains() -> None:
+    ranks = ["a-0", "b-0", "a-1", "b-1", "a-2", "b-2"]
+    placed = place_replicas(ranks, 1, {node: domain_of(node) for node in ranks}, spare=2)
+    assert [targets[0] for targets in placed] == [ranks[-1], *ranks[:-1]]
+    assert {len(targets) for targets in placed} == {3}
+
+
 def held_by(nodes: list[str]) -> dict[str, list[Held]]:
     """What the nodes hold when one snapshot is complete on all of them, with one replica of each shard."""
     held: dict[str, list[Held]] = {node: [] for node in nodes}
@@ -111,6 +122,14 @@ def test_a_snapshot_needs_every_rank_of_one_world_size() -> None:
     assert recoverable({"a": whole[:2]}) == ()
     assert recoverable({"a": whole[:2], "b": [Held(1, 8, 2, 4, False)]}) == ()
     assert recoverable({"a": whole[:2], "b": [Held(2, 8, 2, 3, False)]}) == ()
+
+
+def test_every_copy_is_known_and_told_by_node() -> None:
+    held = {"a": [Held(1, 8, 0, 3, True), Held(1, 8, 1, 3, False)], "b": [Held(1, 8, rank, 3, True) for rank in (0, 1)]}
+    held["c"] = [Held(1, 8, 2, 3, False), Held(1, 8, 2, 3, True)]
+    (found,) = recoverable(held)
+    assert found.copies == (("a", "b"), ("a", "b"), ("c",))
+    assert copies_of(found) == Copies(3, (("a", ((0, 2),), ()), ("b", (), ((0, 2),)), ("c", ((2, 3),), ())))
 
 
 def test_a_ranks_own_node_is_read_before_its_replicas() -> None:
@@ -159,6 +178,36 @@ def test_the_next_generation_begins_from_the_newest_snapshot() -> None:
     assert (begun(run).checkpoint, begun(run).step) == (snapshot_id(16, 1), 16)
     assert run.state.trouble.incident is not None
     assert (run.state.trouble.incident.source, run.state.trouble.incident.steps_repeated) == ("memory", 1)
+
+
+# Node 0 has what rank 1 of two will read, and node 2 what rank 0 will.
+CROSSED = (("node-2", ((0, 2),), ()), ("node-0", ((2, 3),), ()))
+
+
+def crossed(snapshot: bool = True, copies: tuple[object, ...] = CROSSED) -> Scenario:
+    run = Scenario(2, 3, memory=True).started(3).commit(10)
+    run.do(ev.WorkerDied(1, "exit code -9")).left(17, 0, 2)
+    found = ((snapshot_id(16, 1), 16),) if snapshot else ()
+    # As the journal has it.
+    told = {"event": "SnapshotsReported", "survey": run.state.saved.surveys, "snapshots": found, "ranks": 3}
+    told |= {"copies": copies} if copies else {}
+    return run.do(ev.from_json(json.loads(json.dumps(told))))
+
+
+def test_ranks_go_where_their_state_is() -> None:
+    run = crossed()
+    assert begun(run).members == run.state.members == (2, 0)
+    assert run.state.saved.copies == Copies(), "a replay point of a large run must not carry it along"
+    state = machine.initial(run.state.settings, 1000.0)
+    for event, now in run.journal:
+        state, _ = machine.step(state, ev.from_json(json.loads(json.dumps(ev.to_json(event)))), now)
+    assert state == run.state, "a replay must find the same ranks"
+
+
+def test_without_a_word_on_copies_ranks_follow_the_slots() -> None:
+    """So that a journal of an earlier release is replayed as it happened; and from storage it makes no difference."""
+    assert begun(crossed(copies=())).members == (0, 2)
+    assert begun(crossed(snapshot=False)).members == (0, 2)
 
 
 def test_storage_is_used_where_it_is_further_or_memory_holds_nothing() -> None:

@@ -15,7 +15,8 @@ from machine_scenario import Scenario
 from elastic.core import actions as act
 from elastic.core import events as ev
 from elastic.core.checkpoint.snapshots import snapshot_id
-from elastic.core.policy.stragglers import StragglerWatch, _medians_of_others
+from elastic.core.data.collectives import CollectiveUse
+from elastic.core.policy.stragglers import CollectiveWatch, StragglerWatch, _medians_of_others
 from elastic.core.run.phase import Pausing, Training
 from elastic.core.settings import StragglerSettings
 
@@ -75,6 +76,15 @@ def test_one_window_more_confirms_it_and_then_it_is_known() -> None:
     assert (found[0].own_s, found[0].peers_s, found[0].factor) == (2.4, 2.0, 1.2)
 
 
+def test_what_is_usual_for_rank_0_goes_with_the_rank() -> None:
+    watching = watch(3)
+    assert slow(watching, 4, 1.04, 1, 1) == []
+    watching.begin(2, [101, 102, 100])
+    for factors in ((1.04, 1, 1), (1.04, 1, 1.08)):
+        found = [f for _ in range(8 * 30) for f in watching.step(2, [2.0 * factor for factor in factors])]
+        assert {f.worker for f in found} == ({100} if factors[2] > 1 else set())
+
+
 def test_what_its_device_says_of_its_clocks_is_told_with_a_straggler() -> None:
     watching = watch(3)
     slow(watching, 2, 1, 1, 1)
@@ -106,9 +116,9 @@ def test_a_new_generation_keeps_what_is_known_of_those_that_stay() -> None:
     watching = watch(3)
     slow(watching, 4, 1, 1, 1)
     slow(watching, 2, 1, 1.2, 1)
-    watching.begin(2, [101, 102, 200, 201])
-    assert watching.step(1, [9.0, 1.0, 1.0, 1.0]) == (), "a late report of the generation before"
-    found = [f for _ in range(30) for f in watching.step(2, [2.4, 2.0, 3.0, 2.0])]
+    watching.begin(2, [100, 101, 200, 201])
+    assert watching.step(1, [1.0, 9.0, 1.0, 1.0]) == (), "a late report of the generation before"
+    found = [f for _ in range(30) for f in watching.step(2, [2.0, 2.4, 3.0, 2.0])]
     assert [f.worker for f in found] == [101], "the newcomer is measured first"
 
 
@@ -210,3 +220,74 @@ def test_nobody_is_evicted_while_the_run_ends() -> None:
     assert isinstance(before, Pausing)
     found(run, 1)
     assert run.phase == before
+
+
+def reduced(seconds: float, calls: int = 4, nbytes: int = 1 << 20) -> tuple[CollectiveUse, ...]:
+    """A step's ledger: an all-reduce that takes so long, and a small broadcast."""
+    return (
+        CollectiveUse("all_reduce", "dp", "float32", calls, nbytes, seconds, seconds),
+        CollectiveUse("broadcast", "dp", "float32", 1, 64, 1e-4, 1e-4),
+    )
+
+
+def collectives(*phases: tuple[int, float, float]) -> list[ev.CollectivesSlowed]:
+    """Of a generation whose all-reduce takes, for so many steps, so many seconds, give or take 10 %, while the second
+    of its ranks computes so many seconds and the others 0.3."""
+    rng = np.random.default_rng(3)
+    watching = CollectiveWatch(StragglerSettings())
+    watching.begin(1)
+    found = [
+        watching.step(1, reduced(seconds * rng.uniform(0.9, 1.1)), (0.3, own_s, 0.3))
+        for steps, seconds, own_s in phases
+        for _ in range(steps)
+    ]
+    return [one for one in found if one is not None]
+
+
+def test_a_connection_that_becomes_slower_is_found_once() -> None:
+    (found,) = collectives((200, 0.1, 0.3), (300, 0.2, 0.3))
+    assert found.factor == pytest.approx(2.0, rel=0.05)
+    assert found.windows == 3
+
+
+def test_collectives_as_usual_and_short_disturbances_are_left_in_peace() -> None:
+    assert collectives((5000, 0.1, 0.3)) == []
+    assert collectives((200, 0.1, 0.3), (60, 0.4, 0.3), (500, 0.1, 0.3)) == []
+    assert collectives((200, 0.1, 0.3), (500, 0.13, 0.3)) == []
+
+
+def test_waiting_for_a_rank_that_computes_longer_is_no_slow_connection() -> None:
+    """Nor where it is too little for a straggler, or not yet found to be one."""
+    assert collectives((200, 0.1, 0.3), (500, 0.3, 0.5)) == []
+    assert collectives((200, 0.1, 0.32), (500, 0.2, 0.42)) == []
+    (found,) = collectives((200, 0.1, 0.3), (500, 0.5, 0.5))
+    assert found.factor == pytest.approx(3.0, rel=0.1)
+
+
+def test_a_rank_that_has_always_computed_longer_explains_no_slower_collectives() -> None:
+    (found,) = collectives((200, 0.3, 0.5), (500, 0.6, 0.5))
+    assert found.factor == pytest.approx(2.0, rel=0.05)
+
+
+def test_what_moves_more_may_take_longer() -> None:
+    watching = CollectiveWatch(StragglerSettings())
+    watching.begin(1)
+    told = [watching.step(1, reduced(0.1)) for _ in range(60)]
+    told += [watching.step(1, reduced(0.4, nbytes=4 << 20)) for _ in range(300)]
+    assert told == [None] * 360
+
+
+def test_every_generation_is_compared_with_its_own_beginning() -> None:
+    watching = CollectiveWatch(StragglerSettings())
+    for generation, seconds in ((1, 0.1), (2, 0.3)):
+        watching.begin(generation)
+        assert [watching.step(generation, reduced(seconds)) for _ in range(300)] == [None] * 300
+    assert watching.step(1, reduced(9.0)) is None
+
+
+def test_a_slow_connection_is_told_and_nothing_is_released() -> None:
+    run = Scenario(2, 3).started(3).do(ev.CollectivesSlowed(1, 2.0, 0.1, 0.2, 3))
+    (told,) = [note for note in run.acts(act.Note) if note.kind == "straggler"]
+    assert told.sentence.startswith("collectives take 2.00 times as long as when generation 1 began (0.2 s of a step")
+    assert isinstance(run.phase, Training)
+    assert run.acts(act.ReleaseSlot) == []

@@ -10,6 +10,7 @@ from machine_scenario import Scenario
 from elastic.core import actions as act
 from elastic.core import events as ev
 from elastic.core.run.phase import USAGE, Closing, Ending, Joining, Pausing, Training, Waiting
+from elastic.core.settings import CommunicationSettings
 
 
 def test_growth_holds_everybody_at_one_step_and_goes_on_from_its_checkpoint() -> None:
@@ -98,6 +99,23 @@ def test_storage_that_does_not_take_the_checkpoint_costs_the_steps_not_the_growt
     s.do(ev.StopPromised(1, 0, 7), ev.StopPromised(1, 1, 7)).left(7).wait(20)
     assert s.acts(act.BeginGeneration) == [act.BeginGeneration(2, (0, 1, 2), None, 0)]
     assert "7 steps will be repeated" in s.said()
+
+
+def test_the_outer_steps_that_are_lost_are_named() -> None:
+    """And islands have a round's time to stop."""
+    s = Scenario(2, 3, drain_timeout_s=20)
+    local = CommunicationSettings("local", "diloco", every_steps=3)
+    s.state = replace(s.state, settings=replace(s.state.settings, communication=local))
+    s.started(2).nodes(1).do(ev.StopPromised(1, 0, 9)).wait(59)
+    assert isinstance(s.phase, Pausing)
+    s.do(ev.StopPromised(1, 1, 9)).left(9).wait(1)
+    assert "9 steps will be repeated, and with them the outer steps of 3, 6, 9" in s.said()
+
+
+def test_a_run_whose_end_comes_before_that_of_a_round_ends_there() -> None:
+    s = Scenario(2, 3).started(2).nodes(1).do(ev.StopPromised(1, 0, 30), ev.StopPromised(1, 1, 30)).completed(14)
+    assert isinstance(s.phase, Closing)
+    assert s.phase.step == 14
 
 
 def test_who_does_not_stop_in_time_is_ended() -> None:

@@ -102,6 +102,7 @@ _ON: dict[str, Any] = {
     "zero_optimization.offload_optimizer.device": "nvme",
     "zero_optimization.offload_param.device": "nvme",
     "gradient_allreduce_op": "sum",
+    "communication_data_type": "int8",
     "managed_gradient_accumulation": False,
     "zero_optimization.zero_hpz_partition_size": 2,
     "sequence_parallel_size": 2,
@@ -122,6 +123,9 @@ def test_what_cannot_be_honoured_is_refused_by_name(path: str) -> None:
     [
         {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}},
         {"zero_optimization": {"stage": 2, "elastic_checkpoint": False, "zero_quantized_gradients": False}},
+        {"zero_optimization": {"stage": 3, "zero_quantized_weights": False, "zero_hpz_partition_size": 1}},
+        {"communication_data_type": "bf16"},
+        {"communication_data_type": "FP16"},
         {"gradient_allreduce_op": "mean", "managed_gradient_accumulation": True},
         {"hybrid_engine": {"enabled": False}, "autotuning": {"enabled": False}, "nebula": None},
         {"optimizer": {"type": "AdamW"}, "checkpoint": {"tag_validation": "Ignore"}},

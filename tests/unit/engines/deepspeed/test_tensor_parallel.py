@@ -9,7 +9,7 @@ import pytest
 from elastic.core.errors import UsageError
 from elastic.core.generation_spec import BatchSettings
 from elastic.engines.deepspeed.config import check, resolve
-from elastic.engines.deepspeed.tensor_parallel import require_slices, size_of
+from elastic.engines.deepspeed.tensor_parallel import refuse_plan, require_slices, size_of
 from elastic.engines.fsdp2.config import check as check_fsdp2
 
 NONE = BatchSettings()
@@ -57,9 +57,11 @@ def test_what_agrees_with_the_mesh_passes(section: dict[str, Any]) -> None:
     assert size_of(resolve({**GIVEN, "tensor_parallel": section}, NONE, 2, cell=2, tp=2).native) == 2
 
 
-def test_fsdp2_refuses_it() -> None:
-    with pytest.raises(UsageError, match=r"mesh: {tp: 2} is supported with engine: deepspeed, not fsdp2"):
-        check_fsdp2({}, NONE, (1, 2), 2)
+def test_a_plan_in_torchs_terms_is_not_for_autotp() -> None:
+    check_fsdp2({}, NONE, (1, 2), 2)
+    refuse_plan(None)
+    with pytest.raises(UsageError, match="tp_plan is for engine: fsdp2; with DeepSpeed say in tensor_parallel"):
+        refuse_plan({"layers.*.up": "colwise"})
 
 
 def test_a_model_of_which_nothing_was_cut_is_named() -> None:

@@ -12,7 +12,14 @@ from elastic_jobs.job_file.checks import Finding, check, check_plan, refuse
 from elastic_jobs.running.run_plan import Job, Output, Place, RunPlan
 
 from elastic.core.errors import UsageError
-from elastic.core.settings import CheckpointSettings, RunSettings, ScalingSettings
+from elastic.core.settings import (
+    AuditSettings,
+    CheckpointSettings,
+    CommunicationSettings,
+    GradientNoiseSettings,
+    RunSettings,
+    ScalingSettings,
+)
 
 SETTINGS = RunSettings("r", scaling=ScalingSettings(2, 4), checkpoint=CheckpointSettings("/ckpt"), storage_url="/runs")
 JOB = Job(SETTINGS, "train.py:main")
@@ -20,6 +27,9 @@ JOB = Job(SETTINGS, "train.py:main")
 
 def changed(**settings: Any) -> Job:
     return replace(JOB, settings=replace(SETTINGS, **settings))
+
+
+ISLANDS = CommunicationSettings("local", "diloco")
 
 
 def test_a_good_job_has_no_findings() -> None:
@@ -36,6 +46,30 @@ def test_a_good_job_has_no_findings() -> None:
         (replace(JOB, config={"api_key": "abc"}), None, "config", "config.api_key looks like a secret"),
         (changed(engine="fsdp"), None, "engine", "engine 'fsdp' is unknown; the engines are: deepspeed"),
         (changed(engine_config={"elasticity": {}}), None, "deepspeed", "deepspeed: DeepSpeed option elasticity"),
+        (
+            changed(communication=CommunicationSettings(), engine_config={"zero_optimization": {"stage": 3}}),
+            None,
+            "communication",
+            "communication is not supported with ZeRO stage 3",
+        ),
+        (
+            changed(communication=ISLANDS, engine_config={"zero_optimization": {"stage": 1}}),
+            None,
+            "communication",
+            "ZeRO stage 1 where islands train by themselves (semantics: local); leave one of them out",
+        ),
+        (
+            changed(communication=ISLANDS, audit=AuditSettings(every_steps=5)),
+            None,
+            "communication",
+            "communication.semantics: local does not go with audit.every_steps",
+        ),
+        (
+            changed(communication=ISLANDS, gradient_noise=GradientNoiseSettings(every_steps=5)),
+            None,
+            "communication",
+            "communication.semantics: local does not go with gradient_noise.every_steps",
+        ),
         (changed(engine_config={"x": {"password": "p"}}), None, "deepspeed", "deepspeed.x.password looks like"),
         (JOB, Place(nodes=1), "place", "1 node can hold 1 worker, but min_workers is 2"),
         (JOB, Place(max_nodes=1), "place", "--max-nodes goes with --autoscale"),

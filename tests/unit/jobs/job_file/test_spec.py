@@ -21,6 +21,7 @@ from elastic.core.settings import (
     GPU_FAILURES,
     AnomalySettings,
     AuditSettings,
+    CommunicationSettings,
     FailureSettings,
     GradientNoiseSettings,
     RunSettings,
@@ -56,6 +57,8 @@ workers_per_slot: 2
 scaling_policy: patient
 resources_per_worker: {CPU: 0.5, GPU: 1}
 fork_workers: true
+numa_binding: exclusive
+device_faults: report
 deepspeed: {zero_optimization: {stage: 2}}
 global_batch: 24
 micro_batch: 2
@@ -67,6 +70,7 @@ stragglers: {policy: evict, factor: 1.2, window_steps: 10, windows: 2, calibrati
 anomalies: {policy: skip, max_anomalies: 2, window_steps: 50, max_overflows: 3}
 gradient_noise: {every_steps: 5}
 audit: {every_steps: 50, strikes: 3, rollback: agreed}
+communication: {strategy: hierarchical, bucket_mb: 10}
 storage_url: s3://bucket/runs
 """,
     )
@@ -76,6 +80,7 @@ storage_url: s3://bucket/runs
     assert settings.scaling.max_slots == 2
     assert settings.scaling.policy == "patient"
     assert settings.fork_workers
+    assert (settings.numa_binding, settings.device_faults) == ("exclusive", "report")
     assert settings.checkpoint.url == str(tmp_path / "ckpt")
     assert settings.storage_url == "s3://bucket/runs"
     assert settings.engine_config == {"zero_optimization": {"stage": 2}}
@@ -85,6 +90,7 @@ storage_url: s3://bucket/runs
     assert settings.anomalies == AnomalySettings("skip", 2, 50, 3)
     assert settings.gradient_noise == GradientNoiseSettings(5)
     assert settings.audit == AuditSettings(50, 3, "agreed")
+    assert settings.communication == CommunicationSettings("exact", "hierarchical", 10.0)
     assert RunSettings.from_json(json.loads(json.dumps(settings.to_json()))) == settings
 
 
@@ -130,6 +136,15 @@ def test_deepspeed_config_may_be_a_file_beside_the_job(tmp_path: Path) -> None:
             "gradient_noise: {every_steps: 1}\nmesh: {sp: 2}\n",
             "with mesh: {sp: 2} a rank's gradient is that of its part of the sequences only",
         ),
+        (
+            "communication: {strategies: ring}\n",
+            "line 3: unknown key 'communication.strategies'; did you mean 'strategy'?",
+        ),
+        ("communication: {semantics: async}\n", "communication.semantics: async is not built yet"),
+        ("communication: {strategy: star}\n", "communication.strategy is 'star', but with semantics: exact must be"),
+        ("communication: {bucket_mb: 0}\n", "communication.bucket_mb must be above zero, got 0"),
+        ("communication: {}\nengine: fsdp2\n", "communication is supported with engine: deepspeed"),
+        ("communication: {}\nmesh: {tp: 2}\n", "communication: with mesh: {tp: 2} a rank has its slices' gradient"),
         ("audit: {every: 3}\n", "line 3: unknown key 'audit.every'; did you mean 'every_steps'?"),
         ("audit: {every_steps: 0}\n", "'audit.every_steps' should be greater than or equal to 1"),
         (
@@ -156,16 +171,36 @@ def test_deepspeed_config_may_be_a_file_beside_the_job(tmp_path: Path) -> None:
             "anomalies: {policy: ignore}\n",
             "'anomalies.policy' should be 'stop', 'skip', 'rollback' or 'off', but is 'ignore'",
         ),
-        ("scaling_policy: hasty\n", "line 3: 'scaling_policy' should be 'eager' or 'patient', but is 'hasty'"),
+        (
+            "scaling_policy: hasty\n",
+            "line 3: 'scaling_policy' should be 'eager', 'measured' or 'patient', but is 'hasty'",
+        ),
+        ("price_per_node_hour: -1\n", "line 3: 'price_per_node_hour'"),
         ("config: [\n", "not valid YAML"),
-        ("mesh: {pp: 2}\n", "pp is not supported: sp and tp are the axes beside data parallelism so far"),
+        ("mesh: {tp: 2, pp: 2}\n", "tp and pp are supported together with engine: fsdp2; give one of them"),
+        ("engine: fsdp2\nweights: {source: there}\nmesh: {pp: 2}\n", "weights and mesh.pp are not supported together"),
+        ("weights: {source: there}\nmesh: {pp: 2}\n", "weights and mesh.pp are not supported together"),
+        ("audit: {every_steps: 1}\nmesh: {pp: 2}\n", "with mesh: {pp: 2} a rank computes its layers only"),
+        ("communication: {strategy: ring}\nmesh: {pp: 2}\n", "mesh: {pp: 2} a rank has its layers' gradient only"),
+        ("gradient_noise: {every_steps: 1}\nmesh: {pp: 2}\n", "mesh: {pp: 2} a rank's gradient is that of its layers"),
+        ("mesh: {pp: [4, 2]}\n", "pp: the sizes, each once, the smallest first, not [4, 2]"),
+        ("mesh: {pp: [2, 4]}\n", "mesh.pp may change: give the job's global_batch and micro_batch"),
+        ("mesh: {pp: 8}\n", "min_workers (1) to max_workers (4) has no multiple of 8 (mesh: {pp: 8})"),
         ("mesh: {sp: 2, tp: 2}\n", "sp and tp are not supported together; give one of them"),
-        ("engine: fsdp2\nmesh: {tp: 2}\n", "mesh.tp is supported with engine: deepspeed, not fsdp2"),
+        ("mesh: {sp: 2, ep: 2}\n", "sp and ep are not supported together; give one of them"),
+        ("engine: fsdp2\nmesh: {ep: 2}\n", "mesh.ep is supported with engine: deepspeed, not fsdp2"),
         ("weights: {source: there}\nmesh: {tp: 2}\n", "weights and mesh.tp are not supported together"),
         (
             "gradient_noise: {every_steps: 1}\nmesh: {tp: 2}\n",
             "with mesh: {tp: 2} a rank's gradient is that of its slices of the layers only",
         ),
+        (
+            "gradient_noise: {every_steps: 1}\nmesh: {ep: 2}\n",
+            "a rank's experts have gradients of other ranks' samples",
+        ),
+        ("audit: {every_steps: 1}\nmesh: {ep: 2}\n", "with mesh: {ep: 2} a rank has some experts only"),
+        ("communication: {strategy: ring}\nmesh: {ep: 2}\n", "mesh: {ep: 2} experts' gradients go to some ranks only"),
+        ("mesh: {ep: 8}\n", "min_workers (1) to max_workers (4) has no multiple of 8 (mesh: {ep: 8})"),
         ("mesh: {tp: 8}\n", "min_workers (1) to max_workers (4) has no multiple of 8 (mesh: {tp: 8})"),
         ("mesh: {dp: 2}\n", "dp follows from the number of workers, which changes; leave it out"),
         ("mesh: {sp: 0}\n", "'mesh.sp' should be greater than or equal to 1, but is 0"),
@@ -301,7 +336,37 @@ def test_a_slip_in_failures_is_named_with_and_without_a_gpu(gpu: str, tmp_path: 
         load(tmp_path, f"{GOOD}{gpu}failures: {{abort_timeout: 3.0}}\n")
 
 
-@pytest.mark.parametrize("axis", ["sp", "tp"])
+def test_experts_may_be_shared_by_other_numbers_of_workers_in_other_generations(tmp_path: Path) -> None:
+    spec = load(tmp_path, GOOD.replace("max_workers: 4", "max_workers: 7") + "min_workers: 1\nmesh: {ep: [2, 3]}\n")
+    settings = spec.settings("r", "./runs")
+    assert (settings.scaling.min_workers, settings.scaling.max_workers) == (2, 6)
+    assert settings.mesh.choices == {"ep": (2, 3)}
+    assert settings.mesh.ep == 3
+    assert RunSettings.from_json(json.loads(json.dumps(settings.to_json()))) == settings
+    state = machine.initial(settings, 0.0)
+    _, actions = machine.step(state, ev.RunStarted(), 0.0)
+    assert "in cells of 2 or 3 (mesh: {ep: [2, 3]})" in " ".join(a.sentence for a in actions if isinstance(a, act.Note))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "said"),
+    [("ep: any", "each must divide the number of experts"), ("ep: [4, 2]", "the smallest first, not \\[4, 2\\]"),
+     ("ep: []", "the sizes"), ("tp: [1, 2]", "tp is one number"), ("tp: any", "tp is one number"),
+     ("tp: 2, ep: [1, 2]", "not supported together")],
+)  # fmt: skip
+def test_sizes_that_cannot_change_are_refused(tmp_path: Path, mesh: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        load(tmp_path, f"{GOOD}mesh: {{{mesh}}}\n")
+
+
+def test_stages_whose_layers_are_shared_are_cells_of_torchs_engine(tmp_path: Path) -> None:
+    more = "engine: fsdp2\nmin_workers: 2\nglobal_batch: 8\nmicro_batch: 2\nmesh: {pp: [1, 2], tp: 2}\n"
+    settings = load(tmp_path, GOOD.replace("max_workers: 4", "max_workers: 7") + more).settings("run", "/default")
+    assert settings.mesh.choices == {"pp": (1, 2)}
+    assert (settings.mesh.tp, settings.mesh.cells) == (2, (2, 4))
+
+
+@pytest.mark.parametrize("axis", ["sp", "tp", "ep"])
 def test_worker_counts_are_rounded_to_whole_cells_and_the_run_says_so(tmp_path: Path, axis: str) -> None:
     spec = load(tmp_path, GOOD.replace("max_workers: 4", "max_workers: 7") + f"min_workers: 3\nmesh: {{{axis}: 2}}\n")
     settings = spec.settings("r", "./runs")

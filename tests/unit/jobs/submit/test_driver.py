@@ -391,6 +391,16 @@ def test_refused(package: Path, job: str, more: dict[str, Any], told: str, capfd
     assert (words["status"], words["exit_code"], words["run"]) == ("usage", 2, "r")
 
 
+def test_a_run_is_resumed_with_another_number_of_workers_that_share_experts(package: Path) -> None:
+    """Checkpoints hold whole tensors, of all experts."""
+    (package / "job.yaml").write_text(JOB.replace("max_workers: 2", "max_workers: 4") + "mesh: {ep: 4}\n")
+    folder = RunFolder(storage(package), "r")
+    folder.write("job.json", {"settings": {"seed": 0, "mesh": {"sp": 1, "tp": 1, "ep": 2}}})
+    backend = Backend()
+    drive(package, backend, "resume")
+    assert len(backend.started) == 1
+
+
 def test_a_resume_of_a_run_that_is_not_in_storage_does_not_begin_it(package: Path) -> None:
     backend = Backend()
     assert drive(package, backend, "resume") == 102

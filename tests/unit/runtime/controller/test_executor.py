@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,12 +13,13 @@ import ray
 
 from elastic.core import actions as act
 from elastic.core import events as ev
-from elastic.core.errors import Fenced, UsageError
+from elastic.core.errors import ElasticError, Fenced, UsageError
 from elastic.core.settings import RunSettings, SnapshotSettings
 from elastic.entrypoint import parse_entry_point
 from elastic.runtime.controller.hands import executor as executor_module
 from elastic.runtime.controller.hands import workers as workers_module
 from elastic.runtime.controller.hands.executor import Executor
+from elastic.runtime.controller.hands.node_measures import link_class
 from elastic.runtime.messages import NodeFacts
 from elastic.runtime.node.agent import unreachable
 from elastic.runtime.train_function import Entry
@@ -38,9 +40,15 @@ class Actor:
     def __getattr__(self, method: str) -> Any:
         class Method:
             @staticmethod
-            async def remote(*args: Any) -> Any:
+            def remote(*args: Any) -> asyncio.Future[Any]:
                 # A command is told by its own name; the incarnation comes before it.
-                return self._answer(*args[1:]) if method == "command" else self._answer(method, *args)
+                given = args[1:] if method == "command" else (method, *args)
+                answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+                try:
+                    answer.set_result(self._answer(*given))
+                except (ray.exceptions.RayError, ElasticError) as error:
+                    answer.set_exception(error)
+                return answer
 
         return Method
 
@@ -85,6 +93,40 @@ def test_a_worker_that_dies_while_it_starts_takes_no_agent_along(
 
     assert asyncio.run(scenario()) is kept
     assert [type(event) for event in events] == [ev.WorkerStartFailed]
+
+
+@pytest.mark.parametrize("forked", [False, True])
+def test_a_worker_imports_while_the_agent_of_its_node_starts(monkeypatch: pytest.MonkeyPatch, forked: bool) -> None:
+    """Both import for seconds. A forked worker has nothing to import, and the agent says how it is forked."""
+    events: list[ev.Event] = []
+    called: list[str] = []
+
+    async def scenario() -> None:
+        work, begun, up = made(events, replace(SETTINGS, fork_workers=forked)), asyncio.Event(), asyncio.Event()
+
+        def worker(method: str, *_: Any) -> dict[str, Any]:
+            called.append(method)
+            begun.set()
+            return {"pid": 1, "host": "host"}
+
+        async def agent() -> tuple[Any, NodeFacts]:
+            await up.wait()
+            called.append("agent")
+            return await known(lambda *_: None)
+
+        work._agents._tasks["node"] = asyncio.ensure_future(agent())
+        work.placed(0, "node")
+        monkeypatch.setattr(work._slots, "group", lambda slot: "group")
+        monkeypatch.setattr(work._workers, "_create", lambda number, group, launcher: Actor(worker))
+        work.perform(act.StartWorker(3, 0))
+        if not forked:
+            await asyncio.wait_for(begun.wait(), LIMIT_S)
+        up.set()
+        await settled(work)
+
+    asyncio.run(scenario())
+    assert called == (["agent", "prepare"] if forked else ["preload", "agent", "prepare"])
+    assert [type(event) for event in events] == [ev.WorkerReady]
 
 
 def test_a_worker_whose_slot_is_released_before_it_exists_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,3 +296,60 @@ def test_a_worker_is_prepared_once_however_often_it_is_asked(monkeypatch: pytest
     assert len(answers) == 4
     assert all(answer == answers[0] for answer in answers)
     assert imported == [1]
+
+
+RATES = {"gemm": 1e11, "memory": 1e10, "disk": 1e9}
+WAYS = ((1024, 1e-4),), ((1024, 2e-4),)
+
+
+def measuring(node: Callable[..., Any], partner: Callable[..., Any] | None) -> list[ev.Event]:
+    """Of a run in which "node" joins, with "partner" idle: what is told."""
+    events: list[ev.Event] = []
+
+    async def scenario() -> None:
+        work = made(events)
+        work._agents._tasks["node"] = asyncio.ensure_future(known(node))
+        if partner is not None:
+            work._agents._tasks["partner"] = asyncio.ensure_future(known(partner))
+        work.perform(act.MeasureNode("node", ("gone", "partner")))
+        work.placed(0, "node")
+        waits = asyncio.ensure_future(work._measures.ended("node"))
+        await settled(work)
+        await asyncio.wait_for(waits, LIMIT_S)
+        await asyncio.wait_for(work._measures.ended("node"), LIMIT_S)
+
+    asyncio.run(scenario())
+    return events
+
+
+def agent(method: str, *_: Any) -> Any:
+    return RATES if method == "measure" else WAYS
+
+
+def test_a_node_is_measured_with_the_first_idle_node_that_answers() -> None:
+    events = measuring(agent, agent)
+    # Both say nothing of their machine, nor of their zone.
+    assert events == [ev.NodeMeasured("node", tuple(RATES.items()), "partner", "other", *WAYS)]
+
+
+def test_without_an_idle_node_only_the_node_itself_is_measured() -> None:
+    events = measuring(agent, None)
+    assert events == [ev.NodeMeasured("node", tuple(RATES.items()))]
+
+
+@pytest.mark.parametrize("answer", [dead, unavailable])
+def test_a_node_that_cannot_be_measured_is_told_and_its_workers_begin(answer: Callable[..., Any]) -> None:
+    (told,) = measuring(answer, agent)
+    assert isinstance(told, ev.NodeMeasured)
+    assert told.failed
+    assert told.rates == ()
+
+
+def test_connections_are_classed_by_what_nodes_say_of_themselves() -> None:
+    def facts(machine: str, domain: str) -> NodeFacts:
+        return NodeFacts("box", ("127.0.0.1", 1), "name", domain, machine=machine)
+
+    assert link_class(facts("a", "x"), facts("a", "y")) == "same host"
+    assert link_class(facts("a", "x"), facts("b", "x")) == "same zone"
+    assert link_class(facts("a", "x"), facts("b", "y")) == "other"
+    assert link_class(facts("", ""), facts("", "")) == "other"

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import ray
-from controller_life import FAILED, JOINED, LIMIT_S, Controller, actor_with, begun, item
+from controller_life import BEGUN, FAILED, JOINED, LIMIT_S, Controller, actor_with, begun, item
+from short_run import step_report
 
 from elastic.core import events as ev
 from elastic.core.errors import ElasticError
-from elastic.observe.journal import JournalWriter
+from elastic.core.typed_json import encode
+from elastic.observe.journal import JournalReader, JournalWriter
 from elastic.runtime import names
 from elastic.runtime.controller.acks import Acks
 from elastic.runtime.controller.actor import ControllerActor
@@ -196,3 +198,24 @@ def test_numbers_that_were_in_use_are_read_from_the_names_of_what_was_found() ->
     assert names.next_worker("run", 2, found) == 12
     assert names.next_slot("run", 2, found) == 5
     assert names.next_slot("run", 3, found) == 0
+
+
+def test_step_times_are_measured_once_and_facts_are_journaled_when_they_change(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        begun(tmp_path, (*BEGUN, ev.TrainingReached(1, 0, 0), ev.TrainingReached(1, 1, 0)))
+        controller = Controller(tmp_path)
+        controller.begin()
+        loop = controller.loop
+        loop.telemetry.generation_begins(1, 2, 0, 0.0)
+        for step in range(1, 20):
+            for rank in (0, 1):
+                loop.deliver(rank, [Item("step", step_report(step, rank), step)], float(step))
+            await controller.turn()
+        await controller.records.write(limit_s=LIMIT_S)
+        assert loop.state.meter.measured.step_s.keys() == {2}
+        journal = JournalReader(str(tmp_path), "run").records()
+        assert [r["event"] for r in journal if r.get("event") == "StepTimeMeasured"] == ["StepTimeMeasured"]
+        (facts,) = [r for r in journal if r["type"] == "facts" and r["measured"]["step_s"]]
+        assert facts["measured"] == encode(loop.state.meter.measured)
+
+    asyncio.run(scenario())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from elastic.core import events as ev
 from elastic.core.data.steps import StepReport
 from elastic.core.errors import UsageError
 from elastic.core.incident import Incident
+from elastic.core.policy.measured import Measured
 from elastic.core.run import machine
+from elastic.observe import records
 from elastic.observe.journal import JournalReader, JournalWriter
 from elastic.runtime import names
 from elastic.runtime.controller.incidents import IncidentBook
@@ -65,7 +68,7 @@ def test_a_replayed_controller_keeps_the_books(tmp_path: Path) -> None:
     totals = telemetry.time.totals(9.0)
     assert sum(totals.values()) == pytest.approx(9.0)
     assert totals["productive"] > 0
-    held = telemetry.held.totals(9.0)
+    held = telemetry.time.held_totals(9.0)
     assert held["productive"] == pytest.approx(2 * totals["productive"])
     assert "queue" not in held, "nothing is held before slots are placed"
 
@@ -98,7 +101,8 @@ def test_a_restore_report_that_comes_twice_counts_once() -> None:
     telemetry.generation_begins(1, 2, 0, 0.0)
     written.clear()
     report = {"generation": 1, "world_size": 2, "checkpoint": "c", "source": "storage", "step": 0, "bytes_read": 7,
-              "bytes_needed": 7, "read_s": 1.0, "install_s": 1.0, "verify_s": 1.0,
+              "bytes_from": {"own_node": 3, "network": 4, "storage": 0}, "bytes_needed": 7, "read_s": 1.0,
+              "install_s": 1.0, "verify_s": 1.0,
               "kept": 0, "again": ""}  # fmt: skip
     for rank in (0, 0, 1, 1):
         telemetry.restored({**report, "rank": rank})
@@ -115,6 +119,21 @@ def test_only_the_last_attempt_is_replayed_and_numbers_go_on(tmp_path: Path) -> 
     assert (fresh.generation, fresh.attempt, fresh.begun) == (1, successor.incarnation, False)
 
 
+def test_a_resumed_run_passes_over_what_the_attempt_before_went_back_from(tmp_path: Path) -> None:
+    """An audit has failed at step 13, and the run has gone back to step 8. That of step 12 is in storage still."""
+    writer = journal(tmp_path)
+    data = {"suspects": [1], "nodes": [], "decided": True, "undone": [1, 8]}
+    told = {"step": 13, "generation": 1, "world_size": 2, "data": data}
+    writer.append(dict(records.decision("audit", "the run goes back", **told)))
+    found = ev.AnomalyFound(2, 0, 20, "loss", "nan", ())
+    for worker in (0, 1):
+        writer.append({"type": "event", "now": 21.0, **ev.to_json(replace(found, worker=worker))})
+    fresh = Replayed.nothing(SETTINGS, JournalWriter(str(tmp_path), "run"))
+    assert fresh.undone == ((1, 8), (2, 20))
+    checkpoints = [(1, 8), (1, 12), (2, 20), (2, 21), (3, 22)]
+    assert [known for known in checkpoints if fresh.counts(*known)] == [(1, 8), (2, 20), (3, 22)]
+
+
 def test_a_resumed_run_counts_the_samples_of_the_attempts_before(tmp_path: Path) -> None:
     journal(tmp_path)
     fresh = Replayed.nothing(SETTINGS, JournalWriter(str(tmp_path), "run"))
@@ -128,7 +147,7 @@ def test_a_resumed_run_counts_the_samples_of_the_attempts_before(tmp_path: Path)
 def test_an_incident_is_written_again_when_the_lost_steps_are_caught_up() -> None:
     records: list[dict[str, Any]] = []
     book = IncidentBook(records.append, "run")
-    keys = ("bytes_read", "bytes_needed", "read_s", "install_s", "verify_s")
+    keys = ("bytes_read", "bytes_from", "bytes_needed", "read_s", "install_s", "verify_s")
     book.restored({"generation": 2, **dict.fromkeys(keys, 7)})
     times = {"symptom": 10.0, "detected": 10.0, "first_step": 11.0}
     book.close(
@@ -155,8 +174,8 @@ def test_an_incident_is_written_again_when_the_lost_steps_are_caught_up() -> Non
             ev.UserCodeFailed(2, 5, 9, "ValueError: x", "tb"),
         ),
         (
-            GenerationResult("anomaly", 9, bad_step=BadStep("audit", "0 against 1", (), (1,), True, 6)),
-            ev.AuditFailed(2, 5, 9, (1,), True, "0 against 1", 6),
+            GenerationResult("anomaly", 9, bad_step=BadStep("audit", "0 against 1", (), (1,), True, 6, 5)),
+            ev.AuditFailed(2, 5, 9, (1,), True, "0 against 1", 6, 5),
         ),
         (GenerationResult("usage_error", 9, message="x"), ev.UserCodeFailed(2, 5, 9, "x", "", True)),
         (GenerationResult("restore_failed", 0, message="bad", checkpoint="c"), ev.RestoreFailed(2, 5, "c", "bad")),
@@ -256,3 +275,16 @@ def test_a_step_that_was_lost_within_is_in_the_journal_with_what_is_kept_of_it()
         "step 10 is done again from its first micro-batch: in stage 2 partial sums lie on other ranks"
     )
     assert unfinished_step_record({**restore, "kept": 0}, 3) is None
+
+
+def test_what_an_attempt_has_measured_is_known_to_the_next_one(tmp_path: Path) -> None:
+    """By the last record of it, whichever attempt wrote it."""
+    writer = JournalWriter(str(tmp_path), "run")
+    for now, event in EVENTS:
+        writer.append({"type": "event", "now": now, **ev.to_json(event)})
+    measured = Measured(recovery_s=(2.5,), replacement_s=(9.0,), step_s={2: 0.5}, losses=1, node_s=16.0)
+    writer.append(records.facts(replace(measured, losses=0)))
+    writer.append(records.facts(measured))
+    old = Replayed.nothing(SETTINGS, JournalWriter(str(tmp_path), "run"))
+    state, _ = machine.step(machine.initial(SETTINGS, 99.0), ev.RunStarted(measured=old.measured), 99.0)
+    assert state.meter.measured == measured

@@ -128,7 +128,7 @@ def test_a_point_and_what_follows_it_is_a_replay_of_everything(tmp_path: Path, s
     assert len(abridged.replayed) < len(whole.replayed) / 2
     assert known(short) == known(long)
     now = max(short.last_time, long.last_time) + 1.0
-    held = [sum(replayed._telemetry.held.nanoseconds(now).values()) for replayed in (short, long)]
+    held = [sum(replayed._telemetry.time.held_nanoseconds(now).values()) for replayed in (short, long)]
     assert held[0] == held[1] > 0
     for ledger in (short._telemetry.time, long._telemetry.time):
         assert sum(ledger.nanoseconds(now).values()) == ledger._now - ledger._start, "every instant has one owner"
