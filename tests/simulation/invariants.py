@@ -104,6 +104,8 @@ class Invariants:
                 last = max(last, event.newest_generation)
             elif isinstance(event, ev.SnapshotsReported):
                 last = max([last, *(parse_snapshot_id(name)[1] for name, _ in event.snapshots)])
+            elif isinstance(event, ev.CheckpointCommitted):
+                last = max(last, event.by_generation)
             assert before.generation <= after.generation <= last + 1
         assert after.furthest_step >= before.furthest_step, "the furthest step went back"
         assert after.fleet.next_slot >= before.fleet.next_slot

@@ -29,6 +29,7 @@ class Scenario:
         cell: int = 1,
         max_steps: int | None = None,
         calibration: CalibrationSettings | None = None,
+        mesh: MeshSettings | None = None,
         **failures: Any,
     ) -> None:
         scaling = ScalingSettings(low, high, per_slot, gather_s, policy=policy)
@@ -41,7 +42,7 @@ class Scenario:
                 calibration=calibration or CalibrationSettings(),
                 snapshots=SnapshotSettings(memory),
                 failures=FailureSettings(**failures),
-                mesh=MeshSettings(cell),
+                mesh=mesh or MeshSettings(cell),
             ),
             self.now,
         )

@@ -122,7 +122,9 @@ def leave_evicted(transition: Transition) -> bool:
     """Ask the generation, which trains, to end without the members in slots that were evicted since it began; True if
     it was asked."""
     state = transition.state
-    slots = {state.fleet.workers[member].slot for member in state.members} & set(state.fleet.evicted)
+    evicted = frozenset(state.fleet.evicted)
+    # Of every event: without an eviction, members are not looked at.
+    slots = {state.fleet.workers[member].slot for member in state.members} & evicted if evicted else evicted
     stuck = state.saved.storage_failing and not state.settings.snapshots.enabled
     if not slots or stuck:
         return False

@@ -28,7 +28,14 @@ from elastic.core.events import (
 )
 from elastic.core.fleet import Members
 from elastic.core.run.phase import Closing, Ending, Joining, Pausing, Training
-from elastic.core.run.recovery import backdate, close_incident, fail_generation, open_incident, reject_checkpoint
+from elastic.core.run.recovery import (
+    backdate,
+    close_incident,
+    end_found_generation,
+    fail_generation,
+    open_incident,
+    reject_checkpoint,
+)
 from elastic.core.run.state import KnownCheckpoint, RunState, WorkerPhase
 from elastic.core.run.transition import Transition
 from elastic.core.settings import RunSettings
@@ -379,6 +386,8 @@ def progress_stalled(transition: Transition, event: ProgressStalled) -> None:
 
 
 def checkpoint_committed(transition: Transition, event: CheckpointCommitted) -> None:
+    if event.by_generation > transition.state.generation:
+        end_found_generation(transition, event.by_generation, "storage has a checkpoint of")
     if not transition.trouble.counts(event.by_generation, event.step):
         transition.say(f"checkpoint {event.checkpoint} is ignored: it was made after an anomaly", "anomaly")
         return

@@ -231,7 +231,7 @@ def _catch_up(transition: Transition, event: ev.ControllerRestarted) -> None:
     transition.set_fleet(next_slot=max(state.fleet.next_slot, event.next_slot))
     transition.set_fleet(next_worker=max(state.fleet.next_worker, event.next_worker))
     if event.newest_generation > state.generation:
-        end_unknown_generation(transition, event.newest_generation)
+        end_unknown_generation(transition, event.newest_generation, "workers know of")
 
 
 def _run_started(transition: Transition, event: ev.RunStarted) -> None:

@@ -11,7 +11,7 @@ from elastic.core.checkpoint.snapshots import Copies, parse_snapshot_id
 from elastic.core.events import SnapshotsReported
 from elastic.core.policy.quarantine import left_out
 from elastic.core.run.phase import Training, Waiting
-from elastic.core.run.recovery import query_snapshots, record_loss
+from elastic.core.run.recovery import end_found_generation, query_snapshots, record_loss
 from elastic.core.run.state import KnownCheckpoint, RunState
 from elastic.core.run.transition import Transition
 
@@ -32,10 +32,11 @@ def snapshots_reported(transition: Transition, event: SnapshotsReported) -> None
     if isinstance(transition.state.phase, Training):
         _let_in(transition, event.unreachable)
         return
-    if isinstance(transition.state.phase, Waiting):
-        # A snapshot may belong to a generation that neither the journal nor a remaining worker knows; it counts.
-        newest = max((parse_snapshot_id(name)[1] for name, _ in event.snapshots), default=0)
-        transition.set(generation=max(transition.state.generation, newest))
+    # A snapshot may belong to a generation that neither the journal nor a worker that answered knows.
+    newest = max((parse_snapshot_id(name)[1] for name, _ in event.snapshots), default=0)
+    if isinstance(transition.state.phase, Waiting) and newest > transition.state.generation:
+        end_found_generation(transition, newest, "nodes hold snapshots of")
+        return
     for node in left_out(transition.fleet.nodes, event.unreachable):
         _leave_out(transition, node, event.unreachable)
         # Its snapshots are gone with it.

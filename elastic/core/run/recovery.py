@@ -126,29 +126,41 @@ def fail_generation(
     transition.say(f"generation {state.generation} ends{at}: {evidence}", evidence_kind=kind)
 
 
-def end_unknown_generation(transition: Transition, number: int) -> None:
+def end_unknown_generation(transition: Transition, number: int, known_by: str) -> None:
     """End a generation that the journal does not contain: its members, their last step and whether it continues are
-    unknown. The remaining members are told to end it, and the next generation gets a higher number."""
+    unknown. The remaining members are told to end it, and the next generation gets a higher number.
+
+    `known_by` says how it is known, such as "workers know of".
+    """
     for worker in tuple(transition.fleet.workers.starting):
         # It may have been ready since, and a member.
         transition.replace_worker(worker, "it is not known what has become of it")
     state = transition.state
     evidence = (
         f"the journal could not be written before the controller was restarted: it ends with generation "
-        f"{state.generation}, and workers know of generation {number}"
+        f"{state.generation}, and {known_by} generation {number}"
     )
     members = sorted(
         (worker for worker in state.fleet.workers.values() if worker.phase is not WorkerPhase.STARTING),
         key=lambda worker: (worker.slot, worker.id),
     )
     names = tuple(worker.id for worker in members)
-    transition.set(generation=number, members=Members(names), done_step=None)
+    # On which mesh it was is unknown, too.
+    transition.set(generation=number, members=Members(names), done_step=None, axes={})
     transition.set_saved(snapshots=(), survey=None)
     transition.set_phase(names, WorkerPhase.MEMBER)
     open_incident(transition, "collective-failed", evidence, state.furthest_step)
     limit = transition.now + state.settings.failures.abort_timeout_s
     transition.enter(Ending(transition.now, limit, "collective-failed", evidence))
     transition.say(f"generation {number} ends: {evidence}", evidence_kind="collective-failed")
+
+
+def end_found_generation(transition: Transition, number: int, known_by: str) -> None:
+    """The same, and its members are told now: they may still be inside, and on a restart only those that answered were
+    asked which generation they know."""
+    end_unknown_generation(transition, number, known_by)
+    state = transition.state
+    transition.do(EndGeneration(number, state.members_inside, f"the controller had forgotten generation {number}"))
 
 
 def resolve_ending(transition: Transition, phase: Ending) -> None:

@@ -303,12 +303,12 @@ class ControllerActor:
     async def _reattach(self, old: Replayed, store: CheckpointStore) -> ev.ControllerRestarted:
         state = old.state
         found = await self._executor.reattach(state, self._journal.incarnation)
-        if found.newest_generation > state.generation or old.unknown:
-            # The journal lacks events, and checkpoints may have been committed meanwhile.
-            known = {checkpoint.id for checkpoint in state.saved.checkpoints}
-            for ref in reversed(await self._from_storage(store.list)):
-                if ref.id not in known and ref.generation >= state.generation:
-                    self._events.put_nowait(ev.CheckpointCommitted(ref.id, ref.step, ref.generation))
+        # The journal may lack events: checkpoints may have been committed meanwhile, even by a generation that no
+        # worker which answers knows of.
+        known = {checkpoint.id for checkpoint in state.saved.checkpoints}
+        for ref in reversed(await self._from_storage(store.list)):
+            if ref.id not in known and ref.generation >= state.generation:
+                self._events.put_nowait(ev.CheckpointCommitted(ref.id, ref.step, ref.generation))
         return found
 
     async def _from_storage(self, ask: Callable[[], _T]) -> _T:

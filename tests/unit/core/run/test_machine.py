@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from machine_scenario import Scenario
 
 from elastic.core import actions as act
 from elastic.core import events as ev
+from elastic.core.mesh import MeshSettings
 from elastic.core.run import machine
 from elastic.core.run.phase import Closing, Ending, Finished, Joining, Pausing, Training, Waiting
 from elastic.core.run.state import WorkerPhase
@@ -138,11 +140,38 @@ def test_a_worker_that_was_starting_may_have_become_a_member_since() -> None:
     assert s.acts(act.StartWorker) == [act.StartWorker(3, 2)]
 
 
-def test_a_number_that_only_snapshots_bear_is_not_used_again() -> None:
+FOUND: dict[str, Callable[[Scenario], ev.Event]] = {
+    "snapshots": lambda s: ev.SnapshotsReported(
+        s.acts(act.QuerySnapshots)[-1].survey, (("memory:step-00000009-g0007", 9),)
+    ),
+    "a checkpoint": lambda s: ev.CheckpointCommitted("step-00000009-g0007", 9, 7),
+}
+
+
+@pytest.mark.parametrize("found", FOUND)
+def test_a_generation_that_was_forgotten_is_ended_before_the_next_begins(found: str) -> None:
+    """A frozen worker may still be inside: its controller was killed before it could write down that it has begun."""
     s = Scenario(2, 2, memory=True).started(2).broken(0)
+    s.do(FOUND[found](s))
+    assert isinstance(s.phase, Ending)
+    assert [(told.generation, told.workers) for told in s.acts(act.EndGeneration)] == [(7, (0, 1))]
+    assert s.acts(act.BeginGeneration) == []
+    s.left(9)
     survey = s.acts(act.QuerySnapshots)[-1].survey
     s.do(ev.SnapshotsReported(survey, (("memory:step-00000009-g0007", 9),)))
     assert s.acts(act.BeginGeneration) == [act.BeginGeneration(8, (0, 1), "memory:step-00000009-g0007", 9)]
+
+
+def test_on_which_mesh_a_forgotten_generation_was_is_forgotten_too() -> None:
+    """Of three ranks, while the one that is known had two, in cells of two."""
+    mesh = MeshSettings(ep=2, choices={"ep": (1, 2)})
+    s = Scenario(2, 2, memory=True, mesh=mesh).started(2).broken(0)
+    assert s.state.axes == {"ep": 2}
+    s.do(FOUND["snapshots"](s)).left(9)
+    held = (("a", ((0, 1),), ()), ("b", ((1, 3),), ()))
+    survey = s.acts(act.QuerySnapshots)[-1].survey
+    s.do(ev.SnapshotsReported(survey, (("memory:step-00000009-g0007", 9),), ranks=3, copies=held))
+    assert [action.generation for action in s.acts(act.BeginGeneration)] == [8]
 
 
 # --- deadlines -------------------------------------------------------------------------------------------------------
