@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise
 from pathlib import Path
@@ -215,12 +215,15 @@ def _leaving(amount: Amount, folder: Path, node: Any, numbers: Any, repetitions:
 
 
 def _pinning(nbytes: int, repetitions: int = 3) -> list[Figure]:
-    """What a generation is spared that writes into the segments of the last one."""
+    """What a generation is spared that writes into the segments of the last one; and the same for memory of malloc,
+    which the driver may refuse or be slower with."""
     from elastic.checkpoint.memory.segments import Segment, map_segment
     from elastic.training.state.pins import pinning
 
-    seconds: dict[str, list[float]] = {"map and pin a segment": [], "unpin and unmap it": []}
     pin = pinning("deepspeed")
+    seconds: dict[str, list[float]] = {
+        "map and pin a segment": [], "unpin and unmap it": [], "pin memory of malloc": [], "unpin it": [],
+    }  # fmt: skip
     for _ in range(repetitions):
         segment = Segment(nbytes)
         while segment.rough:
@@ -235,8 +238,24 @@ def _pinning(nbytes: int, repetitions: int = 3) -> list[Figure]:
         seconds["map and pin a segment"].append(done - begun)
         seconds["unpin and unmap it"].append(time.perf_counter() - done)
         segment.close()
+        pinned_s, unpinned_s = _malloc(nbytes, pin)
+        seconds["pin memory of malloc"].append(pinned_s)
+        seconds["unpin it"].append(unpinned_s)
     notes = (f"{nbytes / 1e9:.2f} GB",)
     return [Figure(CASE, name, "s", tuple(values), notes=notes) for name, values in seconds.items()]
+
+
+def _malloc(nbytes: int, pin: Callable[[memoryview], Callable[[], None]]) -> tuple[float, float]:
+    """Seconds to pin and to unpin memory that is there already: without the time that pages take to come."""
+    import torch
+
+    memory = torch.zeros(nbytes, dtype=torch.uint8)
+    memory.fill_(1)
+    begun = time.perf_counter()
+    unpin = pin(memory.numpy().data)
+    pinned = time.perf_counter()
+    unpin()
+    return pinned - begun, time.perf_counter() - pinned
 
 
 # -- durable saves ----------------------------------------------------------------------------------------------------

@@ -61,17 +61,21 @@ class Member:
 
 
 class Crew:
-    """`size` processes, each able to be any rank of any generation, one after another."""
+    """`size` processes, each able to be any rank of any generation, one after another.
 
-    def __init__(self, size: int) -> None:
-        self._forks = forks.context()
+    `prepare` names a function that each calls before anything of the product is imported; such processes are no forks.
+    """
+
+    def __init__(self, size: int, prepare: str = "") -> None:
+        self._prepare = prepare
+        self._forks = multiprocessing.get_context("spawn") if prepare else forks.context()
         # The newest one's number.
         self.generation = 0
         self.members = [self._start(number) for number in range(size)]
 
     def _start(self, number: int) -> Member:
         ours, theirs = self._forks.Pipe()
-        process = self._forks.Process(target=_live, args=(theirs,))  # not a daemon: may have data workers
+        process = self._forks.Process(target=_live, args=(theirs, self._prepare))  # not a daemon: may have data workers
         process.start()
         theirs.close()
         return Member(number, process, ours)
@@ -191,9 +195,11 @@ def stay() -> None:
     threading.Event().wait()
 
 
-def _live(pipe: Connection) -> None:
+def _live(pipe: Connection, prepare: str) -> None:
     global _pipe
     _pipe = pipe
+    if prepare:
+        _named(prepare)()
     # Ctrl-C of the test run ends the members through their pipes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     import torch
@@ -225,6 +231,11 @@ def _live(pipe: Connection) -> None:
                 files.append(frame.f_code.co_filename)
                 frame = frame.f_back
             tell("where", any("torch/distributed/" in file for file in files))
+
+
+def _named(function: str) -> Any:
+    module, _, name = function.rpartition(".")
+    return getattr(importlib.import_module(module or "trainings"), name)
 
 
 class Training:
@@ -276,8 +287,7 @@ class Training:
 
         told.clear()
         indices.clear()
-        module, _, name = fn.rpartition(".")
-        function = getattr(importlib.import_module(module or "trainings"), name)
+        function = _named(fn)
         if config.get("in_loop"):
             made = FunctionCall(function, config, self._next, lambda why: tell("point", f"left: {why}"))
             runner, result = made.run(_ahead(runner) if config.get("ahead") else runner)
