@@ -32,12 +32,14 @@ Config = Mapping[str, Any] | str | os.PathLike[str]
 @dataclass(frozen=True)
 class ResolvedConfig:
     """A configuration at one world size. `global_batch` and `micro_batch` count samples; `micro_steps` is how many
-    micro-batches every rank runs in a full step. `native` is what the engine is built with."""
+    micro-batches every rank runs in a full step. `native` is what the engine is built with. `begins`: the run does so
+    here, with the model's values of rank 0; else a restore follows, which sets all of them."""
 
     native: Mapping[str, Any]
     global_batch: int
     micro_batch: int
     micro_steps: int
+    begins: bool = True
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,40 @@ def test_a_run_in_two_generations_equals_the_run_in_one(stage: int, dtype: str, 
     assert second.restores[0].bytes_read == second.restores[0].bytes_needed
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_engine_that_is_restored_is_built_without_a_look_at_its_values(
+    stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither sent parameter by parameter nor formatted for a message: a restore sets all of them."""
+    from deepspeed import comm
+
+    from elastic.engines.deepspeed.kind import KIND
+
+    seen: list[str] = []
+    watched = [(comm, "broadcast"), (comm, "all_gather_into_tensor"), (torch.nn.Parameter, "__repr__")]
+    for owner, name in watched:
+        real = getattr(owner, name)
+
+        def call(*args: Any, name: str = name, real: Any = real, **kwargs: Any) -> Any:
+            seen.append(name)
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+    built, built_on = type(KIND).build, []
+
+    def build(self: Any, *args: Any) -> Any:
+        seen.clear()
+        made = built(self, *args)
+        built_on.append(set(seen))
+        return made
+
+    monkeypatch.setattr(type(KIND), "build", build)
+    config = {"stage": stage, "dtype": "fp32"}
+    generation(1, tmp_path, config, None, 3)
+    generation(2, tmp_path, config, "step-00000003-g0001", None)
+    assert built_on == [{"broadcast", "all_gather_into_tensor"} if stage == 3 else {"broadcast"}, set()]
+
+
 @pytest.mark.skipif(DEVICE != "cpu", reason="the restores of the test above take a device's way here")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_restore_by_way_of_a_devices_buffers_is_the_same(

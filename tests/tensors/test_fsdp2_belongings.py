@@ -133,10 +133,10 @@ def test_modules_and_sharded_parameters_stay_the_same_objects(as_rank: Any) -> N
 def test_parameters_that_were_given_stand_for_the_sharded_ones_in_every_generation(as_rank: Any) -> None:
     model = Tied()
     given = [{"params": list(model.layers.parameters()), "lr": 0.3}, {"params": [model.head.weight]}]
-    native = {**OPTIONS, "begins": True, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-    for rank, size in ((0, 2), (2, 3)):
+    native = {**OPTIONS, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    for rank, size, begins in ((0, 2, True), (2, 3, False)):
         as_rank(rank, size)
-        resolved = ResolvedConfig(native, 8, 4, 1)
+        resolved = ResolvedConfig(native, 8, 4, 1, begins)
         engine, optimizer, _ = KIND.build(resolved, None, CPU, UserObjects(model, model_parameters=given))
         held = [list(model.layers.parameters()), [model.head.weight]]
         assert [[id(x) for x in group["params"]] for group in optimizer.param_groups] == [
@@ -146,7 +146,6 @@ def test_parameters_that_were_given_stand_for_the_sharded_ones_in_every_generati
         assert not any(tensor.numel() for group in given for tensor in group["params"]), "no whole model is kept"
         assert engine.obstacle() is None
         engine.detach()
-        native["begins"] = False
 
 
 def test_a_sharding_of_the_users_own_cannot_be_done_again(as_rank: Any) -> None:
@@ -154,7 +153,7 @@ def test_a_sharding_of_the_users_own_cannot_be_done_again(as_rank: Any) -> None:
     model = Tied()
     fully_shard(model)
     engine, *_ = KIND.build(
-        ResolvedConfig({**OPTIONS, "begins": True}, 8, 4, 1),
+        ResolvedConfig(OPTIONS, 8, 4, 1),
         None,
         CPU,
         UserObjects(model, torch.optim.SGD(model.parameters(), lr=0.1)),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -87,7 +89,8 @@ class DeepSpeed:
         mesh = spec.mesh
         most_cells = max(spec.max_world_size, spec.world_size) // mesh.per_cell
         sizes = (mesh.per_cell, mesh.tp, mesh.ep, spec.ep_changes, mesh.pp)
-        return resolve(read, spec.batch, mesh.dp, most_cells, loader_batch, *sizes)
+        found = resolve(read, spec.batch, mesh.dp, most_cells, loader_batch, *sizes)
+        return replace(found, begins=spec.checkpoint is None)
 
     def build(
         self,
@@ -121,8 +124,10 @@ class DeepSpeed:
             refuse_scheduler(objects.lr_scheduler)
         fill_placeholders(objects.model)
         belongings = Belongings(objects.model, objects.optimizer)
+        whole = tp == 1 and not ep and not staged
+        values = startup.values_come_later() if whole and not resolved.begins else contextlib.nullcontext()
         try:
-            with user_calls.building():
+            with user_calls.building(), startup.named_by_shape(), values:
                 native, wrapped, _, scheduler = deepspeed.initialize(
                     model=objects.model,
                     optimizer=regrouped(objects.optimizer) if ep else objects.optimizer,

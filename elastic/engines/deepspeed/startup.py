@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from elastic.engines import build_lock
 
 logger = logging.getLogger(__name__)
@@ -39,6 +41,44 @@ def preload() -> None:
                 importlib.import_module(name)
             except ImportError as error:
                 logger.debug("%s does not exist and is not imported early: %s", name, error)
+
+
+@contextmanager
+def named_by_shape() -> Iterator[None]:
+    """Stage 3 formats a message of all its arguments, which it then does not print: the values of every parameter among
+    them, half of the time that the engine takes, and on a device a copy to the host for each."""
+    original = torch.nn.Parameter.__repr__
+    torch.nn.Parameter.__repr__ = _shape  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        torch.nn.Parameter.__repr__ = original  # type: ignore[assignment, method-assign]
+
+
+def _shape(parameter: torch.nn.Parameter) -> str:
+    return f"Parameter of {tuple(parameter.shape)}"
+
+
+@contextmanager
+def values_come_later() -> Iterator[None]:
+    """For an engine that a restore follows, which sets the values of all parameters.
+
+    While DeepSpeed builds it, it sends each of them from rank 0 to all, twice in stage 3, which then gathers it as well
+    to find its place in the graph: a collective after the other for values that nobody reads. None is made meanwhile.
+    Release 0.19.8: `_broadcast_model` in engine.py, `_zero_init_param` in partition_parameters.py,
+    `create_reduce_and_remove_grad_hooks` in stage3.py.
+    """
+    from deepspeed import comm
+
+    names = ("broadcast", "all_gather_into_tensor", "all_gather")
+    originals = {name: getattr(comm, name) for name in names}
+    for name in names:
+        setattr(comm, name, lambda *args, **kwargs: None)
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(comm, name, original)
 
 
 @contextmanager

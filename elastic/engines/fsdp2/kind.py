@@ -30,7 +30,6 @@ from elastic.engines.fsdp2.tensor_parallel import Plan, is_known, read_plan
 from elastic.engines.model.plain_names import named_parameters
 
 # Not options of the user's. Whether the weights are those that the model was made with.
-_BEGINS = "begins"
 # How many ranks share the layers.
 _PP = "pp"
 
@@ -77,7 +76,7 @@ class Fsdp2:
         chosen = config if config is not None else spec.engine_config or {}
         refuse_mesh(spec.ep, spec.pp, spec.sp)
         found = resolve(read_options(chosen), spec.batch, spec.mesh.dp, loader_batch)
-        return replace(found, native={**found.native, _BEGINS: spec.checkpoint is None, _PP: spec.pp})
+        return replace(found, native={**found.native, _PP: spec.pp}, begins=spec.checkpoint is None)
 
     def build(
         self,
@@ -95,7 +94,7 @@ class Fsdp2:
             return _pipeline(resolved, nonfinite, device, objects, plan, layer_group)
         given = isinstance(model, FSDPModule)
         before = _first_names.setdefault(model, {id(tensor): name for name, tensor in named_parameters(model)})
-        meshes = shard_model(model, resolved.native, device, resolved.native[_BEGINS], plan, layer_group)
+        meshes = shard_model(model, resolved.native, device, resolved.begins, plan, layer_group)
         after = dict(named_parameters(model))
         base = _optimizer(objects, resolved, before, after)
         _empty(objects.model_parameters, before)
@@ -122,7 +121,7 @@ def _pipeline(
     names, options = read_layers(pipeline, model), resolved.native
     before = _first_names.setdefault(model, {id(tensor): name for name, tensor in named_parameters(model)})
     meshes, found = shard_stage(
-        model, pipeline, names, options, device, options[_BEGINS], options[_PP], plan, layer_group
+        model, pipeline, names, options, device, resolved.begins, options[_PP], plan, layer_group
     )
     base = _optimizer(objects, resolved, before, dict(named_parameters(model)))
     _empty(objects.model_parameters, before)
