@@ -117,7 +117,7 @@ class DeepSpeed:
             pipeline.require_stage(resolved.native)
         tp = tensor_parallel.size_of(resolved.native)
         if tp > 1:
-            tensor_parallel.refuse_unshardable(objects.model)
+            tensor_parallel.refuse_unshardable(objects.model, tp)
         ep = experts.size_of(resolved.native)
         if ep:
             refuse_unplaceable(objects.model)
@@ -143,10 +143,13 @@ class DeepSpeed:
             teardown.clear_stage3_globals()
             if ep and isinstance(error, ValueError):
                 raise UsageError(f"DeepSpeed's AutoEP refuses this model or its configuration: {error}") from error
+            if tp > 1 and isinstance(error, (ValueError, NotImplementedError, AssertionError)):
+                raise UsageError(f"DeepSpeed's AutoTP refuses this model or its configuration: {error}") from error
             raise
         try:
             if tp > 1:
                 tensor_parallel.require_slices(native.module, tp)
+                tensor_parallel.require_even_slices(native.module, tp)
             if ep:
                 require_experts(native.module)
             engine = (PipelineAdapter if staged else DeepSpeedAdapter)(native, nonfinite, belongings)

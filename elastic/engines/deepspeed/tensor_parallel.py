@@ -10,7 +10,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from elastic.core.errors import UsageError
+from elastic.core.mesh import described
 from elastic.engines.deepspeed.refused import refuse_zero_init
+from elastic.engines.model.plain_names import named_modules
+from elastic.engines.model.shared_layers import is_fused, refuse_transposed
 
 _SECTION = "tensor_parallel"
 # (key, when it is refused, why)
@@ -59,10 +62,11 @@ def refuse_plan(plan: Any) -> None:
         )
 
 
-def refuse_unshardable(model: Any) -> None:
+def refuse_unshardable(model: Any, tp: int) -> None:
     """Raise UsageError for a model that AutoTP would leave as it is, or slice by groups of an earlier generation."""
     from deepspeed.runtime.tensor_parallel import init_utils
 
+    refuse_transposed(model, tp)
     if getattr(model, "ds_autotp_parsed", False):
         raise UsageError(
             "the model has been sliced by tensor parallelism before, which cannot be undone; build it anew in the "
@@ -82,4 +86,32 @@ def require_slices(model: Any, tp: int) -> None:
         raise UsageError(
             f"AutoTP has found no layer to slice in {type(model).__name__}: say in the DeepSpeed configuration how "
             f"its layers are sliced (tensor_parallel.partition_config or preset_model), or leave mesh.tp ({tp}) out"
+        )
+
+
+def require_even_slices(model: Any, tp: int) -> None:
+    """Raises UsageError, by name and on all ranks alike, for a layer of which some rank has nothing now, or all of one
+    projection and nothing of another."""
+    from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
+
+    for name, module in named_modules(model):
+        for parameter in module.parameters(recurse=False):
+            cut = getattr(parameter, DS_AUTOTP_UC_META, None)
+            if cut is not None:
+                _require_even(name, module, cut, tp)
+
+
+def _require_even(name: str, module: Any, cut: Mapping[str, Any], tp: int) -> None:
+    if 0 in (cut.get("partition_sizes") or ()):
+        raise UsageError(
+            f"{described(1, tp)}: AutoTP leaves a worker without any part of {name!r}, as it cuts between heads of "
+            "keys and values (num_key_value_heads); use a tp of at most their number"
+        )
+    contiguous = cut.get("partition_type") == "column" and not cut.get("sub_param_sizes")
+    one_after_another = contiguous and is_fused(name) and not getattr(module, "gather_output", False)
+    if one_after_another or (cut.get("conversion") or {}).get("unsupported_reason"):
+        raise UsageError(
+            f"{described(1, tp)}: {name!r} holds several projections, and AutoTP would give a worker the rows of one "
+            "and not of another: say with `shape` in tensor_parallel.partition_config how it is made up, use a "
+            "preset_model that does, or make each projection a module of its own"
         )

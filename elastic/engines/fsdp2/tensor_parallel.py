@@ -7,7 +7,6 @@ modules is noted here, so that a model can be given back.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -24,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from elastic.core.errors import UsageError
 from elastic.core.mesh import described
 from elastic.engines.model.plain_names import named_buffers, named_modules, named_parameters, plain
+from elastic.engines.model.shared_layers import is_fused, refuse_split_heads, refuse_transposed
 
 # Module names and what is done with them, in the order in which it is.
 Plan = tuple[tuple[str, ParallelStyle], ...]
@@ -41,8 +41,6 @@ _NAMED: Mapping[str, Callable[[], ParallelStyle]] = {
     # Of each token and head by itself: along which of the other dimensions ranks have their part makes no difference.
     "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=1, use_local_output=True),
 }
-# Several projections in one matrix, one after another: a rank's rows would be all of one and none of another.
-_FUSED = re.compile(r"(w|c_)?(qkv|attn)(_proj)?|gate_up(_proj)?|in_proj|w13", re.IGNORECASE)
 
 # What plans have left on modules: the module, the dictionary of hooks, the hooks' keys.
 _left: WeakKeyDictionary[nn.Module, list[tuple[ref[nn.Module], str, frozenset[int]]]] = WeakKeyDictionary()
@@ -56,6 +54,8 @@ def read_plan(given: Any, model: nn.Module, tp: int) -> Plan:
     Raises UsageError where there is none, and for a pattern or a style that cannot be honoured, by name.
     """
     own = given is None
+    if own and tp > 1:
+        refuse_transposed(model, tp)
     if own:
         given = getattr(model, "_tp_plan", None) or getattr(getattr(model, "config", None), "base_model_tp_plan", None)
     if isinstance(given, ParallelStyle):
@@ -74,6 +74,9 @@ def read_plan(given: Any, model: nn.Module, tp: int) -> Plan:
             plan += [(name, _style(style, name)) for name in found]
         elif not own or any(matches(name, pattern) for name in parameters):
             raise UsageError(f"tp_plan: the model has no module {pattern!r}; it has {_first(modules)}")
+    for name, style in plan if tp > 1 else ():
+        if _is_cut(style):
+            refuse_split_heads(model, name, tp)
     if not plan:
         raise UsageError(f"tp_plan: none of {[*given]} is a module of {type(model).__name__}; pass tp_plan= that fits")
     return tuple(plan)
@@ -143,14 +146,18 @@ def _style(style: Any, name: str) -> ParallelStyle:
             f"tp_plan: {name!r} has a {type(style).__name__}, which is neither a style of "
             "torch.distributed.tensor.parallel nor a name"
         )
-    cut = type(style) is ColwiseParallel and style.output_layouts != (Replicate(),)
-    if cut and _FUSED.fullmatch(name.rpartition(".")[2]):
+    if _is_cut(style) and is_fused(name):
         raise UsageError(
             f"tp_plan: {name!r} holds several projections, and a rank would have the rows of one and not of another: "
             "make each a module of its own, or gather its output (output_layouts=Replicate())"
         )
     found: ParallelStyle = style
     return found
+
+
+def _is_cut(style: ParallelStyle) -> bool:
+    """Does what follows get this rank's part of the output?"""
+    return type(style) is ColwiseParallel and style.output_layouts != (Replicate(),)
 
 
 def _first(names: Mapping[str, Any]) -> str:

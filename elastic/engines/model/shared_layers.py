@@ -1,0 +1,60 @@
+"""What names and kinds of a model's modules say of cutting them, whichever engine cuts."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from elastic.core.errors import UsageError
+from elastic.core.mesh import described
+from elastic.engines.model.plain_names import named_modules
+
+if TYPE_CHECKING:
+    # What is refused is known to the command line, which loads no torch.
+    import torch
+
+# Several projections in one matrix, one after another: a rank's rows would be all of one and none of another.
+_FUSED = re.compile(r"(w|c_)?(qkv|attn)(_proj)?|gate_up(_proj)?|in_proj|w13", re.IGNORECASE)
+
+
+def is_fused(name: str) -> bool:
+    """Does the module of this name hold several projections, one after another?"""
+    return _FUSED.fullmatch(name.rpartition(".")[2]) is not None
+
+
+def refuse_transposed(model: torch.nn.Module, tp: int) -> None:
+    """Raises UsageError for a model of transformers whose matrices are `Conv1D`s (GPT-2's, and those made like it).
+
+    They are [input, output] and not [output, input]: who takes them for linear layers cuts the other dimension, which a
+    square one does not tell. The projections of attention are in one of them.
+    """
+    found = next((name for name, module in named_modules(model) if _is_conv1d(module)), None)
+    if found is not None:
+        raise UsageError(
+            f"{described(1, tp)}: {found!r} of {type(model).__name__} is a Conv1D of transformers, with query, key and "
+            "value in one matrix, which is not cut; share a model's layers that has a linear layer for each (Llama's, "
+            "say), or this one's weights by zero_optimization.stage: 3 or engine: fsdp2, without mesh.tp"
+        )
+
+
+def _is_conv1d(module: Any) -> bool:
+    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+
+
+def refuse_split_heads(model: torch.nn.Module, name: str, tp: int) -> None:
+    """Raises UsageError where ranks would have parts of heads: `name` is a projection that is cut evenly by rows."""
+    config = _of_text(getattr(model, "config", None))
+    heads = getattr(config, "num_attention_heads", None)
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    last = name.rpartition(".")[2]
+    count = {"q_proj": heads, "k_proj": groups, "v_proj": groups}.get(last)
+    if isinstance(count, int) and count % tp:
+        raise UsageError(
+            f"{described(1, tp)}: {name!r} has {count} heads, which {tp} workers cannot share evenly; use a tp that "
+            "divides the numbers of heads (num_attention_heads, num_key_value_heads)"
+        )
+
+
+def _of_text(config: Any) -> Any:
+    """Models of images and text say it of the text in a configuration inside theirs."""
+    return getattr(config, "text_config", None) or config

@@ -1,0 +1,107 @@
+"""Training functions over models of transformers, built from their configurations: tiny, and otherwise as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import cells
+import crew
+import torch
+import trainings
+from texts import Text, Texts
+
+import elastic
+
+VOCABULARY, LENGTH, HEADS = 20, 8, 4
+PADDING, IGNORED = 0, -100
+# Layers that are shared, by names alone: whatever is in `qkv_proj`.
+UNDESCRIBED = {
+    "use_default_specs": False,
+    "layer_specs": [
+        {"patterns": [r".*\.qkv_proj\.weight$"], "partition_type": "column"},
+        {"patterns": [r".*\.o_proj\.weight$"], "partition_type": "row"},
+    ],
+}
+
+
+def texts(config: dict[str, Any]) -> Texts:
+    return Texts(ragged if config.get("ragged") else text, 37, crew.indices)
+
+
+def text(index: int) -> Text:
+    """Models of transformers shift the labels themselves."""
+    words = torch.randint(1, VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(index))
+    return words, words
+
+
+def ragged(index: int) -> Text:
+    """Padded on the left, so that parts of a sequence have different numbers of tokens, and may have none."""
+    words, padding = text(index)[0].clone(), index % (LENGTH - 1)
+    words[:padding] = PADDING
+    return words, words.masked_fill(words == PADDING, IGNORED)
+
+
+def model_of(config: dict[str, Any]) -> Any:
+    """`family`, and keys of its configuration in `model`."""
+    # Where there is a generation only: forks of the process that runs the tests do not all need it.
+    import transformers
+
+    tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": PADDING}
+    names = {"vocab_size": VOCABULARY, "use_cache": False, **tokens}
+    if config["family"] == "GPT2":
+        sizes = {"n_embd": 16, "n_layer": 2, "n_head": HEADS, "n_positions": LENGTH}
+        made = transformers.GPT2Config(**names, **sizes)
+        return _seeded(transformers.GPT2LMHeadModel, made)
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": LENGTH,
+    }
+    kind = getattr(transformers, f"{config['family']}Config")
+    return _seeded(
+        getattr(transformers, f"{config['family']}ForCausalLM"), kind(**{**names, **sizes, **config.get("model", {})})
+    )
+
+
+def _seeded(kind: Callable[[Any], Any], config: Any) -> Any:
+    torch.manual_seed(3)
+    return kind(config)
+
+
+def build(config: dict[str, Any]) -> tuple[Any, Any]:
+    model = model_of(config)
+    # The small number is above the rounding of gradients where a token in a thousand chooses an expert.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, eps=config.get("eps", 1e-8))
+    options = trainings.of_engine(config, optimizer)
+    options["config"] |= config.get("native", {})
+    engine, _, loader, _ = elastic.initialize(model=model, training_data=texts(config), optimizer=optimizer, **options)
+    return engine, loader
+
+
+def train(config: dict[str, Any]) -> None:
+    """As a script without a mesh does it."""
+
+    def loss_of(engine: Any, words: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = engine(input_ids=words, labels=labels, attention_mask=mask_of(config, words)).loss
+        return found
+
+    _train(config, loss_of)
+
+
+def mask_of(config: dict[str, Any], words: torch.Tensor) -> torch.Tensor | None:
+    return (words != PADDING).long() if config.get("ragged") else None
+
+
+def _train(config: dict[str, Any], loss_of: Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+    cells.begun()
+    engine, loader = build(config)
+    elastic.state["starts"] = elastic.state.get("starts", 0) + 1
+    for _ in elastic.epochs():
+        for words, labels in loader:
+            engine.backward(loss_of(engine, words, labels))
+            engine.step()
+    cells.told()

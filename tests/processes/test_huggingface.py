@@ -1,0 +1,126 @@
+"""Models of transformers on the meshes, as their configurations build them: Llama, Phi-3, GPT-2, Mixtral.
+
+The oracles are one rank with the whole model, and transformers alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import cells
+import pytest
+import torch
+from cells import LAST_STEP, MOVED, WHOLE, Part, Run, assert_every_sample_once, of_run
+from crew import Crew
+from hugging_face import UNDESCRIBED, model_of, text
+from test_oracle import _distance
+
+pytest.importorskip("transformers", reason="the extra `hf` is not installed")
+
+pytestmark = pytest.mark.processes
+
+# Slices are multiplied apart and added up in another order, and Adam divides by what may be small.
+ALLOWED = 1e-5
+SLOW = pytest.mark.slow
+TIED, BIASED = {"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}
+LLAMA: dict[str, Any] = {"family": "Llama"}
+
+
+def through(
+    crew: Crew, url: Path, config: Mapping[str, Any], parts: Sequence[Part], function: str = "train", **spec: Any
+) -> Run:
+    generations = cells.through(crew, url, f"hugging_face.{function}", config, parts, **spec)
+    return Run(url, generations, spec.get("tp", 1))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param({"stage": 1}, id="stage1"),
+        pytest.param({"stage": 3, "model": TIED}, id="stage3-tied"),
+        pytest.param({"engine": "fsdp2"}, id="fsdp2"),
+        pytest.param({"engine": "fsdp2", "model": TIED, "in_loop": True}, id="fsdp2-tied-in-loop"),
+        *(pytest.param({"stage": stage, "model": TIED}, id=f"stage{stage}-tied", marks=SLOW) for stage in (0, 1, 2)),
+        pytest.param({"stage": 2, "model": BIASED}, id="stage2-biases", marks=SLOW),
+        pytest.param({"engine": "fsdp2", "model": BIASED}, id="fsdp2-biases", marks=SLOW),
+        pytest.param({"engine": "fsdp2", "family": "Phi3"}, id="fsdp2-phi3", marks=SLOW),
+    ],
+)
+def test_llama_with_shared_layers_equals_one_rank_with_whole_ones(
+    crew: Crew, tmp_path: Path, config: dict[str, Any]
+) -> None:
+    """Heads of keys and values are half as many; the layers are cut by the model's own plan."""
+    config = {**LLAMA, **config}
+    whole = through(crew, tmp_path / "whole", config, WHOLE)
+    moved = through(crew, tmp_path / "moved", config, MOVED, tp=2)
+    assert moved.shapes[0]["model.layers.1.self_attn.o_proj.weight"] == (16, 8), "half of it"
+    assert _distance(whole.losses, moved.losses) <= ALLOWED
+    assert _distance(whole.state(whole.shapes[0]), moved.state(whole.shapes[0])) <= ALLOWED
+    assert_every_sample_once(moved)
+
+
+def test_one_rank_equals_transformers_alone(crew: Crew, tmp_path: Path) -> None:
+    """What the oracle above is worth."""
+    whole = through(crew, tmp_path, {**LLAMA, "stage": 1, "schedule": False}, WHOLE)
+    (outcome,) = whole.outcomes
+    losses = alone(outcome.indices)
+    assert len(losses) == LAST_STEP
+    assert losses == pytest.approx([float(whole.losses[f"loss {step}"]) for step in range(1, LAST_STEP + 1)], abs=1e-5)
+
+
+def alone(indices: Sequence[int]) -> list[float]:
+    """The loss of each step of ten samples, and of a last one of the rest."""
+    model = model_of(LLAMA)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.02), []
+    for begin in range(0, len(indices), 10):
+        words = torch.stack([text(index)[0] for index in indices[begin : begin + 10]])
+        loss = model(input_ids=words, labels=words).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"family": "GPT2", "stage": 1}, "'transformer.h.0.attn.c_attn' of GPT2LMHeadModel is a Conv1D"),
+        ({"family": "GPT2", "engine": "fsdp2"}, "'transformer.h.0.attn.c_attn' of GPT2LMHeadModel is a Conv1D"),
+        (
+            {"family": "Phi3", "stage": 1},
+            "AutoTP refuses this model or its configuration: HuggingFace tp_plan contains",
+        ),
+        (
+            {"family": "Mixtral", "stage": 1},
+            "AutoTP refuses this model or its configuration: HuggingFace tp_plan contains",
+        ),
+        (
+            {"family": "Mixtral", "engine": "fsdp2"},
+            "the model has no module 'model.layers.*.mlp.experts.gate_up_proj'",
+        ),
+        (
+            {"family": "Phi3", "stage": 1, "native": {"tensor_parallel": {"partition_config": UNDESCRIBED}}},
+            "'model.layers.0.self_attn.qkv_proj' holds several projections",
+        ),
+        (
+            {**LLAMA, "stage": 1, "model": {"num_key_value_heads": 1}},
+            "leaves a worker without any part of 'model.layers.0.self_attn.q_proj'",
+        ),
+        (
+            {**LLAMA, "engine": "fsdp2", "model": {"num_key_value_heads": 1}},
+            "'model.layers.0.self_attn.k_proj' has 1 heads, which 2 workers cannot share evenly",
+        ),
+    ],
+)
+def test_models_whose_layers_cannot_be_shared_are_refused_by_name(
+    crew: Crew, tmp_path: Path, config: dict[str, Any], said: str
+) -> None:
+    outcomes = crew.run(range(2), "hugging_face.train", {**config, "url": str(tmp_path)}, tp=2, **of_run(config))
+    for outcome in outcomes:
+        assert outcome.result.kind == "usage_error", outcome.result
+        assert said in outcome.result.message
+        assert outcome.reports == []
