@@ -1,1 +1,1 @@
-"""Trainers of other libraries over `elastic.initialize`. Each module needs its library."""
+"""Trainers and models of other libraries over `elastic.initialize`. Each module needs its library."""

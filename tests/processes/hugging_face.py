@@ -51,7 +51,9 @@ def model_of(config: dict[str, Any]) -> Any:
     names = {"vocab_size": VOCABULARY, "use_cache": False, **tokens}
     if config["family"] == "GPT2":
         sizes = {"n_embd": 16, "n_layer": 2, "n_head": HEADS, "n_positions": LENGTH}
-        made = transformers.GPT2Config(**names, **sizes)
+        # On unless it is said, and drawn by part.
+        sizes |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        made = transformers.GPT2Config(**{**names, **sizes, **config.get("model", {})})
         return _seeded(transformers.GPT2LMHeadModel, made)
     sizes = {
         "hidden_size": 16,
@@ -88,6 +90,20 @@ def train(config: dict[str, Any]) -> None:
     def loss_of(engine: Any, words: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = engine(input_ids=words, labels=labels, attention_mask=mask_of(config, words)).loss
         return found
+
+    _train(config, loss_of)
+
+
+def train_on_parts(config: dict[str, Any]) -> None:
+    from elastic.integrations import sequences
+
+    def loss_of(engine: Any, words: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        part = sequences.part(input_ids=words, attention_mask=mask_of(config, words))
+        if config.get("mistake") == "no positions":
+            del part["position_ids"]
+        if config.get("mistake") == "mask of a part":
+            part["attention_mask"] = elastic.sequence.split(torch.ones_like(words))
+        return sequences.loss(engine(**part).logits, labels)
 
     _train(config, loss_of)
 

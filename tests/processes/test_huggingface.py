@@ -26,6 +26,8 @@ ALLOWED = 1e-5
 SLOW = pytest.mark.slow
 TIED, BIASED = {"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}
 LLAMA: dict[str, Any] = {"family": "Llama"}
+# Of Adam: above the rounding of gradients by which it divides where there is next to none.
+EPS = 1e-5
 
 
 def through(
@@ -124,3 +126,64 @@ def test_models_whose_layers_cannot_be_shared_are_refused_by_name(
         assert outcome.result.kind == "usage_error", outcome.result
         assert said in outcome.result.message
         assert outcome.reports == []
+
+
+ELASTIC = {"attn_implementation": "elastic"}
+
+
+@pytest.mark.parametrize(
+    ("config", "sp"),
+    [
+        pytest.param({"stage": 1, "ragged": True}, 2, id="stage1-padded"),
+        pytest.param({"stage": 3}, 2, id="stage3"),
+        pytest.param({"stage": 2, "ragged": True}, 4, id="stage2-more-parts-than-key-heads"),
+        pytest.param({"engine": "fsdp2", "model": TIED, "ragged": True, "in_loop": True}, 2, id="fsdp2-tied-in-loop"),
+        # The bias of keys has no gradient but rounding, which Adam would make as large as any other.
+        pytest.param({"family": "GPT2", "stage": 1, "eps": EPS}, 2, id="gpt2"),
+        pytest.param({"family": "Mistral", "stage": 1, "model": {"sliding_window": 3}}, 2, id="sliding", marks=SLOW),
+    ],
+)
+def test_shared_sequences_equal_a_script_of_transformers_alone(
+    crew: Crew, tmp_path: Path, config: dict[str, Any], sp: int
+) -> None:
+    """The model has "elastic" for its attention, and that of the other run transformers' own, with its own loss."""
+    config = {**LLAMA, **config}
+    own = config.get("model", {})
+    parts = MOVED if sp == 2 else [((0, 1, 2, 3), None)]
+    whole = through(crew, tmp_path / "whole", {**config, "in_loop": False}, WHOLE)
+    shared = through(crew, tmp_path / "shared", {**config, "model": {**own, **ELASTIC}}, parts, "train_on_parts", sp=sp)
+    assert _distance(whole.losses, shared.losses) <= ALLOWED
+    assert _distance(whole.state(), shared.state()) <= ALLOWED
+    assert_every_sample_once(shared)
+
+
+def test_a_script_for_shared_sequences_trains_without_a_mesh(crew: Crew, tmp_path: Path) -> None:
+    config = {**LLAMA, "stage": 1, "ragged": True}
+    alone = through(crew, tmp_path / "alone", config, WHOLE)
+    parts = through(crew, tmp_path / "parts", {**config, "model": ELASTIC}, WHOLE, "train_on_parts")
+    assert _distance(alone.losses, parts.losses) <= ALLOWED
+    assert _distance(alone.state(), parts.state()) <= ALLOWED
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"mistake": "no positions"}, "LlamaAttention is given other position ids than its tokens' places, 4 to 7"),
+        ({"model": {}}, "the model has not attended to whole sequences since sequences.part was called"),
+        ({"mistake": "mask of a part"}, "attention_mask has 4 places and whole sequences have 8: give it whole"),
+        (
+            {"family": "Gemma2", "model": {"head_dim": 4, **ELASTIC}},
+            "attention of Gemma2Attention has softcap, which is not supported over shared sequences",
+        ),
+    ],
+)
+def test_what_would_be_wrong_over_shared_sequences_is_refused_by_name(
+    crew: Crew, tmp_path: Path, config: dict[str, Any], said: str
+) -> None:
+    config = {**LLAMA, "stage": 1, "model": ELASTIC, **config, "url": str(tmp_path)}
+    crew.begin(range(2), "hugging_face.train_on_parts", config, sp=2, **of_run(config))
+    # Of a worker alone where it has one part in another place; the other one then waits for it.
+    assert crew.outcome(1).result.kind == "usage_error", crew.outcome(1).result
+    assert said in crew.outcome(1).result.message
+    crew.abort(0, "rank 1 has left")
+    assert crew.outcome(0).reports == []
