@@ -26,6 +26,10 @@ ALLOWED = 1e-5
 SLOW = pytest.mark.slow
 TIED, BIASED = {"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}
 LLAMA: dict[str, Any] = {"family": "Llama"}
+# No kernel for groups of tokens on a CPU.
+AUTOEP = {"expert_parallel": {"enabled": True, "preset_model": "mixtral", "use_grouped_mm": False}}
+# With the loss that spreads tokens over experts, of the routers' logits.
+BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.05}
 # Of Adam: above the rounding of gradients by which it divides where there is next to none.
 EPS = 1e-5
 
@@ -187,3 +191,39 @@ def test_what_would_be_wrong_over_shared_sequences_is_refused_by_name(
     assert said in crew.outcome(1).result.message
     crew.abort(0, "rank 1 has left")
     assert crew.outcome(0).reports == []
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param({"stage": 1, "model": {**TIED, **BALANCED}}, id="stage1-tied-balanced"),
+        pytest.param({"stage": 2}, id="stage2"),
+        pytest.param({"stage": 3, "model": BALANCED}, id="stage3-balanced", marks=SLOW),
+    ],
+)
+def test_mixtral_with_shared_experts_equals_one_rank_without_autoep(
+    crew: Crew, tmp_path: Path, config: dict[str, Any]
+) -> None:
+    """The other run has transformers' own layers of experts."""
+    config = {"family": "Mixtral", "eps": EPS, **config}
+    whole = through(crew, tmp_path / "whole", config, WHOLE)
+    moved = through(crew, tmp_path / "moved", {**config, "native": AUTOEP}, MOVED, ep=2)
+    assert [outcome.told["coordinates"]["ep"] for outcome in moved.outcomes[-4:]] == [0, 1, 0, 1]
+    assert _distance(whole.losses, moved.losses) <= ALLOWED
+    expected, found = named_as_by_autoep(whole), moved.state()
+    assert _distance(expected, {name: found[name] for name in expected}) <= ALLOWED
+    assert_every_sample_once(moved)
+
+
+def named_as_by_autoep(run: Run) -> dict[str, torch.Tensor]:
+    """Gate and up projections of experts are two tensors, and a layer's gate is its router's."""
+    found = {}
+    for key, value in run.state().items():
+        if key.endswith("experts.gate_up_proj"):
+            name = key.split("/", 1)[1]
+            parts = value.view(run.shapes[0][name]).chunk(2, dim=1)
+            for own, part in zip(("w1", "w3"), parts, strict=True):
+                found[key.replace("gate_up_proj", own)] = part.flatten()
+        else:
+            found[key.replace("experts.down_proj", "experts.w2").replace("mlp.gate", "mlp.router.gate")] = value
+    return found

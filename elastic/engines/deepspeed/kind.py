@@ -23,6 +23,7 @@ from elastic.engines.deepspeed.config import read_config, resolve
 from elastic.engines.deepspeed.experts import config as experts
 from elastic.engines.deepspeed.experts.optimizer import refuse_scheduler, regrouped
 from elastic.engines.deepspeed.experts.placement import refuse_unplaceable, require_experts
+from elastic.engines.deepspeed.experts.recorders import table_by_names
 from elastic.engines.deepspeed.operators import build_ahead
 from elastic.engines.deepspeed.pipeline import config as pipeline
 from elastic.engines.deepspeed.pipeline.adapter import PipelineAdapter
@@ -127,7 +128,7 @@ class DeepSpeed:
         whole = tp == 1 and not ep and not staged
         values = startup.values_come_later() if whole and not resolved.begins else contextlib.nullcontext()
         try:
-            with user_calls.building(), startup.named_by_shape(), values:
+            with user_calls.building(), startup.named_by_shape(), table_by_names(), values:
                 native, wrapped, _, scheduler = deepspeed.initialize(
                     model=objects.model,
                     optimizer=regrouped(objects.optimizer) if ep else objects.optimizer,
