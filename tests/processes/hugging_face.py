@@ -48,7 +48,7 @@ def model_of(config: dict[str, Any]) -> Any:
     import transformers
 
     tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": PADDING}
-    names = {"vocab_size": VOCABULARY, "use_cache": False, **tokens}
+    names = {"vocab_size": VOCABULARY, **tokens}
     if config["family"] == "GPT2":
         sizes = {"n_embd": 16, "n_layer": 2, "n_head": HEADS, "n_positions": LENGTH}
         # On unless it is said, and drawn by part.

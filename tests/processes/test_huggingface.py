@@ -46,7 +46,7 @@ def through(
     [
         pytest.param({"stage": 1}, id="stage1"),
         pytest.param({"stage": 3, "model": TIED}, id="stage3-tied"),
-        pytest.param({"engine": "fsdp2"}, id="fsdp2"),
+        pytest.param({"engine": "fsdp2"}, id="fsdp2", marks=SLOW),
         pytest.param({"engine": "fsdp2", "model": TIED, "in_loop": True}, id="fsdp2-tied-in-loop"),
         *(pytest.param({"stage": stage, "model": TIED}, id=f"stage{stage}-tied", marks=SLOW) for stage in (0, 1, 2)),
         pytest.param({"stage": 2, "model": BIASED}, id="stage2-biases", marks=SLOW),
@@ -139,7 +139,7 @@ ELASTIC = {"attn_implementation": "elastic"}
     ("config", "sp"),
     [
         pytest.param({"stage": 1, "ragged": True}, 2, id="stage1-padded"),
-        pytest.param({"stage": 3}, 2, id="stage3"),
+        pytest.param({"stage": 3}, 2, id="stage3", marks=SLOW),
         pytest.param({"stage": 2, "ragged": True}, 4, id="stage2-more-parts-than-key-heads"),
         pytest.param({"engine": "fsdp2", "model": TIED, "ragged": True, "in_loop": True}, 2, id="fsdp2-tied-in-loop"),
         # The bias of keys has no gradient but rounding, which Adam would make as large as any other.
