@@ -7,6 +7,7 @@ import os
 import select
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -57,6 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[ForkServer]:
     made = start(folder)
+    await_imports(made)
     yield made
     end(made)
 
@@ -64,6 +66,16 @@ def server(folder: Path) -> Iterator[ForkServer]:
 def start(folder: Path, runtime_env: Mapping[str, object] | None = None) -> ForkServer:
     settings = RunSettings("run", resources_per_worker={"CPU": 2.0}, storage_url=str(folder))
     return ForkServer(str(folder), settings, runtime_env or {}, {"HANDED": "secret"}, 15)
+
+
+def await_imports(server: ForkServer) -> None:
+    """A launcher waits 30 s for them, which a busy machine may exceed. A request of nothing is answered after them."""
+    address = shlex.split(server.command)[-1]
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(LIMIT_S)
+        connection.connect(address)
+        connection.shutdown(socket.SHUT_WR)
+        assert connection.recv(1) == b""
 
 
 def end(server: ForkServer) -> None:
@@ -140,6 +152,7 @@ def test_workers_outlive_a_killed_server_and_later_ones_import_by_themselves(tmp
     (tmp_path / "worker.py").write_text(WORKER)
     server = start(tmp_path)
     assert server.process is not None
+    await_imports(server)
     early = launch(server, tmp_path, "early", "--wait")
     server.process.send_signal(signal.SIGKILL)
     end(server)
