@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,33 @@ class Apart:
     weights: bool
 
 
+@dataclass(frozen=True)
+class StepPart:
+    """Of the step under way, the one after `step` finished ones: how many of `total` samples this rank has. `last`: the
+    run ends with it."""
+
+    step: int
+    samples: float
+    total: int
+    last: bool
+
+
+class Live(Protocol):
+    """One rank's weights as its optimizer updates them, and what the optimizer keeps; looked up anew at each call."""
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """By the parameter's name, 1-D views."""
+        ...
+
+    def moments(self) -> dict[tuple[str, str], torch.Tensor]:
+        """By (kind, parameter), 1-D views."""
+        ...
+
+    def changed(self) -> None:
+        """`weights` were written."""
+        ...
+
+
 class Shares:
     """One rank's. The ranks of a generation have different ones, and together all that `shapes_kept` names. This one
     is that of a run without any."""
@@ -32,10 +60,19 @@ class Shares:
     # None: all ranks have equal weights and optimizer state after every step.
     apart: Apart | None = None
 
+    def begin(self, live: Callable[[], Live], part: Callable[[], StepPart]) -> None:
+        """Once, before a restore. `live` raises UsageError where a rank has not all of it; `part` tells of the step
+        under way."""
+
     @property
     def whole(self) -> bool:
         """May the run be saved after the step just finished? The same on every rank."""
         return True
+
+    @property
+    def late(self) -> int:
+        """How many steps before the one just finished the gradient was computed by which that is judged."""
+        return 0
 
     def settle(self) -> None:
         """Make it so, where it is not. Collective."""

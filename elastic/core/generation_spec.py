@@ -6,19 +6,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from elastic.core.data.adaptive_batch import AdaptiveBatch
 from elastic.core.data.steps import Range
 from elastic.core.mesh import Mesh
-from elastic.core.settings import AnomalySettings, CommunicationSettings, WeightsSettings
+from elastic.core.settings import AnomalySettings, CommunicationSettings, RunSettings, WeightsSettings
 
 
 @dataclass(frozen=True)
 class BatchSettings:
-    """`global_batch` and `micro_batch` count samples. None: taken from the DeepSpeed config that the user passes."""
+    """`global_batch` and `micro_batch` count samples. None: taken from the DeepSpeed config that the user passes.
+    `adaptive`: the global batch follows the number of workers, and this one is that of the most."""
 
     global_batch: int | None = None
     micro_batch: int | None = None
     max_steps: int | None = None
     epochs: int | None = None
+    adaptive: AdaptiveBatch | None = None
+
+    @classmethod
+    def of(cls, settings: RunSettings) -> BatchSettings:
+        return cls(
+            settings.global_batch, settings.micro_batch, settings.max_steps, settings.epochs, settings.adaptive_batch
+        )
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
+from elastic.core.data.adaptive_batch import AdaptiveBatch
 from elastic.core.errors import UsageError
 from elastic.core.mesh import MeshSettings
 
@@ -235,6 +236,9 @@ class CommunicationSettings:
     `every_steps` steps, by an outer step of Nesterov momentum `outer_momentum` and rate `outer_lr`; with
     "streaming_diloco" in so many `fragments`, each of which is `overlap_steps` steps under way and leaves `mix` of an
     island's own weights (`core.checkpoint.rounds`).
+
+    With "async" the gradient of a step is applied `staleness` steps later, and all that is under way every
+    `every_steps` steps.
     """
 
     semantics: str = "exact"
@@ -250,6 +254,7 @@ class CommunicationSettings:
     fragments: int = 3
     overlap_steps: int = 0
     mix: float = 0.5
+    staleness: int = 1
 
 
 @dataclass(frozen=True)
@@ -299,6 +304,8 @@ class RunSettings:
     scaling: ScalingSettings = field(default_factory=ScalingSettings)
     global_batch: int | None = None
     micro_batch: int | None = None
+    # The global batch follows the number of workers, and `global_batch` is that of the most.
+    adaptive_batch: AdaptiveBatch | None = None
     max_steps: int | None = None
     epochs: int | None = None
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
@@ -355,8 +362,9 @@ class RunSettings:
         }  # fmt: skip
         values = {key: _build(parts[key], value) if key in parts else value for key, value in data.items()}
         values["sinks"] = tuple(_build(SinkSettings, sink) for sink in values.get("sinks") or ())
-        if values.get("communication") is not None:
-            values["communication"] = _build(CommunicationSettings, values["communication"])
+        for key, part in (("communication", CommunicationSettings), ("adaptive_batch", AdaptiveBatch)):
+            if values.get(key) is not None:
+                values[key] = _build(part, values[key])
         if values.get("weights") is not None:
             values["weights"] = WeightsSettings.from_json(values["weights"])
         return _build(cls, values)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from elastic.comm.collective_ledger import CollectiveLedger
+    from elastic.comm.strategies.bounded_staleness import Updates
     from elastic.core.checkpoint.manifest import Json
     from elastic.core.data.collectives import CollectiveUse
     from elastic.core.generation_spec import GenerationSpec
@@ -40,6 +41,8 @@ class ResolvedConfig:
     micro_batch: int
     micro_steps: int
     begins: bool = True
+    # Where the batch follows the number of workers: that of the most, and else of all.
+    full_batch: int | None = None
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,11 @@ class GradientSums(Protocol):
         """`call` at the end of every step, when the optimizer has made it, or skipped it."""
         ...
 
+    def updates_by(self, update: Callable[[Callable[[], object]], None]) -> Updates:
+        """In every step that the engine makes, `update` is called in place of its optimizer's own update, which it is
+        given. Returns that optimizer. Raises UsageError where it makes no update by itself."""
+        ...
+
     def take(self) -> dict[str, torch.Tensor]:
         """The sums by the parameter's name, out of the engine, which does not touch them from here on. Raises
         ValueError for what `add` could not take back."""
@@ -190,6 +198,11 @@ class Engine(Witness, Detachable, Protocol):
     def backward(self, loss: torch.Tensor, named: Mapping[str, Any]) -> Any:
         """The backward pass of a loss that is scaled already: gradients are averaged over the ranks and over
         `ResolvedConfig.micro_steps`, and added up within the step."""
+        ...
+
+    def scale_rates(self, factor: Callable[[], float]) -> None:
+        """From the next step on every update is made with the optimizer's learning rates times `factor()`; those that
+        its groups show, and that a scheduler sees, stay what they are."""
         ...
 
     def step(self, inputs: Sequence[Any], named: Mapping[str, Any], consumed: int) -> StepOutcome | None:

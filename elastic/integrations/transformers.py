@@ -106,6 +106,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
         engine, loader = self._initialize()
+        if loader.plan.adaptive is not None:
+            raise UsageError(
+                "batch.adaptive does not go with Trainer, which counts epochs in steps of one size; leave it out"
+            )
         self._begin_state(loader.plan.global_batch, loader.plan.dataset_size)
         self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
         if self.args.eval_on_start and self.state.global_step == 0:

@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from elastic.checkpoint.shares import Shares
-from elastic.comm.strategies.local import StepPart
+from elastic.checkpoint.shares import Shares, StepPart
 from elastic.core.data.micro_batches import MicroBatch
 from elastic.core.data.step_plan import StepPlan
 from elastic.core.data.steps import StepReport
@@ -220,6 +219,12 @@ class StepLoop:
         share = sum(batch.weight for batch in (*progress.kept, *progress.batches))
         return StepPart(step, share * total, total, self.plan.over(step + 1))
 
+    @property
+    def rate_factor(self) -> float:
+        """Of the learning rate in the step under way."""
+        factor, progress = self.plan.rate_factor, self.progress
+        return 1.0 if factor is None or progress is None else factor(progress.step)
+
     def before_update(self) -> None:
         """The last moment before the weights change: what was restored must be verified, what is copied must be read.
 
@@ -272,7 +277,8 @@ class StepLoop:
         assert self.progress is not None
         # The step before may be where the run resumes.
         self._saving().drain()
-        step = self.progress.step
+        # The one whose gradient it is.
+        step = self.progress.step - self._shares.late
         self._scope.end_for(replace(bad, positions=(self.plan.positions(step),)), step + 1)
 
     # -- for the runner ------------------------------------------------------------------------------------------------

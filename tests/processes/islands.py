@@ -41,13 +41,20 @@ def optimizer_of(model: nn.Module, name: str) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
+def decay_of(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+
+
 def train(config: dict[str, Any]) -> None:
     """`config`: "stays" is the (rank, step) that never goes on from there, "bad" the one with a loss that is no number,
-    "asks" the step in which the script saves."""
+    "points" tells of every step; "asks" the step in which the script saves; with "decays" the rate becomes less with
+    every step."""
     model = Net()
+    optimizer = optimizer_of(model, config["optimizer"])
     engine, _, loader, _ = elastic.initialize(
         model=model,
-        optimizer=optimizer_of(model, config["optimizer"]),
+        optimizer=optimizer,
+        lr_scheduler=decay_of(optimizer) if config.get("decays") else None,
         training_data=Samples(),
         config={
             "train_batch_size": BATCH,
@@ -61,6 +68,8 @@ def train(config: dict[str, Any]) -> None:
     for _ in elastic.epochs():
         for x, y in loader:
             context = elastic.get_context()
+            if config.get("points"):
+                crew.point(f"begins step {context.step + 1}")
             if config.get("stays") == (context.rank, context.step):
                 crew.point("stays")
                 crew.stay()
@@ -75,7 +84,8 @@ def train(config: dict[str, Any]) -> None:
 class Oracle:
     """One model per island, one outer optimizer, in one process. What is exchanged is there at once."""
 
-    def __init__(self, settings: CommunicationSettings, optimizer: str, steps: int) -> None:
+    def __init__(self, settings: CommunicationSettings, optimizer: str, steps: int, clip: float = 0.0) -> None:
+        self._clip = clip
         self.settings, self.steps, self.step = settings, steps, 0
         self._name, self._outer = optimizer, Net()
         plain = settings.strategy == "local_sgd"
@@ -95,6 +105,8 @@ class Oracle:
                 rows = [row for batch in dealt for row in order.indices(batch.start, batch.stop)]
                 optimizer.zero_grad()
                 binary_cross_entropy_with_logits(model(x[rows]), y[rows]).backward()
+                if self._clip:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), self._clip)
                 optimizer.step()
                 counts[:] = [count + len(rows) for count in counts]
             self._exchange()

@@ -61,6 +61,16 @@ def test_undisturbed_is_the_algorithm_in_plain_torch(
     assert _distance(told, expected) < 2e-5
 
 
+def test_gradients_are_clipped_by_the_norm_within_the_island(crew: Crew, tmp_path: Path) -> None:
+    """Between islands not even the norm travels."""
+    nodes, clip = (0, 0, 1), 0.05
+    config = {"optimizer": "sgd", "top": {"gradient_clipping": clip}}
+    told = _run(crew, tmp_path, DILOCO, nodes, config=config)
+    assert _distance(told, Oracle(DILOCO, "sgd", STEPS, clip).run(islands_of(nodes), STEPS)) < 2e-5
+    across = {use.axis for report in told[0].reports for use in report.collectives if report.step in (5, 6, 7)}
+    assert across == {"node, 2 ranks"}
+
+
 def test_local_sgd_with_rounds_of_one_step_is_exact(crew: Crew, tmp_path: Path) -> None:
     """With plain SGD the mean of the weights is the step of the mean gradient, whatever the islands' sizes."""
     config, every_step = {"optimizer": "sgd"}, CommunicationSettings("local", "local_sgd", every_steps=1)

@@ -84,5 +84,33 @@ def test_a_killed_island_goes_back_to_the_last_outer_step(
     assert set(_told(run)) == {"diloco: 3 islands of 1 and 1 and 1 ranks, an outer step every 3 steps"}
 
 
+def test_late_gradients_through_killed_nodes_are_the_undisturbed_run(
+    cluster: LocalCluster, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    """Which weights a step is computed with does not depend on the number of nodes."""
+    config, late = {**_CONFIG, "stage": 0}, CommunicationSettings("async", staleness=2, every_steps=3)
+    run = Run(cluster, tmp_path, config=config, memory={"every_steps": 1}, communication=late)
+    run.allow(8)
+    run.start()
+    run.reach(8)
+    # The gradients of steps 7 and 8 are under way: the run goes back to the end of the round before.
+    run.wait_snapshot(6)
+    run.cluster.kill_node(run.node_of(run.away_from_head()[-1]).name)
+    run.wait_generation(2)
+    run.allow(20)
+    run.reach(20)
+    run.cluster.add_node()
+    run.grow_to(4)
+    run.finish()
+    run.assert_whole()
+    lost = next(incident for incident in run.incidents() if incident["kind"] != "resize")
+    assert (lost["resumed_step"], lost["steps_repeated"]) == (6, 2)
+    still = undisturbed.train(run.config, 2, tmp_path / "four", 4, communication=late)
+    moved = Outcome(whole_state(CheckpointStore(run.url, "run")), run.losses())
+    assert still.distance(moved) <= _CEILING
+    exact = undisturbed.train(run.config, 2, tmp_path / "exact", 4)
+    assert exact.distance(moved) > 1e-3, "late gradients are another run"
+
+
 def _told(run: Run) -> list[str]:
     return [step["travel"] for record in run.records("steps") for step in record["steps"] if "travel" in step]

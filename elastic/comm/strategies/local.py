@@ -16,13 +16,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from elastic.checkpoint.shares import Apart, Shares, refusal
+from elastic.checkpoint.shares import Apart, Live, Shares, StepPart, refusal
 from elastic.comm.collective_ledger import CollectiveLedger
 from elastic.comm.strategies.error_feedback import Shapes, parts_of
 from elastic.comm.strategies.reduction import in_buckets
@@ -33,33 +33,6 @@ from elastic.core.policy.hops import NODE, NODES
 from elastic.core.settings import CommunicationSettings
 
 _WEIGHTS, _MOMENTUM, _SAMPLES = "weights", "momentum", "samples"
-
-
-@dataclass(frozen=True)
-class StepPart:
-    """Of the step under way, the one after `step` finished ones: how many of `total` samples this rank has. `last`: the
-    run ends with it."""
-
-    step: int
-    samples: float
-    total: int
-    last: bool
-
-
-class Live(Protocol):
-    """One rank's weights as its optimizer updates them, and what the optimizer keeps; looked up anew at each call."""
-
-    def weights(self) -> dict[str, Tensor]:
-        """By the parameter's name, 1-D views."""
-        ...
-
-    def moments(self) -> dict[tuple[str, str], Tensor]:
-        """By (kind, parameter), 1-D views."""
-        ...
-
-    def changed(self) -> None:
-        """`weights` were written."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -156,9 +129,8 @@ class LocalUpdates(Shares):
             f"every {self._rounds.gap} steps"
         )
 
-    def begin(self, live: Live, part: Callable[[], StepPart]) -> None:
-        """`part` tells of the step under way."""
-        self._live, self._part = live, part
+    def begin(self, live: Callable[[], Live], part: Callable[[], StepPart]) -> None:
+        self._live, self._part = live(), part
 
     @torch.no_grad()
     def reduce(self, gradients: Mapping[str, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Training in islands: which ranks are one, when islands exchange what, and where a run may stop.
+"""Training in rounds: which ranks are an island, when islands exchange what, and where a run may stop.
 
 Pure: every rank, and the controller, come to the same from the number of finished steps.
 """
@@ -28,8 +28,11 @@ class Rounds:
 
     @classmethod
     def of(cls, settings: CommunicationSettings | None) -> Rounds:
-        if settings is None or settings.semantics != "local":
+        if settings is None or settings.semantics not in ("local", "async"):
             return cls()
+        if settings.semantics == "async":
+            # Without a delay nothing is under way between two steps.
+            return cls(settings.every_steps if settings.staleness else 1)
         if settings.strategy != STREAMING:
             return cls(settings.every_steps)
         return cls(settings.every_steps, settings.fragments, settings.overlap_steps, own_weights=True)

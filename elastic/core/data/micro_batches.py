@@ -47,18 +47,24 @@ def steps_in(total_samples: int, global_batch: int) -> int:
 
 
 def step_positions(
-    step: int, global_batch: int, total_samples: int | None = None, skips: Sequence[Range] = ()
+    step: int,
+    global_batch: int,
+    total_samples: int | None = None,
+    skips: Sequence[Range] = (),
+    begun: tuple[int, int] = (0, 0),
 ) -> Range:
     """The positions [start, stop) that step number `step` (from 0) consumes.
 
     `total_samples` counts what the run consumes, without what it skips. `skips` are sorted ranges of positions, each of
-    them what some steps would have consumed, so that no step is cut in two: ValueError otherwise.
+    them what some steps would have consumed, so that no step is cut in two: ValueError otherwise. `begun`: a step, and
+    the samples that were consumed before it, from which on steps have `global_batch`.
     """
     _positive("global_batch", global_batch)
-    start, stop = step * global_batch, (step + 1) * global_batch
+    start = begun[1] + (step - begun[0]) * global_batch
+    stop = start + global_batch
     if total_samples is not None:
         stop = min(stop, total_samples)
-    if step < 0 or stop <= start:
+    if step < begun[0] or stop <= start:
         raise ValueError(f"step {step} has no samples: {total_samples} samples in steps of {global_batch}")
     first = next_position(start, skips)
     if next_position(stop - 1, skips) != first + (stop - 1 - start):
@@ -90,7 +96,7 @@ def micro_steps_per_rank(samples: int, micro_batch: int, world_size: int) -> int
 
 def deal(
     step: int, global_batch: int, micro_batch: int, world_size: int, rank: int, total_samples: int | None = None,
-    skips: Sequence[Range] = (), only: Sequence[int] | None = None,
+    skips: Sequence[Range] = (), only: Sequence[int] | None = None, begun: tuple[int, int] = (0, 0),
 ) -> tuple[MicroBatch, ...]:  # fmt: skip
     """The micro-batches of one rank in one step, in order; equally many on every rank, and at least one.
 
@@ -100,7 +106,7 @@ def deal(
     `only`: the indices, ascending, of those that are dealt, with the same weights (see `core.data.unfinished`); where
     it is empty every rank has one padding pass.
     """
-    start, stop = step_positions(step, global_batch, total_samples, skips)
+    start, stop = step_positions(step, global_batch, total_samples, skips, begun)
     count = micro_batches_in(stop - start, micro_batch)
     _positive("world_size", world_size)
     if not 0 <= rank < world_size:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+from elastic.core.data.adaptive_batch import AdaptiveBatch, Change, changed, consumed
 from elastic.core.data.audits import AuditPlan, Round
 from elastic.core.data.finite import FinitePlace, deal_cut
 from elastic.core.data.micro_batches import MicroBatch, deal, next_position, step_positions, steps_in
@@ -13,6 +14,7 @@ from elastic.core.data.samples import SampleOrder
 from elastic.core.data.steps import Range
 from elastic.core.data.unfinished import Rest
 from elastic.core.errors import UsageError
+from elastic.core.generation_spec import BatchSettings
 
 _ENDLESS = 1 << 62
 
@@ -36,7 +38,10 @@ class StepPlan:
 
     `audit`: in some steps every rank runs one pass more (None: in none).
 
-    `rest`: of this one step some micro-batches are computed already, and only the others are dealt."""
+    `rest`: of this one step some micro-batches are computed already, and only the others are dealt.
+
+    `adaptive`: the batch follows the number of workers, of whom the most have `full_batch`. `global_batch` is then that
+    of the steps from the last of `changes` on; None: all steps have `global_batch`, and `full_batch` is the same."""
 
     global_batch: int
     micro_batch: int
@@ -54,6 +59,32 @@ class StepPlan:
     leads: bool = True
     audit: AuditPlan | None = None
     rest: Rest | None = None
+    adaptive: AdaptiveBatch | None = None
+    full_batch: int | None = None
+    changes: tuple[Change, ...] = (Change(0, 0, 0),)
+
+    def from_step(self, step: int, changes: tuple[Change, ...], batch: BatchSettings) -> StepPlan:
+        """The plan of a run whose first `step` steps had these batches, where the batch follows the workers."""
+        found = changed(changes, step, consumed(changes, step), self.global_batch)
+        limited = replace(self, changes=found)
+        return replace(limited, total_samples=limited.total(batch))
+
+    def total(self, batch: BatchSettings) -> int | None:
+        """`total_samples`, by what the job says."""
+        begun = self._begun
+        return total_samples(self.dataset_size, self.global_batch, batch.max_steps, batch.epochs, self.skips, begun)
+
+    @property
+    def rate_factor(self) -> Callable[[int], float] | None:
+        """Of the learning rate, by finished steps; None where nothing changes it."""
+        adaptive, full = self.adaptive, self.full_batch
+        if adaptive is None or full is None:
+            return None
+        return lambda step: adaptive.factor(full, self.changes, step)
+
+    @property
+    def _begun(self) -> tuple[int, int]:
+        return self.changes[-1][:2]
 
     def order(self, seed: int) -> SampleOrder:
         """The dataset index of every position; of a stream, the position itself."""
@@ -67,9 +98,17 @@ class StepPlan:
         return Slots(self.global_batch, self.micro_batch)
 
     @property
+    def first_step(self) -> int:
+        """From this one on the plan can say how a step is dealt."""
+        return self._begun[0]
+
+    @property
     def last_step(self) -> int | None:
         """Number of steps in the whole run, where it is known."""
-        return None if self.total_samples is None else steps_in(self.total_samples, self.global_batch)
+        if self.total_samples is None:
+            return None
+        step, samples = self._begun
+        return step + steps_in(max(0, self.total_samples - samples), self.global_batch)
 
     @property
     def endless(self) -> bool:
@@ -120,16 +159,17 @@ class StepPlan:
             return deal_cut(self._place(step).position, cut, self.world_size, rank)
         only = self.rest.indices if self.rest is not None and self.rest.step == step else None
         return deal(
-            step, self.global_batch, self.micro_batch, self.world_size, rank, self.total_samples, self.skips, only
-        )
+            step, self.global_batch, self.micro_batch, self.world_size, rank, self.total_samples, self.skips, only,
+            self._begun,
+        )  # fmt: skip
 
     def consumed(self, step: int) -> int:
         """Samples that were consumed when `step` steps are finished."""
         if self.finite is not None:
             done = self.finite.after_step() if step == self.finite.step + 1 else self._place(step)
             return done.samples
-        consumed = step * self.global_batch
-        return consumed if self.total_samples is None else min(consumed, self.total_samples)
+        found = self._whole(step)
+        return found if self.total_samples is None else min(found, self.total_samples)
 
     def position(self, step: int) -> int:
         """The position of the sample that follows when `step` steps are finished."""
@@ -141,7 +181,7 @@ class StepPlan:
         """What the whole step consumes, on all ranks."""
         if self.finite is not None:
             return self._place(step).position, self.finite.end
-        return step_positions(step, self.global_batch, self.total_samples, self.skips)
+        return step_positions(step, self.global_batch, self.total_samples, self.skips, self._begun)
 
     def epoch(self, step: int) -> int:
         """The epoch in which the step's first sample lies; a step may reach over into the next. At the end of a
@@ -150,7 +190,11 @@ class StepPlan:
             return self.finite.epoch - 1 if self.finite.over else self.finite.epoch
         if self.dataset_size is None:
             return 0
-        return next_position(step * self.global_batch, self.skips) // self.dataset_size
+        return next_position(self._whole(step), self.skips) // self.dataset_size
+
+    def _whole(self, step: int) -> int:
+        """Samples of so many steps, as if the run did not end."""
+        return step * self.global_batch if self.adaptive is None else consumed(self.changes, step)
 
     def _place(self, step: int) -> FinitePlace:
         assert self.finite is not None
@@ -159,7 +203,7 @@ class StepPlan:
 
     def _first_step(self, epoch: int, dataset_size: int) -> int:
         """The first step that begins in `epoch` or, where none does, in a later one; not limited by the run's end."""
-        low, high = 0, (epoch + 1) * dataset_size // self.global_batch + 1
+        low, high = 0, self._begun[0] + (epoch + 1) * dataset_size // self.global_batch + 1
         while low < high:
             middle = (low + high) // 2
             low, high = (low, middle) if self.epoch(middle) >= epoch else (middle + 1, high)
@@ -189,20 +233,26 @@ class StepPlan:
 
 
 def total_samples(
-    dataset_size: int | None, global_batch: int, max_steps: int | None, epochs: int | None, skips: Iterable[Range] = ()
+    dataset_size: int | None,
+    global_batch: int,
+    max_steps: int | None,
+    epochs: int | None,
+    skips: Iterable[Range] = (),
+    begun: tuple[int, int] = (0, 0),
 ) -> int | None:
     """How many samples the run consumes: whichever of `max_steps` and `epochs` ends first; None without both, where the
     training function decides.
 
     Samples that are skipped are missing from an epoch, not from a number of steps. Nobody knows how many samples the
-    epochs of a stream have (`dataset_size` None): see `core.data.finite`.
+    epochs of a stream have (`dataset_size` None): see `core.data.finite`. `begun`: as in `step_positions`.
     """
     for name, value in (("max_steps", max_steps), ("epochs", epochs)):
         if value is not None and value < 1:
             raise UsageError(f"{name} must be at least 1, got {value}")
     limits = []
     if max_steps is not None:
-        limits.append(max_steps * global_batch)
+        # A run that is beyond them already ends where it is.
+        limits.append(begun[1] + max(0, max_steps - begun[0]) * global_batch)
     if epochs is not None and dataset_size is not None:
         whole = epochs * dataset_size
         limits.append(whole - sum(max(0, min(stop, whole) - start) for start, stop in skips))

@@ -18,14 +18,16 @@ EXACT = ("all_reduce", "ring", "tree", "hierarchical")
 LOSSY = ("int8", "top_k", "power_sgd")
 # Islands train by themselves between outer steps.
 LOCAL = (LOCAL_SGD, DILOCO, STREAMING)
+ASYNC = ("bounded_staleness",)
 # What a job may grant -> the strategies that it permits.
 TIERS: Mapping[str, tuple[str, ...]] = {
     "exact": EXACT,
     "error_feedback": ("hierarchical", *LOSSY),
     # Weights are exchanged, not gradients.
     "local": LOCAL,
+    # A gradient is applied some steps after it was computed.
+    "async": ASYNC,
 }
-_NOT_BUILT = ("async",)
 # torch's communication hooks of DistributedDataParallel, by the beginning of their names
 # -> what does the same here. Names are compared in small letters and without underscores.
 _HOOKS = {
@@ -40,7 +42,7 @@ _HOOKS = {
     "noop": "leave it out: ranks that are never averaged are runs of their own",
 }
 # Keys of training in islands, and of its outer and its streaming part.
-_OF_ISLANDS = ("islands", "every_steps")
+_OF_ISLANDS = ("islands",)
 _OF_OUTER = ("outer_lr", "outer_momentum")
 _OF_STREAMS = ("fragments", "overlap_steps", "mix")
 
@@ -55,8 +57,6 @@ def refused_communication(
 ) -> str | None:
     """Why gradients cannot travel as asked for, as a sentence; None where they can."""
     granted = settings.semantics
-    if granted in _NOT_BUILT:
-        return f"communication.semantics: {granted} is not built yet; use {_listed(TIERS)}"
     if granted not in TIERS:
         return f"communication.semantics is {granted!r}, but must be {_listed(TIERS)}"
     if settings.strategy in LOSSY and granted != "error_feedback":
@@ -68,6 +68,11 @@ def refused_communication(
         return (
             f"communication.strategy: {settings.strategy} lets nodes train by themselves for many steps, which must be "
             "granted: add semantics: local"
+        )
+    if settings.strategy in ASYNC and granted != "async":
+        return (
+            f"communication.strategy: {settings.strategy} applies gradients some steps late, which must be granted: "
+            "add semantics: async"
         )
     if granted == "local" and settings.strategy == AUTO:
         return (
@@ -95,9 +100,11 @@ def refused_communication(
     return _refused_rounds(settings)
 
 
-def refused_in_islands(settings: CommunicationSettings, sp: int, audited: bool, measured: bool) -> str | None:
-    """What of the job does not go with ranks whose weights differ, as a sentence; None where nothing does not."""
-    if settings.semantics != "local":
+def refused_in_rounds(settings: CommunicationSettings, sp: int, audited: bool, measured: bool) -> str | None:
+    """What of the job does not go with ranks whose weights differ, or with steps that apply other gradients than their
+    own, as a sentence; None where nothing does not."""
+    granted = settings.semantics
+    if granted not in ("local", "async"):
         return None
     found = {
         f"mesh: {{sp: {sp}}}, whose workers share sequences": sp > 1,
@@ -105,7 +112,7 @@ def refused_in_islands(settings: CommunicationSettings, sp: int, audited: bool, 
         "gradient_noise.every_steps, which compares gradients of all workers": measured,
     }
     why = next((why for why, so in found.items() if so), None)
-    return None if why is None else f"communication.semantics: local does not go with {why}; leave one of them out"
+    return None if why is None else f"communication.semantics: {granted} does not go with {why}; leave one of them out"
 
 
 def refused_hook(name: str) -> str | None:
@@ -119,8 +126,12 @@ def refused_hook(name: str) -> str | None:
 
 
 def _refused_rounds(settings: CommunicationSettings) -> str | None:
-    """Keys of training in islands that are wrong, or would not be used."""
+    """Keys of training in rounds that are wrong, or would not be used."""
     of = {key: "semantics: local" for key in _OF_ISLANDS if settings.semantics != "local"}
+    if settings.semantics not in ("local", "async"):
+        of["every_steps"] = "semantics: local or async"
+    if settings.semantics != "async":
+        of["staleness"] = "semantics: async"
     if settings.strategy not in (DILOCO, STREAMING):
         of |= dict.fromkeys(_OF_OUTER, f"strategy: {DILOCO} or {STREAMING}")
     if settings.strategy != STREAMING:
@@ -129,6 +140,11 @@ def _refused_rounds(settings: CommunicationSettings) -> str | None:
     odd = next((key for key in of if getattr(settings, key) != getattr(usual, key)), None)
     if odd is not None:
         return f"communication.{odd} belongs to {of[odd]}; leave it out"
+    if not 0 <= settings.staleness < settings.every_steps and settings.semantics == "async":
+        return (
+            f"communication.staleness ({settings.staleness}) must be at least 0 and below every_steps "
+            f"({settings.every_steps}), after which all gradients under way are applied"
+        )
     rounds = Rounds.of(settings)
     if rounds.every % rounds.fragments:
         return (
@@ -149,9 +165,13 @@ def refused_beside(deepspeed: Mapping[str, Any], semantics: str = "exact") -> st
     zero = deepspeed.get("zero_optimization") or {}
     stage = zero.get("stage") or 0
     offload = zero.get("offload_optimizer") or {}
+    late = semantics == "async"
     found = {
         f"ZeRO stage {stage}, which reduces in every backward pass": stage > 1,
         "ZeRO stage 1 where islands train by themselves (semantics: local)": stage == 1 and semantics == "local",
+        "ZeRO stage 1 where gradients are applied late (semantics: async)": stage == 1 and late,
+        "bf16 where gradients are applied late (semantics: async)": late
+        and (deepspeed.get("bf16") or {}).get("enabled"),
         "fp16, whose loss scale may change": (deepspeed.get("fp16") or {}).get("enabled"),
         "offload_optimizer": offload.get("device", "none") != "none",
         "overlap_comm, which reduces within the backward pass": stage == 1 and zero.get("overlap_comm"),

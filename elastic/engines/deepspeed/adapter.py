@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from elastic.engines.deepspeed.state.zero import ZeroState
 from elastic.engines.deepspeed.teardown import hollow_out, release_engine
 from elastic.engines.last_output import LastOutput
 from elastic.engines.live_state import Fragment
+from elastic.engines.model.update_rates import scaled_rates, updating
 from elastic.engines.model.whole_gradients import WholeGradients
 
 # As of `TPLayerSpec.grad_allreduce` (deepspeed/module_inject/autotp_config.py).
@@ -60,6 +61,7 @@ class DeepSpeedAdapter:
         self.sums: GradientSums | str = gradient_sums(native)
         self._counted = CountedBackend()
         self._last = True
+        self._rate_factor: Callable[[], float] = lambda: 1.0
         # What the ledger showed at the first forward pass of the step; None between two steps.
         self._began_s: float | None = None
 
@@ -91,6 +93,24 @@ class DeepSpeedAdapter:
         with whole.compare({name: leaf for name, leaf in leaves if not getattr(leaf, "tensor_model_parallel", False)}):
             return self.native.backward(loss, **named)
 
+    def scale_rates(self, factor: Callable[[], float]) -> None:
+        native, take = self.native, self.native._take_model_step
+        self._rate_factor = factor
+
+        def taking(*args: Any, **kwargs: Any) -> Any:
+            optimizer = native.optimizer
+            update = optimizer.step
+
+            def update_scaled(*inputs: Any, **named: Any) -> Any:
+                # Around the update alone: schedulers go on from the rates that are theirs.
+                with scaled_rates(optimizer.param_groups, factor()):
+                    return update(*inputs, **named)
+
+            with updating(optimizer, update_scaled):
+                return take(*args, **kwargs)
+
+        native._take_model_step = taking
+
     def step(self, inputs: Sequence[Any], named: Mapping[str, Any], consumed: int) -> StepOutcome | None:
         if not self._last:
             self.native.step(*inputs, **named)
@@ -113,7 +133,7 @@ class DeepSpeedAdapter:
         return StepOutcome(
             applied=bool(self.native.was_step_applied()),
             grad_norm=norm,
-            learning_rates=_learning_rates(self.native.optimizer),
+            learning_rates=tuple(rate * self._rate_factor() for rate in _learning_rates(self.native.optimizer)),
             loss_scale=None if self._nonfinite is None else self._nonfinite.loss_scale(),
             collective_s=None if began_s is None or self.ledger.on_device else self.ledger.waited_s - began_s,
             collectives=self.ledger.take(),

@@ -72,7 +72,9 @@ def resolve(
     pipeline.check(config, pp)
     shared = experts.configured(config, ep, ep_changes) | tensor_parallel.configured(config, tp)
     batch = _with_loader(config, batch, loader_batch)
-    micro, total = resolve_batch(config, batch, max_world_size or world_size)
+    micro, full = resolve_batch(config, batch, max_world_size or world_size)
+    most = max_world_size or world_size
+    total = full if batch.adaptive is None else batch.adaptive.batch(full, micro, world_size, most)
     micro_steps = micro_steps_per_rank(total, micro, world_size)
     resolved = copy.deepcopy(dict(config))
     resolved[_MICRO] = micro
@@ -87,7 +89,7 @@ def resolve(
         # With AutoTP the engine counts all ranks here, and stage 3's own reading the data-parallel ones: each works out
         # its nominal batch by itself.
         del resolved[_GLOBAL]
-    return ResolvedConfig(resolved, total, micro, micro_steps)
+    return ResolvedConfig(resolved, total, micro, micro_steps, full_batch=full)
 
 
 def _check_options(config: Mapping[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -28,6 +28,7 @@ from elastic.engines.json_values import decode, encode
 from elastic.engines.last_output import LastOutput
 from elastic.engines.live_state import Fragment
 from elastic.engines.model.extra_state import install_modules, read_modules
+from elastic.engines.model.update_rates import scaled_rates
 from elastic.engines.model.whole_gradients import WholeGradients
 
 _COUNTERS = ("global_steps", "skipped_steps")
@@ -105,6 +106,7 @@ class Fsdp2Adapter:
         self._withhold = withhold
         self._belongings = belongings
         self._last = True
+        self._rate_factor: Callable[[], float] = lambda: 1.0
         self._output = LastOutput()
         self.ledger = CollectiveLedger(device, {self.data_group: "dp"})
         count_collectives(self.module, self.ledger)
@@ -147,6 +149,9 @@ class Fsdp2Adapter:
             return nullcontext()
         return whole.compare({name: leaf for name, leaf in self.leaves().items() if not isinstance(leaf, DTensor)})
 
+    def scale_rates(self, factor: Callable[[], float]) -> None:
+        self._rate_factor = factor
+
     def step(self, inputs: Sequence[Any], named: Mapping[str, Any], consumed: int) -> StepOutcome | None:
         """Raises UsageError for arguments: torch's optimizers take a closure, which would run the step again."""
         if inputs or named:
@@ -167,14 +172,17 @@ class Fsdp2Adapter:
         if applied:
             if self._clipping:
                 clip([gradient for gradient, _ in gradients], norm, self._clipping)
-            native.optimizer.step()
+            with scaled_rates(native.optimizer.param_groups, self._rate_factor()):
+                native.optimizer.step()
             if native.lr_scheduler is not None:
                 native.lr_scheduler.step()
         else:
             native.skipped_steps += 1
         native.global_steps += 1
         self.module.zero_grad(set_to_none=True)
-        rates = tuple(float(group["lr"]) for group in native.optimizer.param_groups if "lr" in group)
+        rates = tuple(
+            float(group["lr"]) * self._rate_factor() for group in native.optimizer.param_groups if "lr" in group
+        )
         began_s, self._began_s = self._began_s, None
         return StepOutcome(
             applied=applied,

@@ -80,8 +80,15 @@ def check(
         resolve(options, batch, workers[0])
 
 
-def resolve(options: Options, batch: BatchSettings, world_size: int, loader_batch: int | None = None) -> ResolvedConfig:
-    """The batch sizes for `world_size`. `loader_batch`: the batch size of a DataLoader that was taken over.
+def resolve(
+    options: Options,
+    batch: BatchSettings,
+    world_size: int,
+    loader_batch: int | None = None,
+    max_world_size: int | None = None,
+) -> ResolvedConfig:
+    """The batch sizes for `world_size`, of at most `max_world_size` (None: as many). `loader_batch`: the batch size of
+    a DataLoader that was taken over.
 
     Raises UsageError for sizes that are missing or contradict one another.
     """
@@ -93,8 +100,10 @@ def resolve(options: Options, batch: BatchSettings, world_size: int, loader_batc
         raise UsageError("no micro-batch: give the job's `micro_batch`, or micro_batch in the fsdp2 options")
     if micro > total:
         raise UsageError(f"the micro-batch of {micro} samples is larger than the global batch of {total}")
-    native = {field.name: getattr(options, field.name) for field in fields(Options)}
-    return ResolvedConfig(native, total, micro, micro_steps_per_rank(total, micro, world_size))
+    native, full = {field.name: getattr(options, field.name) for field in fields(Options)}, total
+    if batch.adaptive is not None:
+        total = batch.adaptive.batch(full, micro, world_size, max_world_size or world_size)
+    return ResolvedConfig(native, total, micro, micro_steps_per_rank(total, micro, world_size), full_batch=full)
 
 
 def _once(name: str, *given: int | None) -> int | None:

@@ -75,7 +75,8 @@ class Fsdp2:
     def resolve(self, config: Config | None, spec: GenerationSpec, loader_batch: int | None = None) -> ResolvedConfig:
         chosen = config if config is not None else spec.engine_config or {}
         refuse_mesh(spec.ep, spec.pp, spec.sp)
-        found = resolve(read_options(chosen), spec.batch, spec.mesh.dp, loader_batch)
+        most_cells = max(spec.max_world_size, spec.world_size) // spec.mesh.per_cell
+        found = resolve(read_options(chosen), spec.batch, spec.mesh.dp, loader_batch, most_cells)
         return replace(found, native={**found.native, _PP: spec.pp}, begins=spec.checkpoint is None)
 
     def build(

@@ -8,10 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from elastic.comm.agreement import Agreement
+from elastic.core.data.adaptive_batch import Change
 from elastic.core.data.finite import FinitePlace
 from elastic.core.data.readers import MODULUS, ReaderStates, merged, owned
 from elastic.core.data.samples import SampleOrder
-from elastic.core.data.step_plan import StepPlan, total_samples
+from elastic.core.data.step_plan import StepPlan
 from elastic.core.data.steps import Range, union
 from elastic.core.errors import IntegrityError, UsageError
 from elastic.core.generation_spec import BatchSettings
@@ -19,9 +20,10 @@ from elastic.training import rng
 from elastic.training.state.verification import listed
 
 # Compared by what they mean: samples may have been left out since.
-_MOVED = ("skips", "position")
+_BATCHES = "batches"
+_MOVED = ("skips", "position", _BATCHES)
 # Of checkpoints from before these were saved.
-_BEFORE = {"shuffle": True, "epochs of the readers": "each its own"}
+_BEFORE = {"shuffle": True, "epochs of the readers": "each its own", "batch": "the same in all steps"}
 
 
 def to_state(plan: StepPlan, seed: int, step: int) -> dict[str, Any]:
@@ -31,6 +33,7 @@ def to_state(plan: StepPlan, seed: int, step: int) -> dict[str, Any]:
         "step": step,
         **({} if finite is None else {"epoch": finite.epoch, "samples": finite.samples, "begun": finite.begun}),
         "position": plan.position(step),
+        **({} if plan.adaptive is None else {_BATCHES: [list(change) for change in plan.changes]}),
         "skips": [list(range_) for range_ in plan.skips],
         "data": _order(plan, seed),
     }
@@ -68,6 +71,8 @@ def from_state(saved: Mapping[str, Any], plan: StepPlan, batch: BatchSettings) -
         step, samples, epoch = (int(saved[name]) for name in ("step", "samples", "epoch"))
         place = FinitePlace(batch.epochs, step, samples, position, epoch, begun=bool(saved["begun"]))
         plan = replace(plan, finite=place)
+    if plan.adaptive is not None:
+        plan = plan.from_step(int(saved["step"]), _changes(saved), batch)
     before = _until(position, ((start, stop) for start, stop in saved.get("skips", ())))
     for start, stop in _until(position, plan.skips):
         if not any(a <= start and stop <= b for a, b in before):
@@ -80,8 +85,8 @@ def from_state(saved: Mapping[str, Any], plan: StepPlan, batch: BatchSettings) -
 
 def skipping(plan: StepPlan, skips: tuple[Range, ...], batch: BatchSettings) -> StepPlan:
     """The plan of the same run without these positions."""
-    total = total_samples(plan.dataset_size, plan.global_batch, batch.max_steps, batch.epochs, skips)
-    return replace(plan, skips=skips, total_samples=total)
+    plan = replace(plan, skips=skips)
+    return replace(plan, total_samples=plan.total(batch))
 
 
 def verify(
@@ -95,6 +100,7 @@ def verify(
     step = int(saved["step"])
     wrong = {name: not _contains(here.get(name), value) for name, value in saved.items() if name not in _MOVED}
     wrong["position"] = not _follows(saved, here, plan)
+    wrong["batches"] = plan.adaptive is not None and not _continued(saved, here)
     dealt = agreement.sums([next_step(plan, order, step)])
     wrong["samples and random streams of the next step"] = dealt != [whole_step(plan, order, step)]
     flagged, _ = agreement.any_and_unequal(list(wrong.values()), [])
@@ -152,7 +158,8 @@ def _order(plan: StepPlan, seed: int) -> dict[str, Any]:
         **({"epochs of the readers": "each its own" if plan.finite is None else "together"} if plan.stream else {}),
         **({"blocks of samples": f"{plan.block}, {plan.blocks_at_once} at once"} if plan.block else {}),
         "seed": seed,
-        "global_batch": plan.global_batch,
+        "global_batch": plan.full_batch or plan.global_batch,
+        "batch": _BEFORE["batch"] if plan.adaptive is None else "in proportion to the workers",
         "micro_batch": plan.micro_batch,
         "dataset_size": plan.dataset_size,
         "shuffle": plan.shuffle,
@@ -171,10 +178,32 @@ def _follows(saved: Mapping[str, Any], here: Mapping[str, Any], plan: StepPlan) 
     position, moved = int(saved["position"]), int(here["position"])
     # Counted here and not by the plan: what is below the position and not left out was consumed.
     consumed = position - sum(min(stop, position) - start for start, stop in then if start < position)
-    whole = int(saved["samples"]) if plan.finite is not None else int(saved["step"]) * plan.global_batch
+    if plan.finite is not None:
+        whole = int(saved["samples"])
+    elif plan.adaptive is not None:
+        whole = _in_steps(saved)
+    else:
+        whole = int(saved["step"]) * plan.global_batch
     counted = consumed == whole or (plan.finite is None and plan.over(int(saved["step"])))
     between = union((*now, (position, moved))) == now if moved > position else moved == position
     return counted and union((*then, *now)) == now and between
+
+
+def _changes(saved: Mapping[str, Any]) -> tuple[Change, ...]:
+    return tuple(Change(*map(int, change)) for change in saved[_BATCHES])
+
+
+def _continued(saved: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
+    """The batches of the steps so far are what they were."""
+    step, then, now = int(saved["step"]), _changes(saved), _changes(here)
+    before = [change for change in then if change.step < step]
+    return [change for change in now if change.step < step] == before
+
+
+def _in_steps(saved: Mapping[str, Any]) -> int:
+    """Samples of the steps so far, each with its own batch. Not from the sums that were saved with them."""
+    ends = [change.step for change in _changes(saved)[1:]] + [int(saved["step"])]
+    return sum((end - change.step) * change.batch for change, end in zip(_changes(saved), ends, strict=True))
 
 
 def _ranges(pairs: Iterable[Sequence[int]]) -> tuple[Range, ...]:

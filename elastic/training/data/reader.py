@@ -121,7 +121,8 @@ class BatchReader:
         self._order = order
         self._spare: Any = None
         # Full steps are dealt alike; the last one may be short.
-        looked_at = {0} if plan.last_step is None else {0, plan.last_step - 1}
+        first, last = plan.first_step, plan.last_step
+        looked_at = {first} if last is None else {first, last - 1} if first < last else set[int]()
         self._pads = any(batch.weight == 0.0 and batch.audits is None for at in looked_at for batch in plan.deal(at))
         self._prefetched: Iterator[Any] | None = None
         if num_workers > 0:

@@ -9,8 +9,8 @@ from typing import Any
 import torch.distributed as dist
 
 from elastic.checkpoint.shares import Shares
-from elastic.comm.strategies.local import LocalUpdates
 from elastic.core.checkpoint.snapshots import is_snapshot
+from elastic.core.data.adaptive_batch import Change, refused_adaptive
 from elastic.core.data.audits import AuditPlan, refused_audit
 from elastic.core.data.finite import FinitePlace
 from elastic.core.data.micro_batches import refused_noise
@@ -133,6 +133,8 @@ def assemble(
     generation.group.seal()
     plan = _plan(scope.spec, resolved, source)
     steps, watch, audit, reader, share = _opened(generation, engine, plan, source, given.weights, held, shares)
+    if steps.plan.rate_factor is not None:
+        engine.scale_rates(lambda: steps.rate_factor)
     if handles is None:
         handles = Handles(
             (PipelinedEngine if pipelined else ElasticEngine)(
@@ -171,7 +173,19 @@ def _plan(spec: GenerationSpec, resolved: ResolvedConfig, source: DataSource) ->
     stream = source.dataset if isinstance(source.dataset, Stream) else None
     # The job's epochs are those of the run: its readers do not begin anew by themselves.
     has_epochs = stream is not None and (not stream.repeat or spec.batch.epochs is not None)
+    adaptive = spec.batch.adaptive
+    if adaptive is not None:
+        late = spec.communication is not None and spec.communication.semantics in ("local", "async")
+        rollback = spec.anomalies is not None and spec.anomalies.policy == "rollback"
+        refused = refused_adaptive(
+            streams=stream is not None, rollback=rollback, audited=spec.audit_every_steps is not None, late=late
+        )
+        if refused is not None:
+            raise UsageError(refused)
     return StepPlan(
+        adaptive=adaptive,
+        full_batch=resolved.full_batch,
+        changes=(Change(0, 0, resolved.global_batch if adaptive is not None else 0),),
         global_batch=resolved.global_batch,
         micro_batch=resolved.micro_batch,
         world_size=spec.mesh.dp,
@@ -209,8 +223,7 @@ def _opened(
     state = open_state(engine, scope.spec.tp, scope.spec.pp)
     generation.closing.callback(state.close)
     state.keep(shares)
-    if isinstance(shares, LocalUpdates):
-        shares.begin(LiveWeights(state.sharded), lambda: steps.part())
+    shares.begin(lambda: LiveWeights(state.sharded), lambda: steps.part())
     cursor.require_equal(plan, scope.spec.seed, state.agreement)
     saved_step, resumed = None, Resumed(plan)
     if scope.spec.checkpoint is not None:

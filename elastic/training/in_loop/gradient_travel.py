@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from elastic.checkpoint.shares import Shares
+from elastic.comm.strategies.bounded_staleness import BoundedStaleness
 from elastic.comm.strategies.local import IslandGroups, LocalUpdates
 from elastic.comm.strategies.reduction import Reduction
 from elastic.core.checkpoint.rounds import islands_of
 from elastic.core.errors import UsageError
 from elastic.core.generation_spec import GenerationSpec
-from elastic.core.policy.communication import refused_communication, refused_in_islands
+from elastic.core.policy.communication import refused_communication, refused_in_rounds
 from elastic.core.policy.hops import Islands
 from elastic.engines.base import Engine
 
@@ -23,14 +24,18 @@ def reduce_gradients(engine: Engine, spec: GenerationSpec) -> Shares:
     if refused is None and isinstance(engine.sums, str):
         refused = f"communication: {engine.sums}; leave communication out, or use ZeRO stage 0 or 1 in fp32 or bf16"
     audited, measured = spec.audit_every_steps is not None, spec.noise_every_steps is not None
-    refused = refused or refused_in_islands(asked, spec.sp, audited, measured)
+    refused = refused or refused_in_rounds(asked, spec.sp, audited, measured)
     if refused is not None or isinstance(engine.sums, str):
         raise UsageError(refused or "")
     nodes = spec.nodes or (0,) * spec.world_size
     shapes = {name: tuple(leaf.shape) for name, leaf in engine.leaves().items() if leaf.numel()}
+    watched = spec.anomalies is not None and spec.anomalies.policy != "off"
+    if asked.semantics == "async":
+        late = BoundedStaleness(asked, engine.data_group, engine.ledger, watched, engine.sums.updates_by)
+        engine.sums.reduce_by(late.reduce)
+        return late
     if asked.semantics == "local":
         groups = IslandGroups.make(islands_of(nodes, asked.islands), engine.data_group)
-        watched = spec.anomalies is not None and spec.anomalies.policy != "off"
         local = LocalUpdates(asked, groups, shapes, engine.device, engine.ledger, watched)
         engine.sums.reduce_by(local.reduce)
         engine.sums.after_update(local.updated)

@@ -12,7 +12,7 @@ from elastic.engines.optimizer_state import read_states
 
 
 class LiveWeights:
-    """Implements `elastic.comm.strategies.local.Live`. Raises UsageError where a rank has a part of the state only."""
+    """Implements `elastic.checkpoint.shares.Live`. Raises UsageError where a rank has a part of the state only."""
 
     def __init__(self, state: ShardedState) -> None:
         if state.zero_stage != 0:

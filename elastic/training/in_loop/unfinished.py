@@ -20,10 +20,14 @@ def refused(plan: StepPlan, spec: GenerationSpec) -> str | None:
     """Why a step of this plan is not continued, the same on every rank; empty where no pass could be saved."""
     if plan.micro_steps < 2:
         return ""
+    if plan.adaptive is not None:
+        return "the batch follows the number of workers"
     if plan.stream:
         return "the readers of a stream read whole steps"
     if spec.communication is not None and spec.communication.semantics == "local":
         return "islands go back to their last outer step"
+    if spec.communication is not None and spec.communication.semantics == "async":
+        return "a run whose gradients are applied late goes back to the end of a round"
     if spec.audit_every_steps is not None:
         return "audits repeat micro-batches of other ranks"
     return "the ranks of a cell hold parts of them" if spec.mesh.dp != spec.world_size else None

@@ -14,7 +14,7 @@ from typing import Any
 from elastic.core.errors import IntegrityError, StorageError, UsageError
 from elastic.core.generation_spec import BatchSettings
 from elastic.core.names import check_run_id
-from elastic.core.policy.communication import refused_beside, refused_communication, refused_in_islands
+from elastic.core.policy.communication import refused_beside, refused_communication, refused_in_rounds
 from elastic.core.run.phase import FINISHED
 from elastic.core.secrets import check_options, check_url
 from elastic.core.settings import RunSettings
@@ -133,7 +133,7 @@ def _found(key: str, check: Callable[..., object], *arguments: Any) -> Iterator[
 def _check_engine_config(settings: RunSettings) -> None:
     """Options that an elastic run cannot honour, and contradicting batch sizes."""
     if settings.engine_config is not None and settings.engine in ENGINES:
-        batch = BatchSettings(settings.global_batch, settings.micro_batch, settings.max_steps, settings.epochs)
+        batch = BatchSettings.of(settings)
         for mesh in map(settings.mesh.shape, settings.mesh.axes):
             workers = (settings.scaling.min_workers // mesh.readers, settings.scaling.max_workers // mesh.readers)
             check_config(settings.engine, settings.engine_config, batch, workers, mesh.tp, mesh.ep, mesh.pp)
@@ -144,7 +144,7 @@ def _check_communication(settings: RunSettings) -> None:
     if asked is not None and (
         refused := refused_communication(asked, settings.engine, settings.mesh.tp, settings.mesh.ep, settings.mesh.pp)
         or refused_beside(config or {}, asked.semantics)
-        or refused_in_islands(
+        or refused_in_rounds(
             asked,
             settings.mesh.sp,
             settings.audit.every_steps is not None,

@@ -18,6 +18,7 @@ from elastic_jobs.job_file import kubernetes_section
 from elastic_jobs.job_file.sections import (
     AnomalySpec,
     AuditSpec,
+    BatchSpec,
     CalibrationSpec,
     CheckpointSpec,
     CommunicationSpec,
@@ -114,6 +115,7 @@ def _keys() -> dict[tuple[str, ...], list[str]]:
         ("gradient_noise",): list(GradientNoiseSpec.model_fields),
         ("audit",): list(AuditSpec.model_fields),
         ("calibration",): list(CalibrationSpec.model_fields),
+        ("batch",): list(BatchSpec.model_fields),
         ("communication",): list(CommunicationSpec.model_fields),
         ("weights",): list(WeightsSpec.model_fields),
         ("sinks",): list(SinkSpec.model_fields),

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
+from elastic.core.data.adaptive_batch import AdaptiveBatch
 from elastic.core.mesh import MeshSettings, whole_cells
 from elastic.core.settings import (
     AnomalySettings,
@@ -208,6 +209,25 @@ class AuditSpec(BaseModel):
     rollback: Literal["newest", "agreed"] = AuditSettings.rollback
 
 
+class BatchSpec(BaseModel):
+    """See `elastic.core.data.adaptive_batch`."""
+
+    model_config = CONFIG
+
+    adaptive: Literal["linear", "sqrt", "constant"]
+    warmup_steps: Annotated[int, Field(ge=0)] = AdaptiveBatch.warmup_steps
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names_the_rule(cls, data: Any) -> Any:
+        if data == "adaptive":
+            raise ValueError(
+                "batch: adaptive must say how the learning rate follows the batch: batch: {adaptive: linear} for SGD, "
+                "{adaptive: sqrt} for Adam, or {adaptive: constant}"
+            )
+        return data
+
+
 class CommunicationSpec(BaseModel):
     """See `CommunicationSettings`."""
 
@@ -226,6 +246,7 @@ class CommunicationSpec(BaseModel):
     fragments: Count = CommunicationSettings.fragments
     overlap_steps: Annotated[int, Field(ge=0)] = CommunicationSettings.overlap_steps
     mix: Annotated[float, Field(ge=0, lt=1)] = CommunicationSettings.mix
+    staleness: Annotated[int, Field(ge=0)] = CommunicationSettings.staleness
 
 
 class SinkSpec(BaseModel):

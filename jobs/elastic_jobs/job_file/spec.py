@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, PlainValidator, model_validator
 
+from elastic.core.data.adaptive_batch import AdaptiveBatch, refused_adaptive
 from elastic.core.data.audits import refused_audit
 from elastic.core.data.micro_batches import refused_noise
 from elastic.core.policy.communication import refused_communication
@@ -33,6 +34,7 @@ from elastic_jobs.job_file.sections import (
     CONFIG,
     AnomalySpec,
     AuditSpec,
+    BatchSpec,
     CalibrationSpec,
     CheckpointSpec,
     CommunicationSpec,
@@ -78,6 +80,7 @@ class JobSpec(BaseModel):
     fsdp2: dict[str, Any] | None = None
     global_batch: Count | None = None
     micro_batch: Count | None = None
+    batch: BatchSpec | None = None
     max_steps: Count | None = None
     epochs: Count | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
@@ -151,6 +154,12 @@ class JobSpec(BaseModel):
     def _batches(self) -> JobSpec:
         if self.global_batch is not None and self.micro_batch is not None and self.micro_batch > self.global_batch:
             raise ValueError(f"micro_batch ({self.micro_batch}) is above global_batch ({self.global_batch})")
+        late = self.communication is not None and self.communication.semantics in ("local", "async")
+        refused = refused_adaptive(
+            rollback=self.anomalies.policy == "rollback", audited=self.audit.every_steps is not None, late=late
+        )
+        if self.batch is not None and refused is not None:
+            raise ValueError(refused)
         if "pp" in self.mesh.settings().choices and None in (self.global_batch, self.micro_batch):
             raise ValueError(
                 "mesh.pp may change: give the job's global_batch and micro_batch, which would follow from the number "
@@ -221,6 +230,7 @@ class JobSpec(BaseModel):
             ),
             global_batch=self.global_batch,
             micro_batch=self.micro_batch,
+            adaptive_batch=None if self.batch is None else AdaptiveBatch(self.batch.adaptive, self.batch.warmup_steps),
             max_steps=self.max_steps,
             epochs=self.epochs,
             checkpoint=CheckpointSettings(

@@ -15,13 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from elastic.core.errors import UsageError
 from elastic.engines.base import GradientSums
 from elastic.engines.deepspeed.collectives import muted
+from elastic.engines.model.update_rates import updating
+
+if TYPE_CHECKING:
+    from elastic.comm.strategies.bounded_staleness import Rates, Updates
 
 
 def gradient_sums(native: Any) -> GradientSums | str:
@@ -49,7 +54,7 @@ def gradient_sums(native: Any) -> GradientSums | str:
 
 def release(native: Any) -> None:
     """Before the engine is closed: it must not refer to itself."""
-    for name in ("allreduce_gradients", "step"):
+    for name in ("allreduce_gradients", "step", "_take_model_step", "clip_fp32_gradients"):
         vars(native).pop(name, None)
 
 
@@ -81,6 +86,13 @@ class _Sums:
                 return cut(*args, **kwargs)
 
         native.allreduce_gradients = allreduce_gradients
+        if not native.zero_optimization():
+            native.clip_fp32_gradients = self._clip
+
+    def _clip(self) -> None:
+        """By the norm of the reduced gradient, of which each rank has the whole. DeepSpeed's own takes the mean of it
+        over all ranks, and so would wait for them in every step, and mix the norms of islands."""
+        torch.nn.utils.clip_grad_norm_(self._native.module.parameters(), self._native.gradient_clipping())
 
     def after_update(self, call: Callable[[], None]) -> None:
         native = self._native
@@ -94,6 +106,22 @@ class _Sums:
             return found
 
         native.step = stepping
+
+    def updates_by(self, update: Callable[[Callable[[], object]], None]) -> Updates:
+        native = self._native
+        if native.zero_optimization() or native.bfloat16_enabled():
+            raise UsageError("communication.semantics: async is supported in ZeRO stage 0 and fp32")
+        made, step = _Updates(native), native.step
+
+        def stepping(*args: Any, **kwargs: Any) -> Any:
+            if not native.is_gradient_accumulation_boundary():
+                return step(*args, **kwargs)
+            optimizer = native.optimizer
+            with updating(optimizer, partial(update, optimizer.step)):
+                return step(*args, **kwargs)
+
+        native.step = stepping
+        return made
 
     def _whole(self) -> dict[str, torch.Tensor]:
         """The sums of every trained parameter, zeros where it took no part: the same names on every rank."""
@@ -111,6 +139,44 @@ def _require_one_reduction(native: Any) -> None:
             "communication and communication_data_type of the DeepSpeed configuration both say how gradients travel; "
             "remove one of them"
         )
+
+
+class _Updates:
+    """Implements `elastic.comm.strategies.bounded_staleness.Updates` for an optimizer of torch."""
+
+    def __init__(self, native: Any) -> None:
+        # Before a step that is skipped puts something else there.
+        self._native, self._step = native, native.optimizer.step
+
+    def rates(self) -> list[dict[str, Any]]:
+        return [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in self._native.optimizer.param_groups
+        ]
+
+    @contextmanager
+    def at(self, rates: Rates) -> Iterator[None]:
+        groups, before = self._native.optimizer.param_groups, self.rates()
+        for group, rate in zip(groups, rates, strict=True):
+            group.update(rate)
+        try:
+            yield
+        finally:
+            for group, rate in zip(groups, before, strict=True):
+                group.update(rate)
+
+    def make(self, gradient: Mapping[str, torch.Tensor], rates: Rates) -> None:
+        native = self._native
+        parameters = dict(native.module.named_parameters())
+        before = {name: parameter.grad for name, parameter in parameters.items()}
+        for name, parameter in parameters.items():
+            parameter.grad = gradient.get(name)
+        if native.gradient_clipping() > 0.0:
+            native.clip_fp32_gradients()
+        with self.at(rates):
+            self._step()
+        for name, parameter in parameters.items():
+            parameter.grad = before[name]
 
 
 @contextmanager

@@ -27,7 +27,7 @@ def generation_specs(
     the rank's node."""
     numbers = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
     mesh = settings.mesh.shape(action.axes)
-    batch = BatchSettings(settings.global_batch, settings.micro_batch, settings.max_steps, settings.epochs)
+    batch = BatchSettings.of(settings)
     return tuple(
         GenerationSpec(
             run_id=settings.run_id,

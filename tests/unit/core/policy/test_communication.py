@@ -14,7 +14,7 @@ from elastic.core.policy.communication import (
     refused_beside,
     refused_communication,
     refused_hook,
-    refused_in_islands,
+    refused_in_rounds,
 )
 from elastic.core.settings import CommunicationSettings
 
@@ -42,7 +42,12 @@ def test_what_loses_anything_must_be_granted(name: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "engine", "tp", "said"),
     [
-        (CommunicationSettings("async"), "deepspeed", 1, "async is not built yet; use exact, error_feedback or local"),
+        (CommunicationSettings(strategy="bounded_staleness"), "deepspeed", 1, "must be granted: add semantics: async"),
+        (CommunicationSettings("async", "ring"), "deepspeed", 1, "with semantics: async must be auto or bounded_stal"),
+        (CommunicationSettings("async", staleness=-1), "deepspeed", 1, "staleness (-1) must be at least 0 and below"),
+        (CommunicationSettings("async", staleness=4, every_steps=4), "deepspeed", 1, "below every_steps (4)"),
+        (CommunicationSettings("local", "diloco", staleness=2), "deepspeed", 1, "belongs to semantics: async"),
+        (CommunicationSettings("async", islands=2), "deepspeed", 1, "islands belongs to semantics: local"),
         (CommunicationSettings("loose"), "deepspeed", 1, "communication.semantics is 'loose', but must be exact"),
         (
             CommunicationSettings(strategy="star"),
@@ -55,7 +60,7 @@ def test_what_loses_anything_must_be_granted(name: str) -> None:
         (CommunicationSettings(strategy="diloco"), "deepspeed", 1, "must be granted: add semantics: local"),
         (CommunicationSettings("local"), "deepspeed", 1, "name the strategy, local_sgd, diloco or streaming_diloco"),
         (CommunicationSettings("local", "ring"), "deepspeed", 1, "with semantics: local must be auto, local_sgd"),
-        (CommunicationSettings(every_steps=5), "deepspeed", 1, "communication.every_steps belongs to semantics: local"),
+        (CommunicationSettings(every_steps=5), "deepspeed", 1, "every_steps belongs to semantics: local or async"),
         (
             CommunicationSettings("local", "local_sgd", outer_lr=0.5),
             "deepspeed",
@@ -121,9 +126,13 @@ def test_islands_must_be_granted_and_named(name: str) -> None:
     settings = CommunicationSettings("local", name)
     assert refused_communication(settings) is None
     assert permitted(settings) == (name,)
-    assert refused_in_islands(settings, 1, audited=False, measured=False) is None
-    assert "mesh: {sp: 2}" in (refused_in_islands(settings, 2, audited=False, measured=False) or "")
-    assert refused_in_islands(CommunicationSettings(), 2, audited=True, measured=True) is None
+    assert refused_in_rounds(settings, 1, audited=False, measured=False) is None
+    assert "mesh: {sp: 2}" in (refused_in_rounds(settings, 2, audited=False, measured=False) or "")
+    late = CommunicationSettings("async")
+    assert refused_communication(late) is None
+    assert permitted(late) == ("bounded_staleness",)
+    assert "async does not go with gradient_noise" in (refused_in_rounds(late, 1, audited=False, measured=True) or "")
+    assert refused_in_rounds(CommunicationSettings(), 2, audited=True, measured=True) is None
 
 
 @pytest.mark.parametrize(

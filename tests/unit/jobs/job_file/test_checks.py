@@ -11,6 +11,7 @@ from elastic_cluster.chaos import Chaos
 from elastic_jobs.job_file.checks import Finding, check, check_plan, refuse
 from elastic_jobs.running.run_plan import Job, Output, Place, RunPlan
 
+from elastic.core.data.adaptive_batch import AdaptiveBatch
 from elastic.core.errors import UsageError
 from elastic.core.settings import (
     AuditSettings,
@@ -30,6 +31,7 @@ def changed(**settings: Any) -> Job:
 
 
 ISLANDS = CommunicationSettings("local", "diloco")
+LATE = CommunicationSettings("async", staleness=2)
 
 
 def test_a_good_job_has_no_findings() -> None:
@@ -57,6 +59,27 @@ def test_a_good_job_has_no_findings() -> None:
             None,
             "communication",
             "ZeRO stage 1 where islands train by themselves (semantics: local); leave one of them out",
+        ),
+        (
+            changed(communication=LATE, engine_config={"bf16": {"enabled": True}}),
+            None,
+            "communication",
+            "bf16 where gradients are applied late (semantics: async); leave one of them out",
+        ),
+        (
+            changed(communication=LATE, audit=AuditSettings(every_steps=5)),
+            None,
+            "communication",
+            "communication.semantics: async does not go with audit.every_steps",
+        ),
+        (
+            changed(
+                adaptive_batch=AdaptiveBatch("linear"),
+                engine_config={"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4},
+            ),
+            None,
+            "deepspeed",
+            "must be a multiple of micro_batch (4) times the most data-parallel workers",
         ),
         (
             changed(communication=ISLANDS, audit=AuditSettings(every_steps=5)),

@@ -15,6 +15,7 @@ from elastic_jobs.job_file.spec import JobSpec
 
 from elastic.core import actions as act
 from elastic.core import events as ev
+from elastic.core.data.adaptive_batch import AdaptiveBatch
 from elastic.core.errors import UsageError
 from elastic.core.run import machine
 from elastic.core.settings import (
@@ -94,6 +95,13 @@ storage_url: s3://bucket/runs
     assert RunSettings.from_json(json.loads(json.dumps(settings.to_json()))) == settings
 
 
+def test_a_batch_that_follows_the_workers(tmp_path: Path) -> None:
+    more = "anomalies: {policy: skip}\nbatch: {adaptive: sqrt, warmup_steps: 20}\n"
+    settings = load(tmp_path, GOOD + more).settings("r", "/default")
+    assert settings.adaptive_batch == AdaptiveBatch("sqrt", 20)
+    assert RunSettings.from_json(json.loads(json.dumps(settings.to_json()))) == settings
+
+
 def test_storage_follows_the_checkpoints_and_both_the_default(tmp_path: Path) -> None:
     alone = load(tmp_path, GOOD).settings("r", "/default")
     assert (alone.checkpoint.url, alone.storage_url) == ("/default", "/default")
@@ -140,7 +148,19 @@ def test_deepspeed_config_may_be_a_file_beside_the_job(tmp_path: Path) -> None:
             "communication: {strategies: ring}\n",
             "line 3: unknown key 'communication.strategies'; did you mean 'strategy'?",
         ),
-        ("communication: {semantics: async}\n", "communication.semantics: async is not built yet"),
+        ("communication: {staleness: 2}\n", "communication.staleness belongs to semantics: async; leave it out"),
+        (
+            "communication: {semantics: async, staleness: 30}\n",
+            "staleness (30) must be at least 0 and below every_steps",
+        ),
+        ("batch: adaptive\n", "batch: {adaptive: linear} for SGD, {adaptive: sqrt} for Adam"),
+        ("batch: {adaptive: cubic}\n", "'batch.adaptive' should be"),
+        ("batch: {adaptive: sqrt, warm_up: 3}\n", "line 3: unknown key 'batch.warm_up'; did you mean 'warmup_steps'?"),
+        ("batch: {adaptive: sqrt}\n", "batch.adaptive does not go with anomalies.policy: rollback"),
+        (
+            "batch: {adaptive: sqrt}\nanomalies: {policy: skip}\ncommunication: {semantics: async}\n",
+            "batch.adaptive does not go with communication.semantics: local or async",
+        ),
         ("communication: {strategy: star}\n", "communication.strategy is 'star', but with semantics: exact must be"),
         ("communication: {bucket_mb: 0}\n", "communication.bucket_mb must be above zero, got 0"),
         ("communication: {}\nengine: fsdp2\n", "communication is supported with engine: deepspeed"),
