@@ -46,7 +46,7 @@ from elastic.training.state.initial_weights import install_weights
 from elastic.training.state.model_check import check_model
 from elastic.training.state.reading import Staged, check_dtypes, kept_in, read_checkpoint
 from elastic.training.state.replicas import Replicas, marks_of_tied, require_tied, tied_parts
-from elastic.training.state.verification import Verification
+from elastic.training.state.verification import Verification, own_digests
 from elastic.training.state.verify_scalars import LiveGroups
 
 _log = logging.getLogger(__name__)
@@ -105,6 +105,8 @@ class EngineState:
         self._built = late_buffers.shapes(self.sharded.specs())
         self._model = describe(self.sharded.module)
         self._verification: Verification | None = None
+        # Of all lanes, as it was read.
+        self._saved: Manifest | None = None
         self._captures = 0
         self._ahead: int | None = None
         # Of the checkpoint's tensors: does this stage of a pipeline not have it?
@@ -285,7 +287,9 @@ class EngineState:
         self._ahead = staged.manifest.extra_state["engine"].get("global_steps", 0) - staged.manifest.step
         answers = frozenset(name for name in self.restored if is_share(name) and self.shares.answers(name))
         kept = KeptBesides(self.restored, answers)
-        self._verification = Verification(self._engine, self.sharded, staged.manifest, groups, kept)
+        assert self._saved is not None
+        expected = own_digests(self._saved, self.agreement.rank)
+        self._verification = Verification(self._engine, self.sharded, staged.manifest, groups, kept, expected)
         if later:
             self._before_first_step()
         else:
@@ -412,7 +416,8 @@ class EngineState:
 
     def _read(self, source: CheckpointSource, checkpoint_id: str) -> tuple[Staged, frozenset[str]]:
         self.sharded.require_readable()
-        manifest = lane_of(source.manifest(checkpoint_id), self.lanes.slice, self.lanes.slices)
+        self._saved = source.manifest(checkpoint_id)
+        manifest = lane_of(self._saved, self.lanes.slice, self.lanes.slices)
         if self.lanes.stages > 1:
             manifest = self._own_part(manifest)
         saved = extra_of(manifest)

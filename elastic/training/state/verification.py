@@ -44,9 +44,11 @@ class Verification:
         manifest: Manifest,
         groups: LiveGroups,
         kept: KeptBesides,
+        expected: Mapping[str, int],
     ) -> None:
-        """`groups` are the optimizer's before the install; `kept` is what is not the engine's."""
-        self._manifest = manifest
+        """`groups` are the optimizer's before the install; `kept` is what is not the engine's; `expected` are the
+        digests of what this rank's place has (`own_digests`), whatever `manifest` has made of them."""
+        self._manifest, self._expected = manifest, expected
         left = _left_alone(manifest, state)
         self._keys = sorted(key for key in manifest.digests if key.split("/", 1)[1] not in left)
         self._error: Exception | None = None
@@ -106,15 +108,25 @@ class Verification:
 
     def _failed(self, agreement: Agreement, copies: Agreement) -> list[str]:
         """What differs on any rank: two or three exchanges of a few bytes per tensor."""
-        digests = self._manifest.digests
+        digests, expected = self._manifest.digests, self._expected
         sums = agreement.sums([self._partial.get(key, 0) for key in self._keys])
-        wrong = {key: self._whole.get(key, total) != digests[key] for key, total in zip(self._keys, sums, strict=True)}
+        found = {key: self._whole.get(key, total) for key, total in zip(self._keys, sums, strict=True)}
+        wrong = {key: key not in expected or value != expected[key] for key, value in found.items()}
         _, unequal = copies.any_and_unequal([], list(self._experts.values()))
         wrong |= zip(self._experts, unequal, strict=True)
         wrong |= {_EXTRA: bool((self._partial.keys() | self._whole.keys()) - digests.keys()), **self._flags}
         flagged, unequal = agreement.any_and_unequal(list(wrong.values()), list(self._hashes.values()))
         failed = [what for what, flag in zip(wrong, flagged, strict=True) if flag]
         return failed + [what for what, flag in zip(self._hashes, unequal, strict=True) if flag]
+
+
+def own_digests(whole: Manifest, rank: int) -> Mapping[str, int]:
+    """Of the slices that belong to this place of a cell, as the manifest of all ranks says. Not by the way that leads
+    to what is read (`core.checkpoint.lanes`): ranks that take each other's slices would agree with one another."""
+    if whole.tp == 1:
+        return whole.digests
+    end = f"@tp{rank % whole.tp}"
+    return {key[: -len(end)]: value for key, value in whole.digests.items() if key.endswith(end)}
 
 
 def _flags(

@@ -1,0 +1,130 @@
+"""Bugs of resharding that only ranks with slices, experts or layers of their own can have: each put into the product's
+code while a training function runs."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+from elastic.core.checkpoint import lanes as product_lanes
+
+Bug = Callable[[], AbstractContextManager[Any]]
+
+
+def train(config: dict[str, Any]) -> None:
+    """`config["trains"]` with `config["bug"]` in it, if any."""
+    module, name = config["trains"].split(".")
+    with BUGS[config["bug"]]() if config.get("bug") else nullcontext():
+        getattr(importlib.import_module(module), name)(config)
+
+
+@contextmanager
+def _experts(wrong: Callable[[int, int, int], int]) -> Iterator[None]:
+    """`wrong(first, share, whole)`: another first element of the rank's experts."""
+    from elastic.engines.deepspeed.experts import placement
+    from elastic.engines.deepspeed.state import partitioned, stage3
+
+    def first(parameter: Any) -> int:
+        found, shape = placement.first_element(parameter), placement.whole_shape(parameter)
+        if shape is None:
+            return found
+        share = int(getattr(parameter, "ds_numel", parameter.numel()))
+        return wrong(found, share, _numel(shape))
+
+    with mock.patch.object(partitioned, "first_element", first), mock.patch.object(stage3, "first_element", first):
+        yield
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def experts_of_the_next_rank() -> AbstractContextManager[None]:
+    return _experts(lambda first, share, whole: (first + share) % whole)
+
+
+def experts_in_reverse() -> AbstractContextManager[None]:
+    return _experts(lambda first, share, whole: whole - first - share)
+
+
+@contextmanager
+def slices_of_the_other_rank() -> Iterator[None]:
+    """Both ranks of a cell take back what the other one has saved."""
+    from elastic.training.state import engine_state
+
+    def other(manifest: Any, lane: int, tp: int) -> Any:
+        return product_lanes.lane_of(manifest, tp - 1 - lane, tp)
+
+    with mock.patch.object(engine_state, "lane_of", other):
+        yield
+
+
+@contextmanager
+def _chunk(wrong: Callable[[Any, str, Callable[..., Any]], Any]) -> Iterator[None]:
+    from elastic.engines.fsdp2.state import Fsdp2State
+
+    original = Fsdp2State._chunk
+    with mock.patch.object(Fsdp2State, "_chunk", lambda self, name: wrong(self, name, original)):
+        yield
+
+
+def blocks_in_reverse() -> AbstractContextManager[None]:
+    """As if the shards of a slice lay in the other order (torch's _StridedShard is one way to have them so)."""
+
+    def wrong(state: Any, name: str, original: Callable[..., Any]) -> Any:
+        chunk = original(state, name)
+        numel = _numel(tuple(state._parameters[name].shape))
+        return (
+            chunk._replace(start=numel - chunk.start - chunk.numel)
+            if chunk.numel * state.world_size == numel
+            else chunk
+        )
+
+    return _chunk(wrong)
+
+
+def padding_counted() -> AbstractContextManager[None]:
+    """The last block of a parameter as long as the others."""
+
+    def wrong(state: Any, name: str, original: Callable[..., Any]) -> Any:
+        chunk = original(state, name)
+        rows, *rest = state._parameters[name].shape
+        block = -(-rows // state.world_size) * _numel(tuple(rest))
+        return chunk._replace(numel=block) if chunk.numel else chunk
+
+    return _chunk(wrong)
+
+
+@contextmanager
+def layers_counted_within_the_stage() -> Iterator[None]:
+    """The names of a later stage begin anew with the first layer."""
+    from elastic.engines.fsdp2 import state as fsdp2_state
+
+    original = fsdp2_state.named_parameters
+
+    def local(model: Any) -> Any:
+        found = list(original(model))
+        numbers = sorted({int(number) for name, _ in found for number in re.findall(r"^layers\.(\d+)\.", name)})
+        for name, parameter in found:
+            renamed = re.sub(r"^layers\.(\d+)", lambda m: f"layers.{numbers.index(int(m[1]))}", name)
+            yield renamed, parameter
+
+    with mock.patch.object(fsdp2_state, "named_parameters", local):
+        yield
+
+
+BUGS: Mapping[str, Bug] = {
+    "experts of the next rank": experts_of_the_next_rank,
+    "experts in reverse": experts_in_reverse,
+    "slices of the other rank": slices_of_the_other_rank,
+    "blocks in reverse": blocks_in_reverse,
+    "padding counted": padding_counted,
+    "layers counted within the stage": layers_counted_within_the_stage,
+}
