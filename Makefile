@@ -35,8 +35,10 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	touch $@
 
+# DEMO=--links: links that change, and what each way of the gradients costs on them.
+DEMO ?=
 demo: $(READY)
-	$(BIN)/python examples/demo.py
+	$(BIN)/python examples/demo.py $(DEMO)
 
 # Gradients on their way, predicted and measured. LAB='--full' trains DistilBERT itself.
 LAB ?=

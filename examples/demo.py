@@ -1,7 +1,8 @@
 """What `make demo` runs: one job twice, undisturbed and with a node killed and brought back, and then the difference.
 
 Everything is kept in runs/demo-<time>. Ends with 0 only if both runs reached their end, every sample was seen exactly
-once, and the losses of all steps agree.
+once, and the losses of all steps agree. With `--links`: what strategies of the exchange cost on links that change, see
+links.py.
 """
 
 from __future__ import annotations
@@ -34,7 +35,15 @@ MARKS = ("detected", "decided", "rebuilt", "restored", "first_step")
 Summary = Mapping[str, Any]
 
 
-def main() -> int:
+def main(arguments: Sequence[str] = ()) -> int:
+    if list(arguments[:1]) == ["--links"]:
+        # Which uses functions of this module.
+        import links
+
+        return links.main(arguments[1:])
+    if arguments:
+        say(f"demo.py: {arguments[0]} is no option of the demo; there is --links")
+        return 2
     folder = ROOT / "runs" / time.strftime("demo-%Y%m%d-%H%M%S")
     folder.mkdir(parents=True)
     if not (run(folder, "undisturbed") and run(folder, "disturbed", "--chaos", FAULTS)):
@@ -202,6 +211,6 @@ def show(*lines: str) -> None:
 
 if __name__ == "__main__":
     try:
-        sys.exit(main())
+        sys.exit(main(sys.argv[1:]))
     except KeyboardInterrupt:
         sys.exit(130)

@@ -14,31 +14,44 @@ from elastic.comm.strategies.messages import Messages
 from elastic.core.policy.hops import BACKEND, NODE, NODES, RANKS, Hop, Islands, fit_hop
 
 # Three sizes are enough for a latency and a bandwidth (within 8 % of fourteen, H100 nccl-tests).
-SIZES = (4 << 10, 128 << 10, 2 << 20)
-_REPETITIONS = 3
+_SMALLER, _LARGEST = (4 << 10, 128 << 10), 2 << 20
+_REPETITIONS, _AGAIN = 3, 2
 
 
-def measure_hops(islands: Islands, messages: Messages, device: torch.device) -> tuple[dict[str, Hop], float]:
-    """By kind, of the slowest rank, and how long measuring them took (seconds): the same on every rank. Collective;
-    about 40 messages."""
-    kinds = _kinds(islands, messages)
+def measure_hops(
+    islands: Islands, messages: Messages, device: torch.device, largest: int, again: bool
+) -> tuple[dict[str, Hop], float]:
+    """By kind, of the slowest rank, and how long measuring them took (seconds): the same on every rank. Collective.
+
+    `largest`: bytes of the largest message that a ring would send, beyond which nothing is to be known. About 40
+    messages the first time; `again`, when every connection is open, half as many.
+    """
+    kinds, sizes = _kinds(islands, messages), _sizes(largest)
     # The first message of a kind may open a connection.
+    warm_up = 0 if again else 1
+    times = warm_up + (_AGAIN if again else _REPETITIONS)
     measured = [
         seconds(partial(send, torch.zeros(size // 4, device=device)), device)
         for send in kinds.values()
-        for size in SIZES
-        for _ in range(_REPETITIONS + 1)
+        for size in sizes
+        for _ in range(times)
     ]
     slowest = iter(messages.slowest(measured, device))
     hops, spent_s = {}, 0.0
     for kind in kinds:
         points = []
-        for size in SIZES:
-            times = [next(slowest) for _ in range(_REPETITIONS + 1)]
-            points.append((float(size), max(median(times[1:]), 1e-9)))
-            spent_s += sum(times)
+        for size in sizes:
+            found = [next(slowest) for _ in range(times)]
+            points.append((float(size), max(median(found[warm_up:]), 1e-9)))
+            spent_s += sum(found)
         hops[kind] = fit_hop(points)
     return hops, spent_s
+
+
+def _sizes(largest: int) -> tuple[int, ...]:
+    """Whole fp32 numbers, the last at least twice the one before."""
+    most = min(largest, _LARGEST) // 4 * 4
+    return (*_SMALLER, most) if most >= 2 * _SMALLER[-1] else _SMALLER
 
 
 def seconds(call: Callable[[], object], device: torch.device) -> float:

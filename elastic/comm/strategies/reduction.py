@@ -92,7 +92,8 @@ class Reduction:
 
     def _costs(self, sizes: list[int], names: tuple[str, ...]) -> tuple[dict[str, float], float]:
         """Seconds of a step by strategy, and of finding that out. Collective."""
-        hops, spent_s = measure_hops(self._islands, self._messages, self._device)
+        largest, again = max(sizes, default=0) // self._messages.ranks, self._choice is not None
+        hops, spent_s = measure_hops(self._islands, self._messages, self._device, largest, again)
         if self.feedback is None:
             costs = exact_costs(self._islands, sizes, hops)
         else:

@@ -1,1 +1,1 @@
-"""What engines read of a model besides its tensors (names, a description, what its modules keep), and rates of updates."""
+"""What engines read of a model besides its tensors: names, a description, kept objects; and the rates of updates."""
