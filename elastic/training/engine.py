@@ -389,9 +389,11 @@ class ElasticEngine:
         if self._audit is not None:
             report = replace(report, audit=self._audit.take())
         self._grad_norm = report.grad_norm
-        self._rates.check(report.step, report.learning_rates)
+        # Those of the script and its scheduler, without what a batch of another size makes of them.
+        own = tuple(rate / self._steps.rate_factor for rate in report.learning_rates)
+        self._rates.check(report.step, own)
         if report.step == 1:
-            self._state.first_rates = tuple(report.learning_rates)
+            self._state.first_rates = own
         self._steps.step_finished(report, outcome.applied)
 
     def _judged(self, loss: float, outcome: StepOutcome) -> BadStep | None:

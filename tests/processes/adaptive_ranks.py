@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,10 +19,18 @@ from elastic.core.data.samples import SampleOrder
 FULL, MICRO, MOST, CLIP = 48, 6, 4, 0.05
 
 
+class Heard(logging.Handler):
+    """What is said of rates that the script sets by itself."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        crew.told["warned"] = record.getMessage()
+
+
 def train(config: dict[str, Any]) -> None:
     """`config`: "engine", "stage", "optimizer"; "stays" is the (rank, step) that never goes on from there."""
     model = Net()
     optimizer = optimizer_of(model, config["optimizer"])
+    logging.getLogger("elastic.training.user.rates").handlers = [Heard()]
     batches = {"train_batch_size": FULL, "train_micro_batch_size_per_gpu": MICRO, "gradient_clipping": CLIP}
     if config.get("engine") == "fsdp2":
         batches = {"global_batch": FULL, "micro_batch": MICRO, "gradient_clipping": CLIP}

@@ -79,10 +79,13 @@ def consumed(changes: Sequence[Change], step: int) -> int:
     return change.samples + (step - change.step) * change.batch
 
 
-def refused_adaptive(*, rollback: bool, audited: bool, late: bool, streams: bool = False) -> str | None:
+def refused_adaptive(
+    *, rollback: bool, audited: bool, late: bool, streams: bool = False, measured: bool = False
+) -> str | None:
     """What does not go with a batch that follows the number of workers, as a sentence; None where nothing does not."""
     found = {
         "a stream, whose readers read whole steps of one size": streams,
+        "scaling_policy: measured, which compares the seconds of steps of one size": measured,
         "anomalies.policy: rollback, which leaves out whole steps of one size (choose skip or stop)": rollback,
         "audit.every_steps, which repeats micro-batches by their number in the step": audited,
         "communication.semantics: local or async, which apply gradients of several steps together": late,

@@ -156,7 +156,10 @@ class JobSpec(BaseModel):
             raise ValueError(f"micro_batch ({self.micro_batch}) is above global_batch ({self.global_batch})")
         late = self.communication is not None and self.communication.semantics in ("local", "async")
         refused = refused_adaptive(
-            rollback=self.anomalies.policy == "rollback", audited=self.audit.every_steps is not None, late=late
+            rollback=self.anomalies.policy == "rollback",
+            audited=self.audit.every_steps is not None,
+            late=late,
+            measured=self.scaling_policy == "measured",
         )
         if self.batch is not None and refused is not None:
             raise ValueError(refused)

@@ -99,4 +99,5 @@ def test_what_does_not_go_with_it_is_named() -> None:
     assert refused_adaptive(**nothing) is None
     for name, said in {"rollback": "choose skip or stop", "audited": "audit", "late": "async"}.items():
         assert said in (refused_adaptive(**{**nothing, name: True}) or "")
+    assert "scaling_policy: measured" in (refused_adaptive(**nothing, measured=True) or "")
     assert "stream" in (refused_adaptive(**nothing, streams=True) or "")

@@ -156,6 +156,10 @@ def test_deepspeed_config_may_be_a_file_beside_the_job(tmp_path: Path) -> None:
         ("batch: adaptive\n", "batch: {adaptive: linear} for SGD, {adaptive: sqrt} for Adam"),
         ("batch: {adaptive: cubic}\n", "'batch.adaptive' should be"),
         ("batch: {adaptive: sqrt, warm_up: 3}\n", "line 3: unknown key 'batch.warm_up'; did you mean 'warmup_steps'?"),
+        (
+            "batch: {adaptive: sqrt}\nanomalies: {policy: skip}\nscaling_policy: measured\n",
+            "batch.adaptive does not go with scaling_policy: measured",
+        ),
         ("batch: {adaptive: sqrt}\n", "batch.adaptive does not go with anomalies.policy: rollback"),
         (
             "batch: {adaptive: sqrt}\nanomalies: {policy: skip}\ncommunication: {semantics: async}\n",
