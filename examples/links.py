@@ -264,7 +264,7 @@ def loss_line(losses: Mapping[str, Mapping[int, float]]) -> str:
 
 
 def largest_difference(losses: Mapping[str, Mapping[int, float]]) -> tuple[str, int, float]:
-    """(strategy, step, relative difference from auto) over the steps that both runs have done; a loss that is no number
+    """(strategy, step, relative difference from auto) over the steps that both runs have done; a non-finite loss
     differs most."""
     auto = losses[AUTO]
     found = [
@@ -277,7 +277,7 @@ def largest_difference(losses: Mapping[str, Mapping[int, float]]) -> tuple[str, 
 
 
 def _difference(one: float | None, other: float | None) -> float:
-    """Relative. The journal has None for a loss that is no number."""
+    """Relative. The journal has None for a non-finite loss."""
     return math.nan if one is None or other is None else abs(one - other) / abs(other)
 
 

@@ -76,7 +76,8 @@ def begin(transition: Transition, size: int, reason: str) -> None:
     transition.say(
         f"generation {number} begins with {plural(size, 'worker')} from {origin}: {reason}"
         + (f"; {plural(repeated, 'step')} will be repeated" if repeated else "")
-        + _outer_steps_lost(transition.state, step),
+        + _outer_steps_lost(transition.state, step)
+        + _smaller_batch(transition.state, size),
         number=number, world_size=size, step=step,
     )  # fmt: skip
     only_saves = transition.state.gives_up_for is not None
@@ -223,6 +224,14 @@ def start_pause(transition: Transition, purpose: str, reason: str, durable: bool
     transition.enter(Pausing(transition.now, limit, purpose, was=phase, durable=durable))
     transition.say(f"generation {transition.state.generation} will end at a step boundary: {reason}")
     transition.do(ProposeStop(transition.state.generation, tuple(transition.state.members)))
+
+
+def _smaller_batch(state: RunState, size: int) -> str:
+    """Of `size` workers, where the batch follows their number."""
+    most = state.settings.scaling.max_workers
+    if state.settings.adaptive_batch is None or size == most:
+        return ""
+    return f", steps of {size}/{most} of the configured batch, with a learning rate to match"
 
 
 def _outer_steps_lost(state: RunState, step: int) -> str:

@@ -9,6 +9,7 @@ from machine_scenario import Scenario
 
 from elastic.core import actions as act
 from elastic.core import events as ev
+from elastic.core.data.adaptive_batch import AdaptiveBatch
 from elastic.core.run.phase import USAGE, Closing, Ending, Joining, Pausing, Training, Waiting
 from elastic.core.settings import CommunicationSettings
 
@@ -99,6 +100,15 @@ def test_storage_that_does_not_take_the_checkpoint_costs_the_steps_not_the_growt
     s.do(ev.StopPromised(1, 0, 7), ev.StopPromised(1, 1, 7)).left(7).wait(20)
     assert s.acts(act.BeginGeneration) == [act.BeginGeneration(2, (0, 1, 2), None, 0)]
     assert "7 steps will be repeated" in s.said()
+
+
+def test_a_batch_that_is_smaller_than_configured_is_told() -> None:
+    for adaptive, told in ((None, False), (AdaptiveBatch("sqrt"), True)):
+        s = Scenario(2, 3)
+        s.state = replace(s.state, settings=replace(s.state.settings, adaptive_batch=adaptive))
+        s.started(3).do(ev.WorkerDied(2, "exit code -9")).left(0)
+        assert "generation 2 begins with 2 workers" in s.said()
+        assert ("steps of 2/3 of the configured batch, with a learning rate to match" in s.said()) == told
 
 
 def test_the_outer_steps_that_are_lost_are_named() -> None:
