@@ -48,7 +48,7 @@ def decay_of(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSch
 def train(config: dict[str, Any]) -> None:
     """`config`: "stays" is the (rank, step) that never goes on from there, "bad" the one with a loss that is no number,
     "points" tells of every step; "asks" the step in which the script saves; with "decays" the rate becomes less with
-    every step."""
+    every step. "leaves" is the step after which it has had enough."""
     model = Net()
     optimizer = optimizer_of(model, config["optimizer"])
     engine, _, loader, _ = elastic.initialize(
@@ -78,6 +78,10 @@ def train(config: dict[str, Any]) -> None:
             engine.step()
             if config.get("asks") == context.step:
                 engine.save_checkpoint()
+            if config.get("leaves") == elastic.get_context().step:
+                break
+        if config.get("leaves"):
+            break
     crew.told["weights"] = {name: p.detach().float().clone() for name, p in model.named_parameters()}
 
 

@@ -11,6 +11,7 @@ import torch
 from convex import DIMENSIONS, SAMPLES, objective, optimum, problem
 from crew import Crew, Outcome
 from islands import BATCH, Net, decay_of, optimizer_of
+from test_oracle import state_of
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from elastic.checkpoint.storage import CheckpointStore
@@ -86,6 +87,11 @@ def _saved(url: Path) -> list[int]:
     return sorted(found.step for found in CheckpointStore(str(url), "run").list())
 
 
+def _state(url: Path) -> dict[str, torch.Tensor]:
+    store = CheckpointStore(str(url), "run")
+    return state_of(store, store.manifest(store.list()[0].id))
+
+
 def _newest(url: Path) -> str:
     return CheckpointStore(str(url), "run").list()[0].id
 
@@ -148,6 +154,18 @@ def test_what_is_due_in_a_round_is_saved_after_it(crew: Crew, tmp_path: Path) ->
     assert _saved(tmp_path / "cadence") == [5, 10, 14]
     _run(crew, tmp_path / "asked", config={"asks": 6})
     assert _saved(tmp_path / "asked") == [10, 14]
+
+
+def test_a_script_that_ends_within_a_round_loses_no_gradient(crew: Crew, tmp_path: Path) -> None:
+    """It alone decides when: nobody knew that step 13 was the last."""
+    config = {"leaves": 13, "top": {"gradient_clipping": CLIP}, "decays": False}
+    told = _run(crew, tmp_path, config=config, batch=BatchSettings())
+    assert _saved(tmp_path) == [13]
+    known = _run(crew, tmp_path / "known", config={**config, "leaves": None}, batch=BatchSettings(max_steps=13))
+    moved, still = (_state(url) for url in (tmp_path, tmp_path / "known"))
+    assert len(told[0].reports) == len(known[0].reports) == 13
+    assert moved.keys() == still.keys()
+    assert all(torch.equal(moved[name], still[name]) for name in still)
 
 
 @pytest.mark.parametrize("step", [7, 9], ids=["applied late", "one of many at the end of a round"])
