@@ -30,7 +30,8 @@ from elastic.runtime.controller.collector import collect_seldom
 from elastic.runtime.controller.control_loop import ControlLoop
 from elastic.runtime.controller.records import Records
 from elastic.runtime.controller.replay import Replayed
-from elastic.runtime.messages import Beat, Item, NodeReports
+from elastic.runtime.messages import Beat, Item, NodeReports, QuietNodes
+from elastic.runtime.node.uplink import joined_nodes
 
 RANKS = 8
 _SIZES = (30, 100, 300, 1_000, 3_000, 10_000)
@@ -133,7 +134,12 @@ def _measured(nodes: int, journal: JournalWriter) -> Iterator[tuple[str, str, fl
     copies = fleet.copies()
     yield _LOSS, "s", _seconds(lambda: fleet.lose(copies))
     loop = _loop_of(fleet)
-    yield _BEATS, "s", _seconds(lambda: _beats(loop, fleet))
+    yield "heartbeats of a second, each node by itself", "s", _seconds(lambda: _beats(loop, fleet))
+    groups = _groups(fleet)
+    # After its first beat a node is known.
+    _quiet(loop, fleet, groups, 1)
+    beats = round(1 / fleet.state.settings.failures.heartbeat_s)
+    yield _BEATS, "s", _seconds(lambda: _quiet(loop, fleet, groups, beats))
     yield "step reports of one step, each rank by itself", "s", _seconds(lambda: _step(loop, fleet))
     for message in _joined(fleet, step=2):
         # After a change of the fleet its nodes are looked up once, which is not the steady state.
@@ -165,17 +171,44 @@ def _loop_of(fleet: Fleet) -> ControlLoop:
 
 
 def _beats(loop: ControlLoop, fleet: Fleet) -> None:
-    """One second of heartbeats of all nodes, as they come, and of looks at who is silent."""
-    by_node: dict[str, dict[int, float]] = {}
-    for worker in fleet.state.fleet.workers.values():
-        by_node.setdefault(fleet.state.fleet.node_of(worker.id) or "", {})[worker.id] = 0.0
-    every_s = fleet.state.settings.failures.heartbeat_s
-    for _ in range(round(1 / every_s)):
-        for node, ages in by_node.items():
-            loop.heartbeats.beat(Beat(node, ages), fleet.now)
-        for _ in range(2):
-            fleet.now += every_s / 2
-            loop.heartbeats.look(fleet.now)
+    """One second of heartbeats of all nodes, each as it comes, and of looks at who is silent."""
+    by_node = _by_node(fleet)
+    for _ in range(round(1 / fleet.state.settings.failures.heartbeat_s)):
+        for node, workers in by_node.items():
+            loop.heartbeats.beat(Beat(node, dict.fromkeys(workers, 0.0)), fleet.now)
+        _looks(loop, fleet)
+
+
+def _quiet(loop: ControlLoop, fleet: Fleet, groups: Sequence[bytes], times: int) -> None:
+    """So many heartbeats of all nodes as relays pass them on. As they come over the network: reading them counts."""
+    for _ in range(times):
+        for message in groups:
+            if loop.heartbeats.quiet(pickle.loads(message), fleet.now):  # noqa: S301
+                raise AssertionError("a node of the run is said not to be part of it")
+        _looks(loop, fleet)
+
+
+def _looks(loop: ControlLoop, fleet: Fleet) -> None:
+    """At who is silent, in the time of one heartbeat."""
+    for _ in range(2):
+        fleet.now += fleet.state.settings.failures.heartbeat_s / 2
+        loop.heartbeats.look(fleet.now)
+
+
+def _groups(fleet: Fleet) -> list[bytes]:
+    """What relays send of the nodes that have them, where nobody is silent."""
+    nodes = list(_by_node(fleet).items())
+    each = fleet.state.settings.failures.nodes_per_relay
+    found = [nodes[first : first + each] for first in range(0, len(nodes), each)]
+    return [pickle.dumps(QuietNodes(*map(tuple, zip(*group, strict=True)))) for group in found]
+
+
+def _by_node(fleet: Fleet) -> dict[str, tuple[int, ...]]:
+    found: dict[str, tuple[int, ...]] = {}
+    for worker in fleet.state.members:
+        node = fleet.state.fleet.node_of(worker) or ""
+        found[node] = (*found.get(node, ()), worker)
+    return found
 
 
 def _step(loop: ControlLoop, fleet: Fleet) -> None:
@@ -187,22 +220,24 @@ def _step(loop: ControlLoop, fleet: Fleet) -> None:
 
 
 def _joined_step(loop: ControlLoop, fleet: Fleet, messages: Sequence[bytes]) -> None:
-    """Each node's agent reports the third step for its ranks. As they come over the network: reading them counts."""
+    """Relays report a step for the ranks of their nodes. As they come over the network: reading them counts."""
     for message in messages:
         if not loop.node_reports(pickle.loads(message), fleet.now):  # noqa: S301
-            raise AssertionError("step reports of a node are not taken")
+            raise AssertionError("step reports of some nodes are not taken")
     if loop.telemetry.step != fleet.state.start_step + 3:
         raise AssertionError("the step is not complete")
 
 
 def _joined(fleet: Fleet, step: int) -> Iterator[bytes]:
-    """What the nodes' agents make of their ranks' reports of a step."""
-    by_node: dict[str, list[tuple[int, StepReport]]] = {}
-    for worker, report in _reports(fleet, step):
-        by_node.setdefault(fleet.state.fleet.node_of(worker) or "", []).append((worker, report))
-    for node, sent in by_node.items():
-        steps = joined_by_step(report for _, report in sent)
-        yield pickle.dumps(NodeReports(node, tuple(worker for worker, _ in sent), 1, steps))
+    """What agents make of their ranks' reports of a step, and relays of the agents'."""
+    reports = dict(_reports(fleet, step))
+    parts = []
+    for node, workers in _by_node(fleet).items():
+        steps = joined_by_step(reports[worker] for worker in workers)
+        parts.append(NodeReports((node,), workers, 1, steps))
+    each = fleet.state.settings.failures.nodes_per_relay
+    for first in range(0, len(parts), each):
+        yield pickle.dumps(joined_nodes(tuple(parts[first : first + each])))
 
 
 def _reports(fleet: Fleet, step: int) -> Iterator[tuple[int, StepReport]]:

@@ -26,6 +26,8 @@ class FailureSettings:
     heartbeat_s: float = 0.2
     # Silence after which a worker is suspected and probed; without an answer by then it counts as lost.
     suspect_after_s: float = 1.0
+    # In a run of more nodes, so many at a time have one's agent pass on their heartbeats and step reports; 0: never.
+    nodes_per_relay: int = 100
     probe_timeout_s: float = 0.5
     # A node whose agent is silent this many times in a row counts as lost, although its workers answer their probes.
     silent_agent_limit: int = 8
@@ -230,7 +232,8 @@ class CommunicationSettings:
     `semantics` is what the job grants (`core.policy.communication`); `strategy` one of those that it permits, or
     "auto": the one that measured links make the fastest. Gradients travel in buckets of `bucket_mb` megabytes; with
     error feedback in one. `density` is the share of elements that "top_k" sends, `rank` that of "power_sgd"'s matrices.
-    Links are measured again every `check_every_steps` steps, where there is a choice.
+    Links are looked at again after `check_every_steps` steps at the earliest and twice as many at the latest, where
+    there is a choice and exchanges take as long as they did.
 
     With "local" ranks train in `islands` (None: each node is one), which exchange what they have learnt every
     `every_steps` steps, by an outer step of Nesterov momentum `outer_momentum` and rate `outer_lr`; with

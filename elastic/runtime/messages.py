@@ -65,11 +65,27 @@ class Reply:
     taken: bool = True
 
 
-class NodeReports(NamedTuple):
-    """Step reports of several workers of a node, joined by its agent: `workers` have sent them to the controller of
-    incarnation `heard`."""
+class QuietNodes(NamedTuple):
+    """Heartbeats of several nodes, passed on by an agent: `workers[i]` are those of `nodes[i]`, none of them silent.
+    What is not quiet its own agent tells the controller in a `Beat`."""
 
-    node: str
+    nodes: tuple[str, ...]
+    workers: tuple[tuple[int, ...], ...]
+
+
+class BeatReply(NamedTuple):
+    """The controller's answer to a `Beat`. `wanted`: the node is part of the run. `relay`: the actor handle of the
+    agent that passes on quiet beats and step reports of this node; None: none does."""
+
+    wanted: bool
+    relay: Any = None
+
+
+class NodeReports(NamedTuple):
+    """Step reports of several workers, joined by the agents of their `nodes`: `workers` have sent them to the
+    controller of incarnation `heard`."""
+
+    nodes: tuple[str, ...]
     workers: tuple[int, ...]
     heard: int
     steps: tuple[JoinedReports, ...]

@@ -74,6 +74,7 @@ def controller_class() -> type[Any]:
             from elastic.core.settings import RunSettings, ScalingSettings
             from elastic.runtime.controller.actor import ControllerActor
             from elastic.runtime.controller.control_loop import ControlLoop
+            from elastic.runtime.controller.hands.relays import Relays
             from elastic.runtime.controller.records import Records
             from elastic.runtime.controller.replay import Replayed
 
@@ -99,7 +100,7 @@ def controller_class() -> type[Any]:
             loop.telemetry.generation_begins(state.generation, state.world_size, 0, now)
             self.actor: Any = SimpleNamespace(
                 _ready=asyncio.Event(), _failed=None, _settings=settings, _result=None, _loop=loop,
-                _journal=SimpleNamespace(incarnation=1),
+                _journal=SimpleNamespace(incarnation=1), _relays=Relays(0),
             )  # fmt: skip
             self.actor._begun = partial(ControllerActor._begun, self.actor)
             self.actor._ready.set()
@@ -108,9 +109,14 @@ def controller_class() -> type[Any]:
             self.refused = 0
             self.sense = asyncio.get_running_loop().create_task(loop.heartbeats.run())
 
-        async def beat(self, beat: Any) -> bool:
+        async def beat(self, beat: Any) -> Any:
             self.beats[beat.node] += 1
-            return bool(await self.methods.beat(self.actor, beat))
+            return await self.methods.beat(self.actor, beat)
+
+        async def quiet(self, beats: Any) -> Any:
+            for node in beats.nodes:
+                self.beats[node] += 1
+            return await self.methods.quiet(self.actor, beats)
 
         async def node_reports(self, reports: Any) -> Any:
             reply = await self.methods.node_reports(self.actor, reports)
@@ -160,13 +166,13 @@ def crew_class() -> type[Any]:
             number = 0
             while node not in self.silent:
                 number += 1
-                assert await self.controller.beat.remote(Beat(node, dict.fromkeys(workers, 0.05)))
+                assert (await self.controller.beat.remote(Beat(node, dict.fromkeys(workers, 0.05)))).wanted
                 if number % 5 == 0:
                     steps = joined_by_step(
                         StepReport(number // 5, 1.0, ((w, w + 1),), 1, 1.0, generation=generation, rank=w)
                         for w in workers
                     )
-                    await self.controller.node_reports.remote(NodeReports(node, workers, 1, steps))
+                    await self.controller.node_reports.remote(NodeReports((node,), workers, 1, steps))
                 await asyncio.sleep(0.2)
 
     return Crew

@@ -102,7 +102,7 @@ def _worker_that_was_written_off(worker: int, generation: int) -> None:
 
 def _node_that_is_none_of_the_run() -> None:
     controller = ray.get_actor(names.controller("run"), names.NAMESPACE)
-    assert ray.get(controller.beat.remote(Beat("0" * 56, {})), timeout=30) is False
+    assert ray.get(controller.beat.remote(Beat("0" * 56, {})), timeout=30).wanted is False
 
 
 def _controller_before_this_one(run: Run, writer: JournalWriter) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from operator import attrgetter
 from statistics import median
 from typing import Any, NamedTuple
@@ -110,6 +110,42 @@ def joined_by_step(reports: Iterable[StepReport]) -> tuple[JoinedReports, ...]:
     return tuple(joined({report.rank: report for report in reversed(list(group))}.values()) for _, group in groups)
 
 
+def merged(parts: Sequence[JoinedReports]) -> JoinedReports:
+    """The reports of all these parts, at least one, of one step of one generation; no rank is in two of them. The same
+    as `joined` makes of all their ranks' reports."""
+    if len(parts) == 1:
+        return parts[0]
+    parts = sorted(parts, key=lambda part: part.ranks[0])
+    lowest, ranks = parts[0], [part.ranks for part in parts]
+    everybody = tuple(sorted(chain.from_iterable(ranks)))
+    places = {rank: place for place, rank in enumerate(everybody)}
+    places_of = [tuple([places[rank] for rank in part]) for part in ranks]
+
+    def column(name: str, missing: Any) -> tuple[Any, ...]:
+        values = [getattr(part, name) for part in parts]
+        return tuple(_column(places_of, values, missing)) if any(values) else ()
+
+    return lowest._replace(
+        ranks=everybody,
+        losses=column("losses", 0.0),
+        positions=join(position for part in parts for position in part.positions),
+        samples=sum(part.samples for part in parts),
+        duration_s=max(part.duration_s for part in parts),
+        data_wait_s=column("data_wait_s", 0.0),
+        noncollective_s=column("noncollective_s", 0.0),
+        energy_j=column("energy_j", 0.0),
+        gradient_parts=column("gradient_parts", ()),
+        grad_norm=_largest_norm(part.grad_norm for part in parts),
+        tokens=sum(part.tokens for part in parts),
+        save_stall_s=max(part.save_stall_s for part in parts),
+        anomaly=_best_known(part.anomaly for part in parts),
+        skipped=join(position for part in parts for position in part.skipped),
+        metrics={name: _merged_values(found, everybody) for name, found in _by_name(parts).items()},
+        content=sum(part.content for part in parts) % _MODULUS,
+        slowed=column("slowed", ""),
+    )
+
+
 def completed(parts: Sequence[JoinedReports], first: bool) -> CompletedStep:
     """The step of which these are the reports of all ranks, each once. `first`: of its generation."""
     parts = sorted(parts, key=lambda part: part.ranks[0])
@@ -120,7 +156,7 @@ def completed(parts: Sequence[JoinedReports], first: bool) -> CompletedStep:
     data_wait_s = _column(ranks, [part.data_wait_s for part in parts], 0.0)
     energy_j = _column(ranks, [part.energy_j for part in parts], 0.0)
     slowed = _column(ranks, [part.slowed for part in parts], "")
-    metrics, metrics_by_rank = _reduced([part.metrics for part in parts])
+    metrics, metrics_by_rank = _reduced(parts)
     return CompletedStep(
         generation=lowest.generation,
         step=lowest.step,
@@ -197,15 +233,29 @@ def _values(by_rank: Mapping[int, Any], everybody: tuple[int, ...]) -> MetricVal
     return MetricValues(ranks, values[:1] if alike else values)
 
 
-def _reduced(parts: Sequence[Mapping[str, MetricValues]]) -> tuple[dict[str, Any], dict[str, dict[int, Any]]]:
-    """(`metrics`, `metrics_by_rank`) of `CompletedStep`; `parts` are in the order of their lowest ranks."""
+def _merged_values(found: Sequence[MetricValues], everybody: tuple[int, ...]) -> MetricValues:
+    if _all_alike(found):
+        pairs = dict.fromkeys(sorted(chain.from_iterable(values.ranks for values in found)), found[0].values[0])
+    else:
+        pairs = dict(sorted((pair for values in found for pair in values.pairs()), key=lambda pair: pair[0]))
+    return _values(pairs, everybody)
+
+
+def _by_name(parts: Sequence[JoinedReports]) -> dict[str, list[MetricValues]]:
+    """`parts` are in the order of their lowest ranks."""
     by_name: dict[str, list[MetricValues]] = {}
     for part in parts:
-        for name, values in part.items():
+        for name, values in part.metrics.items():
             by_name.setdefault(name, []).append(values)
     for found in by_name.values():
         # The lowest rank of a part may not have reported it.
         found.sort(key=lambda values: values.ranks[0])
+    return by_name
+
+
+def _reduced(parts: Sequence[JoinedReports]) -> tuple[dict[str, Any], dict[str, dict[int, Any]]]:
+    """(`metrics`, `metrics_by_rank`) of `CompletedStep`; `parts` are in the order of their lowest ranks."""
+    by_name = _by_name(parts)
     reduced = {name: _mean(found) for name, found in by_name.items()}
     differing = {name: _of_lowest_ranks(found) for name, found in by_name.items() if not _all_alike(found)}
     return reduced, differing

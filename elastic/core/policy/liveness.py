@@ -7,7 +7,7 @@ They have no clock (every method takes the time) and decide nothing: what they r
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from math import inf
 from statistics import median
@@ -20,11 +20,13 @@ Silence = WorkersSilent
 
 
 class _Beat(NamedTuple):
-    """A node's newest heartbeat: when it came, the workers' ages then, and when the one longest silent was heard of."""
+    """A node's newest heartbeat: when it came, the workers' ages then, and when the one longest silent was heard of.
+    `quiet` are its workers where all their ages were 0."""
 
     at: float
     ages: Mapping[int, float]
     oldest: float
+    quiet: tuple[int, ...] = ()
 
     def when(self, worker: int) -> float:
         age_s = self.ages.get(worker)
@@ -80,6 +82,22 @@ class LastSeen:
                         self._seen(worker, node, before.when(worker))
             self._beats[node] = _Beat(now, ages, oldest)
             self._oldest = min(self._oldest, oldest)
+
+    def heard_quiet(self, nodes: Sequence[str], workers: Sequence[tuple[int, ...]], now: float) -> None:
+        """As `heard_node` of each of the nodes, where none of its workers is late: `workers[i]` are those of
+        `nodes[i]`. Of most nodes only the time is new, which costs a tenth."""
+        self._awake(now)
+        self._excused = None
+        for node, quiet in zip(nodes, workers, strict=True):
+            before = self._beats.get(node)
+            known = before is not None and before.quiet == quiet != ()
+            if known and not self._agents and self._nodes[node] <= now:
+                self._nodes[node] = now
+                self._beats[node] = _Beat(now, self._beats[node].ages, now, quiet)
+            else:
+                self.heard_node(node, now, dict.fromkeys(quiet, 0.0))
+                if quiet:
+                    self._beats[node] = self._beats[node]._replace(quiet=quiet)
 
     def heard_worker(self, worker: int, node: str, now: float) -> None:
         """The worker itself has spoken: a probe's answer, or any other message of its own."""

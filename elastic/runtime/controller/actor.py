@@ -36,6 +36,7 @@ from elastic.runtime.controller.committer import Committer
 from elastic.runtime.controller.control_loop import ControlLoop
 from elastic.runtime.controller.exits import end_actor, end_fenced, restart_process
 from elastic.runtime.controller.hands.executor import Executor
+from elastic.runtime.controller.hands.relays import Relays
 from elastic.runtime.controller.records import Records
 from elastic.runtime.controller.replay import Replayed, replay
 from elastic.runtime.controller.replay_state import reader
@@ -43,7 +44,7 @@ from elastic.runtime.controller.senses.agent_links import AgentLinks
 from elastic.runtime.controller.senses.capacity_monitor import CapacityMonitor
 from elastic.runtime.controller.senses.drain_monitor import DrainMonitor
 from elastic.runtime.controller.train_page import TrainPage
-from elastic.runtime.messages import Assembled, Beat, Item, NodeReply, NodeReports, Reply
+from elastic.runtime.messages import Assembled, Beat, BeatReply, Item, NodeReply, NodeReports, QuietNodes, Reply
 from elastic.runtime.niceness import raise_priority
 from elastic.runtime.storage_retry import retried
 from elastic.runtime.train_function import Entry
@@ -68,8 +69,8 @@ _LINGER_S = 600.0
 class ControllerActor:
     """Asyncio actor; detached, named, restarted by Ray for as long as the run continues.
 
-    Clients call `progress`, `wait_step`, `wait_end`, `stop`, `leave`; agents call `beat` and `node_reports`; workers
-    call `deliver`; controllers of other runs call `claim`.
+    Clients call `progress`, `wait_step`, `wait_end`, `stop`, `leave`; agents call `beat`, `quiet` and `node_reports`;
+    workers call `deliver`; controllers of other runs call `claim`.
     """
 
     def __init__(self, settings: RunSettings, entry: Entry, token: bytes, on_train_page: bool = False) -> None:
@@ -95,6 +96,7 @@ class ControllerActor:
         # Why the start failed.
         self._failed: str | None = None
         self._capacity: CapacityMonitor | None = None
+        self._relays = Relays(settings.failures.nodes_per_relay)
         self._main = asyncio.get_running_loop().create_task(self._run(_was_restarted()))
 
     # --- for clients ---
@@ -143,10 +145,23 @@ class ControllerActor:
 
     # --- for agents and workers ---
 
-    async def beat(self, beat: Beat) -> bool:
-        """One node's heartbeat. False when the node is not part of the run: the agent then ends its workers."""
+    async def beat(self, beat: Beat) -> BeatReply:
+        """One node's heartbeat. An agent whose node is not part of the run ends its workers."""
         await self._ready.wait()
-        return self._result is None and self._loop.heartbeats.beat(beat, self._loop.clock.now())
+        if self._result is not None:
+            return BeatReply(False)
+        now, fleet = self._loop.clock.now(), self._loop.state.fleet
+        if not self._loop.heartbeats.beat(beat, now):
+            return BeatReply(False)
+        relay = self._relays.of(beat.node, fleet, now)
+        return BeatReply(True, self._executor.agent_on(relay) if relay is not None else None)
+
+    async def quiet(self, beats: QuietNodes) -> tuple[str, ...]:
+        """Heartbeats of several nodes, passed on by the agent of one. Returns those that are not part of the run."""
+        await self._ready.wait()
+        if self._result is not None:
+            return beats.nodes
+        return self._loop.heartbeats.quiet(beats, self._loop.clock.now())
 
     async def deliver(self, worker: int, items: Sequence[Item], heard: int | None) -> Reply:
         """A worker's messages, in order. A removed worker gets a fenced reply, and its messages are ignored.
@@ -162,7 +177,7 @@ class ControllerActor:
         return Reply(incarnation, fenced=not taken, durable=loop.durable(worker))
 
     async def node_reports(self, reports: NodeReports) -> NodeReply | None:
-        """Step reports of a node's workers, joined. None where they are not taken: each worker then sends its own by
+        """Step reports of some nodes' workers, joined. None where they are not taken: each worker then sends its own by
         `deliver`, which says why if it has to."""
         await self._begun()
         incarnation, loop = self._journal.incarnation, self._loop

@@ -137,17 +137,17 @@ class ControlLoop:
         return True
 
     def node_reports(self, reports: NodeReports, now: float) -> bool:
-        """Step reports of a node's workers. False, and nothing is taken, where a worker is not part of the run, or has
-        sent some of them itself."""
+        """Step reports of some nodes' workers. False, and nothing is taken, where a worker is not part of the run, or
+        has sent some of them itself."""
         if not self._are_part(reports.workers) or not all(map(self.telemetry.table.takes, reports.steps)):
             return False
-        self.heartbeats.agent_spoke(reports.node, now)
+        self.heartbeats.agents_spoke(reports.nodes, now)
         for joined in reports.steps:
             try:
                 if joined.generation == self.state.generation:
                     self._reported(self.telemetry.joined_reports(joined, now), now)
             except Exception as error:
-                logger.exception("step reports of node %s could not be taken", reports.node[:8])
+                logger.exception("step reports of node %s could not be taken", reports.nodes[0][:8])
                 worker, step = reports.workers[0], self.telemetry.step
                 self._records.note(unreadable_record(error, worker, "step", step, self._place()))
         return True

@@ -32,11 +32,12 @@ from elastic.core.data.steps import StepReport
 from elastic.core.errors import Fenced
 from elastic.core.settings import RunSettings
 from elastic.runtime import handed_environment
-from elastic.runtime.messages import BEAT_LIMIT_S, Beat, NodeFacts, NodeReply, NodeReports, Reply
+from elastic.runtime.messages import Beat, NodeFacts, NodeReply, NodeReports, Reply
 from elastic.runtime.niceness import raise_priority
 from elastic.runtime.node.fork_server import ForkServer
 from elastic.runtime.node.heartbeats import open_mailbox, receive
 from elastic.runtime.node.report_relay import ReportRelay
+from elastic.runtime.node.uplink import Uplink
 from elastic.runtime.processes import Computing, is_stopped
 from elastic.transport.handshake import Address, connect
 
@@ -57,8 +58,6 @@ _BUSY_S = 10.0
 _LOOKED_AT_S, _COMPUTING_EVERY_S, _COMPUTES = 2.0, 4.0, 0.5
 # Two tries take less than the default time limit of a survey.
 _REACH_LIMIT_S = 0.7
-# Less than a worker waits for its agent (`worker.delivery`): the controller's slowness is not the agent's.
-_REPORTS_LIMIT_S = 0.6
 
 
 class AgentActor:
@@ -76,7 +75,7 @@ class AgentActor:
         self._memory = SnapshotServer(token, str(ray.util.get_node_ip_address()))  # type: ignore[no-untyped-call]
         self._node = node
         self._failures = failures
-        self._controller = controller
+        self._uplink = Uplink(controller, failures)
         # The newest controller that was heard of.
         self._incarnation = 0
         self._pids: dict[int, int] = {}
@@ -85,7 +84,7 @@ class AgentActor:
         # Of workers that are silent.
         self._computing: dict[int, Computing] = {}
         self._gone: dict[int, str] = {}
-        self._relay = ReportRelay(node, self._pass_on, self._pids.keys)
+        self._relay = ReportRelay(node, self._uplink.reports, self._pids.keys)
         self._wake = asyncio.Event()
         self._box, self._name = open_mailbox()
         self._forks = self._fork_server(settings, niceness)
@@ -189,23 +188,26 @@ class AgentActor:
         sends them itself."""
         return await self._relay.deliver(worker, heard, reports)
 
+    async def pass_quiet(self, node: str, workers: tuple[int, ...]) -> bool | None:
+        """The beat of a node that has this one as relay; see `Uplink`."""
+        return await self._uplink.pass_quiet(node, workers)
+
+    async def pass_reports(self, reports: NodeReports) -> NodeReply | None:
+        """The step reports of a node that has this one as relay."""
+        return await self._uplink.pass_reports(reports)
+
     async def reports_taken(self) -> int:
         """How many step reports the controller has taken from this agent."""
         return self._relay.taken
+
+    async def passed_on(self) -> int:
+        """How many beats and reports of other nodes the controller has taken from this agent."""
+        return self._uplink.passed_on
 
     async def ping(self) -> bool:
         return True
 
     # --- inside ---
-
-    async def _pass_on(self, reports: NodeReports) -> NodeReply | None:
-        try:
-            reply: NodeReply | None = await asyncio.wait_for(
-                self._controller.node_reports.remote(reports), _REPORTS_LIMIT_S
-            )
-        except ray.exceptions.RayError as error:
-            raise ConnectionError(str(error)) from error
-        return reply
 
     def _fork_server(self, settings: RunSettings, niceness: int) -> ForkServer | None:
         if not settings.fork_workers:
@@ -260,8 +262,7 @@ class AgentActor:
             gone = dict(self._gone)
             ages = {worker: self._age(worker, now - heard) for worker, heard in self._heard.items()}
             try:
-                call = self._controller.beat.remote(Beat(self._node, ages, gone))
-                wanted = await asyncio.wait_for(call, BEAT_LIMIT_S)
+                wanted = await self._uplink.beat(Beat(self._node, ages, gone))
             except (ray.exceptions.RayError, asyncio.TimeoutError) as error:
                 logger.debug("the controller did not hear node %s: %s", self._node[:8], error)
                 if time.monotonic() - last_answer > self._failures.controller_lease_s:

@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 # all pairs are tried.
 _TRIED = 32
 
+# Calls at a time: a relay's other nodes each wait for the answer to a beat and to step reports.
+_CONCURRENCY = 1000
+
 # An agent's handle, and the facts of its node.
 Known = tuple[Any, NodeFacts]
 # Gets a node and the address at which its agent listens.
@@ -125,7 +128,7 @@ class Agents:
             "lifetime": "detached",
             "get_if_exists": True,
             "max_restarts": 0,
-            "max_concurrency": 100,
+            "max_concurrency": _CONCURRENCY,
             "num_cpus": 0,
             "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
         }

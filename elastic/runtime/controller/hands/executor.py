@@ -81,6 +81,10 @@ class Executor:
         """SlotPlaced was accepted: start workers of this slot on `node`."""
         self._nodes[slot] = node
 
+    def agent_on(self, node: str) -> Any | None:
+        """The handle of the node's agent; None unless it has started."""
+        return self._agents.at_hand(node)
+
     def perform(self, action: act.Action) -> None:
         """Start carrying out the action; returns at once."""
         work: Coroutine[Any, Any, None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 
 from elastic.core.events import Event, WorkerDied
 from elastic.core.fleet import Slots
@@ -14,7 +14,7 @@ from elastic.core.run.phase import Ending, Finished, Training
 from elastic.core.run.state import RunState
 from elastic.core.settings import FailureSettings
 from elastic.runtime.controller.telemetry import Telemetry
-from elastic.runtime.messages import BEAT_LIMIT_S, Beat
+from elastic.runtime.messages import BEAT_LIMIT_S, Beat, QuietNodes
 
 logger = logging.getLogger(__name__)
 
@@ -48,15 +48,26 @@ class HeartbeatTable:
             self._emit(WorkerDied(worker, evidence))
         return True
 
+    def quiet(self, beats: QuietNodes, now: float) -> tuple[str, ...]:
+        """As `beat` of several nodes, none of whose workers is silent. Returns those that are not part of the run."""
+        if isinstance(self._state().phase, Finished):
+            return beats.nodes
+        released = tuple([node for node in beats.nodes if not self._is_part(node)])
+        if released:
+            kept = [pair for pair in zip(*beats, strict=True) if pair[0] not in released]
+            beats = QuietNodes(tuple(node for node, _ in kept), tuple(workers for _, workers in kept))
+        self._seen.heard_quiet(*beats, now)
+        return released
+
     def worker_spoke(self, worker: int, now: float) -> None:
         """A message of the worker itself has arrived."""
         node = self._state().fleet.node_of(worker)
         if node is not None:
             self._seen.heard_worker(worker, node, now)
 
-    def agent_spoke(self, node: str, now: float) -> None:
-        """A message of the node's agent other than a heartbeat has arrived."""
-        if self._is_part(node):
+    def agents_spoke(self, nodes: Iterable[str], now: float) -> None:
+        """A message of these nodes' agents other than a heartbeat has arrived."""
+        for node in filter(self._is_part, nodes):
             self._seen.heard_node(node, now)
 
     def expect(self, worker: int, node: str, now: float) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.core.data.collectives import CollectiveUse
-from elastic.core.data.joined_reports import joined, joined_by_step
+from elastic.core.data.joined_reports import JoinedReports, joined, joined_by_step, merged
 from elastic.core.data.step_table import StepTable
 from elastic.core.data.steps import CompletedStep, StepReport
 
@@ -72,6 +72,20 @@ def test_any_grouping_gives_the_same_step(sent: list[StepReport], data: st.DataO
             groups.append([])
         groups[-1].append(one)
     assert text(done(groups)) == text(done([[one] for one in sorted(sent, key=lambda one: one.rank)]))
+
+
+@given(reports(), st.data())
+def test_what_nodes_have_joined_is_merged_to_what_one_would_have_joined(
+    sent: list[StepReport], data: st.DataObject
+) -> None:
+    groups: dict[int, list[StepReport]] = {}
+    for one in sent:
+        groups.setdefault(data.draw(st.integers(0, 3)), []).append(one)
+    assert repr(sorted_names(merged([joined(group) for group in groups.values()]))) == repr(sorted_names(joined(sent)))
+
+
+def sorted_names(part: JoinedReports) -> JoinedReports:
+    return part._replace(metrics=dict(sorted(part.metrics.items())))
 
 
 def text(step: CompletedStep) -> str:

@@ -43,7 +43,7 @@ def test_one_message_once_all_workers_of_the_node_have_reported() -> None:
         answers = await asyncio.gather(*(relay.deliver(worker, 5, [report(worker)]) for worker in (0, 1)))
         assert answers == [Reply(5, durable=10), Reply(5, durable=11)]
         [sent] = controller.got
-        assert (sent.node, sent.workers, sent.heard) == ("node", (0, 1), 5)
+        assert (sent.nodes, sent.workers, sent.heard) == (("node",), (0, 1), 5)
         assert [part.ranks for part in sent.steps] == [(0, 1)]
 
     run(scenario)
