@@ -13,7 +13,6 @@ import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -34,6 +33,8 @@ JOB = ROOT / "examples" / "links.yaml"
 NODES = 2
 # Relative. The strategies add up in another order, which fp32 rounds at 6e-8, and training carries every difference on.
 TOLERANCE = 1e-5
+# A look sends at least so many messages; what else is asked now and then is one.
+_OF_A_LOOK = 8
 # What regret should stay below, of brute force.
 AIM = 0.05
 
@@ -54,8 +55,7 @@ def main(arguments: Sequence[str]) -> int:
     runs = {name: Measured.of(JournalReader(str(folder), name).records()) for name in (AUTO, *EXACT)}
     losses = {name: demo.losses_of(folder, name) for name in runs}
     wrong = [f"WRONG: {problem}" for problem in problems(losses)]
-    looks = looks_of(job)
-    text = [*costs(links, runs), "", *regrets(links, runs, looks), loss_line(losses), *wrong]
+    text = [*costs(links, runs), "", *regrets(links, runs), loss_line(losses), *wrong]
     (folder / "result.txt").write_text("\n".join(text) + "\n", encoding="utf-8")
     demo.show("", *text, "", f"kept in {folder}; what auto saw:", f"  elastic wire auto --storage {folder}")
     return 1 if wrong else 0
@@ -80,11 +80,6 @@ def links_of(job: Mapping[str, Any]) -> Links:
     return links
 
 
-def looks_of(job: Mapping[str, Any]) -> range:
-    """The steps in which auto looks at the links."""
-    return range(1, job["max_steps"] + 1, job["communication"]["check_every_steps"])
-
-
 def train(folder: Path, job: Mapping[str, Any], strategy: str) -> bool:
     """One run to its end, named as its strategy."""
     shared = folder / f"{strategy}-links"
@@ -104,10 +99,11 @@ def train(folder: Path, job: Mapping[str, Any], strategy: str) -> bool:
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one run, by step: seconds in collectives, as rank 0's ledger has them, and the step's duration. `travel`:
-    (step, what `elastic wire` says of how gradients travel from it on)."""
+    """Of one run, by step: seconds in collectives and their number, as rank 0's ledger has them, and the step's
+    duration. `travel`: (step, what `elastic wire` says of how gradients travel from it on)."""
 
     exchange_s: Mapping[int, float]
+    calls: Mapping[int, int]
     step_s: Mapping[int, float]
     travel: Sequence[tuple[int, str]]
 
@@ -118,6 +114,7 @@ class Measured:
         uses = {step["step"]: [CollectiveUse.from_json(row) for row in step["collectives"]] for step in steps}
         return cls(
             {step: sum(use.seconds for use in rows) for step, rows in uses.items()},
+            {step: sum(use.calls for use in rows) for step, rows in uses.items()},
             {step["step"]: step["duration_s"] for step in steps},
             found.travel if found is not None else (),
         )
@@ -125,6 +122,15 @@ class Measured:
     def strategy(self, step: int) -> str:
         """By which the gradients of a step travelled."""
         return next(said for since, said in reversed(self.travel) if since <= step).partition(":")[0]
+
+
+def looks_of(run: Measured) -> list[int]:
+    """The steps in which the links were looked at, which sends some messages more."""
+    calls: dict[str, list[int]] = {}
+    for step, count in run.calls.items():
+        calls.setdefault(run.strategy(step), []).append(count)
+    usually = {name: median(counts) for name, counts in calls.items()}
+    return [step for step, count in run.calls.items() if count > usually[run.strategy(step)] + _OF_A_LOOK]
 
 
 def by_phase(links: Links, seconds: Mapping[int, float]) -> dict[str, float]:
@@ -188,9 +194,9 @@ class Regret:
         return f"{100 * seconds / self.least_s:.1f} %"
 
 
-def regret_of(links: Links, runs: Mapping[str, Measured], looks: Iterable[int]) -> Regret:
-    """`looks`: the steps in which auto looked at the links."""
+def regret_of(links: Links, runs: Mapping[str, Measured]) -> Regret:
     auto, least_s, best = runs[AUTO], least(links, exchanges(runs)), bests(links, runs)
+    looks = looks_of(auto)
     alone = {name: usual(links, runs[name]) for name in EXACT}
     mine, late_s = usual(links, auto, looks), 0.0
     for step in auto.exchange_s:
@@ -215,11 +221,12 @@ def usual(links: Links, run: Measured, without: Iterable[int] = ()) -> dict[tupl
     return {key: median(seconds) for key, seconds in found.items()}
 
 
-def regrets(links: Links, runs: Mapping[str, Measured], looks: range) -> Iterator[str]:
+def regrets(links: Links, runs: Mapping[str, Measured]) -> Iterator[str]:
     """What auto chose, and what it cost beyond brute force and beyond the best single strategy, as lines."""
     for step, travel in runs[AUTO].travel:
         yield f"auto, from step {step} on: {travel}"
-    found = regret_of(links, runs, looks)
+    found, looks = regret_of(links, runs), looks_of(runs[AUTO])
+    yield f"auto looked at the links in steps {', '.join(map(str, looks))}"
     parts = {
         f"{len(looks)} looks at the links, {found.looks_s:.2f} s": found.looks_s,
         "steps by another strategy than the fastest": found.late_s,
@@ -233,7 +240,6 @@ def regrets(links: Links, runs: Mapping[str, Measured], looks: range) -> Iterato
     whole = sum(steps_s[AUTO].values()) / least(links, steps_s) - 1.0
     yield f"in whole steps, computation and all, regret is {100 * whole:.1f} %"
     yield _against_single(found, runs)
-    yield from _later(links, runs, looks, found)
 
 
 def _against_single(found: Regret, runs: Mapping[str, Measured]) -> str:
@@ -242,19 +248,6 @@ def _against_single(found: Regret, runs: Mapping[str, Measured]) -> str:
     change = 100 * ((found.least_s + found.total_s) / totals[single] - 1.0)
     over = found.share(totals[single] - found.least_s)
     return f"the best single strategy, {single}, is {over} above brute force; auto against it: {change:+.1f} %"
-
-
-def _later(links: Links, runs: Mapping[str, Measured], looks: range, found: Regret) -> Iterator[str]:
-    """What regret would be, had the links changed right after a look."""
-    best = bests(links, runs)
-    for before, phase in pairwise(links.phases):
-        old, new = best[before.name], best[phase.name]
-        ahead = next((look - phase.from_step for look in looks if look >= phase.from_step), None)
-        if old == new or ahead is None:
-            continue
-        step_s = usual(links, runs[old])[phase.name, old] - usual(links, runs[new])[phase.name, new]
-        more = found.share(found.total_s + (looks.step - ahead) * step_s)
-        yield f"{phase.name!r} begins {ahead} steps before a look; with {looks.step} regret would be about {more}"
 
 
 def loss_line(losses: Mapping[str, Mapping[int, float]]) -> str:

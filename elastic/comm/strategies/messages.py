@@ -26,12 +26,13 @@ class Messages:
         sends = {hop: ledger.timed("send", self._exchange, axis=hop) for hop in (NODE, NODES)}
         receives = {hop: ledger.timed("recv", partial(self._exchange, None, 0), axis=hop) for hop in (NODE, NODES)}
         self._sends, self._receives = sends, receives
+        self._slowest = ledger.timed("all_reduce", dist.all_reduce, axis="dp")
         self.all_reduce = ledger.timed("all_reduce", partial(dist.all_reduce, group=group), axis="dp")
 
     def slowest(self, seconds: list[float], device: torch.device) -> list[float]:
         """Of all ranks, each. Collective."""
         found = torch.tensor(seconds, dtype=torch.float64).to(device)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
+        self._slowest(found, dist.ReduceOp.MAX, group=self._group)
         return [float(value) for value in found.cpu().tolist()]
 
     def send(self, tensor: Tensor, to: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -16,11 +17,8 @@ from elastic.comm.strategies.measured_hops import measure_hops
 from elastic.comm.strategies.messages import Messages
 from elastic.core.policy.communication import permitted
 from elastic.core.policy.hops import Islands, exact_costs
-from elastic.core.policy.strategy_switch import Choice, first_choice, judged
+from elastic.core.policy.strategy_switch import Choice, Looks, after_look, is_faster
 from elastic.core.settings import CommunicationSettings
-
-# Looks at the links, after a switch, before there can be another.
-_QUIET_LOOKS = 2
 
 
 class Reduction:
@@ -51,8 +49,12 @@ class Reduction:
         self.feedback: ErrorFeedback | None = None
         if settings.semantics == "error_feedback":
             self.feedback = ErrorFeedback(settings, islands, messages, shapes, device)
+        self._looks = Looks(settings.check_every_steps)
         self._choice: Choice | None = None
         self._steps = 0
+        # Seconds in exchanges until now, and of each step since the last window.
+        self._waited_s = 0.0
+        self._window: list[float] = []
 
     @torch.no_grad()
     def reduce(self, gradients: Mapping[str, Tensor]) -> None:
@@ -72,27 +74,54 @@ class Reduction:
                 tensor.copy_(part.view_as(tensor))
 
     def _chosen(self, sizes: list[int]) -> str:
-        before, names = self._choice, permitted(self._settings)
-        every, step = self._settings.check_every_steps, self._steps
+        names, before, step, why = permitted(self._settings), self._choice, self._steps, ""
         self._steps += 1
         if len(names) == 1 or self._messages.ranks == 1:
-            self._choice = self._choice or Choice(names[0], step)
+            self._choice = before or Choice(names[0], step)
             why = "as the job says" if len(names) == 1 else "one rank has nobody to send to"
-        elif before is None or step % every == 0:
-            costs, spent_s = self._costs(sizes, names)
-            if before is None:
-                self._choice = first_choice(costs, step)
-            else:
-                self._choice = judged(before, costs, step, every, spent_s, _QUIET_LOOKS * every)
-            why = ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in costs.items())
+        elif before is None:
+            self._choice = Choice(names[0], step)
+            why = "until the links are looked at"
+        if len(names) > 1 < self._messages.ranks:
+            drifted = self._drifted(step)
+            why = self._look(sizes, names, step, drifted) if drifted or step >= self._looks.next else why
         assert self._choice is not None
-        if before is None or self._choice.strategy != before.strategy:
+        if self._choice is not before and (before is None or self._choice.since == step):
             self._ledger.remark = f"{self._choice.strategy}: {why}"
         return self._choice.strategy
 
+    def _drifted(self, step: int) -> bool:
+        """Do exchanges take another time than they did after the last look? On a device that is known too late."""
+        if self._ledger.on_device:
+            return False
+        self._window.append(self._ledger.waited_s - self._waited_s)
+        self._waited_s = self._ledger.waited_s
+        if not self._looks.window_ends(step):
+            return False
+        # The rank that comes last to its exchanges waits for nobody in them.
+        (found,) = self._messages.slowest([-median(self._window)], self._device)
+        self._window.clear()
+        self._looks, drifted = self._looks.drifted(step, -found)
+        return drifted
+
+    def _look(self, sizes: list[int], names: tuple[str, ...], step: int, drifted: bool) -> str:
+        """Measure the links and choose; returns what each strategy would cost, in words. Collective."""
+        assert self._choice is not None
+        costs, spent_s = self._costs(sizes, names)
+        if self._looks.last is not None and is_faster(self._choice, costs):
+            # One look may be wrong: others use the processors and the links, too.
+            again, more_s = self._costs(sizes, names)
+            costs, spent_s = {name: (costs[name] + again[name]) / 2 for name in costs}, spent_s + more_s
+        # An exact strategy may change between any two steps, at no cost.
+        switch_s = spent_s if self.feedback is not None else 0.0
+        self._choice, self._looks = after_look(self._choice, self._looks, costs, step, switch_s, drifted)
+        self._window.clear()
+        self._waited_s = self._ledger.waited_s
+        return ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in costs.items())
+
     def _costs(self, sizes: list[int], names: tuple[str, ...]) -> tuple[dict[str, float], float]:
         """Seconds of a step by strategy, and of finding that out. Collective."""
-        largest, again = max(sizes, default=0) // self._messages.ranks, self._choice is not None
+        largest, again = max(sizes, default=0) // self._messages.ranks, self._looks.last is not None
         hops, spent_s = measure_hops(self._islands, self._messages, self._device, largest, again)
         if self.feedback is None:
             costs = exact_costs(self._islands, sizes, hops)
