@@ -32,11 +32,12 @@ class Lanes:
     slices: int = 1
 
     @classmethod
-    def of_copies(cls, copies: dist.ProcessGroup, every: Agreement, device: torch.device) -> Lanes:
-        """Of ranks that share experts: `copies` is the group of those with the same ones as this. Not collective."""
+    def of_copies(cls, copies: dist.ProcessGroup, every: Agreement, device: torch.device, axis: str) -> Lanes:
+        """Of ranks that share experts, or shards of everything: `copies` is the group of those with the same ones as
+        this. Not collective."""
         own = Agreement(copies, device)
         count = every.world_size // own.world_size
-        return cls(every, own, count, every.rank % count, "expert")
+        return cls(every, own, count, every.rank % count, axis)
 
     @classmethod
     def of_islands(cls, apart: Apart, every: Agreement, device: torch.device) -> Lanes:

@@ -68,7 +68,7 @@ class Weight:
     """What a forward pass uses of one trained parameter on this rank, 1-D: its elements from `start` on.
 
     `whole`: all that any rank has of it for its forward passes, so that other ranks have copies: all ranks, or with
-    `experts` those with the same experts (`ShardedState.copies`), with `sliced` those with the same slices."""
+    `experts` those with the same experts or shard (`ShardedState.copies`), with `sliced` those with the same slices."""
 
     name: str
     start: int
@@ -125,8 +125,12 @@ class ShardedState(Protocol):
     zero_stage: int
     rank: int
     world_size: int
-    # The ranks with the same experts as this one, where ranks share experts.
+    # The ranks with the same experts as this one, where ranks share experts, or with the same shard of everything.
     copies: dist.ProcessGroup | None
+    # Where several ranks have the same shard: those that have everything once between them, this one among them; and
+    # who deals out among themselves what is written of this shard.
+    once: dist.ProcessGroup | None
+    writers: tuple[int, ...] | None
     # Tied parameters that other stages of a pipeline have copies of: the model's, all ranks alike; and those here of
     # which an earlier stage's copy is saved.
     tied: tuple[str, ...]

@@ -100,7 +100,8 @@ def whole(engine: Engine) -> dict[str, torch.Tensor]:
         flat = master.tensor.detach().flatten().cpu()
         for chunk in master.chunks:
             found[chunk.name][chunk.start : chunk.stop] = flat[chunk.offset : chunk.offset + chunk.numel]
-    copies = state.world_size if all(master.replicated for master in state.masters()) else 1
+    copied = all(master.replicated for master in state.masters())
+    copies = len(state.writers or range(state.world_size)) if copied else 1
     for value in found.values():
         torch.distributed.all_reduce(value, group=engine.data_group)
         value /= copies
@@ -210,7 +211,7 @@ def state_covers_the_model(kind: EngineKind, resolved: ResolvedConfig, device: t
     assert specs["layer.weight"].shape == (3, 5), "shapes are those before the engine partitions"
     assert {name for group in state.groups() for name in group} == {"scale", "layer.weight", "layer.bias"}
     counts = {name: torch.zeros(spec.numel) for name, spec in specs.items()}
-    for chunk in Inventory.of(state).written(state.rank, state.world_size).chunks:
+    for chunk in Inventory.of(state).written(state.rank, state.world_size, state.writers).chunks:
         counts[chunk.name][chunk.start : chunk.stop] += 1
     for name, count in counts.items():
         torch.distributed.all_reduce(count, group=engine.data_group)

@@ -82,9 +82,7 @@ def blocks_in_reverse() -> AbstractContextManager[None]:
         chunk = original(state, name)
         numel = _numel(tuple(state._parameters[name].shape))
         return (
-            chunk._replace(start=numel - chunk.start - chunk.numel)
-            if chunk.numel * state.world_size == numel
-            else chunk
+            chunk._replace(start=numel - chunk.start - chunk.numel) if chunk.numel * state._shards == numel else chunk
         )
 
     return _chunk(wrong)
@@ -96,7 +94,7 @@ def padding_counted() -> AbstractContextManager[None]:
     def wrong(state: Any, name: str, original: Callable[..., Any]) -> Any:
         chunk = original(state, name)
         rows, *rest = state._parameters[name].shape
-        block = -(-rows // state.world_size) * _numel(tuple(rest))
+        block = -(-rows // state._shards) * _numel(tuple(rest))
         return chunk._replace(numel=block) if chunk.numel else chunk
 
     return _chunk(wrong)

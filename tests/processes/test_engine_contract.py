@@ -18,11 +18,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "fsdp2": {},
     "fsdp2-layers": {"shard": ["Linear"]},
     "fsdp2-offload": {"cpu_offload": True},
+    "fsdp2-hybrid": {"shard_workers": 2},
 }
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("name", list(CONFIGS))
+@pytest.mark.parametrize(
+    ("name", "world_size"), [*((name, size) for name in CONFIGS for size in (1, 2)), ("fsdp2-hybrid", 4)]
+)
 def test_an_engine_keeps_the_contract(crew: Crew, tmp_path: Path, name: str, world_size: int) -> None:
     config = {"url": str(tmp_path), "native": CONFIGS[name]}
     for outcome in crew.run(range(world_size), "keep_the_contract", config, engine=name.partition("-")[0]):

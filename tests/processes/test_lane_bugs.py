@@ -27,6 +27,12 @@ CASES: Mapping[str, tuple[str, dict[str, Any], Mesh, Mesh]] = {
     "tp, stage 1": (AUTOTP, {"stage": 1}, ((0, 1, 2, 3), {"tp": 2}), ((2, 0), {"tp": 2})),
     "tp, stage 3": (AUTOTP, {"stage": 3}, ((0, 1), {"tp": 2}), ((2, 0, 1, 3), {"tp": 2})),
     "tp, fsdp2": (AUTOTP, {"engine": "fsdp2"}, ((0, 1, 2, 3), {"tp": 2}), ((2, 0, 1, 3), {"tp": 2})),
+    "copies, fsdp2": (
+        "trainings.train",
+        {"engine": "fsdp2", "fsdp2": {"shard_workers": 2}},
+        ((0, 1, 2, 3), {}),
+        ((2, 0, 1, 3), {}),
+    ),
     "pp, fsdp2": (STAGED, {"engine": "fsdp2"}, ((0, 1, 2, 3), {"pp": 2}), ((2, 0, 3, 1), {"pp": 2})),
 }
 
@@ -79,6 +85,8 @@ FOUND = [
     ("tp, fsdp2", "slices of the other rank"),
     ("tp, fsdp2", "blocks in reverse"),
     ("tp, fsdp2", "padding counted"),
+    ("copies, fsdp2", "blocks in reverse"),
+    ("copies, fsdp2", "padding counted"),
     ("pp, fsdp2", "layers counted within the stage"),
     ("pp, fsdp2", "blocks in reverse"),
 ]

@@ -20,7 +20,7 @@ from elastic.engines.fsdp2.belongings import Belongings
 from elastic.engines.fsdp2.collectives import CountedExchanges, count_collectives
 from elastic.engines.fsdp2.fragments import fragments, numbers
 from elastic.engines.fsdp2.gradients import clip, local_gradients, total_norm
-from elastic.engines.fsdp2.meshes import Meshes, forget_compiled
+from elastic.engines.fsdp2.meshes import COPIES, SHARD, Meshes, forget_compiled
 from elastic.engines.fsdp2.sharding import gathered, reshard
 from elastic.engines.fsdp2.state import Fsdp2State
 from elastic.engines.fsdp2.tensor_parallel import require_local
@@ -112,6 +112,17 @@ class Fsdp2Adapter:
         count_collectives(self.module, self.ledger)
         self._counted = CountedExchanges(self.ledger)
         self._whole_gradients: WholeGradients | None = None
+        if meshes.copies is not None:
+            self.ledger.name_axis(meshes.copies, COPIES)
+            self.ledger.name_axis(meshes.shards.get_group(), SHARD)
+            self._counted.install_all_reduce()
+            shards, copies = meshes.shards.size(), meshes.copies.size()
+            self.ledger.remark = f"shards over {shards} workers, sums over {copies} copies of each"
+        elif (wanted := resolved.native["shard_workers"]) is not None and wanted != meshes.dp.size():
+            self.ledger.remark = (
+                f"shards over all workers: {meshes.dp.size()} are not several whole groups of {wanted} "
+                "(fsdp2.shard_workers)"
+            )
         if meshes.tp is not None:
             self.ledger.name_axis(meshes.tp.get_group(), "tp")
             self._counted.install()
@@ -161,7 +172,8 @@ class Fsdp2Adapter:
     def _gradients(self) -> list[tuple[torch.Tensor, int]]:
         """Of the parameters that have one, in the optimizer's order, and how many ranks have the same shard of it."""
         stepped = (parameter for group in self.native.optimizer.param_groups for parameter in group["params"])
-        return local_gradients(stepped, 1 if self._meshes.tp is None else self._meshes.tp.size())
+        tp, copies = self._meshes.tp, self._meshes.copies
+        return local_gradients(stepped, 1 if tp is None else tp.size(), 1 if copies is None else copies.size())
 
     def _update(self) -> StepOutcome:
         """The optimizer's step, from gradients that are reduced. Collective."""

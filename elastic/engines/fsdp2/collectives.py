@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, _are_we_tracing
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import placement_types
 
@@ -57,15 +58,35 @@ class CountedExchanges:
     def __init__(self, ledger: CollectiveLedger) -> None:
         self._ledger = ledger
         self._functional: Any = None
+        self._dist: Any = None
 
     def install(self) -> None:
         if not self._ledger.on_device:
             self._functional = vars(placement_types)["funcol"]
             vars(placement_types)["funcol"] = _Counted(self._functional, self._ledger)
 
+    def install_all_reduce(self) -> None:
+        """Those over copies of a shard, too, which `fully_shard` makes itself."""
+        if not self._ledger.on_device:
+            self._dist = vars(_fsdp_collectives)["dist"]
+            vars(_fsdp_collectives)["dist"] = _CountedAllReduce(self._dist, self._ledger)
+
     def remove(self) -> None:
         if self._functional is not None:
             vars(placement_types)["funcol"], self._functional = self._functional, None
+        if self._dist is not None:
+            vars(_fsdp_collectives)["dist"], self._dist = self._dist, None
+
+
+class _CountedAllReduce:
+    """torch.distributed with its all_reduce counted."""
+
+    def __init__(self, of: Any, ledger: CollectiveLedger) -> None:
+        self._of = of
+        self.all_reduce = ledger.timed("all_reduce", of.all_reduce)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._of, name)
 
 
 class _Counted:

@@ -10,6 +10,7 @@ from typing import Any
 from elastic.core.data.micro_batches import micro_steps_per_rank
 from elastic.core.errors import UsageError
 from elastic.core.generation_spec import BatchSettings
+from elastic.core.mesh import described
 from elastic.engines.base import Config, ResolvedConfig
 from elastic.engines.config_file import read_mapping
 
@@ -28,9 +29,11 @@ class Options:
     are reduced in, as of torch's MixedPrecisionPolicy; None for the parameters' own. `shard`: class names of modules
     that are sharded (and gathered) each by itself; None: those that the model names (`_no_split_modules`), else the
     elements of its ModuleLists. `reshard_after_forward`: free the gathered parameters of these between forward and
-    backward. `cpu_offload`: shards, gradients and optimizer states lie in host memory. `optimizer`: {"type": a class
-    of torch.optim, "params": its arguments}, for scripts that pass no optimizer. `pipeline_schedule`: in which order
-    the stages of a pipeline compute a step's micro-batches.
+    backward. `shard_workers`: so many neighbouring workers have the model once between them, and every such group has
+    it (torch's HSDP); a world of other than several whole groups is one group, as with None. `cpu_offload`: shards,
+    gradients and optimizer states lie in host memory. `optimizer`: {"type": a class of torch.optim, "params": its
+    arguments}, for scripts that pass no optimizer. `pipeline_schedule`: in which order the stages of a pipeline compute
+    a step's micro-batches.
     """
 
     global_batch: int | None = None
@@ -40,6 +43,7 @@ class Options:
     reduce_dtype: str | None = None
     shard: tuple[str, ...] | None = None
     reshard_after_forward: bool = True
+    shard_workers: int | None = None
     cpu_offload: bool = False
     optimizer: Mapping[str, Any] | None = None
     pipeline_schedule: str = "1F1B"
@@ -69,6 +73,12 @@ def refuse_mesh(ep: int, pp: int = 1, sp: int = 1) -> None:
         raise UsageError(f"mesh: {{sp: {sp}, pp: {pp}}}: sp and pp are not supported together; give one of them")
 
 
+def refuse_copies(options: Options, tp: int, pp: int) -> None:
+    """Raises UsageError for copies of shards where ranks share layers, or have different ones."""
+    if options.shard_workers is not None and max(tp, pp) > 1:
+        raise UsageError(f"fsdp2: shard_workers is not supported with {described(1, tp, 1, pp)}; leave one of them out")
+
+
 def check(
     config: Mapping[str, Any], batch: BatchSettings, workers: tuple[int, int], tp: int = 1, ep: int = 1, pp: int = 1
 ) -> None:
@@ -76,6 +86,7 @@ def check(
     share each, or `pp` all of them. Raises UsageError."""
     refuse_mesh(ep)
     options = read_options(config)
+    refuse_copies(options, tp, pp)
     if None not in (batch.micro_batch or options.micro_batch, batch.global_batch or options.global_batch):
         resolve(options, batch, workers[0])
 
@@ -143,6 +154,7 @@ _RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "reduce_dtype": _DTYPE,
     "shard": (_is_names, "a list of class names"),
     "reshard_after_forward": _SWITCH,
+    "shard_workers": (lambda value: _is_count(value) and value > 1, "a whole number of workers, at least 2"),
     "cpu_offload": _SWITCH,
     "optimizer": (_is_optimizer, '{"type": CLASS, "params": {...}}'),
     "pipeline_schedule": (lambda value: value in SCHEDULES, " or ".join(SCHEDULES)),

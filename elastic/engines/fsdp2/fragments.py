@@ -59,6 +59,6 @@ def _start(tensor: DTensor) -> int:
     mesh, placements = tensor.device_mesh, tensor.placements
     _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
     shape, begin = tuple(tensor.shape), (0,) * tensor.dim()
-    if mesh.ndim > 1:
+    if "tp" in (mesh.mesh_dim_names or ()):
         shape, begin = compute_local_shape_and_global_offset(tensor.shape, mesh["tp"], placements[1:])
     return sum((o - b) * math.prod(shape[dim + 1 :]) for dim, (o, b) in enumerate(zip(offset, begin, strict=True)))

@@ -12,13 +12,15 @@ from torch.distributed.tensor import DTensor, Replicate
 from elastic.engines.fsdp2.meshes import over_cell
 
 
-def local_gradients(parameters: Iterable[torch.Tensor], tp: int = 1) -> list[tuple[torch.Tensor, int]]:
+def local_gradients(parameters: Iterable[torch.Tensor], tp: int = 1, copies: int = 1) -> list[tuple[torch.Tensor, int]]:
     """This rank's shards of the gradients, of parameters that have one, and how many ranks have the same shard: the
-    `tp` of a cell, of a parameter that its plan has not cut."""
+    `copies` of each, and the `tp` of a cell, of a parameter that its plan has not cut."""
     found = []
     for parameter in parameters:
         if parameter.grad is not None:
-            found.append((shard_of(parameter.grad), tp if isinstance(over_cell(parameter), Replicate) else 1))
+            found.append(
+                (shard_of(parameter.grad), copies * (tp if isinstance(over_cell(parameter), Replicate) else 1))
+            )
     return found
 
 

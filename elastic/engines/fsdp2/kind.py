@@ -20,7 +20,7 @@ from elastic.core.settings import RunSettings
 from elastic.engines.base import Config, EngineKind, Nonfinite, ResolvedConfig, UserObjects
 from elastic.engines.fsdp2.adapter import Fsdp2Adapter, Fsdp2Engine
 from elastic.engines.fsdp2.belongings import Belongings
-from elastic.engines.fsdp2.config import read_options, refuse_mesh, resolve
+from elastic.engines.fsdp2.config import read_options, refuse_copies, refuse_mesh, resolve
 from elastic.engines.fsdp2.meshes import forget_meshes
 from elastic.engines.fsdp2.pipeline.adapter import PipelineAdapter, PipelineEngine
 from elastic.engines.fsdp2.pipeline.layers import read_layers
@@ -75,8 +75,10 @@ class Fsdp2:
     def resolve(self, config: Config | None, spec: GenerationSpec, loader_batch: int | None = None) -> ResolvedConfig:
         chosen = config if config is not None else spec.engine_config or {}
         refuse_mesh(spec.ep, spec.pp, spec.sp)
+        options = read_options(chosen)
+        refuse_copies(options, spec.tp, spec.pp)
         most_cells = max(spec.max_world_size, spec.world_size) // spec.mesh.per_cell
-        found = resolve(read_options(chosen), spec.batch, spec.mesh.dp, loader_batch, most_cells)
+        found = resolve(options, spec.batch, spec.mesh.dp, loader_batch, most_cells)
         return replace(found, native={**found.native, _PP: spec.pp}, begins=spec.checkpoint is None)
 
     def build(

@@ -1,4 +1,5 @@
-"""torch's device meshes of one generation: cells of ranks that share layers (`tp`), and their lanes (`dp`).
+"""torch's device meshes of one generation: cells of ranks that share layers (`tp`), and their lanes (`dp`), in which
+several groups of ranks may have all of the model each.
 
 A parameter that the tensor-parallel plan cuts or replicates is a DTensor over both axes, every other one over `dp`
 alone. What a rank's lane holds of a parameter is its *slice*, which `fully_shard` cuts by rows over the lane.
@@ -20,15 +21,36 @@ from torch.distributed.tensor import _random as tensor_random
 from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
 from torch.distributed.tensor._sharding_prop import LocalLRUCache
 
+# torchtitan's names of the two axes.
+COPIES, SHARD = "dp_replicate", "dp_shard"
+
 
 @dataclass(frozen=True)
 class Meshes:
     """`dp`: the ranks with the same slices and layers as this one. `tp`: those that share each layer with it; None
-    where none do. `pp`: those of its pipeline, in the order of the stages; None where the model is no pipeline."""
+    where none do. `pp`: those of its pipeline, in the order of the stages; None where the model is no pipeline.
+    `hybrid`: the ranks of `dp` as groups (axis 1) that have the model once each, by copies of the same shard (axis 0);
+    None where all of them have it once together."""
 
     dp: DeviceMesh
     tp: DeviceMesh | None = None
     pp: dist.ProcessGroup | None = None
+    hybrid: DeviceMesh | None = None
+
+    @property
+    def sharded(self) -> DeviceMesh:
+        """For `fully_shard`."""
+        return self.dp if self.hybrid is None else self.hybrid
+
+    @property
+    def shards(self) -> DeviceMesh:
+        """The ranks that have what this lane has once between them."""
+        return self.dp if self.hybrid is None else self.hybrid[SHARD]
+
+    @property
+    def copies(self) -> dist.ProcessGroup | None:
+        """The ranks with the same shard as this one; None where no other has it."""
+        return None if self.hybrid is None else self.hybrid[COPIES].get_group()
 
     @property
     def lanes(self) -> int:
@@ -37,6 +59,8 @@ class Meshes:
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
+        if self.hybrid is not None:
+            return self.hybrid.get_all_groups()
         return [mesh.get_group() for mesh in (self.dp, self.tp) if mesh is not None]
 
     def holds(self, parameter: torch.Tensor) -> bool:
@@ -47,16 +71,22 @@ class Meshes:
         return all(one is other for one, other in zip(found, self.groups, strict=False))
 
 
-def make_meshes(device: torch.device, cell: dist.ProcessGroup | None, pp: int | None = None) -> Meshes:
+def make_meshes(
+    device: torch.device, cell: dist.ProcessGroup | None, pp: int | None = None, shard_workers: int | None = None
+) -> Meshes:
     """Over all ranks. `cell`: the neighbouring ranks that share each layer, this one among them; None: none do. `pp`:
-    how many neighbouring ranks share the layers; None: the model is no pipeline. Collective where ranks share."""
+    how many neighbouring ranks share the layers; None: the model is no pipeline. `shard_workers`: so many neighbouring
+    ranks have the model once, where the world is several times as many; not with the other two. Collective where ranks
+    share or have copies.
+    """
     world = dist.group.WORLD
     assert world is not None, "the generation has no process group"
     forget_meshes()
     if pp is not None:
         return _of_stages(device, cell, pp)
     if cell is None:
-        return Meshes(DeviceMesh.from_group(world, device.type, mesh_dim_names=("dp",)))
+        dp = DeviceMesh.from_group(world, device.type, mesh_dim_names=("dp",))
+        return Meshes(dp, hybrid=_hybrid(device, shard_workers))
     tp = cell.size()
     lane = list(range(dist.get_rank() % tp, dist.get_world_size(), tp))
     # Known to its members alone: thousands of lanes are not made on every rank.
@@ -64,6 +94,15 @@ def make_meshes(device: torch.device, cell: dist.ProcessGroup | None, pp: int | 
     ranks = torch.arange(dist.get_world_size()).view(-1, tp)
     whole = DeviceMesh.from_group([own, cell], device.type, mesh=ranks, mesh_dim_names=("dp", "tp"))
     return Meshes(whole["dp"], whole["tp"])
+
+
+def _hybrid(device: torch.device, workers: int | None) -> DeviceMesh | None:
+    if workers is None or dist.get_world_size() % workers or dist.get_world_size() == workers:
+        return None
+    ranks, rank = torch.arange(dist.get_world_size()).view(-1, workers), dist.get_rank()
+    copies = dist.new_group(ranks[:, rank % workers].tolist(), use_local_synchronization=True)
+    shards = dist.new_group(ranks[rank // workers].tolist(), use_local_synchronization=True)
+    return DeviceMesh.from_group([copies, shards], device.type, mesh=ranks, mesh_dim_names=(COPIES, SHARD))
 
 
 def _of_stages(device: torch.device, cell: dist.ProcessGroup | None, pp: int) -> Meshes:

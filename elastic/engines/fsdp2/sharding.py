@@ -38,16 +38,21 @@ def shard_model(
                 "the script has called fully_shard itself, and mesh.tp cuts layers before that: leave fully_shard to "
                 "elastic.initialize, and say in tp_plan how layers are cut"
             )
+        if options["shard_workers"] is not None:
+            raise UsageError(
+                "the script has called fully_shard itself, and fsdp2.shard_workers says over which workers: leave one "
+                "of them out"
+            )
         return Meshes(_mesh_of(model))
     again = is_released(model)
     if not again:
         prepare(model, None if options["cpu_offload"] else device)
     broadcast([*(model.parameters() if begins and not again else ()), *model.buffers()], device)
-    meshes = make_meshes(device, cell)
+    meshes = make_meshes(device, cell, shard_workers=options["shard_workers"])
     if meshes.tp is not None:
         assert plan is not None
         apply(plan, model, meshes.tp)
-    shard_units(model, options, meshes.dp, device)
+    shard_units(model, options, meshes.sharded, device)
     if again:
         adopt(model, torch.device("cpu") if options["cpu_offload"] else device)
     return meshes

@@ -27,7 +27,8 @@ from elastic.engines.model.plain_names import named_parameters
 class Fsdp2State:
     # Cut over all ranks, parameter by parameter, as ZeRO-3 does it; by rows, where ZeRO-3 goes by elements.
     zero_stage = 3
-    copies: dist.ProcessGroup | None = None
+    once: dist.ProcessGroup | None = None
+    writers: tuple[int, ...] | None = None
     tied: tuple[str, ...] = ()
     elsewhere: frozenset[str] = frozenset()
 
@@ -36,7 +37,12 @@ class Fsdp2State:
         self.base = base
         self.rank, self.world_size = meshes.dp.get_local_rank(), meshes.dp.size()
         tp, slice_ = (1, 0) if meshes.tp is None else (meshes.tp.size(), meshes.tp.get_local_rank())
-        self.part = (self.world_size * tp, self.rank * tp + slice_)
+        self._shards, self._shard = meshes.shards.size(), meshes.shards.get_local_rank()
+        self.part = (self._shards * tp, self._shard * tp + slice_)
+        self.copies = meshes.copies
+        if self.copies is not None:
+            self.once = meshes.shards.get_group()
+            self.writers = tuple(range(self._shard, self.world_size, self._shards))
         self._scheduler = scheduler
         reshard(module)
         # The sharded parameters stay the same objects; while it is gathered the module has others.
@@ -72,21 +78,22 @@ class Fsdp2State:
                 parameter = self._parameters[name]
                 chunk = self._chunk(name)
                 chunks = (chunk,) if chunk.numel else ()
-                found.append(Master(chunk.buffer, number, _local(parameter), chunks, (name,), False, parameter))
+                local, copied = _local(parameter), self.copies is not None
+                found.append(Master(chunk.buffer, number, local, chunks, (name,), copied, parameter))
         return found
 
     def frozen(self) -> list[Extra]:
         trained = {name for group in self.groups() for name in group}
         return [
-            Extra(PARAM, _local(parameter), self._chunk(name), replicated=False)
+            Extra(PARAM, _local(parameter), self._chunk(name), replicated=self.copies is not None)
             for name, parameter in self._parameters.items()
             if name not in trained and _local(parameter).numel()
         ]
 
     def weights(self) -> list[Weight]:
-        trained = {name for group in self.groups() for name in group}
+        trained, copied = {name for group in self.groups() for name in group}, self.copies is not None
         return [
-            Weight(name, self._chunk(name).start, _local(parameter).reshape(-1), whole=False)
+            Weight(name, self._chunk(name).start, _local(parameter).reshape(-1), copied, experts=copied)
             for name, parameter in self._parameters.items()
             if name in trained and _local(parameter).numel()
         ]
@@ -102,11 +109,11 @@ class Fsdp2State:
         parameter = self._parameters[name]
         shape = slice_shape(parameter)
         rows, width = shape[0], math.prod(shape[1:])
-        block = -(-rows // self.world_size)
-        first, last = min(rows, self.rank * block), min(rows, (self.rank + 1) * block)
+        block = -(-rows // self._shards)
+        first, last = min(rows, self._shard * block), min(rows, (self._shard + 1) * block)
         if (last - first) * width != _local(parameter).numel():
             raise UsageError(
-                f"parameter {name!r}: rank {self.rank} of {self.world_size} holds {_local(parameter).numel()} elements "
+                f"parameter {name!r}: shard {self._shard} of {self._shards} has {_local(parameter).numel()} elements "
                 f"where rows {first} to {last} of {shape} were expected: this torch shards otherwise"
             )
         return Chunk(name, first * width, (last - first) * width, whole_buffer(name), 0)

@@ -98,7 +98,8 @@ class EngineState:
         self._engine = engine
         self.sharded = engine.state()
         copies = self.sharded.copies
-        self.copies = lanes if copies is None else Lanes.of_copies(copies, lanes.every, engine.device)
+        axis = "expert" if self.sharded.once is None else "shard"
+        self.copies = lanes if copies is None else Lanes.of_copies(copies, lanes.every, engine.device, axis)
         live = {master.group: master.tensor for master in self.sharded.masters()}
         try_optimizer(self.sharded.base, self.sharded.zero_stage > 0, live)
         self._pool = HostPool(engine.device)
@@ -239,8 +240,8 @@ class EngineState:
         self.sharded.require_readable()
         inventory = Inventory.of(self.sharded).with_kept(self._written_besides())
         apart = self.shares.apart
-        writers = () if apart is None else (apart.writers,)
-        written = inventory.written(self.sharded.rank, self.sharded.world_size, *writers)
+        writers = self.sharded.writers if apart is None else apart.writers
+        written = inventory.written(self.sharded.rank, self.sharded.world_size, writers)
         layout = without(written, self.sharded.elsewhere)
         padding = gaps(layout)
         wanted = []

@@ -62,6 +62,8 @@ class Replicas:
         hashes = dict(zip(tensors, fingerprints(list(tensors.values())), strict=True))
         hashes |= {what: _hash(text) for what, text in _texts(engine, state).items()}
         experts = {_WEIGHTS + weight.name for weight in state.weights() if weight.experts and state.copies is not None}
+        if state.once is not None:
+            experts |= {what for what in carried if not what.startswith(f"{KEPT}/")}
         own = experts if apart is None else {what for what in tensors if apart.weights or _of_optimizer(what)}
         if lanes.stages > 1:
             own = {what for what in hashes if not what.startswith(_OF_ALL_STAGES)}

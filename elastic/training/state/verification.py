@@ -58,6 +58,8 @@ class Verification:
         self._experts: dict[str, int] = {}
         self._whole: dict[str, int] = {}
         self._partial: dict[str, int] = {}
+        # Every copy of a shard would count.
+        self._once = None if state.once is None else Agreement(state.once, engine.device)
         self._reader: Reader | None = None
         try:
             inventory = Inventory.of(state)
@@ -109,7 +111,7 @@ class Verification:
     def _failed(self, agreement: Agreement, copies: Agreement) -> list[str]:
         """What differs on any rank: two or three exchanges of a few bytes per tensor."""
         digests, expected = self._manifest.digests, self._expected
-        sums = agreement.sums([self._partial.get(key, 0) for key in self._keys])
+        sums = (self._once or agreement).sums([self._partial.get(key, 0) for key in self._keys])
         found = {key: self._whole.get(key, total) for key, total in zip(self._keys, sums, strict=True)}
         wrong = {key: key not in expected or value != expected[key] for key, value in found.items()}
         _, unequal = copies.any_and_unequal([], list(self._experts.values()))

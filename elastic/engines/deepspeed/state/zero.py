@@ -21,6 +21,8 @@ class ZeroState(ABC):
     """`elastic.engines.live_state.ShardedState` of a DeepSpeedEngine; one subclass for each way of partitioning."""
 
     zero_stage: int
+    once: dist.ProcessGroup | None = None
+    writers: tuple[int, ...] | None = None
     base: torch.optim.Optimizer
 
     def __init__(self, engine: Any) -> None:
