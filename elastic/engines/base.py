@@ -33,8 +33,9 @@ Config = Mapping[str, Any] | str | os.PathLike[str]
 @dataclass(frozen=True)
 class ResolvedConfig:
     """A configuration at one world size. `global_batch` and `micro_batch` count samples; `micro_steps` is how many
-    micro-batches every rank runs in a full step. `native` is what the engine is built with. `begins`: the run does so
-    here, with the model's values of rank 0; else a restore follows, which sets all of them."""
+    micro-batches every rank runs in a full step. `native` is what the engine is built with; `said`: what of an option
+    holds at this world size, in words. `begins`: the run does so here, with the model's values of rank 0; else a
+    restore follows, which sets all of them."""
 
     native: Mapping[str, Any]
     global_batch: int
@@ -43,6 +44,7 @@ class ResolvedConfig:
     begins: bool = True
     # Where the batch follows the number of workers: that of the most, and else of all.
     full_batch: int | None = None
+    said: str = ""
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,15 @@ def test_fsdp2_gathers_and_scatters(crew: Crew, tmp_path: Path) -> None:
     assert all(0.0 < report.noncollective_s < report.duration_s for outcome in outcomes for report in outcome.reports)
 
 
+def test_with_hpz_backward_passes_gather_from_a_group(crew: Crew, tmp_path: Path) -> None:
+    config = {"stage": 3, "url": str(tmp_path), "zero": {"zero_hpz_partition_size": 2}}
+    outcomes = crew.run(range(4), "train", config, batch=BatchSettings(max_steps=3), max_world_size=4)
+    assert {outcome.result.kind for outcome in outcomes} == {"finished"}, outcomes[0].result.traceback
+    gathered = {use.axis: use.bytes for use in outcomes[0].reports[-1].collectives if use.op.startswith("all_gather")}
+    assert gathered.keys() == {"dp", "hpz"}
+    assert outcomes[0].reports[0].travel == "weights are gathered from 2 of 4 workers in backward passes (hpZ)"
+
+
 def test_what_is_advised_saves_bytes_and_trains_alike(crew: Crew, tmp_path: Path) -> None:
     losses = []
     for flag in (True, False):

@@ -42,6 +42,11 @@ CASES = [
     pytest.param({"stage": 1, "dropout": 0.1}, id="stage1-adamw-dropout"),
     pytest.param({"stage": 2, "dropout": 0.1}, id="stage2-adamw-dropout", marks=SLOW),
     pytest.param({"stage": 3, "dropout": 0.1}, id="stage3-adamw-dropout"),
+    # At four ranks two copies of the weights, each over two.
+    pytest.param(
+        {"stage": 3, "dropout": 0.1, "in_loop": True, "zero": {"zero_hpz_partition_size": 2}}, id="stage3-hpz-in-loop"
+    ),
+    pytest.param({"stage": 3, "dropout": 0.1, "zero": {"zero_hpz_partition_size": 2}}, id="stage3-hpz", marks=SLOW),
     pytest.param({"stage": 2, "dropout": 0.0, "optimizer": "sgd"}, id="stage2-sgd"),
     pytest.param({"stage": 3, "dropout": 0.1, "optimizer": "sgd"}, id="stage3-sgd-dropout", marks=SLOW),
     pytest.param({"stage": 2, "dropout": 0.1, "dtype": "bf16"}, id="stage2-bf16"),

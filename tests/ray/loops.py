@@ -77,8 +77,9 @@ def of_engine(config: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[
     """What `elastic.initialize` is given besides, for the engine that `config` names."""
     if config.get("engine") != "fsdp2":
         return {"config": deepspeed_config(config)}
+    options = {"global_batch": config.get("batch", 10), "micro_batch": 2, "gradient_clipping": 0.5}
     return {
-        "config": {"global_batch": config.get("batch", 10), "micro_batch": 2, "gradient_clipping": 0.5},
+        "config": {**options, "shard_workers": config.get("shard_workers")},
         "lr_scheduler": torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=5),
     }
 

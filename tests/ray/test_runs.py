@@ -52,7 +52,14 @@ CASES = [
         {"engine": "fsdp2", "dtype": "fp32", "optimizer": "adamw", "dropout": 0.1},
         "memory",
         id="fsdp2-fp32-adamw-dropout-memory",
-    )
+    ),
+    # With four workers two copies of two shards.
+    pytest.param(
+        {"engine": "fsdp2", "dtype": "fp32", "optimizer": "adamw", "dropout": 0.1, "shard_workers": 2},
+        "memory",
+        id="fsdp2-copies-fp32-adamw-dropout-memory",
+        marks=[pytest.mark.slow],
+    ),
 ]
 
 

@@ -56,6 +56,8 @@ class DeepSpeedAdapter:
             cell = native.mpu.get_tensor_model_parallel_group()
             self.ledger.name_axis(cell, "tp")
             self._whole_gradients = WholeGradients(cell, self.device, _ADDED_UP)
+        if native.zero_hpz_partition_size() > 1:
+            self.ledger.name_axis(_group_of_copies(), "hpz")
         for group in native.expert_parallel_group.values():
             self.ledger.name_axis(group, "ep")
         self.sums: GradientSums | str = gradient_sums(native)
@@ -192,3 +194,10 @@ class DeepSpeedAdapter:
 def _learning_rates(optimizer: Any) -> tuple[float, ...]:
     groups = getattr(optimizer, "param_groups", None) or []
     return tuple(float(group["lr"]) for group in groups if "lr" in group)
+
+
+def _group_of_copies() -> Any:
+    """The ranks that have hpZ's copy of the weights between them."""
+    from deepspeed.utils import groups
+
+    return groups._get_zero_param_intra_parallel_group()

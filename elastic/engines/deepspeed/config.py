@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 _GLOBAL = "train_batch_size"
 _MICRO = "train_micro_batch_size_per_gpu"
 _ACCUMULATION = "gradient_accumulation_steps"
+_HPZ = "zero_optimization.zero_hpz_partition_size"
 
 
 def read_config(config: Config) -> dict[str, Any]:
@@ -85,11 +86,12 @@ def resolve(
     # DeepSpeed calls a user's own optimizer (torch's AdamW, say) untested; refusing it would surprise.
     resolved.setdefault("zero_allow_untested_optimizer", True)
     resolved |= shared
+    said = _set_secondary(config, resolved, world_size, cell * ep)
     if tp > 1:
         # With AutoTP the engine counts all ranks here, and stage 3's own reading the data-parallel ones: each works out
         # its nominal batch by itself.
         del resolved[_GLOBAL]
-    return ResolvedConfig(resolved, total, micro, micro_steps, full_batch=full)
+    return ResolvedConfig(resolved, total, micro, micro_steps, full_batch=full, said=said)
 
 
 def _check_options(config: Mapping[str, Any]) -> None:
@@ -150,6 +152,23 @@ def _count(config: Mapping[str, Any], key: str) -> int | None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise UsageError(f"DeepSpeed option {key} must be a positive whole number, got {value!r}")
     return value
+
+
+def _set_secondary(config: Mapping[str, Any], resolved: dict[str, Any], world_size: int, cell: int) -> str:
+    """hpZ is on in worlds of several whole groups. Only copies of weights depend on it; masters lie over all ranks."""
+    size = _get(config, _HPZ)
+    if size is None or size == 1:
+        return ""
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise UsageError(f"DeepSpeed option {_HPZ} must be a positive whole number, got {size!r}")
+    if _get(config, "zero_optimization.stage") != 3:
+        raise UsageError(f"DeepSpeed option {_HPZ} is for stage 3, where weights are partitioned; remove the key")
+    if cell > 1:
+        raise UsageError(f"DeepSpeed option {_HPZ} is not supported with mesh; remove one of them")
+    if world_size % size or world_size == size:
+        resolved["zero_optimization"]["zero_hpz_partition_size"] = 1
+        return f"weights are gathered from all workers: {world_size} are not several whole groups of {size} (hpZ)"
+    return f"weights are gathered from {size} of {world_size} workers in backward passes (hpZ)"
 
 
 def _check_stage(config: Mapping[str, Any]) -> None:

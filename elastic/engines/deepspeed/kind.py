@@ -159,6 +159,7 @@ class DeepSpeed:
             raise
         belongings.built(native)
         engine.count_collectives()
+        engine.ledger.remark = resolved.said
         return engine, wrapped, scheduler
 
 

@@ -103,11 +103,6 @@ REFUSED: tuple[tuple[str, _Test, str], ...] = (
         "its optimizer runs in worker processes whose state no snapshot can see; use plain CPU offload",
     ),
     (
-        "zero_optimization.zero_hpz_partition_size",
-        _above_one,
-        "every world size would have to be a multiple of it; remove the key",
-    ),
-    (
         "zero_optimization.zero_quantized_gradients",
         _true,
         "it needs all devices of a node to be visible to every rank, a worker here sees its own only; remove the key",

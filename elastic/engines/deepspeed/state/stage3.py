@@ -110,6 +110,9 @@ class Stage3State(ZeroState):
             parts = wrapper.fp16_partitioned_groups[number]
             for part, view in zip(parts, wrapper.unflatten(weights, parts), strict=True):
                 part.data = view.data
+        for parameter in cast(Any, self.module.parameters()):
+            # hpZ's copies of frozen ones outlive steps.
+            parameter.ds_secondary_tensor = None
         # Gathers the small parameters that stay whole on every rank: they must not keep their old values.
         wrapper.checkpoint_event_epilogue()
 

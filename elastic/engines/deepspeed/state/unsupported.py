@@ -77,11 +77,6 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "its optimizer steps run in other processes, concurrently with training step",
     ),
     (
-        "zero_hpz_partition_size above 1",
-        lambda engine: engine.zero_hpz_partition_size() > 1,
-        "secondary partitions bind ranks to nodes",
-    ),
-    (
         "quantized weights",
         lambda engine: bool(engine.zero_quantized_weights() or engine.zero_quantized_nontrainable_weights()),
         "stored values would depend on how they were partitioned",

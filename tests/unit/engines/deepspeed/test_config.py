@@ -104,7 +104,6 @@ _ON: dict[str, Any] = {
     "gradient_allreduce_op": "sum",
     "communication_data_type": "int8",
     "managed_gradient_accumulation": False,
-    "zero_optimization.zero_hpz_partition_size": 2,
     "sequence_parallel_size": 2,
 }
 
@@ -119,11 +118,42 @@ def test_what_cannot_be_honoured_is_refused_by_name(path: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("world_size", "size", "words"),
+    [
+        (8, 4, "weights are gathered from 4 of 8 workers"),
+        (6, 1, "weights are gathered from all workers: 6 are not several whole groups of 4"),
+        (4, 1, "weights are gathered from all workers: 4 are not several whole groups of 4"),
+    ],
+)
+def test_copies_of_weights_are_there_in_worlds_of_several_whole_groups(world_size: int, size: int, words: str) -> None:
+    config = {"train_batch_size": 24, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}}
+    found = resolve(config, NONE, world_size, 8)
+    assert found.native["zero_optimization"]["zero_hpz_partition_size"] == size
+    assert words in found.said
+    assert config["zero_optimization"]["zero_hpz_partition_size"] == 4, "the user's own stays as it is"
+
+
+@pytest.mark.parametrize(
+    ("zero", "mesh", "sentence"),
+    [
+        ({"stage": 2, "zero_hpz_partition_size": 2}, {}, "zero_hpz_partition_size is for stage 3"),
+        ({"stage": 3, "zero_hpz_partition_size": 0}, {}, "zero_hpz_partition_size must be a positive whole number"),
+        ({"stage": 3, "zero_hpz_partition_size": 2}, {"cell": 2, "tp": 2}, "not supported with mesh"),
+    ],
+)
+def test_copies_of_weights_where_there_can_be_none_are_refused(
+    zero: dict[str, Any], mesh: dict[str, int], sentence: str
+) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        resolve({"train_batch_size": 8, "zero_optimization": zero}, NONE, 4, **mesh)
+
+
+@pytest.mark.parametrize(
     "config",
     [
         {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}},
         {"zero_optimization": {"stage": 2, "elastic_checkpoint": False, "zero_quantized_gradients": False}},
-        {"zero_optimization": {"stage": 3, "zero_quantized_weights": False, "zero_hpz_partition_size": 1}},
+        {"zero_optimization": {"stage": 3, "zero_quantized_weights": False, "zero_hpz_partition_size": 2}},
         {"communication_data_type": "bf16"},
         {"communication_data_type": "FP16"},
         {"gradient_allreduce_op": "mean", "managed_gradient_accumulation": True},
