@@ -52,6 +52,8 @@ def through(
         pytest.param({"stage": 2, "model": BIASED}, id="stage2-biases", marks=SLOW),
         pytest.param({"engine": "fsdp2", "model": BIASED}, id="fsdp2-biases", marks=SLOW),
         pytest.param({"engine": "fsdp2", "family": "Phi3"}, id="fsdp2-phi3", marks=SLOW),
+        # Its norms make gradients so small that Adam, with its usual small number, carries their rounding into weights.
+        pytest.param({"engine": "fsdp2", "family": "Olmo2", "eps": 1e-4}, id="fsdp2-olmo2", marks=SLOW),
     ],
 )
 def test_llama_with_shared_layers_equals_one_rank_with_whole_ones(
