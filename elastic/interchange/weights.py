@@ -129,34 +129,41 @@ class SafetensorsWeights:
 
 
 class CheckpointWeights:
-    """A checkpoint of another run, of any world size and ZeRO stage. Shared tensors have all their names.
+    """A checkpoint of another run, of any world size, ZeRO stage and mesh. Shared tensors have all their names.
 
-    `digests` are those of the whole tensors, by stored name; `read_so_far` is what this rank has read of one.
+    `stored` are the pieces that the checkpoint has of its tensors, whole ones or slices, by their keys in the manifest:
+    (number of elements, digest). `read_so_far` is what this rank has read of one.
     """
 
     def __init__(self, source: CheckpointTensors) -> None:
         self._source = source
         self.shapes = {name: info.shape for name, info in source.tensors.items()}
         self.shapes |= {alias: self.shapes[name] for alias, name in source.aliases.items()}
-        self.digests = {
-            name: source.manifest.digests[f"{info.kind}/{name}"] for name, info in source.tensors.items() if info.numel
+        self.stored: dict[str, tuple[int, int]] = {
+            key: (numel, source.manifest.digests[key])
+            for name in source.tensors
+            for key, numel in source.slices(name).values()
+            if numel
         }
         self._read: dict[str, tuple[int, int]] = {}
 
     def read(self, name: str, start: int, numel: int) -> torch.Tensor:
         stored = self._source.aliases.get(name, name)
         info = self._source.tensors[stored]
-        found = torch.empty(numel, dtype=info.dtype)
-        if numel:
-            self._source.read_into(stored, start, found)
-            total, count = self._read.get(stored, (0, 0))
-            partial = digest(found, f"{info.kind}/{stored}", start)
-            self._read[stored] = ((total + partial) % 2**64, count + numel)
+        found, keys = torch.empty(numel, dtype=info.dtype), self._source.slices(stored)
+
+        def seen(lane: int, first: int, elements: torch.Tensor) -> None:
+            key, _ = keys[lane]
+            total, count = self._read.get(key, (0, 0))
+            partial = digest(elements, f"{info.kind}/{stored}", first)
+            self._read[key] = ((total + partial) % 2**64, count + elements.numel())
+
+        self._source.read_into(stored, start, found, seen=seen)
         return found
 
-    def read_so_far(self, stored: str) -> tuple[int, int]:
+    def read_so_far(self, key: str) -> tuple[int, int]:
         """The sum of the partial digests modulo 2**64, and the number of elements."""
-        return self._read.get(stored, (0, 0))
+        return self._read.get(key, (0, 0))
 
 
 def _files(objects: Objects, names: Sequence[str]) -> list[str]:

@@ -2,17 +2,21 @@
 
 A lane (`core.mesh`) is a data-parallel world of its own, so that what is known of a checkpoint without lanes holds for
 the part of each: its shards hold every element of the lane's slices once. In the manifest, which is of all lanes, the
-lane is in the name: "layer.weight@tp0".
+lane is in the name: "layer.weight@tp0". Which part of the whole tensor that is, is in the extra state ("cuts").
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from elastic.core.checkpoint.manifest import Manifest, ShardRecord
-from elastic.core.errors import UsageError
+from elastic.core.errors import IntegrityError, UsageError
 from elastic.core.mesh import described
+from elastic.core.sharding.cuts import Cut, from_json
+
+# Of the extra state: `core.sharding.cuts.to_json` of the parameters that each lane has a part of.
+CUTS = "cuts"
 
 
 def lane_name(name: str, lane: int, tp: int) -> str:
@@ -49,14 +53,42 @@ def lane_of(manifest: Manifest, lane: int, tp: int) -> Manifest:
     )
 
 
-def require_whole(manifest: Manifest) -> None:
-    """Raises UsageError for a checkpoint whose ranks held slices, for readers of whole tensors."""
-    if manifest.tp != 1:
+def cuts_of(manifest: Manifest) -> Mapping[str, Cut]:
+    """The parameters that each lane has a part of, by the model's names; all others are whole in every lane.
+
+    Raises UsageError where slices cannot be put together: the checkpoint does not say which parts they are, or why not;
+    IntegrityError for a record that its tensors do not fit.
+    """
+    if manifest.tp == 1:
+        return {}
+    if CUTS not in manifest.extra_state:
         raise UsageError(
-            f"checkpoint {manifest.id} was saved with {_said(manifest.tp)} and holds slices of the layers, which "
-            "cannot be put together so far: a run can be resumed from it with the same mesh.tp, not begun, and nothing "
-            "can be exported"
+            f"checkpoint {manifest.id} was saved with {_said(manifest.tp)} and does not say which parts of the whole "
+            "tensors its slices are, as it was written by an older release: resume the run with the same mesh.tp, and "
+            "export, or begin from, a checkpoint that it writes then"
         )
+    cuts: dict[str, Cut] = {}
+    for name, cut in from_json(manifest.extra_state[CUTS], manifest.tp).items():
+        if isinstance(cut, str):
+            raise UsageError(
+                f"checkpoint {manifest.id} was saved with {_said(manifest.tp)}, and the slices of {name!r} cannot be "
+                f"put together: {cut}; a run can be resumed from it with the same mesh.tp"
+            )
+        cuts[name] = cut
+    _check_shapes(manifest, cuts)
+    return cuts
+
+
+def _check_shapes(manifest: Manifest, cuts: Mapping[str, Cut]) -> None:
+    shapes = [lane_of(manifest, lane, manifest.tp).parameters for lane in range(manifest.tp)]
+    for name in {name: None for own in shapes for name in own} | dict.fromkeys(cuts):
+        found = [own.get(name) for own in shapes]
+        expected = [cuts[name].slice_shape(lane) if name in cuts else found[0] for lane in range(manifest.tp)]
+        if found != expected:
+            raise IntegrityError(
+                f"checkpoint {manifest.id} has slices of {name!r} in shapes {found}, and its record of them says "
+                f"{expected}"
+            )
 
 
 def _said(tp: int) -> str:

@@ -11,8 +11,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from elastic.core.checkpoint.lanes import CUTS
 from elastic.core.checkpoint.manifest import Json, Manifest, ShardRecord
 from elastic.core.errors import IntegrityError, Where
+from elastic.core.sharding.cuts import union
 
 
 def union_of_parameters(shards: Sequence[ShardRecord]) -> dict[str, tuple[int, ...]]:
@@ -51,6 +53,8 @@ def union_of_extra(extras: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
     whole["fleeting_buffers"] = _once(name for extra in extras for name in extra["fleeting_buffers"])
     for key in ("modules", "grown_buffers"):
         whole[key] = {name: value for extra in extras for name, value in extra.get(key, {}).items()}
+    if all(CUTS in extra for extra in extras):
+        whole[CUTS] = union([extra[CUTS] for extra in extras])
     aliases = {name: first for extra in extras for name, first in extra["model"]["aliases"].items()}
     whole["model"] = {**whole["model"], "aliases": aliases}
     return whole

@@ -78,10 +78,11 @@ def _fill(target: torch.Tensor, weights: Weights, name: str, start: int) -> None
 
 def _verify(weights: CheckpointWeights, agreement: Agreement, source: str) -> None:
     """What all ranks have read, compared with the checkpoint's digests. A slice alone cannot be judged by its rank."""
-    names = sorted(weights.digests)
-    totals = agreement.sums([part for name in names for part in weights.read_so_far(name)])
-    for name, digest, count in zip(names, totals[::2], totals[1::2], strict=True):
-        numel = torch.Size(weights.shapes[name]).numel()
+    keys = sorted(weights.stored)
+    totals = agreement.sums([part for key in keys for part in weights.read_so_far(key)])
+    for key, digest, count in zip(keys, totals[::2], totals[1::2], strict=True):
+        numel, written = weights.stored[key]
         # Replicated tensors are read whole by each of the ranks.
-        if count % max(numel, 1) or digest != count // max(numel, 1) * weights.digests[name] % 2**64:
+        if count % numel or digest != count // numel * written % 2**64:
+            name = key.partition("/")[2]
             raise IntegrityError(f"{name!r} in {source} is not what was written: the checkpoint is damaged")

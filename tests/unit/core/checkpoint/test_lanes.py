@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from shard_records import GROUPS, SHAPES, manifest, records
 
 from elastic.core.checkpoint.assembly import assemble
-from elastic.core.checkpoint.lanes import lane_of, require_whole
+from elastic.core.checkpoint.lanes import CUTS, cuts_of, lane_of
 from elastic.core.checkpoint.manifest import Manifest, ShardRecord
 from elastic.core.checkpoint.manifest_json import from_json, to_json
 from elastic.core.errors import IntegrityError, UsageError
 from elastic.core.names import shard_file
+from elastic.core.sharding import cuts
+from elastic.core.sharding.cuts import Cut
 from elastic.core.sharding.zero import zero12_layout
 
 # The second lane's slice of "b" is smaller: 10 rows over 3 ranks, say.
@@ -113,7 +116,35 @@ def test_another_number_of_lanes_is_refused(source: Manifest, tp: int, said: str
         lane_of(source, 0, tp)
 
 
-def test_readers_of_whole_tensors_refuse_slices() -> None:
-    require_whole(manifest())
-    with pytest.raises(UsageError, match=r"saved with mesh: {tp: 2} and holds slices of the layers"):
-        require_whole(of_two_lanes())
+EVEN = Cut.evenly(0, (6, 4), 2)
+ROWS = Cut(0, (5, 4), (((0, 2), (4, 5)), ((2, 4),)))
+
+
+def recorded(cuts: Any) -> Manifest:
+    whole = of_two_lanes()
+    return replace(whole, extra_state={**whole.extra_state, CUTS: cuts})
+
+
+def test_what_is_cut_is_read_of_the_record() -> None:
+    assert cuts_of(manifest()) == {}
+    assert cuts_of(recorded(cuts.to_json({"b": ROWS}))) == {"b": ROWS}
+
+
+@pytest.mark.parametrize(
+    ("found", "kind", "said"),
+    [
+        (of_two_lanes(), UsageError, r"saved with mesh: {tp: 2} and does not say which parts.*an older release"),
+        (recorded(cuts.to_json({"b": "for a reason"})), UsageError, "the slices of 'b' cannot be put together: for a"),
+        (
+            recorded(cuts.to_json({"b": Cut.evenly(0, (6, 4), 2)})),
+            IntegrityError,
+            r"slices of 'b' in shapes \[\(3, 4\)",
+        ),
+        (recorded(cuts.to_json({})), IntegrityError, r"slices of 'b' in shapes \[\(3, 4\), \(2, 4\)\]"),
+        (recorded(cuts.to_json({"b": ROWS, "x": ROWS})), IntegrityError, "slices of 'x' in shapes"),
+        (recorded(cuts.to_json({"b": Cut.evenly(0, (6, 4), 3)})), IntegrityError, "it is of 3 lanes, not of 2"),
+    ],
+)
+def test_slices_that_cannot_be_put_together_are_refused(found: Manifest, kind: type[Exception], said: str) -> None:
+    with pytest.raises(kind, match=said):
+        cuts_of(found)

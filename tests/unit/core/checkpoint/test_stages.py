@@ -10,11 +10,15 @@ import pytest
 from shard_records import GROUPS, SHAPES, records
 
 from elastic.core.checkpoint.assembly import assemble
+from elastic.core.checkpoint.lanes import CUTS
 from elastic.core.checkpoint.manifest import Manifest, ShardRecord
 from elastic.core.checkpoint.manifest_json import from_json, to_json
-from elastic.core.checkpoint.stages import part_of
+from elastic.core.checkpoint.stages import part_of, union_of_extra
 from elastic.core.errors import IntegrityError
 from elastic.core.names import shard_file
+from elastic.core.sharding.cuts import Cut
+from elastic.core.sharding.cuts import from_json as from_record
+from elastic.core.sharding.cuts import to_json as to_record
 from elastic.core.sharding.zero import zero12_layout
 
 # The second stage has layers of its own, and a copy of the tied "a", which it does not save.
@@ -112,3 +116,9 @@ def test_a_stage_that_is_missing_or_disagrees_is_told() -> None:
     unnamed = [replace(shard, parameters=None) if shard.rank == 1 else shard for shard in shards()]
     with pytest.raises(IntegrityError, match="is in a shard but not in the model"):
         assemble(unnamed, run_id="run-1")
+
+
+def test_stages_say_of_their_own_layers_how_they_are_cut() -> None:
+    one, other = Cut.evenly(0, (4,), 2), Cut.evenly(0, (6,), 2)
+    said = [{**FIRST_EXTRA, CUTS: to_record({"b": one})}, {**SECOND_EXTRA, CUTS: to_record({"x": one, "y": other})}]
+    assert from_record(union_of_extra(said)[CUTS], 2) == {"b": one, "x": one, "y": other}
