@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor
 
+    from elastic.engines.model.cuts import Cuts
+
 MASTER = "master"
 PARAM = "param"
 BUFFER = "buffer"
@@ -137,6 +139,8 @@ class ShardedState(Protocol):
     elsewhere: frozenset[str]
     # In how many parts the ranks of a stage have a weight, all slices together, and which part this rank has.
     part: tuple[int, int]
+    # Where ranks share layers, how parameters are cut, by what this rank has found; None: nobody has looked.
+    cuts: Cuts | None
     module: torch.nn.Module
     # Its state is keyed by the masters' tensors.
     base: torch.optim.Optimizer

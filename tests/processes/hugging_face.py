@@ -75,23 +75,24 @@ def _seeded(kind: Callable[[Any], Any], config: Any) -> Any:
 
 
 def build(config: dict[str, Any]) -> tuple[Any, Any]:
-    model = model_of(config)
+    model = model_of(config).to(config.get("device", "cpu"))
     # The small number is above the rounding of gradients where a token in a thousand chooses an expert.
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, eps=config.get("eps", 1e-8))
     options = trainings.of_engine(config, optimizer)
     options["config"] |= config.get("native", {})
+    options |= {"weights": config["weights"]} if "weights" in config else {}
     engine, _, loader, _ = elastic.initialize(model=model, training_data=texts(config), optimizer=optimizer, **options)
     return engine, loader
 
 
-def train(config: dict[str, Any]) -> None:
-    """As a script without a mesh does it."""
+def train(config: dict[str, Any]) -> Any:
+    """As a script without a mesh does it; the engine."""
 
     def loss_of(engine: Any, words: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = engine(input_ids=words, labels=labels, attention_mask=mask_of(config, words)).loss
         return found
 
-    _train(config, loss_of)
+    return _train(config, loss_of)
 
 
 def train_on_parts(config: dict[str, Any]) -> None:
@@ -112,7 +113,19 @@ def mask_of(config: dict[str, Any], words: torch.Tensor) -> torch.Tensor | None:
     return (words != PADDING).long() if config.get("ragged") else None
 
 
-def _train(config: dict[str, Any], loss_of: Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+def train_and_answer(config: dict[str, Any]) -> None:
+    """As `train`; then the trained model's own answers to `questions`, each rank's."""
+    engine = train(config)
+    engine.eval()
+    with torch.no_grad():
+        cells.told(logits=engine(input_ids=questions()).logits.float().clone())
+
+
+def questions() -> torch.Tensor:
+    return torch.stack([text(1000 + number)[0] for number in range(3)])
+
+
+def _train(config: dict[str, Any], loss_of: Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]) -> Any:
     cells.begun()
     engine, loader = build(config)
     elastic.state["starts"] = elastic.state.get("starts", 0) + 1
@@ -121,3 +134,4 @@ def _train(config: dict[str, Any], loss_of: Callable[[Any, torch.Tensor, torch.T
             engine.backward(loss_of(engine, words, labels))
             engine.step()
     cells.told()
+    return engine

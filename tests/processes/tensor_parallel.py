@@ -45,11 +45,24 @@ def of_fsdp2(config: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[s
         chosen["layers.*.self_attn.q_norm"] = SequenceParallel(sequence_dim=1, use_local_output=True)
     if config.get("plan") == "foreign":
         chosen["head"] = Foreign(output_layouts=Replicate())
+    if config.get("plan") == "turned":
+        chosen["layers.*.mlp.up_proj"] = Turned()
     return {**options, "tp_plan": chosen}
 
 
 class Foreign(ColwiseParallel):
     """A style of the user's own."""
+
+
+class Turned(ColwiseParallel):
+    """One of the ranks that share a layer gets rows in another order than its placement says."""
+
+    def _apply(self, module: torch.nn.Module, device_mesh: Any) -> torch.nn.Module:
+        if device_mesh.get_local_rank() == 1:
+            with torch.no_grad():
+                for parameter in module.parameters():
+                    parameter.copy_(parameter.flip(0))
+        return super()._apply(module, device_mesh)
 
 
 def of_deepspeed(config: dict[str, Any]) -> dict[str, Any]:

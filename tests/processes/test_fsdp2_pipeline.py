@@ -217,6 +217,14 @@ def test_stages_whose_layers_are_shared_equal_one_rank_with_all_layers(
     assert _distance(one.losses, moved.losses) <= ALLOWED
     assert _distance(one.state(), moved.state(one.shapes[0])) <= ALLOWED
     assert_every_sample_once(moved)
+    folder = elastic.export(tmp_path / "moved" / "run", tmp_path / "out", to="torch")
+    expected = moved.state(one.shapes[0])
+    for name, value in torch.load(folder / "model.pt").items():
+        stored = [
+            expected[key] for key in (f"{kind}/{name}" for kind in ("master", "param", "buffer")) if key in expected
+        ]
+        assert stored or name == "head.weight", "what is tied has one name"
+        assert all(torch.equal(value.flatten(), each) for each in stored), name
     (outcome,) = one.outcomes
     norms = {report.step: report.grad_norm for report in outcome.reports}
     for other in moved.outcomes:

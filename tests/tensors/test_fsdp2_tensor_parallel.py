@@ -6,7 +6,7 @@ Worlds of up to 1,024 ranks under torch's fake process group; the oracle of plac
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from elastic.core.errors import UsageError
+from elastic.core.sharding.cuts import Cut
 from elastic.engines.fsdp2.belongings import release
 from elastic.engines.fsdp2.config import Options
 from elastic.engines.fsdp2.fragments import fragments
@@ -140,6 +141,70 @@ def test_the_plan_keeps_what_is_tied_and_what_is_frozen(world: Any) -> None:
     assert model.head.weight is model.embed.weight
     assert not model.layers[1].norm.weight.requires_grad
     assert model.layers[1].norm.bias.requires_grad
+
+
+class TurnedBefore(ColwiseParallel):
+    """A user's own style: rows in another order than their placement says."""
+
+    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+        turn(module.parameters())
+        return super()._apply(module, device_mesh)
+
+
+class TurnedAfter(ColwiseParallel):
+    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+        found = super()._apply(module, device_mesh)
+        for name, parameter in list(module.named_parameters()):
+            own: Any = parameter
+            turned = DTensor.from_local(own.to_local().flip(0).contiguous(), device_mesh, own.placements)
+            module.register_parameter(name, nn.Parameter(turned))
+        return found
+
+
+def turn(parameters: Iterable[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.copy_(parameter.flip(0))
+
+
+@pytest.mark.parametrize(
+    ("style", "said"),
+    [
+        (TurnedBefore(), "its values were changed where they were before it was cut"),
+        (TurnedAfter(), "a slice of it is not the part that it is said to be, [(20, 40)] of dimension 0"),
+    ],
+)
+def test_slices_are_what_placements_say_and_values_confirm_it(world: Any, style: ColwiseParallel, said: str) -> None:
+    cell = world(5, 12, 4)
+    model = Model()
+    with torch.no_grad():
+        # One value in all of it, as biases are made.
+        model.layers[0].up.bias.fill_(0.5)
+    plan = {**PLAN, "layers.0.up": ColwiseParallel(), "layers.1.up": style}
+    del plan["layers.*.up"]
+    optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
+    before = {id(parameter): name for name, parameter in model.named_parameters()}
+    meshes = shard_model(model, OPTIONS, CPU, plan=read_plan(plan, model, 4), cell=cell)
+    repoint(optimizer, before, dict(model.named_parameters()))
+    cuts = Fsdp2State(model, optimizer, None, meshes).cuts
+    assert cuts == {
+        "embed.weight": Cut.evenly(0, (40, 16), 4),
+        "layers.0.up.weight": Cut.evenly(0, (80, 16), 4),
+        "layers.0.up.bias": Cut.evenly(0, (80,), 4),
+        "layers.0.down.weight": Cut.evenly(1, (16, 80), 4),
+        "layers.1.down.weight": Cut.evenly(1, (16, 80), 4),
+        "layers.1.up.weight": said,
+        "layers.1.up.bias": said,
+    }
+    bias: Any = model.layers[0].up.bias
+    assert set(bias.to_local().tolist()) == {0.5}, "random ones while it was cut"
+
+
+def test_without_shared_layers_nothing_is_said_of_cuts(world: Any) -> None:
+    world(0, 2, 1)
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert Fsdp2State(model, optimizer, None, shard_model(model, OPTIONS, CPU)).cuts is None
 
 
 def test_nothing_of_a_plan_is_left_on_a_model_that_is_given_back(world: Any) -> None:

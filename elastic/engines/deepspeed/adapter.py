@@ -23,6 +23,7 @@ from elastic.engines.deepspeed.state.zero import ZeroState
 from elastic.engines.deepspeed.teardown import hollow_out, release_engine
 from elastic.engines.last_output import LastOutput
 from elastic.engines.live_state import Fragment
+from elastic.engines.model.cuts import Cuts
 from elastic.engines.model.update_rates import scaled_rates, updating
 from elastic.engines.model.whole_gradients import WholeGradients
 
@@ -38,9 +39,17 @@ class DeepSpeedAdapter:
 
     name = "deepspeed"
 
-    def __init__(self, native: Any, nonfinite: str | None = None, belongings: Belongings | None = None) -> None:
-        """Raises UsageError where `nonfinite` is "skip" and the configuration does not allow it."""
+    def __init__(
+        self,
+        native: Any,
+        nonfinite: str | None = None,
+        belongings: Belongings | None = None,
+        cuts: Cuts | None = None,
+    ) -> None:
+        """`cuts`: where ranks share layers; None: nobody has looked. Raises UsageError where `nonfinite` is "skip" and
+        the configuration does not allow it."""
         self.native = native
+        self._cuts = cuts
         self._belongings = belongings
         self.module: torch.nn.Module = native.module
         self.device: torch.device = torch.device(native.device)
@@ -146,6 +155,7 @@ class DeepSpeedAdapter:
 
     def state(self) -> ZeroState:
         state = open_zero_state(self.native)
+        state.cuts = self._cuts
         # A scheduler that cannot be carried is refused now, not at the first snapshot.
         self.extra_state()
         return state

@@ -20,6 +20,7 @@ from elastic.engines.deepspeed import monitors, startup, teardown, tensor_parall
 from elastic.engines.deepspeed.adapter import DeepSpeedAdapter
 from elastic.engines.deepspeed.belongings import Belongings, fill_placeholders
 from elastic.engines.deepspeed.config import read_config, resolve
+from elastic.engines.deepspeed.cuts import noting_cuts
 from elastic.engines.deepspeed.experts import config as experts
 from elastic.engines.deepspeed.experts.optimizer import refuse_scheduler, regrouped
 from elastic.engines.deepspeed.experts.placement import refuse_unplaceable, require_experts
@@ -127,8 +128,9 @@ class DeepSpeed:
         belongings = Belongings(objects.model, objects.optimizer)
         whole = tp == 1 and not ep and not staged
         values = startup.values_come_later() if whole and not resolved.begins else contextlib.nullcontext()
+        noting = noting_cuts(tp) if tp > 1 else contextlib.nullcontext()
         try:
-            with user_calls.building(), startup.named_by_shape(), table_by_names(), values:
+            with user_calls.building(), startup.named_by_shape(), table_by_names(), values, noting as cuts:
                 native, wrapped, _, scheduler = deepspeed.initialize(
                     model=objects.model,
                     optimizer=regrouped(objects.optimizer) if ep else objects.optimizer,
@@ -153,7 +155,11 @@ class DeepSpeed:
                 tensor_parallel.require_even_slices(native.module, tp)
             if ep:
                 require_experts(native.module)
-            engine = (PipelineAdapter if staged else DeepSpeedAdapter)(native, nonfinite, belongings)
+            engine = (
+                PipelineAdapter(native, nonfinite, belongings)
+                if staged
+                else DeepSpeedAdapter(native, nonfinite, belongings, cuts)
+            )
         except UsageError:
             teardown.release_engine(native)
             raise

@@ -21,6 +21,8 @@ from torch.distributed.tensor import _random as tensor_random
 from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
 from torch.distributed.tensor._sharding_prop import LocalLRUCache
 
+from elastic.core.sharding.cuts import Cut
+
 # torchtitan's names of the two axes.
 COPIES, SHARD = "dp_replicate", "dp_shard"
 
@@ -139,6 +141,15 @@ def slice_shape(parameter: torch.Tensor) -> tuple[int, ...]:
         assert isinstance(parameter, DTensor)
         shape[placement.dim] //= parameter.device_mesh["tp"].size()
     return tuple(shape)
+
+
+def cut_of(parameter: torch.Tensor) -> Cut | None:
+    """Which part of it each rank of a cell has; None where all of them have it whole."""
+    placement = over_cell(parameter)
+    if not isinstance(placement, Shard):
+        return None
+    assert isinstance(parameter, DTensor)
+    return Cut.evenly(placement.dim % parameter.dim(), parameter.shape, parameter.device_mesh["tp"].size())
 
 
 def forget_meshes() -> None:

@@ -20,7 +20,9 @@ from elastic.core.errors import UsageError
 from elastic.core.sharding.layout import Chunk
 from elastic.engines.fsdp2.meshes import Meshes, slice_shape
 from elastic.engines.fsdp2.sharding import reshard
+from elastic.engines.fsdp2.tensor_parallel import cuts_of
 from elastic.engines.live_state import PARAM, Extra, Master, TensorSpec, Weight, specs_of, whole_buffer
+from elastic.engines.model.cuts import Cuts
 from elastic.engines.model.plain_names import named_parameters
 
 
@@ -52,6 +54,7 @@ class Fsdp2State:
             if not isinstance(parameter, DTensor) or not meshes.holds(parameter):
                 raise UsageError(f"parameter {name!r} is not sharded over this generation's ranks")
             self._parameters[name] = parameter
+        self.cuts: Cuts | None = None if meshes.tp is None else cuts_of(module, self._parameters)
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
 
     def specs(self) -> list[TensorSpec]:

@@ -8,6 +8,7 @@ modules is noted here, so that a model can be given back.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -22,6 +23,9 @@ from torch.utils._pytree import tree_leaves
 
 from elastic.core.errors import UsageError
 from elastic.core.mesh import described
+from elastic.core.sharding.cuts import Cut
+from elastic.engines.fsdp2.meshes import cut_of
+from elastic.engines.model.cuts import Cuts, Whole
 from elastic.engines.model.plain_names import named_buffers, named_modules, named_parameters, plain
 from elastic.engines.model.shared_layers import is_fused, refuse_split_heads, refuse_transposed
 
@@ -45,6 +49,8 @@ _NAMED: Mapping[str, Callable[[], ParallelStyle]] = {
 # What plans have left on modules: the module, the dictionary of hooks, the hooks' keys.
 _left: WeakKeyDictionary[nn.Module, list[tuple[ref[nn.Module], str, frozenset[int]]]] = WeakKeyDictionary()
 _MARK = "_distribute_module_applied"
+# Of models, which parameters are not cut as their placements say, and why.
+_unlike: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()
 
 
 def read_plan(given: Any, model: nn.Module, tp: int) -> Plan:
@@ -99,7 +105,8 @@ def apply(plan: Plan, model: nn.Module, mesh: DeviceMesh, stage: bool = False) -
     for name, style in ((name, style) for name, style in plan if name in modules or not stage):
         style.src_data_rank = None
         try:
-            style._apply(modules[name], mesh)
+            with _comparing(model, name, modules[name], mesh.get_local_rank()):
+                style._apply(modules[name], mesh)
         except (NotImplementedError, ValueError, AssertionError) as error:
             raise UsageError(
                 f"tp_plan: {type(style).__name__} cannot be applied to {name!r}, a {type(modules[name]).__name__}: "
@@ -115,6 +122,26 @@ def apply(plan: Plan, model: nn.Module, mesh: DeviceMesh, stage: bool = False) -
         # torch's SequenceParallel makes frozen ones trained.
         parameter.requires_grad_(trained[name])
     _check(model, mesh.size(), must_cut=not stage)
+
+
+def cuts_of(model: nn.Module, parameters: Mapping[str, torch.Tensor]) -> Cuts:
+    """How a plan has cut the model's parameters, by name, as they are now."""
+    found: dict[str, Cut | str] = {name: cut for name, each in parameters.items() if (cut := cut_of(each)) is not None}
+    return found | {name: why for name, why in _unlike.get(model, {}).items() if name in parameters}
+
+
+@contextmanager
+def _comparing(model: nn.Module, name: str, module: nn.Module, lane: int) -> Iterator[None]:
+    """Around what cuts one module of the model: module by module, as all of it need not fit beside its slices."""
+    before = {id(parameter) for _, parameter in named_parameters(module) if isinstance(parameter, DTensor)}
+    whole = Whole(module)
+    yield
+    for own, parameter in named_parameters(module):
+        if id(parameter) not in before:
+            local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
+            said = whole.compared(own, local, cut_of(parameter), lane)
+            if said is not None:
+                _unlike.setdefault(model, {})[f"{name}.{own}" if name else own] = said
 
 
 def undo(model: nn.Module) -> None:

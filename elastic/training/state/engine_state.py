@@ -20,7 +20,7 @@ from elastic.checkpoint.shares import KeptBesides, Shares
 from elastic.checkpoint.snapshot import ShardSnapshot
 from elastic.checkpoint.source import CheckpointSource
 from elastic.comm.lanes import Lanes
-from elastic.core.checkpoint.lanes import lane_of
+from elastic.core.checkpoint.lanes import CUTS, lane_of
 from elastic.core.checkpoint.manifest import Json, Manifest, ShardRecord, StoredTensor
 from elastic.core.checkpoint.shares import is_share
 from elastic.core.checkpoint.stages import part_of
@@ -28,12 +28,14 @@ from elastic.core.data.readers import READERS
 from elastic.core.errors import ModelMismatch, UsageError, Where
 from elastic.core.names import shard_file
 from elastic.core.settings import WeightsSettings
+from elastic.core.sharding.cuts import to_json
 from elastic.core.sharding.layout import RankLayout, without
 from elastic.engines.base import Engine
 from elastic.engines.inventory import Inventory, gaps
 from elastic.engines.live_state import BUFFER, KEPT, PARAM
+from elastic.engines.model.cuts import agreed
 from elastic.engines.model.description import describe
-from elastic.engines.model.plain_names import named_modules
+from elastic.engines.model.plain_names import named_modules, named_parameters
 from elastic.engines.optimizer_state import decode_scalars, install_groups, install_state, scalars_of
 from elastic.engines.optimizer_trial import try_optimizer
 from elastic.training.session import RestoreReport
@@ -68,6 +70,7 @@ def open_state(engine: Engine, tp: int = 1, pp: int = 1) -> EngineState:
         error = caught
     lanes.every.raise_together(error, "looking at the engine")
     assert found is not None
+    found.agree_on_cuts()
     if lanes.stages > 1:
         groups = [count for (count,) in lanes.every.by_rank([len(found.sharded.base.param_groups)])]
         if len(set(groups)) > 1:
@@ -105,6 +108,7 @@ class EngineState:
         self._pool = HostPool(engine.device)
         self._built = late_buffers.shapes(self.sharded.specs())
         self._model = describe(self.sharded.module)
+        self._cuts: Mapping[str, Json] = {}
         self._verification: Verification | None = None
         # Of all lanes, as it was read.
         self._saved: Manifest | None = None
@@ -119,6 +123,13 @@ class EngineState:
         read_extra(engine, self.sharded, inventory, {})
         self.zero_stage = self.sharded.zero_stage
         self.layout: RankLayout = inventory.sharded()
+
+    def agree_on_cuts(self) -> None:
+        """Once, before anything is saved: snapshots say which part of its whole tensor each slice is. Collective."""
+        cuts, lanes = self.sharded.cuts, self.lanes
+        if lanes.slices > 1 and cuts is not None:
+            names = [name for name, _ in named_parameters(self.sharded.module)]
+            self._cuts = {CUTS: to_json(agreed(cuts, names, lanes.every, lanes.stages, lanes.stage))}
 
     def keep(self, shares: Shares) -> None:
         """Before `restore`: what ranks keep besides, from here on."""
@@ -263,7 +274,7 @@ class EngineState:
             return None
         grown = late_buffers.grown(self._built, late_buffers.shapes(self.sharded.specs()))
         extra = read_extra(self._engine, self.sharded, inventory, caller)
-        return {**extra, "model": self._model, "grown_buffers": grown}
+        return {**extra, "model": self._model, "grown_buffers": grown, **self._cuts}
 
     def restore(
         self, source: CheckpointSource, checkpoint_id: str, later: bool = False

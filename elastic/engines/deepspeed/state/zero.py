@@ -15,6 +15,7 @@ from elastic.core.sharding.layout import RankLayout
 from elastic.engines.deepspeed.experts import config, placement
 from elastic.engines.deepspeed.pipeline import module as pipeline
 from elastic.engines.live_state import Extra, Master, TensorSpec, Weight, parameter_names, specs_of
+from elastic.engines.model.cuts import Cuts
 
 
 class ZeroState(ABC):
@@ -32,6 +33,7 @@ class ZeroState(ABC):
         self.copies = placement.copies_group(engine)
         self.tied = pipeline.tied_names(engine.module)
         self.elsewhere = pipeline.saved_elsewhere(engine.module)
+        self.cuts: Cuts | None = None
         # Weights of forward passes are whole.
         self.part = (1, 0)
         self._engine = engine
