@@ -80,6 +80,25 @@ def test_transformers_loads_what_workers_have_trained_in_slices(
             assert torch.equal(value.flatten(), expected[key]), name
 
 
+@pytest.mark.parametrize("config", CASES)
+def test_a_run_begins_with_whole_weights_whoever_has_trained_them(
+    crew: Crew, tmp_path: Path, config: dict[str, Any]
+) -> None:
+    """A folder of transformers' as source, and a checkpoint of slices, both with other cuts or none here."""
+    cut = tmp_path / "cut" / "run"
+    trained(crew, tmp_path / "cut", config)
+    folder = elastic.export(cut, tmp_path / "llama", to="hf")
+    losses = []
+    for number, (source, who, tp) in enumerate(
+        [(folder, [0], 1), (folder, [0, 1], 2), (cut, [1, 0], 2), (cut, [0, 1], 1)]
+    ):
+        run, _ = trained(crew, tmp_path / f"{number}", {**config, "weights": {"source": str(source)}}, who, tp)
+        losses.append(run.losses)
+    assert all(_distance(losses[0], other) <= ALLOWED for other in losses[1:])
+    anew, _ = trained(crew, tmp_path / "anew", config, [0], tp=1)
+    assert _distance(losses[0], anew.losses) > 1e-3
+
+
 def test_slices_that_one_rank_has_otherwise_are_refused_by_name_on_export_alone(crew: Crew, tmp_path: Path) -> None:
     """The rank that writes what is no tensor has cut as it says."""
     config = {"engine": "fsdp2", "plan": "turned", "url": str(tmp_path)}
@@ -101,3 +120,13 @@ def test_what_is_given_back_and_cut_again_in_its_loop_is_exported(crew: Crew, tm
         kind, name = key.split("/", 1)
         if kind in ("master", "param", "buffer"):
             assert torch.equal(written[name].flatten(), value), key
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "deepspeed"])
+def test_weights_for_a_model_without_values_are_refused_by_name(crew: Crew, tmp_path: Path, engine: str) -> None:
+    config = {**LLAMA, "engine": engine, "stage": 1, "device": "meta", "url": str(tmp_path)}
+    config["weights"] = {"source": str(tmp_path)}
+    outcomes = crew.run(range(2), "hugging_face.train", config, tp=2, **cells.of_run(config))
+    for outcome in outcomes:
+        assert outcome.result.kind == "usage_error", outcome.result
+        assert "'model.embed_tokens.weight' has no values yet (the meta device" in outcome.result.message

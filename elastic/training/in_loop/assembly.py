@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from elastic.checkpoint.shares import Shares
+from elastic.comm.agreement import Agreement
 from elastic.core.checkpoint.snapshots import is_snapshot
 from elastic.core.data.adaptive_batch import Change, refused_adaptive
 from elastic.core.data.audits import AuditPlan, refused_audit
@@ -18,7 +19,6 @@ from elastic.core.data.readers import READERS
 from elastic.core.data.step_plan import StepPlan, total_samples
 from elastic.core.errors import UsageError
 from elastic.core.generation_spec import GenerationSpec
-from elastic.core.mesh import MeshSettings
 from elastic.core.settings import WeightsSettings
 from elastic.engines.base import Config, Engine, Pipelined, ResolvedConfig, UserObjects
 from elastic.training.data import cursor
@@ -38,8 +38,10 @@ from elastic.training.in_loop.stand_in import StandIn
 from elastic.training.in_loop.step_share import StepShare, Unfinished
 from elastic.training.saving.resume import Resumed, resume, run_state
 from elastic.training.saving.snapshots import Snapshots
+from elastic.training.scope import GenerationScope
 from elastic.training.session import Phase
 from elastic.training.state.engine_state import open_state
+from elastic.training.state.initial_weights import load_whole
 from elastic.training.step_loop import StepLoop
 from elastic.training.user.comparison import Comparison
 from elastic.training.user.one_model import require_one_model
@@ -101,12 +103,9 @@ def assemble(
         streams = isinstance(source.dataset, Stream)
         require_pipeline(given.model, scope.spec.pp, given.weights, streams, scope.spec.engine, given.pipeline)
     if scope.spec.tp > 1:
-        if given.weights is not None:
-            raise UsageError(
-                f"weights to begin with and {MeshSettings(tp=scope.spec.tp)} are not supported together: load them "
-                "into the model before elastic.initialize, on every rank"
-            )
         if scope.spec.checkpoint is None:
+            if given.weights is not None:
+                _load_whole(scope, given.model, given.weights)
             require_one_model(given.model, generation.group.cell, scope.device)
     elif scope.spec.ep > 1 and scope.spec.checkpoint is None and given.weights is None:
         require_one_model(given.model, dist.group.WORLD, scope.device)
@@ -132,7 +131,8 @@ def assemble(
     shares = reduce_gradients(engine, scope.spec)
     generation.group.seal()
     plan = _plan(scope.spec, resolved, source)
-    steps, watch, audit, reader, share = _opened(generation, engine, plan, source, given.weights, held, shares)
+    weights = given.weights if scope.spec.tp == 1 else None
+    steps, watch, audit, reader, share = _opened(generation, engine, plan, source, weights, held, shares)
     if steps.plan.rate_factor is not None:
         engine.scale_rates(lambda: steps.rate_factor)
     if handles is None:
@@ -154,6 +154,14 @@ def assemble(
                 handle.stand_in_for(target)
     generation.began(steps, handles.engine, handles.loader)
     return handles
+
+
+def _load_whole(scope: GenerationScope, model: Any, weights: WeightsSettings) -> None:
+    """Before the ranks cut it. Afterwards each has slices, which nobody reads by the names of a folder."""
+    assert dist.group.WORLD is not None
+    scope.enter(Phase.RESTORING)
+    load_whole(model, weights, Agreement(dist.group.WORLD, scope.device))
+    scope.enter(Phase.BUILDING)
 
 
 def _handle(made: Any, given: Any) -> Any:

@@ -1,17 +1,21 @@
-"""The weights that a run begins with, from files of another run or library, put into a fresh engine."""
+"""The weights that a run begins with, from files of another run or library, put into a fresh engine; or into the whole
+model, before ranks share its layers."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 
 import torch
 
 from elastic.comm.agreement import Agreement
-from elastic.core.errors import IntegrityError
+from elastic.core.errors import IntegrityError, UsageError
 from elastic.core.settings import WeightsSettings
-from elastic.engines.live_state import ShardedState, buffers
+from elastic.core.sharding.layout import Chunk
+from elastic.engines.live_state import ShardedState, TensorSpec, buffers, frozen_whole, specs_of
 from elastic.engines.model.description import aliases
+from elastic.engines.model.plain_names import named_buffers, named_parameters
 from elastic.interchange.weights import CheckpointWeights, Weights, match_names, open_weights
 
 _log = logging.getLogger(__name__)
@@ -27,22 +31,70 @@ def install_weights(sharded: ShardedState, settings: WeightsSettings, agreement:
     the first are named), UsageError (nothing readable there), IntegrityError or StorageError. After an error the engine
     must be thrown away.
     """
+
+    def live() -> Iterator[_Live]:
+        yield from ((master.tensor, master.chunks) for master in sharded.masters())
+        yield from ((extra.tensor, (extra.chunk,)) for extra in [*sharded.frozen(), *buffers(sharded.module)])
+
+    def begin() -> list[TensorSpec]:
+        sharded.require_readable()
+        return sharded.specs()
+
+    _install(begin, sharded.module, live, sharded.begin_install, settings, agreement)
+    sharded.finish_install()
+
+
+def load_whole(model: torch.nn.Module, settings: WeightsSettings, agreement: Agreement) -> None:
+    """The same for a model that ranks are about to share layers of: whole, on every rank, cast to the model's dtypes.
+
+    Collective over all ranks; each reads everything. Raises what `install_weights` raises, UsageError for a parameter
+    or buffer without values, by name.
+    """
+
+    def begin() -> list[TensorSpec]:
+        for name, tensor in chain(named_parameters(model), named_buffers(model)):
+            # The latter: deepspeed.zero.Init has left a rank's share of it.
+            if tensor.is_meta or hasattr(tensor, "ds_id"):
+                raise UsageError(
+                    f"{name!r} has no values yet (the meta device, or deepspeed.zero.Init), and weights to begin with "
+                    "are read into the whole model where ranks share layers: build the model on the CPU"
+                )
+        return specs_of(model, (), lambda parameter: tuple(parameter.shape))
+
+    def live() -> Iterator[_Live]:
+        yield from ((extra.tensor, (extra.chunk,)) for extra in [*frozen_whole(model, ()), *buffers(model)])
+
+    _install(begin, model, live, lambda: None, settings, agreement)
+
+
+# A live tensor, and which elements of which tensors it has.
+_Live = tuple[torch.Tensor, Sequence[Chunk]]
+
+
+def _install(
+    begin: Callable[[], Sequence[TensorSpec]],
+    module: torch.nn.Module,
+    live: Callable[[], Iterable[_Live]],
+    before_first: Callable[[], None],
+    settings: WeightsSettings,
+    agreement: Agreement,
+) -> None:
+    """Fill what `live` gives, once `begin` has said what there is, and all that must be there was found."""
     error: Exception | None = None
     weights: Weights | None = None
     names: dict[str, str] = {}
     try:
-        sharded.require_readable()
+        specs = begin()
         weights = open_weights(settings)
-        specs = sharded.specs()
         names = match_names(
             {spec.name: spec.shape for spec in specs},
-            aliases(sharded.module),
+            aliases(module),
             [spec.name for spec in specs if not spec.persistent],
             weights.shapes,
             settings,
         )
-        sharded.begin_install()
-        for target, name, start in _targets(sharded):
+        before_first()
+        for target, name, start in _targets(live()):
             if name in names:
                 _fill(target, weights, names[name], start)
     except Exception as caught:  # noqa: BLE001 - the other ranks wait: they must learn of it, then it is raised
@@ -51,15 +103,12 @@ def install_weights(sharded: ShardedState, settings: WeightsSettings, agreement:
     assert weights is not None
     if isinstance(weights, CheckpointWeights):
         _verify(weights, agreement, settings.source)
-    sharded.finish_install()
     _log.info("%d tensors were read from %s", len(names), settings.source)
 
 
-def _targets(sharded: ShardedState) -> Iterator[tuple[torch.Tensor, str, int]]:
+def _targets(tensors: Iterable[_Live]) -> Iterator[tuple[torch.Tensor, str, int]]:
     """This rank's memory, in pieces: (1-D live tensor, name, its first element in the whole tensor)."""
-    pieces = [(master.tensor, master.chunks) for master in sharded.masters()]
-    pieces += [(extra.tensor, (extra.chunk,)) for extra in [*sharded.frozen(), *buffers(sharded.module)]]
-    for tensor, chunks in pieces:
+    for tensor, chunks in tensors:
         live = tensor.detach()
         flat = live.reshape(-1)
         for chunk in chunks:

@@ -142,12 +142,11 @@ class JobSpec(BaseModel):
         mesh = self.mesh.settings()
         if mesh.tp > 1 and mesh.pp > 1 and self.engine != "fsdp2":
             raise ValueError("tp and pp are supported together with engine: fsdp2; give one of them")
-        for axis in ("tp", "pp"):
-            if getattr(self.mesh.settings(), axis) > 1 and self.weights is not None:
-                raise ValueError(
-                    f"weights and mesh.{axis} are not supported together: load them into the model before "
-                    "elastic.initialize, on every worker"
-                )
+        if mesh.pp > 1 and self.weights is not None:
+            raise ValueError(
+                "weights and mesh.pp are not supported together: load them into the model before elastic.initialize, "
+                "on every worker"
+            )
         return self
 
     @model_validator(mode="after")

@@ -213,7 +213,6 @@ def test_deepspeed_config_may_be_a_file_beside_the_job(tmp_path: Path) -> None:
         ("mesh: {sp: 2, tp: 2}\n", "sp and tp are not supported together; give one of them"),
         ("mesh: {sp: 2, ep: 2}\n", "sp and ep are not supported together; give one of them"),
         ("engine: fsdp2\nmesh: {ep: 2}\n", "mesh.ep is supported with engine: deepspeed, not fsdp2"),
-        ("weights: {source: there}\nmesh: {tp: 2}\n", "weights and mesh.tp are not supported together"),
         (
             "gradient_noise: {every_steps: 1}\nmesh: {tp: 2}\n",
             "with mesh: {tp: 2} a rank's gradient is that of its slices of the layers only",
@@ -381,6 +380,12 @@ def test_experts_may_be_shared_by_other_numbers_of_workers_in_other_generations(
 def test_sizes_that_cannot_change_are_refused(tmp_path: Path, mesh: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         load(tmp_path, f"{GOOD}mesh: {{{mesh}}}\n")
+
+
+def test_workers_that_share_layers_may_begin_with_weights(tmp_path: Path) -> None:
+    settings = load(tmp_path, GOOD + "weights: {source: there}\nmesh: {tp: 2}\n").settings("run", "runs")
+    assert settings.weights is not None
+    assert settings.mesh.tp == 2
 
 
 def test_stages_whose_layers_are_shared_are_cells_of_torchs_engine(tmp_path: Path) -> None:
