@@ -127,16 +127,18 @@ def test_any_interval_is_read_and_each_stored_element_is_seen_once(tmp_path: Pat
             assert torch.equal(target, flat[start:stop]), (start, stop)
     cut = CUTS_OF.get(name)
     lanes = [part(whole(name), name, lane).flatten() for lane in range(TP if cut else 1)]
-    times = [np.zeros(own.numel()) for own in lanes]
+    times: list[Any] = []
 
     def seen(lane: int, first: int, elements: torch.Tensor) -> None:
         times[lane][first : first + elements.numel()] += 1
         assert torch.equal(elements, lanes[lane][first : first + elements.numel()])
 
-    # In two halves, as two ranks read it.
-    for start, stop in ((0, flat.numel() // 2), (flat.numel() // 2, flat.numel())):
-        source.read_into(name, start, torch.empty(stop - start), seen=seen)
-    assert all((own == 1).all() for own in times)
+    # All of it, and in two halves, as two ranks read it.
+    for end in (flat.numel(), flat.numel() // 2):
+        times[:] = [np.zeros(own.numel()) for own in lanes]
+        for start, stop in ((0, end), (end, flat.numel())):
+            source.read_into(name, start, torch.empty(stop - start), seen=seen)
+        assert all((own == 1).all() for own in times)
 
 
 def test_safetensors_and_torch_hold_whole_tensors(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def shards_of(shards: Sequence[ShardRecord], lane: int, tp: int) -> tuple[ShardR
 def lane_of(manifest: Manifest, lane: int, tp: int) -> Manifest:
     """The part of one lane as a manifest by itself, with the model's names; its shards keep their ranks.
 
-    Raises UsageError where the checkpoint has another number of lanes: slices cannot be put together anew so far.
+    Raises UsageError where the checkpoint has another number of lanes: a restore reads slices as they are, of one lane.
     """
     if manifest.tp != tp:
         raise UsageError(

@@ -31,8 +31,8 @@ class Whole:
         for _, parameter in named_parameters(module):
             if not parameter.is_meta and type(parameter.data) is torch.Tensor and _is_constant(parameter.data):
                 constants[id(parameter)] = parameter.data.flatten()[0].clone()
-                drawn = torch.rand(parameter.shape, generator=generator)
-                parameter.data = drawn.to(parameter.device, parameter.dtype)
+                # In place: whatever else shares the memory goes on doing so.
+                parameter.data.copy_(torch.rand(parameter.shape, generator=generator))
         named = list(named_parameters(module, remove_duplicate=False))
         self._before = {name: parameter.detach() for name, parameter in named}
         self._samples = {name: _sample(value) for name, value in self._before.items()}
