@@ -56,7 +56,8 @@ class Inventory:
         """
         shared: list[Master | Extra] = [m for m in self.masters if m.replicated]
         shared += [e for e in self.extras if e.replicated and e.kind not in (BUFFER, KEPT)]
-        sizes = [(_buffer(item), _pieces(item)[-1].offset + _pieces(item)[-1].numel) for item in shared]
+        # Of a parameter with few rows a rank may have none.
+        sizes = [(_buffer(item), pieces[-1].offset + pieces[-1].numel) for item in shared if (pieces := _pieces(item))]
         writers = range(world_size) if writers is None else writers
         writes = sizes and rank in writers
         own = set(owner_layout(sizes, len(writers)).ranks[writers.index(rank)].buffers) if writes else set()

@@ -19,6 +19,7 @@ from elastic.core.errors import UsageError
 from elastic.engines.fsdp2.config import Options
 from elastic.engines.fsdp2.sharding import repoint, shard_model, units
 from elastic.engines.fsdp2.state import Fsdp2State
+from elastic.engines.inventory import Inventory
 
 CPU = torch.device("cpu")
 OPTIONS: dict[str, Any] = vars(Options())
@@ -118,6 +119,10 @@ def test_what_cannot_be_sharded_is_refused_by_name(world: Any) -> None:
     scalar.temperature = nn.Parameter(torch.ones(()))
     with pytest.raises(UsageError, match="parameter 'temperature' has no dimension"):
         shard_model(scalar, OPTIONS, CPU)
+    whole = nn.Linear(2, 2)
+    fully_shard(whole)
+    with pytest.raises(UsageError, match=r"fsdp2\.shard_workers says over which workers"):
+        shard_model(whole, {**OPTIONS, "shard_workers": 2}, CPU)
     partly = Model()
     fully_shard(partly.head)
     with pytest.raises(UsageError, match=r"parameter 'head\.weight' is a DTensor already"):
@@ -151,3 +156,55 @@ def test_a_model_that_the_user_has_sharded_keeps_its_sharding(world: Any) -> Non
     mesh = shard_model(model, OPTIONS, CPU)
     assert all(now is was for now, was in zip(model.parameters(), held, strict=True))
     assert len(Fsdp2State(model, optimizer, None, mesh).masters()) == len(held)
+
+
+@pytest.mark.parametrize(("size", "workers"), [(4, 2), (6, 3), (12, 4)])
+def test_copies_of_shards_write_each_element_once_and_have_the_rows_that_torch_gives_them(
+    world: Any, size: int, workers: int
+) -> None:
+    counts: dict[str, torch.Tensor] = {}
+    for rank in range(size):
+        world(rank, size)
+        state, whole = _with_copies(workers)
+        for master in state.masters():
+            for chunk in master.chunks:
+                rows = whole[chunk.name].flatten()[chunk.start : chunk.stop]
+                assert torch.equal(master.tensor.flatten(), rows), chunk.name
+        assert state.writers == tuple(range(rank % workers, size, workers))
+        for chunk in Inventory.of(state).written(state.rank, state.world_size, state.writers).chunks:
+            count = counts.setdefault(chunk.name, torch.zeros(whole[chunk.name].numel()))
+            count[chunk.start : chunk.stop] += 1
+        dist.destroy_process_group()
+    assert counts.keys() == whole.keys()
+    assert all(count.eq(1).all() for count in counts.values())
+
+
+@pytest.mark.parametrize("rank", [0, 517, 1023])
+def test_copies_of_shards_in_large_worlds(world: Any, rank: int) -> None:
+    world(rank, 1024)
+    state, whole = _with_copies(8)
+    assert (state.rank, state.world_size, state.part) == (rank, 1024, (8, rank % 8))
+    assert state.copies is not None
+    assert dist.get_process_group_ranks(state.copies) == list(range(rank % 8, 1024, 8))
+    assert dist.get_process_group_ranks(state.once) == list(range(rank // 8 * 8, rank // 8 * 8 + 8))
+    held = {chunk.name for master in state.masters() for chunk in master.chunks}
+    assert held == {name for name, value in whole.items() if rank % 8 * -(-value.shape[0] // 8) < value.shape[0]}
+
+
+@pytest.mark.parametrize("workers", [2, 4, 5])
+def test_a_world_of_other_than_several_whole_groups_has_no_copies(world: Any, workers: int) -> None:
+    world(1, 4 if workers != 2 else 5)
+    state, _ = _with_copies(workers)
+    assert state.copies is state.once is state.writers is None
+
+
+def _with_copies(workers: int) -> tuple[Fsdp2State, dict[str, torch.Tensor]]:
+    """The state of a model over `workers` and their copies, and its parameters before it was sharded."""
+    torch.manual_seed(0)
+    model = Model()
+    whole = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = {id(parameter): name for name, parameter in model.named_parameters()}
+    meshes = shard_model(model, {**OPTIONS, "shard_workers": workers}, CPU)
+    repoint(optimizer, before, dict(model.named_parameters()))
+    return Fsdp2State(model, optimizer, None, meshes), whole

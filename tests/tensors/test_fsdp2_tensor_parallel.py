@@ -256,6 +256,10 @@ def test_names_of_styles_as_models_of_transformers_have_them() -> None:
     [
         ({"layer.*.up": ColwiseParallel()}, r"no module 'layer\.\*\.up'; it has embed, layers, layers\.0"),
         ({"embed": 3}, "'embed' has a int, which is neither a style"),
+        (
+            {"layers.*.up": ColwiseParallel(), "layers.0.*": ColwiseParallel()},
+            r"'layers\.\*\.up' and 'layers\.0\.\*' both say how 'layers\.0\.up' is cut; leave one out",
+        ),
         ([ColwiseParallel()], "nothing says how the layers of Model are cut"),
     ],
 )

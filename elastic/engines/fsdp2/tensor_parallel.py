@@ -74,8 +74,13 @@ def read_plan(given: Any, model: nn.Module, tp: int) -> Plan:
     modules = dict(named_modules(model))
     parameters = [name for name, _ in named_parameters(model)]
     plan: list[tuple[str, ParallelStyle]] = []
+    named: dict[str, str] = {}
     for pattern, style in given.items():
         found = [name for name in modules if matches(name, pattern)]
+        twice = next((name for name in found if name in named), None)
+        if twice is not None:
+            raise UsageError(f"tp_plan: {named[twice]!r} and {pattern!r} both say how {twice!r} is cut; leave one out")
+        named |= dict.fromkeys(found, pattern)
         if found:
             plan += [(name, _style(style, name)) for name in found]
         elif not own or any(matches(name, pattern) for name in parameters):
