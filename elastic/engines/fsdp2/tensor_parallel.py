@@ -80,7 +80,7 @@ def read_plan(given: Any, model: nn.Module, tp: int) -> Plan:
         twice = next((name for name in found if name in named), None)
         if twice is not None:
             raise UsageError(f"tp_plan: {named[twice]!r} and {pattern!r} both say how {twice!r} is cut; leave one out")
-        named |= dict.fromkeys(found, pattern)
+        named |= {name: pattern for name in found}
         if found:
             plan += [(name, _style(style, name)) for name in found]
         elif not own or any(matches(name, pattern) for name in parameters):
