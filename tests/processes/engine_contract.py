@@ -110,6 +110,7 @@ def whole(engine: Engine) -> dict[str, torch.Tensor]:
 
 def hold(kind: EngineKind, resolved: ResolvedConfig, device: torch.device) -> None:
     trains_as_plain_torch_does(kind, resolved, device)
+    answers_what_loops_ask(kind, resolved, device)
     leaves_get_each_micro_batchs_own_gradient(kind, resolved, device)
     sums_of_a_step_outlive_their_engine(kind, resolved, device)
     state_covers_the_model(kind, resolved, device)
@@ -138,6 +139,24 @@ def trains_as_plain_torch_does(kind: EngineKind, resolved: ResolvedConfig, devic
     engine.module.train()
     assert float(engine.module.seen) == before == 3 * MICRO_STEPS  # type: ignore[arg-type]
     assert one_step(engine, 3, rank).applied, "an evaluation pass is not part of a step"
+    engine.close()
+
+
+def answers_what_loops_ask(kind: EngineKind, resolved: ResolvedConfig, device: torch.device) -> None:
+    """By the names that DeepSpeed gave it: a loop need not know which engine it has."""
+    engine, _ = build(kind, resolved, device)
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    one_step(engine, 0, rank)
+    native = engine.native
+    assert (torch.device(native.device), native.local_rank) == (device, 0)
+    assert (native.global_rank, native.world_size, native.global_steps) == (rank, world_size, 1)
+    assert native.train_micro_batch_size_per_gpu() == resolved.micro_batch
+    assert (native.gradient_accumulation_steps(), native.skipped_steps) == (MICRO_STEPS, 0)
+    assert native.gradient_clipping() == resolved.native["gradient_clipping"]
+    assert native.get_global_grad_norm() > 0.0
+    assert native.get_lr() == [group["lr"] for group in native.optimizer.param_groups]
+    native.zero_grad()
+    assert all(parameter.grad is None or not parameter.grad.any() for parameter in native.module.parameters())
     engine.close()
 
 

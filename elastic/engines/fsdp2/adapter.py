@@ -41,13 +41,23 @@ _ADDED_UP = (
 class Fsdp2Engine:
     """What users reach through `engine.<attribute>`, under the names that DeepSpeed gave them."""
 
-    def __init__(self, module: Any, optimizer: torch.optim.Optimizer, scheduler: Any, micro_steps: int) -> None:
+    def __init__(
+        self,
+        module: Any,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any,
+        resolved: ResolvedConfig,
+        device: torch.device,
+    ) -> None:
         self.module = module
         self.optimizer = optimizer
         self.lr_scheduler = scheduler
+        self.device = device
+        self.local_rank = device.index or 0
+        self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.global_steps = 0
         self.skipped_steps = 0
-        self._micro_steps = micro_steps
+        self._resolved = resolved
         self._norm: torch.Tensor | None = None
 
     @property
@@ -75,7 +85,16 @@ class Fsdp2Engine:
         return None if self._norm is None else float(self._norm)
 
     def gradient_accumulation_steps(self) -> int:
-        return self._micro_steps
+        return self._resolved.micro_steps
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return self._resolved.micro_batch
+
+    def gradient_clipping(self) -> float:
+        return float(self._resolved.native["gradient_clipping"])
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.module.zero_grad(set_to_none)
 
 
 class Fsdp2Adapter:

@@ -107,7 +107,7 @@ class Fsdp2:
         elif layer_group is not None and plan is not None and not is_known(plan):
             belongings = "tp_plan has styles besides torch's own: what they do to a model cannot be undone"
         scheduler = lr_scheduler(base) if callable(lr_scheduler) else lr_scheduler
-        native = Fsdp2Engine(model, base, scheduler, resolved.micro_steps)
+        native = Fsdp2Engine(model, base, scheduler, resolved, device)
         withhold = nonfinite == "skip"
         return Fsdp2Adapter(native, meshes, device, resolved, withhold, belongings), base, scheduler
 
@@ -129,7 +129,7 @@ def _pipeline(
     base = _optimizer(objects, resolved, before, dict(named_parameters(model)))
     _empty(objects.model_parameters, before)
     scheduler = lr_scheduler(base) if callable(lr_scheduler) else lr_scheduler
-    native = PipelineEngine(model, base, scheduler, resolved.micro_steps)
+    native = PipelineEngine(model, base, scheduler, resolved, device)
     adapter = PipelineAdapter(native, meshes, device, resolved, nonfinite == "skip", found, pipeline.loss_fn)
     return adapter, base, scheduler
 

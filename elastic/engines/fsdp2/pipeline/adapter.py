@@ -36,7 +36,7 @@ class PipelineEngine(Fsdp2Engine):
         without gradients and dropout; the same on all ranks, by all of which it is called.
 
         `data_iter` gives pairs (inputs, labels), the same ones on all ranks of a pipeline."""
-        return self.evaluate(iter(data_iter), num_micro_batches or self._micro_steps)
+        return self.evaluate(iter(data_iter), num_micro_batches or self._resolved.micro_steps)
 
 
 class PipelineAdapter(Fsdp2Adapter):
