@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -155,6 +156,9 @@ def answers_what_loops_ask(kind: EngineKind, resolved: ResolvedConfig, device: t
     assert native.gradient_clipping() == resolved.native["gradient_clipping"]
     assert native.get_global_grad_norm() > 0.0
     assert native.get_lr() == [group["lr"] for group in native.optimizer.param_groups]
+    assert native.layer is native.module.layer, "what the model has is the engine's"
+    with pytest.raises(AttributeError, match="nothing_like_it"):
+        _ = native.nothing_like_it
     native.zero_grad()
     assert all(parameter.grad is None or not parameter.grad.any() for parameter in native.module.parameters())
     engine.close()

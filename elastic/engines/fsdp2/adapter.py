@@ -60,6 +60,13 @@ class Fsdp2Engine:
         self._resolved = resolved
         self._norm: torch.Tensor | None = None
 
+    def __getattr__(self, name: str) -> Any:
+        """The model's own, as with DeepSpeed: `engine.generate`, `engine.config`."""
+        module = vars(self).get("module")
+        if module is None or name.startswith("__") or not hasattr(module, name):
+            raise AttributeError(f"{type(self).__name__} has no {name!r}, nor has the model")
+        return getattr(module, name)
+
     @property
     def training(self) -> bool:
         return bool(self.module.training)
