@@ -31,6 +31,7 @@ from elastic.core.data.steps import StepReport
 from elastic.core.errors import ElasticError, UsageError
 from elastic.core.generation_spec import GenerationSpec, Rendezvous
 from elastic.core.typed_json import decode, encode
+from elastic.engines.select import check_engine
 from elastic.training import context, rng
 from elastic.training.generation import Generation
 from elastic.training.loop import GenerationRunner
@@ -182,15 +183,18 @@ def run_local(
 
 
 def start_local() -> Generation:
-    """Begin a generation in this process from torchrun's variables, or alone when they are not set.
+    """Begin a generation in this process from torchrun's variables, or alone when they are not set, with the engine
+    that ELASTIC_ENGINE names. Raises UsageError for an unknown one.
 
     It lasts until the process ends.
     """
+    engine = os.environ.get("ELASTIC_ENGINE") or GenerationSpec.engine
+    check_engine(engine)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     rendezvous = _rendezvous(rank, world_size)
-    spec = GenerationSpec(run_id="local", generation=1, rank=rank, world_size=world_size, max_world_size=world_size)
+    spec = GenerationSpec("local", 1, rank, world_size, max_world_size=world_size, engine=engine)
     generation = Generation(spec, SilentCoordinator(), rendezvous, local_rank)
     context.install(generation)
     generation.join()

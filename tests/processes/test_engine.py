@@ -100,22 +100,26 @@ def test_an_evaluation_pass_within_a_step_leaves_its_random_stream_alone(crew: C
 
 
 _SCRIPT = """
-import torch, elastic
+import os, torch, elastic
 from torch import nn
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
 data = [(torch.full((4,), float(i)), torch.tensor([float(i)])) for i in range(13)]
+config = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}
+if os.environ.get("ELASTIC_ENGINE") == "fsdp2":
+    config = {"global_batch": 4, "micro_batch": 2}
 engine, optimizer, loader, scheduler = elastic.initialize(
-    model=model, training_data=data, optimizer=torch.optim.SGD(model.parameters(), lr=0.001),
-    config={"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}},
+    model=model, training_data=data, optimizer=torch.optim.SGD(model.parameters(), lr=0.001), config=config
 )
 for x, y in loader:
     loss = nn.functional.mse_loss(engine(x), y)
     engine.backward(loss)
     engine.step()
 elastic.state["seen"] = elastic.get_context().step
-print(elastic.get_context().rank, elastic.state["seen"], float(sum(p.sum() for p in model.parameters())))
+sums = [p.sum() for p in model.parameters()]
+total = sum(float(s.full_tensor() if hasattr(s, "full_tensor") else s) for s in sums)
+print(elastic.get_context().rank, elastic.state["seen"], total)
 """
 
 
@@ -134,13 +138,27 @@ def _said(script: subprocess.Popen[str]) -> list[str]:
     return out.split()
 
 
-def test_a_plain_script_trains_alone_and_under_torchruns_variables(tmp_path: Path) -> None:
-    alone = _script()
+def test_an_engine_that_is_unknown_outside_of_a_run() -> None:
+    _, err = (script := _script(ELASTIC_ENGINE="fsdp3")).communicate(timeout=120)
+    assert script.returncode == 1
+    assert "engine 'fsdp3' is unknown; the engines are: deepspeed, fsdp2" in err
+
+
+@pytest.mark.parametrize("engine", ["", "fsdp2"])
+def test_a_plain_script_trains_alone_and_under_torchruns_variables(engine: str) -> None:
+    alone = _script(ELASTIC_ENGINE=engine)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     ranks = [
-        _script(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        _script(
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE="2",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=port,
+            ELASTIC_ENGINE=engine,
+        )
         for rank in range(2)
     ]
     expected = _said(alone)
