@@ -69,7 +69,7 @@ CASES = [
         {"engine": "fsdp2", "dropout": 0.1, "dtype": "bf16", "fsdp2": {"param_dtype": "bfloat16"}}, id="fsdp2-bf16"
     ),
     # Two copies of two shards at four ranks, one of three and of two.
-    pytest.param({"engine": "fsdp2", "dropout": 0.1, "fsdp2": {"shard_workers": 2}}, id="fsdp2-hybrid"),
+    pytest.param({"engine": "fsdp2", "dropout": 0.1, "fsdp2": {"shard_workers": 2}}, id="fsdp2-hybrid", marks=SLOW),
     pytest.param(
         {"engine": "fsdp2", "dropout": 0.1, "in_loop": True, "fsdp2": {"shard_workers": 2, "shard": ["Linear"]}},
         id="fsdp2-hybrid-in-loop",

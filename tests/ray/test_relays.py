@@ -38,7 +38,13 @@ def relays(run: Run) -> list[int]:
     return [rank for rank, count in passed_on(run).items() if count]
 
 
-@pytest.mark.parametrize("fault", [LocalCluster.kill_node, LocalCluster.freeze_node], ids=["killed", "frozen"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(LocalCluster.kill_node, id="killed"),
+        pytest.param(LocalCluster.freeze_node, id="frozen", marks=pytest.mark.slow),
+    ],
+)
 def test_a_relay_is_lost_alone_and_a_new_controller_is_found(
     cluster: LocalCluster, tmp_path: Path, fault: Callable[[LocalCluster, str], object]
 ) -> None:
