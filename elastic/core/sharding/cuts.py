@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from elastic.core.errors import IntegrityError
@@ -86,19 +86,57 @@ class Box:
 
 def boxes(cut: Cut, start: int, stop: int) -> list[Box]:
     """Where the elements [start, stop) of the flattened whole tensor lie: each is in exactly one box."""
-    after = math.prod(cut.shape[cut.dim + 1 :])
-    width = cut.shape[cut.dim] * after
+    return recut(cut, uncut(cut.dim, cut.shape), 0, start, stop)
+
+
+def uncut(dim: int, shape: Sequence[int]) -> Cut:
+    """A tensor that one lane has whole, as a cut along any dimension."""
+    return Cut(dim, tuple(shape), (((0, shape[dim]),),))
+
+
+def recut(source: Cut, target: Cut, lane: int, start: int, stop: int) -> list[Box]:
+    """Where the elements [start, stop) of the slice that `lane` has by `target` lie in slices by `source` of the same
+    tensor: each is in exactly one box, whose target is counted from `start`.
+
+    Along one dimension there are some boxes for each pair of ranges; where the dimensions differ, for each row.
+    """
+    after = math.prod(target.shape[target.dim + 1 :])
+    width, own = target.shape[target.dim] * after, _length(target.ranges[lane]) * after
     found: list[Box] = []
-    for row, rows, first, last in _blocks(start, stop, width) if width else ():
-        for lane, ranges in enumerate(cut.ranges):
-            stride, place = _length(ranges) * after, 0
-            for low, high in ((low * after, high * after) for low, high in ranges):
-                begin, end = max(low, first), min(high, last)
-                if begin < end:
-                    source, target = row * stride + place + begin - low, row * width + begin - start
-                    found.append(Box(lane, source, stride, target, width, rows, end - begin))
-                place += high - low
+    for row, rows, first, last in _blocks(start, stop, own) if own else ():
+        for column, low, high in _columns(target.ranges[lane], after, first, last):
+            place = row * own + column - start
+            if source.dim == target.dim:
+                found += _within(source, row, rows, low, high, place, own)
+                continue
+            for number in range(rows):
+                begin = (row + number) * width
+                for box in boxes(source, begin + low, begin + high):
+                    found.append(replace(box, target=place + number * own + box.target))
     return found
+
+
+def _within(source: Cut, row: int, rows: int, first: int, last: int, place: int, stride: int) -> Iterator[Box]:
+    """The columns [first, last) of `rows` rows from `row` on, in the lanes' slices; in the target from `place` on."""
+    after = math.prod(source.shape[source.dim + 1 :])
+    for lane, ranges in enumerate(source.ranges):
+        width = _length(ranges) * after
+        for column, low, high in _columns(ranges, after, 0, width):
+            begin, end = max(low, first), min(high, last)
+            if begin < end:
+                at = row * width + column + begin - low
+                yield Box(lane, at, width, place + begin - first, stride, rows, end - begin)
+
+
+def _columns(ranges: Sequence[Range], after: int, first: int, last: int) -> Iterator[tuple[int, int, int]]:
+    """Of the columns [first, last) of a slice of these ranges, each of `after` elements, those that lie together:
+    (column in the slice, the columns of the whole tensor from, to)."""
+    place = 0
+    for low, high in ((low * after, high * after) for low, high in ranges):
+        begin, end = max(place, first), min(place + high - low, last)
+        if begin < end:
+            yield begin, low + begin - place, low + end - place
+        place += high - low
 
 
 def to_json(cuts: Mapping[str, Cut | str]) -> dict[str, Any]:

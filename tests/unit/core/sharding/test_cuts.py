@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.core.errors import IntegrityError
-from elastic.core.sharding.cuts import Box, Cut, boxes, from_json, parts_of, to_json
+from elastic.core.sharding.cuts import Box, Cut, boxes, from_json, parts_of, recut, to_json, uncut
 
 
 def slice_of(whole: Any, cut: Cut, lane: int) -> Any:
@@ -22,10 +22,13 @@ def slice_of(whole: Any, cut: Cut, lane: int) -> Any:
     return np.take(whole, np.array(indices, dtype=int), axis=cut.dim).reshape(-1)
 
 
+shapes = st.lists(st.integers(1, 7), min_size=1, max_size=3).map(tuple)
+
+
 @st.composite
-def cuts(draw: st.DrawFn) -> Cut:
+def cuts(draw: st.DrawFn, shape: tuple[int, ...] = ()) -> Cut:
     """Any lanes: of several ranges in any order, of unequal sizes, of nothing."""
-    shape = tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)))
+    shape = shape or draw(shapes)
     dim, lanes = draw(st.integers(0, len(shape) - 1)), draw(st.integers(1, 4))
     edges = sorted({0, shape[dim], *draw(st.lists(st.integers(0, shape[dim]), max_size=5))})
     pieces = draw(st.permutations(list(pairwise(edges))))
@@ -33,10 +36,10 @@ def cuts(draw: st.DrawFn) -> Cut:
     return Cut(dim, shape, tuple(tuple(p for p, o in zip(pieces, owners, strict=True) if o == n) for n in range(lanes)))
 
 
-def filled(cut: Cut, slices: list[Any], start: int, stop: int) -> Any:
-    """The interval, by way of the boxes; every element once."""
-    target, times = np.full(stop - start, -1), np.zeros(stop - start, dtype=int)
-    for box in boxes(cut, start, stop):
+def filled(found: list[Box], slices: list[Any], numel: int) -> Any:
+    """An interval of so many elements, by way of the boxes; every element once."""
+    target, times = np.full(numel, -1), np.zeros(numel, dtype=int)
+    for box in found:
         assert box.span <= slices[box.lane].size - box.source
         for row in range(box.rows):
             source, there = box.source + row * box.source_stride, box.target + row * box.target_stride
@@ -55,9 +58,39 @@ def test_any_interval_of_the_whole_is_put_together_of_the_slices(cut: Cut, data:
     whole = np.arange(numel).reshape(cut.shape)
     slices = [slice_of(whole, cut, lane) for lane in range(len(cut.ranges))]
     assert [own.size for own in slices] == [math.prod(cut.slice_shape(lane)) for lane in range(len(cut.ranges))]
-    assert (filled(cut, slices, start, stop) == np.arange(start, stop)).all()
     found = boxes(cut, start, stop)
+    assert (filled(found, slices, stop - start) == np.arange(start, stop)).all()
     assert len(found) <= 3 * sum(map(len, cut.ranges))
+
+
+@given(shapes, st.data())
+def test_any_interval_of_a_slice_is_put_together_of_other_slices(shape: tuple[int, ...], data: st.DataObject) -> None:
+    """Cut along the same dimension or another one, or not at all on either side."""
+    source, target = (
+        data.draw(cuts(shape) | st.integers(0, len(shape) - 1).map(lambda n: uncut(n, shape))) for _ in "ab"
+    )
+    whole = np.arange(math.prod(shape)).reshape(shape)
+    slices = [slice_of(whole, source, lane) for lane in range(len(source.ranges))]
+    lane = data.draw(st.integers(0, len(target.ranges) - 1))
+    own = slice_of(whole, target, lane)
+    start = data.draw(st.integers(0, own.size))
+    stop = data.draw(st.integers(start, own.size))
+    found = recut(source, target, lane, start, stop)
+    assert (filled(found, slices, stop - start) == own[start:stop]).all()
+    if source.dim == target.dim:
+        assert len(found) <= 3 * sum(map(len, source.ranges)) * len(target.ranges[lane])
+
+
+@given(shapes, st.data())
+def test_all_lanes_together_read_every_stored_element_once(shape: tuple[int, ...], data: st.DataObject) -> None:
+    source, target = data.draw(cuts(shape)), data.draw(cuts(shape))
+    times = [np.zeros(math.prod(source.slice_shape(lane)), dtype=int) for lane in range(len(source.ranges))]
+    for lane in range(len(target.ranges)):
+        for box in recut(source, target, lane, 0, math.prod(target.slice_shape(lane))):
+            for row in range(box.rows):
+                at = box.source + row * box.source_stride
+                times[box.lane][at : at + box.width] += 1
+    assert all((own == 1).all() for own in times)
 
 
 @given(cuts())
