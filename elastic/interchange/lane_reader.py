@@ -22,7 +22,7 @@ class LaneReader:
 
     def __init__(self, source: CheckpointSource, manifest: Manifest, lane: int = 0) -> None:
         self._source, self._whole = source, manifest
-        self._lane = lane_of(manifest, lane, manifest.tp)
+        self._lane = lane_of(manifest, lane)
         self._index = SourceIndex([shard.layout for shard in self._lane.shards])
         self.shapes: Mapping[str, tuple[int, ...]] = self._lane.parameters
         self.digests: Mapping[str, int] = self._lane.digests

@@ -36,7 +36,8 @@ class Run:
     def __init__(self, url: Path, generations: Sequence[Sequence[Outcome]], tp: int = 1) -> None:
         store = CheckpointStore(str(url), "run")
         manifest = store.manifest(store.list()[0].id)
-        views = [lane_of(manifest, lane, tp) for lane in range(tp)]
+        assert manifest.tp == tp
+        views = [lane_of(manifest, lane) for lane in range(tp)]
         self.shapes = [view.parameters for view in views]
         self.lanes = [state_of(store, view) for view in views]
         self.outcomes = [outcome for generation in generations for outcome in generation]

@@ -7,8 +7,11 @@ import importlib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest import mock
+
+import torch
 
 from elastic.core.checkpoint import lanes as product_lanes
 
@@ -59,10 +62,54 @@ def slices_of_the_other_rank() -> Iterator[None]:
     """Both ranks of a cell take back what the other one has saved."""
     from elastic.training.state import engine_state
 
-    def other(manifest: Any, lane: int, tp: int) -> Any:
-        return product_lanes.lane_of(manifest, tp - 1 - lane, tp)
+    def other(manifest: Any, lane: int) -> Any:
+        return product_lanes.lane_of(manifest, manifest.tp - 1 - lane)
 
     with mock.patch.object(engine_state, "lane_of", other):
+        yield
+
+
+@contextmanager
+def slices_of_the_other_lane() -> Iterator[None]:
+    """Where slices are cut anew, they are read of another lane than the one that has them."""
+    from elastic.core.checkpoint.recut import Recut
+
+    original = Recut.boxes
+
+    def other(found: Recut, name: str, start: int, stop: int) -> list[Any]:
+        tp = found.whole.tp if name in found.source else 1
+        return [replace(box, lane=tp - 1 - box.lane) for box in original(found, name, start, stop)]
+
+    with mock.patch.object(Recut, "boxes", other):
+        yield
+
+
+@contextmanager
+def _put(wrong: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Elements of slices that are cut anew are put elsewhere."""
+    from elastic.training.state.recut import reading
+
+    original = reading._put
+    put = lambda target, values, part: original(target, wrong(values), part)  # noqa: E731
+    with mock.patch.object(reading, "_put", put):
+        yield
+
+
+def elements_one_further() -> AbstractContextManager[None]:
+    return _put(lambda values: values.roll(1))
+
+
+@contextmanager
+def moments_of_another_kind() -> Iterator[None]:
+    from elastic.training.state.reading import Staged
+
+    original = Staged.states
+
+    def swapped(staged: Staged, master: Any) -> dict[str, torch.Tensor]:
+        found = original(staged, master)
+        return {**found, "exp_avg": found["exp_avg_sq"], "exp_avg_sq": found["exp_avg"]}
+
+    with mock.patch.object(Staged, "states", swapped):
         yield
 
 
@@ -122,6 +169,9 @@ BUGS: Mapping[str, Bug] = {
     "experts of the next rank": experts_of_the_next_rank,
     "experts in reverse": experts_in_reverse,
     "slices of the other rank": slices_of_the_other_rank,
+    "slices of the other lane": slices_of_the_other_lane,
+    "elements one further": elements_one_further,
+    "moments of another kind": moments_of_another_kind,
     "blocks in reverse": blocks_in_reverse,
     "padding counted": padding_counted,
     "layers counted within the stage": layers_counted_within_the_stage,

@@ -239,22 +239,6 @@ def test_what_is_damaged_in_one_lane_is_restored_on_no_rank(crew: Crew, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("plain", "world_size", "tp"), [({"stage": 1}, 2, 1), ({"stage": 1}, 4, 4), ({"engine": "fsdp2"}, 2, 1)]
-)
-def test_another_tp_is_refused_before_a_step(
-    crew: Crew, tmp_path: Path, plain: dict[str, Any], world_size: int, tp: int
-) -> None:
-    through(crew, tmp_path, plain, [(range(4), 3)])
-    (newest, *_) = CheckpointStore(str(tmp_path), "run").list()
-    config, spec = {**plain, "url": str(tmp_path)}, {**spec_of(plain), "tp": tp}
-    outcomes = crew.run(range(world_size), "tensor_parallel.train", config, checkpoint=newest.id, **spec)
-    for outcome in outcomes:
-        assert outcome.result.kind == "usage_error"
-        assert outcome.reports == []
-    assert "was saved with mesh: {tp: 2} and cannot be restored with" in outcomes[0].result.message
-
-
-@pytest.mark.parametrize(
     ("config", "said"),
     [
         ({"seeded by": "tp"}, "the ranks that share layers or experts have different values of embed.weight"),

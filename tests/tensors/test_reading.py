@@ -117,5 +117,5 @@ def test_a_device_without_room_for_both_reads_into_host_memory(monkeypatch: pyte
         return zeros(*size, **kwargs)
 
     monkeypatch.setattr(torch, "zeros", full)
-    found = reading._zeros(8, "F32", torch.device("cuda"))
+    found = reading.zeros(8, "F32", torch.device("cuda"))
     assert (found.device.type, found.tolist(), refused) == ("cpu", [0.0] * 8, [])

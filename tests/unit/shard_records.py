@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from elastic.core.checkpoint.assembly import assemble
+from elastic.core.checkpoint.lanes import CUTS
 from elastic.core.checkpoint.manifest import Manifest, ShardRecord, StoredTensor
 from elastic.core.names import shard_file
+from elastic.core.sharding.cuts import Cut
 from elastic.core.sharding.layout import Layout
 from elastic.core.sharding.zero import zero12_layout
 
@@ -55,3 +60,37 @@ def example(world: int = 4) -> list[ShardRecord]:
 
 def manifest() -> Manifest:
     return assemble(example(), run_id="run-1", versions={"torch": "2"}, written_at=1.5)
+
+
+# The second lane's slice of "b" is smaller: 10 rows over 3 ranks, say.
+SECOND = {**SHAPES, "b": (2, 4)}
+SECOND_GROUPS = [[("a", 7), ("b", 8)], [("c", 1)]]
+
+
+def shards_of_two_lanes(cells: int = 3) -> list[ShardRecord]:
+    """What `cells` cells of two ranks report, in the order of their ranks."""
+    lanes = [
+        records(zero12_layout(GROUPS, cells), SHAPES),
+        records(zero12_layout(SECOND_GROUPS, cells), SECOND),
+    ]
+    found = []
+    for cell in range(cells):
+        for lane, own in enumerate(lanes):
+            rank = 2 * cell + lane
+            extra = own[cell].extra_state if rank == 0 else None
+            file = shard_file(rank, 2 * cells)
+            found.append(replace(own[cell], rank=rank, world_size=2 * cells, file=file, extra_state=extra, tp=2))
+    return found
+
+
+def of_two_lanes() -> Manifest:
+    return assemble(shards_of_two_lanes(), run_id="run-1")
+
+
+# Of "b".
+ROWS = Cut(0, (5, 4), (((0, 2), (4, 5)), ((2, 4),)))
+
+
+def recorded(cuts: Any) -> Manifest:
+    whole = of_two_lanes()
+    return replace(whole, extra_state={**whole.extra_state, CUTS: cuts})

@@ -29,17 +29,9 @@ def shards_of(shards: Sequence[ShardRecord], lane: int, tp: int) -> tuple[ShardR
     return tuple(shards[lane::tp])
 
 
-def lane_of(manifest: Manifest, lane: int, tp: int) -> Manifest:
-    """The part of one lane as a manifest by itself, with the model's names; its shards keep their ranks.
-
-    Raises UsageError where the checkpoint has another number of lanes: a restore reads slices as they are, of one lane.
-    """
-    if manifest.tp != tp:
-        raise UsageError(
-            f"checkpoint {manifest.id} was saved with {_said(manifest.tp)} and cannot be restored with {_said(tp)}: "
-            "the number of ranks that share each layer stays for a run; "
-            + ("leave mesh.tp out" if manifest.tp == 1 else f"give {described(1, manifest.tp)}")
-        )
+def lane_of(manifest: Manifest, lane: int) -> Manifest:
+    """The part of one of its lanes as a manifest by itself, with the model's names; its shards keep their ranks."""
+    tp = manifest.tp
     if tp == 1:
         return manifest
     end = lane_name("", lane, tp)
@@ -63,15 +55,15 @@ def cuts_of(manifest: Manifest) -> Mapping[str, Cut]:
         return {}
     if CUTS not in manifest.extra_state:
         raise UsageError(
-            f"checkpoint {manifest.id} was saved with {_said(manifest.tp)} and does not say which parts of the whole "
+            f"checkpoint {manifest.id} was saved with {said(manifest.tp)} and does not say which parts of the whole "
             "tensors its slices are, as it was written by an older release: resume the run with the same mesh.tp, and "
-            "export, or begin from, a checkpoint that it writes then"
+            "export, begin from, or change mesh.tp with a checkpoint that it writes then"
         )
     cuts: dict[str, Cut] = {}
     for name, cut in from_json(manifest.extra_state[CUTS], manifest.tp).items():
         if isinstance(cut, str):
             raise UsageError(
-                f"checkpoint {manifest.id} was saved with {_said(manifest.tp)}, and the slices of {name!r} cannot be "
+                f"checkpoint {manifest.id} was saved with {said(manifest.tp)}, and the slices of {name!r} cannot be "
                 f"put together: {cut}; a run can be resumed from it with the same mesh.tp"
             )
         cuts[name] = cut
@@ -80,7 +72,7 @@ def cuts_of(manifest: Manifest) -> Mapping[str, Cut]:
 
 
 def _check_shapes(manifest: Manifest, cuts: Mapping[str, Cut]) -> None:
-    shapes = [lane_of(manifest, lane, manifest.tp).parameters for lane in range(manifest.tp)]
+    shapes = [lane_of(manifest, lane).parameters for lane in range(manifest.tp)]
     for name in {name: None for own in shapes for name in own} | dict.fromkeys(cuts):
         found = [own.get(name) for own in shapes]
         expected = [cuts[name].slice_shape(lane) if name in cuts else found[0] for lane in range(manifest.tp)]
@@ -91,5 +83,6 @@ def _check_shapes(manifest: Manifest, cuts: Mapping[str, Cut]) -> None:
             )
 
 
-def _said(tp: int) -> str:
+def said(tp: int) -> str:
+    """How many ranks share each layer, as a job file says it."""
     return described(1, tp) if tp > 1 else "no mesh.tp"

@@ -19,9 +19,11 @@ from elastic.checkpoint.shards import DTYPE_NAMES
 from elastic.checkpoint.shares import KeptBesides, Shares
 from elastic.checkpoint.snapshot import ShardSnapshot
 from elastic.checkpoint.source import CheckpointSource
+from elastic.comm.agreement import Agreement
 from elastic.comm.lanes import Lanes
 from elastic.core.checkpoint.lanes import CUTS, lane_of
 from elastic.core.checkpoint.manifest import Json, Manifest, ShardRecord, StoredTensor
+from elastic.core.checkpoint.recut import Recut
 from elastic.core.checkpoint.shares import is_share
 from elastic.core.checkpoint.stages import part_of
 from elastic.core.data.readers import READERS
@@ -33,7 +35,7 @@ from elastic.core.sharding.layout import RankLayout, without
 from elastic.engines.base import Engine
 from elastic.engines.inventory import Inventory, gaps
 from elastic.engines.live_state import BUFFER, KEPT, PARAM
-from elastic.engines.model.cuts import agreed
+from elastic.engines.model.cuts import Cuts, agreed
 from elastic.engines.model.description import describe
 from elastic.engines.model.plain_names import named_modules, named_parameters
 from elastic.engines.optimizer_state import decode_scalars, install_groups, install_state, scalars_of
@@ -47,6 +49,8 @@ from elastic.training.state.host import HostCopy, HostPool, Transfer, packed, pl
 from elastic.training.state.initial_weights import install_weights
 from elastic.training.state.model_check import check_model
 from elastic.training.state.reading import Staged, check_dtypes, kept_in, read_checkpoint
+from elastic.training.state.recut.reading import Made, Seen, read_recut
+from elastic.training.state.recut.verdict import expected_digests, require_whole
 from elastic.training.state.replicas import Replicas, marks_of_tied, require_tied, tied_parts
 from elastic.training.state.verification import Verification, own_digests
 from elastic.training.state.verify_scalars import LiveGroups
@@ -108,10 +112,16 @@ class EngineState:
         self._pool = HostPool(engine.device)
         self._built = late_buffers.shapes(self.sharded.specs())
         self._model = describe(self.sharded.module)
-        self._cuts: Mapping[str, Json] = {}
+        # None: not known.
+        self._cuts: Cuts | None = None if lanes.slices > 1 else {}
         self._verification: Verification | None = None
         # Of all lanes, as it was read.
         self._saved: Manifest | None = None
+        # Where the ranks that saved it did not have these slices: how they lie there, and what was read of them, by
+        # their numbers there and here.
+        self._recut: Recut | None = None
+        self._seen: Seen = {}
+        self._made: Made = {}
         self._captures = 0
         self._ahead: int | None = None
         # Of the checkpoint's tensors: does this stage of a pipeline not have it?
@@ -129,7 +139,7 @@ class EngineState:
         cuts, lanes = self.sharded.cuts, self.lanes
         if lanes.slices > 1 and cuts is not None:
             names = [name for name, _ in named_parameters(self.sharded.module)]
-            self._cuts = {CUTS: to_json(agreed(cuts, names, lanes.every, lanes.stages, lanes.stage))}
+            self._cuts = agreed(cuts, names, lanes.every, lanes.stages, lanes.stage)
 
     def keep(self, shares: Shares) -> None:
         """Before `restore`: what ranks keep besides, from here on."""
@@ -274,7 +284,8 @@ class EngineState:
             return None
         grown = late_buffers.grown(self._built, late_buffers.shapes(self.sharded.specs()))
         extra = read_extra(self._engine, self.sharded, inventory, caller)
-        return {**extra, "model": self._model, "grown_buffers": grown, **self._cuts}
+        cuts = {CUTS: to_json(self._cuts)} if self.lanes.slices > 1 and self._cuts is not None else {}
+        return {**extra, "model": self._model, "grown_buffers": grown, **cuts}
 
     def restore(
         self, source: CheckpointSource, checkpoint_id: str, later: bool = False
@@ -292,6 +303,7 @@ class EngineState:
         """
         began = monotonic()
         staged, skipped = self._read_together(source, checkpoint_id)
+        expected = self._expected(staged, skipped)
         read = monotonic()
         groups = LiveGroups.of(self.sharded)
         self._install_together(staged, skipped)
@@ -299,8 +311,6 @@ class EngineState:
         self._ahead = staged.manifest.extra_state["engine"].get("global_steps", 0) - staged.manifest.step
         answers = frozenset(name for name in self.restored if is_share(name) and self.shares.answers(name))
         kept = KeptBesides(self.restored, answers)
-        assert self._saved is not None
-        expected = own_digests(self._saved, self.agreement.rank)
         self._verification = Verification(self._engine, self.sharded, staged.manifest, groups, kept, expected)
         if later:
             self._before_first_step()
@@ -318,6 +328,8 @@ class EngineState:
             verify_s=monotonic() - installed,
         )
         _log.info("restored %s at world size %d: %s", checkpoint_id, self.agreement.world_size, report)
+        if self._recut is not None and self.agreement.rank == 0:
+            _log.warning("%s", self._recut.said(self.lanes.slices))
         extra_state = staged.manifest.extra_state
         readers = {READERS: extra_state[READERS]} if READERS in extra_state else {}
         return report, {**extra_state["caller"], **readers}
@@ -415,6 +427,17 @@ class EngineState:
                 raise ModelMismatch(f"the checkpoint is of another model: it has {name!r}, no stage of this model has")
         return found
 
+    def _expected(self, staged: Staged, skipped: frozenset[str]) -> Mapping[str, int]:
+        """The digests of what this rank's place must have. Collective where slices are others than those that were
+        saved: raises IntegrityError on all ranks if what they have read is not that."""
+        assert self._saved is not None
+        if self._recut is None:
+            return own_digests(self._saved, self.agreement.rank)
+        require_whole(self._recut, self._seen, skipped, self.agreement)
+        once = self.sharded.once
+        shards = self.lanes.own if once is None else Agreement(once, self._engine.device)
+        return expected_digests(self._recut, staged.manifest, self._made, self.zero_stage, shards)
+
     def _own_part(self, manifest: Manifest) -> Manifest:
         """What this stage restores of a checkpoint of the whole model."""
         extra = extra_of(manifest)
@@ -429,7 +452,10 @@ class EngineState:
     def _read(self, source: CheckpointSource, checkpoint_id: str) -> tuple[Staged, frozenset[str]]:
         self.sharded.require_readable()
         self._saved = source.manifest(checkpoint_id)
-        manifest = lane_of(self._saved, self.lanes.slice, self.lanes.slices)
+        lanes = self.lanes
+        same = self._saved.tp == lanes.slices
+        self._recut = None if same else Recut.of(self._saved, self._cuts, lanes.slice, lanes.slices)
+        manifest = lane_of(self._saved, lanes.slice) if self._recut is None else self._recut.manifest
         if self.lanes.stages > 1:
             manifest = self._own_part(manifest)
         saved = extra_of(manifest)
@@ -438,7 +464,10 @@ class EngineState:
         check_extra(self._engine, self.sharded, saved)
         self.restored = kept_in(manifest, self.shares)
         inventory = self._without(skipped)
-        staged = read_checkpoint(source, manifest, inventory, self.sharded.rank)
+        if self._recut is None:
+            staged = read_checkpoint(source, manifest, inventory, self.sharded.rank)
+        else:
+            staged, self._seen, self._made = read_recut(source, self._recut, manifest, inventory, self.sharded.rank)
         check_dtypes(inventory.masters, inventory.extras, staged)
         by_name = decode_scalars(saved["optimizer"]["scalars"])
         for master in inventory.masters:

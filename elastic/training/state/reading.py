@@ -66,7 +66,7 @@ def read_checkpoint(
     Raises IntegrityError (the checkpoint lacks something), StorageError, or ModelMismatch (one tensor, two dtypes).
     """
     target = live.held()
-    stored = [_by_buffer(shard.tensors) for shard in manifest.shards]
+    stored = [by_buffer(shard.tensors) for shard in manifest.shards]
     items = plan_rank([shard.layout for shard in manifest.shards], target, spread=rank)
     dtypes = _dtypes(items, stored)
     # A rank whose part is all padding reads nothing, but its optimizer still has state there.
@@ -79,7 +79,7 @@ def read_checkpoint(
     devices = {master.buffer: master.tensor.device for master in live.masters}
     devices |= {extra.chunk.buffer: extra.tensor.device for extra in live.extras}
     tensors = {
-        buffer: {kind: _zeros(target.buffers[buffer], dtype, devices[buffer]) for kind, dtype in own.items()}
+        buffer: {kind: zeros(target.buffers[buffer], dtype, devices[buffer]) for kind, dtype in own.items()}
         for buffer, own in dtypes.items()
     }
     ranks = [shard.rank for shard in manifest.shards]
@@ -90,7 +90,7 @@ def read_checkpoint(
     return Staged(manifest, tensors, _read(source, manifest, ranges, buffer_bytes), needed)
 
 
-def _zeros(numel: int, dtype: str, device: torch.device) -> torch.Tensor:
+def zeros(numel: int, dtype: str, device: torch.device) -> torch.Tensor:
     """On `device`; in host memory where that has no room for both the masters and what is read of them."""
     try:
         return torch.zeros(numel, dtype=torch_dtype(dtype), device=device)
@@ -185,7 +185,7 @@ def check_dtypes(masters: Iterable[Master], extras: Iterable[Extra], staged: Sta
             raise ModelMismatch(f"{name!r} is held as {live.dtype} here, as {stored.dtype} in the checkpoint")
 
 
-def _by_buffer(tensors: Iterable[StoredTensor]) -> dict[str, dict[str, StoredTensor]]:
+def by_buffer(tensors: Iterable[StoredTensor]) -> dict[str, dict[str, StoredTensor]]:
     """Buffer -> kind -> tensor."""
     found: dict[str, dict[str, StoredTensor]] = {}
     for tensor in tensors:

@@ -176,12 +176,15 @@ def _sorted(fragments: Sequence[Fragment], zero_stage: int) -> tuple[tuple[Chunk
     found = _Sorted({}, {}, {})
     chunks = {each.name: Chunk(each.name, each.start, each.tensor.numel(), each.name, 0) for each in fragments}
     for each in fragments:
-        if zero_stage == 0 or each.kind in (BUFFER, KEPT) or (each.kind == PARAM and zero_stage < 3):
-            place = found.whole
-        else:
-            place = found.sliced if each.kind == PARAM else found.steady
+        sliced = found.sliced if each.kind == PARAM else found.steady
+        place = found.whole if is_whole(each.kind, zero_stage) else sliced
         place[f"{each.kind}/{each.name}"] = each.tensor
     return tuple(chunks.values()), found
+
+
+def is_whole(kind: str, zero_stage: int) -> bool:
+    """Does each rank have all of a tensor of this kind, or a slice of it?"""
+    return zero_stage == 0 or kind in (BUFFER, KEPT) or (kind == PARAM and zero_stage < 3)
 
 
 def _left_alone(manifest: Manifest, state: ShardedState) -> frozenset[str]:

@@ -4,50 +4,34 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Any
 
 import pytest
-from shard_records import GROUPS, SHAPES, manifest, records
+from shard_records import (
+    ROWS,
+    SECOND,
+    SECOND_GROUPS,
+    SHAPES,
+    manifest,
+    of_two_lanes,
+    recorded,
+    records,
+    shards_of_two_lanes,
+)
 
 from elastic.core.checkpoint.assembly import assemble
-from elastic.core.checkpoint.lanes import CUTS, cuts_of, lane_of
-from elastic.core.checkpoint.manifest import Manifest, ShardRecord
+from elastic.core.checkpoint.lanes import cuts_of, lane_of
+from elastic.core.checkpoint.manifest import Manifest
 from elastic.core.checkpoint.manifest_json import from_json, to_json
 from elastic.core.errors import IntegrityError, UsageError
-from elastic.core.names import shard_file
 from elastic.core.sharding import cuts
 from elastic.core.sharding.cuts import Cut
 from elastic.core.sharding.zero import zero12_layout
-
-# The second lane's slice of "b" is smaller: 10 rows over 3 ranks, say.
-SECOND = {**SHAPES, "b": (2, 4)}
-SECOND_GROUPS = [[("a", 7), ("b", 8)], [("c", 1)]]
-
-
-def shards(cells: int = 3) -> list[ShardRecord]:
-    """What `cells` cells of two ranks report, in the order of their ranks."""
-    lanes = [
-        records(zero12_layout(GROUPS, cells), SHAPES),
-        records(zero12_layout(SECOND_GROUPS, cells), SECOND),
-    ]
-    found = []
-    for cell in range(cells):
-        for lane, own in enumerate(lanes):
-            rank = 2 * cell + lane
-            extra = own[cell].extra_state if rank == 0 else None
-            file = shard_file(rank, 2 * cells)
-            found.append(replace(own[cell], rank=rank, world_size=2 * cells, file=file, extra_state=extra, tp=2))
-    return found
-
-
-def of_two_lanes() -> Manifest:
-    return assemble(shards(), run_id="run-1")
 
 
 def test_each_lane_is_a_checkpoint_by_itself() -> None:
     whole = of_two_lanes()
     assert (whole.world_size, whole.tp) == (6, 2)
-    first, second = lane_of(whole, 0, 2), lane_of(whole, 1, 2)
+    first, second = lane_of(whole, 0), lane_of(whole, 1)
     assert (first.parameters, second.parameters) == (SHAPES, SECOND)
     assert [shard.rank for shard in second.shards] == [1, 3, 5], "by their ranks in the run"
     assert (first.world_size, first.tp) == (3, 1)
@@ -68,7 +52,7 @@ def test_without_lanes_the_format_stays() -> None:
     text = to_json(manifest())
     assert json.loads(text)["format"] == 1
     assert "mesh" not in json.loads(text)["manifest"]
-    assert lane_of(manifest(), 0, 1) is not None
+    assert lane_of(manifest(), 0) == manifest()
 
 
 @pytest.mark.parametrize("mesh", [{"dp": 6, "tp": 1}, {"dp": 2, "tp": 2}, {"dp": 0, "tp": 6}, {"dp": 3}])
@@ -84,45 +68,22 @@ def test_a_mesh_that_is_not_that_of_its_ranks_is_refused(mesh: dict[str, int]) -
 
 def test_a_rank_of_any_lane_that_is_missing_or_holds_too_little_is_named() -> None:
     with pytest.raises(IntegrityError, match=r"world size 6 needs one shard per rank: missing \[3\]"):
-        assemble([shard for shard in shards() if shard.rank != 3], run_id="run-1")
-    found = shards()
+        assemble([shard for shard in shards_of_two_lanes() if shard.rank != 3], run_id="run-1")
+    found = shards_of_two_lanes()
     found[3] = replace(found[3], chunks=found[3].chunks[1:], digests={})
     with pytest.raises(IntegrityError):
         assemble(found, run_id="run-1")
-    found = shards()
+    found = shards_of_two_lanes()
     found[1] = replace(found[1], parameters=None)
     with pytest.raises(IntegrityError, match="the record of rank 1 does not name the parameters"):
         assemble(found, run_id="run-1")
-    found = shards()
+    found = shards_of_two_lanes()
     found[5] = replace(found[5], tp=1)
     with pytest.raises(IntegrityError, match="differ in tp: 1 and 2"):
         assemble(found, run_id="run-1")
 
 
-@pytest.mark.parametrize(
-    ("source", "tp", "said"),
-    [
-        (
-            of_two_lanes(),
-            4,
-            r"mesh: {tp: 2} and cannot be restored with mesh: {tp: 4}.*give mesh: {tp: 2}",
-        ),
-        (of_two_lanes(), 1, r"mesh: {tp: 2} and cannot be restored with no mesh.tp.*give mesh: {tp: 2}"),
-        (manifest(), 2, r"no mesh.tp and cannot be restored with mesh: {tp: 2}.*leave mesh.tp out"),
-    ],
-)
-def test_another_number_of_lanes_is_refused(source: Manifest, tp: int, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
-        lane_of(source, 0, tp)
-
-
 EVEN = Cut.evenly(0, (6, 4), 2)
-ROWS = Cut(0, (5, 4), (((0, 2), (4, 5)), ((2, 4),)))
-
-
-def recorded(cuts: Any) -> Manifest:
-    whole = of_two_lanes()
-    return replace(whole, extra_state={**whole.extra_state, CUTS: cuts})
 
 
 def test_what_is_cut_is_read_of_the_record() -> None:
