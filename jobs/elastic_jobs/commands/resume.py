@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from elastic.core.checkpoint.recut import change_of_slices
 from elastic.core.errors import RunNotFound, TokenRefused, UsageError
 from elastic.core.names import check_run_id
 from elastic.core.settings import CheckpointSettings, RunSettings
@@ -22,7 +23,7 @@ from elastic_jobs.commands.common import (
     run_arguments,
 )
 from elastic_jobs.commands.submit import after, env_argument
-from elastic_jobs.job_file.checks import check_mesh, check_new_end, check_plan, check_seed, is_done, refuse
+from elastic_jobs.job_file.checks import check_new_end, check_plan, check_seed, is_done, refuse
 from elastic_jobs.job_file.load import load_job
 from elastic_jobs.run_folder import RunFolder
 from elastic_jobs.running.backend import Backend
@@ -117,12 +118,13 @@ def _job(options: argparse.Namespace, folder: RunFolder) -> Job:
         job = _moved(folder.read_job(), folder)
         check_code(job, options.trust_storage or folder.signed)
         return job
-    # Of the stored job only the seed and the mesh are compared.
+    # Of the stored job only the seed and mesh.tp are compared.
     stored = folder.read_job(unsigned=True)
     file = Path(options.job)
     job = load_job(file, storage_url=folder.url).job(file, folder.run_id)
     check_seed(folder.run_id, stored.settings.seed, job.settings.seed)
-    check_mesh(folder.run_id, stored.settings.mesh.tp, job.settings.mesh.tp)
+    if stored.settings.mesh.tp != job.settings.mesh.tp:
+        say(change_of_slices(stored.settings.mesh.tp, job.settings.mesh.tp))
     return job
 
 

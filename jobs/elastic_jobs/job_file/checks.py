@@ -109,15 +109,6 @@ def check_seed(run_id: str, before: Any, now: int) -> None:
         )
 
 
-def check_mesh(run_id: str, before: int, now: int) -> None:
-    """Raises UsageError for another number of workers that share each layer than the run was started with."""
-    if before != now:
-        raise UsageError(
-            f"run {run_id!r} was started with mesh.tp {before}, not {now}: its checkpoints hold the slices of as many "
-            "workers; set it back, or start under another --run-id"
-        )
-
-
 def is_done(summary: Mapping[str, Any], max_steps: int | None) -> bool:
     """Whether a run has reached its end, and `max_steps` (None: the run's own) is not a later one."""
     return summary.get("status") == FINISHED and max_steps in (None, summary.get("steps"))

@@ -21,6 +21,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from elastic.core.checkpoint.recut import change_of_slices
 from elastic.core.errors import ElasticError, NobodyAnswers, RunNotFound, StorageError, UsageError
 from elastic.core.run.phase import FINISHED, NOT_FINISHED, STOPPED, USAGE
 from elastic.core.secrets import redact, secret_values
@@ -31,7 +32,7 @@ from elastic.observe.text import clean
 from elastic.runtime import handed_environment
 from elastic_jobs.display import LineDisplay
 from elastic_jobs.exit_codes import DRIVER_BLIND, DRIVER_LOST, STATUSES, exit_code
-from elastic_jobs.job_file.checks import check_mesh, check_new_end, check_seed, check_storage, is_done
+from elastic_jobs.job_file.checks import check_new_end, check_seed, check_storage, is_done
 from elastic_jobs.job_file.load import load_job
 from elastic_jobs.run_folder import RunFolder
 from elastic_jobs.running.backend import Backend, SupervisorLike
@@ -234,7 +235,9 @@ def check_job(command: DriverCommand, folder: RunFolder) -> Job:
     before = (folder.read("job.json") or {}).get("settings")
     if before is not None:
         check_seed(command.run_id, before.get("seed"), job.settings.seed)
-        check_mesh(command.run_id, (before.get("mesh") or {}).get("tp", 1), job.settings.mesh.tp)
+        tp, now = (before.get("mesh") or {}).get("tp", 1), job.settings.mesh.tp
+        if tp != now:
+            say(f"run {command.run_id}: {change_of_slices(tp, now)}")
     check_storage(job.settings)
     return job
 

@@ -42,6 +42,21 @@ def test_steps_that_take_the_place_of_epochs_are_told(
     assert capfd.readouterr().err.count("--max-steps 20 takes the place of the job's `epochs: 3`") == 1
 
 
+@pytest.mark.parametrize(("before", "now"), [("", "mesh: {tp: 2}\n"), ("mesh: {tp: 2}\n", "mesh: {tp: 4}\n")])
+def test_another_number_of_workers_that_share_each_layer_is_told(
+    job: Path, before: str, now: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    plain = job.read_text()
+    job.write_text(plain + before)
+    assert cli.main(["run", "job.yaml", "--run-id", "r1"], FakeBackend("gave-up")) == 104
+    assert "dropout" not in capfd.readouterr().err
+    job.write_text(plain + now)
+    resumed = FakeBackend()
+    assert cli.main(["resume", "r1", "--job", "job.yaml"], resumed) == 0
+    assert resumed.calls[-1][1].mesh.tp in (2, 4)
+    assert capfd.readouterr().err.count("dropout inside layers that are cut is drawn anew") == 1
+
+
 def test_resume_of_a_run_that_goes_on_is_refused(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["run", "job.yaml", "--run-id", "r1"], FakeBackend("stopped")) == 103
     write_live(RunFolder("runs", "r1"), Live("a:1"))

@@ -374,7 +374,6 @@ def test_a_run_out_of_reach_is_no_end(package: Path, capfd: pytest.CaptureFixtur
         (JOB.replace("driven.py:main", "os:system"), {}, "is not in the submitted package"),
         (JOB.replace("driven.py:main", "../outside.py:main"), {}, "is not in the submitted package"),
         (JOB + "seed: 3\n", {"mode": "resume"}, "was started with seed 0, not 3"),
-        (JOB + "mesh: {tp: 2}\n", {"mode": "resume"}, "was started with mesh.tp 1, not 2: its checkpoints hold"),
         (JOB + "nonsense: 3\n", {}, "unknown key 'nonsense'"),
     ],
 )
@@ -399,6 +398,16 @@ def test_a_run_is_resumed_with_another_number_of_workers_that_share_experts(pack
     backend = Backend()
     drive(package, backend, "resume")
     assert len(backend.started) == 1
+
+
+def test_a_run_is_resumed_with_other_slices_of_its_layers(package: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (package / "job.yaml").write_text(JOB + "mesh: {tp: 2}\n")
+    RunFolder(storage(package), "r").write("job.json", {"settings": {"seed": 0}})
+    backend = Backend()
+    drive(package, backend, "resume")
+    assert len(backend.started) == 1
+    said = "saved with no mesh.tp and resumed with mesh: {tp: 2}: dropout inside layers that are cut is drawn anew"
+    assert capfd.readouterr().err.count(said) == 1
 
 
 def test_a_resume_of_a_run_that_is_not_in_storage_does_not_begin_it(package: Path) -> None:
