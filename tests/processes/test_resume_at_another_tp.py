@@ -22,6 +22,8 @@ from elastic.core.checkpoint.manifest_json import to_json
 pytestmark = pytest.mark.processes
 
 SLOW = pytest.mark.slow
+# Of weights that are rounded to bf16 in each step.
+ROUNDED = 5e-2
 # Members of one generation, its last step (None: the end), the mesh, and what else is new.
 Part = tuple[Sequence[int], int | None, dict[str, int], dict[str, Any]]
 NONE, TWO, THREE, FOUR = ({"tp": size} for size in (1, 2, 3, 4))
@@ -99,6 +101,28 @@ def test_a_model_of_transformers_goes_on_with_other_slices(
 ) -> None:
     pytest.importorskip("transformers", reason="the extra `hf` is not installed")
     compare(crew, tmp_path, "hugging_face.train", LLAMA | config, parts)
+
+
+def test_stages_go_on_with_other_slices(crew: Crew, tmp_path: Path) -> None:
+    """Tied parameters lie in two stages, and each stage knows its own cuts."""
+    config = {"engine": "fsdp2", "tied": True, "plan": "all", "clipping": 0.3, "dropout": 0.2}
+    parts: list[Part] = [
+        ((0, 1, 2, 3), 3, {"tp": 2, "pp": 2}, {}),
+        ((3, 1), 5, {"tp": 1, "pp": 2}, {}),
+        ((3, 1, 2, 0), None, {"tp": 2, "pp": 1}, {}),
+    ]
+    compare(crew, tmp_path, "staged.train", config, parts)
+
+
+@pytest.mark.slow
+def test_bf16_is_within_its_rounding(crew: Crew, tmp_path: Path) -> None:
+    """Masters and moments are in fp32, and what computes is made of them anew."""
+    config = {"stage": 2, "dtype": "bf16"}
+    whole = Run(tmp_path / "whole", cells.through(crew, tmp_path / "whole", "tensor_parallel.train", config, WHOLE), 1)
+    parts: list[Part] = [((0, 1), 3, TWO, {}), ((2, 0), 5, NONE, {"stage": 3}), ((0, 1, 2), None, THREE, {})]
+    moved = through(crew, tmp_path / "moved", "tensor_parallel.train", config, parts)
+    assert _distance(whole.losses, moved.losses) <= ROUNDED
+    assert_every_sample_once(moved)
 
 
 def test_damage_and_slices_of_an_older_release_are_refused_in_one_sentence(crew: Crew, tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def _job(options: argparse.Namespace, folder: RunFolder) -> Job:
     job = load_job(file, storage_url=folder.url).job(file, folder.run_id)
     check_seed(folder.run_id, stored.settings.seed, job.settings.seed)
     if stored.settings.mesh.tp != job.settings.mesh.tp:
-        say(change_of_slices(stored.settings.mesh.tp, job.settings.mesh.tp))
+        say(f"run {folder.run_id}: {change_of_slices(stored.settings.mesh.tp, job.settings.mesh.tp)}")
     return job
 
 
