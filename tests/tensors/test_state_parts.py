@@ -285,7 +285,9 @@ def test_what_the_users_code_may_change_is_copied_before_it_can(monkeypatch: pyt
              for kind, tensor in ((PARAM, frozen), (BUFFER, buffer))]  # fmt: skip
     master = Master("group0", 0, flat, (Chunk("w", 0, 4, "group0", 0),), ("w",), replicated=False)
     state: Any = EngineState.__new__(EngineState)
-    state.sharded = SimpleNamespace(rank=0, world_size=1, require_readable=lambda: None, elsewhere=frozenset())
+    state.sharded = SimpleNamespace(
+        rank=0, world_size=1, require_readable=lambda: None, elsewhere=frozenset(), writers=None
+    )
     state.lanes, state.shares = SimpleNamespace(stages=1), SimpleNamespace(apart=None)
     state._verification, state.zero_stage, state.kept = None, 2, dict
     inventory = Inventory((master,), (MasterState({}, {}),), tuple(whole))
