@@ -108,7 +108,7 @@ class Reduction:
         """Measure the links and choose; returns what each strategy would cost, in words. Collective."""
         assert self._choice is not None
         costs, spent_s = self._costs(sizes, names)
-        if self._looks.last is not None and is_faster(self._choice, costs):
+        if self._looks.last is not None and (drifted or is_faster(self._choice, costs)):
             # One look may be wrong: others use the processors and the links, too.
             again, more_s = self._costs(sizes, names)
             costs, spent_s = {name: (costs[name] + again[name]) / 2 for name in costs}, spent_s + more_s

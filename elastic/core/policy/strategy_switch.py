@@ -22,8 +22,9 @@ _QUIET = 2
 # Steps between two questions whether exchanges still take as long as they did. A change by this factor, in two windows
 # in a row, is looked at.
 WINDOW, _DRIFT = 10, 1.15
-# While nothing is found the pauses between looks double, up to so many times `every`; and two looks are at least the
-# `_APART`-th part of the pause apart, however much exchanges vary.
+# While nothing is found the pauses between looks double, up to so many times `every`. A drift is looked at once the
+# `_APART`-th part of `every` has passed, and twice as much with each look at a drift that has found nothing: exchanges
+# may just vary. After the first of those the next look follows as soon: one may have been wrong.
 _LONGEST, _APART = 2, 4
 
 
@@ -41,13 +42,14 @@ class Choice:
 class Looks:
     """The looks at the links of one generation: the last one, the pause until the next, and how many seconds the
     exchanges of a step took in the first window after the last news. `slower`: they were in the last window, or faster.
-    """
+    `misses`: looks at a drift in a row that have found nothing."""
 
     every: int
     last: int | None = None
     pause: int = 0
     usual_s: float | None = None
     slower: bool | None = None
+    misses: int = 0
 
     @property
     def next(self) -> int:
@@ -66,12 +68,16 @@ class Looks:
         low, high = sorted((self.usual_s, exchange_s))
         now = exchange_s > self.usual_s if high > _DRIFT * low else None
         again = now is not None and now == self.slower
-        return replace(self, slower=now), again and step - self.last >= self.pause // _APART
+        return replace(self, slower=now), again and step - self.last >= (self.every // _APART) << self.misses
 
     def looked(self, step: int, found: bool, drifted: bool) -> Looks:
         """There was a look before this step, because exchanges have `drifted` or not; was another strategy `found`?"""
-        pause = self.every if found or not self.pause else min(2 * self.pause, _LONGEST * self.every)
-        return Looks(self.every, step, pause, None if found or drifted else self.usual_s)
+        if found:
+            return Looks(self.every, step, self.every)
+        if drifted and not self.misses:
+            return Looks(self.every, step, max(1, self.every // _APART), misses=1)
+        pause = min(max(2 * self.pause, self.every), _LONGEST * self.every)
+        return Looks(self.every, step, pause, None if drifted else self.usual_s, misses=self.misses + drifted)
 
 
 def is_faster(choice: Choice, costs: Mapping[str, float]) -> bool:

@@ -69,7 +69,7 @@ def _run(
             window.clear()
         if drifted or step >= looks.next:
             found, spent_s = look_at(costs)
-            if looks.last is not None and is_faster(choice, found):
+            if looks.last is not None and (drifted or is_faster(choice, found)):
                 again, more_s = look_at(costs)
                 found, spent_s = {name: (found[name] + again[name]) / 2 for name in found}, spent_s + more_s
             choice, looks = after_look(choice, looks, found, step, 0.0, drifted)
@@ -118,10 +118,19 @@ def test_exchanges_that_take_another_time_are_looked_at_and_then_usual() -> None
     assert after(looks, 1.0, 1.1, 0.9, 1.2, 0.8, 1.2, 1.1, 1.2)[1] == [False] * 8, "two in a row, and both alike"
     assert after(looks, 1.0, 1.2, 1.2, 1.2)[1] == [False, False, True, True]
     assert after(looks, 1.0, 1.0, 0.8, 0.8)[1] == [False, False, False, True]
-    later, told = after(replace(looks, pause=200), *[1.0] + [1.2] * 5)
-    assert told == [False] * 4 + [True, True], "a quarter of the pause after a look"
+    later, told = after(replace(looks, misses=1), *[1.0] + [1.2] * 5)
+    assert told == [False] * 4 + [True, True], "half of `every` after a look, where one has found nothing"
     assert later.looked(60, False, False).usual_s == 1.0
     assert after(later.looked(60, False, True), 1.2, 1.2, 1.2, 1.2)[1] == [False] * 4, "it is usual now"
+
+
+def test_a_drift_in_which_nothing_is_found_is_looked_at_once_more_soon() -> None:
+    looks, seen = Looks(100).looked(2, True, False), []
+    for drifted in (True, False, False, True, False):
+        looks = looks.looked(looks.next, False, drifted)
+        seen.append((looks.next, looks.misses))
+    assert seen == [(127, 1), (227, 1), (427, 1), (627, 2), (827, 2)]
+    assert looks.looked(827, True, True).misses == 0
 
 
 def test_pauses_between_looks_double_while_nothing_is_found() -> None:
