@@ -71,7 +71,7 @@ class Recut:
         return recut(self.source.get(name, whole), self.target.get(name, whole), lane, start, stop)
 
     def said(self, tp: int) -> str:
-        """What a run is told that goes on with other slices."""
+        """The sentence for the log of a run that is resumed with other slices."""
         return f"checkpoint {self.whole.id}: {change_of_slices(self.whole.tp, tp)}"
 
     def stored(self) -> list[Stored]:

@@ -1,4 +1,4 @@
-"""Who passes on whose heartbeats: groups of a fleet, and fleets that change."""
+"""Relays of a fleet: which node has which one, in groups, and in fleets that change."""
 
 from __future__ import annotations
 
