@@ -104,15 +104,15 @@ def count_one_step_old() -> Change:
 
 
 def buffers_of_rank_1() -> Change:
-    def written(original: Any, self: Any, rank: int, world_size: int) -> Any:
+    def written(original: Any, self: Any, rank: int, world_size: int, writers: Any = None) -> Any:
         # Rank 0's part has the buffers; the other parts of ranks 0 and 1 stay what they are.
         if rank > 1:
-            return original(self, rank, world_size)
+            return original(self, rank, world_size, writers)
         others = replace(self, extras=tuple(extra for extra in self.extras if extra.kind != "buffer"))
         if rank == 0:
-            return original(others, 0, world_size)
-        mine, buffers = original(others, 1, world_size), replace(self, masters=(), extras=_buffers(self))
-        theirs = original(buffers, 0, world_size)
+            return original(others, 0, world_size, writers)
+        mine, buffers = original(others, 1, world_size, writers), replace(self, masters=(), extras=_buffers(self))
+        theirs = original(buffers, 0, world_size, writers)
         return replace(mine, chunks=(*mine.chunks, *theirs.chunks), buffers={**mine.buffers, **theirs.buffers})
 
     return changed(modules().inventory.Inventory, "written", written)

@@ -93,9 +93,9 @@ def registration_order_everywhere() -> Change:
 def dealt_shards() -> Change:
     """Every rank's own slice is taken for one more replica, and one rank writes each."""
 
-    def written(original: Any, self: Any, rank: int, world_size: int) -> Any:
+    def written(original: Any, self: Any, rank: int, world_size: int, writers: Any = None) -> Any:
         masters = tuple(replace(master, replicated=bool(master.chunks)) for master in self.masters)
-        return original(replace(self, masters=masters), rank, world_size)
+        return original(replace(self, masters=masters), rank, world_size, writers)
 
     return changed(modules().inventory.Inventory, "written", written)
 
@@ -108,8 +108,8 @@ def rank_0_only() -> Change:
 
 
 def written_without(name: str, from_rank: int) -> Change:
-    def written(original: Any, self: Any, rank: int, world_size: int) -> Any:
-        layout = original(self, rank, world_size)
+    def written(original: Any, self: Any, rank: int, world_size: int, writers: Any = None) -> Any:
+        layout = original(self, rank, world_size, writers)
         if rank < from_rank:
             return layout
         return replace(layout, chunks=tuple(chunk for chunk in layout.chunks if chunk.name != name))
