@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from elastic.core.errors import UsageError
-from elastic.core.policy.hops import Hop, Islands, ring_seconds
+from elastic.core.policy.hops import Hop, Islands
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,8 @@ def all_reduce_s(phase: Phase, islands: Islands, nbytes: float) -> float:
     hops = [Hop(phase.nodes.alpha_s, most * phase.nodes.beta_s_per_byte)] if most else []
     if len(leaving) < len(homes):
         hops.append(phase.node)
-    return max(ring_seconds(islands.ranks, nbytes, hop) for hop in hops)
+    share = nbytes / islands.ranks
+    return max(2 * (islands.ranks - 1) * hop.seconds(share) for hop in hops)
 
 
 def _phase(given: Mapping[str, Any]) -> Phase:

@@ -230,10 +230,10 @@ class CommunicationSettings:
     """How the gradients of a step are averaged over the ranks, in place of the engine's own reduction.
 
     `semantics` is what the job grants (`core.policy.communication`); `strategy` one of those that it permits, or
-    "auto": the one that measured links make the fastest. Gradients travel in buckets of `bucket_mb` megabytes; with
+    "auto": the one that takes least in steps of the run. Gradients travel in buckets of `bucket_mb` megabytes; with
     error feedback in one. `density` is the share of elements that "top_k" sends, `rank` that of "power_sgd"'s matrices.
-    Links are looked at again after `check_every_steps` steps at the earliest and twice as many at the latest, where
-    there is a choice and exchanges take as long as they did.
+    Others are tried again after `check_every_steps` steps and then after twice as many, where there is a choice and
+    exchanges take as long as they did.
 
     With "local" ranks train in `islands` (None: each node is one), which exchange what they have learnt every
     `every_steps` steps, by an outer step of Nesterov momentum `outer_momentum` and rate `outer_lr`; with

@@ -10,6 +10,7 @@ from crew import Crew
 from test_oracle import BATCH, CEILING, LAST_STEP, Run, _assert_ended, _assert_every_sample_once, _distance
 
 from elastic.checkpoint.storage import CheckpointStore
+from elastic.core.generation_spec import BatchSettings
 from elastic.core.policy.communication import EXACT
 from elastic.core.settings import CommunicationSettings
 
@@ -28,17 +29,19 @@ def _run(
     communication: CommunicationSettings | None,
     who: tuple[int, ...] = (0, 1, 2, 3),
     nodes: tuple[int, ...] = NODES,
+    batch: BatchSettings = BATCH,
 ) -> Run:
     outcomes = crew.run(
         who,
         "train",
         {**config, "url": str(url)},
-        batch=BATCH,
+        batch=batch,
         max_world_size=4,
         communication=communication,
         nodes=nodes,
     )
-    _assert_ended(outcomes, "finished", LAST_STEP)
+    # 37 samples, ten in a step.
+    _assert_ended(outcomes, "finished", -(-37 * batch.epochs // 10))
     return Run(url, [outcomes])
 
 
@@ -91,7 +94,7 @@ def test_what_travels_is_in_the_ledger(crew: Crew, tmp_path: Path) -> None:
 def test_through_other_world_sizes_as_the_undisturbed_run(
     crew: Crew, tmp_path: Path, strategy: str, in_loop: bool
 ) -> None:
-    # Links are looked at in the first step, and in every other one at the latest.
+    # All strategies take turns in the steps of such short generations.
     config, settings = {"stage": 1, "dropout": 0.1}, CommunicationSettings(strategy=strategy, check_every_steps=1)
     still = _run(crew, tmp_path / "still", config, None)
     url, generations, checkpoint = tmp_path / "moved", [], None
@@ -121,16 +124,20 @@ def test_through_other_world_sizes_as_the_undisturbed_run(
 
 
 def test_a_strategy_changes_in_mid_run_with_the_links(crew: Crew, tmp_path: Path) -> None:
-    config = {"stage": 1, "dropout": 0.1}
-    plain = _run(crew, tmp_path / "plain", config, None)
+    config, batch = {"stage": 1, "dropout": 0.1}, BatchSettings(epochs=12)
+    plain = _run(crew, tmp_path / "plain", config, None, batch=batch)
     outcomes = crew.run(
-        range(4), "train_while_links_change", {**config, "url": str(tmp_path / "moved")}, batch=BATCH,
-        max_world_size=4, communication=CommunicationSettings(check_every_steps=1), nodes=NODES,
+        range(4), "train_while_links_change", {**config, "url": str(tmp_path / "moved")}, batch=batch,
+        max_world_size=4, communication=CommunicationSettings(check_every_steps=4), nodes=NODES,
     )  # fmt: skip
-    _assert_ended(outcomes, "finished", LAST_STEP)
+    _assert_ended(outcomes, "finished", 45)
     told = {report.step: report.travel.split(":")[0] for report in outcomes[0].reports if report.travel}
-    # Slow from the look before the second step on, which is too soon after the first choice; changed once.
-    assert told == {1: "ring", 4: "hierarchical"}
+    # All twice, the ring three times more. Slow from the 21st step on, after which the others are no worse than it:
+    # each once, and the one that came near three times.
+    assert told == {1: "each in turn", 12: "ring", 33: "hierarchical"}
+    sent = {report.step: {use.op for use in report.collectives} for report in outcomes[0].reports}
+    assert "send" not in sent[5], "by the backend's own"
+    assert all("send" in sent[step] for step in (*range(12, 24), *range(33, 46)))
     moved = Run(tmp_path / "moved", [outcomes])
     assert _distance(plain.state, moved.state) <= CEILING["fp32"]
     assert _distance(plain.losses, moved.losses) <= CEILING["fp32"]

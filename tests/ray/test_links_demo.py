@@ -20,7 +20,7 @@ from elastic.observe.steps import collective_table, final_steps
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-STEPS, EVERY, CHANGE = 84, 40, 41
+STEPS, EVERY, CHANGE = 110, 40, 41
 # Relative. Seen over 720 steps: see docs/communication.md.
 TOLERANCE = 1e-5
 
@@ -56,10 +56,11 @@ def test_auto_follows_the_links_and_all_runs_train_alike(tmp_path: Path) -> None
     table = collective_table(records["auto"])
     assert table is not None
     told = {step: travel.partition(":")[0] for step, travel in table.travel}
-    # The second look after the first choice is the first that may change it.
-    assert list(told) == [1, 2 * EVERY + 1]
-    assert told[1] in ("all_reduce", "ring")
-    assert told[2 * EVERY + 1] == "hierarchical"
+    # Whatever was found in between: the ring's or the backend's way at first, the other one after the change.
+    assert list(told.values())[:1] == ["each in turn"]
+    assert [name for step, name in told.items() if step < CHANGE][-1] in ("all_reduce", "ring")
+    assert list(told.values())[-1] == "hierarchical"
+    assert max(told) > CHANGE
 
     losses = {name: {step["step"]: step["loss"] for step in final_steps(found)} for name, found in records.items()}
     assert losses["auto"].keys() == set(range(1, STEPS + 1))

@@ -8,8 +8,7 @@ still lack is the *sum of the residuals over the islands*. Where islands come or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from math import prod
 
 import torch
@@ -18,10 +17,9 @@ from torch import Tensor
 from elastic.checkpoint import shares as kept_besides
 from elastic.comm.strategies.exact import Wire, all_gather, own_part, reduce_scatter
 from elastic.comm.strategies.lossy import Compressor, Int8, Lane, PowerSgd, TopK, Whole
-from elastic.comm.strategies.measured_hops import seconds
 from elastic.core.checkpoint.shares import basis_name, basis_of, residual_name, residual_of
 from elastic.core.errors import UsageError
-from elastic.core.policy.hops import Hop, Islands, feedback_costs
+from elastic.core.policy.hops import Islands
 from elastic.core.settings import CommunicationSettings
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -46,7 +44,6 @@ class ErrorFeedback(kept_besides.Shares):
         self._residual = {
             name: torch.zeros(prod(shape), dtype=torch.float32, device=device) for name, shape in self._own.items()
         }
-        self._density = settings.density
         self._low_rank = PowerSgd(settings.rank, self._own)
         self.compressors: Mapping[str, Compressor] = {
             "hierarchical": Whole(),
@@ -88,30 +85,6 @@ class ErrorFeedback(kept_besides.Shares):
         self._residual = dict(zip(self._own, torch.split(left.clone(), lengths), strict=True))
         self._low_rank.bases |= self._low_rank.found
         self._low_rank.found = {}
-
-    def costs(
-        self, hops: Mapping[str, Hop], slowest: Callable[[list[float], torch.device], list[float]]
-    ) -> tuple[dict[str, float], float]:
-        """(seconds of a step by strategy, seconds that measuring the compressors took): the same on every rank, by
-        `slowest`. Collective."""
-        part = torch.ones(sum(prod(shape) for shape in self._own.values()), device=self._device)
-        alone = Lane((self._wire.rank,), self._wire)
-        works = {
-            name: seconds(partial(compressor.sum, part, alone), self._device) if part.numel() else 0.0
-            for name, compressor in self.compressors.items()
-        }
-        self._low_rank.found = {}
-        worked = dict(zip(works, slowest(list(works.values()), self._device), strict=True))
-        sizes = [sum(prod(self._shapes[name]) for name in own) for own in self._parts]
-        largest = self._parts[sizes.index(max(sizes))]
-        whole = PowerSgd(self._low_rank.rank, {name: self._shapes[name] for name in largest})
-        sent = {
-            "int8": Int8.message_bytes(max(sizes)),
-            "top_k": TopK.message_bytes(max(sizes), self._density),
-            "power_sgd": whole.message_bytes(),
-        }
-        found = feedback_costs(self._islands, 4.0 * sum(sizes), 4.0 * max(sizes), sent, hops)
-        return {name: cost + worked[name] for name, cost in found.items()}, sum(worked.values())
 
     # -- what is saved -------------------------------------------------------------------------------------------------
 

@@ -74,10 +74,6 @@ class Int8:
         ]
         return torch.stack(sent).sum(dim=0), sent[lane.members.index(lane.wire.rank)]
 
-    @staticmethod
-    def message_bytes(numel: int) -> list[float]:
-        return [float(numel), 4.0 * -(-numel // BLOCK)]
-
 
 @dataclass(frozen=True)
 class TopK:
@@ -94,10 +90,6 @@ class TopK:
             summed.index_add_(0, where, values)
         sent[places] = part[places]
         return summed, sent
-
-    @staticmethod
-    def message_bytes(numel: int, density: float) -> list[float]:
-        return [4.0 * density * numel] * 2
 
 
 @dataclass
@@ -128,13 +120,6 @@ class PowerSgd:
         summed = {n: a @ b.T for n, a, b in zip(matrices, left, right, strict=True)}
         summed |= dict(zip((name for name in pieces if name not in matrices), whole, strict=True))
         return _flat(summed[name] for name in pieces), _flat(sent[name] for name in pieces)
-
-    def message_bytes(self) -> list[float]:
-        """Of each sum over the lane: of what is sent whole, and of both factors."""
-        matrices = self.matrices()
-        whole = sum(prod(shape) for name, shape in self.shapes.items() if name not in matrices)
-        rows, columns = (sum(shape[side] for shape in matrices.values()) for side in (0, 1))
-        return [4.0 * size for size in (whole, self.rank * rows, self.rank * columns)]
 
     def matrices(self) -> dict[str, tuple[int, int]]:
         """Name -> (rows, columns) of the tensors that are sent as products."""

@@ -1,19 +1,13 @@
-"""What one reduction of a gradient costs by each exact strategy, from the latency and the bandwidth of measured hops.
-
-p ranks on N nodes of g each, n bytes. Ring: 2 (p-1) messages of n/p (Patarasuk and Yuan, JPDC 2009). Tree: binomial, a
-reduction and a broadcast of n (Thakur, Rabenseifner and Gropp, IJHPCA 2005). Hierarchical: a reduce-scatter within each
-node, a ring over the nodes for each part, an all-gather within. A collective waits for its slowest message.
-"""
+"""What a message takes, by latency and bandwidth, and which ranks share a node."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
 
-# Kinds of messages, each measured as the strategies send it: all ranks to the next one within their node; to the same
-# place of the next node, all places at once; to the next rank of all. And the backend's own all-reduce, as a whole.
-NODE, NODES, RANKS, BACKEND = "node", "nodes", "ranks", "all_reduce"
+# Kinds of messages: between two ranks of one node, and of two.
+NODE, NODES = "node", "nodes"
 
 
 @dataclass(frozen=True)
@@ -85,51 +79,3 @@ def fit_hop(measured: Sequence[tuple[float, float]]) -> Hop:
     if alpha < 0.0:
         return Hop(0.0, b / bb)
     return Hop(alpha, beta) if beta >= 0.0 else Hop(a / aa, 0.0)
-
-
-def exact_costs(islands: Islands, buckets: Sequence[int], hops: Mapping[str, Hop]) -> dict[str, float]:
-    """Strategy -> seconds of a step whose gradients lie in `buckets` (bytes). `hops` has the kinds that exist."""
-    costs = {"all_reduce": sum(hops[BACKEND].seconds(size) for size in buckets)}
-    if islands.ranks > 1:
-        costs["ring"] = sum(ring_seconds(islands.ranks, size, hops[RANKS]) for size in buckets)
-        costs["tree"] = sum(_tree_seconds(islands, size, hops) for size in buckets)
-    if islands.width > 1 and islands.count > 1:
-        costs["hierarchical"] = sum(
-            ring_seconds(islands.width, size, hops[NODE])
-            + ring_seconds(islands.count, size / islands.width, hops[NODES])
-            for size in buckets
-        )
-    return costs
-
-
-def feedback_costs(
-    islands: Islands, total: float, part: float, sent: Mapping[str, Sequence[float]], hops: Mapping[str, Hop]
-) -> dict[str, float]:
-    """Strategy -> seconds of a step with error feedback: `total` bytes of gradients, the largest `part` of which goes
-    between islands. `sent`: bytes of each message of a strategy, gathered from all islands; those of "power_sgd" are
-    added up instead."""
-    inside = ring_seconds(islands.width, total, hops.get(NODE, hops[RANKS])) if islands.width > 1 else 0.0
-    count, hop = islands.count, hops.get(NODES, hops[RANKS])
-    costs = {"hierarchical": inside + ring_seconds(count, part, hop)}
-    for name, messages in sent.items():
-        if name == "power_sgd":
-            costs[name] = inside + sum(ring_seconds(count, size, hop) for size in messages)
-        else:
-            costs[name] = inside + sum((count - 1) * hop.seconds(size) for size in messages)
-    return costs
-
-
-def ring_seconds(ranks: int, nbytes: float, hop: Hop) -> float:
-    return 2 * (ranks - 1) * hop.seconds(nbytes / ranks)
-
-
-def _tree_seconds(islands: Islands, nbytes: float, hops: Mapping[str, Hop]) -> float:
-    """Twice the levels of the tree, each as slow as the slowest kind of message in it."""
-    home = {rank: number for number, own in enumerate(islands.places) for rank in own}
-    total, distance = 0.0, 1
-    while distance < islands.ranks:
-        pairs = [(rank, rank + distance) for rank in range(0, islands.ranks - distance, 2 * distance)]
-        crosses = any(home[low] != home[high] for low, high in pairs)
-        total += 2 * (hops[RANKS] if crosses else hops.get(NODE, hops[RANKS])).seconds(nbytes)
-        distance *= 2
-    return total
