@@ -1,7 +1,8 @@
 """One rank that saves or loads, without Ray, and writes down how long it took. `argv`: a JSON object.
 
 `do` is one of the functions below; `size`, `stage`, `folder` (of the checkpoints), `ports` (one per repetition, for
-this project's generations), `told` (the file for the answer). RANK, WORLD_SIZE and the master's address are set.
+this project's generations), `told` (the file for the answer). With `tp` the state is sharded by FSDP2 in place of ZeRO,
+over ranks of which so many share each MLP. RANK, WORLD_SIZE and the master's address are set.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import workload
-from benchmarks.bodies import deepspeed_alone
+from benchmarks.bodies import deepspeed_alone, fsdp2_alone
 
 Job = dict[str, Any]
 Told = dict[str, Any]
@@ -105,6 +106,36 @@ def dcp_save(job: Job) -> Told:
     return {"seconds": seconds, "bytes": size}
 
 
+def sharded_save(job: Job) -> Told:
+    """FSDP2 without this project, and `torch.distributed.checkpoint.save`."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    model, optimizer, data = fsdp2_alone.build(workload.SIZES[job["size"]], job["tp"])
+    fsdp2_alone.train(model, optimizer, data, _STEPS)
+    weights, moments = get_state_dict(model, optimizer)
+    save({"model": weights, "optimizer": moments}, checkpoint_id=job["folder"])
+    return {}
+
+
+def sharded_load(job: Job) -> Told:
+    """What was saved on another mesh, into this one."""
+    import torch
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    model, optimizer, _ = fsdp2_alone.build(workload.SIZES[job["size"]], job["tp"])
+    seconds = []
+    for _ in job["ports"]:
+        weights, moments = get_state_dict(model, optimizer)
+        torch.distributed.barrier()
+        begun = time.perf_counter()
+        load({"model": weights, "optimizer": moments}, checkpoint_id=job["folder"])
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+        seconds.append(time.perf_counter() - begun)
+    return {"seconds": seconds}
+
+
 def own_state(engine: Any) -> dict[str, Any]:
     """What ZeRO-1 and 2 keep of the state on this rank: masters and both moments."""
     zero, found = engine.optimizer, {}
@@ -127,19 +158,23 @@ def _generation(job: Job, port: int, number: int, checkpoint: str | None, end_at
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     rendezvous = host_store("127.0.0.1", port) if rank == 0 else Rendezvous("127.0.0.1", port)
+    tp = job.get("tp")
+    mesh: dict[str, Any] = {} if tp is None else {"engine": "fsdp2", "tp": tp}
     spec = GenerationSpec(
         run_id="run", generation=number, rank=rank, world_size=world_size, max_world_size=world_size,
-        batch=BatchSettings(max_steps=_STEPS if end_at is None else None), checkpoint=checkpoint,
+        batch=BatchSettings(max_steps=_STEPS if end_at is None else None), checkpoint=checkpoint, **mesh,
     )  # fmt: skip
     config = {"size": job["size"], "stage": job["stage"], "marks": job["folder"]}
-    result, coordinator = run_local(workload.train, config, spec, rendezvous, job["folder"], end_at)
+    train = workload.train if tp is None else fsdp2_alone.train_elastic
+    result, coordinator = run_local(train, config, spec, rendezvous, job["folder"], end_at)
     if result.kind not in ("finished", "ended"):
         raise RuntimeError(f"generation {number} came to {result}")
     return result, coordinator
 
 
 JOBS: dict[str, Callable[[Job], Told]] = {
-    job.__name__: job for job in (own_save, own_load, own_steps, native_save, native_load, dcp_save)
+    job.__name__: job
+    for job in (own_save, own_load, own_steps, native_save, native_load, dcp_save, sharded_save, sharded_load)
 }
 
 

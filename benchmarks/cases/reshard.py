@@ -1,4 +1,5 @@
-"""A checkpoint in storage read at another world size: bytes and time, next to what DeepSpeed needs for the same."""
+"""A checkpoint in storage read at another world size, and on another mesh: bytes and time, next to what DeepSpeed and
+torch need for the same."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from benchmarks.workload import LARGE, SMALL
 
 CASE = "reshard"
 OLD, NEW, STAGE = 4, 3, 1
-DEEPSPEED = "DeepSpeed"
+OWN, DEEPSPEED, DCP = "ray-elastic", "DeepSpeed", "torch DCP"
+# Ranks, and how many of them share each MLP.
+FROM, TO = (4, 2), (3, 1)
 
 
 def measure(options: Options) -> list[Figure]:
@@ -37,7 +40,26 @@ def measure(options: Options) -> list[Figure]:
         except NotMeasured as error:
             failed = not_measured(CASE, "load at another world size", "s", str(error), subject=DEEPSPEED)
             return [*figures, failed]
-    return figures + _peer(figures, plain, universal)
+    return figures + _peer(figures, plain, universal) + _meshes(options, size, times)
+
+
+def _meshes(options: Options, size: str, times: int) -> list[Figure]:
+    """The same state, sharded by FSDP2 on one mesh, read on another one."""
+    change, note = f"FSDP2, {FROM[0]} ranks, tp {FROM[1]} -> {TO[0]}, tp {TO[1]}", f"{size} model, page cache"
+    jobs: list[dict[str, Any]] = [
+        {"size": size, "stage": 0, "folder": str(options.make_folder(f"reshard/mesh-{who}"))} for who in ("own", "dcp")
+    ]
+    found: list[Figure] = []
+    with Children(options.make_folder("reshard/meshes")) as children:
+        for job, name, subject in zip(jobs, ("own", "sharded"), (OWN, DCP), strict=True):
+            try:
+                crews.do(children, f"{name}_save", FROM[0], tp=FROM[1], **job)
+                told = crews.do(children, f"{name}_load", TO[0], times, tp=TO[1], **job)
+            except NotMeasured as error:
+                return [*found, not_measured(CASE, change, "s", str(error), subject=subject)]
+            values = _slowest(told) if subject == OWN else _turns(told)
+            found.append(Figure(CASE, change, "s", values, subject, notes=(note,)))
+    return [*found, ratio(CASE, "DCP's load and set_state_dict over our load", found[1], found[0])]
 
 
 def _own(size: str, same: list[dict[str, Any]], other: list[dict[str, Any]]) -> list[Figure]:
