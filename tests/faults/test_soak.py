@@ -83,11 +83,14 @@ def test_a_run_lives_through_the_failures_of_a_year(cluster: LocalCluster, tmp_p
     lines.append(
         f"{struck} nodes struck, {len(lost)} incidents with a lost node, {max(run.steps())} steps, {repeated} repeated"
     )
-    by_source: dict[str, list[int]] = {}
-    for incident in incidents:
-        by_source.setdefault(incident["source"] or "the training's own state", []).append(incident["steps_repeated"])
-    lines += [f"from {source}: {len(steps)} incidents, {sum(steps)} steps repeated, {max(steps)} at most"
-              for source, steps in sorted(by_source.items())]  # fmt: skip
+    ways: dict[str, list[int]] = {}
+    for incident in lost:
+        way = f"{len(incident['lost_nodes'])} lost, from {incident['source'] or 'their own state'}"
+        ways.setdefault(way, []).append(incident["steps_repeated"])
+    lines += [
+        f"{way}: {len(steps)} incidents, {sum(steps)} steps repeated, {max(steps)} at most"
+        for way, steps in sorted(ways.items())
+    ]
     assert (ledger["missing"], ledger["repeated"]) == (0, 0)
     assert lost
     run.assert_time_is_accounted_for()
