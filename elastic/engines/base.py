@@ -243,14 +243,15 @@ class Engine(Witness, Detachable, Protocol):
 class MicroStep:
     """What an engine that orders the passes itself is told of one micro-batch.
 
-    `read()` is its content, (inputs, labels); called where it is needed only, at most once. `before_forward()` comes
-    before its forward pass; `before_layer(n)` before layer number n of the model computes it, or computes it again.
+    `read()` is its content, (inputs, labels); called where it is needed only, at most once. `before_forward(modules)`
+    comes before its forward pass through these modules, of which a rank may have several sets, one for each stage;
+    `before_layer(n)` before layer number n of the model computes it, or computes it again.
     `scaled(loss)` is what goes into the backward pass for the micro-batch's mean loss, called once. `samples`: how many
     it has, known to the ranks that do not read it.
     """
 
     read: Callable[[], Any]
-    before_forward: Callable[[], None]
+    before_forward: Callable[[Iterable[torch.nn.Module]], None]
     before_layer: Callable[[int], None]
     scaled: Callable[[torch.Tensor], torch.Tensor]
     samples: int = 0

@@ -9,6 +9,7 @@ import crew
 import torch
 import trainings
 from layered_model import plan, texts
+from pipeline_model import BLOCKS
 from pipelined import Loss, content
 from staged_model import ROW, Staged, trained
 
@@ -17,7 +18,7 @@ import elastic
 
 def model_of(config: dict[str, Any]) -> Staged:
     torch.manual_seed(3 + elastic.get_context().coordinates.get(config.get("seeded by", ""), 0))
-    return Staged(config.get("dropout", 0.0), config.get("tied", False))
+    return Staged(config.get("dropout", 0.0), config.get("tied", False), config.get("blocks", BLOCKS))
 
 
 def build(config: dict[str, Any]) -> tuple[Any, Any]:
@@ -37,6 +38,7 @@ def build(config: dict[str, Any]) -> tuple[Any, Any]:
         pipeline=None if config.get("no pipeline") else pipeline,
         **options,
     )
+    crew.told["names"] = [name for name, _ in engine.module.named_parameters()]
     return engine, loader
 
 
@@ -66,5 +68,4 @@ def train(config: dict[str, Any]) -> None:
             if config.get("drifts after") == elastic.get_context().step:
                 drift(engine, config)
     evaluated = engine.eval_batch(iter([content(range(2)), content(range(2, 4))]), num_micro_batches=2)
-    names = [name for name, _ in engine.module.named_parameters()]
-    cells.told(losses=losses, evaluated=float(evaluated), names=names)
+    cells.told(losses=losses, evaluated=float(evaluated))

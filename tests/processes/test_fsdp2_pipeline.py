@@ -14,6 +14,7 @@ import torch
 from cells import AT, BATCH, LAST_STEP, WHOLE, Run, assert_every_sample_once
 from crew import Crew
 from layered_model import loss_of
+from pipeline_model import BLOCKS
 from pipelined import content
 from staged_model import Staged, trained
 from test_oracle import _assert_ended, _distance, damage_newest
@@ -32,6 +33,9 @@ CLIPPING = 0.3
 FSDP2: dict[str, Any] = {"engine": "fsdp2", "clipping": CLIPPING}
 MORE: dict[str, Any] = {"batch": BATCH, "max_world_size": 4, "engine": "fsdp2"}
 STOP = AnomalySettings(policy="stop")
+# Layers for two stages on each of four ranks.
+LOOPED: dict[str, Any] = {"blocks": 6, "fsdp2": {"pipeline_schedule": "Interleaved1F1B"}}
+SAID = "1 stage per rank: 4 ranks with 3 each need 12 layers with trained parameters (fsdp2.pipeline_stages_per_rank)"
 
 
 def through(crew: Crew, url: Path, config: Mapping[str, Any], parts: Sequence[Any], pp: int = 1) -> Run:
@@ -39,12 +43,13 @@ def through(crew: Crew, url: Path, config: Mapping[str, Any], parts: Sequence[An
 
 
 def through_stages(crew: Crew, url: Path, config: Mapping[str, Any], parts: Sequence[Any], tp: int = 1) -> Run:
-    """`parts`: members, number of stages, last step."""
+    """`parts`: members, number of ranks that share the layers, last step, and maybe the engine's options."""
     generations: list[Any] = []
     checkpoint: str | None = None
-    for who, pp, end_at in parts:
+    for who, pp, end_at, *other in parts:
         more = {**MORE, "end_at": end_at, "checkpoint": checkpoint, "pp": pp, "tp": tp}
-        outcomes = crew.run(who, "staged.train", {**config, "url": str(url)}, **more)
+        options = {"fsdp2": other[0]} if other else {}
+        outcomes = crew.run(who, "staged.train", {**config, **options, "url": str(url)}, **more)
         _assert_ended(outcomes, "finished" if end_at is None else "ended", end_at or LAST_STEP)
         assert all(outcome.clean for outcome in outcomes)
         checkpoint = CheckpointStore(str(url), "run").list()[0].id
@@ -82,12 +87,56 @@ def test_stages_that_change_equal_one_rank_with_all_layers(crew: Crew, tmp_path:
         assert last.told["evaluated"] == pytest.approx(outcome.told["evaluated"], abs=ALLOWED)
 
 
+@pytest.mark.parametrize(
+    ("way", "fourth"),
+    [
+        pytest.param({"tied": True, "dropout": 0.2}, {"pipeline_schedule": "LoopedBFS"}, id="tied-dropout"),
+        pytest.param({}, {"pipeline_schedule": "1F1B"}, id="untied", marks=SLOW),
+    ],
+)
+def test_ranks_with_several_stages_equal_one_rank_with_all_layers(
+    crew: Crew, tmp_path: Path, way: dict[str, Any], fourth: dict[str, Any]
+) -> None:
+    """Two pipelines of two ranks with two stages each; one, whose five micro-batches are no two rounds of one length;
+    one of four ranks; two again, in another schedule."""
+    config = {**FSDP2, **LOOPED, **way}
+    one = through(crew, tmp_path / "one", config, WHOLE)
+    parts = (((0, 1, 2, 3), 2, 2), ((3, 1), 2, 4), ((3, 1, 2, 0), 4, 6), ((2, 1, 0, 3), 2, None, fourth))
+    moved = through_stages(crew, tmp_path / "moved", config, parts)
+    assert _distance(one.losses, moved.losses) <= ALLOWED
+    assert _distance(one.state(), moved.state()) <= ALLOWED
+    assert_every_sample_once(moved)
+    (outcome,) = one.outcomes
+    norms = {report.step: report.grad_norm for report in outcome.reports}
+    for other in moved.outcomes:
+        for report in other.reports:
+            assert report.grad_norm == pytest.approx(norms[report.step], rel=1e-4), "tied weights once"
+    for last in moved.outcomes[-4:]:
+        assert last.told["evaluated"] == pytest.approx(outcome.told["evaluated"], abs=ALLOWED)
+    held = [{name.split(".")[1] for name in other.told["names"] if "layers" in name} for other in moved.outcomes]
+    assert held[:2] == [{"0", "3", "4"}, {"1", "2", "5"}], "of two intervals each"
+
+
 @pytest.mark.slow
-def test_what_stages_have_saved_is_exported_as_the_whole_model(crew: Crew, tmp_path: Path) -> None:
-    run = through(crew, tmp_path, {**FSDP2, "tied": True}, [(range(4), 3)], pp=2)
+def test_layers_that_do_not_suffice_for_all_stages_are_fewer_stages(crew: Crew, tmp_path: Path) -> None:
+    """Of seven layers six stages on two ranks, and four on four."""
+    options = {"pipeline_schedule": "LoopedBFS", "pipeline_stages_per_rank": 3}
+    config = {**FSDP2, "fsdp2": options}
+    one = through(crew, tmp_path / "one", config, WHOLE)
+    moved = through_stages(crew, tmp_path / "moved", config, (((0, 1), 2, 4), ((0, 1, 2, 3), 4, None)))
+    assert _distance(one.losses, moved.losses) <= ALLOWED
+    assert _distance(one.state(), moved.state()) <= ALLOWED
+    said = [[report.travel for report in moved.outcomes[rank].reports if report.travel] for rank in (0, 2)]
+    assert said == [[], [SAID]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [pytest.param({}, id="1f1b"), pytest.param(LOOPED, id="interleaved")])
+def test_what_stages_have_saved_is_exported_as_the_whole_model(crew: Crew, tmp_path: Path, way: dict[str, Any]) -> None:
+    run = through(crew, tmp_path, {**FSDP2, **way, "tied": True}, [(range(4), 3)], pp=2)
     (newest, *_) = CheckpointStore(str(tmp_path), "run").list()
     made = elastic.export(f"{tmp_path}/run/checkpoints/{newest.id}", tmp_path / "out", to="torch") / "model.pt"
-    whole = Staged(tied=True)
+    whole = Staged(tied=True, blocks=way.get("blocks", BLOCKS))
     whole.load_state_dict(torch.load(made, weights_only=True))
     for key, value in run.state().items():
         kind, name = key.split("/", 1)
@@ -120,10 +169,13 @@ def test_one_rank_equals_plain_torch(crew: Crew, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_stage_that_waits_for_a_dead_one_is_released_and_the_run_continues(crew: Crew, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", [pytest.param({}, id="1f1b"), pytest.param(LOOPED, id="interleaved")])
+def test_a_stage_that_waits_for_a_dead_one_is_released_and_the_run_continues(
+    crew: Crew, tmp_path: Path, way: dict[str, Any]
+) -> None:
     """Rank 1, the last stage of the first pipeline, is killed in its first micro-batch: rank 0 waits for a gradient of
     it, rank 3 for its sums, and rank 2 for rank 3, while it shares no group with rank 1 but the world's."""
-    config = {**FSDP2, "tied": True, "in_loop": True, "url": str(tmp_path / "moved")}
+    config = {**FSDP2, **way, "tied": True, "in_loop": True, "url": str(tmp_path / "moved")}
     more: dict[str, Any] = {**MORE, "checkpoint_every_steps": 1, "pp": 2, "anomalies": STOP}
     crew.begin([0, 1, 2, 3], "staged.train", {**config, "victims": [1], "at": AT}, **more)
     crew.reached(1, "there")
@@ -146,7 +198,7 @@ def test_a_stage_that_waits_for_a_dead_one_is_released_and_the_run_continues(cre
     _assert_ended(grown, "finished", LAST_STEP)
 
     moved = Run(tmp_path / "moved", [shrunk, grown])
-    one = through(crew, tmp_path / "one", {**FSDP2, "tied": True}, WHOLE)
+    one = through(crew, tmp_path / "one", {**FSDP2, **way, "tied": True}, WHOLE)
     assert _distance(one.after(AT), moved.losses) <= ALLOWED
     assert _distance(one.state(), moved.state()) <= ALLOWED
 
@@ -156,7 +208,9 @@ def test_a_stage_that_waits_for_a_dead_one_is_released_and_the_run_continues(cre
     [
         ({"no pipeline": True}, "mesh: {pp: 2} needs pipeline=elastic.Pipeline(loss_fn, layers=[...])"),
         pytest.param({"stray": True}, "'scale' is of no layer of the pipeline", marks=SLOW),
-        pytest.param({"fsdp2": {"pipeline_schedule": "zigzag"}}, "pipeline_schedule must be 1F1B or GPipe", marks=SLOW),
+        pytest.param(
+            {"fsdp2": {"pipeline_schedule": "zigzag"}}, "pipeline_schedule must be 1F1B or GPipe or", marks=SLOW
+        ),
     ],
 )
 def test_what_is_refused_is_named_on_all_ranks(crew: Crew, tmp_path: Path, config: dict[str, Any], said: str) -> None:
@@ -204,6 +258,7 @@ def test_bf16_is_within_its_rounding(crew: Crew, tmp_path: Path) -> None:
         pytest.param({"dropout": 0.2}, id="untied", marks=SLOW),
         pytest.param({"tied": True, "dropout": 0.2}, id="tied"),
         pytest.param({"fsdp2": {"pipeline_schedule": "GPipe"}}, id="gpipe", marks=SLOW),
+        pytest.param({**LOOPED, "tied": True, "dropout": 0.2}, id="interleaved-tied", marks=SLOW),
     ],
 )
 def test_stages_whose_layers_are_shared_equal_one_rank_with_all_layers(

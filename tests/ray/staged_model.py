@@ -15,11 +15,11 @@ ROW = ["embed", "places", "layers.*", "norm", "head"]
 
 
 class Staged(nn.Module):
-    def __init__(self, dropout: float = 0.0, tied: bool = False) -> None:
+    def __init__(self, dropout: float = 0.0, tied: bool = False, blocks: int = BLOCKS) -> None:
         super().__init__()
         vocabulary, hidden, kv_heads = EVEN["vocabulary"], EVEN["hidden"], EVEN["kv_heads"]
         self.embed, self.places = nn.Embedding(vocabulary, WIDTH), Places()
-        self.layers = nn.ModuleList(Block(dropout, False, hidden, kv_heads) for _ in range(BLOCKS))
+        self.layers = nn.ModuleList(Block(dropout, False, hidden, kv_heads) for _ in range(blocks))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, vocabulary, bias=False)
         if tied:
             self.head.weight = self.embed.weight

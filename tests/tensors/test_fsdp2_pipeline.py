@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.pipelining import ScheduleInterleaved1F1B
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from elastic import Pipeline
 from elastic.core.errors import UsageError
+from elastic.core.sharding.stages import interleaved
 from elastic.engines.fsdp2.pipeline.layers import Chain, Cut, cut, prune, read_layers
+from elastic.engines.fsdp2.pipeline.schedules import as_torch_has_it
 from elastic.engines.model.description import aliases
 from elastic.engines.model.plain_names import named_modules
+from elastic.training.user.padding import PaddingBuffers
 
 ROW = ["embed", "layers.*", "norm", "head"]
 
@@ -31,8 +37,8 @@ def pipeline(**more: Any) -> Pipeline:
     return Pipeline(nn.functional.cross_entropy, **{"layers": ROW, **more})
 
 
-def staged(model: nn.Module, stages: int, stage: int, **more: Any) -> Cut:
-    return cut(pipeline(**more), read_layers(pipeline(**more), model), model, stages, stage)
+def staged(model: nn.Module, ranks: int, rank: int, per_rank: int = 1, **more: Any) -> Cut:
+    return cut(pipeline(**more), read_layers(pipeline(**more), model), model, ranks, rank, per_rank)
 
 
 def test_patterns_name_layers_in_the_models_order() -> None:
@@ -41,25 +47,32 @@ def test_patterns_name_layers_in_the_models_order() -> None:
     assert read_layers(pipeline(layers=None), row) == ("0", "1", "2")
 
 
-def test_stages_one_after_another_are_the_whole_model_under_its_names() -> None:
+@pytest.mark.parametrize("per_rank", [1, 2, 4])
+def test_stages_one_after_another_are_the_whole_model_under_its_names(per_rank: int) -> None:
     words, whole = torch.arange(6), Whole(tied=True)
     x: Any = words
     for layer in (whole.embed, *whole.layers, whole.norm, whole.head):
         x = layer(x)
     given: Any = (words,)
     names: dict[str, torch.Tensor] = {}
-    for stage in range(3):
+    chains = []
+    for rank in range(3):
         model = Whole(tied=True)
         model.load_state_dict(whole.state_dict())
-        found = staged(model, 3, stage)
+        found = staged(model, 3, rank, per_rank)
         assert found.tied == {"embed.weight": (0, 2)}
+        assert found.stages == tuple(range(rank, 3 * per_rank, 3))
         prune(model, found)
-        given = (Chain(model, found)(*given),)
+        chains.append(Chain(model, found))
         names |= dict(model.named_parameters())
         own = {found.names[number] for number in found.own}
         assert {name for name, _ in named_modules(model) if name in found.names} == own
-        # The head's weight has the name that it has in the whole model, on each stage that holds it.
-        assert aliases(model) == ({"head.weight": "embed.weight"} if stage != 1 else {})
+        # The head's weight has the name that it has in the whole model, on each rank that holds it.
+        assert aliases(model) == ({"head.weight": "embed.weight"} if rank != 1 else {})
+    for stage in range(3 * per_rank):
+        chain = chains[stage % 3]
+        chain.stage = stage
+        given = (chain(*given),)
     assert torch.equal(given[0], x)
     assert {name: value.shape for name, value in names.items()} == {n: p.shape for n, p in whole.named_parameters()}
 
@@ -68,6 +81,51 @@ def test_layers_that_begin_stages_may_be_named() -> None:
     begins = {2: ["embed", "layers.1"]}
     assert staged(Whole(), 2, 1, begins=begins).begins == (0, 2)
     assert staged(Whole(), 3, 1, begins=begins).begins == staged(Whole(), 3, 1).begins
+
+
+def test_as_many_stages_as_there_are_layers_for() -> None:
+    assert len(staged(Whole(), 4, 0, 5).begins) == 12, "of 15 layers three for each of four ranks"
+    assert len(staged(Whole(), 1, 0, 5).begins) == 1, "nobody to share with"
+    with pytest.raises(UsageError, match="16 stages need 16 layers with trained parameters, and the pipeline has 15"):
+        staged(Whole(), 16, 0, 2)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5])
+@pytest.mark.parametrize("per_rank", [2, 3])
+def test_the_interleaved_order_is_torchs_and_goes_on_where_torch_refuses(ranks: int, per_rank: int) -> None:
+    for passes in range(1, 4 * ranks):
+        order = interleaved(ranks, per_rank, passes)
+        for rank, own in enumerate(order):
+            every = [(stage, way, n) for stage in range(rank, ranks * per_rank, ranks) for way in (True, False)
+                     for n in range(passes)]  # fmt: skip
+            assert sorted(own) == sorted(every), "each pass once"
+        # Raises for an order in which a rank would wait for ever.
+        runtime = _PipelineScheduleRuntime(fakes(ranks, per_rank), passes, print)
+        made = {rank: [as_torch_has_it(*one) for one in own] for rank, own in enumerate(order)}
+        runtime._prepare_schedule_with_comms({rank: list(own) for rank, own in made.items()})
+        if passes % max(1, passes // ranks) == 0:
+            torchs = ScheduleInterleaved1F1B(fakes(ranks, per_rank), passes, print)
+            for rank, own in made.items():
+                assert [one for one in torchs._calculate_single_rank_operations(rank) if one is not None] == own
+        else:
+            with pytest.raises(ValueError, match="multiple of the number of rounds"):
+                ScheduleInterleaved1F1B(fakes(ranks, per_rank), passes, print)
+
+
+def fakes(ranks: int, per_rank: int) -> list[Any]:
+    """The stages of rank 0, as far as torch's schedules look at them before they run."""
+    return [SimpleNamespace(num_stages=ranks * per_rank, group_size=ranks, group_rank=0) for _ in range(per_rank)]
+
+
+def test_a_padding_pass_through_one_stage_is_before_the_real_ones_of_another() -> None:
+    early, late, kept = nn.BatchNorm1d(2), nn.BatchNorm1d(2), PaddingBuffers()
+    kept.keep(early)
+    early(torch.ones(3, 2))
+    late(torch.ones(3, 2))
+    kept.keep(late)
+    late(torch.ones(3, 2))
+    kept.restore()
+    assert [int(layer.num_batches_tracked) for layer in (early, late)] == [0, 1]
 
 
 class _Stray(Whole):
@@ -100,7 +158,7 @@ class _Frozen(Whole):
         (Whole, {"layers": ROW[:-1]}, "'head.weight' is of no layer of the pipeline"),
         (_Stray, {}, "'scale' is of no layer of the pipeline"),
         (_Shared, {}, "buffer 'head.table' is shared by several layers"),
-        (Whole, {"begins": {2: ["embed", "layers.99"]}}, "begins for mesh: {pp: 2} must name 2 layers"),
+        (Whole, {"begins": {2: ["embed", "layers.99"]}}, "begins for 2 stages must name 2 layers"),
         (Whole, {"begins": {2: ["layers.0", "layers.1"]}}, "the first of them 'embed'"),
         (Whole, {"begins": {2: ["embed"]}}, "must name 2 layers in their order"),
         (_Frozen, {"begins": {2: ["embed", "head"]}}, "stage 1 of 2 has no trained parameters (head)"),

@@ -73,10 +73,10 @@ class ShardRecord:
 class Manifest:
     """A complete checkpoint. `digests` are whole-tensor content checks, keyed "<kind>/<parameter>".
 
-    `parameters` maps each name to its shape, in the model's own order; this is what a resume is compared with.
-    `extra_state` carries what is not a flat tensor: optimizer scalars and hyper-parameters, scheduler, loss scaler,
-    counters, the data cursor, the user's state, and the states of a stream's readers from all ranks. In `shards`, by
-    rank, what is said here is left out: partial digests, extra state and shapes.
+    `parameters` maps each name to its shape, in the model's own order, or of a pipeline rank after rank; this is what a
+    resume is compared with. `extra_state` carries what is not a flat tensor: optimizer scalars and hyper-parameters,
+    scheduler, loss scaler, counters, the data cursor, the user's state, and the states of a stream's readers from all
+    ranks. In `shards`, by rank, what is said here is left out: partial digests, extra state and shapes.
 
     With `tp` above 1 the names of `parameters` and `digests` say the lane too (`core.checkpoint.lanes`).
     """

@@ -1,8 +1,9 @@
 """Checkpoints whose ranks held different layers (`mesh: {pp: N}`): one manifest, under the names of the whole model.
 
-A stage's ranks hold whole tensors, so that shards are those of a run without stages, and are read at any number of
-them. What is no tensor is saved by the first rank of each stage, of its own layers, and put together here; a stage then
-reads a checkpoint as if it were of its layers alone.
+A *stage* is here what one rank of a pipeline has, whichever layers these are. Its ranks hold whole tensors, so that
+shards are those of a run without stages, and are read at any number of them. What is no tensor is saved by the first
+rank of each stage, of its own layers, and put together here; a stage then reads a checkpoint as if it were of its
+layers alone.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from elastic.core.sharding.cuts import union
 
 
 def union_of_parameters(shards: Sequence[ShardRecord]) -> dict[str, tuple[int, ...]]:
-    """What the records name. Raises IntegrityError where the first names nothing, or two disagree."""
+    """What the records name, stage after stage: a rank may have layers before and after another one's. Raises
+    IntegrityError where the first names nothing, or two disagree."""
     found: dict[str, tuple[int, ...]] = {}
     for shard in shards:
         if shard.parameters is None:

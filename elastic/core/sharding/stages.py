@@ -1,4 +1,4 @@
-"""Where a row of layers is cut into the stages of a pipeline."""
+"""Where a row of layers is cut into the stages of a pipeline, which rank has which, and in which order it computes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,46 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from elastic.core.errors import UsageError
+
+# (stage, whether forward, micro-batch)
+Action = tuple[int, bool, int]
+
+
+def stages_that_fit(asked: int, ranks: int, layers: int) -> int:
+    """How many stages each of `ranks` has, of `asked` at most and 1 at least, where each stage needs one of so many
+    layers. A single rank has one: it has nobody to share with."""
+    return max(1, min(asked, layers // ranks)) if ranks > 1 else 1
+
+
+def holders(ranks: int, per_rank: int) -> tuple[int, ...]:
+    """The rank that has each stage: they go round."""
+    return tuple(stage % ranks for stage in range(ranks * per_rank))
+
+
+def interleaved(ranks: int, per_rank: int, micro_batches: int) -> list[list[Action]]:
+    """The interleaved 1F1B order (Narayanan et al. 2021) of each rank, for any number of micro-batches.
+
+    They go through all stages in rounds of at least `ranks` (fewer where there are no more), which differ by one at
+    most. The longest comes first: a rank computes as many forward passes ahead as the first round needs.
+    """
+    rounds = _rounds(ranks, micro_batches)
+    found = []
+    for rank in range(ranks):
+        stages = range(rank, ranks * per_rank, ranks)
+        forward = [(stage, True, batch) for batches in rounds for stage in stages for batch in batches]
+        backward = [(stage, False, batch) for batches in rounds for stage in reversed(stages) for batch in batches]
+        ahead = min((per_rank - 1) * len(rounds[0]) + 2 * (ranks - 1 - rank), len(forward))
+        pairs = zip(forward[ahead:], backward, strict=False)
+        paired = [action for pair in pairs for action in pair]
+        found.append([*forward[:ahead], *paired, *backward[len(forward) - ahead :]])
+    return found
+
+
+def _rounds(ranks: int, micro_batches: int) -> list[range]:
+    count = max(1, micro_batches // ranks)
+    low, more = divmod(micro_batches, count)
+    ends = list(accumulate(low + (number < more) for number in range(count)))
+    return [range(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
 
 
 def balanced(costs: Sequence[int], trained: Sequence[bool], stages: int) -> tuple[int, ...]:

@@ -16,8 +16,11 @@ from elastic.engines.config_file import read_mapping
 
 # fp16 needs a loss scaler, which this engine does not have.
 DTYPES = ("float32", "bfloat16")
-# torch's names.
-SCHEDULES = ("1F1B", "GPipe")
+# torch's names: of schedules for one stage per rank, and for several.
+SINGLE, LOOPED = ("1F1B", "GPipe"), ("Interleaved1F1B", "LoopedBFS")
+SCHEDULES = (*SINGLE, *LOOPED)
+# As torchtitan has it.
+_STAGES_PER_RANK = 2
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,8 @@ class Options:
     it (torch's HSDP); a world of other than several whole groups is one group, as with None. `cpu_offload`: shards,
     gradients and optimizer states lie in host memory. `optimizer`: {"type": a class of torch.optim, "params": its
     arguments}, for scripts that pass no optimizer. `pipeline_schedule`: in which order the stages of a pipeline compute
-    a step's micro-batches.
+    a step's micro-batches. `pipeline_stages_per_rank`: how many each rank has, in a schedule for several; None: what is
+    usual with the schedule.
     """
 
     global_batch: int | None = None
@@ -47,6 +51,12 @@ class Options:
     cpu_offload: bool = False
     optimizer: Mapping[str, Any] | None = None
     pipeline_schedule: str = "1F1B"
+    pipeline_stages_per_rank: int | None = None
+
+    @property
+    def stages_per_rank(self) -> int:
+        usual = 1 if self.pipeline_schedule in SINGLE else _STAGES_PER_RANK
+        return self.pipeline_stages_per_rank or usual
 
 
 def read_options(config: Config) -> Options:
@@ -62,7 +72,14 @@ def read_options(config: Config) -> Options:
     values = {name: value for name, value in given.items() if value is not None}
     if "shard" in values:
         values["shard"] = tuple(values["shard"])
-    return Options(**values)
+    options = Options(**values)
+    if (options.stages_per_rank > 1) != (options.pipeline_schedule in LOOPED):
+        raise UsageError(
+            f"fsdp2: pipeline_schedule {options.pipeline_schedule} and pipeline_stages_per_rank "
+            f"{options.stages_per_rank} do not go together: {' and '.join(SINGLE)} are for one stage per rank, "
+            f"{' and '.join(LOOPED)} for several"
+        )
+    return options
 
 
 def refuse_mesh(ep: int, pp: int = 1, sp: int = 1) -> None:
@@ -112,6 +129,7 @@ def resolve(
     if micro > total:
         raise UsageError(f"the micro-batch of {micro} samples is larger than the global batch of {total}")
     native, full = {field.name: getattr(options, field.name) for field in fields(Options)}, total
+    native["pipeline_stages_per_rank"] = options.stages_per_rank
     if batch.adaptive is not None:
         total = batch.adaptive.batch(full, micro, world_size, max_world_size or world_size)
     return ResolvedConfig(native, total, micro, micro_steps_per_rank(total, micro, world_size), full_batch=full)
@@ -158,6 +176,7 @@ _RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "cpu_offload": _SWITCH,
     "optimizer": (_is_optimizer, '{"type": CLASS, "params": {...}}'),
     "pipeline_schedule": (lambda value: value in SCHEDULES, " or ".join(SCHEDULES)),
+    "pipeline_stages_per_rank": (_is_count, "a whole number of stages, at least 1"),
 }
 _VALID = {name: valid for name, (valid, _) in _RULES.items()}
 _MEANT = {name: meant for name, (_, meant) in _RULES.items()}

@@ -14,8 +14,8 @@ class Pipeline:
     `loss_fn(outputs, labels)` gives the mean loss of a micro-batch. `layers` are the names of the modules that are
     called one after another, each with what the one before it gave (a tensor, or a tuple of tensors): names or patterns
     of them, as "layers.*"; None for the children of a torch.nn.Sequential. The model's own `forward` is not called.
-    `begins` gives, for a number of stages, the name of the layer that each of them begins with; for other numbers
-    stages are cut so that the largest has the fewest parameters.
+    `begins` gives, for a number of stages (of all ranks together), the name of the layer that each of them begins with;
+    for other numbers stages are cut so that the largest has the fewest parameters.
     """
 
     loss_fn: Callable[[Any, Any], Any]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -80,10 +80,10 @@ class PipelinedEngine(ElasticEngine):
         seed, step = self._scope.spec.seed, batches.progress.step
         scale = loss_scale(batch.weight, self.plan.micro_steps, self.plan.world_size)
 
-        def before_forward() -> None:
+        def before_forward(modules: Iterable[torch.nn.Module]) -> None:
             if batch.weight == 0.0:
-                # Padding comes last: what the buffers are now they are after the step.
-                self._buffers.keep(self._open().module)
+                # Padding comes last in each layer: what its buffers are now they are after the step.
+                self._buffers.keep(*modules)
 
         def before_layer(layer: int) -> None:
             rng.seed_everything(*rng.layer_stream(seed, step, batch.index, layer))

@@ -102,7 +102,7 @@ class PipelineAdapter(DeepSpeedAdapter):
                 self._in_buffer[buffer_id] = self._steps[self._passed]
                 self._passed += 1
                 self._enter(self._in_buffer[buffer_id])
-                self._in_buffer[buffer_id].before_forward()
+                self._in_buffer[buffer_id].before_forward((engine.module,))
             forward(engine, buffer_id=buffer_id)
 
         def backward_pass(engine: Any, buffer_id: int) -> None:

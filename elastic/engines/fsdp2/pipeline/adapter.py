@@ -1,10 +1,11 @@
-"""`Engine` over one stage of a pipeline under `fully_shard`: a step is one call, in which torch's schedule orders the
-passes."""
+"""`Engine` over a rank's stages of a pipeline under `fully_shard`: a step is one call, in which torch's schedule orders
+the passes."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any, NoReturn
 
 import torch
@@ -61,31 +62,35 @@ class PipelineAdapter(Fsdp2Adapter):
         vars(self.module)["forward"] = self._chain
         ranks = dist.get_process_group_ranks(meshes.pp)
         self._tied = TiedGradients(self.module, cut, ranks, device, self._all_reduce)
-        self._stage: Any = Stage(self.module, cut.stage, len(cut.begins), device, meshes.pp, self._enter)
-        self._schedules: Any = Schedules(resolved.native["pipeline_schedule"], self._stage, self._scaled_loss)
+        self._stages = [Stage(self.module, stage, cut.holders, device, meshes.pp, self._enter) for stage in cut.stages]
+        self._schedules: Any = Schedules(resolved.native["pipeline_schedule"], self._stages, self._scaled_loss)
         # Of the step under way, on the last stage.
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
         native.evaluate = self._evaluate
         for group in (meshes.pp, *self._tied.groups):
             self.ledger.name_axis(group, "pp")
+        self.ledger.remark = _rounded(cut, resolved.native)
 
     def train_batch(
         self, steps: Sequence[MicroStep], consumed: int, before_update: Callable[[], None]
     ) -> tuple[torch.Tensor, StepOutcome]:
-        stage, passes = self._stage, [Pass(step.read, self.device, step) for step in steps]
+        passes = [Pass(step.read, self.device, step) for step in steps]
         began, self._began_s = time.perf_counter(), self.ledger.waited_s
         self._loss = torch.zeros_like(self._loss)
-        stage.begin(passes, backward=True)
+        for stage in self._stages:
+            stage.begin(passes, backward=True)
         try:
-            self._schedules.of(len(passes))._step_microbatches(None, None, passes, None, return_outputs=False)
-            stage.end()
+            self._schedules.run(passes)
+            for stage in self._stages:
+                stage.end()
         except RuntimeError as error:
             raise _cause(error) from None
         finally:
             self._chain.before = None
         if not self.ledger.on_device:
             # The rest was spent in waiting for other stages.
-            self.ledger.waited_s += max(0.0, time.perf_counter() - began - stage.computed_s)
+            computed_s = sum(stage.computed_s for stage in self._stages)
+            self.ledger.waited_s += max(0.0, time.perf_counter() - began - computed_s)
         self._compare_whole()
         self._tied.add_up()
         before_update()
@@ -107,7 +112,7 @@ class PipelineAdapter(Fsdp2Adapter):
     def state(self) -> Fsdp2State:
         state = super().state()
         state.tied = tuple(sorted(self._cut.tied))
-        state.elsewhere = frozenset(name for name, stages in self._cut.tied.items() if stages[0] != self._cut.stage)
+        state.elsewhere = frozenset(name for name, ranks in self._cut.tied.items() if ranks[0] != self._cut.rank)
         return state
 
     def close(self) -> None:
@@ -116,7 +121,7 @@ class PipelineAdapter(Fsdp2Adapter):
             del native.evaluate
             vars(native.module).pop("forward", None)
         # They hold groups, and the graph of a step that has failed.
-        self._stage = self._schedules = self._chain = None
+        self._stages, self._schedules, self._chain = [], None, None
         self._tied.close()
         super().close()
 
@@ -137,15 +142,17 @@ class PipelineAdapter(Fsdp2Adapter):
             found = [(name, p.grad) for name, p in named_parameters(self.module) if not is_over_cell(p)]
             whole.look({name: shard_of(gradient) for name, gradient in found if gradient is not None})
 
-    def _enter(self, now: Pass) -> None:
+    def _enter(self, stage: int, now: Pass) -> None:
+        self._chain.stage = stage
         self._chain.before = None if now.step is None else now.step.before_layer
         if now.step is not None:
-            now.step.before_forward()
+            now.step.before_forward(self._chain.modules)
 
     def _scaled_loss(self, outputs: Any, now: Pass) -> torch.Tensor:
         """The last stage's, of the micro-batch's mean loss."""
         assert now.step is not None
-        with self._stage.computing():
+        # The last stage is its rank's last one.
+        with self._stages[-1].computing():
             loss: torch.Tensor = now.step.scaled(self._loss_fn(outputs, now.take_labels())) / self._micro_steps
             self._loss += loss.detach().reshape(()).double()
         return loss
@@ -159,26 +166,39 @@ class PipelineAdapter(Fsdp2Adapter):
         return mean
 
     def _evaluate(self, contents: Iterator[Any], count: int) -> torch.Tensor:
-        stage, module, training = self._stage, self.module, self.module.training
+        module, training = self.module, self.module.training
         passes = [Pass(_given(next(contents)), self.device) for _ in range(count)]
         total, sent = torch.zeros((), dtype=torch.float64, device=self.device), []
-        stage.begin(passes, backward=False)
+        for stage in self._stages:
+            stage.begin(passes, backward=False)
         module.eval()
         try:
             with torch.no_grad():
-                for number, now in enumerate(passes):
+                for (number, now), stage in product(enumerate(passes), self._stages):
                     _wait(_posted(stage.get_fwd_recv_ops(number)))
                     outputs = stage.forward_one_chunk(number)
                     sent += _posted(stage.get_fwd_send_ops(number))
                     if stage.is_last:
                         total += self._loss_fn(outputs, now.take_labels()).detach().reshape(()).double() / count
             _wait(sent)
-            stage.end()
+            for stage in self._stages:
+                stage.end()
         except RuntimeError as error:
             raise _cause(error) from None
         finally:
             module.train(training)
         return self._over_all(total)
+
+
+def _rounded(cut: Cut, options: Mapping[str, Any]) -> str:
+    """In words what became of a number of stages for which there are too few layers; "" where nothing did."""
+    asked, ranks = options["pipeline_stages_per_rank"], len(set(cut.holders))
+    if ranks == 1 or len(cut.stages) == asked:
+        return ""
+    return (
+        f"{len(cut.stages)} {'stage' if len(cut.stages) == 1 else 'stages'} per rank: {ranks} ranks with {asked} each "
+        f"need {ranks * asked} layers with trained parameters (fsdp2.pipeline_stages_per_rank)"
+    )
 
 
 def _given(content: Any) -> Callable[[], Any]:

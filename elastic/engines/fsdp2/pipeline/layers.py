@@ -13,8 +13,7 @@ from typing import Any
 from torch import nn
 
 from elastic.core.errors import UsageError
-from elastic.core.mesh import described
-from elastic.core.sharding.stages import balanced
+from elastic.core.sharding.stages import balanced, holders, stages_that_fit
 from elastic.engines.fsdp2.tensor_parallel import matches
 from elastic.engines.model.pipeline import Pipeline
 from elastic.engines.model.plain_names import named_buffers, named_modules, named_parameters
@@ -28,18 +27,28 @@ class Absent(nn.Module):
 
 @dataclass(frozen=True)
 class Cut:
-    """What one rank has of the row of layers. `tied`: names of parameters that several stages have, with the numbers of
-    these stages, the same on all ranks."""
+    """What one rank of a pipeline has of the row of layers. `begins`: the first layer of each stage; `holders`: the
+    rank that has it. `tied`: names of parameters that several ranks have, with these, the same on all of them."""
 
     names: tuple[str, ...]
     begins: tuple[int, ...]
-    stage: int
+    holders: tuple[int, ...]
+    rank: int
     tied: dict[str, tuple[int, ...]]
 
     @property
-    def own(self) -> range:
+    def stages(self) -> tuple[int, ...]:
+        """The rank's."""
+        return tuple(stage for stage, holder in enumerate(self.holders) if holder == self.rank)
+
+    def layers_of(self, stage: int) -> range:
         ends = (*self.begins[1:], len(self.names))
-        return range(self.begins[self.stage], ends[self.stage])
+        return range(self.begins[stage], ends[stage])
+
+    @property
+    def own(self) -> tuple[int, ...]:
+        """The rank's layers."""
+        return tuple(layer for stage in self.stages for layer in self.layers_of(stage))
 
 
 def read_layers(pipeline: Any, model: nn.Module) -> tuple[str, ...]:
@@ -62,10 +71,15 @@ def read_layers(pipeline: Any, model: nn.Module) -> tuple[str, ...]:
     return tuple(names)
 
 
-def cut(pipeline: Pipeline, names: Sequence[str], model: nn.Module, stages: int, stage: int) -> Cut:
-    """Of a whole model. Raises UsageError for stages that cannot be."""
+def cut(
+    pipeline: Pipeline, names: Sequence[str], model: nn.Module, ranks: int, rank: int, stages_per_rank: int = 1
+) -> Cut:
+    """Of a whole model, into `stages_per_rank` stages for each of `ranks`, or as many as it has layers for. Raises
+    UsageError for stages that cannot be."""
     layers = [layer_of(model, name) for name in names]
     trained = [any(p.requires_grad for p in layer.parameters()) for layer in layers]
+    held_by = holders(ranks, stages_that_fit(stages_per_rank, ranks, sum(trained)))
+    stages = len(held_by)
     said = pipeline.begins.get(stages)
     if said is not None:
         begins = _said(said, names, stages)
@@ -80,35 +94,45 @@ def cut(pipeline: Pipeline, names: Sequence[str], model: nn.Module, stages: int,
     held: dict[int, set[int]] = {}
     for number, layer in enumerate(layers):
         for parameter in layer.parameters():
-            held.setdefault(id(parameter), set()).add(sum(begin <= number for begin in begins) - 1)
+            held.setdefault(id(parameter), set()).add(held_by[sum(begin <= number for begin in begins) - 1])
     tied = {
         name: tuple(sorted(held[id(parameter)]))
         for name, parameter in named_parameters(model)
         if len(held[id(parameter)]) > 1
     }
-    return Cut(tuple(names), tuple(begins), stage, tied)
+    return Cut(tuple(names), tuple(begins), held_by, rank, tied)
 
 
 def prune(model: nn.Module, cut: Cut) -> None:
-    """Leave of the model what the rank's stage has, in place."""
-    own = {id(p) for number in cut.own for p in layer_of(model, cut.names[number]).parameters()}
+    """Leave of the model what the rank's stages have, in place."""
+    layers = frozenset(cut.own)
+    own = {id(p) for number in layers for p in layer_of(model, cut.names[number]).parameters()}
     for number, name in enumerate(cut.names):
-        if number not in cut.own:
+        if number not in layers:
             parent, leaf = _parent(model, name)
             parent._modules[leaf] = _stand_in(layer_of(model, name), own)
 
 
 class Chain:
-    """In the place of a model's `forward`: its layers, one after another. `before` is called with the number of each
-    layer, counted in the whole model, before it."""
+    """In the place of a model's `forward`: the layers of one of the rank's stages, one after another. `stage`: its
+    number. `before` is called with the number of each layer, counted in the whole model, before it."""
 
     def __init__(self, model: nn.Module, cut: Cut) -> None:
-        self._layers = [(number, layer_of(model, cut.names[number])) for number in cut.own]
+        self._layers = {
+            stage: [(number, layer_of(model, cut.names[number])) for number in cut.layers_of(stage)]
+            for stage in cut.stages
+        }
+        self.stage = cut.stages[0]
         self.before: Callable[[int], None] | None = None
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The layers of the stage."""
+        return [layer for _, layer in self._layers[self.stage]]
 
     def __call__(self, *inputs: Any) -> Any:
         output: Any = None
-        for number, layer in self._layers:
+        for number, layer in self._layers[self.stage]:
             if self.before is not None:
                 self.before(number)
             output = layer(*inputs)
@@ -162,8 +186,8 @@ def _said(said: Sequence[str], names: Sequence[str], stages: int) -> tuple[int, 
     begins = tuple(names.index(name) for name in said if name in names)
     if unknown or len(begins) != stages or begins[0] != 0 or list(begins) != sorted(set(begins)):
         raise UsageError(
-            f"elastic.Pipeline: begins for {described(1, 1, 1, stages)} must name {stages} layers in their order, the "
-            f"first of them {names[0]!r}, and says {list(said)}"
+            f"elastic.Pipeline: begins for {stages} stages must name {stages} layers in their order, the first of them "
+            f"{names[0]!r}, and says {list(said)}"
         )
     return begins
 

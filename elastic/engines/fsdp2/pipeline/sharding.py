@@ -1,4 +1,4 @@
-"""A whole model, of which one stage is left and sharded over the ranks that have it."""
+"""A whole model, of which a rank's stages are left and sharded over the ranks that have the same ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def shard_stage(
     plan: Plan | None = None,
     cell: dist.ProcessGroup | None = None,
 ) -> tuple[Meshes, Cut]:
-    """In place: what is left of the model are the layers of this rank's stage, cut as `plan` says over the ranks of
+    """In place: what is left of the model are the layers of this rank's stages, cut as `plan` says over the ranks of
     `cell`, with DTensors over the ranks that have the same. Collective: all ranks begin with rank 0's buffers, and
     where the run `begins` with its parameters; so initial weights do not depend on where stages are cut.
 
@@ -38,11 +38,11 @@ def shard_stage(
     if isinstance(model, FSDPModule):
         raise UsageError("the script has called fully_shard itself, and a pipeline is cut before that: leave it out")
     prepare(model, None)
-    stage = dist.get_rank() // (1 if cell is None else cell.size()) % pp
-    found = cut(pipeline, names, model, pp, stage)
+    rank = dist.get_rank() // (1 if cell is None else cell.size()) % pp
+    found = cut(pipeline, names, model, pp, rank, options["pipeline_stages_per_rank"])
     # Before it is on a device: the whole model need not fit there.
     broadcast([*(model.parameters() if begins else ()), *model.buffers()], device)
-    # Looked for in the whole model: a stage need not have all of them.
+    # Looked for in the whole model: a rank need not have all of them.
     units(model, options["shard"])
     prune(model, found)
     if not options["cpu_offload"]:

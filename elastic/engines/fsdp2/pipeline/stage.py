@@ -41,19 +41,21 @@ class Shape:
 
 
 class Stage(PipelineStage):
-    """`passes` are the micro-batches at hand; `entering` is called with one before its forward pass. `computed_s` are
-    the seconds of the thread that went into passes since `begin`."""
+    """`entering` is called with its number and a micro-batch before each forward pass, which `module` computes then: it
+    is that of all of the rank's stages. `holders`: the rank of `group` that has each stage. `passes` are the
+    micro-batches at hand. `computed_s` are the seconds of the thread that went into passes since `begin`."""
 
     def __init__(
         self,
         module: torch.nn.Module,
         index: int,
-        count: int,
+        holders: Sequence[int],
         device: torch.device,
         group: dist.ProcessGroup,
-        entering: Callable[[Pass], None],
+        entering: Callable[[int, Pass], None],
     ) -> None:
-        super().__init__(module, index, count, device, group=group)
+        super().__init__(module, index, len(holders), device, group=group)
+        self.stage_index_to_group_rank = dict(enumerate(holders))
         self.passes: Sequence[Pass] = ()
         self.computed_s = 0.0
         self._entering = entering
@@ -91,7 +93,8 @@ class Stage(PipelineStage):
     # -- what torch asks -----------------------------------------------------------------------------------------------
 
     def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> None:
-        return None
+        # What torch would look at, where a rank has several stages, to find that they only send to neighbours.
+        self.args_recv_info, self.act_send_info = {0: ()}, {}
 
     def _prepare_backward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> None:
         return None
@@ -124,7 +127,7 @@ class Stage(PipelineStage):
     ) -> Any:
         now = self.passes[fwd_chunk_id]
         with self.computing():
-            self._entering(now)
+            self._entering(self.stage_index, now)
             inputs = now.take_inputs() if self.is_first else ()
             return super().forward_one_chunk(fwd_chunk_id, inputs, save_forward_output=False)
 

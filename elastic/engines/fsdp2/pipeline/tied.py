@@ -1,4 +1,5 @@
-"""Parameters that several stages of a pipeline have: each has a copy, and their gradients are added up."""
+"""Parameters that several ranks of a pipeline have: each has a copy, and their gradients are added up. Where the stages
+that share one are a rank's own, it is one parameter."""
 
 from __future__ import annotations
 
@@ -15,13 +16,13 @@ from elastic.engines.fsdp2.meshes import over_cell
 from elastic.engines.fsdp2.pipeline.layers import Cut
 from elastic.engines.model.plain_names import named_parameters
 
-# Of a stage that does not have a parameter: below all dimensions.
+# Of a rank that does not have a parameter: below all dimensions.
 _NOWHERE = -99
 
 
 class TiedGradients:
-    """Of one rank. The stages that share a parameter cut it alike, so that ranks with the same data coordinate hold the
-    same rows of it."""
+    """Of one rank. The ranks of a pipeline that share a parameter cut it alike, so that those with the same data
+    coordinate hold the same rows of it."""
 
     def __init__(
         self,
@@ -31,21 +32,21 @@ class TiedGradients:
         device: torch.device,
         all_reduce: Callable[..., Any],
     ) -> None:
-        """`pipeline`: the ranks of this one in the order of the stages. Collective over them."""
+        """`pipeline`: the ranks of this one in their order. Collective over them."""
         self._device, self._all_reduce = device, all_reduce
         groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        for stages in sorted(set(cut.tied.values())):
-            if cut.stage in stages:
-                ranks = [pipeline[stage] for stage in stages]
-                groups[stages] = dist.new_group(ranks, use_local_synchronization=True)
+        for sharing in sorted(set(cut.tied.values())):
+            if cut.rank in sharing:
+                ranks = [pipeline[rank] for rank in sharing]
+                groups[sharing] = dist.new_group(ranks, use_local_synchronization=True)
         held = {name: p for name, p in named_parameters(module) if name in cut.tied and p.requires_grad}
-        # In the order of the names, which the stages have in common.
+        # In the order of the names, which the ranks have in common.
         self._parameters = [(held[name], groups[cut.tied[name]]) for name in sorted(held)]
         self.groups = list(groups.values())
         self.copies: Mapping[int, int] = {id(p): group.size() for p, group in self._parameters}
 
     def add_up(self) -> None:
-        """After the step's last reduction within the stage. Collective over the stages that share one."""
+        """After the step's last reduction. Collective over the ranks of a pipeline that share one."""
         for parameter, group in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

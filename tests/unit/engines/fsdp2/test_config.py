@@ -26,7 +26,13 @@ from elastic.engines.select import check_config
         ({"shard": "Block"}, "shard must be a list of class names"),
         ({"cpu_offload": 1}, "cpu_offload must be true or false"),
         ({"optimizer": {"name": "AdamW"}}, "optimizer must be"),
-        ({"pipeline_schedule": "zigzag"}, "pipeline_schedule must be 1F1B or GPipe"),
+        ({"pipeline_schedule": "zigzag"}, "pipeline_schedule must be 1F1B or GPipe or Interleaved1F1B or LoopedBFS"),
+        ({"pipeline_stages_per_rank": 0}, "pipeline_stages_per_rank must be a whole number of stages, at least 1"),
+        ({"pipeline_stages_per_rank": 2}, "pipeline_schedule 1F1B and pipeline_stages_per_rank 2 do not go together"),
+        (
+            {"pipeline_schedule": "LoopedBFS", "pipeline_stages_per_rank": 1},
+            "1F1B and GPipe are for one stage per rank, Interleaved1F1B and LoopedBFS for several",
+        ),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(given: dict[str, Any], said: str) -> None:
@@ -34,6 +40,18 @@ def test_what_cannot_be_honoured_is_refused_by_name(given: dict[str, Any], said:
         read_options(given)
     with pytest.raises(UsageError, match=f"^fsdp2: .*{said}"):
         check_config("fsdp2", given, BatchSettings(), (1, 2))
+
+
+def test_a_schedule_for_several_stages_has_two_unless_more_are_said() -> None:
+    looped = {"pipeline_schedule": "Interleaved1F1B"}
+    found = [read_options(given).stages_per_rank for given in ({}, looped, {**looped, "pipeline_stages_per_rank": 3})]
+    assert found == [1, 2, 3]
+    assert (
+        resolve(read_options({**looped, "micro_batch": 1}), BatchSettings(global_batch=4), 1).native[
+            "pipeline_stages_per_rank"
+        ]
+        == 2
+    )
 
 
 def test_stages_and_shared_sequences_together_are_refused() -> None:
