@@ -23,6 +23,7 @@ class MeshSettings:
 
     `rounded` says in words what became of worker counts that were not whole cells. `choices` are the sizes of axes that
     may change from one generation to the next (`sharding.mesh_policy`); the axis itself then has the largest of them.
+    `stages_per_rank`: how many stages of a pipeline the engine was told to give each rank.
     """
 
     sp: int = 1
@@ -31,6 +32,7 @@ class MeshSettings:
     ep: int = 1
     choices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     pp: int = 1
+    stages_per_rank: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "choices", {axis: tuple(sizes) for axis, sizes in self.choices.items()})

@@ -9,6 +9,7 @@ from typing import Any
 from elastic.core.errors import UsageError
 from elastic.core.generation_spec import BatchSettings
 from elastic.engines.base import EngineKind
+from elastic.engines.fsdp2.config import read_options
 
 # One name for each package here whose module `kind` has a `KIND`, and `config` a `check`. The job file's key `engine`
 # takes these names.
@@ -34,6 +35,14 @@ def check_config(
         importlib.import_module(f"elastic.engines.{name}.config").check(config, batch, workers, tp, ep, pp)
     except UsageError as error:
         raise UsageError(f"{name}: {error.message}") from error
+
+
+def stages_per_rank(name: str, config: Mapping[str, Any]) -> int:
+    """How many stages of a pipeline a job's configuration gives each rank; 1 where `check_config` refuses it."""
+    try:
+        return read_options(config).stages_per_rank if name == "fsdp2" else 1
+    except UsageError:
+        return 1
 
 
 def engine_kind(name: str) -> EngineKind:

@@ -160,12 +160,12 @@ def _predictor(facts: MeshFacts) -> Callable[[MeshSettings, Axes, int], tuple[fl
 def relative_step(shape: MeshSettings, world_size: int, passes: int | None) -> float:
     """Of a step of `passes` micro-batches, in forward and backward passes of a whole model on one worker.
 
-    Workers that train on the same samples share the work of a pass; in a pipeline each stage waits for the first
-    micro-batch and for the last. Without communication, which is only known where it was measured. With `passes`
-    unknown, any number of data-parallel parts is even.
+    Workers that train on the same samples share the work of a pass; in a pipeline each waits for the first micro-batch
+    and for the last, through stages that are the shorter the more of them it has. Without communication, which is only
+    known where it was measured. With `passes` unknown, any number of data-parallel parts is even.
     """
-    groups = world_size // shape.readers
-    return (math.ceil(passes / groups) + shape.pp - 1 if passes is not None else 1 / groups) / shape.readers
+    groups, bubble = world_size // shape.readers, (shape.pp - 1) / shape.stages_per_rank
+    return (math.ceil(passes / groups) + bubble if passes is not None else 1 / groups) / shape.readers
 
 
 # --- bytes moved ---

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -28,6 +29,7 @@ from elastic.core.settings import (
     StragglerSettings,
     refused_resources,
 )
+from elastic.engines.select import stages_per_rank
 from elastic.entrypoint import parse_entry_point
 from elastic_jobs.job_file.kubernetes_section import KubernetesSpec
 from elastic_jobs.job_file.sections import (
@@ -254,7 +256,7 @@ class JobSpec(BaseModel):
             engine=self.engine,
             weights=self.weights.settings() if self.weights is not None else None,
             engine_config=self.fsdp2 if self.engine == "fsdp2" else _mapping(self.deepspeed),
-            mesh=mesh,
+            mesh=replace(mesh, stages_per_rank=stages_per_rank(self.engine, self.fsdp2 or {})),
             storage_url=self.storage_url or self.checkpoint.url or storage_url,
         )
 

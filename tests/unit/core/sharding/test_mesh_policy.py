@@ -95,7 +95,7 @@ def test_a_changed_number_of_workers_per_layer_is_the_last_resort() -> None:
     ("size", "passes", "shape", "step"),
     [(4, 8, MeshSettings(), 2.0), (3, 8, MeshSettings(), 3.0), (4, 8, MeshSettings(tp=2), 2.0),
      (3, None, MeshSettings(), 1 / 3), (4, 8, MeshSettings(ep=2), 2.0), (8, 4, MeshSettings(), 1.0),
-     (4, 8, MeshSettings(pp=2), 2.5)],
+     (4, 8, MeshSettings(pp=2), 2.5), (4, 8, MeshSettings(pp=2, stages_per_rank=2), 2.25)],
 )  # fmt: skip
 def test_a_step_takes_the_passes_of_the_group_with_most(
     size: int, passes: int | None, shape: MeshSettings, step: float

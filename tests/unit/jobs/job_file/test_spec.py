@@ -395,6 +395,14 @@ def test_stages_whose_layers_are_shared_are_cells_of_torchs_engine(tmp_path: Pat
     assert (settings.mesh.tp, settings.mesh.cells) == (2, (2, 4))
 
 
+def test_steps_are_predicted_with_the_stages_that_ranks_have(tmp_path: Path) -> None:
+    more = GOOD + "engine: fsdp2\nmesh: {pp: 2}\n"
+    looped = more + "fsdp2: {pipeline_schedule: LoopedBFS, pipeline_stages_per_rank: 3}\n"
+    refused = more + "fsdp2: {pipeline_stages_per_rank: 3}\n"
+    found = [load(tmp_path, text).settings("run", "/default").mesh for text in (more, looped, refused)]
+    assert [mesh.stages_per_rank for mesh in found] == [1, 3, 1]
+
+
 @pytest.mark.parametrize("axis", ["sp", "tp", "ep"])
 def test_worker_counts_are_rounded_to_whole_cells_and_the_run_says_so(tmp_path: Path, axis: str) -> None:
     spec = load(tmp_path, GOOD.replace("max_workers: 4", "max_workers: 7") + f"min_workers: 3\nmesh: {{{axis}: 2}}\n")
