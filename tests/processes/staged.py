@@ -24,6 +24,9 @@ def model_of(config: dict[str, Any]) -> Staged:
 def build(config: dict[str, Any]) -> tuple[Any, Any]:
     model: Any = model_of(config)
     crew.told["initial"] = {name: value.detach().clone() for name, value in model.named_parameters()}
+    if config.get("views"):
+        for layer in model.layers:
+            layer.register_forward_hook(lambda module, given, output: output.view(output.shape))
     if config.get("stray"):
         model.scale = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.AdamW(trained(model), lr=0.02)

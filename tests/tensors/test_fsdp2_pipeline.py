@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.pipelining import ScheduleInterleaved1F1B
+from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from elastic import Pipeline
 from elastic.core.errors import UsageError
-from elastic.core.sharding.stages import interleaved
+from elastic.core.sharding.stages import holders, interleaved
 from elastic.engines.fsdp2.pipeline.layers import Chain, Cut, cut, prune, read_layers
 from elastic.engines.fsdp2.pipeline.schedules import as_torch_has_it
 from elastic.engines.model.description import aliases
@@ -81,6 +82,21 @@ def test_layers_that_begin_stages_may_be_named() -> None:
     begins = {2: ["embed", "layers.1"]}
     assert staged(Whole(), 2, 1, begins=begins).begins == (0, 2)
     assert staged(Whole(), 3, 1, begins=begins).begins == staged(Whole(), 3, 1).begins
+
+
+@pytest.mark.parametrize(("back", "style"), [(False, "loop"), (True, "v")])
+def test_ranks_have_the_stages_that_torchs_schedules_give_them(back: bool, style: str) -> None:
+    for ranks, per_rank in ((2, 2), (3, 2), (4, 3)):
+        expected = generate_stage_to_rank_mapping(ranks, ranks * per_rank, style)
+        assert dict(enumerate(holders(ranks, per_rank, back))) == expected
+
+
+def test_what_two_stages_of_one_rank_share_is_tied_to_no_other() -> None:
+    model = Whole(tied=True)
+    found = cut(pipeline(), read_layers(pipeline(), model), model, 3, 0, 2, back=True)
+    prune(model, found)
+    assert (found.stages, found.tied) == ((0, 5), {})
+    assert model.head.weight is model.embed.weight
 
 
 def test_as_many_stages_as_there_are_layers_for() -> None:

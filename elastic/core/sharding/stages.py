@@ -17,9 +17,12 @@ def stages_that_fit(asked: int, ranks: int, layers: int) -> int:
     return max(1, min(asked, layers // ranks)) if ranks > 1 else 1
 
 
-def holders(ranks: int, per_rank: int) -> tuple[int, ...]:
-    """The rank that has each stage: they go round."""
-    return tuple(stage % ranks for stage in range(ranks * per_rank))
+def holders(ranks: int, per_rank: int, back: bool = False) -> tuple[int, ...]:
+    """The rank that has each stage: they go round, or with `back` there and back again, so that the last rank has two
+    neighbouring ones."""
+    there = range(ranks)
+    turns = (there[::-1] if back and turn % 2 else there for turn in range(per_rank))
+    return tuple(rank for turn in turns for rank in turn)
 
 
 def interleaved(ranks: int, per_rank: int, micro_batches: int) -> list[list[Action]]:

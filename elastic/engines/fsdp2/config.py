@@ -16,9 +16,14 @@ from elastic.engines.config_file import read_mapping
 
 # fp16 needs a loss scaler, which this engine does not have.
 DTYPES = ("float32", "bfloat16")
-# torch's names: of schedules for one stage per rank, and for several.
-SINGLE, LOOPED = ("1F1B", "GPipe"), ("Interleaved1F1B", "LoopedBFS")
-SCHEDULES = (*SINGLE, *LOOPED)
+# torch's names: of schedules for one stage per rank, for several, and for two of which the second come in the opposite
+# order of the ranks.
+SINGLE, LOOPED = ("1F1B", "GPipe"), ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
+BACK = ("ZBVZeroBubble", "DualPipeV")
+SCHEDULES = (*SINGLE, *LOOPED, *BACK)
+# Which compute gradients of weights later than those of inputs. Between the two torch looks for the weights that a
+# module has: a layer that is sharded then would get none.
+WEIGHTS_LATER = ("InterleavedZeroBubble", *BACK)
 # As torchtitan has it.
 _STAGES_PER_RANK = 2
 
@@ -73,13 +78,23 @@ def read_options(config: Config) -> Options:
     if "shard" in values:
         values["shard"] = tuple(values["shard"])
     options = Options(**values)
-    if (options.stages_per_rank > 1) != (options.pipeline_schedule in LOOPED):
-        raise UsageError(
-            f"fsdp2: pipeline_schedule {options.pipeline_schedule} and pipeline_stages_per_rank "
-            f"{options.stages_per_rank} do not go together: {' and '.join(SINGLE)} are for one stage per rank, "
-            f"{' and '.join(LOOPED)} for several"
-        )
+    _refuse_schedule(options)
     return options
+
+
+def _refuse_schedule(options: Options) -> None:
+    name, stages = options.pipeline_schedule, options.stages_per_rank
+    if (stages == 1) != (name in SINGLE) or (stages > 2 and name in BACK):
+        raise UsageError(
+            f"fsdp2: pipeline_schedule {name} and pipeline_stages_per_rank {stages} do not go together: "
+            f"{' and '.join(SINGLE)} are for one stage per rank, {' and '.join(BACK)} for two, {', '.join(LOOPED)} "
+            "for several"
+        )
+    if name in WEIGHTS_LATER and options.reshard_after_forward:
+        raise UsageError(
+            f"fsdp2: pipeline_schedule {name} needs reshard_after_forward: false, as it uses a layer's weights three "
+            "times for each micro-batch"
+        )
 
 
 def refuse_mesh(ep: int, pp: int = 1, sp: int = 1) -> None:

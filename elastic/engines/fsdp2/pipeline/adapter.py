@@ -14,6 +14,7 @@ import torch.distributed as dist
 from elastic.core.errors import UsageError
 from elastic.engines.base import MicroStep, ResolvedConfig, StepOutcome
 from elastic.engines.fsdp2.adapter import Fsdp2Adapter, Fsdp2Engine
+from elastic.engines.fsdp2.config import WEIGHTS_LATER
 from elastic.engines.fsdp2.gradients import shard_of
 from elastic.engines.fsdp2.meshes import Meshes, is_over_cell
 from elastic.engines.fsdp2.pipeline.layers import Chain, Cut
@@ -62,8 +63,12 @@ class PipelineAdapter(Fsdp2Adapter):
         vars(self.module)["forward"] = self._chain
         ranks = dist.get_process_group_ranks(meshes.pp)
         self._tied = TiedGradients(self.module, cut, ranks, device, self._all_reduce)
-        self._stages = [Stage(self.module, stage, cut.holders, device, meshes.pp, self._enter) for stage in cut.stages]
-        self._schedules: Any = Schedules(resolved.native["pipeline_schedule"], self._stages, self._scaled_loss)
+        name = resolved.native["pipeline_schedule"]
+        self._stages = [
+            Stage(self.module, stage, cut.holders, device, meshes.pp, self._enter, name in WEIGHTS_LATER)
+            for stage in cut.stages
+        ]
+        self._schedules: Any = Schedules(name, self._stages, self._scaled_loss)
         # Of the step under way, on the last stage.
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
         native.evaluate = self._evaluate
@@ -169,15 +174,20 @@ class PipelineAdapter(Fsdp2Adapter):
         module, training = self.module, self.module.training
         passes = [Pass(_given(next(contents)), self.device) for _ in range(count)]
         total, sent = torch.zeros((), dtype=torch.float64, device=self.device), []
+        outputs: Any = None
         for stage in self._stages:
             stage.begin(passes, backward=False)
         module.eval()
         try:
             with torch.no_grad():
                 for (number, now), stage in product(enumerate(passes), self._stages):
-                    _wait(_posted(stage.get_fwd_recv_ops(number)))
+                    if stage.stage_index - 1 in self._cut.stages:
+                        stage.set_local_fwd_input(outputs, number)
+                    else:
+                        _wait(_posted(stage.get_fwd_recv_ops(number)))
                     outputs = stage.forward_one_chunk(number)
-                    sent += _posted(stage.get_fwd_send_ops(number))
+                    if stage.stage_index + 1 not in self._cut.stages:
+                        sent += _posted(stage.get_fwd_send_ops(number))
                     if stage.is_last:
                         total += self._loss_fn(outputs, now.take_labels()).detach().reshape(()).double() / count
             _wait(sent)

@@ -72,13 +72,19 @@ def read_layers(pipeline: Any, model: nn.Module) -> tuple[str, ...]:
 
 
 def cut(
-    pipeline: Pipeline, names: Sequence[str], model: nn.Module, ranks: int, rank: int, stages_per_rank: int = 1
+    pipeline: Pipeline,
+    names: Sequence[str],
+    model: nn.Module,
+    ranks: int,
+    rank: int,
+    stages_per_rank: int = 1,
+    back: bool = False,
 ) -> Cut:
-    """Of a whole model, into `stages_per_rank` stages for each of `ranks`, or as many as it has layers for. Raises
-    UsageError for stages that cannot be."""
+    """Of a whole model, into `stages_per_rank` stages for each of `ranks`, or as many as it has layers for. `back`: see
+    `holders`. Raises UsageError for stages that cannot be."""
     layers = [layer_of(model, name) for name in names]
     trained = [any(p.requires_grad for p in layer.parameters()) for layer in layers]
-    held_by = holders(ranks, stages_that_fit(stages_per_rank, ranks, sum(trained)))
+    held_by = holders(ranks, stages_that_fit(stages_per_rank, ranks, sum(trained)), back)
     stages = len(held_by)
     said = pipeline.begins.get(stages)
     if said is not None:

@@ -6,12 +6,6 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch.distributed.pipelining import (
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleLoopedBFS,
-)
 from torch.distributed.pipelining.schedules import (
     FORWARD,
     FULL_BACKWARD,
@@ -20,20 +14,18 @@ from torch.distributed.pipelining.schedules import (
     UNSHARD,
     _Action,
     _PipelineScheduleRuntime,
+    get_schedule_class,
 )
 
 from elastic.core.sharding.stages import interleaved
 from elastic.engines.fsdp2.pipeline.passes import Pass
 from elastic.engines.fsdp2.pipeline.stage import Stage
 
-_SCHEDULES: dict[str, Any] = {
-    "1F1B": Schedule1F1B,
-    "GPipe": ScheduleGPipe,
-    "Interleaved1F1B": ScheduleInterleaved1F1B,
-    "LoopedBFS": ScheduleLoopedBFS,
-}
-# What those for several stages are with one.
-_OF_ONE_STAGE = {"Interleaved1F1B": "1F1B", "LoopedBFS": "GPipe"}
+_torchs: Callable[[str], Any] = get_schedule_class
+# In rounds of micro-batches, as many in each.
+_IN_ROUNDS = ("Interleaved1F1B", "InterleavedZeroBubble")
+# What those for several stages are with one, where it is not 1F1B.
+_OF_ONE_STAGE = {"GPipe": "GPipe", "LoopedBFS": "GPipe"}
 
 # What has failed is raised. torch would log the order of all ranks besides, on every survivor of a lost one.
 logging.getLogger(_PipelineScheduleRuntime.__module__).addFilter(lambda record: record.levelno < logging.ERROR)
@@ -44,7 +36,7 @@ class Schedules:
     `stages`: the rank's, in their order, all of one module."""
 
     def __init__(self, name: str, stages: Sequence[Stage], loss_fn: Callable[[Any, Any], Any]) -> None:
-        self._name = name if len(stages) > 1 else _OF_ONE_STAGE.get(name, name)
+        self._name = name if len(stages) > 1 else _OF_ONE_STAGE.get(name, "1F1B")
         self._stages, self._loss_fn = list(stages), loss_fn
         self._made: dict[int, Any] = {}
 
@@ -63,20 +55,22 @@ class Schedules:
         (stage,) = self._stages
         # torch's 1F1B refuses fewer micro-batches than stages: all of them are under way at once in GPipe as well.
         few = self._name == "1F1B" and passes < stage.num_stages
-        return _SCHEDULES["GPipe" if few else self._name](stage, passes, self._loss_fn, scale_grads=False)
+        return _torchs("GPipe" if few else self._name)(stage, passes, self._loss_fn, scale_grads=False)
 
 
 def _of_several(name: str, stages: list[Stage], passes: int, loss_fn: Callable[[Any, Any], Any]) -> Any:
+    """Numbers of micro-batches that torch's schedule refuses are computed in the order that is nearest to it."""
     ranks = stages[0].group_size
-    if name == "Interleaved1F1B" and passes % max(1, passes // ranks):
-        # torch's takes rounds of one length alone.
+    if name in _IN_ROUNDS and passes % max(1, passes // ranks):
         made: Any = _PipelineScheduleRuntime(stages, passes, loss_fn, scale_grads=False)  # type: ignore[no-untyped-call]
         order = interleaved(ranks, len(stages), passes)
         made._prepare_schedule_with_comms(
             {rank: [as_torch_has_it(*one) for one in own] for rank, own in enumerate(order)}
         )
+    elif name == "DualPipeV" and passes < stages[0].num_stages:
+        made = _torchs("ZBVZeroBubble")(stages, passes, loss_fn, scale_grads=False)
     else:
-        made = _SCHEDULES[name](stages, passes, loss_fn, scale_grads=False)
+        made = _torchs(name)(stages, passes, loss_fn, scale_grads=False)
     # The stages are one module: FSDP gathers each layer where it is needed, as with one stage, and the gradients are
     # reduced when all stages have theirs.
     made.register_custom_function(UNSHARD, _gathered)

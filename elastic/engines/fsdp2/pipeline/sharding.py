@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from elastic.core.errors import UsageError
+from elastic.engines.fsdp2.config import BACK
 from elastic.engines.fsdp2.meshes import Meshes, make_meshes
 from elastic.engines.fsdp2.pipeline.layers import Cut, cut, prune
 from elastic.engines.fsdp2.pipeline.tied import require_alike
@@ -39,7 +40,8 @@ def shard_stage(
         raise UsageError("the script has called fully_shard itself, and a pipeline is cut before that: leave it out")
     prepare(model, None)
     rank = dist.get_rank() // (1 if cell is None else cell.size()) % pp
-    found = cut(pipeline, names, model, pp, rank, options["pipeline_stages_per_rank"])
+    back = options["pipeline_schedule"] in BACK
+    found = cut(pipeline, names, model, pp, rank, options["pipeline_stages_per_rank"], back)
     # Before it is on a device: the whole model need not fit there.
     broadcast([*(model.parameters() if begins else ()), *model.buffers()], device)
     # Looked for in the whole model: a rank need not have all of them.

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from elastic.core.errors import UsageError
 from elastic.engines.fsdp2.pipeline.passes import Pass
@@ -42,8 +43,9 @@ class Shape:
 
 class Stage(PipelineStage):
     """`entering` is called with its number and a micro-batch before each forward pass, which `module` computes then: it
-    is that of all of the rank's stages. `holders`: the rank of `group` that has each stage. `passes` are the
-    micro-batches at hand. `computed_s` are the seconds of the thread that went into passes since `begin`."""
+    is that of all of the rank's stages. `holders`: the rank of `group` that has each stage. `weights_later`: of a
+    schedule that computes their gradients later than those of inputs. `passes` are the micro-batches at hand.
+    `computed_s` are the seconds of the thread that went into passes since `begin`."""
 
     def __init__(
         self,
@@ -53,12 +55,13 @@ class Stage(PipelineStage):
         device: torch.device,
         group: dist.ProcessGroup,
         entering: Callable[[int, Pass], None],
+        weights_later: bool = False,
     ) -> None:
         super().__init__(module, index, len(holders), device, group=group)
         self.stage_index_to_group_rank = dict(enumerate(holders))
         self.passes: Sequence[Pass] = ()
         self.computed_s = 0.0
-        self._entering = entering
+        self._entering, self._weights_later = entering, weights_later
         # What comes in and goes out, by number of samples; and of the micro-batches under way.
         self._incoming: dict[int, tuple[Shape, ...]] = {}
         self._outgoing: dict[int, tuple[Shape, ...]] = {}
@@ -131,6 +134,11 @@ class Stage(PipelineStage):
             inputs = now.take_inputs() if self.is_first else ()
             return super().forward_one_chunk(fwd_chunk_id, inputs, save_forward_output=False)
 
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
+        # torch detaches in place what it has the gradients of inputs of, and a view does not let it.
+        return tree_map_only(torch.Tensor, _no_view, output) if self._weights_later else output
+
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if self.is_last:
             return []
@@ -163,20 +171,43 @@ class Stage(PipelineStage):
         with self.computing():
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        with self.computing():
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         with self.computing():
             super().perform_reduce_grad(grad_scale_factor)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        gradients = self.bwd_cache.pop(bwd_chunk_id)
         if self.is_first:
+            self.bwd_cache.pop(bwd_chunk_id)
             return []
-        found = []
-        for gradient, shape in zip(gradients, self._shapes.pop(bwd_chunk_id), strict=True):
-            if shape.trained:
-                sent = torch.zeros(shape.size, dtype=shape.dtype, device=self.device) if gradient is None else gradient
-                found.append(self._operation(dist.isend, _there(sent).contiguous(), self.stage_index - 1))
-        return found
+        return [
+            self._operation(dist.isend, gradient.contiguous(), self.stage_index - 1)
+            for gradient in self.get_local_bwd_output(bwd_chunk_id)
+            if gradient is not None
+        ]
+
+    # -- between neighbouring stages of one rank -----------------------------------------------------------------------
+
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        many = isinstance(prev_stage_outputs, (tuple, list))
+        outputs = tuple(prev_stage_outputs) if many else (prev_stage_outputs,)
+        self._shapes[mb_index] = self._described(outputs)
+        self._activations[mb_index] = tuple(_there(tensor.detach()) for tensor in outputs)
+
+    def get_local_bwd_output(self, mb_index: int) -> tuple[torch.Tensor | None, ...]:
+        """Of what the stage before gave; None for what it does not train."""
+        return tuple(
+            _there(torch.zeros(shape.size, dtype=shape.dtype, device=self.device) if gradient is None else gradient)
+            if shape.trained
+            else None
+            for gradient, shape in zip(self.bwd_cache.pop(mb_index), self._shapes.pop(mb_index), strict=True)
+        )
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[torch.Tensor | None, ...], mb_index: int) -> None:
+        self._gradients[mb_index] = next_stage_bwd_outputs
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -243,6 +274,10 @@ def _there(tensor: torch.Tensor) -> torch.Tensor:
     """Where it is the result of a collective that is under way: once that is complete."""
     waited: torch.Tensor = tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
     return waited
+
+
+def _no_view(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone() if tensor._is_view() else tensor
 
 
 def _named(value: Any) -> str:

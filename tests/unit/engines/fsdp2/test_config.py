@@ -26,13 +26,19 @@ from elastic.engines.select import check_config
         ({"shard": "Block"}, "shard must be a list of class names"),
         ({"cpu_offload": 1}, "cpu_offload must be true or false"),
         ({"optimizer": {"name": "AdamW"}}, "optimizer must be"),
-        ({"pipeline_schedule": "zigzag"}, "pipeline_schedule must be 1F1B or GPipe or Interleaved1F1B or LoopedBFS"),
+        (
+            {"pipeline_schedule": "zigzag"},
+            "pipeline_schedule must be 1F1B or GPipe or Interleaved1F1B or LoopedBFS or Inter",
+        ),
         ({"pipeline_stages_per_rank": 0}, "pipeline_stages_per_rank must be a whole number of stages, at least 1"),
         ({"pipeline_stages_per_rank": 2}, "pipeline_schedule 1F1B and pipeline_stages_per_rank 2 do not go together"),
         (
             {"pipeline_schedule": "LoopedBFS", "pipeline_stages_per_rank": 1},
-            "1F1B and GPipe are for one stage per rank, Interleaved1F1B and LoopedBFS for several",
+            "1F1B and GPipe are for one stage per rank, ZBVZeroBubble and DualPipeV for two, Interleaved1F1B, ",
         ),
+        ({"pipeline_schedule": "DualPipeV", "pipeline_stages_per_rank": 3}, "DualPipeV and .* 3 do not go together"),
+        ({"pipeline_schedule": "ZBVZeroBubble"}, "ZBVZeroBubble needs reshard_after_forward: false"),
+        ({"pipeline_schedule": "InterleavedZeroBubble"}, "needs reshard_after_forward: false"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(given: dict[str, Any], said: str) -> None:
