@@ -2,7 +2,8 @@
 
 Dense parameters are partitioned over all ranks, a layer's experts over those with the same ones
 (deepspeed/runtime/zero/stage_1_and_2.py:862-884, stage3.py:644-740; release 0.19.8). A rank's experts are neighbours on
-the first dimension, so that they are an interval of the whole tensor: chunks are those of the whole.
+the first dimension, so that they are an interval of the whole tensor: chunks are those of the whole. Or each of them is
+a tensor by itself, with a name of its own.
 """
 
 from __future__ import annotations
@@ -19,11 +20,18 @@ Partition = Callable[[Group, int, int], Layout]
 
 @dataclass(frozen=True)
 class Place:
-    """One rank of a world in which each `ep` neighbours have all experts between them."""
+    """One rank of a world in which each `ep` neighbours have all experts between them. `apart`: each expert is a tensor
+    by itself."""
 
     rank: int
     world_size: int
     ep: int = 1
+    apart: bool = False
+
+    @property
+    def share(self) -> int:
+        """Which part of the experts the rank has."""
+        return self.rank % self.ep
 
     def among(self, experts: bool) -> tuple[int, int]:
         """(rank, size) in the ranks that a group, of experts or dense, is partitioned over."""
@@ -31,7 +39,7 @@ class Place:
 
     def first(self, numel: int, experts: bool) -> int:
         """Where in the whole tensor the `numel` elements begin of which this rank holds a part."""
-        return self.rank % self.ep * numel if experts else 0
+        return self.share * numel if experts and not self.apart else 0
 
 
 def held(groups: Sequence[tuple[Group, bool]], place: Place, partition: Partition, buffer: str) -> RankLayout:

@@ -62,6 +62,30 @@ def test_each_element_of_the_whole_is_held_once(
         check_cover(name, numel, spans[name])
 
 
+@given(groups=GROUPS, world=WORLDS)
+def test_experts_that_are_tensors_by_themselves_are_held_once(
+    groups: list[tuple[list[int], bool]], world: tuple[int, int]
+) -> None:
+    ep, size = world[0], world[0] * world[1]
+    spans: dict[str, list[tuple[int, int, int]]] = {}
+    for rank in range(size):
+        share = range(rank % ep * EXPERTS // ep, (rank % ep + 1) * EXPERTS // ep)
+        own: list[tuple[Group, bool]] = [
+            ([(f"{n}.{at}.{each}", numel) for each in (share if experts else [0]) for at, numel in enumerate(given)],
+             experts)
+            for n, (given, experts) in enumerate(groups)
+        ]  # fmt: skip
+        layout = held(own, Place(rank, size, ep, apart=True), cut12, "group")
+        check_rank(layout)
+        for chunk in layout.chunks:
+            spans.setdefault(chunk.name, []).append((chunk.start, chunk.stop, rank))
+    for number, (numels, experts) in enumerate(groups):
+        for at, numel in enumerate(numels):
+            for each in range(EXPERTS if experts else 1):
+                check_cover("", numel, spans.pop(f"{number}.{at}.{each}"))
+    assert not spans
+
+
 @given(groups=GROUPS, before=WORLDS, after=WORLDS, stages=st.tuples(st.sampled_from([1, 3]), st.sampled_from([1, 3])))
 def test_a_plan_between_any_two_shares_reads_each_element_from_where_it_is(
     groups: list[tuple[list[int], bool]], before: tuple[int, int], after: tuple[int, int], stages: tuple[int, int]
