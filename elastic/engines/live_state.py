@@ -70,7 +70,8 @@ class Weight:
     """What a forward pass uses of one trained parameter on this rank, 1-D: its elements from `start` on.
 
     `whole`: all that any rank has of it for its forward passes, so that other ranks have copies: all ranks, or with
-    `experts` those with the same experts or shard (`ShardedState.copies`), with `sliced` those with the same slices."""
+    `experts` those with the same experts or shard (`ShardedState.copies`), with `sliced` those with the same slices.
+    Where each expert is a tensor by itself, those of other ranks are here without elements."""
 
     name: str
     start: int
@@ -150,7 +151,8 @@ class ShardedState(Protocol):
         ...
 
     def groups(self) -> list[list[str]]:
-        """Names of the optimized parameters by parameter group, in the group's order."""
+        """Names of the optimized parameters by parameter group, in the group's order: the same on all ranks that are
+        no stages of a pipeline, whoever has which experts."""
         ...
 
     def group_holders(self) -> Mapping[str, Sequence[dict[str, Any]]]:

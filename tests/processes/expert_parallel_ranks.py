@@ -59,12 +59,12 @@ def make_engine(zero: dict[str, Any], ep: int) -> Any:
     import deepspeed
     import torch
 
-    from elastic.engines.deepspeed.experts.optimizer import regrouped
+    from elastic.engines.deepspeed.experts.optimizer import Regrouped
 
     model = make_model()
     engine, *_ = deepspeed.initialize(
         model=model,
-        optimizer=regrouped(torch.optim.AdamW(model.parameters(), lr=0.01)),
+        optimizer=Regrouped(torch.optim.AdamW(model.parameters(), lr=0.01)),
         config={
             "train_micro_batch_size_per_gpu": 1,
             "zero_allow_untested_optimizer": True,

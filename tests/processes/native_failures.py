@@ -197,9 +197,6 @@ def refused(rank: int, folder: Path) -> None:
     assert "partitions differently" in _refusal(UsageError, open_state, engine)
     engine.optimizer.round_robin_bit16_offsets[0][3] -= 2
 
-    engine.has_moe_layers = True
-    assert "MoE" in _refusal(UsageError, open_state, engine)
-    engine.has_moe_layers = False
     open_state(engine)
     leave(engine)
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from elastic.engines.deepspeed.experts.native import is_bound
 from elastic.engines.deepspeed.experts.placement import is_replaced
 
 # Attributes that DeepSpeed sets only after an engine is built, besides those that begin with `ds_`.
@@ -66,6 +67,8 @@ class Belongings:
             return "the model was built under deepspeed.zero.Init, which binds its parameters to one world size"
         if getattr(self._model, "ds_autotp_parsed", False):
             return "tensor parallelism has replaced the model's layers by slices of them, which cannot be undone"
+        if is_bound(self._model):
+            return "the model's MoE layers have the groups of one generation, which cannot be undone"
         if is_replaced(self._model):
             return "expert parallelism has replaced the model's experts by a share of them, which cannot be undone"
         if native.module is not self._model:

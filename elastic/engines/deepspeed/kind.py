@@ -22,7 +22,10 @@ from elastic.engines.deepspeed.belongings import Belongings, fill_placeholders
 from elastic.engines.deepspeed.config import read_config, resolve
 from elastic.engines.deepspeed.cuts import noting_cuts
 from elastic.engines.deepspeed.experts import config as experts
-from elastic.engines.deepspeed.experts.optimizer import refuse_scheduler, regrouped
+from elastic.engines.deepspeed.experts import native as native_experts
+from elastic.engines.deepspeed.experts.native_passes import prepare
+from elastic.engines.deepspeed.experts.native_rules import require_carriable as require_whole_layers
+from elastic.engines.deepspeed.experts.optimizer import regrouped, require_groups
 from elastic.engines.deepspeed.experts.placement import refuse_unplaceable, require_experts
 from elastic.engines.deepspeed.experts.recorders import table_by_names
 from elastic.engines.deepspeed.operators import build_ahead
@@ -113,6 +116,10 @@ class DeepSpeed:
         refuse_model(objects.model)
         refuse_without_values(objects.model)
         refuse_wrapped(objects.model, resolved.native)
+        require_whole_layers(objects.model, resolved.native)
+        config = native_experts.configured(objects.model, resolved.native)
+        layered = bool(native_experts.layers_of(objects.model))
+        shared = bool(experts.size_of(resolved.native))
         staged = is_pipeline(objects.model)
         if staged:
             require_carriable(objects.model)
@@ -120,28 +127,29 @@ class DeepSpeed:
         tp = tensor_parallel.size_of(resolved.native)
         if tp > 1:
             tensor_parallel.refuse_unshardable(objects.model, tp)
-        ep = experts.size_of(resolved.native)
+        ep = experts.size_of(config)
         if ep:
             refuse_unplaceable(objects.model)
-            refuse_scheduler(objects.lr_scheduler)
+        if ep or layered:
+            require_groups(objects, layered, shared)
         fill_placeholders(objects.model)
         belongings = Belongings(objects.model, objects.optimizer)
-        whole = tp == 1 and not ep and not staged
+        whole = tp == 1 and not ep and not layered and not staged
         values = startup.values_come_later() if whole and not resolved.begins else contextlib.nullcontext()
         noting = noting_cuts(tp) if tp > 1 else contextlib.nullcontext()
         try:
             with user_calls.building(), startup.named_by_shape(), table_by_names(), values, noting as cuts:
                 native, wrapped, _, scheduler = deepspeed.initialize(
                     model=objects.model,
-                    optimizer=regrouped(objects.optimizer) if ep else objects.optimizer,
+                    optimizer=regrouped(objects, layered) if ep or layered else objects.optimizer,
                     lr_scheduler=objects.lr_scheduler,
                     model_parameters=objects.model_parameters,
-                    config=dict(resolved.native),
+                    config=config,
                     dist_init_required=False,
                 )
         except BaseException as error:
             # A peer was lost, say: the next generation builds on the same model, unless its layers have been replaced.
-            if tp == 1 and not ep:
+            if tp == 1 and not ep and not layered:
                 belongings.failed()
             teardown.clear_stage3_globals()
             if ep and isinstance(error, ValueError):
@@ -163,6 +171,8 @@ class DeepSpeed:
         except UsageError:
             teardown.release_engine(native)
             raise
+        if layered:
+            prepare(native, shared)
         belongings.built(native)
         engine.count_collectives()
         engine.ledger.remark = resolved.said

@@ -181,12 +181,6 @@ def refuse_model(model: Any) -> None:
             raise UsageError(
                 "a pipeline module inside of another model is not supported: give the PipelineModule itself"
             )
-        if home.startswith("deepspeed.moe"):
-            raise UsageError(
-                f"native MoE ({type(module).__name__}) is not supported: DeepSpeed binds them to groups of a "
-                "fixed size and saves them apart. Give the model plain torch experts, which AutoEP shares out "
-                "(the job's mesh: {ep: N}, and expert_parallel in the DeepSpeed configuration)"
-            )
 
 
 def refuse_zero_init(model: Any, what: str) -> None:

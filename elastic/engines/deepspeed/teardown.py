@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from elastic.engines.deepspeed.experts.native import forget_pass
+
 logger = logging.getLogger(__name__)
 
 
@@ -23,6 +25,7 @@ def release_engine(engine: Any) -> None:
         for parameter in engine.module.parameters():
             # Reductions of BF16_Optimizer keep the parameters, and so this group's sockets, beyond a first collection.
             vars(parameter).pop("_dp_group", None)
+        forget_pass(engine.module)
         engine.destroy()
     except Exception as error:  # noqa: BLE001 - foreign teardown code on a half-dead generation may raise anything
         logger.warning("the DeepSpeed engine did not shut down cleanly: %s: %s", type(error).__name__, error)

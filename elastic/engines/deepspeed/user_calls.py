@@ -16,7 +16,8 @@ from typing import Any
 
 from elastic.core.errors import UsageError
 from elastic.core.mesh import Mesh
-from elastic.engines.deepspeed.pipeline.module import placed
+from elastic.engines.deepspeed.experts import native
+from elastic.engines.deepspeed.pipeline import module as pipeline
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ def answer(
     mesh: Callable[[], Mesh] | None = None,
 ) -> None:
     """From now on `deepspeed.initialize` is `initialize`, zero.Init's configuration goes through `resolve`, and a
-    PipelineModule is built for `mesh()`.
+    PipelineModule or a MoE layer is built for `mesh()`.
 
     None for all: DeepSpeed's own again.
     """
@@ -90,6 +91,7 @@ def building() -> Iterator[None]:
 def _install() -> None:
     """Once per process."""
     import deepspeed
+    from deepspeed.moe.layer import MoE
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.pipe.module import PipelineModule
     from deepspeed.runtime.zero.partition_parameters import Init
@@ -97,7 +99,8 @@ def _install() -> None:
     deepspeed.initialize = _initializing(deepspeed.initialize)
     DeepSpeedEngine.__init__ = _guarded(DeepSpeedEngine.__init__)
     Init.__init__ = _configured(Init.__init__)
-    PipelineModule.__init__ = _staged(PipelineModule.__init__)
+    PipelineModule.__init__ = _placed(PipelineModule.__init__, pipeline.placed)
+    MoE.__init__ = _placed(MoE.__init__, native.placed)
 
 
 def _initializing(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -126,7 +129,7 @@ def _guarded(original: Callable[..., None]) -> Callable[..., None]:
     return init
 
 
-def _staged(original: Callable[..., None]) -> Callable[..., None]:
+def _placed(original: Callable[..., None], placed: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         if _mesh is None:

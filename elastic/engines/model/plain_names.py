@@ -2,11 +2,13 @@
 
 `torch.compile(module)` wraps a module into another one, whose tensors are `_orig_mod.weight`. A run may be resumed with
 another part compiled, and an export is read by models that are not: saved names are those of the plain model.
+
+A rank may have a part of a list of modules, and the others the rest: there they have their numbers in the whole list.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -14,22 +16,42 @@ if TYPE_CHECKING:
     import torch
 
 _WRAPPED = "_orig_mod"
+# Attribute of a list of modules: the number in the whole list of the first that this rank has.
+FIRST = "elastic_first"
 
 
 def named_parameters(
     module: torch.nn.Module, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    return ((plain(name), tensor) for name, tensor in module.named_parameters(remove_duplicate=remove_duplicate))
+    said = _saved(module)
+    return ((said(name), tensor) for name, tensor in module.named_parameters(remove_duplicate=remove_duplicate))
 
 
 def named_buffers(module: torch.nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-    return ((plain(name), tensor) for name, tensor in module.named_buffers(remove_duplicate=remove_duplicate))
+    said = _saved(module)
+    return ((said(name), tensor) for name, tensor in module.named_buffers(remove_duplicate=remove_duplicate))
 
 
 def named_modules(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     """Without the wrappers, and what stands in for modules that other ranks have."""
-    found = ((plain(name), child) for name, child in module.named_modules() if not is_wrapper(child))
+    said = _saved(module)
+    found = ((said(name), child) for name, child in module.named_modules() if not is_wrapper(child))
     return ((name, child) for name, child in found if not getattr(child, "elastic_absent", False))
+
+
+def _saved(module: torch.nn.Module) -> Callable[[str], str]:
+    firsts = {f"{name}.": getattr(child, FIRST, 0) for name, child in module.named_modules()}
+    lists = {prefix: first for prefix, first in firsts.items() if first}
+
+    def said(name: str) -> str:
+        for prefix, first in lists.items():
+            if name.startswith(prefix):
+                number, dot, rest = name.removeprefix(prefix).partition(".")
+                name = f"{prefix}{int(number) + first}{dot}{rest}"
+                break
+        return plain(name)
+
+    return said if lists else plain
 
 
 def plain(name: str) -> str:

@@ -44,7 +44,7 @@ from elastic.training.state.engine_state import open_state
 from elastic.training.state.initial_weights import load_whole
 from elastic.training.step_loop import StepLoop
 from elastic.training.user.comparison import Comparison
-from elastic.training.user.one_model import require_one_model
+from elastic.training.user.one_model import is_in_parts, require_one_model
 from elastic.training.user.pipelined import PipelinedEngine, refuse_measures, require_pipeline
 from elastic.training.user.startup import before_first_batch
 from elastic.training.user.state import tensors_of
@@ -107,7 +107,7 @@ def assemble(
             if given.weights is not None:
                 _load_whole(scope, given.model, given.weights)
             require_one_model(given.model, generation.group.cell, scope.device)
-    elif scope.spec.ep > 1 and scope.spec.checkpoint is None and given.weights is None:
+    elif scope.spec.ep > 1 and scope.spec.checkpoint is None and given.weights is None and not is_in_parts(given.model):
         require_one_model(given.model, dist.group.WORLD, scope.device)
     nonfinite = scope.spec.anomalies.policy if scope.spec.anomalies is not None else None
     engine, optimizer, scheduler = generation.kind.build(

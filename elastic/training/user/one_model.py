@@ -29,6 +29,12 @@ def require_one_model(model: torch.nn.Module, cell: dist.ProcessGroup | None, de
     Agreement(dist.group.WORLD, device).raise_together(error, "comparing the model with those of its cell")
 
 
+def is_in_parts(model: torch.nn.Module) -> bool:
+    """Has each rank built a part of the model already? DeepSpeed and Megatron mark parameters that not all ranks have.
+    Nothing will be cut, and the engine sends each part's values to all that have it, as it does without a mesh."""
+    return any(getattr(parameter, "allreduce", True) is False for parameter in model.parameters())
+
+
 def _compare(model: torch.nn.Module, agreement: Agreement) -> None:
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     described = repr([(name, tuple(tensor.shape), tensor.is_meta) for name, tensor in tensors.items()])

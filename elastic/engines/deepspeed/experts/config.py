@@ -8,7 +8,9 @@ from typing import Any
 
 from elastic.core.errors import UsageError
 
-_SECTION = "expert_parallel"
+SECTION = "expert_parallel"
+# What of it the mesh sets.
+ALONE = frozenset({"enabled", "autoep_size"})
 # (dotted path, when it is refused with experts, why)
 _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
@@ -41,15 +43,15 @@ def configured(config: Mapping[str, Any], ep: int, changes: bool = False) -> dic
 
     Raises UsageError for another size than the mesh's, and for what is refused.
     """
-    section = config.get(_SECTION) or {}
+    section = config.get(SECTION) or {}
     size, enabled = section.get("autoep_size"), section.get("enabled")
     if isinstance(size, int) and size > 1 and size != ep:
         raise UsageError(
-            f"DeepSpeed option {_SECTION}.autoep_size is {size}, and the job's mesh says ep: {ep}; give the job's "
+            f"DeepSpeed option {SECTION}.autoep_size is {size}, and the job's mesh says ep: {ep}; give the job's "
             f"mesh: {{ep: {size}}} alone, by which workers are counted too"
         )
     if ep > 1 and enabled is False:
-        raise UsageError(f"DeepSpeed option {_SECTION}.enabled is false, and the job's mesh says ep: {ep}; remove one")
+        raise UsageError(f"DeepSpeed option {SECTION}.enabled is false, and the job's mesh says ep: {ep}; remove one")
     if ep == 1 and not enabled and not changes:
         return {}
     for path, refused, why in _REFUSED:
@@ -62,10 +64,10 @@ def configured(config: Mapping[str, Any], ep: int, changes: bool = False) -> dic
             f"DeepSpeed option zero_optimization.stage is 0, and the job's mesh says ep: {ep}: DeepSpeed then clips by "
             "the mean of norms of which each leaves out the others' experts; use stage 1, 2 or 3"
         )
-    return {_SECTION: {**section, "enabled": True, "autoep_size": ep}}
+    return {SECTION: {**section, "enabled": True, "autoep_size": ep}}
 
 
 def size_of(config: Mapping[str, Any]) -> int:
     """How many ranks share the experts, by a resolved configuration; 0 where AutoEP is off."""
-    section = config.get(_SECTION) or {}
+    section = config.get(SECTION) or {}
     return int(section["autoep_size"]) if section.get("enabled") else 0

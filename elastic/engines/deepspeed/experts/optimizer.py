@@ -1,20 +1,29 @@
-"""The user's optimizer where AutoEP replaces parameters: experts need parameter groups of their own."""
+"""The user's optimizer where ranks share experts: these need parameter groups of their own."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
 
 from elastic.core.errors import UsageError
+from elastic.engines.base import UserObjects
+from elastic.engines.deepspeed.experts.placement import is_expert
+
+# deepspeed/moe/utils.py: parameters of experts in one group, unless it is told otherwise.
+_DEEPSPEEDS_MOST = 178_956_971
 
 
 class Regrouped:
     """Stands for an optimizer while DeepSpeed builds its engine: to DeepSpeed a function that gives an optimizer, whose
-    parameter groups it points at AutoEP's parameters first. The optimizer that comes out is the user's own."""
+    parameter groups it points at AutoEP's parameters first. Experts get groups of their own. The optimizer that comes
+    out is the user's own."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+    def __init__(self, optimizer: torch.optim.Optimizer, most: int | None = _DEEPSPEEDS_MOST) -> None:
+        """`most`: parameters of experts in one group; None: as many as there are."""
+        self._optimizer, self._most = optimizer, most
         self.param_groups, self.state = optimizer.param_groups, optimizer.state
 
     def __call__(self, _: Any) -> torch.optim.Optimizer:
@@ -23,20 +32,60 @@ class Regrouped:
         for number, group in enumerate(self.param_groups):
             group.setdefault("name", f"group {number}")
         # As it does with an optimizer from its configuration.
-        split_params_into_different_moe_groups_for_optimizer(self.param_groups)
+        split_params_into_different_moe_groups_for_optimizer(self.param_groups, self._most or float("inf"))
         return self._optimizer
 
 
-def regrouped(optimizer: Any) -> Any:
-    """What to give to DeepSpeed in the place of `optimizer`."""
-    return Regrouped(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+def regrouped(objects: UserObjects, native: bool) -> Any:
+    """What to give to DeepSpeed in the place of the optimizer. `native`: experts are parameters of the model as it was
+    given, whose groups the script may have split already."""
+    optimizer = objects.optimizer
+    if not isinstance(optimizer, torch.optim.Optimizer) or (native and _is_split(optimizer)):
+        return optimizer
+    # The number of groups is to be the same for any number of ranks that share experts.
+    return Regrouped(optimizer, None if native else _DEEPSPEEDS_MOST)
 
 
-def refuse_scheduler(scheduler: Any) -> None:
-    """Raises UsageError for one that was made before the experts had groups of their own: it would not reach them."""
-    if scheduler is not None and not callable(scheduler):
+def require_groups(objects: UserObjects, native: bool, shared: bool) -> None:
+    """Raises UsageError for groups that experts cannot have here, and for a learning-rate scheduler that was made
+    before they had any: it would not reach them."""
+    optimizer = objects.optimizer
+    if native and (not isinstance(optimizer, torch.optim.Optimizer) or _is_split(optimizer)):
+        if shared and isinstance(optimizer, torch.optim.Optimizer):
+            _refuse_cut_by_size(optimizer.param_groups)
+        return
+    if objects.lr_scheduler is not None and not callable(objects.lr_scheduler):
+        before = "the experts had" if native else "AutoEP gave the experts"
         raise UsageError(
-            f"the learning-rate scheduler {type(scheduler).__name__} was made before AutoEP gave the experts parameter "
+            f"the learning-rate scheduler {type(objects.lr_scheduler).__name__} was made before {before} parameter "
             "groups of their own, which it would not change: give lr_scheduler as a function of the optimizer, or the "
-            "DeepSpeed configuration's `scheduler`"
+            f"DeepSpeed configuration's `scheduler`{_SPLIT if native else ''}"
         )
+
+
+_SPLIT = ", or make the optimizer of groups that split_params_into_different_moe_groups_for_optimizer has given"
+
+
+def _is_split(optimizer: torch.optim.Optimizer) -> bool:
+    """Raises UsageError where some experts are in groups of their own and others are not."""
+    groups = optimizer.param_groups
+    among = [any(map(is_expert, group["params"])) for group in groups if not group.get("moe")]
+    if any(among) and len(among) < len(groups):
+        raise UsageError(
+            "some experts are in parameter groups of their own (moe: True), and others are not: give all groups to "
+            "split_params_into_different_moe_groups_for_optimizer, or none"
+        )
+    return not any(among)
+
+
+def _refuse_cut_by_size(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raises UsageError for groups of which a rank that shares experts with more or fewer others would have another
+    number."""
+    experts = [group for group in groups if group.get("moe")]
+    for _, alike in groupby(experts, lambda group: [(key, value) for key, value in group.items() if key != "params"]):
+        cut = list(alike)
+        if len(cut) > 1 and sum(p.numel() for group in cut for p in group["params"]) > _DEEPSPEEDS_MOST:
+            raise UsageError(
+                f"the experts' parameters are in {len(cut)} groups by size, and there would be another number of them "
+                "at another ep: give split_params_into_different_moe_groups_for_optimizer max_group_size=None"
+            )

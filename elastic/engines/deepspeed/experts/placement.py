@@ -43,7 +43,7 @@ def first_element(parameter: Any) -> int:
 
 def first_by_group(parameter: Any) -> int:
     """The same, from this rank's place among those that share the experts, and from how many elements it holds."""
-    if not is_expert(parameter):
+    if not is_expert(parameter) or not hasattr(parameter, _META):
         return 0
     from deepspeed.utils import groups
 

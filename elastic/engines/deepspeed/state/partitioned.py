@@ -33,7 +33,7 @@ class PartitionedState(ZeroState):
         self.base: torch.optim.Optimizer = engine.optimizer.optimizer
 
     def groups(self) -> list[list[str]]:
-        return [[self._names[id(parameter)] for parameter in group] for group in self._listed()]
+        return [self.counterparts.of_names(self._names[id(p)] for p in group) for group in self._listed()]
 
     def masters(self) -> list[Master]:
         wrapper = self._wrapper
@@ -44,7 +44,7 @@ class PartitionedState(ZeroState):
             rank, _ = self.place.among(is_expert(self._listed()[number][0]))
             chunks = [self._chunk(p, begin, rank * flat.numel(), flat.numel(), buffer) for p, begin in placed]
             kept = tuple(chunk for chunk in chunks if chunk.numel > 0)
-            names = tuple(self._names[id(p)] for p, _ in placed)
+            names = tuple(self.counterparts.of_names(self._names[id(p)] for p, _ in placed))
             found.append(Master(buffer, number, flat, kept, names, replicated=False))
         return found
 
@@ -52,11 +52,14 @@ class PartitionedState(ZeroState):
         return frozen_whole(self.module, [name for group in self.groups() for name in group])
 
     def weights(self) -> list[Weight]:
-        named = dict(named_parameters(self.module))
-        return [
+        named, trained = dict(named_parameters(self.module)), [name for group in self.groups() for name in group]
+        own = [
             replace(weight, start=first_element(named[weight.name]), experts=is_expert(named[weight.name]))
-            for weight in weights_whole(self.module, [name for group in self.groups() for name in group])
+            for weight in weights_whole(self.module, trained)
         ]
+        # Last: what this rank has lies in the same order as on the others.
+        nothing = torch.empty(0)
+        return own + [Weight(name, 0, nothing, whole=True, experts=True) for name in trained if name not in named]
 
     def expected(self) -> RankLayout:
         groups = [([(self._names[id(p)], p.numel()) for p in group], is_expert(group[0])) for group in self._listed()]
@@ -76,6 +79,8 @@ class PartitionedState(ZeroState):
     def ranks_of_parts(self) -> Iterator[tuple[int, int]]:
         for group, listed in zip(self._wrapper.real_dp_process_group, self._listed(), strict=True):
             yield dist.get_rank(group), self.place.among(is_expert(listed[0]))[0]
+        for group in self._engine.expert_parallel_group.values():
+            yield dist.get_rank(group), self.place.share
 
     def finish_install(self) -> None:
         self._wrapper.update_lp_params()

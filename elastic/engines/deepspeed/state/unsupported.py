@@ -8,7 +8,6 @@ from typing import Any
 import torch.distributed as dist
 
 from elastic.core.errors import UsageError
-from elastic.engines.deepspeed.experts.config import size_of
 from elastic.engines.deepspeed.pipeline.module import is_pipeline
 
 
@@ -36,11 +35,6 @@ def _lanes(engine: Any) -> int:
 
 
 _RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    (
-        "native MoE (deepspeed.moe)",
-        lambda engine: bool(engine.has_moe_layers) and not size_of(engine._config._param_dict),
-        "only AutoEP's experts (the job's mesh: {ep: N}) are known by their places in the whole",
-    ),
     (
         "tensor or model parallelism",
         lambda engine: engine.mp_world_size != _lanes(engine),

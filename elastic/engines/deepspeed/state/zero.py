@@ -13,6 +13,7 @@ from elastic.core.errors import UsageError
 from elastic.core.sharding.experts import Place
 from elastic.core.sharding.layout import RankLayout
 from elastic.engines.deepspeed.experts import config, placement
+from elastic.engines.deepspeed.experts.native import Counterparts
 from elastic.engines.deepspeed.pipeline import module as pipeline
 from elastic.engines.live_state import Extra, Master, TensorSpec, Weight, parameter_names, specs_of
 from elastic.engines.model.cuts import Cuts
@@ -29,7 +30,9 @@ class ZeroState(ABC):
     def __init__(self, engine: Any) -> None:
         self.module: torch.nn.Module = engine.module
         self.rank, self.world_size = rank_in(engine.seq_data_parallel_group)
-        self.place = Place(self.rank, self.world_size, max(config.size_of(engine._config._param_dict), 1))
+        self.counterparts = Counterparts(engine.module)
+        ep = max(config.size_of(engine._config._param_dict), self.counterparts.ep)
+        self.place = Place(self.rank, self.world_size, ep, apart=self.counterparts.ep > 1)
         self.copies = placement.copies_group(engine)
         self.tied = pipeline.tied_names(engine.module)
         self.elsewhere = pipeline.saved_elsewhere(engine.module)
@@ -41,7 +44,8 @@ class ZeroState(ABC):
         self._names = parameter_names(engine.module)
 
     def specs(self) -> list[TensorSpec]:
-        return specs_of(self.module, [name for group in self.groups() for name in group], full_shape)
+        own = specs_of(self.module, [name for group in self.groups() for name in group], full_shape)
+        return self.counterparts.of_specs(own)
 
     def group_holders(self) -> Mapping[str, Sequence[dict[str, Any]]]:
         wrapper, scheduler = self._engine.optimizer, self._engine.lr_scheduler
