@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import loops
+import moe_model
 import torch
 from expert_model import AUTOEP, EPS, Balance, MixtureOfExperts
 from layered_model import texts
@@ -27,4 +28,20 @@ def train(config: dict[str, Any]) -> None:
     for _ in elastic.epochs():
         for tokens, labels in loader:
             engine.backward(balance.loss(engine(tokens), labels))
+            engine.step()
+
+
+def train_native(config: dict[str, Any]) -> None:
+    """The same with DeepSpeed's own layers of experts."""
+    data, model = texts(config["size"]), moe_model.Mixture(dropout=0.1)
+    engine, _, loader, _ = elastic.initialize(
+        model=model,
+        training_data=data,
+        optimizer=torch.optim.AdamW(moe_model.groups_of(model, "split"), lr=0.02, eps=moe_model.EPS),
+        config=loops.deepspeed_config(config),
+    )
+    loops.between_steps(config, data)
+    for _ in elastic.epochs():
+        for tokens, labels in loader:
+            engine.backward(moe_model.loss(engine(tokens), labels))
             engine.step()

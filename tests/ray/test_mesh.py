@@ -25,6 +25,7 @@ SHARED = [
     pytest.param("shared_work:layers", MeshSettings(tp=2), "deepspeed", id="layers"),
     pytest.param("shared_work:layers", MeshSettings(tp=2), "fsdp2", id="layers of torch"),
     pytest.param("shared_experts:train", MeshSettings(ep=2), "deepspeed", id="experts"),
+    pytest.param("shared_experts:train_native", MeshSettings(ep=2), "deepspeed", id="experts of deepspeed.moe"),
     pytest.param("pipelined_work:train", MeshSettings(pp=2), "deepspeed", id="stages"),
 ]
 
@@ -67,9 +68,12 @@ def test_cells_lose_nodes_form_anew_and_grow(
         assert loss == pytest.approx(still.losses()[step], rel=CEILING, abs=CEILING), f"step {step}"
 
 
-def test_experts_are_shared_by_as_many_as_each_generation_can(cluster: LocalCluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize("function", ["shared_experts:train", "shared_experts:train_native"])
+def test_experts_are_shared_by_as_many_as_each_generation_can(
+    cluster: LocalCluster, tmp_path: Path, function: str
+) -> None:
     """Four workers share them, after a loss three have all of them each, and the state comes from memory each time."""
-    experts = ("shared_experts:train", MeshSettings(ep=4, choices={"ep": (1, 4)}), "deepspeed")
+    experts = (function, MeshSettings(ep=4, choices={"ep": (1, 4)}), "deepspeed")
     still = started(cluster, tmp_path / "still", "still", *experts)
     still.allow(1 << 30)
     still.start().finish()
