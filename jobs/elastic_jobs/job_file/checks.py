@@ -126,8 +126,10 @@ def _check_engine_config(settings: RunSettings) -> None:
     if settings.engine_config is not None and settings.engine in ENGINES:
         batch = BatchSettings.of(settings)
         for mesh in map(settings.mesh.shape, settings.mesh.axes):
-            workers = (settings.scaling.min_workers // mesh.readers, settings.scaling.max_workers // mesh.readers)
-            check_config(settings.engine, settings.engine_config, batch, workers, mesh.tp, mesh.ep, mesh.pp)
+            # Where several meshes are possible, the fewest workers need not form a cell of each.
+            most = max(1, settings.scaling.max_workers // mesh.readers)
+            fewest = min(most, -(-settings.scaling.min_workers // mesh.readers))
+            check_config(settings.engine, settings.engine_config, batch, (fewest, most), mesh.tp, mesh.ep, mesh.pp)
 
 
 def _check_communication(settings: RunSettings) -> None:

@@ -13,6 +13,7 @@ from elastic_jobs.running.run_plan import Job, Output, Place, RunPlan
 
 from elastic.core.data.adaptive_batch import AdaptiveBatch
 from elastic.core.errors import UsageError
+from elastic.core.mesh import MeshSettings
 from elastic.core.settings import (
     AuditSettings,
     CheckpointSettings,
@@ -37,6 +38,17 @@ LATE = CommunicationSettings("async", staleness=2)
 def test_a_good_job_has_no_findings() -> None:
     assert check(JOB) == []
     refuse([])
+
+
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+def test_a_mesh_that_the_fewest_workers_cannot_form_is_checked_with_the_fewest_that_can(axis: str) -> None:
+    mesh = MeshSettings(choices={axis: (2, 4)}).shape({axis: 4})
+    more: dict[str, Any] = {"mesh": replace(mesh, choices={axis: (2, 4)}), "global_batch": 8, "micro_batch": 2}
+    assert check(changed(**more, engine_config={"zero_optimization": {"stage": 1}})) == []
+    (found,) = check(
+        changed(**more, engine_config={"zero_optimization": {"stage": 1}, "tensor_parallel": {"autotp_size": 3}})
+    )
+    assert "autotp_size" in found.sentence
 
 
 @pytest.mark.parametrize(
