@@ -66,6 +66,8 @@ class GenerationSpec:
     # How many neighbouring ranks share each sequence, each layer, the experts, or the layers; see `core.mesh`.
     sp: int = 1
     tp: int = 1
+    # By how many ranks each layer may be shared in other generations; empty: by as many.
+    tp_sizes: tuple[int, ...] = ()
     ep: int = 1
     # Other generations may have another `ep`: the model's experts have the same names with `ep` 1 then.
     ep_changes: bool = False

@@ -15,11 +15,14 @@ from itertools import product
 
 from elastic.core.errors import UsageError
 
+# What is not the same with another number of ranks that share each layer.
+DRAWN_ANEW = "dropout inside layers that are cut is drawn anew"
+
 
 @dataclass(frozen=True)
 class MeshSettings:
     """How many workers form a cell: `sp` share each sequence, `tp` each layer, `ep` the experts, or `pp` the layers, in
-    stages. Fixed for a run: dropout depends on `sp` and `tp`, and so does what is saved with `tp`.
+    stages. `sp` is fixed for a run: dropout depends on it. It depends on `tp`, too, inside the layers that are cut.
 
     `rounded` says in words what became of worker counts that were not whole cells. `choices` are the sizes of axes that
     may change from one generation to the next (`sharding.mesh_policy`); the axis itself then has the largest of them.
@@ -40,6 +43,16 @@ class MeshSettings:
     def shape(self, axes: Mapping[str, int]) -> MeshSettings:
         """These settings with one size for each axis."""
         return replace(self, choices={}, rounded="", **dict(axes))
+
+    @property
+    def tp_sizes(self) -> tuple[int, ...]:
+        """By how many ranks each layer may be shared."""
+        return self.choices.get("tp", (self.tp,))
+
+    @property
+    def unlike(self) -> str:
+        """What is not the same in all generations of a run, in words; empty: nothing."""
+        return f"mesh.tp may change within the run: {DRAWN_ANEW} then" if len(self.tp_sizes) > 1 else ""
 
     def mesh(self, world_size: int) -> Mesh:
         """Of settings with one size for each axis. Raises UsageError for a world of other than whole cells."""
@@ -66,7 +79,8 @@ class MeshSettings:
 
     def __str__(self) -> str:
         if self.choices:
-            fixed = {axis: size for axis, size in (("sp", self.sp), ("tp", self.tp)) if size != 1}
+            given = {"sp": self.sp, "tp": self.tp, "ep": self.ep, "pp": self.pp}
+            fixed = {axis: size for axis, size in given.items() if size != 1}
             said = fixed | {axis: list(sizes) for axis, sizes in self.choices.items()}
             return f"mesh: {{{', '.join(f'{axis}: {sizes}' for axis, sizes in said.items())}}}"
         return described(self.sp, self.tp, self.ep, self.pp)

@@ -35,7 +35,8 @@ class ResolvedConfig:
     """A configuration at one world size. `global_batch` and `micro_batch` count samples; `micro_steps` is how many
     micro-batches every rank runs in a full step. `native` is what the engine is built with; `said`: what of an option
     holds at this world size, in words. `begins`: the run does so here, with the model's values of rank 0; else a
-    restore follows, which sets all of them."""
+    restore follows, which sets all of them. `tp_sizes`: by how many ranks each layer may be shared in other
+    generations; empty: by as many as here."""
 
     native: Mapping[str, Any]
     global_batch: int
@@ -45,6 +46,7 @@ class ResolvedConfig:
     # Where the batch follows the number of workers: that of the most, and else of all.
     full_batch: int | None = None
     said: str = ""
+    tp_sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -276,9 +278,12 @@ class EngineKind(GroupHooks, Protocol):
     1. `preload`, maybe in a process that is forked then; `warm_up` once per process, before user code runs
     2. for each generation: the `GroupHooks`, `answer_user_calls`, then `resolve` and `build` when the user calls
        `elastic.initialize`
+
+    `cuts_again`: a model that was given back can be built on where another number of ranks shares each layer.
     """
 
     name: str
+    cuts_again: bool
 
     def preload(self) -> None:
         """Import what the first engine would import. Touches no device and starts no thread: the process may be forked

@@ -132,7 +132,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             raise UsageError(
                 f"elastic.integrations.transformers.Trainer trains with DeepSpeed, not {generation.kind.name}"
             )
-        sizes = (("tp", spec.tp), ("pp", spec.pp), ("ep", spec.ep))
+        sizes = (("tp", max((spec.tp, *spec.tp_sizes))), ("pp", spec.pp), ("ep", spec.ep))
         apart = [f"{axis}: {size}" for axis, size in sizes if size > 1 or (axis == "ep" and spec.ep_changes)]
         if apart:
             raise UsageError(

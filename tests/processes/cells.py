@@ -105,6 +105,21 @@ def with_a_rank_killed(
     other; then there are 4 again. All survivors stay in their loop."""
     more = {**of_run(config), "checkpoint_every_steps": 1, **spec}
     config = {**config, "in_loop": True, "url": str(url)}
+    lose_a_rank(crew, url, function, config, where, **more)
+    store = CheckpointStore(str(url), "run")
+    shrunk = crew.run([3, 0], function, config, checkpoint=store.list()[0].id, end_at=AT + 2, **more)
+    _assert_ended(shrunk, "ended", AT + 2)
+    grown = crew.run([0, 1, 2, 3], function, config, checkpoint=store.list()[0].id, **more)
+    _assert_ended(grown, "finished", LAST_STEP)
+    left = [point for member in crew.members for point in member.points if point.startswith("left")]
+    assert left == [], "a function was left"
+    for rank in (0, 2, 3):
+        assert (grown[rank].told["calls"], grown[rank].told["abandoned"]) == (1, 1)
+    return [shrunk, grown]
+
+
+def lose_a_rank(crew: Crew, url: Path, function: str, config: Mapping[str, Any], where: str, **more: Any) -> None:
+    """4 ranks, of which the second is killed in step `AT`; in its place there is a fresh process afterwards."""
     crew.begin([0, 1, 2, 3], function, {**config, "victims": [1], "at": AT, "where": where}, **more)
     for number in range(4):
         crew.reached(number, "there")
@@ -116,18 +131,7 @@ def with_a_rank_killed(
     for number in (0, 2, 3):
         assert crew.outcome(number).result.kind in ("ended", "collective_failed")
     crew.replace(1)
-    store = CheckpointStore(str(url), "run")
-    assert store.list()[0].step == AT
-
-    shrunk = crew.run([3, 0], function, config, checkpoint=store.list()[0].id, end_at=AT + 2, **more)
-    _assert_ended(shrunk, "ended", AT + 2)
-    grown = crew.run([0, 1, 2, 3], function, config, checkpoint=store.list()[0].id, **more)
-    _assert_ended(grown, "finished", LAST_STEP)
-    left = [point for member in crew.members for point in member.points if point.startswith("left")]
-    assert left == [], "a function was left"
-    for rank in (0, 2, 3):
-        assert (grown[rank].told["calls"], grown[rank].told["abandoned"]) == (1, 1)
-    return [shrunk, grown]
+    assert CheckpointStore(str(url), "run").list()[0].step == AT
 
 
 def assert_every_sample_once(run: Run) -> None:

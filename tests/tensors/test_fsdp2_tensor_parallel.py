@@ -7,6 +7,7 @@ Worlds of up to 1,024 ranks under torch's fake process group; the oracle of plac
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from elastic.engines.fsdp2.fragments import fragments
 from elastic.engines.fsdp2.meshes import forget_meshes
 from elastic.engines.fsdp2.sharding import repoint, shard_model
 from elastic.engines.fsdp2.state import Fsdp2State
-from elastic.engines.fsdp2.tensor_parallel import is_known, read_plan, require_local
+from elastic.engines.fsdp2.tensor_parallel import is_known, read_plan, require_even, require_local
 from elastic.engines.live_state import MASTER
 
 CPU = torch.device("cpu")
@@ -292,6 +293,23 @@ def test_what_a_plan_cannot_cut_is_refused_by_name(world: Any, plan: dict[str, A
     model = Model(wide)
     with pytest.raises(UsageError, match=said):
         shard_model(model, OPTIONS, CPU, plan=read_plan(plan, model, 2), cell=cell)
+
+
+def test_what_other_generations_could_not_share_is_refused_by_name(world: Any) -> None:
+    """Where layers are shared now: the plan alone does not say along which sizes it cuts."""
+    model = Model()
+    model.config = SimpleNamespace(num_attention_heads=4, num_key_value_heads=4, hidden_size=16)  # type: ignore[assignment]
+    shard_model(model, OPTIONS, CPU, plan=read_plan(PLAN, model, 2, 1, 4), cell=world(1, 4, 2))
+    require_even(model, (1, 2, 4))
+    with pytest.raises(UsageError, match=r"'.*' of shape .* cannot be cut along dimension . by mesh: {tp: 7}"):
+        require_even(model, (2, 7))
+    whole = nn.ModuleDict({"q_proj": nn.Linear(16, 16)})
+    whole.config = model.config  # type: ignore[assignment]
+    assert read_plan({"q_proj": ColwiseParallel()}, whole, 1, 2, 4)
+    with pytest.raises(UsageError, match=r"mesh: {tp: 3}: 'q_proj' has 4 heads, which 3 workers cannot share evenly"):
+        read_plan({"q_proj": ColwiseParallel()}, whole, 1, 2, 3)
+    with pytest.raises(UsageError, match=r"mesh: {tp: 2}: nothing says how the layers of ModuleDict are cut"):
+        read_plan(None, whole, 1, 2)
 
 
 def test_outputs_that_are_not_whole_are_refused(world: Any) -> None:

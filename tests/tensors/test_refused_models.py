@@ -20,6 +20,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 
 from elastic.core.errors import UsageError
 from elastic.core.policy.communication import refused_hook
+from elastic.engines.base import ResolvedConfig, UserObjects
+from elastic.engines.deepspeed.kind import KIND
 from elastic.engines.deepspeed.refused import refuse_model, refuse_without_values, refuse_wrapped
 
 
@@ -54,6 +56,15 @@ def alone() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+def test_a_model_that_an_earlier_generation_has_sliced_is_refused_without_shared_layers_too() -> None:
+    """In a run whose generations share layers by other numbers, or not at all."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.ds_autotp_parsed = True  # type: ignore[assignment]
+    resolved = ResolvedConfig({"train_micro_batch_size_per_gpu": 2}, 8, 2, 4, tp_sizes=(1, 2))
+    with pytest.raises(UsageError, match="has been sliced by tensor parallelism before, which cannot be undone"):
+        KIND.build(resolved, None, torch.device("cpu"), UserObjects(model))
 
 
 def test_every_hook_of_torch_is_known() -> None:

@@ -39,6 +39,7 @@ class DeepSpeed:
     """Implements `elastic.engines.base.EngineKind`."""
 
     name = "deepspeed"
+    cuts_again = False
 
     def preload(self) -> None:
         startup.preload()
@@ -95,7 +96,7 @@ class DeepSpeed:
         most_cells = max(spec.max_world_size, spec.world_size) // mesh.per_cell
         sizes = (mesh.per_cell, mesh.tp, mesh.ep, spec.ep_changes, mesh.pp)
         found = resolve(read, spec.batch, mesh.dp, most_cells, loader_batch, *sizes)
-        return replace(found, begins=spec.checkpoint is None)
+        return replace(found, begins=spec.checkpoint is None, tp_sizes=spec.tp_sizes)
 
     def build(
         self,
@@ -125,8 +126,9 @@ class DeepSpeed:
             require_carriable(objects.model)
             pipeline.require_stage(resolved.native)
         tp = tensor_parallel.size_of(resolved.native)
-        if tp > 1:
-            tensor_parallel.refuse_unshardable(objects.model, tp)
+        most = max((tp, *resolved.tp_sizes))
+        if most > 1:
+            tensor_parallel.refuse_unshardable(objects.model, most)
         ep = experts.size_of(config)
         if ep:
             refuse_unplaceable(objects.model)

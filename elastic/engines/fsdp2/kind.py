@@ -26,7 +26,7 @@ from elastic.engines.fsdp2.pipeline.adapter import PipelineAdapter, PipelineEngi
 from elastic.engines.fsdp2.pipeline.layers import read_layers
 from elastic.engines.fsdp2.pipeline.sharding import shard_stage
 from elastic.engines.fsdp2.sharding import repoint, shard_model
-from elastic.engines.fsdp2.tensor_parallel import Plan, is_known, read_plan
+from elastic.engines.fsdp2.tensor_parallel import Plan, is_known, read_plan, require_even
 from elastic.engines.model.plain_names import named_parameters
 
 # Not options of the user's. Whether the weights are those that the model was made with.
@@ -44,6 +44,7 @@ class Fsdp2:
     """Implements `elastic.engines.base.EngineKind`."""
 
     name = "fsdp2"
+    cuts_again = True
 
     def preload(self) -> None:
         for name in _IMPORTED_LATE:
@@ -79,7 +80,8 @@ class Fsdp2:
         refuse_copies(options, spec.tp, spec.pp)
         most_cells = max(spec.max_world_size, spec.world_size) // spec.mesh.per_cell
         found = resolve(options, spec.batch, spec.mesh.dp, loader_batch, most_cells)
-        return replace(found, native={**found.native, _PP: spec.pp}, begins=spec.checkpoint is None)
+        native = {**found.native, _PP: spec.pp}
+        return replace(found, native=native, begins=spec.checkpoint is None, tp_sizes=spec.tp_sizes)
 
     def build(
         self,
@@ -91,13 +93,15 @@ class Fsdp2:
     ) -> tuple[Fsdp2Adapter, Any, Any]:
         model, lr_scheduler = objects.model, objects.lr_scheduler
         plan = None
-        if layer_group is not None or objects.tp_plan is not None:
-            plan = read_plan(objects.tp_plan, model, 1 if layer_group is None else layer_group.size())
+        sizes = (1 if layer_group is None else layer_group.size(), *resolved.tp_sizes)
+        if max(sizes) > 1 or objects.tp_plan is not None:
+            plan = read_plan(objects.tp_plan, model, *sizes)
         if objects.pipeline is not None:
             return _pipeline(resolved, nonfinite, device, objects, plan, layer_group)
         given = isinstance(model, FSDPModule)
         before = _first_names.setdefault(model, {id(tensor): name for name, tensor in named_parameters(model)})
         meshes = shard_model(model, resolved.native, device, resolved.begins, plan, layer_group)
+        require_even(model, resolved.tp_sizes)
         after = dict(named_parameters(model))
         base = _optimizer(objects, resolved, before, after)
         _empty(objects.model_parameters, before)
@@ -126,6 +130,7 @@ def _pipeline(
     meshes, found = shard_stage(
         model, pipeline, names, options, device, resolved.begins, options[_PP], plan, layer_group
     )
+    require_even(model, resolved.tp_sizes)
     base = _optimizer(objects, resolved, before, dict(named_parameters(model)))
     _empty(objects.model_parameters, before)
     scheduler = lr_scheduler(base) if callable(lr_scheduler) else lr_scheduler

@@ -7,9 +7,10 @@ modules is noted here, so that a model can be given back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from itertools import product
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -53,13 +54,14 @@ _MARK = "_distribute_module_applied"
 _unlike: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()
 
 
-def read_plan(given: Any, model: nn.Module, tp: int) -> Plan:
+def read_plan(given: Any, model: nn.Module, *sizes: int) -> Plan:
     """`given`: the user's, a mapping of module patterns to styles of torch or to their names in transformers, or one
-    style for the model; None for the model's own.
+    style for the model; None for the model's own. `sizes`: by how many ranks each layer is shared, here and in other
+    generations.
 
     Raises UsageError where there is none, and for a pattern or a style that cannot be honoured, by name.
     """
-    own = given is None
+    own, tp = given is None, max(sizes)
     if own and tp > 1:
         refuse_transposed(model, tp)
     if own:
@@ -85,9 +87,9 @@ def read_plan(given: Any, model: nn.Module, tp: int) -> Plan:
             plan += [(name, _style(style, name)) for name in found]
         elif not own or any(matches(name, pattern) for name in parameters):
             raise UsageError(f"tp_plan: the model has no module {pattern!r}; it has {_first(modules)}")
-    for name, style in plan if tp > 1 else ():
-        if _is_cut(style):
-            refuse_split_heads(model, name, tp)
+    for (name, style), size in product(plan, sizes):
+        if size > 1 and _is_cut(style):
+            refuse_split_heads(model, name, size)
     if not plan:
         raise UsageError(f"tp_plan: none of {[*given]} is a module of {type(model).__name__}; pass tp_plan= that fits")
     return tuple(plan)
@@ -245,15 +247,27 @@ def _check(model: nn.Module, tp: int, must_cut: bool) -> None:
             raise UsageError(f"tp_plan: parameter {name!r} is placed {placement}; it can be cut evenly, or left whole")
         if isinstance(placement, Shard):
             cut = True
-            if parameter.shape[placement.dim] % tp:
-                raise UsageError(
-                    f"tp_plan: parameter {name!r} of shape {tuple(parameter.shape)} cannot be cut along dimension "
-                    f"{placement.dim} by {described(1, tp)}; make that size a multiple of {tp}, or leave the module out"
-                )
+            _require_even(name, tuple(parameter.shape), placement.dim, tp)
     if must_cut and not cut:
         raise UsageError(
             f"tp_plan cuts no parameter, so that all ranks of a cell would compute the same: let it cut layers, or "
             f"leave {described(1, tp)} out"
+        )
+
+
+def require_even(model: nn.Module, sizes: Iterable[int]) -> None:
+    """Of a model that is cut: raises UsageError for a parameter that ranks of another generation, one of `sizes`, could
+    not share evenly."""
+    for (name, parameter), size in product(named_parameters(model), sizes):
+        if (cut := cut_of(parameter)) is not None:
+            _require_even(name, cut.shape, cut.dim, size)
+
+
+def _require_even(name: str, shape: tuple[int, ...], dim: int, tp: int) -> None:
+    if shape[dim] % tp:
+        raise UsageError(
+            f"tp_plan: parameter {name!r} of shape {shape} cannot be cut along dimension {dim} by {described(1, tp)}; "
+            f"make that size a multiple of {tp}, or leave the module out"
         )
 
 

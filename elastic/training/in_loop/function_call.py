@@ -266,6 +266,13 @@ class FunctionCall:
         if following.spec.checkpoint is None:
             self._following = following
             raise self._leave_function("there is no state to continue from: the run begins at its first step")
+        before, now = runner.spec.tp, following.spec.tp
+        if now != before and not following.generation.kind.cuts_again:
+            self._following = following
+            raise self._leave_function(
+                f"{now} workers share each layer from here on, not {before}, and {following.spec.engine} cannot cut a "
+                "model that is in use"
+            )
         if self._handles is not None and self._handles.loader.is_beyond(_step_of(following.spec.checkpoint)):
             self._following = following
             raise self._leave_function("the run goes back over the end of an epoch, after which its code has run")

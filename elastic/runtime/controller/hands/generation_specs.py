@@ -37,6 +37,7 @@ def generation_specs(
             seed=settings.seed,
             sp=mesh.sp,
             tp=mesh.tp,
+            tp_sizes=settings.mesh.tp_sizes,
             ep=mesh.ep,
             ep_changes="ep" in settings.mesh.choices,
             pp=mesh.pp,
