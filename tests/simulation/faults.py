@@ -158,7 +158,7 @@ def draw(seed: int) -> Plan:
     common = [cell for cell in (1, 1, 2, 3) if scaling.min_workers % cell == 0 == scaling.max_workers % cell]
     plan.settings = replace(
         plan.settings,
-        mesh=_mesh(seed, common),
+        mesh=_mesh(seed, common, scaling.max_workers),
         snapshots=replace(plan.settings.snapshots, parity=parity),
         scaling=replace(scaling, policy=policy),  # type: ignore[arg-type]
         calibration=CalibrationSettings(Random(f"calibration {seed}").choice(("off", "report", "refuse"))),
@@ -215,15 +215,17 @@ def _ends(rng: Random, plan: Plan) -> None:
     plan.corruption = rng.choice((0.0, 0.3, 1.0))
 
 
-def _mesh(seed: int, cells: Sequence[int]) -> MeshSettings:
+def _mesh(seed: int, cells: Sequence[int], most: int) -> MeshSettings:
     """One cell for the whole run, or another one in each generation."""
     rng = Random(f"mesh {seed}")
     cell = rng.choice(cells)
-    return (
-        MeshSettings(ep=max(cells), choices={"ep": tuple(sorted(set(cells)))})
-        if rng.random() < 0.4
-        else MeshSettings(sp=cell)
-    )
+    if rng.random() >= 0.4:
+        return MeshSettings(sp=cell)
+    shared = Random(f"tp {seed}").choice((1, 2, 3))
+    if 1 < shared <= most:
+        # With the fewest workers it may be that layers cannot be shared so.
+        return MeshSettings(tp=shared, choices={"tp": (1, shared)})
+    return MeshSettings(ep=max(cells), choices={"ep": tuple(sorted(set(cells)))})
 
 
 def _scaling(rng: Random) -> ScalingSettings:

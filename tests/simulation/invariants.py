@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from elastic.core import actions as act
 from elastic.core import events as ev
 from elastic.core.checkpoint.snapshots import is_snapshot, parse_snapshot_id
+from elastic.core.mesh import whole_cells
 from elastic.core.run import machine
 from elastic.core.run.phase import (
     FINISHED,
@@ -160,6 +161,7 @@ class Invariants:
         assert scaling.min_workers <= len(action.members) <= scaling.max_workers
         assert action.axes in after.settings.mesh.axes, "a mesh that the job does not allow"
         assert len(action.members) % after.settings.mesh.shape(action.axes).cell == 0, "a cell is not whole"
+        self._same_slices(before, after, action)
         assert len(set(action.members)) == len(action.members), "a worker has two ranks"
         slots = {after.fleet.workers[worker].slot for worker in action.members if worker in after.fleet.workers}
         assert slots.isdisjoint(after.fleet.evicted), "a slot that is to be given back is trained on"
@@ -196,6 +198,18 @@ class Invariants:
                 assert not (old and process.worker in after.fleet.workers), (
                     "a worker is still inside an older generation"
                 )
+
+    def _same_slices(self, before: RunState, after: RunState, action: act.BeginGeneration) -> None:
+        """Dropout inside layers that are cut is drawn anew with another tp: never where the last one could go on."""
+        old, new = before.axes.get("tp"), action.axes.get("tp")
+        if old in (None, new):
+            return
+        self.world.seen("another tp within the run")
+        settings = after.settings
+        workers = min(len(action.members) + len(list(after.idle)), settings.scaling.max_workers)
+        size = whole_cells(workers, settings.mesh.shape({**action.axes, "tp": old}).cell)
+        full = any(one.axes.get("tp") == old and one.step_s is None for one in after.meter.measured.meshes)
+        assert full or size < max(1, settings.scaling.min_workers), "dropout is drawn anew without need"
 
     def _newest(self, before: RunState, after: RunState, event: ev.Event) -> tuple[str, int] | None:
         """Computed independently: the newest snapshot of the last survey, unless storage has a newer state."""

@@ -83,6 +83,8 @@ def _check_shapes(manifest: Manifest, cuts: Mapping[str, Cut]) -> None:
             )
 
 
-def said(tp: int) -> str:
-    """How many ranks share each layer, as a job file says it."""
-    return described(1, tp) if tp > 1 else "no mesh.tp"
+def said(*sizes: int) -> str:
+    """How many ranks share each layer, as a job file says it; several where generations may have another number."""
+    if len(sizes) > 1:
+        return f"mesh: {{tp: {list(sizes)}}}"
+    return described(1, *sizes) if sizes > (1,) else "no mesh.tp"

@@ -7,12 +7,13 @@ numbered otherwise than what is stored, so that the stored digests are compared 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from elastic.core.checkpoint.lanes import cuts_of, lane_name, lane_of, said
 from elastic.core.checkpoint.manifest import Manifest
 from elastic.core.errors import ModelMismatch, UsageError
+from elastic.core.mesh import DRAWN_ANEW
 from elastic.core.sharding.cuts import Box, Cut, recut, uncut
 
 
@@ -72,7 +73,7 @@ class Recut:
 
     def said(self, tp: int) -> str:
         """The sentence for the log of a run that is resumed with other slices."""
-        return f"checkpoint {self.whole.id}: {change_of_slices(self.whole.tp, tp)}"
+        return f"checkpoint {self.whole.id}: {change_of_slices((self.whole.tp,), (tp,))}"
 
     def stored(self) -> list[Stored]:
         """What the ranks of a run read, of all its lanes and in one order on each. Of what each lane has whole, the
@@ -88,12 +89,9 @@ class Recut:
         return found
 
 
-def change_of_slices(before: int, now: int) -> str:
-    """What changes with the number of ranks that share each layer, in words."""
-    return (
-        f"saved with {said(before)} and resumed with {said(now)}: dropout inside layers that are cut is drawn anew, "
-        "and all else goes on as it was"
-    )
+def change_of_slices(before: Sequence[int], now: Sequence[int]) -> str:
+    """What changes with the number of ranks that share each layer, in words. Several: those that a run may have."""
+    return f"saved with {said(*before)} and resumed with {said(*now)}: {DRAWN_ANEW}, and all else goes on as it was"
 
 
 def _known(whole: Manifest, cuts: Mapping[str, Cut | str] | None, tp: int) -> dict[str, Cut]:

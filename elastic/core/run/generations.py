@@ -27,6 +27,7 @@ from elastic.core.events import (
     WorkerLeft,
 )
 from elastic.core.fleet import Members
+from elastic.core.mesh import DRAWN_ANEW
 from elastic.core.run.phase import Closing, Ending, Joining, Pausing, Training
 from elastic.core.run.recovery import (
     backdate,
@@ -64,7 +65,11 @@ def begin(transition: Transition, size: int, reason: str) -> None:
         source=source_of(base),
     )  # fmt: skip
     if axes:
-        transition.say(f"generation {number} trains on {mesh.chosen}: {mesh.reason}", kind="mesh", **table(mesh))
+        other = "tp" in transition.state.axes and axes["tp"] != transition.state.axes["tp"]
+        transition.say(
+            f"generation {number} trains on {mesh.chosen}: {mesh.reason}" + (f"; {DRAWN_ANEW}" if other else ""),
+            kind="mesh", **table(mesh),
+        )  # fmt: skip
     transition.set(generation=number, members=Members(members), base=base, start_step=step, done_step=None, axes=axes)
     transition.set(meter=replace(meter, begun_at=transition.now))
     # Forget failed writes of earlier generations: this generation's own writes count.

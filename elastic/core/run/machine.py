@@ -253,9 +253,10 @@ def _run_started(transition: Transition, event: ev.RunStarted) -> None:
     sizes = " or ".join(map(str, mesh.cells))
     cells = f", in cells of {sizes} ({mesh})" if mesh.cell > 1 else ""
     rounded = f"; {mesh.rounded}" if mesh.rounded else ""
+    unlike = f"; {mesh.unlike}" if mesh.unlike else ""
     origin = f"from step {furthest} of an earlier run" if known else "from the beginning"
     transition.say(
-        f"the run starts {origin} with {scaling.min_workers} to {scaling.max_workers} workers{cells}{rounded}",
+        f"the run starts {origin} with {scaling.min_workers} to {scaling.max_workers} workers{cells}{rounded}{unlike}",
         kind="start",
     )
 

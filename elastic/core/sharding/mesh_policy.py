@@ -80,7 +80,8 @@ def choose(facts: MeshFacts) -> MeshVerdict:
     fastest = min(one.step for one in open_)
     alike = [one for one in open_ if one.step <= fastest * (1 + _ALIKE)]
     best = min(alike, key=lambda one: _preference(facts, one))
-    return MeshVerdict(best, _why(facts, best, open_, alike), tuple(found))
+    kept = next((one.refusal for one in found if one.refusal == _kept(facts)), "")
+    return MeshVerdict(best, _why(facts, best, open_, alike, kept), tuple(found))
 
 
 def _judged(facts: MeshFacts) -> Iterator[MeshCandidate]:
@@ -103,11 +104,14 @@ def _judged(facts: MeshFacts) -> Iterator[MeshCandidate]:
     tp = (facts.present or {}).get("tp")
     if any(not one.refusal and one.axes.get("tp") == tp for one in found):
         found = [
-            one if one.refusal or one.axes.get("tp") == tp else replace(one, refusal=f"tp {tp} can be kept")
-            for one in found
+            one if one.refusal or one.axes.get("tp") == tp else replace(one, refusal=_kept(facts)) for one in found
         ]
     for one in found:
         yield one if one.refusal else replace(one, moved=_moved(facts, one))
+
+
+def _kept(facts: MeshFacts) -> str:
+    return f"tp {(facts.present or {}).get('tp')} can be kept"
 
 
 def _out_of_memory(facts: MeshFacts, one: MeshCandidate) -> TriedMesh | None:
@@ -121,9 +125,12 @@ def _preference(facts: MeshFacts, one: MeshCandidate) -> tuple[float, bool, int]
     return one.moved or 0.0, one.axes != facts.present, -facts.settings.shape(one.axes).cell
 
 
-def _why(facts: MeshFacts, best: MeshCandidate, open_: Sequence[MeshCandidate], alike: Sequence[MeshCandidate]) -> str:
+def _why(
+    facts: MeshFacts, best: MeshCandidate, open_: Sequence[MeshCandidate], alike: Sequence[MeshCandidate], kept: str
+) -> str:
+    """`kept`: why others were not looked at."""
     if len(open_) == 1:
-        return "nothing else can be formed"
+        return kept or "nothing else can be formed"
     if len(alike) == 1:
         return "the fastest step by what was measured" if best.measured else "the fastest step by prediction"
     if best.moved is not None and any((one.moved or 0.0) > best.moved for one in alike):

@@ -123,8 +123,9 @@ def _job(options: argparse.Namespace, folder: RunFolder) -> Job:
     file = Path(options.job)
     job = load_job(file, storage_url=folder.url).job(file, folder.run_id)
     check_seed(folder.run_id, stored.settings.seed, job.settings.seed)
-    if stored.settings.mesh.tp != job.settings.mesh.tp:
-        say(f"run {folder.run_id}: {change_of_slices(stored.settings.mesh.tp, job.settings.mesh.tp)}")
+    before, now = stored.settings.mesh.tp_sizes, job.settings.mesh.tp_sizes
+    if before != now:
+        say(f"run {folder.run_id}: {change_of_slices(before, now)}")
     return job
 
 

@@ -51,29 +51,35 @@ def checked_failures(value: Any) -> FailureSettings:
     return checked
 
 
+# What the sizes of an axis have to fit, so that they are listed one by one.
+_UNKNOWN = {"tp": "fit the model's heads and widths", "ep": "divide the number of experts"}
+
+
 class MeshSpec(BaseModel):
-    """See `MeshSettings`. Other axes are refused by their names. `ep` may be several sizes, of which each generation
-    has one."""
+    """See `MeshSettings`. Other axes are refused by their names. All but `sp` may be several sizes, of which each
+    generation has one."""
 
     model_config = CONFIG
 
     sp: Count = 1
-    tp: Count = 1
+    tp: Count | list[Count] = 1
     ep: Count | list[Count] = 1
     pp: Count | list[Count] = 1
 
     @model_validator(mode="before")
     @classmethod
     def _known_axes(cls, data: Any) -> Any:
-        for axis in ("sp", "tp"):
-            if isinstance(data, dict) and not isinstance(data.get(axis, 1), int):
-                raise ValueError(f"{axis} is one number: dropout depends on it, so that it is fixed for a run")
-        if isinstance(data, dict) and isinstance(data.get("ep"), str):
-            raise ValueError(
-                "ep: say the sizes that a generation may have, as ep: [1, 2, 4]; each must divide the number of "
-                "experts, which is not known before the model is built"
-            )
-        if isinstance(data, dict) and "dp" in data:
+        if not isinstance(data, dict):
+            return data
+        if not isinstance(data.get("sp", 1), int):
+            raise ValueError("sp is one number: dropout depends on it, so that it is fixed for a run")
+        for axis, what in _UNKNOWN.items():
+            if isinstance(data.get(axis), str):
+                raise ValueError(
+                    f"{axis}: say the sizes that a generation may have, as {axis}: [1, 2, 4]; each must {what}, which "
+                    "is not known before the model is built"
+                )
+        if "dp" in data:
             raise ValueError("dp follows from the number of workers, which changes; leave it out")
         return data
 
@@ -90,12 +96,13 @@ class MeshSpec(BaseModel):
     @property
     def changing(self) -> dict[str, list[int]]:
         """The axes of which several sizes are given."""
-        return {axis: sizes for axis, sizes in (("ep", self.ep), ("pp", self.pp)) if isinstance(sizes, list)}
+        axes = (("tp", self.tp), ("ep", self.ep), ("pp", self.pp))
+        return {axis: sizes for axis, sizes in axes if isinstance(sizes, list)}
 
     def settings(self, rounded: str = "") -> MeshSettings:
         choices = {axis: tuple(sizes) for axis, sizes in self.changing.items() if len(sizes) > 1}
-        ep, pp = (sizes[-1] if isinstance(sizes, list) else sizes for sizes in (self.ep, self.pp))
-        return MeshSettings(self.sp, rounded, self.tp, ep, choices, pp)
+        tp, ep, pp = (sizes[-1] if isinstance(sizes, list) else sizes for sizes in (self.tp, self.ep, self.pp))
+        return MeshSettings(self.sp, rounded, tp, ep, choices, pp)
 
     def cells(self, low: int, high: int) -> tuple[int, int, MeshSettings]:
         """Worker counts in whole cells: the smallest rounded up, the largest down. ValueError without any."""

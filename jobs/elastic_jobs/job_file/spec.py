@@ -164,11 +164,12 @@ class JobSpec(BaseModel):
         )
         if self.batch is not None and refused is not None:
             raise ValueError(refused)
-        if "pp" in self.mesh.settings().choices and None in (self.global_batch, self.micro_batch):
-            raise ValueError(
-                "mesh.pp may change: give the job's global_batch and micro_batch, which would follow from the number "
-                "of pipelines otherwise"
-            )
+        for axis, parts in (("pp", "pipelines"), ("tp", "cells")):
+            if axis in self.mesh.settings().choices and None in (self.global_batch, self.micro_batch):
+                raise ValueError(
+                    f"mesh.{axis} may change: give the job's global_batch and micro_batch, which would follow from the "
+                    f"number of {parts} otherwise"
+                )
         if self.max_steps is not None and self.epochs is not None:
             raise ValueError("max_steps and epochs are both given; a run has one end")
         return self

@@ -14,6 +14,8 @@ from elastic_jobs.terminal import say
 def launch(backend: Backend, plan: RunPlan, folder: RunFolder) -> int:
     """Start the run and follow it; returns the exit code."""
     say(f"run {folder.run_id}, stored in {folder.url}")
+    if unlike := plan.job.settings.mesh.unlike:
+        say(f"run {folder.run_id}: {unlike}")
     address = plan.place.address
     if address is None:
         return run_locally(backend, plan, folder)

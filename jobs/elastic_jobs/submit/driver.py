@@ -235,9 +235,10 @@ def check_job(command: DriverCommand, folder: RunFolder) -> Job:
     before = (folder.read("job.json") or {}).get("settings")
     if before is not None:
         check_seed(command.run_id, before.get("seed"), job.settings.seed)
-        tp, now = (before.get("mesh") or {}).get("tp", 1), job.settings.mesh.tp
-        if tp != now:
-            say(f"run {command.run_id}: {change_of_slices(tp, now)}")
+        mesh, now = before.get("mesh") or {}, job.settings.mesh.tp_sizes
+        sizes = tuple((mesh.get("choices") or {}).get("tp") or [mesh.get("tp", 1)])
+        if sizes != now:
+            say(f"run {command.run_id}: {change_of_slices(sizes, now)}")
     check_storage(job.settings)
     return job
 

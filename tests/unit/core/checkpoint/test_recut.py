@@ -67,7 +67,8 @@ def test_a_checkpoint_of_an_older_release_is_refused() -> None:
 
 
 def test_what_changes_is_said_in_one_sentence() -> None:
-    assert change_of_slices(2, 1) == (
+    assert change_of_slices((2,), (1,)) == (
         "saved with mesh: {tp: 2} and resumed with no mesh.tp: dropout inside layers that are cut is drawn anew, and "
         "all else goes on as it was"
     )
+    assert change_of_slices((2,), (1, 2)).startswith("saved with mesh: {tp: 2} and resumed with mesh: {tp: [1, 2]}: ")

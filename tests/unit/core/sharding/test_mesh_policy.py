@@ -89,6 +89,25 @@ def test_a_changed_number_of_workers_per_layer_is_the_last_resort() -> None:
     assert chosen(facts) == (2, {"tp": 2})
     assert refusals(facts)["tp 1"] == "tp 2 can be kept"
     assert chosen(MeshFacts(LAYERS, 1, present={"tp": 2})) == (1, {"tp": 1})
+    assert chosen(MeshFacts(LAYERS, 3, least=3, present={"tp": 2})) == (3, {"tp": 1})
+    # What is left otherwise: the fastest step, and of equal ones the most memory.
+    assert chosen(MeshFacts(LAYERS, 3, present={"tp": 4})) == (3, {"tp": 1})
+    assert chosen(MeshFacts(LAYERS, 2, present={"tp": 4})) == (2, {"tp": 2})
+    full = [TriedMesh(2, {"tp": 2})]
+    assert chosen(MeshFacts(LAYERS, 4, present={"tp": 2}, tried=[TriedMesh(4, {"tp": 2})])) == (4, {"tp": 4})
+    assert chosen(MeshFacts(LAYERS, 6, present={"tp": 2}, tried=full)) == (6, {"tp": 2}), "more workers share more"
+
+
+def test_stages_change_beside_workers_that_share_each_layer() -> None:
+    both = MeshSettings(tp=2, pp=3, choices={"tp": (1, 2), "pp": (1, 2, 3)})
+    facts = MeshFacts(both, 6, passes=12, present={"tp": 2, "pp": 2})
+    assert chosen(facts) == (6, {"tp": 2, "pp": 1})
+    assert {axes for axes, why in refusals(facts).items() if why == "tp 2 can be kept"} == {
+        "tp 1, pp 1",
+        "tp 1, pp 2",
+        "tp 1, pp 3",
+    }
+    assert chosen(MeshFacts(both, 1, passes=12, present={"tp": 2, "pp": 2})) == (1, {"tp": 1, "pp": 1})
 
 
 @pytest.mark.parametrize(
@@ -147,14 +166,16 @@ def test_of_meshes_that_are_as_fast_the_one_that_moves_least_is_taken() -> None:
     assert verdict.reason == "as fast as any, and the fewest bytes move"
 
 
-def test_bytes_are_counted_as_elements_are() -> None:
+@pytest.mark.parametrize("axis", ["ep", "tp"])
+def test_bytes_are_counted_as_elements_are(axis: str) -> None:
     """Against a count of the cells of a grid that lie on the reader's node."""
     rng = Random(7)
-    for before_ep, after_ep in product((1, 2, 4), repeat=2):
-        before, after = MeshSettings(ep=before_ep).mesh(8), MeshSettings(ep=after_ep).mesh(4)
-        copies = lost(MeshSettings(ep=before_ep), 8, rng.randrange(8))
+    for size_before, size_after in product((1, 2, 4), repeat=2):
+        shape = MeshSettings().shape({axis: size_before})
+        before, after = shape.mesh(8), MeshSettings().shape({axis: size_after}).mesh(4)
+        copies = lost(shape, 8, rng.randrange(8))
         order = rng.sample([node for node, _, _ in copies.nodes], 4)
-        only = MeshSettings(ep=after_ep, choices={"ep": (after_ep,)})
+        only = replace(MeshSettings().shape({axis: size_after}), choices={axis: (size_after,)})
         verdict = choose(
             MeshFacts(only, 4, before=before, copies=copies, nodes_of=lambda size, cell, order=order: order)
         )
@@ -168,12 +189,12 @@ def test_bytes_are_counted_as_elements_are() -> None:
 
             def owner(mesh: Any, x: float = x, y: float = y) -> int:
                 return next(
-                    rank for rank in range(mesh.dp)
+                    rank for rank in range(mesh.dp * mesh.per_cell)
                     if part(mesh, rank)[0] <= x < part(mesh, rank)[1] and part(mesh, rank)[2] <= y < part(mesh, rank)[3]
                 )  # fmt: skip
 
             there += owner(before) in held[order[owner(after)]]
-        assert verdict.chosen.moved == pytest.approx(1 - there / 256, abs=1e-3), (before_ep, after_ep)
+        assert verdict.chosen.moved == pytest.approx(1 - there / 256, abs=1e-3), (size_before, size_after)
 
 
 def test_through_any_sizes_the_mesh_is_admissible_and_comes_to_rest() -> None:
@@ -192,6 +213,8 @@ def test_through_any_sizes_the_mesh_is_admissible_and_comes_to_rest() -> None:
                 assert found.axes in settings.axes
                 assert 0 < found.world_size <= size
                 assert found.world_size % shape.cell == 0
+                if settings is LAYERS and present is not None and size >= present["tp"]:
+                    assert found.axes == present, "dropout is drawn anew without need"
                 step_s = speed[said(found.axes)] * relative_step(shape, found.world_size, 128) * rng.uniform(0.99, 1.01)
                 tried[found.world_size, said(found.axes)] = TriedMesh(found.world_size, found.axes, step_s)
                 present = found.axes
@@ -212,9 +235,9 @@ def test_the_journal_has_every_mesh_and_why_it_was_not_taken() -> None:
 # --- a whole run ---
 
 
-def run(low: int = 1, high: int = 4) -> Scenario:
+def run(low: int = 1, high: int = 4, mesh: MeshSettings = EXPERTS) -> Scenario:
     made = Scenario(low, high)
-    made.state = machine.initial(replace(made.state.settings, mesh=EXPERTS), made.now)
+    made.state = machine.initial(replace(made.state.settings, mesh=mesh), made.now)
     return made
 
 
@@ -228,6 +251,19 @@ def test_a_run_changes_its_mesh_with_a_loss() -> None:
     story.lose_node(3).left(7)
     assert began(story) == [(3, {"ep": 1})]
     assert "trains on 3 workers with ep 1" in story.said()
+
+
+def test_a_run_shares_its_layers_by_as_many_as_before_while_it_can() -> None:
+    story = run(2, 4, LAYERS).started(4)
+    assert story.state.axes == {"tp": 4}
+    story.lose_node(3).left(7)
+    assert began(story) == [(3, {"tp": 1})]
+    said = "trains on 3 workers with tp 1: the fastest step by prediction; dropout inside layers that are cut is drawn"
+    assert said in story.said()
+    story.train().nodes(1).do(*(ev.StopPromised(story.state.generation, w, 9) for w in story.state.members))
+    story.commit(9).left(9)
+    assert began(story) == [(4, {"tp": 1})]
+    assert "generation 3 trains on 4 workers with tp 1: tp 1 can be kept\n" in story.said() + "\n"
 
 
 def test_a_training_function_without_memory_is_begun_on_another_mesh() -> None:

@@ -42,7 +42,13 @@ def test_steps_that_take_the_place_of_epochs_are_told(
     assert capfd.readouterr().err.count("--max-steps 20 takes the place of the job's `epochs: 3`") == 1
 
 
-@pytest.mark.parametrize(("before", "now"), [("", "mesh: {tp: 2}\n"), ("mesh: {tp: 2}\n", "mesh: {tp: 4}\n")])
+SEVERAL = "global_batch: 8\nmicro_batch: 1\nmesh: {tp: [1, 4]}\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [("", "mesh: {tp: 2}\n"), ("mesh: {tp: 2}\n", "mesh: {tp: 4}\n"), ("mesh: {tp: 4}\n", SEVERAL)],
+)
 def test_another_number_of_workers_that_share_each_layer_is_told(
     job: Path, before: str, now: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -54,7 +60,10 @@ def test_another_number_of_workers_that_share_each_layer_is_told(
     resumed = FakeBackend()
     assert cli.main(["resume", "r1", "--job", "job.yaml"], resumed) == 0
     assert resumed.calls[-1][1].mesh.tp in (2, 4)
-    assert capfd.readouterr().err.count("dropout inside layers that are cut is drawn anew") == 1
+    said = capfd.readouterr().err
+    assert said.count("dropout inside layers that are cut is drawn anew, and all else goes on as it was") == 1
+    within = "run r1: mesh.tp may change within the run: dropout inside layers that are cut is drawn anew then"
+    assert said.count(within) == (now == SEVERAL)
 
 
 def test_resume_of_a_run_that_goes_on_is_refused(job: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -374,12 +374,29 @@ def test_experts_may_be_shared_by_other_numbers_of_workers_in_other_generations(
 @pytest.mark.parametrize(
     ("mesh", "said"),
     [("ep: any", "each must divide the number of experts"), ("ep: [4, 2]", "the smallest first, not \\[4, 2\\]"),
-     ("ep: []", "the sizes"), ("tp: [1, 2]", "tp is one number"), ("tp: any", "tp is one number"),
+     ("ep: []", "the sizes"), ("sp: [1, 2]", "sp is one number"), ("tp: any", "must fit the model's heads and widths"),
+     ("tp: [2, 1]", "the smallest first, not \\[2, 1\\]"), ("tp: [1, 2]", "mesh.tp may change: give the job's global"),
+     ("tp: [1, 2], ep: 2", "not supported together"), ("tp: [1, 2], pp: 2", "together with engine: fsdp2"),
      ("tp: 2, ep: [1, 2]", "not supported together")],
 )  # fmt: skip
 def test_sizes_that_cannot_change_are_refused(tmp_path: Path, mesh: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         load(tmp_path, f"{GOOD}mesh: {{{mesh}}}\n")
+
+
+def test_another_number_of_workers_that_share_each_layer_is_told_at_the_start(tmp_path: Path) -> None:
+    """Once, and by a run that may have it alone."""
+    more = "min_workers: 1\nglobal_batch: 8\nmicro_batch: 2\nmesh: {tp: SIZES}\n"
+    said = []
+    for sizes in ("[1, 2, 4]", "[2]", "2"):
+        settings = load(tmp_path, GOOD + more.replace("SIZES", sizes)).settings("run", "/default")
+        _, actions = machine.step(machine.initial(settings, 0.0), ev.RunStarted(), 0.0)
+        said.append([action.sentence for action in actions if isinstance(action, act.Note) and action.kind == "start"])
+    assert said[0] == [
+        "the run starts from the beginning with 1 to 4 workers, in cells of 1 or 2 or 4 (mesh: {tp: [1, 2, 4]}); "
+        "mesh.tp may change within the run: dropout inside layers that are cut is drawn anew then"
+    ]
+    assert "dropout" not in str(said[1:])
 
 
 def test_workers_that_share_layers_may_begin_with_weights(tmp_path: Path) -> None:
