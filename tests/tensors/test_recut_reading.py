@@ -11,8 +11,10 @@ import torch
 from test_lane_reader import COUNTS, KINDS, SHAPES, whole, write
 
 from elastic.checkpoint.digest import digest
+from elastic.checkpoint.source import CheckpointSource
 from elastic.checkpoint.storage import CheckpointStore
 from elastic.comm.agreement import Agreement
+from elastic.core.checkpoint.manifest import Manifest
 from elastic.core.checkpoint.recut import Recut
 from elastic.core.errors import IntegrityError, ModelMismatch
 from elastic.core.sharding.cuts import Cut
@@ -70,15 +72,20 @@ def live(cuts: dict[str, Cut], lane: int, cell: int, stage: int) -> Inventory:
 def read_all(
     folder: Path, cuts: dict[str, Cut], stage: int, batch_bytes: int
 ) -> tuple[Recut, Seen, list[tuple[int, Inventory, Staged, Made]]]:
-    """By all ranks; what they have read together."""
     store = CheckpointStore(str(folder), "run")
-    manifest, tp = store.manifest(store.list()[0].id), 3 if cuts else 1
-    together, found = Seen(), []
+    return read_by_all(store, store.manifest(store.list()[0].id), cuts, stage, batch_bytes)
+
+
+def read_by_all(
+    source: CheckpointSource, manifest: Manifest, cuts: dict[str, Cut], stage: int, batch_bytes: int
+) -> tuple[Recut, Seen, list[tuple[int, Inventory, Staged, Made]]]:
+    """By all ranks; what they have read together."""
+    tp, together, found = 3 if cuts else 1, Seen(), []
     for lane in range(tp):
         recut = Recut.of(manifest, cuts, lane, tp)
         for cell in range(CELLS):
             inventory = live(cuts, lane, cell, stage)
-            staged, seen, made = read_recut(store, recut, recut.manifest, inventory, cell, batch_bytes)
+            staged, seen, made = read_recut(source, recut, recut.manifest, inventory, cell, batch_bytes)
             assert staged.bytes_from.total == staged.bytes_needed, "nothing beside what is needed"
             for key, (total, count) in seen.items():
                 before = together.get(key, (0, 0))
@@ -95,6 +102,11 @@ def test_every_rank_has_its_elements_of_every_kind(
 ) -> None:
     write(tmp_path, 4 - stage)
     recut, seen, found = read_all(tmp_path, cuts, stage, batch_bytes)
+    require_own(cuts, found)
+    require_whole(recut, seen, (), ALONE)
+
+
+def require_own(cuts: dict[str, Cut], found: list[tuple[int, Inventory, Staged, Made]]) -> None:
     for lane, inventory, staged, _ in found:
         for kind, dtype in KINDS.items():
             for chunk in (chunk for master in inventory.masters for chunk in master.chunks):
@@ -103,7 +115,6 @@ def test_every_rank_has_its_elements_of_every_kind(
                 part = mine(chunk.name, kind, cuts, lane)[chunk.start : chunk.stop]
                 assert torch.equal(values[chunk.offset : chunk.offset + chunk.numel], part), (kind, chunk)
         assert torch.equal(staged.extra(inventory.extras[0]), COUNTS)
-    require_whole(recut, seen, (), ALONE)
 
 
 def test_what_was_read_is_expected_in_the_numbers_of_these_slices(tmp_path: Path) -> None:
