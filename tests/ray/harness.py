@@ -319,6 +319,14 @@ class Run:
     def summary(self) -> dict[str, Any]:
         return summarize(self.records())
 
+    def meshes(self) -> dict[int, Mapping[str, int]]:
+        """Of a run whose mesh may change: by generation the axes that it has had."""
+        told = [r for r in self.records("decision") if r["kind"] == "mesh" and r["sentence"].startswith("generation ")]
+        return {
+            int(note["sentence"].split()[1]): next(row["axes"] for row in note["data"]["meshes"] if row["chosen"])
+            for note in told
+        }
+
     def steps(self) -> dict[int, Record]:
         """The final timeline: of a step that was done twice, the last."""
         return {step["step"]: step for record in self.records("steps") for step in record["steps"]}
@@ -350,15 +358,19 @@ class Run:
         last_step = -(-total * epochs // batch)
         assert sorted(given) == list(range(1, last_step + 1))
         counted: Counter[int] = Counter()
+        meshes = self.meshes()
         for step, by_generation in given.items():
             # The newest generation that did a step is the one whose step was not rolled back.
             generation = max(by_generation)
             by_rank = by_generation[generation]
             assert sorted(by_rank) == list(range(sizes[generation])), f"step {step} of generation {generation}"
-            counted.update(index for indices in by_rank.values() for index in indices)
-        # Every rank that shares sequences, or layers, reads the samples of all; of stages the first and the last.
-        mesh = self.settings.mesh
-        assert counted == dict.fromkeys(range(total), epochs * mesh.readers // mesh.pp * min(mesh.pp, 2))
+            mesh = self.settings.mesh.shape(meshes.get(generation, {}))
+            # Every rank that shares sequences, or layers, reads the samples of all; of stages the first and the last.
+            copies = mesh.readers // mesh.pp * min(mesh.pp, 2)
+            own = Counter(index for indices in by_rank.values() for index in indices)
+            assert all(count % copies == 0 for count in own.values()), f"step {step} of generation {generation}"
+            counted.update({index: count // copies for index, count in own.items()})
+        assert counted == dict.fromkeys(range(total), epochs)
 
     def assert_time_is_accounted_for(self) -> None:
         """The ledger's owners sum to the time from the controller's first record to the ledger itself."""
