@@ -103,9 +103,10 @@ def test_a_model_of_transformers_goes_on_with_other_slices(
     compare(crew, tmp_path, "hugging_face.train", LLAMA | config, parts)
 
 
-def test_stages_go_on_with_other_slices(crew: Crew, tmp_path: Path) -> None:
-    """Tied parameters lie in two stages, and each stage knows its own cuts."""
-    config = {"engine": "fsdp2", "tied": True, "plan": "all", "clipping": 0.3, "dropout": 0.2}
+@pytest.mark.parametrize("within", [pytest.param(False, id="resumed", marks=SLOW), pytest.param(True, id="within")])
+def test_stages_go_on_with_other_slices(crew: Crew, tmp_path: Path, within: bool) -> None:
+    """Tied parameters lie in two stages, and each stage knows its own cuts. Also `within` a run."""
+    config = {"engine": "fsdp2", "tied": True, "plan": "all", "clipping": 0.3, "dropout": 0.2, "in_loop": within}
     parts: list[Part] = [
         ((0, 1, 2, 3), 3, {"tp": 2, "pp": 2}, {}),
         ((3, 1), 5, {"tp": 1, "pp": 2}, {}),

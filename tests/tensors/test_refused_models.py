@@ -19,10 +19,12 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 )
 
 from elastic.core.errors import UsageError
+from elastic.core.generation_spec import BatchSettings, GenerationSpec
 from elastic.core.policy.communication import refused_hook
 from elastic.engines.base import ResolvedConfig, UserObjects
 from elastic.engines.deepspeed.kind import KIND
 from elastic.engines.deepspeed.refused import refuse_model, refuse_without_values, refuse_wrapped
+from elastic.engines.select import engine_kind
 
 
 def test_a_model_on_the_meta_device_is_refused_and_a_placeholder_of_zero_init_is_not() -> None:
@@ -65,6 +67,18 @@ def test_a_model_that_an_earlier_generation_has_sliced_is_refused_without_shared
     resolved = ResolvedConfig({"train_micro_batch_size_per_gpu": 2}, 8, 2, 4, tp_sizes=(1, 2))
     with pytest.raises(UsageError, match="has been sliced by tensor parallelism before, which cannot be undone"):
         KIND.build(resolved, None, torch.device("cpu"), UserObjects(model))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_what_a_script_asks_for_is_refused_for_other_generations_too(tp: int) -> None:
+    spec = GenerationSpec("run", 1, 0, 2, tp=tp, tp_sizes=(1, 2), batch=BatchSettings(8, 2))
+    KIND.resolve({}, spec)
+    with pytest.raises(UsageError, match=r"autotp_size is 2, and the job's mesh says tp: 1"):
+        KIND.resolve({"tensor_parallel": {"autotp_size": 2}}, spec)
+    fsdp2 = engine_kind("fsdp2")
+    fsdp2.resolve({}, spec)
+    with pytest.raises(UsageError, match=r"shard_workers is not supported with mesh: {tp: 2}"):
+        fsdp2.resolve({"shard_workers": 2}, spec)
 
 
 def test_every_hook_of_torch_is_known() -> None:

@@ -92,6 +92,8 @@ class DeepSpeed:
             )
         read = read_config(chosen)
         monitors.refuse_missing(read)
+        for size in spec.tp_sizes:
+            tensor_parallel.configured(read, size)
         mesh = spec.mesh
         most_cells = max(spec.max_world_size, spec.world_size) // mesh.per_cell
         sizes = (mesh.per_cell, mesh.tp, mesh.ep, spec.ep_changes, mesh.pp)

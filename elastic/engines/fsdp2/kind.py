@@ -77,7 +77,7 @@ class Fsdp2:
         chosen = config if config is not None else spec.engine_config or {}
         refuse_mesh(spec.ep, spec.pp, spec.sp)
         options = read_options(chosen)
-        refuse_copies(options, spec.tp, spec.pp)
+        refuse_copies(options, max((spec.tp, *spec.tp_sizes)), spec.pp)
         most_cells = max(spec.max_world_size, spec.world_size) // spec.mesh.per_cell
         found = resolve(options, spec.batch, spec.mesh.dp, loader_batch, most_cells)
         native = {**found.native, _PP: spec.pp}
