@@ -7,13 +7,13 @@ much as what it changes, however many nodes there are.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from typing import ClassVar
 
-from elastic.core.tables import CHUNK_BITS, Numbers, Table, bucket_of
+from elastic.core.tables import Numbers, Table, bucket_of
 
 
 class SlotPhase(str, Enum):
@@ -23,8 +23,7 @@ class SlotPhase(str, Enum):
 
 class WorkerPhase(str, Enum):
     STARTING = "starting"
-    IDLE = "idle"
-    MEMBER = "member"
+    READY = "ready"
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,10 @@ class Slot:
 
 @dataclass(frozen=True)
 class Worker:
-    """One worker process. A dead worker is removed; its successor in the same slot has a new number."""
+    """One worker process. A dead worker is removed; its successor in the same slot has a new number.
+
+    Whether it is inside a generation is not said here: all members enter and leave at once (`Fleet.inside`).
+    """
 
     id: int
     slot: int
@@ -104,85 +106,35 @@ class Slots(Table[Slot]):
 class Workers(Table[Worker]):
     """`starting` are those that are not ready yet, in the order in which they were started."""
 
-    __slots__ = ("_by_slot", "_idle", "_members", "starting")
+    __slots__ = ("_by_slot", "starting")
     JSON_FORM = Mapping[int, Worker]
     starting: Numbers
-    _idle: int
-    _members: int
     _by_slot: Table[tuple[int, ...]]
 
-    def count(self, phase: WorkerPhase) -> int:
-        if phase is WorkerPhase.STARTING:
-            return len(self.starting)
-        return self._idle if phase is WorkerPhase.IDLE else self._members
-
     def in_slot(self, slot: int) -> list[Worker]:
-        return [self[number] for number in self._by_slot.get(slot, ())]
+        return [self[number] for number in self.numbers_in(slot)]
 
-    def in_phase(self, numbers: Iterable[int], phase: WorkerPhase) -> Workers:
-        """With these of its workers in this phase, which is not the first one. As `put`, in one pass and half of the
-        time: all members leave at once, and begin at once."""
-        chunks, copied = dict(self._chunks), set()
-        changed = idle = 0
-        ready: list[int] = []
-        for number in numbers:
-            place = number >> CHUNK_BITS
-            chunk = chunks.get(place)
-            if chunk is None or number not in chunk:
-                continue
-            if place not in copied:
-                copied.add(place)
-                chunk = chunks[place] = dict(chunk)
-            worker = chunk[number]
-            changed += 1
-            if worker.phase is WorkerPhase.IDLE:
-                idle += 1
-            elif worker.phase is WorkerPhase.STARTING:
-                ready.append(number)
-            chunk[number] = made = object.__new__(Worker)
-            # Not by the constructor, which sets a frozen record's fields one by one.
-            object.__setattr__(made, "__dict__", {**worker.__dict__, "phase": phase})
-        to_idle = changed if phase is WorkerPhase.IDLE else 0
-        next_one = object.__new__(Workers)
-        next_one._chunks, next_one._size, next_one._by_slot = chunks, self._size, self._by_slot
-        next_one.starting = self.starting.minus(ready) if ready else self.starting
-        next_one._idle = self._idle - idle + to_idle
-        next_one._members = self._members - (changed - idle - len(ready)) + changed - to_idle
-        return next_one
+    def numbers_in(self, slot: int) -> tuple[int, ...]:
+        """The numbers of the workers in this slot, in the order in which they were started."""
+        found: tuple[int, ...] = self._by_slot.get(slot, ())
+        return found
 
     def _index(self, before: Workers | None, put: Mapping[int, Worker], gone: Collection[int]) -> None:
         self.starting = before.starting if before is not None else Numbers()
-        idle, members = (before._idle, before._members) if before is not None else (0, 0)
         self._by_slot = before._by_slot if before is not None else Table()
         come: dict[int, list[int]] = {}
-        starting, ready = [], list(gone)
         for number, worker in put.items():
-            old = before.get(number) if before is not None else None
-            phase = worker.phase
-            was = old.phase if old is not None else None
-            if was is not phase:
-                idle += (phase is WorkerPhase.IDLE) - (was is WorkerPhase.IDLE)
-                members += (phase is WorkerPhase.MEMBER) - (was is WorkerPhase.MEMBER)
-            if old is None:
+            if before is None or number not in before:
                 come.setdefault(worker.slot, []).append(number)
-            if phase is WorkerPhase.STARTING:
-                starting.append(number)
-            elif was is WorkerPhase.STARTING:
-                ready.append(number)
         if come:
             self._by_slot = self._by_slot.put({s: (*self._by_slot.get(s, ()), *more) for s, more in come.items()})
         for number in gone:
             assert before is not None
-            worker = before[number]
-            idle -= worker.phase is WorkerPhase.IDLE
-            members -= worker.phase is WorkerPhase.MEMBER
-            rest = tuple(other for other in self._by_slot[worker.slot] if other != number)
-            self._by_slot = self._by_slot.put({worker.slot: rest}) if rest else self._by_slot.without((worker.slot,))
-        self._idle, self._members = idle, members
-        if ready:
-            self.starting = self.starting.minus(ready)
-        if starting:
-            self.starting = self.starting.plus(starting)
+            slot = before[number].slot
+            rest = tuple(other for other in self._by_slot[slot] if other != number)
+            self._by_slot = self._by_slot.put({slot: rest}) if rest else self._by_slot.without((slot,))
+        starting = [number for number, worker in put.items() if worker.phase is WorkerPhase.STARTING]
+        self.starting = _updated(self.starting, (*put, *gone), starting)
 
 
 class Members(tuple[int, ...]):

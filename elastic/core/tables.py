@@ -50,14 +50,17 @@ class Table(Mapping[int, V]):
 
     def without(self: _Own, numbers: Iterable[int]) -> _Own:
         """Without these entries; numbers that it does not have are ignored."""
-        gone = [number for number in dict.fromkeys(numbers) if number in self]
-        chunks = dict(self._chunks)
-        for number in gone:
+        chunks, mine, gone = dict(self._chunks), self._chunks, []
+        for number in numbers:
             place = number >> CHUNK_BITS
-            if chunks[place] is self._chunks[place]:
-                chunks[place] = dict(chunks[place])
-            del chunks[place][number]
-            if not chunks[place]:
+            chunk = chunks.get(place)
+            if chunk is None or number not in chunk:
+                continue
+            if chunk is mine[place]:
+                chunk = chunks[place] = dict(chunk)
+            del chunk[number]
+            gone.append(number)
+            if not chunk:
                 del chunks[place]
         return self._successor(chunks, self._size - len(gone), {}, gone) if gone else self
 
@@ -79,14 +82,10 @@ class Table(Mapping[int, V]):
         chunk = self._chunks.get(number >> CHUNK_BITS)
         return default if chunk is None else chunk.get(number, default)
 
-    def some(self, numbers: Iterable[int]) -> Iterator[tuple[int, V]]:
-        """Of these numbers, in their order, those that it has, each with its entry: in a third of the time of as many
-        look-ups."""
+    def among(self, numbers: Iterable[int]) -> list[int]:
+        """Of these numbers, in their order, those that it has: in a third of the time of as many look-ups."""
         chunks = self._chunks
-        for number in numbers:
-            chunk = chunks.get(number >> CHUNK_BITS)
-            if chunk is not None and number in chunk:
-                yield number, chunk[number]
+        return [n for n in numbers if (chunk := chunks.get(n >> CHUNK_BITS)) is not None and n in chunk]
 
     def __contains__(self, number: object) -> bool:
         chunk = self._chunks.get(number >> CHUNK_BITS) if isinstance(number, int) else None
@@ -138,6 +137,10 @@ class Numbers(Set[int]):
 
     def minus(self, numbers: Iterable[int]) -> Numbers:
         return self._of(self._table.without(numbers))
+
+    def among(self, numbers: Iterable[int]) -> list[int]:
+        """Of these numbers, in their order, those that it has."""
+        return self._table.among(numbers)
 
     @classmethod
     def _of(cls, table: Table[None]) -> Numbers:

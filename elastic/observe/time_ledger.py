@@ -9,7 +9,7 @@ from typing import NamedTuple
 from elastic.core.data.sample_ledger import SampleCount as SampleCount
 from elastic.core.data.sample_ledger import SampleLedger as SampleLedger
 from elastic.core.run.phase import Closing, Ending, Joining, Pausing, Training, Waiting
-from elastic.core.run.state import RunState, WorkerPhase
+from elastic.core.run.state import RunState
 
 QUEUE = "queue"
 PROVISION = "provision"
@@ -235,10 +235,10 @@ def _joining(state: RunState, phase: Joining) -> str:
 
 def _waiting(state: RunState) -> str:
     """Whether the run waits for starting workers: only while it has too few others."""
-    workers, slots = state.fleet.workers, state.fleet.slots
-    if workers.count(WorkerPhase.IDLE) >= state.settings.scaling.min_workers:
+    slots = state.fleet.slots
+    if state.fleet.idle >= state.settings.scaling.min_workers:
         return DECIDE
-    if len(workers) >= state.settings.scaling.min_workers:
+    if len(state.fleet.workers) >= state.settings.scaling.min_workers:
         return START
     if state.generation > state.first_generation:
         return WAIT_FOR_CAPACITY

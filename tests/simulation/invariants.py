@@ -22,7 +22,7 @@ from elastic.core.run.phase import (
     Training,
     Waiting,
 )
-from elastic.core.run.state import RunState, SlotPhase, WorkerPhase
+from elastic.core.run.state import RunState, SlotPhase
 
 if TYPE_CHECKING:
     from simulation.controller import Controller
@@ -232,8 +232,12 @@ class Invariants:
 
     def _members(self, state: RunState) -> None:
         phase, inside = state.phase, set(state.members_inside)
-        phases = {w.id for w in state.fleet.workers.values() if w.phase is WorkerPhase.MEMBER}
-        assert phases == inside, "a worker is marked as a member of no generation"
+        assert state.fleet.inside == inside, "somebody is inside who is no member"
+        assert inside <= state.fleet.workers.keys() - state.fleet.workers.starting, (
+            "a worker is inside that is not there"
+        )
+        assert [*state.fleet.slots, *state.fleet.workers] == [*sorted(state.fleet.slots), *sorted(state.fleet.workers)]
+        assert state.idle_count == sum(len(workers) for _, workers in state.idle_slots)
         assert len(set(state.members)) == len(state.members)
         if isinstance(phase, Joining | Training):
             assert inside == set(state.members), "a generation continues without one of its members"

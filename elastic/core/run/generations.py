@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
 
 from elastic.core.actions import BeginGeneration, CommitStop, ProposeStop
 from elastic.core.checkpoint.rounds import Rounds
@@ -37,7 +36,7 @@ from elastic.core.run.recovery import (
     open_incident,
     reject_checkpoint,
 )
-from elastic.core.run.state import KnownCheckpoint, RunState, WorkerPhase
+from elastic.core.run.state import KnownCheckpoint, RunState
 from elastic.core.run.transition import Transition
 from elastic.core.settings import RunSettings
 from elastic.core.sharding.mesh_policy import MeshFacts, MeshVerdict, choose, table
@@ -75,7 +74,7 @@ def begin(transition: Transition, size: int, reason: str) -> None:
     # Forget failed writes of earlier generations: this generation's own writes count.
     transition.set_saved(storage_failing=False, cannot_save=(), snapshots=(), copies=Copies(), survey=None)
     transition.set_fleet(reached=frozenset())
-    transition.set_phase(members, WorkerPhase.MEMBER)
+    transition.enter_generation(members)
     transition.enter(Joining(transition.now))
     origin = f"{source_of(base)}, {base.id}, step {step}" if base else "the beginning"
     transition.say(
@@ -115,10 +114,7 @@ def next_mesh(transition: Transition, size: int, base: KnownCheckpoint | None) -
 def _ranked(transition: Transition, size: int, base: KnownCheckpoint | None, cell: int) -> tuple[int, ...]:
     """The members by rank: one slot's are neighbours, and each slot gets the ranks whose state its node holds.
     Rank 0 stays where it is."""
-    slots = [
-        (transition.fleet.slots[slot].node, [worker.id for worker in workers])
-        for slot, workers in groupby(transition.idle_workers(), lambda worker: worker.slot)
-    ]
+    slots = [(slot.node, workers) for slot, workers in transition.state.idle_slots]
     in_memory = base is not None and is_snapshot(base.id)
     copies = transition.saved.copies if in_memory else Copies()
     leader = next(iter(transition.state.members), None)
@@ -138,7 +134,7 @@ def members_reported(transition: Transition, event: MembersReported) -> None:
     elif event.report == TrainingReached.__name__:
         training_reached(transition, event.workers)
     elif event.report == WorkerLeft.__name__:
-        workers_left(transition, tuple(zip(event.workers, event.steps, strict=True)))
+        workers_left(transition, event.workers, event.steps)
 
 
 def group_joined(transition: Transition, workers: Iterable[int]) -> None:
@@ -285,13 +281,10 @@ def memory_lost(transition: Transition, event: MemoryLost) -> None:
         transition.say(f"{lost}; a failure now goes back to storage", kind="memory")
 
 
-def workers_left(transition: Transition, reports: Iterable[tuple[int, int]]) -> None:
-    """`reports` are (worker, step), in the order in which they came; of one worker the first one counts."""
-    left: dict[int, int] = {}
-    for worker, step in reports:
-        left.setdefault(worker, step)
-    there = transition.fleet.workers.some(left)
-    inside = {number: left[number] for number, worker in there if worker.phase is WorkerPhase.MEMBER}
+def workers_left(transition: Transition, workers: Sequence[int], steps: Sequence[int]) -> None:
+    """Each after its step, in the order in which they have reported it; of one worker the first report counts."""
+    first = dict(zip(reversed(workers), reversed(steps), strict=True))
+    inside = {worker: first[worker] for worker in transition.fleet.inside.among(workers)}
     stop_at = phase.stop_at if isinstance(phase := transition.state.phase, Pausing) else None
     unasked = None
     if not isinstance(phase, Ending):
@@ -310,7 +303,7 @@ def _become_idle(transition: Transition, left: Mapping[int, int]) -> None:
     """These members have left, each after its step."""
     if left:
         transition.set(furthest_step=max(transition.state.furthest_step, *left.values()))
-        transition.set_phase(left, WorkerPhase.IDLE)
+        transition.leave_generation(left)
 
 
 def worker_completed(transition: Transition, event: WorkerCompleted) -> None:
@@ -320,7 +313,7 @@ def worker_completed(transition: Transition, event: WorkerCompleted) -> None:
         return
     transition.set(furthest_step=max(transition.state.furthest_step, event.step))
     if isinstance(phase, Ending):
-        transition.set_phase((event.worker,), WorkerPhase.IDLE)
+        transition.leave_generation((event.worker,))
         return
     if isinstance(phase, Joining):
         phase = Training(transition.now)
@@ -335,7 +328,7 @@ def worker_completed(transition: Transition, event: WorkerCompleted) -> None:
     if isinstance(phase, Pausing):
         # It ended before it was asked: the step where it stopped counts as its promise.
         transition.enter(replace(phase, was=running))
-        transition.set_phase((event.worker,), WorkerPhase.IDLE)
+        transition.leave_generation((event.worker,))
         if phase.stop_at is None:
             _promised(transition, replace(phase, was=running, durable=True), event.worker, event.step)
     else:

@@ -197,7 +197,7 @@ def _apply_to_generation(transition: Transition, event: ev.GenerationEvent) -> N
         case ev.MemoryLost():
             generations.memory_lost(transition, event)
         case ev.WorkerLeft():
-            generations.workers_left(transition, ((event.worker, event.step),))
+            generations.workers_left(transition, (event.worker,), (event.step,))
         case ev.WorkerCompleted():
             generations.worker_completed(transition, event)
         case ev.MembersReported():

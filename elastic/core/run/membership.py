@@ -66,7 +66,7 @@ def needed(state: RunState, worker: Worker) -> bool:
     phase = state.phase
     if isinstance(phase, Pausing | Closing):
         return worker.id in state.members
-    return isinstance(phase, Joining | Training | Ending) and worker.phase is WorkerPhase.MEMBER
+    return isinstance(phase, Joining | Training | Ending) and state.is_inside(worker.id)
 
 
 def lose_slot(transition: Transition, slot_id: int, evidence: str, kind: str) -> None:
@@ -105,7 +105,9 @@ def worker_ready(transition: Transition, event: WorkerReady) -> None:
     worker = transition.fleet.workers.get(event.worker)
     if worker is None or worker.phase is not WorkerPhase.STARTING:
         return
-    transition.put_worker(replace(worker, phase=WorkerPhase.IDLE, pid=event.pid, host=event.host, since=transition.now))
+    transition.put_worker(
+        replace(worker, phase=WorkerPhase.READY, pid=event.pid, host=event.host, since=transition.now)
+    )
     slot = transition.fleet.slots[worker.slot]
     if slot.start_failures:
         transition.put_slot(replace(slot, start_failures=0))

@@ -62,7 +62,7 @@ def unanswered(transition: Transition) -> None:
 
 def _doubtful(state: RunState) -> frozenset[str]:
     """Nodes of waiting workers against which something is held, and of which nothing better is known yet."""
-    waiting = {node for worker in state.idle if (node := state.fleet.node_of(worker.id)) is not None}
+    waiting = {slot.node for slot, _ in state.idle_slots if slot.node is not None}
     trusted = {state.fleet.node_of(worker) for worker in state.members}
     return frozenset(waiting & state.fleet.quarantine.keys()) - trusted - state.fleet.reached
 

@@ -30,7 +30,7 @@ from elastic.core.run.phase import (
 from elastic.core.run.reachability import newcomers_reached, unanswered
 from elastic.core.run.recovery import fail_generation, finish, record_loss, resolve_ending, wait
 from elastic.core.run.slot_demand import keep_to_limit, make_room, why_waiting
-from elastic.core.run.state import RunState, WorkerPhase
+from elastic.core.run.state import RunState
 from elastic.core.run.storage_trouble import kept_in_memory, save_without, who_cannot_save
 from elastic.core.run.transition import Transition
 from elastic.core.sharding.mesh_policy import MeshVerdict, table
@@ -383,7 +383,7 @@ def _facts(state: RunState, since: float, now: float) -> ScalingFacts:
         settings=state.settings.scaling,
         now=now,
         idle=state.idle_count,
-        arriving=state.fleet.workers.count(WorkerPhase.STARTING),
+        arriving=len(state.fleet.workers.starting),
         pending_slots=len(state.fleet.slots.pending),
         members=state.world_size,
         waiting_since=since,

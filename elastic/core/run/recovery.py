@@ -28,6 +28,7 @@ from elastic.core.run.phase import (
 )
 from elastic.core.run.state import RunState, Survey, WorkerPhase
 from elastic.core.run.transition import Transition
+from elastic.core.tables import Numbers
 from elastic.core.wording import plural
 
 # The strongest evidence that was seen names the incident; weaker evidence is kept with it. A lost process is stronger
@@ -148,7 +149,7 @@ def end_unknown_generation(transition: Transition, number: int, known_by: str) -
     # On which mesh it was is unknown, too.
     transition.set(generation=number, members=Members(names), done_step=None, axes={})
     transition.set_saved(snapshots=(), survey=None)
-    transition.set_phase(names, WorkerPhase.MEMBER)
+    transition.enter_generation(names)
     open_incident(transition, "collective-failed", evidence, state.furthest_step)
     limit = transition.now + state.settings.failures.abort_timeout_s
     transition.enter(Ending(transition.now, limit, "collective-failed", evidence))
@@ -225,7 +226,7 @@ def wait(transition: Transition, reason: str, pause_s: float = 0.0, reach: bool 
     transition.set_trouble(streaks=replace(transition.trouble.streaks, start_failures=0))
     transition.enter(Waiting(transition.now, reason, not_before))
     # One with a history may be among those who wait to be let in.
-    query_snapshots(transition, reach or any(node in transition.fleet.quarantine for node in transition.fleet.nodes))
+    query_snapshots(transition, reach or any(map(transition.fleet.slots.on, transition.fleet.quarantine)))
 
 
 def query_snapshots(transition: Transition, reach: bool = False) -> None:
@@ -249,7 +250,7 @@ def finish(transition: Transition, status: str, reason: str) -> None:
         close_incident(transition)
     for slot in tuple(transition.fleet.slots):
         transition.do(ReleaseSlot(slot, f"the run is over: {status}"))
-    transition.set_fleet(slots=Slots(), evicted=(), workers=Workers())
+    transition.set_fleet(slots=Slots(), evicted=(), workers=Workers(), inside=Numbers())
     transition.set(members=Members(), phase=Finished(transition.now, status, reason))
     transition.set_trouble(suspicion=None)
     transition.set_saved(survey=None, snapshots=())
@@ -282,6 +283,6 @@ def _escalate(transition: Transition) -> None:
         return
     failed = transition.trouble.streaks.in_place
     transition.say(f"{failed} generations failed in a row and nobody was lost: every worker process is replaced")
-    for worker in transition.idle_workers():
-        transition.replace_worker(worker.id, "two generations failed in this process")
+    for worker in [worker for _, workers in transition.state.idle_slots for worker in workers]:
+        transition.replace_worker(worker, "two generations failed in this process")
     transition.set_trouble(streaks=replace(transition.trouble.streaks, in_place=0))

@@ -22,6 +22,7 @@ from elastic.core.policy.measured import Meter
 from elastic.core.policy.quarantine import Quarantine
 from elastic.core.run.phase import RunPhase, Waiting
 from elastic.core.settings import RunSettings
+from elastic.core.tables import Numbers
 from elastic.core.typed_json import NOT_KEPT
 
 
@@ -103,6 +104,8 @@ class Fleet:
 
     slots: Slots = field(default_factory=Slots)
     workers: Workers = field(default_factory=Workers)
+    # The members whose training threads are, as far as is known, still inside the generation.
+    inside: Numbers = field(default_factory=Numbers)
     next_slot: int = 0
     next_worker: int = 0
     quarantine: Quarantine = field(default_factory=Quarantine)
@@ -137,9 +140,15 @@ class Fleet:
         """How many slots are not on a draining node."""
         return len(self.slots) - sum(len(self.slots.on(node)) for node in self.draining)
 
+    @property
+    def idle(self) -> int:
+        """How many workers are ready and inside no generation."""
+        return len(self.workers) - len(self.workers.starting) - len(self.inside)
+
     def idle_in(self, slots: Iterable[int]) -> int:
-        """How many idle workers are in these slots."""
-        return sum(worker.phase is WorkerPhase.IDLE for slot in slots for worker in self.workers.in_slot(slot))
+        """How many of these are in these slots."""
+        there = [number for slot in slots for number in self.workers.numbers_in(slot)]
+        return len(there) - len(self.workers.starting.among(there)) - len(self.inside.among(there))
 
     def node_of(self, worker: int) -> str | None:
         known = self.workers.get(worker)
@@ -259,45 +268,53 @@ class RunState:
     @property
     def members_inside(self) -> tuple[int, ...]:
         """Members whose training threads are, as far as is known, still inside the generation."""
-        workers = self.fleet.workers
-        return tuple([n for n, worker in workers.some(self.members) if worker.phase is WorkerPhase.MEMBER])
+        return tuple(filter(set(self.fleet.inside).__contains__, self.members))
 
     def is_inside(self, worker: int) -> bool:
         """Whether it is one of `members_inside`; without looking at the others."""
-        known = self.fleet.workers.get(worker)
-        return known is not None and known.phase is WorkerPhase.MEMBER
+        return worker in self.fleet.inside
 
     @property
     def anyone_inside(self) -> bool:
-        """No worker but a member of the generation has this phase."""
-        return self.fleet.workers.count(WorkerPhase.MEMBER) > 0
+        return len(self.fleet.inside) > 0
 
     @property
-    def idle(self) -> tuple[Worker, ...]:
-        """Workers that could be members now; `idle_count` without looking at each of them.
+    def idle_slots(self) -> tuple[tuple[Slot, tuple[int, ...]], ...]:
+        """Slots with workers that could be members now, each with these workers; both in the order of their numbers.
 
         Workers of evicted slots could not. Workers on a draining node could only where the run cannot begin without
         them and there is time left.
         """
         fleet = self.fleet
-        ready = [w for w in fleet.workers.values() if w.phase is WorkerPhase.IDLE and w.slot not in fleet.evicted]
+        busy, evicted = {*fleet.inside, *fleet.workers.starting}, set(fleet.evicted)
+        ready: list[tuple[Slot, tuple[int, ...]]] = []
+        for slot in fleet.slots.values():
+            workers = fleet.workers.numbers_in(slot.id)
+            if not busy.isdisjoint(workers):
+                workers = tuple(worker for worker in workers if worker not in busy)
+            if workers and slot.id not in evicted:
+                ready.append((slot, workers))
         if not fleet.draining:
             return tuple(ready)
-        notices = [(worker, fleet.draining.get(fleet.slots[worker.slot].node or "")) for worker in ready]
-        staying = tuple(worker for worker, notice in notices if notice is None)
-        if not isinstance(self.phase, Waiting) or len(staying) >= self.settings.scaling.min_workers:
+        staying = tuple(one for one in ready if one[0].node not in fleet.draining)
+        if not isinstance(self.phase, Waiting) or _count(staying) >= self.settings.scaling.min_workers:
             return staying
-        return tuple(worker for worker, notice in notices if notice is None or not notice.urgent)
+        notices = [(one, fleet.draining.get(one[0].node or "")) for one in ready]
+        return tuple(one for one, notice in notices if notice is None or not notice.urgent)
 
     @property
     def idle_count(self) -> int:
-        """How many workers `idle` has."""
+        """How many workers `idle_slots` has, without looking at each slot."""
         fleet = self.fleet
         draining = [slot for node in fleet.draining for slot in fleet.slots.on(node) if slot not in fleet.evicted]
-        staying = fleet.workers.count(WorkerPhase.IDLE) - fleet.idle_in((*dict.fromkeys(fleet.evicted), *draining))
+        staying = fleet.idle - fleet.idle_in((*dict.fromkeys(fleet.evicted), *draining))
         if not isinstance(self.phase, Waiting) or staying >= self.settings.scaling.min_workers:
             return staying
         return staying + fleet.idle_in(s for s in draining if not fleet.draining[fleet.slots[s].node or ""].urgent)
 
     def rank_of(self, worker: int) -> int | None:
         return self.members.ranks.get(worker)
+
+
+def _count(slots: Iterable[tuple[Slot, tuple[int, ...]]]) -> int:
+    return sum(len(workers) for _, workers in slots)

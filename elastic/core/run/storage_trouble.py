@@ -59,7 +59,7 @@ def save_without(transition: Transition, phase: Closing) -> bool:
     why = f"storage has not taken the checkpoint of step {phase.step}{who_cannot_save(transition)}; the others save it"
     open_incident(transition, "resize", why, phase.step, planned=True)
     transition.say(f"generation {state.generation} is over, the next one starts without them: {why}", kind="storage")
-    transition.set_phase(state.members_inside, WorkerPhase.IDLE)
+    transition.leave_generation(state.members_inside)
     transition.set_fleet(evicted=tuple(dict.fromkeys((*state.fleet.evicted, *cut))))
     transition.mark("decided", "fenced")
     transition.amend(step=transition.state.furthest_step)

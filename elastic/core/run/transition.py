@@ -118,7 +118,7 @@ class Transition:
         self.set_fleet(slots=self.fleet.slots.put({slot.id: slot}))
 
     def forget_worker(self, worker: int) -> None:
-        self.set_fleet(workers=self.fleet.workers.without((worker,)))
+        self.set_fleet(workers=self.fleet.workers.without((worker,)), inside=self.fleet.inside.minus((worker,)))
 
     def replace_worker(self, worker: int, cause: str) -> None:
         """End the worker's process and start a fresh one in its slot."""
@@ -133,8 +133,11 @@ class Transition:
             self.do(KillWorker(worker, cause))
             self.forget_worker(worker)
 
-    def set_phase(self, workers: Iterable[int], phase: WorkerPhase) -> None:
-        self.set_fleet(workers=self.fleet.workers.in_phase(workers, phase))
+    def enter_generation(self, workers: Iterable[int]) -> None:
+        self.set_fleet(inside=self.fleet.inside.plus(workers))
+
+    def leave_generation(self, workers: Iterable[int]) -> None:
+        self.set_fleet(inside=self.fleet.inside.minus(workers))
 
     # --- reading ---
 
@@ -161,11 +164,6 @@ class Transition:
 
     def workers_in(self, slot: int) -> list[Worker]:
         return self.fleet.workers.in_slot(slot)
-
-    def idle_workers(self) -> list[Worker]:
-        """Workers that could be members now, ordered so that one node's ranks are neighbours."""
-        idle = self.state.idle
-        return sorted(idle, key=lambda worker: (worker.slot, worker.id))
 
     def name_of(self, worker: int) -> str:
         rank, node = self.state.rank_of(worker), self.fleet.node_of(worker)

@@ -83,7 +83,7 @@ def _placement(state: RunState) -> list[dict[str, Any]]:
             "rank": ranks.get(worker.id),
             "node": state.fleet.node_of(worker.id),
             "pid": worker.pid,
-            "phase": worker.phase.value,
+            "phase": "member" if worker.id in state.fleet.inside else "idle",
         }
         for worker in state.fleet.workers.values()
         if worker.phase is not WorkerPhase.STARTING

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.core.fleet import Members, Slot, SlotPhase, Slots, Worker, WorkerPhase, Workers
-from elastic.core.run.state import Fleet
+from elastic.core.run.phase import Training, Waiting
+from elastic.core.run.state import Fleet, Notice, RunState
+from elastic.core.settings import RunSettings, ScalingSettings
+from elastic.core.tables import Numbers
 from elastic.core.typed_json import decode, encode
 
 few = st.integers(0, 5)
@@ -47,27 +48,43 @@ def test_workers(history: list[list[Worker] | int]) -> None:
         check(table)
 
 
-later = st.sampled_from((WorkerPhase.IDLE, WorkerPhase.MEMBER))
+@given(st.data())
+def test_who_could_be_a_member(data: st.DataObject) -> None:
+    """In slots of up to three workers, of which some are starting, inside, evicted, or on nodes that go away."""
+    numbers = range(data.draw(st.integers(0, 5)))
+    on = {n: data.draw(st.sampled_from(("a", "b", "c", None))) for n in numbers}
+    slots = Slots({n: Slot(n, SlotPhase.PLACED if node else SlotPhase.PENDING, 0.0, node) for n, node in on.items()})
+    placed = [n for n, node in on.items() if node]
+    where = data.draw(st.lists(st.sampled_from(placed), max_size=9)) if placed else []
+    phases = [data.draw(st.sampled_from(WorkerPhase)) for _ in where]
+    table = Workers({n: Worker(n, slot, phases[n], 0.0) for n, slot in enumerate(where)})
+    ready = [n for n, phase in enumerate(phases) if phase is WorkerPhase.READY]
+    inside = data.draw(st.sets(st.sampled_from(ready))) if ready else set()
+    draining = {n: Notice(0.0, urgent=data.draw(st.booleans())) for n in data.draw(st.sets(st.sampled_from("abc")))}
+    evicted = tuple(data.draw(st.sets(st.sampled_from(placed)))) if placed else ()
+    fleet = Fleet(slots, table, Numbers(inside), draining=draining, evicted=evicted)
+    phase = data.draw(st.sampled_from((Waiting(0.0, ""), Training(0.0))))
+    settings = RunSettings("r", scaling=ScalingSettings(data.draw(st.integers(1, 6)), 10))
+    state = RunState(settings, phase, members=Members(sorted(inside, reverse=True)), fleet=fleet)
 
-
-@given(st.lists(workers, max_size=6), st.lists(st.tuples(st.lists(few, max_size=4), later), min_size=1, max_size=3))
-def test_workers_change_their_phase(there: list[Worker], changes: list[tuple[list[int], WorkerPhase]]) -> None:
-    table = Workers({worker.id: worker for worker in there})
-    for numbers, phase in changes:
-        before = dict(table)
-        wanted = {number: replace(before[number], phase=phase) for number in numbers if number in before}
-        changed = table.in_phase(numbers, phase)
-        assert dict(table) == before
-        assert dict(changed) == before | wanted
-        check(changed)
-        table = changed
+    idle = [w for w in table.values() if w.id in ready and w.id not in inside and w.slot not in evicted]
+    notice = {w.id: draining.get(on[w.slot] or "") for w in idle}
+    free = [w for w in idle if notice[w.id] is None]
+    if isinstance(phase, Waiting) and len(free) < settings.scaling.min_workers:
+        free = [w for w in idle if (told := notice[w.id]) is None or not told.urgent]
+    found = {slot.id: workers for slot, workers in state.idle_slots}
+    assert found == {n: there for n in numbers if (there := tuple(w.id for w in free if w.slot == n))}
+    assert list(found) == sorted(found)
+    assert state.idle_count == len(free)
+    assert fleet.idle == len(set(ready) - inside)
+    assert state.members_inside == tuple(sorted(inside, reverse=True))
+    assert (state.anyone_inside, [state.is_inside(n) for n in ready]) == (bool(inside), [n in inside for n in ready])
 
 
 def check(table: Workers) -> None:
-    for phase in WorkerPhase:
-        assert table.count(phase) == sum(worker.phase is phase for worker in table.values())
     for slot in range(3):
         assert {w.id for w in table.in_slot(slot)} == {w.id for w in table.values() if w.slot == slot}
+        assert table.in_slot(slot) == [table[number] for number in table.numbers_in(slot)]
     assert table.starting == {w.id for w in table.values() if w.phase is WorkerPhase.STARTING}
     assert decode(Fleet, encode(Fleet(workers=table))).workers == table
 

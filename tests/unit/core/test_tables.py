@@ -27,6 +27,8 @@ def test_a_table_holds_what_a_dictionary_would(history: list[dict[int, int] | li
         assert sorted(table.values()) == sorted(model.values()) == sorted(value for _, value in table.items())
         assert all(number in table and table.get(number) == value for number, value in model.items())
         assert table == Table(model)
+        asked = [*range(0, 2000, 7), *model, 1, 1]
+        assert table.among(asked) == [number for number in asked if number in model]
 
 
 def test_numbers_that_only_grow_come_in_their_order() -> None:
@@ -44,9 +46,9 @@ def test_a_change_shares_all_chunks_but_its_own() -> None:
     assert before.without((20_000,)) is before
 
 
-def test_some_of_the_entries_in_the_order_in_which_they_are_asked_for() -> None:
-    table = Table({number: -number for number in (1, 300, 301)})
-    assert list(table.some([301, 7, 1, 9000, 301])) == [(301, -301), (1, -1), (301, -301)]
+def test_some_of_the_numbers_in_the_order_in_which_they_are_asked_for() -> None:
+    asked = [301, 7, 1, 9000, 301]
+    assert Table(dict.fromkeys((1, 300, 301))).among(asked) == Numbers((1, 300, 301)).among(asked) == [301, 1, 301]
 
 
 def test_a_set_of_numbers() -> None:

@@ -207,8 +207,8 @@ def test_every_stage_has_an_owner() -> None:
     was = Training(0)
     assert owner_of(blank) == own.QUEUE
     assert owner_of(replace(blank, fleet=Fleet(Slots({0: Slot(0, SlotPhase.PLACED, 0.0)})))) == own.PROVISION
-    assert owner_of(replace(blank, fleet=Fleet(workers=workers(WorkerPhase.STARTING, WorkerPhase.IDLE)))) == own.START
-    assert owner_of(replace(blank, fleet=Fleet(workers=workers(WorkerPhase.IDLE, WorkerPhase.IDLE)))) == own.DECIDE
+    assert owner_of(replace(blank, fleet=Fleet(workers=workers(WorkerPhase.STARTING, WorkerPhase.READY)))) == own.START
+    assert owner_of(replace(blank, fleet=Fleet(workers=workers(WorkerPhase.READY, WorkerPhase.READY)))) == own.DECIDE
     assert owner_of(replace(blank, generation=1)) == own.WAIT_FOR_CAPACITY
     joined = Joining(0, joined=Numbers({0, 1}))
     fresh = replace(blank, members=Members((0, 1)), phase=joined)
