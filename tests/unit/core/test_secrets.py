@@ -11,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.core.errors import UsageError
-from elastic.core.secrets import check_options, check_url, is_secret_name, redact, secret_values
+from elastic.core.secrets import (
+    check_options,
+    check_url,
+    is_secret_name,
+    redact,
+    redact_url,
+    redact_values,
+    secret_values,
+)
 from elastic.observe.journal import JournalReader, JournalWriter
 
 # Put together here, so that nobody takes this file for a leak.
@@ -110,6 +118,32 @@ def test_what_is_redacted_stays_json(secret: str, record: Any) -> None:
     line = json.dumps({"text": f"before {secret} after", "record": record}, separators=(",", ":"), ensure_ascii=False)
     assert "abc" not in values
     assert secret not in json.loads(redact(line, values))["text"]
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+    | st.sampled_from(("s3://me:p4ss@bucket/x", "https://host/?sig=abcdefgh", "Pwd=s3cr3t;", HUB_TOKEN, "MY-SECRET")),
+    lambda inner: st.lists(inner, max_size=12) | st.tuples(inner, inner) | st.dictionaries(st.text(), inner),
+    max_leaves=30,
+)  # fmt: skip
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, str):
+        return redact(value, ("MY-SECRET",))
+    if isinstance(value, list | tuple):
+        return type(value)(map(plain, value))
+    return {key: plain(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+@given(json_values)
+def test_each_text_is_redacted_wherever_it_is(value: Any) -> None:
+    assert json.dumps(redact_values(value, ("MY-SECRET",))) == json.dumps(plain(value))
+
+
+@given(st.text(alphabet="=:/@?&pwd sig.") | st.text())
+def test_what_has_no_mark_of_an_address_has_nothing_of_one_to_hide(text: str) -> None:
+    assert ("=" in text or "://" in text) or redact_url(f"{text}=://")[: len(text)] == text
 
 
 def test_what_a_user_prints_into_an_error_is_not_journaled(tmp_path: Path) -> None:
