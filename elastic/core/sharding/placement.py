@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 
 from elastic.core.checkpoint.snapshots import Copies
 from elastic.core.sharding.matching import best_matching
@@ -30,14 +30,13 @@ def members_in_order(
     equally good it is the one in which most of the state is on the nodes that it would be read from anyway.
     """
     blocks = _first(slots, size)
-    in_order = tuple(worker for _, workers in blocks for worker in workers)
     if not copies.nodes or any(len(workers) % cell for _, workers in blocks):
-        return in_order
+        return tuple(chain.from_iterable(workers for _, workers in blocks))
     # Slots that are not needed for the size stand by with what they hold.
     places = [*blocks, *slots[len(blocks) :]]
     led = next((place for place, (_, workers) in enumerate(places) if leader in workers), None)
     wanted = _matched([len(workers) for _, workers in blocks], places, copies, led)
-    return tuple(worker for place in wanted for worker in places[place][1])
+    return tuple(chain.from_iterable(places[place][1] for place in wanted))
 
 
 def _first(slots: Sequence[Slot], size: int) -> list[Slot]:
@@ -52,17 +51,20 @@ def _first(slots: Sequence[Slot], size: int) -> list[Slot]:
 
 def _matched(sizes: Sequence[int], places: Sequence[Slot], copies: Copies, led: int | None) -> list[int]:
     """For each block of ranks its place, which has as many workers; place `led` for the first one."""
-    by_node: dict[str, list[int]] = {}
-    for place, (node, _) in enumerate(places):
+    by_node: dict[str, list[tuple[int, int]]] = {}
+    for place, (node, workers) in enumerate(places):
         if node is not None:
-            by_node.setdefault(node, []).append(place)
+            by_node.setdefault(node, []).append((place, len(workers)))
     gains: list[dict[int, int]] = [{} for _ in sizes]
     for block, node, gain in _overlaps(sizes, copies):
-        for place in by_node.get(node, ()):
-            if len(places[place][1]) == sizes[block]:
-                gains[block][place] = gains[block].get(place, 0) + gain
+        row, wanted = gains[block], sizes[block]
+        for place, size in by_node.get(node, ()):
+            if size == wanted:
+                row[place] = row.get(place, 0) + gain
     if led is not None and len(places[led][1]) == sizes[0]:
-        gains = [{led: 1}, *({place: gain for place, gain in row.items() if place != led} for row in gains[1:])]
+        for row in gains:
+            row.pop(led, None)
+        gains[0] = {led: 1}
     found = best_matching(gains)
     free = set(range(len(places))).difference(place for place in found if place is not None)
     left: dict[int, list[int]] = {}
@@ -77,17 +79,16 @@ def _overlaps(sizes: Sequence[int], copies: Copies) -> list[tuple[int, str, int]
     A unit of state is 1 / (old ranks * new ranks) of it. Whatever is first in `copies` counts one unit more in all than
     what is not: it decides between assignments that are equally good otherwise.
     """
-    stops = list(accumulate(sizes))
-    starts = [0, *stops[:-1]]
-    before, after = copies.ranks, stops[-1]
+    before, after = copies.ranks, sum(sizes)
+    edges = [ranks * before for ranks in accumulate(sizes, initial=0)]
     found = []
     for node, first_choice, others in copies.nodes:
         for spans, weight in ((first_choice, before * after + 1), (others, before * after)):
             for begin, end in spans:
-                block = bisect_right(starts, begin * after // before) - 1
-                while block < len(sizes) and starts[block] * before < end * after:
-                    low, high = max(starts[block] * before, begin * after), min(stops[block] * before, end * after)
-                    if high > low:
-                        found.append((block, node, (high - low) * weight))
-                    block += 1
+                low, last = begin * after, end * after
+                stop = bisect_right(edges, low)
+                while low < last:
+                    high = min(edges[stop], last)
+                    found.append((stop - 1, node, (high - low) * weight))
+                    low, stop = high, stop + 1
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from elastic.core.checkpoint.snapshots import Copies, Held, Snapshot, copies_of, place_replicas, recoverable
 from elastic.core.sharding.layout import Layout
-from elastic.core.sharding.placement import Slot, members_in_order
+from elastic.core.sharding.placement import Slot, _overlaps, members_in_order
 from elastic.core.sharding.reshard import SourceIndex
 from elastic.core.sharding.zero import zero3_layout, zero12_layout
 
@@ -98,6 +99,31 @@ def test_never_more_than_in_the_order_of_slots(world: int, replicas: int, new: i
     chosen = members_in_order(slots_of(after), len(after), copies)
     assert sorted(chosen) == list(range(len(after)))
     assert local(after, chosen, copies) >= local(after, range(len(after)), copies)
+
+
+spans = st.lists(st.integers(0, 12), max_size=4, unique=True).map(
+    lambda edges: tuple(zip(sorted(edges)[::2], sorted(edges)[1::2], strict=False))
+)
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.lists(st.tuples(spans, spans), max_size=4))
+def test_what_nodes_hold_of_blocks_is_what_a_count_of_all_units_says(
+    sizes: list[int], held: list[tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]]
+) -> None:
+    before, after = 12, sum(sizes)
+    copies = Copies(before, tuple((f"n{at}", *parts) for at, parts in enumerate(held)))
+    block_of = [block for block, size in enumerate(sizes) for _ in range(size * before)]
+    counted: Counter[tuple[int, str]] = Counter()
+    for node, first_choice, others in copies.nodes:
+        for parts, weight in ((first_choice, before * after + 1), (others, before * after)):
+            for begin, end in parts:
+                for unit in range(begin * after, end * after):
+                    counted[block_of[unit], node] += weight
+    found: Counter[tuple[int, str]] = Counter()
+    for block, node, gain in _overlaps(sizes, copies):
+        assert gain > 0
+        found[block, node] += gain
+    assert found == counted
 
 
 def local(nodes: Sequence[str], members: Sequence[int], copies: Copies) -> int:
