@@ -111,30 +111,37 @@ def recoverable(held: Mapping[str, Iterable[Held]]) -> tuple[Snapshot, ...]:
 
     `held` is by node. A rank's own node is preferred to its replicas: there the shard was copied once and never sent.
     """
-    whole = [
-        Snapshot(step, generation, tuple(shards[rank] for rank in range(world_size)))
-        for (step, generation, world_size), shards in _holders(held).items()
-        if shards.keys() >= set(range(world_size))
-    ]
-    # Of one step the newest generation's: what came before it was rolled back.
-    return tuple(sorted(whole, key=lambda snapshot: (snapshot.generation, snapshot.step), reverse=True))
+    return found_and_missing(held)[0]
 
 
 def not_whole(held: Mapping[str, Iterable[Held]]) -> tuple[str, ...]:
     """For each snapshot newer than the first `recoverable` one, newest first, a sentence on what is missing of it."""
-    newest = next(iter(recoverable(held)), None)
-    after = (newest.generation, newest.step) if newest is not None else (-1, -1)
-    sentences = []
+    return found_and_missing(held)[1]
+
+
+def found_and_missing(held: Mapping[str, Iterable[Held]]) -> tuple[tuple[Snapshot, ...], tuple[str, ...]]:
+    """`recoverable` and `not_whole`, by one look at what the nodes hold."""
     found = _holders(held)
+    whole = [
+        Snapshot(step, generation, tuple([shards[rank] for rank in range(world_size)]))
+        for (step, generation, world_size), shards in found.items()
+        if shards.keys() >= set(range(world_size))
+    ]
+    # Of one step the newest generation's: what came before it was rolled back.
+    whole.sort(key=lambda snapshot: (snapshot.generation, snapshot.step), reverse=True)
+    after = (whole[0].generation, whole[0].step) if whole else (-1, -1)
+    sentences = []
     for step, generation, size in sorted(found, key=lambda key: (key[1], key[0]), reverse=True):
+        if (generation, step) <= after:
+            break
         missing = sorted(set(range(size)) - found[step, generation, size].keys())
-        if missing and (generation, step) > after:
+        if missing:
             ranks = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))}"
             sentences.append(
                 f"snapshot {snapshot_id(step, generation)} is not whole: no node that answers has the shard of {ranks} "
                 "or the parity and all other shards to make it of"
             )
-    return tuple(sentences)
+    return tuple(whole), tuple(sentences)
 
 
 def _holders(held: Mapping[str, Iterable[Held]]) -> dict[tuple[int, int, int], dict[int, tuple[str, ...]]]:

@@ -45,7 +45,7 @@ class StragglerWatch:
         changed = {*self._members[:1]} ^ {*members[:1]}
         kept = {worker: known for worker, known in self._known.items() if worker not in changed}
         self._generation, self._members, self._window = generation, tuple(members), []
-        self._known = {worker: kept.get(worker, _Worker()) for worker in members}
+        self._known = {worker: kept.get(worker) or _Worker() for worker in members}
 
     def step(
         self, generation: int, noncollective_s: Sequence[float], slowed: Sequence[str] = ()

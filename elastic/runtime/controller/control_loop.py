@@ -272,13 +272,15 @@ class ControlLoop:
         """Journal first, then decide, then act."""
         now = self.clock.now()
         self._handling = None
-        fresh = [e for e in events if not machine.is_fenced(self.state, e) and not self._faults.refuses(e)]
-        self.fenced += len(events) - len(fresh)
+        # Taken together first: one look at the generation for all members that report.
+        taken = together(e for e in events if not self._faults.refuses(e))
+        fresh = [(event, parts) for event, parts in taken if not machine.is_fenced(self.state, event)]
+        self.fenced += len(events) - sum(len(parts) for _, parts in fresh)
         if fresh:
             # Steps first: a replay follows the journal's order. And a step that a checkpoint covers is never repeated,
             # so its record must not be lost.
             self.telemetry.flush(now, force=True)
-        numbered = list(enumerate(together(fresh), self._number + 1))
+        numbered = list(enumerate(fresh, self._number + 1))
         self._number += len(numbered)
         for number, (event, _) in numbered:
             self._records.note(records.event(event, now, number))
@@ -359,8 +361,9 @@ class ControlLoop:
         slots_left = len(old.slots) + new.next_slot - old.next_slot > len(new.slots)
         workers_left = len(old.workers) + new.next_worker - old.next_worker > len(new.workers)
         if slots_left or workers_left:
-            self.heartbeats.retain(new.workers.keys(), new.nodes)
-            self._acks.retain(new.workers.keys())
+            known = set(new.workers)
+            self.heartbeats.retain(known, new.nodes)
+            self._acks.retain(known)
 
 
 def _generation_of(item: Item) -> int:

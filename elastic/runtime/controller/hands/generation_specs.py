@@ -9,8 +9,8 @@ from elastic.core.checkpoint.parity import place_parity
 from elastic.core.checkpoint.snapshots import place_replicas
 from elastic.core.generation_spec import BatchSettings, GenerationSpec, MemoryPlan
 from elastic.core.settings import RunSettings
-from elastic.runtime.controller.hands.snapshot_directory import targets_of
 from elastic.runtime.messages import NodeFacts
+from elastic.transport.handshake import Address
 
 # Nodes that may take the place of one that does not take a rank's replicas.
 _SPARES = 2
@@ -27,41 +27,38 @@ def generation_specs(
     the rank's node."""
     numbers = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
     mesh = settings.mesh.shape(action.axes)
-    batch = BatchSettings.of(settings)
-    return tuple(
-        GenerationSpec(
-            run_id=settings.run_id,
-            generation=action.generation,
-            rank=rank,
-            world_size=len(action.members),
-            seed=settings.seed,
-            sp=mesh.sp,
-            tp=mesh.tp,
-            tp_sizes=settings.mesh.tp_sizes,
-            ep=mesh.ep,
-            ep_changes="ep" in settings.mesh.choices,
-            pp=mesh.pp,
-            max_world_size=settings.scaling.max_workers,
-            batch=batch,
-            checkpoint=action.checkpoint,
-            checkpoint_every_steps=settings.checkpoint.every_steps,
-            engine=settings.engine,
-            weights=settings.weights,
-            engine_config=settings.engine_config,
-            memory=plan,
-            skips=action.skips,
-            stops_at_start=action.stops_at_start,
-            # A run that begins anew may have been given other data.
-            content=(content or {}) if action.checkpoint is not None else {},
-            anomalies=settings.anomalies if settings.anomalies.policy != "off" else None,
-            noise_every_steps=settings.gradient_noise.every_steps,
-            audit_every_steps=settings.audit.every_steps,
-            communication=settings.communication,
-            nodes=() if settings.communication is None else tuple(numbers[node] for node in nodes),
-            collective_timeout_s=settings.failures.collective_timeout_s,
-        )
-        for rank, plan in enumerate(plans)
+    # Of all ranks: only their numbers and their snapshots' plans differ.
+    shared = GenerationSpec(
+        run_id=settings.run_id,
+        generation=action.generation,
+        rank=0,
+        world_size=len(action.members),
+        seed=settings.seed,
+        sp=mesh.sp,
+        tp=mesh.tp,
+        tp_sizes=settings.mesh.tp_sizes,
+        ep=mesh.ep,
+        ep_changes="ep" in settings.mesh.choices,
+        pp=mesh.pp,
+        max_world_size=settings.scaling.max_workers,
+        batch=BatchSettings.of(settings),
+        checkpoint=action.checkpoint,
+        checkpoint_every_steps=settings.checkpoint.every_steps,
+        engine=settings.engine,
+        weights=settings.weights,
+        engine_config=settings.engine_config,
+        skips=action.skips,
+        stops_at_start=action.stops_at_start,
+        # A run that begins anew may have been given other data.
+        content=(content or {}) if action.checkpoint is not None else {},
+        anomalies=settings.anomalies if settings.anomalies.policy != "off" else None,
+        noise_every_steps=settings.gradient_noise.every_steps,
+        audit_every_steps=settings.audit.every_steps,
+        communication=settings.communication,
+        nodes=() if settings.communication is None else tuple(numbers[node] for node in nodes),
+        collective_timeout_s=settings.failures.collective_timeout_s,
     )
+    return tuple(shared.of_rank(rank, plan) for rank, plan in enumerate(plans))
 
 
 def memory_plans(
@@ -84,9 +81,17 @@ def memory_plans(
         placed, spare = [ring[: memory.replicas] for ring in ringed], [ring[memory.replicas :] for ring in ringed]
     addresses = {node: facts.memory for node, facts in known.items()}
     every, cost, required = memory.every_steps, memory.cost_limit, memory.required
-    return tuple(
-        MemoryPlan(where, stripe, every, cost, required, spares)
-        for where, stripe, spares in zip(
-            targets_of(placed, addresses), stripes, targets_of(spare, addresses), strict=True
+    # The ranks of a node mostly share one.
+    by_rank = list(zip(placed, stripes, spare, strict=True))
+    made = {
+        (there, stripe, rest): MemoryPlan(
+            _known(there, addresses), stripe, every, cost, required, _known(rest, addresses)
         )
-    )
+        for there, stripe, rest in dict.fromkeys(by_rank)
+    }
+    return tuple(made[one] for one in by_rank)
+
+
+def _known(nodes: Sequence[str], addresses: Mapping[str, Address]) -> tuple[Address, ...]:
+    """The addresses of those nodes that have one."""
+    return tuple(addresses[node] for node in nodes if node in addresses)

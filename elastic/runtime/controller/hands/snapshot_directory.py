@@ -15,7 +15,7 @@ from elastic.checkpoint.memory.work_counter import NO_PROGRESS_LIMIT_S
 from elastic.core.checkpoint.assembly import assemble
 from elastic.core.checkpoint.manifest import ShardRecord
 from elastic.core.checkpoint.manifest_json import to_json
-from elastic.core.checkpoint.snapshots import STEPS, Held, Snapshot, not_whole, recoverable
+from elastic.core.checkpoint.snapshots import STEPS, Held, Snapshot, found_and_missing
 from elastic.core.errors import IntegrityError, StorageError
 from elastic.runtime.messages import Assembled, NodeFacts
 from elastic.transport.handshake import Address
@@ -64,11 +64,11 @@ class SnapshotDirectory:
         """
         answers = await asyncio.gather(*(self._ask(node) for node in nodes))
         self._held = {node: held for node, held in zip(nodes, answers, strict=True) if held}
-        found = recoverable(self._held)
+        found, missing = found_and_missing(self._held)
         self._found = {snapshot.id: snapshot for snapshot in found}
         silent = [node[:8] for node, held in zip(nodes, answers, strict=True) if held is None]
         unanswered = (f"node {', '.join(silent)} did not report its snapshots in time",) if silent else ()
-        return found, (*unanswered, *not_whole(self._held))
+        return found, (*unanswered, *missing)
 
     def collect(self, generation: int, identifier: str, nodes: Sequence[str]) -> None:
         """Begin to assemble the snapshot that `generation` begins from; `wait_for` returns it. Done once per
@@ -186,10 +186,3 @@ class SnapshotDirectory:
     async def _call(self, node: str, method: str, *args: Any) -> Any:
         agent, _ = await self._agent_of(node)
         return await getattr(agent, method).remote(*args)
-
-
-def targets_of(
-    placed: Sequence[Sequence[str]], addresses: Mapping[str, tuple[str, int]]
-) -> tuple[tuple[tuple[str, int], ...], ...]:
-    """For each rank, the addresses of the nodes that hold its replicas; nodes without an address are omitted."""
-    return tuple(tuple(addresses[node] for node in nodes if node in addresses) for nodes in placed)

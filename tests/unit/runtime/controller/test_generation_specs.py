@@ -28,6 +28,19 @@ def test_ranks_know_who_shares_a_node_where_gradients_travel_by_it() -> None:
     assert [(spec.communication, spec.nodes) for spec in asked] == [(CommunicationSettings(), (0, 1, 0))] * 3
 
 
+def test_what_all_ranks_are_told_is_made_once() -> None:
+    """The nodes of 80,000 ranks, once for each of them, would take the controller minutes and gigabytes."""
+    begin, nodes = BeginGeneration(2, tuple(range(6)), "step-00000004-g0001", 4), ["b", "b", "a", "a", "c", "c"]
+    known = {node: NodeFacts("mailbox", (node, 1), "memory") for node in nodes}
+    settings = RunSettings("r", communication=CommunicationSettings())
+    plans = memory_plans(settings, nodes, known)
+    assert [id(plans[rank]) for rank in (1, 3, 5)] == [id(plans[rank]) for rank in (0, 2, 4)]
+    specs = generation_specs(settings, begin, plans, {40: 7}, nodes)
+    assert [(spec.rank, spec.memory) for spec in specs] == list(enumerate(plans))
+    alike = [{**vars(spec), "rank": 0, "memory": None} for spec in specs]
+    assert all(value is alike[0][key] for spec in alike for key, value in spec.items())
+
+
 def test_the_nodes_that_may_take_a_keepers_place_are_none_that_keep_the_shard() -> None:
     nodes = [f"n{number}" for number in range(5)]
     known = {node: NodeFacts("mailbox", ("10.0.0.1", number), "memory") for number, node in enumerate(nodes)}
