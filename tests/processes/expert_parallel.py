@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -30,11 +32,25 @@ def build(config: dict[str, Any]) -> tuple[Any, Any]:
         given["lr_scheduler"] = torch.optim.lr_scheduler.LinearLR(given["optimizer"])
     if config.get("own schedule") == "to be made":
         given["lr_scheduler"] = partial(torch.optim.lr_scheduler.LinearLR, start_factor=0.1, total_iters=5)
-    engine, _, loader, _ = elastic.initialize(
-        model=model, training_data=texts(config.get("size", 37), crew.indices), config=native,
-        weights=config.get("weights"), **given,
-    )  # fmt: skip
+    with groups_of(config.get("parameters of a group")):
+        engine, _, loader, _ = elastic.initialize(
+            model=model, training_data=texts(config.get("size", 37), crew.indices), config=native,
+            weights=config.get("weights"), **given,
+        )  # fmt: skip
     return engine, loader
+
+
+@contextmanager
+def groups_of(most: int | None) -> Iterator[None]:
+    """Of experts, where DeepSpeed is left to it: as of a model that has many."""
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as split
+
+    before = split.__defaults__
+    split.__defaults__ = before if most is None else (most,)
+    try:
+        yield
+    finally:
+        split.__defaults__ = before
 
 
 def drift(engine: Any, name: str) -> None:

@@ -38,13 +38,14 @@ def through(
     url: Path,
     config: Mapping[str, Any],
     parts: Sequence[tuple[Sequence[int], int, int | None]],
+    **more: Any,
 ) -> Run:
     """A run in generations of these members, so many of which share experts, each up to its step (None: the end)."""
     store, generations, checkpoint = CheckpointStore(str(url), "run"), [], None
     for who, ep, end_at in parts:
         outcomes = crew.run(
             who, "expert_parallel.train", {**config, "url": str(url)}, end_at=end_at, checkpoint=checkpoint, ep=ep,
-            **MORE,
+            **MORE, **more,
         )  # fmt: skip
         _assert_ended(outcomes, "finished" if end_at is None else "ended", end_at or LAST_STEP)
         assert all(outcome.clean for outcome in outcomes)
@@ -146,6 +147,13 @@ def test_the_number_of_ranks_that_share_experts_may_change(crew: Crew, tmp_path:
     moved = through(crew, tmp_path / "moved", config, parts)
     assert _distance(whole.losses, moved.losses) <= ALLOWED
     assert _distance(whole.state, moved.state) <= ALLOWED
+
+
+@pytest.mark.parametrize("named", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_experts_of_many_parameters_are_in_as_many_groups_at_every_ep(crew: Crew, tmp_path: Path, named: bool) -> None:
+    """Above so many parameters DeepSpeed begins another group; a rank has fewer of them the more ranks share them."""
+    config = {"stage": 2, "parameters of a group": 300, "named optimizer": named, "schedule": named}
+    through(crew, tmp_path, config, [(range(4), 4, 2), (range(2), 1, None)], ep_changes=True)
 
 
 @pytest.mark.parametrize("stage", [pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2)] + [3])

@@ -153,16 +153,18 @@ def test_groups_that_the_script_has_split_stay() -> None:
     dense = [*model.first.parameters(), *model.last.parameters()]
     split = torch.optim.SGD([{"params": dense}, {"params": experts, "moe": True, "name": "ep_size_2"}], lr=0.1)
     schedule = torch.optim.lr_scheduler.StepLR(split, 1)
-    require_groups(UserObjects(model, split, schedule), native=True, shared=True)
+    require_groups(UserObjects(model, split, schedule), native=True, ep_changes=True)
     assert regrouped(UserObjects(model, split), native=True) is split
 
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
     assert isinstance(regrouped(UserObjects(model, plain), native=True), Regrouped)
     with pytest.raises(UsageError, match="StepLR was made before the experts had parameter groups"):
-        require_groups(UserObjects(model, plain, torch.optim.lr_scheduler.StepLR(plain, 1)), native=True, shared=True)
+        require_groups(
+            UserObjects(model, plain, torch.optim.lr_scheduler.StepLR(plain, 1)), native=True, ep_changes=True
+        )
     some = torch.optim.SGD([{"params": [*dense, experts[0]]}, {"params": experts[1:], "moe": True}], lr=0.1)
     with pytest.raises(UsageError, match="some experts are in parameter groups of their own"):
-        require_groups(UserObjects(model, some), native=True, shared=True)
+        require_groups(UserObjects(model, some), native=True, ep_changes=True)
 
 
 def test_groups_whose_number_depends_on_who_shares_experts_are_refused() -> None:
@@ -173,7 +175,7 @@ def test_groups_whose_number_depends_on_who_shares_experts_are_refused() -> None
     more = {"moe": True, "name": "ep_size_2"}
     cut = torch.optim.SGD([{"params": [expert], **more}, {"params": [again], **more}], lr=0.1)
     with pytest.raises(UsageError, match="the experts' parameters are in 2 groups by size"):
-        require_groups(UserObjects(model, cut), native=True, shared=True)
-    require_groups(UserObjects(model, cut), native=True, shared=False)
+        require_groups(UserObjects(model, cut), native=True, ep_changes=True)
+    require_groups(UserObjects(model, cut), native=True, ep_changes=False)
     other = torch.optim.SGD([{"params": [expert], **more}, {"params": [again], "weight_decay": 0.1, **more}], lr=0.1)
-    require_groups(UserObjects(model, other), native=True, shared=True)
+    require_groups(UserObjects(model, other), native=True, ep_changes=True)

@@ -25,7 +25,7 @@ from elastic.engines.deepspeed.experts import config as experts
 from elastic.engines.deepspeed.experts import native as native_experts
 from elastic.engines.deepspeed.experts.native_passes import prepare
 from elastic.engines.deepspeed.experts.native_rules import require_carriable as require_whole_layers
-from elastic.engines.deepspeed.experts.optimizer import regrouped, require_groups
+from elastic.engines.deepspeed.experts.optimizer import groups_of_any_size, regrouped, require_groups
 from elastic.engines.deepspeed.experts.placement import refuse_unplaceable, require_experts
 from elastic.engines.deepspeed.experts.recorders import table_by_names
 from elastic.engines.deepspeed.operators import build_ahead
@@ -98,7 +98,8 @@ class DeepSpeed:
         most_cells = max(spec.max_world_size, spec.world_size) // mesh.per_cell
         sizes = (mesh.per_cell, mesh.tp, mesh.ep, spec.ep_changes, mesh.pp)
         found = resolve(read, spec.batch, mesh.dp, most_cells, loader_batch, *sizes)
-        return replace(found, begins=spec.checkpoint is None, tp_sizes=spec.tp_sizes)
+        begins, changes = spec.checkpoint is None, spec.ep_changes
+        return replace(found, begins=begins, tp_sizes=spec.tp_sizes, ep_changes=changes)
 
     def build(
         self,
@@ -135,14 +136,21 @@ class DeepSpeed:
         if ep:
             refuse_unplaceable(objects.model)
         if ep or layered:
-            require_groups(objects, layered, shared)
+            require_groups(objects, layered, resolved.ep_changes)
         fill_placeholders(objects.model)
         belongings = Belongings(objects.model, objects.optimizer)
         whole = tp == 1 and not ep and not layered and not staged
         values = startup.values_come_later() if whole and not resolved.begins else contextlib.nullcontext()
         noting = noting_cuts(tp) if tp > 1 else contextlib.nullcontext()
         try:
-            with user_calls.building(), startup.named_by_shape(), table_by_names(), values, noting as cuts:
+            with (
+                user_calls.building(),
+                startup.named_by_shape(),
+                table_by_names(),
+                groups_of_any_size(resolved.ep_changes),
+                values,
+                noting as cuts,
+            ):
                 native, wrapped, _, scheduler = deepspeed.initialize(
                     model=objects.model,
                     optimizer=regrouped(objects, layered) if ep or layered else objects.optimizer,

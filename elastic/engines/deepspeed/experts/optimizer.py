@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
 
@@ -21,9 +22,8 @@ class Regrouped:
     parameter groups it points at AutoEP's parameters first. Experts get groups of their own. The optimizer that comes
     out is the user's own."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, most: int | None = _DEEPSPEEDS_MOST) -> None:
-        """`most`: parameters of experts in one group; None: as many as there are."""
-        self._optimizer, self._most = optimizer, most
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
         self.param_groups, self.state = optimizer.param_groups, optimizer.state
 
     def __call__(self, _: Any) -> torch.optim.Optimizer:
@@ -32,7 +32,7 @@ class Regrouped:
         for number, group in enumerate(self.param_groups):
             group.setdefault("name", f"group {number}")
         # As it does with an optimizer from its configuration.
-        split_params_into_different_moe_groups_for_optimizer(self.param_groups, self._most or float("inf"))
+        split_params_into_different_moe_groups_for_optimizer(self.param_groups)
         return self._optimizer
 
 
@@ -42,16 +42,29 @@ def regrouped(objects: UserObjects, native: bool) -> Any:
     optimizer = objects.optimizer
     if not isinstance(optimizer, torch.optim.Optimizer) or (native and _is_split(optimizer)):
         return optimizer
-    # The number of groups is to be the same for any number of ranks that share experts.
-    return Regrouped(optimizer, None if native else _DEEPSPEEDS_MOST)
+    return Regrouped(optimizer)
 
 
-def require_groups(objects: UserObjects, native: bool, shared: bool) -> None:
+@contextmanager
+def groups_of_any_size(wanted: bool) -> Iterator[None]:
+    """DeepSpeed begins another group of experts where a rank's have more parameters than so many: at another `ep` there
+    would be another number of groups. Where it changes they are not cut, while DeepSpeed builds its engine."""
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as split
+
+    before = split.__defaults__
+    split.__defaults__ = (float("inf"),) if wanted else before
+    try:
+        yield
+    finally:
+        split.__defaults__ = before
+
+
+def require_groups(objects: UserObjects, native: bool, ep_changes: bool) -> None:
     """Raises UsageError for groups that experts cannot have here, and for a learning-rate scheduler that was made
     before they had any: it would not reach them."""
     optimizer = objects.optimizer
     if native and (not isinstance(optimizer, torch.optim.Optimizer) or _is_split(optimizer)):
-        if shared and isinstance(optimizer, torch.optim.Optimizer):
+        if ep_changes and isinstance(optimizer, torch.optim.Optimizer):
             _refuse_cut_by_size(optimizer.param_groups)
         return
     if objects.lr_scheduler is not None and not callable(objects.lr_scheduler):
@@ -79,13 +92,13 @@ def _is_split(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _refuse_cut_by_size(groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raises UsageError for groups of which a rank that shares experts with more or fewer others would have another
-    number."""
+    """Raises UsageError for groups of which there would be another number at another `ep`."""
     experts = [group for group in groups if group.get("moe")]
     for _, alike in groupby(experts, lambda group: [(key, value) for key, value in group.items() if key != "params"]):
         cut = list(alike)
         if len(cut) > 1 and sum(p.numel() for group in cut for p in group["params"]) > _DEEPSPEEDS_MOST:
             raise UsageError(
                 f"the experts' parameters are in {len(cut)} groups by size, and there would be another number of them "
-                "at another ep: give split_params_into_different_moe_groups_for_optimizer max_group_size=None"
+                "at another ep of the job's mesh: give split_params_into_different_moe_groups_for_optimizer "
+                "max_group_size=None"
             )
