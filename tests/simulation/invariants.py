@@ -206,7 +206,7 @@ class Invariants:
             return
         self.world.seen("another tp within the run")
         settings = after.settings
-        workers = min(len(action.members) + len(list(after.idle)), settings.scaling.max_workers)
+        workers = min(len(action.members) + after.idle_count, settings.scaling.max_workers)
         size = whole_cells(workers, settings.mesh.shape({**action.axes, "tp": old}).cell)
         full = any(one.axes.get("tp") == old and one.step_s is None for one in after.meter.measured.meshes)
         assert full or size < max(1, settings.scaling.min_workers), "dropout is drawn anew without need"
