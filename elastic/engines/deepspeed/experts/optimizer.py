@@ -13,7 +13,7 @@ from elastic.core.errors import UsageError
 from elastic.engines.base import UserObjects
 from elastic.engines.deepspeed.experts.placement import is_expert
 
-# deepspeed/moe/utils.py: parameters of experts in one group, unless it is told otherwise.
+# The default of deepspeed/moe/utils.py: one group has at most so many parameters of experts.
 _DEEPSPEEDS_MOST = 178_956_971
 
 
