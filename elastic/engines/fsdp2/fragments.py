@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, cast
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from elastic.engines.fsdp2.sharding import reshard
@@ -60,5 +60,5 @@ def _start(tensor: DTensor) -> int:
     _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
     shape, begin = tuple(tensor.shape), (0,) * tensor.dim()
     if "tp" in (mesh.mesh_dim_names or ()):
-        shape, begin = compute_local_shape_and_global_offset(tensor.shape, mesh["tp"], placements[1:])
+        shape, begin = compute_local_shape_and_global_offset(tensor.shape, mesh, [Replicate(), *placements[1:]])
     return sum((o - b) * math.prod(shape[dim + 1 :]) for dim, (o, b) in enumerate(zip(offset, begin, strict=True)))

@@ -139,7 +139,7 @@ def slice_shape(parameter: torch.Tensor) -> tuple[int, ...]:
     shape, placement = list(parameter.shape), over_cell(parameter)
     if isinstance(placement, Shard):
         assert isinstance(parameter, DTensor)
-        shape[placement.dim] //= parameter.device_mesh["tp"].size()
+        shape[placement.dim] //= _cell_size(parameter)
     return tuple(shape)
 
 
@@ -149,7 +149,13 @@ def cut_of(parameter: torch.Tensor) -> Cut | None:
     if not isinstance(placement, Shard):
         return None
     assert isinstance(parameter, DTensor)
-    return Cut.evenly(placement.dim % parameter.dim(), parameter.shape, parameter.device_mesh["tp"].size())
+    return Cut.evenly(placement.dim % parameter.dim(), parameter.shape, _cell_size(parameter))
+
+
+def _cell_size(parameter: DTensor) -> int:
+    """Asked for each parameter in each snapshot: `mesh["tp"]` would make a mesh each time, half a millisecond."""
+    mesh = parameter.device_mesh
+    return mesh.size((mesh.mesh_dim_names or ()).index("tp"))
 
 
 def forget_meshes() -> None:
