@@ -63,6 +63,11 @@ class MeshSettings:
         """Every combination of the sizes of the axes that may change; one empty one where none may."""
         return tuple(dict(zip(self.choices, sizes, strict=True)) for sizes in product(*self.choices.values()))
 
+    def shared(self, axes: Mapping[str, int], world_size: int) -> Mapping[str, int]:
+        """The mesh of a generation, by axis; empty where its ranks share nothing, or there are none."""
+        sizes = {axis: size for axis, size in self.shape(axes).mesh(world_size).axes.items() if size != 1}
+        return sizes if world_size and sizes.keys() - {"dp"} else {}
+
     @property
     def cells(self) -> tuple[int, ...]:
         """The sizes of cells, one of which a world is made of."""

@@ -51,7 +51,7 @@ class Decision(TypedDict):
 
 class GenerationBegan(TypedDict):
     """type "generation" with `first_step`: later steps that the journal has were rolled back. `skips` are all ranges of
-    samples that the run leaves out."""
+    samples that the run leaves out. `mesh`: sizes by axis, where ranks share anything."""
 
     type: str
     number: int
@@ -59,6 +59,7 @@ class GenerationBegan(TypedDict):
     first_step: int
     now: float
     skips: Sequence[Sequence[int]]
+    mesh: Mapping[str, int]
 
 
 class GenerationEnded(TypedDict):
@@ -202,11 +203,11 @@ def decision(
 
 
 def generation_began(
-    number: int, world_size: int, first_step: int, now: float, skips: Iterable[Range]
+    number: int, world_size: int, first_step: int, now: float, skips: Iterable[Range], mesh: Mapping[str, int]
 ) -> GenerationBegan:
     return {
         "type": "generation", "number": number, "world_size": world_size, "first_step": first_step, "now": now,
-        "skips": [list(range_) for range_ in skips],
+        "skips": [list(range_) for range_ in skips], "mesh": mesh,
     }  # fmt: skip
 
 

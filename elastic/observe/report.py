@@ -6,7 +6,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from elastic.core.wording import plural
-from elastic.observe.text import clean, duration, number, origin, outcome, size, step_range, table, world_change
+from elastic.observe.text import (
+    clean,
+    duration,
+    mesh_words,
+    number,
+    origin,
+    outcome,
+    size,
+    step_range,
+    table,
+    world_change,
+)
 
 Summary = Mapping[str, Any]
 
@@ -81,11 +92,13 @@ def _slow_nodes(summary: Summary) -> list[str]:
 
 
 def _generations(summary: Summary) -> list[str]:
+    meshes = any(generation.get("mesh") for generation in summary.get("generations") or ())
     return table(
         [
             {
                 "generation": str(generation.get("number")),
                 "workers": str(generation.get("world_size")),
+                **({"mesh": mesh_words(generation.get("mesh")) or "-"} if meshes else {}),
                 "steps": step_range(generation.get("first_step"), generation.get("last_step")),
             }
             for generation in summary.get("generations") or ()

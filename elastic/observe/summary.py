@@ -223,7 +223,7 @@ def _generations(records: Sequence[Record]) -> list[Json]:
     last: dict[Any, int] = {}
     for step in steps_of(records):
         last[step.get("generation")] = max(int(step["step"]), last.get(step.get("generation"), 0))
-    keys = ("number", "world_size", "first_step")
+    keys = ("number", "world_size", "mesh", "first_step")
     return [
         {**{key: merged.get(key) for key in keys}, "last_step": merged.get("last_step", last.get(merged.get("number")))}
         for merged in _latest(of(records, "generation"), "number")

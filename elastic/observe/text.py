@@ -91,6 +91,11 @@ def world_change(before: object, after: object) -> str:
     return f"{'?' if before is None else before} -> {'end' if after is None else after}"
 
 
+def mesh_words(mesh: object) -> str | None:
+    """Sizes by axis; None where ranks share nothing."""
+    return ", ".join(f"{axis} {size}" for axis, size in mesh.items()) if isinstance(mesh, Mapping) and mesh else None
+
+
 def step_range(first: int | None, last: int | None) -> str:
     """Steps of a generation: `first` is the number of its first step, `last` the run's last step when it ended."""
     if first is None:

@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from elastic.observe.text import clean, duration, finite
+from elastic.observe.text import clean, duration, finite, mesh_words
 
 Progress = Mapping[str, Any]
 
@@ -47,6 +47,7 @@ def facts(progress: Progress) -> dict[str, str]:
         "tokens/s": _number(progress.get("tokens_per_s"), ",.0f"),
         "samples/s": _number(progress.get("samples_per_s"), ",.1f"),
         "world size": progress.get("world_size"),
+        "mesh": mesh_words(progress.get("mesh")),
         "generation": progress.get("generation"),
         "last checkpoint": f"step {checkpoint_step}" if checkpoint_step is not None else checkpoint,
         "incidents": progress.get("incidents") or None,

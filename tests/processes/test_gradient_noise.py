@@ -73,7 +73,7 @@ def _journal(*generations: list[Outcome]) -> list[records.Record]:
             for report in outcome.reports
         ]
         first = min(report.step for report in reports)
-        written.append(records.generation_began(number, len(outcomes), first, 0.0, ()))
+        written.append(records.generation_began(number, len(outcomes), first, 0.0, (), {}))
         table = StepTable()
         table.begin(number, len(outcomes), first - 1)
         done = [found for report in reports if (found := table.add(report)) is not None]

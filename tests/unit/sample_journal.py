@@ -37,7 +37,7 @@ def journal() -> list[dict[str, Any]]:
         {"type": "begin", "read": {}},
         {"type": "run", "run_id": "r1", "status": "running", "max_steps": 100},
         {"type": "decision", "sentence": "4 workers ready", "generation": 1, "world_size": 4, "step": 0},
-        {"type": "generation", "number": 1, "world_size": 4, "first_step": 1},
+        {"type": "generation", "number": 1, "world_size": 4, "first_step": 1, "mesh": {"dp": 2, "tp": 2}},
         {"type": "checkpoint", "id": "c40", "step": 40, "bytes": 12_300_000, "seconds": 0.5, "stall_s": 0.01},
         {"type": "checkpoint", "id": "c80", "step": 80, "bytes": 12_300_000, "seconds": 0.5, "stall_s": 0.03},
         {"type": "generation", "number": 1, "last_step": 41},

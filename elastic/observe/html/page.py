@@ -17,7 +17,19 @@ from elastic.observe.html import figures
 from elastic.observe.html.style import STYLE
 from elastic.observe.steps import collective_table
 from elastic.observe.summary import summarize
-from elastic.observe.text import brief, clean, date, duration, finite, number, origin, size, step_range, world_change
+from elastic.observe.text import (
+    brief,
+    clean,
+    date,
+    duration,
+    finite,
+    mesh_words,
+    number,
+    origin,
+    size,
+    step_range,
+    world_change,
+)
 
 Record = Mapping[str, Any]
 Summary = Mapping[str, Any]
@@ -199,7 +211,11 @@ def _noise(summary: Summary) -> str:
 
 def _generation_table(summary: Summary) -> str:
     rows = [
-        (str(item["number"]), str(item["world_size"] or "-"), step_range(item["first_step"], item["last_step"]))
+        (
+            str(item["number"]),
+            ", ".join(filter(None, (str(item["world_size"] or "-"), mesh_words(item.get("mesh"))))),
+            step_range(item["first_step"], item["last_step"]),
+        )
         for item in summary["generations"]
     ]
     return _table(("generation", "workers", "steps"), rows)

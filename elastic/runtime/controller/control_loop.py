@@ -332,7 +332,10 @@ class ControlLoop:
         elif isinstance(action, act.CloseIncident):
             self._incidents.close(action.incident)
         elif isinstance(action, act.BeginGeneration) and not self._is_reissue(action):
-            self.telemetry.generation_begins(action.generation, len(action.members), action.step, now, action.skips)
+            mesh = self._settings.mesh.shared(action.axes, len(action.members))
+            self.telemetry.generation_begins(
+                action.generation, len(action.members), action.step, now, action.skips, mesh
+            )
             self._stragglers.begin(action.generation, action.members)
             self._collectives.begin(action.generation)
         self._executor.perform(action)

@@ -43,6 +43,7 @@ def figures(state: RunState, telemetry: Telemetry, news: News, slow: Mapping[int
         "grad_norm": telemetry.grad_norm,
         **telemetry.rates(),
         "world_size": state.world_size,
+        "mesh": state.settings.mesh.shared(state.axes, state.world_size),
         "generation": state.generation,
         "last_checkpoint": newest.id if newest else None,
         "last_checkpoint_step": newest.step if newest else None,

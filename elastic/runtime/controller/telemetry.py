@@ -70,7 +70,13 @@ class Telemetry:
     # --- generations ---
 
     def generation_begins(
-        self, number: int, world_size: int, step: int, now: float, skips: Iterable[Range] = ()
+        self,
+        number: int,
+        world_size: int,
+        step: int,
+        now: float,
+        skips: Iterable[Range] = (),
+        mesh: Mapping[str, int] | None = None,
     ) -> None:
         """Steps after `step` were rolled back; they will be done again. `skips` is all that the run leaves out."""
         self.generation = number
@@ -81,7 +87,7 @@ class Telemetry:
         self.step = step
         self._recent.clear()
         self._restores.clear()
-        self._record(records.generation_began(number, world_size, step + 1, now, skips))
+        self._record(records.generation_began(number, world_size, step + 1, now, skips, mesh or {}))
 
     def generation_ended(self, number: int, now: float) -> None:
         self.flush(now, force=True)

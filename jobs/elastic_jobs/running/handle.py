@@ -24,10 +24,10 @@ class RunHandle(Protocol):
 
     def progress(self) -> Mapping[str, Any]:
         """The present figures. Keys (absent or None if unknown): status, step (finished steps), max_steps, loss,
-        learning_rate (of the first group), grad_norm, steps_per_s, tokens_per_s or samples_per_s, world_size,
-        generation, last_checkpoint, last_checkpoint_step, doing (a sentence while the run does anything but train),
-        asking_for (the requested nodes that are missing, as text), incidents (a count), stragglers (each with worker,
-        rank, node, factor)."""
+        learning_rate (of the first group), grad_norm, steps_per_s, tokens_per_s or samples_per_s, world_size, mesh
+        (sizes by axis, where ranks share anything), generation, last_checkpoint, last_checkpoint_step, doing (a
+        sentence while the run does anything but train), asking_for (the requested nodes that are missing, as text),
+        incidents (a count), stragglers (each with worker, rank, node, factor)."""
         ...
 
     def wait_step(self, step: int, timeout_s: float) -> bool:

@@ -104,3 +104,11 @@ def test_workers_are_counted_in_whole_cells() -> None:
     assert str(MeshSettings(ep=2)) == "mesh: {ep: 2}"
     settings = [MeshSettings(sp=3), MeshSettings(tp=4), MeshSettings(ep=2)]
     assert [(each.cell, each.readers) for each in settings] == [(3, 3), (4, 4), (2, 1)]
+
+
+def test_what_ranks_of_a_generation_share() -> None:
+    settings = MeshSettings(tp=4, choices={"tp": (2, 4)})
+    assert settings.shared({"tp": 2}, 8) == {"dp": 4, "tp": 2}
+    assert settings.shared({"tp": 4}, 4) == {"tp": 4}
+    assert settings.shared({"tp": 4}, 0) == {}, "no generation"
+    assert MeshSettings().shared({}, 8) == {}, "data parallel ranks share nothing"

@@ -44,6 +44,12 @@ def test_one_line_per_change_with_everything_known() -> None:
     ]
 
 
+def test_the_mesh_where_ranks_share_anything() -> None:
+    stream = io.StringIO()
+    LineDisplay(stream).update({"status": "running", "world_size": 4, "mesh": {"dp": 2, "tp": 2}, "generation": 3})
+    assert stream.getvalue() == "running, world size 4, mesh dp 2, tp 2, generation 3\n"
+
+
 def test_steps_alone_are_told_now_and_then() -> None:
     stream, clock = io.StringIO(), Clock()
     display = LineDisplay(stream, clock)

@@ -44,8 +44,9 @@ RESTORES = [
              "data": {"a": 1}},
         ),
         (
-            records.generation_began(2, 3, 8, 5.0, [(1, 2)]),
-            {"type": "generation", "number": 2, "world_size": 3, "first_step": 8, "now": 5.0, "skips": [[1, 2]]},
+            records.generation_began(2, 4, 8, 5.0, [(1, 2)], {"dp": 2, "tp": 2}),
+            {"type": "generation", "number": 2, "world_size": 4, "first_step": 8, "now": 5.0, "skips": [[1, 2]],
+             "mesh": {"dp": 2, "tp": 2}},
         ),
         (records.generation_ended(2, 9), {"type": "generation", "number": 2, "last_step": 9}),
         (

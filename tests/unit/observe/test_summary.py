@@ -23,8 +23,8 @@ def test_everything_is_there() -> None:
         2.5,
     )
     assert summary["generations"] == [
-        {"number": 1, "world_size": 4, "first_step": 1, "last_step": 41},
-        {"number": 2, "world_size": 3, "first_step": 41, "last_step": 100},
+        {"number": 1, "world_size": 4, "mesh": {"dp": 2, "tp": 2}, "first_step": 1, "last_step": 41},
+        {"number": 2, "world_size": 3, "mesh": None, "first_step": 41, "last_step": 100},
     ]
     (incident,) = summary["incidents"]
     assert incident["lost"] == "node abcdef01 (worker 2)"
