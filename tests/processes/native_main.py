@@ -1,4 +1,4 @@
-"""Entry point of one process: python native_main.py RANK FOLDER CASES. Writes its verdicts as JSON."""
+"""One process of `native_processes`. Writes its verdicts as JSON, and what it says into a log."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import traceback
 from pathlib import Path
 
 
-def main() -> None:
-    rank, folder, module = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-    os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+def main(rank: int, folder: Path, module: str) -> None:
+    with (folder / f"log-{rank}").open("w") as log:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(log.fileno(), stream.fileno())
     import torch
 
     torch.set_num_threads(1)
@@ -34,7 +35,3 @@ def main() -> None:
             report.write_text(json.dumps(verdicts))
             os._exit(1)
         report.write_text(json.dumps(verdicts))
-
-
-if __name__ == "__main__":
-    main()
