@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 BENCH_VENV := .venv-bench
 BENCH_READY := $(BENCH_VENV)/.ready
 BENCH ?=
-FAST ?= -m 'not slow'
+FAST ?= -m 'not slow and not wide'
 # Three files at a time, each with its own cluster: much of a test's time goes into waiting for processes. In the order
 # given: the long ones first. Which they are is told at the end.
 SIDE_BY_SIDE ?= -n 3 --dist loadfile --no-loadscope-reorder --durations=60 --durations-min=5
@@ -27,7 +27,7 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 # Else each of them would compile all that it imports, and the tests', by itself.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo lab test test-all slow faults soak unit lint bench verification wheel clean
+.PHONY: demo lab test test-all wide slow faults soak unit lint bench verification wheel clean
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -48,13 +48,18 @@ lab: $(READY)
 test: lint unit
 	$(BIN)/python -m pytest -q $(SIDE_BY_SIDE) $(OTHERS) $(FAST) $(AGAIN) $(OTHERS) $(FAST); }
 
-# With the slow tests, and the oracle through real kills for every ZeRO stage, type, optimizer, dropout and source: 64
-# runs instead of 6.
+# What `make test` leaves out of the levels that start processes (tests/first.yaml) but for the slow ones.
+WIDE := $(OTHERS) -m 'wide and not slow'
+wide: $(READY)
+	$(BIN)/python -m pytest -q -rs $(SIDE_BY_SIDE) $(WIDE) $(AGAIN) $(WIDE); }
+
+# With the wide and the slow tests, and the oracle through real kills for every ZeRO stage, type, optimizer, dropout and
+# source: 64 runs instead of 6.
 test-all: export ELASTIC_ORACLE := full
 test-all: FAST :=
 test-all: test
 
-# What `make test` leaves out but for the oracle. First what no other test shows: each fault, whole runs; then the rest of
+# What is left out by both but for the oracle. First what no other test shows: each fault, whole runs; then the rest of
 # wide matrices, of which `make test` has run a part.
 SLOW := tests/faults $(OTHERS) tests/simulation tests/unit
 slow: $(READY)
