@@ -166,7 +166,7 @@ class GenerationRunner:
             kind,
             self._scope.step,
             error_type=f"{type(cause).__module__}.{type(cause).__qualname__}",
-            message=str(error) if message is None else message,
+            message="; ".join([str(error), *getattr(error, "__notes__", ())]) if message is None else message,
             traceback=None if text is None else "".join(traceback.format_exception(cause)),
             where=self._scope.where(),
             **more,

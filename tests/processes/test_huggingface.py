@@ -14,7 +14,7 @@ import pytest
 import torch
 from cells import LAST_STEP, MOVED, WHOLE, Part, Run, assert_every_sample_once, of_run
 from crew import Crew
-from hugging_face import UNDESCRIBED, model_of, text
+from hugging_face import HEADS, UNDESCRIBED, model_of, text
 from test_oracle import _distance
 
 pytest.importorskip("transformers", reason="the extra `hf` is not installed")
@@ -131,6 +131,23 @@ def test_models_whose_layers_cannot_be_shared_are_refused_by_name(
     for outcome in outcomes:
         assert outcome.result.kind == "usage_error", outcome.result
         assert said in outcome.result.message
+        assert outcome.reports == []
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"family": "Bloom", "model": {"n_layer": 2, "n_head": HEADS}},
+        {"family": "Falcon", "model": {"num_kv_heads": 2, "new_decoder_architecture": True}},
+    ],
+)
+def test_what_layers_that_are_cut_ask_of_a_model_is_said_where_its_code_fails(
+    crew: Crew, tmp_path: Path, config: dict[str, Any]
+) -> None:
+    config = {**config, "stage": 1, "url": str(tmp_path)}
+    for outcome in crew.run(range(2), "hugging_face.train", config, tp=2, **of_run(config)):
+        assert outcome.result.kind == "user_error", outcome.result
+        assert "Its code must take numbers of heads from the shape of what projections give" in outcome.result.message
         assert outcome.reports == []
 
 

@@ -24,6 +24,7 @@ from elastic.engines.deepspeed.teardown import hollow_out, release_engine
 from elastic.engines.last_output import LastOutput
 from elastic.engines.live_state import Fragment
 from elastic.engines.model.cuts import Cuts
+from elastic.engines.model.shared_layers import explain
 from elastic.engines.model.update_rates import scaled_rates, updating
 from elastic.engines.model.whole_gradients import WholeGradients
 
@@ -87,7 +88,12 @@ class DeepSpeedAdapter:
             self._last = last
             if self._began_s is None:
                 self._began_s = self.ledger.waited_s
-        output = self.native(*inputs, **named)
+        try:
+            output = self.native(*inputs, **named)
+        except Exception as error:
+            if self._whole_gradients is not None:
+                explain(error, self.native.autotp_size())
+            raise
         return self._output.seen(output) if self._gathers else output
 
     def forward_alone(self, inputs: Sequence[Any], named: Mapping[str, Any]) -> Any:

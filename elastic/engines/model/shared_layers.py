@@ -58,3 +58,15 @@ def refuse_split_heads(model: torch.nn.Module, name: str, tp: int) -> None:
 def _of_text(config: Any) -> Any:
     """Models of images and text say it of the text in a configuration inside theirs."""
     return getattr(config, "text_config", None) or config
+
+
+def explain(error: Exception, tp: int) -> None:
+    """A note for an exception out of the forward pass of a model that has been cut."""
+    note = (
+        f"{described(1, tp)}: the model's linear layers are cut, so that a worker has 1/{tp} of the heads and columns. "
+        "Its code must take numbers of heads from the shape of what projections give, and must not change the output "
+        "of a layer in place. A model that does otherwise (Bloom and Falcon of transformers) is trained without "
+        "mesh.tp, by zero_optimization.stage: 3 or engine: fsdp2"
+    )
+    # As `add_note` of Python 3.11 has it.
+    error.__notes__ = [*getattr(error, "__notes__", ()), note]  # type: ignore[attr-defined]
