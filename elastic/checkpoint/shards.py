@@ -12,7 +12,7 @@ from elastic.checkpoint.digest import partial_digests
 from elastic.checkpoint.safetensors_header import FileTensor, in_file_order, make_header
 from elastic.checkpoint.snapshot import ShardSnapshot
 from elastic.core.checkpoint.manifest import ShardRecord, StoredTensor
-from elastic.core.errors import IntegrityError, Where
+from elastic.core.errors import IntegrityError, UsageError, Where
 from elastic.core.names import shard_file
 from elastic.core.sharding.layout import check_rank
 
@@ -32,7 +32,23 @@ DTYPE_NAMES = {
     torch.complex64: "C64",
 }
 
+_BY_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
 _CHUNK_BYTES = 8 << 20
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Raises IntegrityError for a name that no checkpoint of this project has."""
+    if name not in _BY_NAME:
+        raise IntegrityError(f"a stored tensor has the unknown dtype {name!r}")
+    return _BY_NAME[name]
+
+
+def check_dtype(name: str, dtype: torch.dtype) -> None:
+    """Raises UsageError naming the tensor, if its values cannot be carried."""
+    if dtype not in DTYPE_NAMES:
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPE_NAMES)
+        raise UsageError(f"{name!r} has dtype {dtype}, which a checkpoint cannot carry; known are {known}")
 
 
 @dataclass(frozen=True)

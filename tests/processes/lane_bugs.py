@@ -60,12 +60,12 @@ def experts_in_reverse() -> AbstractContextManager[None]:
 @contextmanager
 def slices_of_the_other_rank() -> Iterator[None]:
     """Both ranks of a cell take back what the other one has saved."""
-    from elastic.training.state import engine_state
+    from elastic.training.state import restore
 
     def other(manifest: Any, lane: int) -> Any:
         return product_lanes.lane_of(manifest, manifest.tp - 1 - lane)
 
-    with mock.patch.object(engine_state, "lane_of", other):
+    with mock.patch.object(restore, "lane_of", other):
         yield
 
 

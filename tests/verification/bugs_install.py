@@ -17,7 +17,7 @@ def kept_old(kind: str) -> Change:
 
 
 def buffers_kept_off_rank_0() -> Change:
-    return _kept(lambda state: {} if state.sharded.rank == 0 else _extras(state, "buffer"))
+    return _kept(lambda state: {} if state._sharded.rank == 0 else _extras(state, "buffer"))
 
 
 def _kept(select: Callable[[Any], dict[str, torch.Tensor]], method: str = "_install") -> Change:
@@ -29,16 +29,16 @@ def _kept(select: Callable[[Any], dict[str, torch.Tensor]], method: str = "_inst
         for key, tensor in select(self).items():
             tensor.detach().copy_(before[key])
 
-    return changed(modules().engine_state.EngineState, method, install)
+    return changed(modules().restore.Restore, method, install)
 
 
 def _extras(state: Any, kind: str) -> dict[str, torch.Tensor]:
-    return {extra.chunk.name: extra.tensor for extra in Inventory.of(state.sharded).extras if extra.kind == kind}
+    return {extra.chunk.name: extra.tensor for extra in Inventory.of(state._sharded).extras if extra.kind == kind}
 
 
 def masters_stale() -> Change:
     """The low-precision weights are the checkpoint's, the masters those of the fresh model."""
-    return _kept(lambda state: {m.buffer: m.tensor for m in state.sharded.masters()}, "_install_together")
+    return _kept(lambda state: {m.buffer: m.tensor for m in state._sharded.masters()}, "install")
 
 
 def weights_stale() -> Change:
@@ -82,7 +82,7 @@ def state_only_where_there_is_some() -> Change:
         live = base.state.get(master.tensor) or {}
         original(base, master, {key: value for key, value in tensors.items() if key in live}, scalars)
 
-    return changed(modules().engine_state, "install_state", install)
+    return changed(modules().restore, "install_state", install)
 
 
 def without_moments(world: Any) -> None:
@@ -100,7 +100,7 @@ def twice() -> Change:
     def install(original: Any, base: Any, master: Any, tensors: Any, scalars: Any) -> None:
         original(base, master, {key: value + value for key, value in tensors.items()}, scalars)
 
-    return changed(modules().engine_state, "install_state", install)
+    return changed(modules().restore, "install_state", install)
 
 
 def turned() -> Change:
@@ -136,4 +136,4 @@ def padding_raises() -> Change:
             raise IndexError("list index out of range")
         original(base, master, tensors, scalars)
 
-    return changed(modules().engine_state, "install_state", install)
+    return changed(modules().restore, "install_state", install)

@@ -23,24 +23,24 @@ def other_dicts() -> Change:
         stage.base = engine.native.optimizer.optimizer = copy.copy(stage.base)
         stage.base.param_groups = [dict(group) for group in stage.base.param_groups]
 
-    return changed(modules().engine_state, "install_extra", install)
+    return changed(modules().restore, "install_extra", install)
 
 
 def steps_dropped() -> Change:
     def install(original: Any, base: Any, master: Any, tensors: Any, scalars: Any) -> None:
         original(base, master, tensors, None if master.group == 1 else scalars)
 
-    return changed(modules().engine_state, "install_state", install)
+    return changed(modules().restore, "install_state", install)
 
 
 def step_shared() -> Change:
     def install(original: Any, self: Any, *args: Any) -> None:
         original(self, *args)
-        states = list(self.sharded.base.state.values())
+        states = list(self._sharded.base.state.values())
         for state in states:
             state["step"] = next(s["step"] for s in states if s["step"] == state["step"])
 
-    return changed(modules().engine_state.EngineState, "_install", install)
+    return changed(modules().restore.Restore, "_install", install)
 
 
 def scaler_reset() -> Change:
@@ -53,7 +53,7 @@ def scheduler_replayed() -> Change:
         for _ in range(12):
             engine.native.lr_scheduler.step()
 
-    return changed(modules().engine_state, "install_extra", install)
+    return changed(modules().restore, "install_extra", install)
 
 
 def rate_on_one_rank() -> Change:
@@ -64,12 +64,12 @@ def rate_on_one_rank() -> Change:
         if stage.rank == 1:
             stage.base.param_groups[1]["lr"] *= 2
 
-    return changed(modules().engine_state, "install_extra", install)
+    return changed(modules().restore, "install_extra", install)
 
 
 def counters_fresh() -> Change:
     return changed(
-        modules().engine_state,
+        modules().restore,
         "install_extra",
         lambda original, engine, stage, saved: original(engine, stage, {**saved, "engine": {**_ZERO}}),
     )
@@ -132,7 +132,7 @@ def skipped_steps_forgotten() -> Change:
 def scalars_of_another() -> Change:
     """Where a restore works out which scalars a tensor gets: those of the first name in the checkpoint."""
     return changed(
-        modules().engine_state,
+        modules().restore,
         "scalars_of",
         lambda original, master, by_name: next(iter(by_name.values())) if original(master, by_name) else None,
     )
@@ -140,4 +140,4 @@ def scalars_of_another() -> Change:
 
 def buffer_taken_for_a_cache() -> Change:
     """The check of the model leaves out what it must not."""
-    return changed(modules().engine_state, "check_model", lambda original, *args: original(*args) | {"drift.mean"})
+    return changed(modules().restore, "check_model", lambda original, *args: original(*args) | {"drift.mean"})

@@ -160,7 +160,7 @@ def _unchecked() -> Iterator[None]:
     from elastic.core.checkpoint import assembly
     from elastic.engines.deepspeed.state import open as opening
     from elastic.training.data import cursor
-    from elastic.training.state import engine_state
+    from elastic.training.state import engine_state, restore
 
     def nothing(*_: Any, **__: Any) -> None:
         return None
@@ -171,8 +171,8 @@ def _unchecked() -> Iterator[None]:
             (cursor, "verify", nothing),
             (engine_state.EngineState, "verify_replicas", nothing),
             (engine_state.EngineState, "_check", nothing),
-            (engine_state, "check_extra", nothing),
-            (engine_state, "check_model", lambda *_: frozenset()),
+            (restore, "check_extra", nothing),
+            (restore, "check_model", lambda *_: frozenset()),
             (opening, "check_layout", nothing),
             (assembly, "_check_cover", nothing),
         ):

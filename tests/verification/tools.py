@@ -98,9 +98,21 @@ def modules() -> Any:
     from elastic.engines import inventory
     from elastic.engines.deepspeed import adapter, extra_state
     from elastic.engines.deepspeed.state import partitioned, stage3, zero
-    from elastic.training.state import engine_state, reading
+    from elastic.training.state import engine_state, reading, restore
 
-    found = (adapter, assembly, reshard, extra_state, engine_state, inventory, partitioned, reading, stage3, zero)
+    found = (
+        adapter,
+        assembly,
+        reshard,
+        extra_state,
+        engine_state,
+        inventory,
+        partitioned,
+        reading,
+        restore,
+        stage3,
+        zero,
+    )
     from elastic.training.state import extra_state as generic_extra_state
 
     return SimpleNamespace(

@@ -15,19 +15,16 @@ from typing import Any
 
 import torch
 
-from elastic.checkpoint.shards import DTYPE_NAMES
+from elastic.checkpoint.shards import DTYPE_NAMES, check_dtype
 from elastic.checkpoint.shares import KeptBesides, Shares
 from elastic.checkpoint.snapshot import ShardSnapshot
 from elastic.checkpoint.source import CheckpointSource
-from elastic.comm.agreement import Agreement
 from elastic.comm.lanes import Lanes
-from elastic.core.checkpoint.lanes import CUTS, lane_of
-from elastic.core.checkpoint.manifest import Json, Manifest, ShardRecord, StoredTensor
-from elastic.core.checkpoint.recut import Recut
+from elastic.core.checkpoint.lanes import CUTS
+from elastic.core.checkpoint.manifest import Json, ShardRecord, StoredTensor
 from elastic.core.checkpoint.shares import is_share
-from elastic.core.checkpoint.stages import part_of
 from elastic.core.data.readers import READERS
-from elastic.core.errors import ModelMismatch, UsageError, Where
+from elastic.core.errors import UsageError, Where
 from elastic.core.names import shard_file
 from elastic.core.settings import WeightsSettings
 from elastic.core.sharding.cuts import to_json
@@ -37,22 +34,18 @@ from elastic.engines.inventory import Inventory, gaps
 from elastic.engines.live_state import BUFFER, KEPT, PARAM
 from elastic.engines.model.cuts import Cuts, agreed
 from elastic.engines.model.description import describe
-from elastic.engines.model.plain_names import named_modules, named_parameters
-from elastic.engines.optimizer_state import decode_scalars, install_groups, install_state, scalars_of
+from elastic.engines.model.plain_names import named_parameters
+from elastic.engines.optimizer_state import install_groups
 from elastic.engines.optimizer_trial import try_optimizer
 from elastic.training.session import RestoreReport
 from elastic.training.state import late_buffers
 from elastic.training.state.capture_check import CaptureCheck, views
-from elastic.training.state.dtypes import check_dtype
-from elastic.training.state.extra_state import check_extra, extra_of, install_extra, read_extra
+from elastic.training.state.extra_state import read_extra
 from elastic.training.state.host import HostCopy, HostPool, Transfer, packed, placed, transfer
 from elastic.training.state.initial_weights import install_weights
-from elastic.training.state.model_check import check_model
-from elastic.training.state.reading import Staged, check_dtypes, kept_in, read_checkpoint
-from elastic.training.state.recut.reading import Made, Seen, read_recut
-from elastic.training.state.recut.verdict import expected_digests, require_whole
 from elastic.training.state.replicas import Replicas, marks_of_tied, require_tied, tied_parts
-from elastic.training.state.verification import Verification, own_digests
+from elastic.training.state.restore import Restore
+from elastic.training.state.verification import Verification
 from elastic.training.state.verify_scalars import LiveGroups
 
 _log = logging.getLogger(__name__)
@@ -115,17 +108,8 @@ class EngineState:
         # None: not known.
         self._cuts: Cuts | None = None if lanes.slices > 1 else {}
         self._verification: Verification | None = None
-        # Of all lanes, as it was read.
-        self._saved: Manifest | None = None
-        # Where the ranks that saved it did not have these slices: how they lie there, and what was read of them, by
-        # their numbers there and here.
-        self._recut: Recut | None = None
-        self._seen: Seen = {}
-        self._made: Made = {}
         self._captures = 0
         self._ahead: int | None = None
-        # Of the checkpoint's tensors: does this stage of a pipeline not have it?
-        self._foreign: tuple[tuple[str, bool], ...] = ()
         inventory = Inventory.of(self.sharded)
         for key, tensor in inventory.tensors().items():
             check_dtype(key, tensor.dtype)
@@ -302,16 +286,17 @@ class EngineState:
         this would have raised. Everything else is read before this returns, and judged with it.
         """
         began = monotonic()
-        staged, skipped = self._read_together(source, checkpoint_id)
-        expected = self._expected(staged, skipped)
+        found = Restore(self._engine, self.sharded, self.lanes, self.shares, self._cuts, self._built)
+        found.read(source, checkpoint_id)
         read = monotonic()
-        groups = LiveGroups.of(self.sharded)
-        self._install_together(staged, skipped)
+        groups, staged, self.restored = LiveGroups.of(self.sharded), found.staged, found.kept
+        found.install()
         installed = monotonic()
+        self._groups = found.groups
         self._ahead = staged.manifest.extra_state["engine"].get("global_steps", 0) - staged.manifest.step
         answers = frozenset(name for name in self.restored if is_share(name) and self.shares.answers(name))
         kept = KeptBesides(self.restored, answers)
-        self._verification = Verification(self._engine, self.sharded, staged.manifest, groups, kept, expected)
+        self._verification = Verification(self._engine, self.sharded, staged.manifest, groups, kept, found.expected)
         if later:
             self._before_first_step()
         else:
@@ -328,8 +313,8 @@ class EngineState:
             verify_s=monotonic() - installed,
         )
         _log.info("restored %s at world size %d: %s", checkpoint_id, self.agreement.world_size, report)
-        if self._recut is not None and self.agreement.rank == 0:
-            _log.warning("%s", self._recut.said(self.lanes.slices))
+        if found.recut is not None and self.agreement.rank == 0:
+            _log.warning("%s", found.recut.said(self.lanes.slices))
         extra_state = staged.manifest.extra_state
         readers = {READERS: extra_state[READERS]} if READERS in extra_state else {}
         return report, {**extra_state["caller"], **readers}
@@ -408,97 +393,3 @@ class EngineState:
                 live.verified()
 
         self.sharded.base.register_step_pre_hook(verify_first)
-
-    def _read_together(self, source: CheckpointSource, checkpoint_id: str) -> tuple[Staged, frozenset[str]]:
-        """Nothing is installed on any rank before every rank has read all it needs."""
-        found: tuple[Staged, frozenset[str]] | None = None
-        error: Exception | None = None
-        try:
-            found = self._read(source, checkpoint_id)
-        except Exception as caught:  # noqa: BLE001 - the other ranks wait: they must learn of it, then it is raised
-            error = caught
-        self.agreement.raise_together(error, f"reading checkpoint {checkpoint_id}")
-        assert found is not None
-        # The list is of the checkpoint, and the same on all ranks: what every stage lacks, the model has not.
-        foreign = self._foreign
-        absent = self.agreement.least([has_not for _, has_not in foreign])
-        for (name, _), nowhere in zip(foreign, absent, strict=True):
-            if nowhere:
-                raise ModelMismatch(f"the checkpoint is of another model: it has {name!r}, no stage of this model has")
-        return found
-
-    def _expected(self, staged: Staged, skipped: frozenset[str]) -> Mapping[str, int]:
-        """The digests of what this rank's place must have. Collective where slices are others than those that were
-        saved: raises IntegrityError on all ranks if what they have read is not that."""
-        assert self._saved is not None
-        if self._recut is None:
-            return own_digests(self._saved, self.agreement.rank)
-        require_whole(self._recut, self._seen, skipped, self.agreement)
-        once = self.sharded.once
-        shards = self.lanes.own if once is None else Agreement(once, self._engine.device)
-        return expected_digests(self._recut, staged.manifest, self._made, self.zero_stage, shards)
-
-    def _own_part(self, manifest: Manifest) -> Manifest:
-        """What this stage restores of a checkpoint of the whole model."""
-        extra = extra_of(manifest)
-        modules = {name for name, _ in named_modules(self.sharded.module)}
-        names = {spec.name for spec in self.sharded.specs()}
-        names |= {name for name in manifest.parameters if f"{KEPT}/{name}" in manifest.digests}
-        names |= {name for name in extra.get("grown_buffers", {}) if name.rpartition(".")[0] in modules}
-        fleeting = set(extra["fleeting_buffers"])
-        self._foreign = tuple((name, name not in names) for name in manifest.parameters if name not in fleeting)
-        return part_of(manifest, names, modules)
-
-    def _read(self, source: CheckpointSource, checkpoint_id: str) -> tuple[Staged, frozenset[str]]:
-        self.sharded.require_readable()
-        self._saved = source.manifest(checkpoint_id)
-        lanes = self.lanes
-        same = self._saved.tp == lanes.slices
-        self._recut = None if same else Recut.of(self._saved, self._cuts, lanes.slice, lanes.slices)
-        manifest = lane_of(self._saved, lanes.slice) if self._recut is None else self._recut.manifest
-        if self.lanes.stages > 1:
-            manifest = self._own_part(manifest)
-        saved = extra_of(manifest)
-        late_buffers.adopt(self._engine.module, manifest, saved.get("grown_buffers", {}), self._built)
-        skipped = check_model(manifest, self.sharded.specs(), saved["fleeting_buffers"])
-        check_extra(self._engine, self.sharded, saved)
-        self.restored = kept_in(manifest, self.shares)
-        inventory = self._without(skipped)
-        if self._recut is None:
-            staged = read_checkpoint(source, manifest, inventory, self.sharded.rank)
-        else:
-            staged, self._seen, self._made = read_recut(source, self._recut, manifest, inventory, self.sharded.rank)
-        check_dtypes(inventory.masters, inventory.extras, staged)
-        by_name = decode_scalars(saved["optimizer"]["scalars"])
-        for master in inventory.masters:
-            scalars_of(master, by_name)
-        return staged, skipped
-
-    def _install_together(self, staged: Staged, skipped: frozenset[str]) -> None:
-        error: Exception | None = None
-        try:
-            self._install(staged, skipped)
-        except Exception as caught:  # noqa: BLE001 - as above: what follows is collective
-            error = caught
-        self.agreement.raise_together(error, f"installing checkpoint {staged.manifest.id}")
-        self.sharded.finish_install()
-
-    def _install(self, staged: Staged, skipped: frozenset[str]) -> None:
-        sharded, saved = self.sharded, staged.manifest.extra_state
-        sharded.begin_install()
-        self._groups = saved["optimizer"]["groups"]
-        install_extra(self._engine, sharded, saved)
-        by_name = decode_scalars(saved["optimizer"]["scalars"])
-        inventory = self._without(skipped)
-        for master in inventory.masters:
-            live = master.tensor.detach()
-            live.copy_(staged.master(master).view(live.shape))
-            install_state(sharded.base, master, staged.states(master), scalars_of(master, by_name))
-        for extra in inventory.extras:
-            live = extra.tensor.detach()
-            live.copy_(staged.extra(extra).view(live.shape))
-
-    def _without(self, skipped: frozenset[str]) -> Inventory:
-        inventory = Inventory.of(self.sharded)
-        extras = tuple(extra for extra in inventory.extras if extra.chunk.name not in skipped)
-        return Inventory(inventory.masters, inventory.states, extras).with_kept(self.restored)

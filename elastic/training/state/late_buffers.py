@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
+from elastic.checkpoint.shards import torch_dtype
 from elastic.core.checkpoint.manifest import Json, Manifest
 from elastic.engines.live_state import BUFFER, TensorSpec, whole_buffer
 from elastic.engines.model.plain_names import named_modules
-from elastic.training.state.dtypes import torch_dtype
 
 logger = logging.getLogger(__name__)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from elastic.checkpoint.shards import torch_dtype
 from elastic.checkpoint.shares import Shares
 from elastic.checkpoint.source import BytesRead, CheckpointSource, ReadRange
 from elastic.comm.device_stream import DeviceStream, enqueues
@@ -22,7 +23,6 @@ from elastic.core.errors import IntegrityError, ModelMismatch
 from elastic.core.sharding.reshard import ReadItem, plan_rank
 from elastic.engines.inventory import Inventory
 from elastic.engines.live_state import KEPT, MASTER, Extra, Master
-from elastic.training.state.dtypes import torch_dtype
 from elastic.training.state.host import host_memory
 from elastic.training.state.pins import Pins
 

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from elastic.checkpoint.shards import check_dtype
 from elastic.core.checkpoint.manifest import Json
 from elastic.core.errors import UsageError
 from elastic.engines.json_values import decode, encode
-from elastic.training.state.dtypes import check_dtype
 
 _TENSOR, _ARRAY = "$kept_tensor", "$kept_array"
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from elastic.checkpoint.digest import digest
+from elastic.checkpoint.shards import torch_dtype
 from elastic.checkpoint.source import BytesRead, CheckpointSource, ReadRange
 from elastic.core.checkpoint.lanes import lane_of
 from elastic.core.checkpoint.manifest import Manifest, StoredTensor
@@ -18,7 +19,6 @@ from elastic.core.sharding.cuts import Box
 from elastic.core.sharding.layout import Chunk, RankLayout
 from elastic.core.sharding.reshard import SourceIndex
 from elastic.engines.inventory import Inventory
-from elastic.training.state.dtypes import torch_dtype
 from elastic.training.state.reading import Staged, by_buffer, zeros
 
 # Read at once, all kinds together.
