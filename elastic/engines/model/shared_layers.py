@@ -65,7 +65,7 @@ def explain(error: Exception, tp: int) -> None:
     note = (
         f"{described(1, tp)}: the model's linear layers are cut, so that a worker has 1/{tp} of the heads and columns. "
         "Its code must take numbers of heads from the shape of what projections give, and must not change the output "
-        "of a layer in place. A model that does otherwise (Bloom and Falcon of transformers) is trained without "
+        "of a layer in place. A model that does otherwise (Bloom, Falcon and MPT of transformers) is trained without "
         "mesh.tp, by zero_optimization.stage: 3 or engine: fsdp2"
     )
     # As `add_note` of Python 3.11 has it.
