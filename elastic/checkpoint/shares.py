@@ -77,6 +77,9 @@ class Shares:
     def settle(self) -> None:
         """Make it so, where it is not. Collective."""
 
+    def close(self) -> None:
+        """The generation is over."""
+
     def answers(self, name: str) -> bool:
         """Is this the one rank, of those that read the same, by which verification counts it?"""
         return False

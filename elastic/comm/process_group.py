@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 
 import torch
@@ -191,6 +191,10 @@ class ProcessGroup:
             cut = sum(sockets.shut_down(found) for found in sockets.tcp_sockets() if self._owns(found))
             _join_all(aborts, _ABORT_LIMIT_S)
             return cut
+
+    def connects_to(self, addresses: Iterable[Address]) -> None:
+        """Connections that this rank makes to these are shut down by an abort, too."""
+        self._peers_listening |= frozenset(addresses)
 
     def close_in_child(self) -> Callable[[int], None]:
         """For data workers, which inherit this process's descriptors: closes the groups' sockets in them.

@@ -241,7 +241,8 @@ class CommunicationSettings:
     island's own weights (`core.checkpoint.rounds`).
 
     With "async" the gradient of a step is applied `staleness` steps later, and all that is under way every
-    `every_steps` steps.
+    `every_steps` steps; with "parameter_server" as soon as all ranks' gradients of the step are there, and a rank takes
+    the newest parameters, which lack at most so many steps.
     """
 
     semantics: str = "exact"

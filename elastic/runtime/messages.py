@@ -17,7 +17,8 @@ BEAT_LIMIT_S = 2.0
 class NodeFacts:
     """A node, described by its agent. Other nodes reach its snapshot server at `memory`, its own workers at
     `memory_name`. Workers send heartbeats to `mailbox`. `launcher` is the command that starts a worker in place of
-    Python; empty for Python itself. `machine` is the same for all nodes on one running kernel."""
+    Python; empty for Python itself. `machine` is the same for all nodes on one running kernel. `parameters`: where its
+    parameter server listens, if it has one."""
 
     mailbox: str
     memory: tuple[str, int]
@@ -25,6 +26,7 @@ class NodeFacts:
     domain: str = ""
     launcher: str = ""
     machine: str = ""
+    parameters: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True)

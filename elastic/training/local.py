@@ -58,6 +58,9 @@ class SilentCoordinator:
     def memory(self) -> SnapshotMemory | None:
         return None
 
+    def shard_server(self) -> tuple[tuple[str, int], bytes] | None:
+        return None
+
     def recent_steps(self) -> list[dict[str, Any]]:
         return []
 

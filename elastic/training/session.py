@@ -171,6 +171,10 @@ class Coordinator(Protocol):
         """Where the spec has a `memory` plan: the node's memory, if it has any."""
         ...
 
+    def shard_server(self) -> tuple[tuple[str, int], bytes] | None:
+        """Where the parameter server of this rank's node listens, and the run's token; None where there is none."""
+        ...
+
     def recent_steps(self) -> list[dict[str, Any]]:
         """The latest reports of `step_done`, as JSON; from any thread."""
         ...

@@ -140,7 +140,8 @@ class Crew:
             self._receive(member, "point")
 
     def in_collective(self, number: int) -> None:
-        """Wait until the member's training thread is inside a collective and stays there."""
+        """Wait until the member's training thread is inside a collective, or waits for a parameter server, and stays
+        there."""
         member = self.members[number]
         seen = 0
         while seen < 5:
@@ -230,7 +231,8 @@ def _live(pipe: Connection, prepare: str) -> None:
             while frame is not None:
                 files.append(frame.f_code.co_filename)
                 frame = frame.f_back
-            tell("where", any("torch/distributed/" in file for file in files))
+            waits = ("torch/distributed/", "elastic/comm/server/")
+            tell("where", any(place in file for file in files for place in waits))
 
 
 def _named(function: str) -> Any:
@@ -256,6 +258,10 @@ class Training:
         from elastic.training.loop import GenerationRunner
 
         class Telling(LocalCoordinator):
+            def shard_server(self) -> Any:
+                servers = config.get("servers")
+                return None if servers is None else (servers[spec.nodes[spec.rank]], bytes(range(32)))
+
             def committed(self, manifest: Any) -> None:
                 point(f"committed step {manifest.step}")
 

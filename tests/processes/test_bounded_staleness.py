@@ -27,7 +27,9 @@ LATE = CommunicationSettings("async", staleness=2, every_steps=5)
 CONFIG: dict[str, Any] = {"optimizer": "adamw", "decays": True, "top": {"gradient_clipping": CLIP}}
 
 
-def expected(staleness: int, every: int, optimizer: str = "adamw", skipped: int | None = None) -> list[torch.Tensor]:
+def expected(
+    staleness: int, every: int, optimizer: str = "adamw", skipped: int | None = None, clip: float | None = CLIP
+) -> list[torch.Tensor]:
     """One process. The gradient of step `skipped` is not applied."""
     model, order, (x, y) = Net(), SampleOrder(SAMPLES, 0), problem()
     update = optimizer_of(model, optimizer)
@@ -48,7 +50,8 @@ def expected(staleness: int, every: int, optimizer: str = "adamw", skipped: int 
                 continue
             for parameter, value in zip(model.parameters(), gradient, strict=True):
                 parameter.grad = value.clone()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            if clip is not None:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
             now, update.param_groups[0]["lr"] = update.param_groups[0]["lr"], rate
             update.step()
             update.param_groups[0]["lr"] = now

@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 from elastic.comm.server import cuts
+from elastic.comm.server.requests import Advance, Push
 from elastic.comm.server.shard_client import ShardClient
 from elastic.comm.server.shard_server import ShardServer
 from elastic.comm.server.worker import FlatModel
 from elastic.core.errors import CollectiveFailed, Fenced, IntegrityError, UsageError
-from elastic.core.server.global_batches import begin
-from elastic.core.server.placement import next_view
+from elastic.core.server.global_batches import begin, rank_part
+from elastic.core.server.placement import generation_view, next_view
 from elastic.store.open import open_objects
 
 
@@ -127,7 +128,7 @@ def test_a_run_continues_from_a_cut_on_another_number_of_servers(tmp_path: Path)
 
 def refused(net: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     with pytest.raises(UsageError) as error:
-        FlatModel(net, optimizer)
+        FlatModel(net, optimizer).require_fresh()
     return error.value.message
 
 
@@ -178,3 +179,84 @@ def test_nobody_without_the_token_is_served() -> None:
         with pytest.raises(CollectiveFailed, match="no parameter server knows"):
             client.batches()
         client.close()
+
+
+class _Ranks:
+    """A run of two ranks with a micro-batch each in every step; the test sends what each of them would."""
+
+    def __init__(self, made: ps.Cluster) -> None:
+        net = ps.model()
+        flat = FlatModel(net, ps.adamw(net))
+        self.client, self.view = made.client, generation_view(5, made.view.addresses)
+        self.client.announce(self.view)
+        self.specs = flat.specs(2, micros=2)
+        for number, shard in enumerate(flat.shards(self.specs)):
+            self.client.load_shard(number, shard)
+        self.net, self.flat = net, flat
+
+    def push(self, rank: int, step: int) -> None:
+        """Its gradient, always at the first parameters."""
+        self.net.zero_grad()
+        ps.loss(self.net, step * 2 + rank).backward()
+        gradient, options = self.flat.gradient(), tuple(group.options for group in self.flat.groups())
+        for shard, spec in enumerate(self.specs):
+            part = gradient[spec.begin : spec.end]
+            push = Push(shard, 5, "primary", rank_part(step, rank, 2), (("gradient", part.numel()),), options)
+            self.client.ask(shard, lambda _, push=push: push, (part,))
+
+    def pull(self, rank: int, steps: int, version: int) -> tuple[list[int], torch.Tensor] | None:
+        """The updates that are in the parameters of each shard, and these; None: there are not so many."""
+        told = [
+            self.client.ask(shard, lambda _, shard=shard: Advance(shard, 5, rank, steps, version, -1, 0.0))
+            for shard in (0, 1)
+        ]
+        if any(message.get("waits") for message, _ in told):
+            return None
+        return [message["version"] for message, _ in told], torch.cat([each["parameters"] for _, each in told])
+
+    def expected(self, updates: int) -> torch.Tensor:
+        net = ps.model()
+        optimizer = ps.adamw(net)
+        gradients = []
+        for step in range(updates):
+            net.zero_grad()
+            for rank in (0, 1):
+                (ps.loss(net, step * 2 + rank) / 2).backward()
+            gradients.append([each.grad.clone() for each in net.parameters() if each.grad is not None])
+        for gradient in gradients:
+            for parameter, own in zip(net.parameters(), gradient, strict=True):
+                parameter.grad = own
+            optimizer.step()
+        return FlatModel(net, optimizer).parameters()
+
+
+def test_a_step_counts_when_all_ranks_have_sent_it_to_all_shards_and_the_newest_is_taken() -> None:
+    with ps.cluster(2) as made:
+        ranks = _Ranks(made)
+        for step in (0, 1, 2):
+            ranks.push(0, step)
+        ranks.push(1, 0)
+        # All gradients of step 0 are there, but rank 1 has not said so: one may be missing on the other shard.
+        assert ranks.pull(0, steps=3, version=1) is None
+        found = ranks.pull(1, steps=1, version=0)
+        assert found is not None
+        assert found[0] == [1, 1]
+        assert torch.allclose(found[1], ranks.expected(1), rtol=1e-6)
+        assert ranks.pull(1, steps=1, version=2) is None
+        ranks.push(1, 1)
+        ranks.push(1, 1)  # an answer was lost
+        ranks.push(1, 0)  # it is in an update already
+        found = ranks.pull(1, steps=2, version=0)
+        assert found is not None
+        assert found[0] == [2, 2], "the newest, not the least that would do"
+        assert torch.allclose(found[1], ranks.expected(2), rtol=1e-6)
+
+
+def test_a_newer_generation_shuts_out_the_one_before() -> None:
+    with ps.cluster(2) as made:
+        ranks = _Ranks(made)
+        other = ShardClient(ranks.view.addresses.values(), ps.TOKEN, limit_s=0.2)
+        other.announce(generation_view(6, ranks.view.addresses))
+        with pytest.raises(CollectiveFailed, match="epoch"):
+            ShardClient.ask(other, 0, lambda _: Advance(0, 5, 0, 1, 0, -1, 0.0))
+        other.close()

@@ -14,7 +14,7 @@ import torch
 import xxhash
 
 from elastic.comm.server.requests import ReadCut, as_bytes, listed
-from elastic.comm.server.shard import Group, Shard, ShardSpec, fresh, pieces
+from elastic.comm.server.shard import Group, Shard, ShardSpec, fresh, joined, part_of
 from elastic.comm.server.shard_client import ShardClient
 from elastic.core.errors import IntegrityError
 from elastic.core.server.global_batches import Batches, Cut, begin
@@ -22,7 +22,6 @@ from elastic.core.server.placement import flat_ranges
 from elastic.store.objects import Objects
 
 _MANIFEST = "manifest.json"
-_STEP = "step"
 
 
 @dataclass(frozen=True)
@@ -39,22 +38,14 @@ class Saved:
         """The state for so many servers."""
         numbers = self.spec.groups[-1].end
         specs = [replace(self.spec, begin=start, end=end) for start, end in flat_ranges(numbers, count)]
-        return [fresh(spec, self.cut.version, self.cut.next_micro, self.cut.missing, self._of(spec)) for spec in specs]
+        return [
+            fresh(spec, self.cut.version, self.cut.next_micro, self.cut.missing, part_of(spec, self.whole))
+            for spec in specs
+        ]
 
     def begun(self) -> Batches:
         """The rules' state from which the run continues; members are to be told."""
         return begin(**self.batches, cut=self.cut)
-
-    def _of(self, spec: ShardSpec) -> dict[str, torch.Tensor]:
-        state = {}
-        for label, start, end, _ in pieces(spec):
-            group = label.partition("/")[0]
-            offset = self.spec.groups[int(group)].begin
-            for name, tensor in self.whole.items():
-                if name.startswith(f"{group}/"):
-                    key = name.partition("/")[2]
-                    state[f"{label}/{key}"] = tensor if key == _STEP else tensor[start - offset : end - offset]
-        return state
 
 
 def save(client: ShardClient, specs: tuple[ShardSpec, ...], objects: Objects, folder: str) -> Cut | None:
@@ -88,7 +79,7 @@ def load(objects: Objects, folder: str) -> Saved | None:
         return None
     home = f"{folder}/{complete[-1]}"
     manifest = json.loads(objects.get(f"{home}/{_MANIFEST}"))
-    parts: dict[str, list[tuple[int, torch.Tensor]]] = {}
+    parts: list[tuple[str, torch.Tensor]] = []
     for number, shard in enumerate(manifest["shards"]):
         data = objects.get(f"{home}/shard-{number}")
         if xxhash.xxh3_64_hexdigest(data) != shard["xxh3"]:
@@ -96,13 +87,8 @@ def load(objects: Objects, folder: str) -> Saved | None:
         flat = torch.frombuffer(bytearray(data), dtype=torch.float32)
         at = 0
         for name, numel in shard["tensors"]:
-            group, start, key = name.split("/")
-            parts.setdefault(f"{group}/{key}", []).append((int(start), flat[at : at + numel]))
+            parts.append((name, flat[at : at + numel]))
             at += numel
-    whole = {
-        name: found[0][1] if name.endswith(f"/{_STEP}") else torch.cat([each for _, each in sorted(found, key=_place)])
-        for name, found in parts.items()
-    }
     spec = manifest["spec"]
     groups = tuple(Group(**group) for group in spec.pop("groups"))
     rates = tuple(spec.pop("rates"))
@@ -111,9 +97,5 @@ def load(objects: Objects, folder: str) -> Saved | None:
         Cut(cut["version"], cut["next_micro"], tuple(cut["missing"])),
         manifest["batches"],
         ShardSpec(**spec, groups=groups, rates=rates),
-        whole,
+        joined(parts),
     )
-
-
-def _place(part: tuple[int, torch.Tensor]) -> int:
-    return part[0]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from elastic.comm.server.shard import ShardSpec
+from elastic.comm.server.shard import Options, ShardSpec
 from elastic.core.errors import IntegrityError
 from elastic.core.server.global_batches import Answer, Batch, Batches, Event, Part
 from elastic.core.server.placement import Role, View
@@ -63,11 +63,15 @@ class Protect:
 
 @dataclass(frozen=True)
 class Push:
+    """`options`: what the update that it is in is made with, for each group of the optimizer; none: what the shard
+    began with. All gradients of an update have the same."""
+
     shard: int
     epoch: int
     role: Role
     part: Part
     tensors: Listed
+    options: Options = ()
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,32 @@ class Pull:
     version: int
     have: int
     batches: Mapping[int, Batch]
+
+
+@dataclass(frozen=True)
+class Advance:
+    """Of a run whose ranks have each their own micro-batch in every step. On all shards, on all copies, are the
+    gradients of the first `steps` steps of rank `rank`, micro-batches step * ranks + rank.
+
+    Answered as `Pull` with the parameters after as many updates as all ranks have steps, `version` at least; with
+    `waits` true where there are not so many after `wait_s`.
+    """
+
+    shard: int
+    epoch: int
+    rank: int
+    steps: int
+    version: int
+    have: int
+    wait_s: float
+
+
+@dataclass(frozen=True)
+class ReadState:
+    """Answered with a shard's state as it is, and its version."""
+
+    shard: int
+    epoch: int
 
 
 @dataclass(frozen=True)
@@ -121,7 +151,7 @@ class ReadCut:
     batches: Mapping[int, Batch]
 
 
-OfShard = Load | Protect | Push | Apply | Pull | Tell | ReadBatches | ReadCut
+OfShard = Load | Protect | Push | Apply | Pull | Advance | ReadState | Tell | ReadBatches | ReadCut
 Request = Install | ReadView | OfShard
 
 

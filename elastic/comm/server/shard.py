@@ -5,7 +5,7 @@ What is done to a shard is the same on both of its copies, in the same order, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +16,15 @@ from elastic.core.errors import IntegrityError, UsageError
 from elastic.core.server.global_batches import KEPT_CUTS, Batch, Part
 
 Tensors = Mapping[str, torch.Tensor]
+# What each group of an optimizer updates with.
+Options = tuple[dict[str, Any], ...]
 
 # They update every weight by itself, so that a shard needs nothing of the others.
 OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": torch.optim.SGD, "Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW,
 }  # fmt: skip
 _STATE, _PENDING, _CUT = "state", "pending", "cut"
-_PARAMETER, _STEP = "parameter", "step"
+PARAMETER, STEP = "parameter", "step"
 
 
 @dataclass(frozen=True)
@@ -63,30 +65,34 @@ class Shard:
         self.flat = torch.empty(spec.end - spec.begin)
         self._pieces: dict[str, torch.nn.Parameter] = {}
         self._pending: dict[tuple[int, int], torch.Tensor] = {}
+        # What each group is updated with, where it came with a gradient; by the same keys.
+        self._options: dict[tuple[int, int], Options] = {}
         # The micro-batches of all updates so far: every one below the first number, and these.
         self._below, self._above = 0, set[int]()
         self._cuts: dict[int, dict[str, torch.Tensor]] = {}
         groups = []
         for label, begin, end, options in pieces(spec):
             view = self.flat[begin - spec.begin : end - spec.begin]
-            view.copy_(state[f"{label}/{_PARAMETER}"])
+            view.copy_(state[f"{label}/{PARAMETER}"])
             self._pieces[label] = torch.nn.Parameter(view)
             groups.append({**options, "params": [self._pieces[label]], "foreach": False})
         self._optimizer = OPTIMIZERS[spec.optimizer](groups, lr=0.0)
         self._rates = [group["lr"] for group in groups]
         for name, value in state.items():
             label, _, key = name.rpartition("/")
-            if key != _PARAMETER:
-                kept = value.clone().reshape(()) if key == _STEP else value.clone()
+            if key != PARAMETER:
+                kept = value.clone().reshape(()) if key == STEP else value.clone()
                 self._optimizer.state[self._pieces[label]][key] = kept
 
-    def push(self, part: Part, gradient: torch.Tensor) -> None:
+    def push(self, part: Part, gradient: torch.Tensor, options: Options = ()) -> None:
         """Keep the gradient of a lease, which becomes this shard's own. Of a micro-batch that is in an update already
-        nothing is kept: its lease was given to another worker meanwhile."""
+        nothing is kept: its lease was given to another worker meanwhile. `options`: see `Push`."""
         if gradient.numel() != self.flat.numel():
             raise IntegrityError(f"a gradient of {gradient.numel()} numbers was sent to a shard of {self.flat.numel()}")
         if part.micro >= self._below and part.micro not in self._above:
             self._pending[part.micro, part.number] = gradient
+            if options:
+                self._options[part.micro, part.number] = options
 
     def missing(self, batch: Batch) -> list[Part]:
         """The gradients of a batch that are not here."""
@@ -102,8 +108,11 @@ class Shard:
             total += self._pending[part.micro, part.number]
         total /= self.spec.micros
         factor = self.spec.rates[min(version, len(self.spec.rates) - 1)]
-        for group, rate, piece in zip(self._optimizer.param_groups, self._rates, self._pieces.values(), strict=True):
-            group["lr"] = rate * factor
+        options = self._options.get((batch[0].micro, batch[0].number), ())
+        for group, rate, (label, piece) in zip(
+            self._optimizer.param_groups, self._rates, self._pieces.items(), strict=True
+        ):
+            group.update(options[int(label.partition("/")[0])] if options else {"lr": rate * factor})
             begin = piece.storage_offset()
             piece.grad = total[begin : begin + piece.numel()]
         self._optimizer.step()
@@ -111,11 +120,12 @@ class Shard:
         self.version += 1
         self._drop({part.micro for part in batch})
         if self.spec.cut_every and self.version % self.spec.cut_every == 0:
-            self._cuts[self.version] = {name: tensor.clone() for name, tensor in self._state().items()}
+            self._cuts[self.version] = {name: tensor.clone() for name, tensor in self.state().items()}
             self._cuts = dict(sorted(self._cuts.items())[-KEPT_CUTS:])
 
     def _drop(self, micros: set[int]) -> None:
         self._pending = {key: gradient for key, gradient in self._pending.items() if key[0] not in micros}
+        self._options = {key: options for key, options in self._options.items() if key[0] not in micros}
         self._above |= micros
         while self._below in self._above:
             self._above.remove(self._below)
@@ -128,10 +138,10 @@ class Shard:
     def digest(self) -> str:
         return xxhash.xxh3_64_hexdigest(self.flat.numpy().data)
 
-    def _state(self) -> dict[str, torch.Tensor]:
+    def state(self) -> dict[str, torch.Tensor]:
         found = {}
         for label, piece in self._pieces.items():
-            found[f"{label}/{_PARAMETER}"] = piece.detach()
+            found[f"{label}/{PARAMETER}"] = piece.detach()
             for key, value in self._optimizer.state.get(piece, {}).items():
                 if value is not None:
                     found[f"{label}/{key}"] = value
@@ -139,16 +149,19 @@ class Shard:
 
     def everything(self) -> tuple[dict[str, Any], Tensors]:
         """What another server needs to go on from here: see `from_everything`."""
-        tensors = {f"{_STATE}/{name}": tensor for name, tensor in self._state().items()}
+        tensors = {f"{_STATE}/{name}": tensor for name, tensor in self.state().items()}
         tensors |= {f"{_PENDING}/{micro}/{number}": each for (micro, number), each in self._pending.items()}
         for version, cut in self._cuts.items():
             tensors |= {f"{_CUT}/{version}/{name}": tensor for name, tensor in cut.items()}
-        return {"version": self.version, "below": self._below, "above": sorted(self._above)}, tensors
+        options = [[*key, list(each)] for key, each in self._options.items()]
+        place = {"version": self.version, "below": self._below, "above": sorted(self._above)}
+        return {**place, "options": options}, tensors
 
 
 def from_everything(spec: ShardSpec, meta: Mapping[str, Any], tensors: Tensors) -> Shard:
     shard = Shard(spec, meta["version"], below(_STATE, tensors))
     shard._below, shard._above = meta["below"], set(meta["above"])
+    shard._options = {(micro, number): tuple(each) for micro, number, each in meta["options"]}
     for name, gradient in below(_PENDING, tensors).items():
         micro, number = name.split("/")
         shard._pending[int(micro), int(number)] = gradient
@@ -161,7 +174,8 @@ def from_everything(spec: ShardSpec, meta: Mapping[str, Any], tensors: Tensors) 
 def fresh(spec: ShardSpec, version: int, next_micro: int, missing: tuple[int, ...], state: Tensors) -> Shard:
     """A shard of a run that begins, or that continues from a cut."""
     shard = Shard(spec, version, state)
-    shard._drop(set(range(next_micro)) - set(missing))
+    shard._below = min(missing, default=next_micro)
+    shard._above = set(range(shard._below, next_micro)) - set(missing)
     return shard
 
 
@@ -179,6 +193,31 @@ def pieces(spec: ShardSpec) -> list[tuple[str, int, int, dict[str, Any]]]:
     return found
 
 
+def part_of(spec: ShardSpec, whole: Tensors) -> dict[str, torch.Tensor]:
+    """A shard's state, of that of the whole vector: `whole` has each tensor of a group by "<group>/<key>"."""
+    state = {}
+    for label, begin, end, _ in pieces(spec):
+        group = label.partition("/")[0]
+        offset = spec.groups[int(group)].begin
+        for key, tensor in below(group, whole).items():
+            state[f"{label}/{key}"] = tensor if key == STEP else tensor[begin - offset : end - offset]
+    return state
+
+
+def joined(parts: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Inverse of `part_of`, of what all shards have."""
+    found: dict[str, list[tuple[int, torch.Tensor]]] = {}
+    for name, tensor in parts:
+        group, start, key = name.split("/")
+        found.setdefault(f"{group}/{key}", []).append((int(start), tensor))
+    return {
+        name: pieces_of[0][1]
+        if name.endswith(f"/{STEP}")
+        else torch.cat([tensor for _, tensor in sorted(pieces_of, key=lambda piece: piece[0])])
+        for name, pieces_of in found.items()
+    }
+
+
 def initial(spec: ShardSpec, flat: torch.Tensor) -> Tensors:
     """A shard's state of a run that begins with these parameters (the whole vector)."""
-    return {f"{label}/{_PARAMETER}": flat[begin:end] for label, begin, end, _ in pieces(spec)}
+    return {f"{label}/{PARAMETER}": flat[begin:end] for label, begin, end, _ in pieces(spec)}

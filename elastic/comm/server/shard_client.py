@@ -6,7 +6,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import TypeVar
 
@@ -48,9 +48,18 @@ _Tensors = dict[str, torch.Tensor]
 
 class ShardClient:
     """Of one worker, or of who announces views. A shard that moves is followed: a request that failed is made again,
-    with the newest view that any server knows, for `limit_s` at most; then CollectiveFailed."""
+    with the newest view that any server knows, for `limit_s` at most; then CollectiveFailed. `check` raises where
+    nothing is to be tried again."""
 
-    def __init__(self, addresses: Iterable[Address], token: bytes, *, limit_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        addresses: Iterable[Address],
+        token: bytes,
+        *,
+        limit_s: float = 60.0,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._check = check
         self._token = token
         self._limit_s = limit_s
         self._lock = threading.Lock()
@@ -74,23 +83,28 @@ class ShardClient:
         """The answer to `request(epoch)`, and the tensors that follow it."""
         until = time.monotonic() + self._limit_s
         while True:
+            self._check()
             try:
                 view = self.view()
                 servers = view.shards[shard]
                 return self._asked(shard, view.addresses[servers.primary], request(servers.epoch), tensors)
             except (OSError, CollectiveFailed, Fenced) as error:
                 self._disconnect(shard)
+                self._check()
                 if time.monotonic() > until or self._closed.wait(_PAUSE_S):
                     why = f"shard {shard} could not be reached for {self._limit_s:g} s: {error}"
                     raise CollectiveFailed(why) from error
                 self._refreshed()
 
     def each(self, ask: Callable[[int], _T]) -> list[_T]:
-        """`ask(shard)` for all shards at once."""
+        """`ask(shard)` for all shards at once. Of what they raise the first comes out, whatever others wait for."""
         count = len(self.view().shards)
         if self._pool is None:
             self._pool = ThreadPoolExecutor(count, thread_name_prefix="parameter shard")
-        return list(self._pool.map(ask, range(count)))
+        asked = [self._pool.submit(ask, shard) for shard in range(count)]
+        for done in wait(asked, return_when=FIRST_EXCEPTION).done:
+            done.result()
+        return [each.result() for each in asked]
 
     def tell(self, event: Event, wait_s: float = 0.0) -> Answer:
         message, _ = self.ask(LEAD, lambda epoch: Tell(LEAD, epoch, "primary", event, wait_s))
@@ -125,19 +139,17 @@ class ShardClient:
 
         Raises UsageError where a shard has another run's state.
         """
-        name = uuid.uuid4().hex
+        self.each(lambda shard: self.load_shard(shard, shards[shard], batches if shard == LEAD else None))
 
-        def load(shard: int) -> None:
-            meta, tensors = shards[shard].everything()
-            lead = batches if shard == LEAD else None
-            self.ask(
-                shard,
-                lambda epoch: Load(shard, epoch, "primary", name, shards[shard].spec, meta, lead, listed(tensors)),
-                tuple(tensors.values()),
-            )
-
-        self.each(load)
-        self.protect()
+    def load_shard(self, number: int, shard: Shard, batches: Batches | None = None) -> None:
+        """The same for one shard. Returns when both of its copies have the state."""
+        name, (meta, tensors) = uuid.uuid4().hex, shard.everything()
+        self.ask(
+            number,
+            lambda epoch: Load(number, epoch, "primary", name, shard.spec, meta, batches, listed(tensors)),
+            tuple(tensors.values()),
+        )
+        self.ask(number, lambda epoch: Protect(number, epoch))
 
     def members(self, workers: Iterable[str]) -> None:
         """These workers live; all others are lost."""
@@ -145,10 +157,13 @@ class ShardClient:
 
     def close(self) -> None:
         self._closed.set()
+        for _, channel in list(self._channels.values()):
+            channel.shut()
+        if self._pool is not None:
+            # What waits in a channel has ended with it; a connection that is being made has its own limit.
+            self._pool.shutdown(cancel_futures=True)
         for shard in list(self._channels):
             self._disconnect(shard)
-        if self._pool is not None:
-            self._pool.shutdown(wait=False)
 
     def _asked(
         self, shard: int, address: Address, request: OfShard, tensors: Sequence[torch.Tensor]

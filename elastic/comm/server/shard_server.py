@@ -10,12 +10,14 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from typing_extensions import assert_never
 
 from elastic.comm.server.requests import (
     ANSWER_LIMIT_S,
+    Advance,
     Apply,
     Install,
     Load,
@@ -25,6 +27,7 @@ from elastic.comm.server.requests import (
     Push,
     ReadBatches,
     ReadCut,
+    ReadState,
     ReadView,
     Request,
     Tell,
@@ -38,7 +41,7 @@ from elastic.comm.server.requests import (
 )
 from elastic.comm.server.shard import Shard, from_everything
 from elastic.core.errors import CollectiveFailed, ElasticError, Fenced, IntegrityError, UsageError
-from elastic.core.server.global_batches import Answer, Batch, Batches, Unknown, Wait, step
+from elastic.core.server.global_batches import Answer, Batch, Batches, Unknown, Wait, rank_batch, step
 from elastic.core.server.placement import Copy, Role, Servers, View, installed, refused
 from elastic.core.typed_json import encode
 from elastic.transport.channel import Channel, Message, checked, error_message
@@ -65,6 +68,8 @@ class _Held:
         self.loaded = ""
         # The state of the rules, where this is the shard that keeps them.
         self.batches: Batches | None = None
+        # Of the ranks that have said so: how many steps' gradients all shards have.
+        self.steps: dict[int, int] = {}
         # To the replica, once it is in step.
         self.link: Channel | None = None
 
@@ -75,10 +80,11 @@ class _Held:
 
 
 class ShardServer:
-    """Listens on (host, free port) and starts its threads. `name` is the server's in views."""
+    """Listens on (host, free port) and starts its threads. `name` is the server's in views; empty: `name_at` of where
+    it listens."""
 
     def __init__(self, name: str, token: bytes, host: str) -> None:
-        self._name = name
+        self._given = name
         self._token = token
         self._lock = threading.Lock()
         self._view: View | None = None
@@ -90,6 +96,10 @@ class ShardServer:
     @property
     def address(self) -> Address:
         return self._listener.address
+
+    @property
+    def _name(self) -> str:
+        return self._given or name_at(self.address)
 
     def close(self) -> None:
         """End all threads, within a limit."""
@@ -169,22 +179,21 @@ class ShardServer:
                 shard = self._own(held, request.epoch, request.role)
                 gradient = tensors["gradient"]
                 if request.role == "primary":
-                    self._forward(
-                        held, Push(held.number, request.epoch, "replica", request.part, request.tensors), gradient
-                    )
-                shard.push(request.part, gradient)
+                    self._forward(held, replace(request, role="replica"), gradient)
+                shard.push(request.part, gradient, request.options)
                 return {}, ()
             case Apply():
                 shard = self._own(held, request.epoch, "replica")
                 shard.apply(request.version, request.batch)
                 return {"digest": shard.digest()}, ()
             case Pull():
-                shard = self._advanced(held, request.epoch, request.version, request.batches)
-                following = (shard.flat.clone(),) if shard.version > request.have else ()
-                return {
-                    "version": shard.version,
-                    "tensors": [["parameters", each.numel()] for each in following],
-                }, following
+                return _parameters(self._advanced(held, request.epoch, request.version, request.batches), request.have)
+            case Advance():
+                return self._steps_done(held, request)
+            case ReadState():
+                shard = self._own(held, request.epoch)
+                state = {name: tensor.clone() for name, tensor in shard.state().items()}
+                return {"version": shard.version, "tensors": listed(state)}, tuple(state.values())
             case Tell():
                 return answer_to_json(self._told(held, request)), ()
             case ReadBatches():
@@ -222,6 +231,7 @@ class ShardServer:
             raise UsageError(f"shard {held.number} has a state already, which loading another would lose")
         held.shard = from_everything(request.spec, request.meta, tensors)
         held.batches, held.copy, held.loaded = request.batches, Copy(servers.epoch), request.name
+        held.steps = {}
         return {}, ()
 
     def _linked(self, held: _Held) -> Channel | None:
@@ -284,6 +294,24 @@ class ShardServer:
                 raise IntegrityError(f"the copies of shard {held.number} differ after update {at}")
         return shard
 
+    def _steps_done(self, held: _Held, request: Advance) -> Answered:
+        until = time.monotonic() + request.wait_s
+        self._own(held, request.epoch)
+        held.steps[request.rank] = max(request.steps, held.steps.get(request.rank, 0))
+        held.changed.notify_all()
+        while True:
+            # Also after a wait, in which a newer view may have come.
+            shard = self._own(held, request.epoch)
+            ranks = shard.spec.micros
+            done = min(held.steps.values()) if len(held.steps) == ranks else shard.version
+            if done >= request.version:
+                break
+            left_s = until - time.monotonic()
+            if left_s <= 0 or not held.changed.wait(left_s):
+                return {"waits": True}, ()
+        batches = {at: rank_batch(at, ranks) for at in range(shard.version, done)}
+        return _parameters(self._advanced(held, request.epoch, done, batches), request.have)
+
     def _told(self, held: _Held, request: Tell) -> Answer:
         until = time.monotonic() + request.wait_s
         while True:
@@ -306,3 +334,12 @@ class ShardServer:
         held.batches = batches
         held.changed.notify_all()
         return answer
+
+
+def name_at(address: Address) -> str:
+    return f"{address[0]}:{address[1]}"
+
+
+def _parameters(shard: Shard, have: int) -> Answered:
+    following = (shard.flat.clone(),) if shard.version > have else ()
+    return {"version": shard.version, "tensors": [["parameters", each.numel()] for each in following]}, following

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from elastic.comm.server.requests import Pull, Push
-from elastic.comm.server.shard import OPTIMIZERS, Group, Shard, ShardSpec, fresh, initial
+from elastic.comm.server.shard import OPTIMIZERS, PARAMETER, STEP, Group, Shard, ShardSpec, below, fresh, initial
 from elastic.comm.server.shard_client import WAIT_S, ShardClient
 from elastic.core.errors import Fenced, IntegrityError, UsageError
 from elastic.core.server.global_batches import Answer, Asked, Finished, Given, Lease, Part, Pushed, Unknown, Wait
@@ -39,8 +39,6 @@ class FlatModel:
         kind = type(self._optimizer)
         if OPTIMIZERS.get(kind.__name__) is not kind:
             return f"optimizer {kind.__module__}.{kind.__name__} is none of {', '.join(OPTIMIZERS)}"
-        if self._optimizer.state:
-            return "the optimizer has made a step already"
         for name, module in model.named_modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
                 return f"module {name} keeps running statistics of its own samples"
@@ -52,6 +50,11 @@ class FlatModel:
                 if key != "params" and not isinstance(value, int | float | str | tuple | None):
                     return f"option {key} of the optimizer is {type(value).__name__}"
         return None
+
+    def require_fresh(self) -> None:
+        """Raises UsageError where the optimizer keeps something already."""
+        if self._optimizer.state:
+            raise UsageError("the optimizer has made a step already, which a parameter server does not support")
 
     def groups(self) -> tuple[Group, ...]:
         found, begin = [], 0
@@ -74,6 +77,7 @@ class FlatModel:
 
     def shards(self, specs: Iterable[ShardSpec]) -> list[Shard]:
         """Of a run that begins with the model's parameters."""
+        self.require_fresh()
         flat = self.parameters()
         return [fresh(spec, 0, 0, (), initial(spec, flat)) for spec in specs]
 
@@ -86,6 +90,42 @@ class FlatModel:
             for _, parameter in self._parameters:
                 parameter.copy_(flat[begin : begin + parameter.numel()].view_as(parameter))
                 begin += parameter.numel()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Parameters and what the optimizer keeps: see `part_of`."""
+        found = {}
+        for number, group in enumerate(self._optimizer.param_groups):
+            parts: dict[str, list[torch.Tensor]] = {PARAMETER: []}
+            for parameter in group["params"]:
+                parts[PARAMETER].append(parameter.detach().reshape(-1))
+                for key, value in self._optimizer.state.get(parameter, {}).items():
+                    if value is not None:
+                        parts.setdefault(key, []).append(value.detach().reshape(-1))
+            for key, each in parts.items():
+                found[f"{number}/{key}"] = each[0].clone() if key == STEP else torch.cat(each)
+        return found
+
+    @torch.no_grad()
+    def install_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Inverse of `state`, in place where the optimizer keeps something already."""
+        for number, group in enumerate(self._optimizer.param_groups):
+            begin = 0
+            for parameter in group["params"]:
+                kept, end = self._optimizer.state[parameter], begin + parameter.numel()
+                for key, whole in below(str(number), state).items():
+                    part = whole.reshape(()) if key == STEP else whole[begin:end].view_as(parameter)
+                    if key == PARAMETER:
+                        parameter.copy_(part)
+                    elif kept.get(key) is None:
+                        kept[key] = part.clone()
+                    else:
+                        kept[key].copy_(part)
+                begin = end
+
+    def gradient(self) -> torch.Tensor:
+        """The gradient as one vector; the model keeps it. Zeros for a parameter without one."""
+        parts = (p.grad if p.grad is not None else torch.zeros_like(p) for _, p in self._parameters)
+        return torch.cat([part.reshape(-1) for part in parts])
 
     def take_gradient(self) -> torch.Tensor:
         """The gradient as one vector; the model has none afterwards. Raises UsageError for a parameter without one."""
@@ -122,6 +162,7 @@ class ServerWorker:
     ) -> None:
         self.name = name
         self._model = FlatModel(model, optimizer)
+        self._model.require_fresh()
         self._client = ShardClient(addresses, token, limit_s=limit_s)
         self._flat = torch.empty(self._model.numbers)
         self._ranges = flat_ranges(self._model.numbers, len(self._client.view().shards))

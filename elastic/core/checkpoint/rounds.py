@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from elastic.core.settings import CommunicationSettings
 
 LOCAL_SGD, DILOCO, STREAMING = "local_sgd", "diloco", "streaming_diloco"
+PARAMETER_SERVER = "parameter_server"
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,9 @@ class Rounds:
         if settings is None or settings.semantics not in ("local", "async"):
             return cls()
         if settings.semantics == "async":
-            # Without a delay nothing is under way between two steps.
-            return cls(settings.every_steps if settings.staleness else 1)
+            # Without a delay nothing is under way between two steps. What servers keep is taken at the end of a round.
+            served = settings.strategy == PARAMETER_SERVER
+            return cls(settings.every_steps if settings.staleness or served else 1)
         if settings.strategy != STREAMING:
             return cls(settings.every_steps)
         return cls(settings.every_steps, settings.fragments, settings.overlap_steps, own_weights=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from elastic.core.checkpoint.rounds import DILOCO, LOCAL_SGD, STREAMING, Rounds
+from elastic.core.checkpoint.rounds import DILOCO, LOCAL_SGD, PARAMETER_SERVER, STREAMING, Rounds
 from elastic.core.settings import CommunicationSettings
 
 AUTO = "auto"
@@ -18,7 +18,7 @@ EXACT = ("all_reduce", "ring", "tree", "hierarchical")
 LOSSY = ("int8", "top_k", "power_sgd")
 # Islands train by themselves between outer steps.
 LOCAL = (LOCAL_SGD, DILOCO, STREAMING)
-ASYNC = ("bounded_staleness",)
+ASYNC = ("bounded_staleness", PARAMETER_SERVER)
 # What a job may grant -> the strategies that it permits.
 TIERS: Mapping[str, tuple[str, ...]] = {
     "exact": EXACT,
@@ -49,6 +49,9 @@ _OF_STREAMS = ("fragments", "overlap_steps", "mix")
 
 def permitted(settings: CommunicationSettings) -> tuple[str, ...]:
     """The strategies that may be chosen from."""
+    if settings.strategy == AUTO and settings.semantics == "async":
+        # They train differently: the one whose losses do not depend on time.
+        return ASYNC[:1]
     return TIERS[settings.semantics] if settings.strategy == AUTO else (settings.strategy,)
 
 
@@ -100,7 +103,9 @@ def refused_communication(
     return _refused_rounds(settings)
 
 
-def refused_in_rounds(settings: CommunicationSettings, sp: int, audited: bool, measured: bool) -> str | None:
+def refused_in_rounds(
+    settings: CommunicationSettings, sp: int, audited: bool, measured: bool, anomalies: str = "off"
+) -> str | None:
     """What of the job does not go with ranks whose weights differ, or with steps that apply other gradients than their
     own, as a sentence; None where nothing does not."""
     granted = settings.semantics
@@ -110,6 +115,9 @@ def refused_in_rounds(settings: CommunicationSettings, sp: int, audited: bool, m
         f"mesh: {{sp: {sp}}}, whose workers share sequences": sp > 1,
         "audit.every_steps, which repeats passes on other workers": audited,
         "gradient_noise.every_steps, which compares gradients of all workers": measured,
+        "anomalies.policy: skip where a parameter server makes the updates (rollback, stop and off do)": (
+            settings.strategy == PARAMETER_SERVER and anomalies == "skip"
+        ),
     }
     why = next((why for why, so in found.items() if so), None)
     return None if why is None else f"communication.semantics: {granted} does not go with {why}; leave one of them out"
@@ -137,6 +145,8 @@ def _refused_rounds(settings: CommunicationSettings) -> str | None:
     if settings.strategy != STREAMING:
         of |= dict.fromkeys(_OF_STREAMS, f"strategy: {STREAMING}")
     usual = CommunicationSettings()
+    if settings.strategy == PARAMETER_SERVER:
+        of["bucket_mb"] = "other strategies: a gradient goes to each shard of a parameter server as a whole"
     odd = next((key for key in of if getattr(settings, key) != getattr(usual, key)), None)
     if odd is not None:
         return f"communication.{odd} belongs to {of[odd]}; leave it out"
@@ -159,7 +169,7 @@ def _refused_rounds(settings: CommunicationSettings) -> str | None:
     return None
 
 
-def refused_beside(deepspeed: Mapping[str, Any], semantics: str = "exact") -> str | None:
+def refused_beside(deepspeed: Mapping[str, Any], semantics: str = "exact", strategy: str = AUTO) -> str | None:
     """Why gradients cannot travel by a strategy under this DeepSpeed configuration, as a sentence; None where they can.
     The engine says the same when it is built."""
     zero = deepspeed.get("zero_optimization") or {}
@@ -167,6 +177,9 @@ def refused_beside(deepspeed: Mapping[str, Any], semantics: str = "exact") -> st
     offload = zero.get("offload_optimizer") or {}
     late = semantics == "async"
     found = {
+        "gradient_clipping above 0.0 (DeepSpeed's default) where a parameter server makes the updates (strategy: "
+        "parameter_server), of which no shard has the whole gradient": strategy == PARAMETER_SERVER
+        and (deepspeed.get("gradient_clipping") or 0.0) > 0.0,
         f"ZeRO stage {stage}, which reduces in every backward pass": stage > 1,
         "ZeRO stage 1 where islands train by themselves (semantics: local)": stage == 1 and semantics == "local",
         "ZeRO stage 1 where gradients are applied late (semantics: async)": stage == 1 and late,

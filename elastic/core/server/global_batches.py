@@ -45,6 +45,16 @@ class Part:
 Batch = tuple[Part, ...]
 
 
+def rank_part(step: int, rank: int, ranks: int) -> Part:
+    """Where each rank has its own micro-batch in every step, and a micro-batch is computed once."""
+    return Part(step * ranks + rank, 0)
+
+
+def rank_batch(step: int, ranks: int) -> Batch:
+    """The update of a step is made of the gradients of all ranks."""
+    return tuple(rank_part(step, rank, ranks) for rank in range(ranks))
+
+
 @dataclass(frozen=True)
 class Cut:
     """Which samples are in the parameters of a version: every micro-batch below `next_micro`, less `missing`."""

@@ -62,6 +62,17 @@ def first_view(addresses: dict[str, tuple[str, int]]) -> View:
     return View(1, dict(addresses), tuple(shards))
 
 
+def generation_view(generation: int, addresses: dict[str, tuple[str, int]]) -> View:
+    """That of a generation of a run, whose members are fixed: what servers hold of an older one is not its state. A
+    single server's shard has no second copy."""
+    names = list(addresses)
+    shards = (
+        Servers(generation, generation, name, names[(at + 1) % len(names)] if len(names) > 1 else None)
+        for at, name in enumerate(names)
+    )
+    return View(generation, dict(addresses), tuple(shards))
+
+
 def next_view(view: View, lost: Collection[str], joined: dict[str, tuple[str, int]] | None = None) -> View:
     """The view after these servers were lost and others have joined: where a primary is lost its replica takes over,
     and every shard gets a replica on the server that has the fewest copies. One that is left alone has none.

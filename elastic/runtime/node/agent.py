@@ -20,13 +20,14 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from subprocess import PIPE
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
 from elastic.checkpoint.memory.link_probe import Points, measure_link
 from elastic.checkpoint.memory.server.snapshot_server import SnapshotServer
 from elastic.core.checkpoint.manifest import ShardRecord
+from elastic.core.checkpoint.rounds import PARAMETER_SERVER
 from elastic.core.checkpoint.snapshots import Held
 from elastic.core.data.steps import StepReport
 from elastic.core.errors import Fenced
@@ -40,6 +41,9 @@ from elastic.runtime.node.report_relay import ReportRelay
 from elastic.runtime.node.uplink import Uplink
 from elastic.runtime.processes import Computing, is_stopped
 from elastic.transport.handshake import Address, connect
+
+if TYPE_CHECKING:
+    from elastic.comm.server.shard_server import ShardServer
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +67,8 @@ _REACH_LIMIT_S = 0.7
 class AgentActor:
     """Asyncio actor; created by the executor on a given node, detached, never restarted by Ray.
 
-    It hosts the node's snapshot server (`checkpoint/memory`), so that snapshots survive the death of a worker.
+    It hosts the node's snapshot server (`checkpoint/memory`), so that snapshots survive the death of a worker, and its
+    part of a parameter server where the job asks for one.
     """
 
     def __init__(self, node: str, settings: RunSettings, controller: Any, token: bytes) -> None:
@@ -72,7 +77,9 @@ class AgentActor:
         failures = settings.failures
         self._domain_label = settings.snapshots.domain_label
         self._token = token
-        self._memory = SnapshotServer(token, str(ray.util.get_node_ip_address()))  # type: ignore[no-untyped-call]
+        host = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+        self._memory = SnapshotServer(token, host)
+        self._parameters = _shard_server(settings, token, host)
         self._node = node
         self._failures = failures
         self._uplink = Uplink(controller, failures)
@@ -101,7 +108,8 @@ class AgentActor:
         domain = str(labels.get(self._domain_label, ""))
         launcher = self._forks.command if self._forks is not None else ""
         machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return NodeFacts(self._name, self._memory.address, self._memory.local_name, domain, launcher, machine)
+        memory, parameters = self._memory, None if self._parameters is None else self._parameters.address
+        return NodeFacts(self._name, memory.address, memory.local_name, domain, launcher, machine, parameters)
 
     async def measure(self) -> dict[str, float]:
         """The node's rates (`measures.rates`), by a process that ends with this call. Raises OSError, ValueError."""
@@ -283,6 +291,16 @@ class AgentActor:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         os._exit(0)
+
+
+def _shard_server(settings: RunSettings, token: bytes, host: str) -> ShardServer | None:
+    """This node's part of the parameter server, until the process ends; None where the job asks for none."""
+    if settings.communication is None or settings.communication.strategy != PARAMETER_SERVER:
+        return None
+    # Not at the top: other agents do without torch.
+    from elastic.comm.server.shard_server import ShardServer
+
+    return ShardServer("", token, host)
 
 
 async def unreachable(others: Mapping[str, Address], reaches: Callable[[Address], bool]) -> tuple[str, ...]:

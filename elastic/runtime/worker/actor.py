@@ -202,7 +202,7 @@ class WorkerActor:
             assert self._store is not None
             coordinator = RayCoordinator(
                 spec, self._worker, self._outbox, self._store, self._writer,
-                self._settings.failures, self._memory, self._snapshot,
+                self._settings.failures, self._memory, self._snapshot, self._shard_server(),
             )  # fmt: skip
             runner = GenerationRunner(spec, coordinator, rendezvous, on_result=self._announce)
             self._current = _Current(spec.generation, coordinator, runner)
@@ -375,6 +375,10 @@ class WorkerActor:
             lambda _: manifest, holders, self._token,
             timeout_s=_READ_TIMEOUT_S, limit_s=limit_s, check=lambda: check(0.0), moved=moved,
         )  # fmt: skip
+
+    def _shard_server(self) -> tuple[tuple[str, int], bytes] | None:
+        address = None if self._node is None else self._node.parameters
+        return None if address is None else (address, self._token)
 
     def _assembled(self, identifier: str, limit_s: float, check: Callable[[float], None]) -> Assembled:
         """Ask the controller; a restarting controller is waited for."""

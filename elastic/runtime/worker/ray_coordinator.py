@@ -23,6 +23,7 @@ from elastic.runtime.messages import Item
 from elastic.runtime.storage_retry import RetryingSource
 from elastic.runtime.worker.outbox import Outbox
 from elastic.training.session import Phase, RestoreReport, SnapshotMemory, Stop
+from elastic.transport.handshake import Address
 
 # Many times the number of reports that can be in transit to the controller.
 _RECENT_STEPS = 64
@@ -48,6 +49,7 @@ class RayCoordinator:
         memory: SnapshotMemory | None = None,
         snapshot: Callable[[str, float, Callable[[float], None], Callable[[int], None]], CheckpointSource]
         | None = None,
+        server: tuple[Address, bytes] | None = None,
     ) -> None:
         """`snapshot(id, limit_s, check, moved)` gives the source of a snapshot in the nodes' memory; `check` is
         `_pause`, `moved` is `_restoring`."""
@@ -68,6 +70,7 @@ class RayCoordinator:
         self._stop = Stop.DURABLE
         self._memory = memory
         self._snapshot = snapshot
+        self._server = server
         self._memory_works = spec.memory is not None and memory is not None
         self._ended: str | None = None
         self._step: int | None = None
@@ -95,6 +98,9 @@ class RayCoordinator:
 
     def memory(self) -> SnapshotMemory | None:
         return self._memory
+
+    def shard_server(self) -> tuple[Address, bytes] | None:
+        return self._server
 
     def recent_steps(self) -> list[dict[str, Any]]:
         # A copy: the training thread may append concurrently.

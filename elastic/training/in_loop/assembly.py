@@ -128,7 +128,8 @@ def assemble(
     pipelined = isinstance(engine, Pipelined)
     if pipelined:
         refuse_measures(scope.spec)
-    shares = reduce_gradients(engine, scope.spec)
+    shares = reduce_gradients(engine, scope, generation.group.connects_to)
+    generation.closing.callback(shares.close)
     generation.group.seal()
     plan = _plan(scope.spec, resolved, source)
     weights = given.weights if scope.spec.tp == 1 else None

@@ -22,6 +22,12 @@ def test_a_run_stops_after_an_outer_step() -> None:
     assert rounds.longest_wait == 4
 
 
+def test_what_servers_keep_is_taken_at_the_end_of_a_round_also_without_staleness() -> None:
+    served = CommunicationSettings("async", "parameter_server", staleness=0, every_steps=5)
+    assert Rounds.of(served).next_whole(6) == 10
+    assert Rounds.of(CommunicationSettings("async", staleness=0, every_steps=5)).next_whole(6) == 6
+
+
 @pytest.mark.parametrize(("every", "fragments", "overlap"), [(6, 3, 0), (6, 3, 1), (8, 2, 3), (4, 1, 2), (3, 3, 0)])
 def test_every_fragment_is_exchanged_once_in_a_round(every: int, fragments: int, overlap: int) -> None:
     settings = CommunicationSettings(

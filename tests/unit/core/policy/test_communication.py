@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -43,7 +44,7 @@ def test_what_loses_anything_must_be_granted(name: str) -> None:
     ("settings", "engine", "tp", "said"),
     [
         (CommunicationSettings(strategy="bounded_staleness"), "deepspeed", 1, "must be granted: add semantics: async"),
-        (CommunicationSettings("async", "ring"), "deepspeed", 1, "with semantics: async must be auto or bounded_stal"),
+        (CommunicationSettings("async", "ring"), "deepspeed", 1, "with semantics: async must be auto, bounded_stal"),
         (CommunicationSettings("async", staleness=-1), "deepspeed", 1, "staleness (-1) must be at least 0 and below"),
         (CommunicationSettings("async", staleness=4, every_steps=4), "deepspeed", 1, "below every_steps (4)"),
         (CommunicationSettings("local", "diloco", staleness=2), "deepspeed", 1, "belongs to semantics: async"),
@@ -133,6 +134,22 @@ def test_islands_must_be_granted_and_named(name: str) -> None:
     assert permitted(late) == ("bounded_staleness",)
     assert "async does not go with gradient_noise" in (refused_in_rounds(late, 1, audited=False, measured=True) or "")
     assert refused_in_rounds(CommunicationSettings(), 2, audited=True, measured=True) is None
+
+
+def test_a_parameter_server_must_be_named_and_granted() -> None:
+    served = CommunicationSettings("async", "parameter_server", staleness=0, every_steps=5)
+    assert refused_communication(served) is None
+    assert permitted(served) == ("parameter_server",)
+    assert "must be granted" in (refused_communication(replace(served, semantics="exact")) or "")
+    assert "bucket_mb belongs to other strategies" in (refused_communication(replace(served, bucket_mb=1.0)) or "")
+    assert "staleness (5)" in (refused_communication(replace(served, staleness=5)) or "")
+    for policy, bad in (("rollback", False), ("stop", False), ("off", False), ("skip", True)):
+        refused = refused_in_rounds(served, 1, audited=False, measured=False, anomalies=policy)
+        assert bad == ("anomalies.policy: skip" in (refused or ""))
+    for clip in (None, 0.0):
+        assert refused_beside({"gradient_clipping": clip}, "async", "parameter_server") is None
+    assert "gradient_clipping" in (refused_beside({"gradient_clipping": 0.5}, "async", "parameter_server") or "")
+    assert refused_beside({"gradient_clipping": 0.5}, "async") is None
 
 
 @pytest.mark.parametrize(

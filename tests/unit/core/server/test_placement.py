@@ -3,7 +3,17 @@ from __future__ import annotations
 import pytest
 
 from elastic.core.errors import IntegrityError, UsageError
-from elastic.core.server.placement import Copy, Servers, View, first_view, flat_ranges, installed, next_view, refused
+from elastic.core.server.placement import (
+    Copy,
+    Servers,
+    View,
+    first_view,
+    flat_ranges,
+    generation_view,
+    installed,
+    next_view,
+    refused,
+)
 
 
 def view(count: int = 3) -> View:
@@ -21,6 +31,14 @@ def test_the_replica_is_on_the_next_server() -> None:
     assert [(at.primary, at.replica) for at in view().shards] == [("s0", "s1"), ("s1", "s2"), ("s2", "s0")]
     with pytest.raises(UsageError, match="needs two nodes"):
         view(1)
+
+
+def test_what_servers_hold_of_another_generation_is_not_its_state() -> None:
+    view = generation_view(7, {f"s{at}": ("host", at) for at in range(2)})
+    assert view.shards == (Servers(7, 7, "s0", "s1"), Servers(7, 7, "s1", "s0"))
+    assert installed(Copy(6), "s0", view.shards[0]) == Copy()
+    assert installed(Copy(7), "s0", view.shards[0]) == Copy(7)
+    assert generation_view(8, {"s0": ("host", 0)}).shards == (Servers(8, 8, "s0", None),)
 
 
 def test_a_replica_takes_over_and_a_shard_that_lost_one_copy_gets_another() -> None:

@@ -15,6 +15,7 @@ from elastic.core.data.adaptive_batch import AdaptiveBatch
 from elastic.core.errors import UsageError
 from elastic.core.mesh import MeshSettings
 from elastic.core.settings import (
+    AnomalySettings,
     AuditSettings,
     CheckpointSettings,
     CommunicationSettings,
@@ -33,6 +34,7 @@ def changed(**settings: Any) -> Job:
 
 ISLANDS = CommunicationSettings("local", "diloco")
 LATE = CommunicationSettings("async", staleness=2)
+SERVED = CommunicationSettings("async", "parameter_server")
 
 
 def test_a_good_job_has_no_findings() -> None:
@@ -77,6 +79,18 @@ def test_a_mesh_that_the_fewest_workers_cannot_form_is_checked_with_the_fewest_t
             None,
             "communication",
             "bf16 where gradients are applied late (semantics: async); leave one of them out",
+        ),
+        (
+            changed(communication=SERVED, engine_config={"gradient_clipping": 1.0}),
+            None,
+            "communication",
+            "gradient_clipping above 0.0 (DeepSpeed's default) where a parameter server makes the updates",
+        ),
+        (
+            changed(communication=SERVED, anomalies=AnomalySettings("skip")),
+            None,
+            "communication",
+            "anomalies.policy: skip where a parameter server makes the updates (rollback, stop and off do)",
         ),
         (
             changed(communication=LATE, audit=AuditSettings(every_steps=5)),

@@ -1,0 +1,212 @@
+"""Gradients go to a parameter server on the run's nodes, which makes the updates: bounded staleness, freshest first.
+
+In step t a rank sends its gradient to all shards, and takes the newest parameters that there are, of at least update
+t - staleness: it waits for the slowest rank only where that is further behind (SSP, Ho et al., NIPS 2013). An update is
+made when the gradients of all ranks of its step are there (GBA, Su et al., arXiv 2205.11048), so that batch and
+learning rate keep their meaning. At the end of a *round* (`core.checkpoint.rounds`) every rank has the parameters and
+the optimizer's state after the same update, which it takes from the servers: there the run may be saved, or stop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from elastic.checkpoint.shares import Live, Shares, StepPart
+from elastic.comm.collective_ledger import CollectiveLedger
+from elastic.comm.server.requests import Advance, Push, ReadState
+from elastic.comm.server.shard import fresh, joined, part_of
+from elastic.comm.server.shard_client import WAIT_S, ShardClient
+from elastic.comm.server.shard_server import name_at
+from elastic.comm.server.worker import FlatModel
+from elastic.core.checkpoint.rounds import PARAMETER_SERVER, Rounds
+from elastic.core.errors import CollectiveFailed, Fenced, IntegrityError, StorageError
+from elastic.core.server.global_batches import rank_part
+from elastic.core.server.placement import generation_view
+from elastic.core.settings import CommunicationSettings
+from elastic.transport.handshake import Address
+
+# A server that does not answer is on a node that is lost: the generation ends, and the run goes on without it.
+_LIMIT_S = 10.0
+_AXIS = "servers"
+
+
+@dataclass(frozen=True)
+class Access:
+    """What a rank needs to take part: the server of its node and the run's token. `check` raises when the generation is
+    over; connections to `addresses` end with it."""
+
+    address: Address
+    token: bytes
+    check: Callable[[], None]
+    connects_to: Callable[[Sequence[Address]], None]
+
+
+class ServedUpdates(Shares):
+    """Of one rank in one generation, on the training thread: `update` takes the place of the optimizer's own."""
+
+    def __init__(
+        self,
+        settings: CommunicationSettings,
+        generation: int,
+        nodes: Sequence[int],
+        group: dist.ProcessGroup,
+        ledger: CollectiveLedger,
+        watched: bool,
+        model: FlatModel,
+        access: Access,
+    ) -> None:
+        """`nodes[rank]`: the rank's node. `watched`: a gradient that is not finite is not sent; the engine's step is
+        judged by it."""
+        self._settings, self._generation, self._nodes, self._watched = settings, generation, nodes, watched
+        self._group = group
+        self._rounds, self._model, self._access = Rounds.of(settings), model, access
+        self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._client: ShardClient | None = None
+        self._part: Callable[[], StepPart] | None = None
+        # Finished steps, the updates in each shard's part of `_flat`, and that part.
+        self._steps, self._versions, self._ranges = 0, list[int](), list[tuple[int, int]]()
+        self._flat = torch.empty(0)
+        self._whole = True
+        self._send = ledger.timed("push", self._pushed, axis=_AXIS)
+        self._take = ledger.timed("pull", self._pulled, axis=_AXIS)
+        ledger.remark = (
+            f"{PARAMETER_SERVER}: at most {settings.staleness} updates are missing, and none after every "
+            f"{self._rounds.every} steps"
+        )
+
+    def begin(self, live: Callable[[], Live], part: Callable[[], StepPart]) -> None:
+        self._part = part
+
+    @property
+    def whole(self) -> bool:
+        return self._whole
+
+    def update(self, own: Callable[[], object]) -> None:
+        """In the engine's step, with the rank's own gradient. `own`, the optimizer's, is not called. Collective in the
+        generation's first step."""
+        assert self._part is not None
+        part = self._part()
+        with _translated():
+            if self._client is None:
+                self._client = self._opened(part.step)
+            gradient = self._model.gradient()
+            if self._watched and not bool(gradient.isfinite().all()):
+                return
+            self._send(gradient)
+            self._steps += 1
+            self._whole = part.last or self._rounds.begins(self._steps) is not None
+            if self._whole:
+                self._settle()
+            else:
+                self._take(self._flat, self._steps - self._settings.staleness)
+                self._model.install(self._flat)
+
+    def settle(self) -> None:
+        """The script ends within a round."""
+        with _translated():
+            self._settle()
+        self._whole = True
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._client.close()
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _opened(self, step: int) -> ShardClient:
+        """The state after `step` steps goes to the servers. Every rank has all of it: the first one of each node hands
+        out one shard."""
+        addresses, first = self._servers()
+        access, view = self._access, generation_view(self._generation, addresses)
+        access.connects_to(list(addresses.values()))
+        client = ShardClient(addresses.values(), access.token, limit_s=_LIMIT_S, check=access.check)
+        client.heard(view)
+        if self._rank == 0:
+            client.announce(view)
+        dist.barrier(group=self._group)
+        specs = self._model.specs(len(first), self._ranks)
+        if self._rank in first:
+            shard, state = first.index(self._rank), self._model.state()
+            spec = specs[shard]
+            client.load_shard(shard, fresh(spec, step, step * self._ranks, (), part_of(spec, state)))
+        dist.barrier(group=self._group)
+        self._ranges = [(spec.begin, spec.end) for spec in specs]
+        self._steps, self._versions, self._flat = step, [step] * len(specs), self._model.parameters()
+        return client
+
+    def _servers(self) -> tuple[dict[str, Address], list[int]]:
+        """The servers of all nodes, by their names in views, and the first rank of each node. Collective."""
+        told: list[Address] = [("", 0)] * self._ranks
+        dist.all_gather_object(told, self._access.address, group=self._group)
+        first = [rank for rank, node in enumerate(self._nodes) if node not in self._nodes[:rank]]
+        return {name_at(told[rank]): told[rank] for rank in first}, first
+
+    def _pushed(self, gradient: torch.Tensor) -> None:
+        client, part = self._connected(), rank_part(self._steps, self._rank, self._ranks)
+        options = tuple(group.options for group in self._model.groups())
+
+        def push(shard: int) -> None:
+            begin, end = self._ranges[shard]
+            listed = (("gradient", end - begin),)
+            client.ask(
+                shard,
+                lambda epoch: Push(shard, epoch, "primary", part, listed, options),
+                (gradient[begin:end],),
+            )
+
+        client.each(push)
+
+    def _pulled(self, flat: torch.Tensor, version: int) -> None:
+        """Into `flat` the newest parameters, of at least `version` updates."""
+
+        def pull(shard: int) -> None:
+            begin, end = self._ranges[shard]
+            self._versions[shard], tensors = self._advanced(shard, version, self._versions[shard])
+            if tensors:
+                flat[begin:end] = tensors["parameters"]
+
+        self._connected().each(pull)
+
+    def _advanced(self, shard: int, version: int, have: int) -> tuple[int, dict[str, torch.Tensor]]:
+        client, wait_s = self._connected(), WAIT_S
+        while True:
+            message, tensors = client.ask(
+                shard, lambda epoch: Advance(shard, epoch, self._rank, self._steps, version, have, wait_s)
+            )
+            if not message.get("waits"):
+                return message["version"], tensors
+
+    def _settle(self) -> None:
+        """Take the state after exactly the steps that this rank has made: no rank makes another one before that. Waits
+        for the slowest."""
+        client, steps = self._connected(), self._steps
+
+        def read(shard: int) -> dict[str, torch.Tensor]:
+            self._advanced(shard, steps, steps)
+            message, tensors = client.ask(shard, lambda epoch: ReadState(shard, epoch))
+            if message["version"] != steps:
+                raise IntegrityError(f"shard {shard} has made {message['version']} updates, not {steps}")
+            return tensors
+
+        parts = client.each(read)
+        self._model.install_state(joined(item for part in parts for item in part.items()))
+        self._versions, self._flat = [steps] * len(parts), self._model.parameters()
+
+    def _connected(self) -> ShardClient:
+        if self._client is None:
+            raise CollectiveFailed("the parameter server was not opened")
+        return self._client
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    """What a server refuses is as the loss of a peer: the run goes back to what was saved."""
+    try:
+        yield
+    except (IntegrityError, StorageError, Fenced, OSError) as error:
+        raise CollectiveFailed(f"the parameter server: {error}") from error

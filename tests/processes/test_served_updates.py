@@ -1,0 +1,202 @@
+"""Runs whose updates are made by a parameter server, against plain torch: undisturbed, killed, resized."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import forks
+import pytest
+import torch
+from convex import DIMENSIONS, objective, optimum
+from crew import Crew, Outcome
+from islands import BATCH, Net
+from server_ranks import serve
+from test_bounded_staleness import STEPS, expected
+
+from elastic.checkpoint.storage import CheckpointStore
+from elastic.core.generation_spec import BatchSettings
+from elastic.core.settings import AnomalySettings, CommunicationSettings
+
+pytestmark = pytest.mark.processes
+
+SERVED = CommunicationSettings("async", "parameter_server", staleness=2, every_steps=5)
+EXACT = CommunicationSettings("async", "parameter_server", staleness=0, every_steps=5)
+CONFIG: dict[str, Any] = {"optimizer": "adamw", "decays": True}
+
+
+@contextmanager
+def servers(count: int) -> Iterator[list[Any]]:
+    """Processes, each the server of a node."""
+    context, made = forks.context(), []
+    try:
+        for _ in range(count):
+            ours, theirs = context.Pipe()
+            made.append((context.Process(target=serve, args=(theirs, ""), daemon=True), ours))
+            made[-1][0].start()
+            theirs.close()
+        yield [(pipe.recv(), process) for process, pipe in made]
+    finally:
+        for process, _ in made:
+            process.kill()
+            process.join()
+
+
+def _told(
+    url: Path, nodes: tuple[int, ...], made: list[Any], settings: CommunicationSettings, config: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    told = {**CONFIG, **config, "url": str(url), "servers": [address for address, _ in made]}
+    common = {"batch": BatchSettings(max_steps=STEPS), "max_world_size": 4, "communication": settings, "nodes": nodes}
+    return told, common
+
+
+def _run(
+    crew: Crew, url: Path, nodes: tuple[int, ...], made: list[Any], settings: CommunicationSettings = EXACT, **more: Any
+) -> list[Outcome]:
+    config, common = _told(url, nodes, made, settings, more.pop("config", {}))
+    outcomes = crew.run(range(len(nodes)), "islands.train", config, **{**common, **more})
+    kind = "ended" if "end_at" in more else "finished"
+    assert {outcome.result.kind for outcome in outcomes} == {kind}, outcomes[0].result.traceback
+    assert all(outcome.clean and not outcome.sockets for outcome in outcomes)
+    return outcomes
+
+
+def _distance(outcomes: list[Outcome], weights: list[torch.Tensor]) -> float:
+    return max(
+        float((own - tensor).abs().max() / tensor.abs().max())
+        for outcome in outcomes
+        for own, tensor in zip(outcome.told["weights"].values(), weights, strict=True)
+    )
+
+
+def _saved(url: Path) -> list[int]:
+    return sorted(found.step for found in CheckpointStore(str(url), "run").list())
+
+
+def _newest(url: Path) -> str:
+    return CheckpointStore(str(url), "run").list()[0].id
+
+
+def _steps(outcome: Outcome) -> list[int]:
+    return [report.step for report in outcome.reports]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_without_staleness_it_is_plain_torch(crew: Crew, tmp_path: Path, optimizer: str) -> None:
+    with servers(2) as made:
+        told = _run(crew, tmp_path, (0, 0, 1), made, config={"optimizer": optimizer})
+    assert _distance(told, expected(0, 5, optimizer, clip=None)) < 2e-5
+    (remark,) = [report.travel for report in told[0].reports if report.travel]
+    assert remark.startswith("parameter_server: at most 0 updates are missing")
+    numbers = sum(parameter.numel() for parameter in Net().parameters())
+    second = {use.op: use.bytes for use in told[0].reports[1].collectives if use.axis == "servers"}
+    assert second == {"push": 4 * numbers, "pull": 4 * numbers}
+
+
+def test_a_rank_goes_on_while_another_stands_still(crew: Crew, tmp_path: Path) -> None:
+    """Rank 1 stands still before step 8. Rank 0 sends the gradients of 8, 9 and 10, and waits for update 8."""
+    far = CommunicationSettings("async", "parameter_server", staleness=2, every_steps=30)
+    with servers(2) as made:
+        config, common = _told(tmp_path, (0, 1), made, far, {"stays": (1, 7), "points": True})
+        crew.begin((0, 1), "islands.train", config, **common)
+        crew.reached(1, "stays")
+        crew.reached(0, "begins step 10")
+        crew.in_collective(0)
+        crew.abort(0, "the test is over")
+        outcome = crew.outcome(0)
+    assert outcome.result.kind == "ended"
+    assert _steps(outcome) == list(range(1, 10))
+
+
+def test_a_loss_within_a_round_goes_back_to_its_beginning(crew: Crew, tmp_path: Path) -> None:
+    """A rank is lost, then a server; each time the run goes on with what is left, and ends as if nothing had been."""
+    with servers(3) as made:
+        config, common = _told(tmp_path, (0, 1, 2), made, EXACT, {"stays": (2, 7)})
+        crew.begin((0, 1, 2), "islands.train", config, checkpoint_every_steps=1, **common)
+        crew.reached(2, "stays")
+        crew.reached(0, "committed step 5")
+        crew.members[2].signal(signal.SIGKILL)
+        for number in (0, 1):
+            crew.in_collective(number)
+            crew.abort(number, "worker 2 is lost")
+        assert {crew.outcome(number).result.kind for number in (0, 1)} == {"ended"}
+        assert _saved(tmp_path) == [5], "within a round nothing is saved"
+
+        config, common = _told(tmp_path, (0, 1), made, EXACT, {"stays": (1, 11)})
+        crew.begin((0, 1), "islands.train", config, checkpoint_every_steps=1, checkpoint=_newest(tmp_path), **common)
+        crew.reached(1, "stays")
+        crew.reached(0, "committed step 10")
+        made[1][1].kill()
+        outcome = crew.outcome(0)
+        assert outcome.result.kind == "collective_failed"
+        assert "shard" in outcome.result.message
+        crew.replace(1)
+
+        told = _run(crew, tmp_path, (0, 0), made, checkpoint=_newest(tmp_path))
+    assert _distance(told, expected(0, 5, clip=None)) < 2e-5
+    assert _steps(told[0]) == list(range(11, STEPS + 1))
+
+
+def test_another_number_of_ranks_and_other_semantics(crew: Crew, tmp_path: Path) -> None:
+    """From a checkpoint of a parameter server to synchronous training, and back."""
+    plain = CommunicationSettings("exact", "all_reduce")
+    checkpoint = None
+    with servers(3) as made:
+        for nodes, settings, end_at in (((0,), EXACT, 5), ((0, 1, 1, 2), EXACT, 8), ((0, 1), plain, 10)):
+            _run(crew, tmp_path, nodes, made, settings, checkpoint=checkpoint, end_at=end_at)
+            checkpoint = _newest(tmp_path)
+        told = _run(crew, tmp_path, (0, 1, 2), made, checkpoint=checkpoint)
+    assert _distance(told, expected(0, 5, clip=None)) < 2e-5
+
+
+def test_a_script_that_ends_within_a_round_loses_no_gradient(crew: Crew, tmp_path: Path) -> None:
+    """With staleness too: both end after update 13, of gradients that the other may have computed otherwise."""
+    with servers(2) as made:
+        config = {"leaves": 13, "decays": False}
+        told = _run(crew, tmp_path, (0, 1), made, EXACT, config=config, batch=BatchSettings())
+        config = {"decays": False}
+        known = _run(crew, tmp_path / "known", (0, 1), made, config=config, batch=BatchSettings(max_steps=13))
+    assert _saved(tmp_path) == [13]
+    assert _distance(told, list(known[0].told["weights"].values())) == 0.0
+
+
+def test_a_gradient_that_is_not_finite_is_not_sent(crew: Crew, tmp_path: Path) -> None:
+    """The others wait for it until the run's controller ends the generation."""
+    with servers(2) as made:
+        config, common = _told(tmp_path, (0, 1), made, SERVED, {"bad": (1, 6)})
+        crew.begin((0, 1), "islands.train", config, anomalies=AnomalySettings("rollback"), **common)
+        bad = crew.outcome(1).result
+        crew.in_collective(0)
+        crew.abort(0, "step 7 is bad")
+        assert crew.outcome(0).result.kind == "ended"
+    assert bad.kind == "anomaly"
+    assert bad.bad_step.positions == ((6 * BATCH, 7 * BATCH),)
+
+
+@pytest.mark.parametrize(
+    ("top", "why"), [({"gradient_clipping": 1.0}, "gradient_clipping"), ({"bf16": {"enabled": True}}, "fp32")]
+)
+def test_what_a_server_cannot_do_is_refused(crew: Crew, tmp_path: Path, top: dict[str, Any], why: str) -> None:
+    config, common = _told(tmp_path, (0,), [(("127.0.0.1", 1), None)], EXACT, {"top": top})
+    (outcome,) = crew.run((0,), "islands.train", config, **common)
+    assert outcome.result.kind == "usage_error"
+    assert why in outcome.result.message
+
+
+def test_it_comes_to_the_optimum(crew: Crew, tmp_path: Path) -> None:
+    """Strongly convex, full batches."""
+    ridge, settings = 0.05, CommunicationSettings("async", "parameter_server", staleness=3, every_steps=60)
+    with servers(2) as made:
+        config = {"stage": 0, "lr": 0.3, "batch": 960, "micro": 480, "ridge": ridge, "url": str(tmp_path)}
+        config |= {"top": {"gradient_clipping": 0.0}}
+        outcomes = crew.run(
+            (0, 1), "convex.train", {**config, "servers": [address for address, _ in made]},
+            batch=BatchSettings(max_steps=240), max_world_size=4, communication=settings, nodes=(0, 1),
+        )  # fmt: skip
+    assert {outcome.result.kind for outcome in outcomes} == {"finished"}, outcomes[0].result.traceback
+    least, begun = optimum(ridge), objective(torch.zeros(DIMENSIONS), ridge)
+    left = (float(outcomes[0].told["objective"]) - least) / (begun - least)
+    assert left < 1e-3, left
