@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
+from elastic.core.checkpoint.manifest import Json
 from elastic.core.checkpoint.shares import island_of, outer_of
+from elastic.core.data.steps import StepReport
 from elastic.core.errors import UsageError
+from elastic.core.server.continuing import Saved
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,21 @@ class Live(Protocol):
         ...
 
 
+# As JSON; None where other tensors belong to it.
+Told = Callable[[], Mapping[str, Json] | None]
+
+
+@dataclass(frozen=True)
+class Newer:
+    """A later state than the one that was restored: `install` puts the optimizer's tensors into the engine, `told` is
+    what `Told` had of it. `reports`: the steps up to it as ranks had reported them, JSON by step."""
+
+    step: int
+    told: Mapping[str, Json]
+    reports: Mapping[int, Sequence[Mapping[str, Json]]]
+    install: Callable[[], None]
+
+
 class Shares:
     """One rank's. The ranks of a generation have different ones, and together all that `shapes_kept` names. This one
     is that of a run without any."""
@@ -60,9 +78,16 @@ class Shares:
     # None: all ranks have equal weights and optimizer state after every step.
     apart: Apart | None = None
 
-    def begin(self, live: Callable[[], Live], part: Callable[[], StepPart]) -> None:
+    def begin(self, live: Callable[[], Live], part: Callable[[], StepPart], told: Told) -> None:
         """Once, before a restore. `live` raises UsageError where a rank has not all of it; `part` tells of the step
-        under way."""
+        under way; `told` what is saved of the step just finished besides the optimizer's tensors."""
+
+    def newer(self, saved: Saved) -> Newer | None:
+        """What has become elsewhere of the state that was restored. Collective."""
+        return None
+
+    def closed(self, report: StepReport) -> None:
+        """The step just finished was reported."""
 
     @property
     def whole(self) -> bool:

@@ -10,7 +10,7 @@ reports are made when it is closed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -111,6 +111,7 @@ class StepLoop:
     `take_metrics` gives what the user's code has reported since it was last called; `before_first` is called once,
     before the first batch is handed out. `course`: of a stream with epochs, whose plan is made step by step.
     `carried`: what this rank has of the first step already. `shares` say after which steps the run may be saved.
+    `taken_over`: what it reports of steps that were made in an earlier generation and are not done again.
     """
 
     def __init__(
@@ -124,8 +125,10 @@ class StepLoop:
         course: Course | None = None,
         carried: Unfinished | None = None,
         shares: Shares | None = None,
+        taken_over: Sequence[StepReport] = (),
     ) -> None:
         self._plan = plan
+        self._taken_over = taken_over
         self._shares = shares or Shares()
         self._course = course
         self._kept, self._tokens = ((), 0) if carried is None else (carried.batches, carried.tokens)
@@ -335,8 +338,11 @@ class StepLoop:
         snapshots = self._saving()
         with self._scope.translating():
             stall_s = done.fenced_s + snapshots.prepare(done.report.duration_s, done.applied)
-        self._scope.coordinator.step_done(replace(done.report, save_stall_s=stall_s, metrics=self._take_metrics()))
+        report = replace(done.report, save_stall_s=stall_s, metrics=self._take_metrics())
+        self._scope.coordinator.step_done(report)
         snapshots.start()
+        with self._scope.translating():
+            self._shares.closed(report)
         if self._save_asked and self._shares.whole:
             self._save_asked = False
             self._save()
@@ -344,6 +350,10 @@ class StepLoop:
     def _boundary(self) -> None:
         """Ask whether the generation ends here as planned; if so, save exactly this step and leave."""
         stop = self._scope.coordinator.boundary(self._scope.step)
+        reports, self._taken_over = self._taken_over, ()
+        for report in reports:
+            self._scope.coordinator.step_done(report)
+            self._shares.closed(report)
         if stop is not None:
             self._save(durable=stop is not Stop.MEMORY)
             self._scope.end_as_planned(last=stop is Stop.LAST)

@@ -18,6 +18,7 @@ from server_ranks import serve
 from test_bounded_staleness import STEPS, expected
 
 from elastic.checkpoint.storage import CheckpointStore
+from elastic.core.data.steps import join
 from elastic.core.generation_spec import BatchSettings
 from elastic.core.settings import AnomalySettings, CommunicationSettings
 
@@ -111,8 +112,8 @@ def test_a_rank_goes_on_while_another_stands_still(crew: Crew, tmp_path: Path) -
     assert _steps(outcome) == list(range(1, 10))
 
 
-def test_a_loss_within_a_round_goes_back_to_its_beginning(crew: Crew, tmp_path: Path) -> None:
-    """A rank is lost, then a server; each time the run goes on with what is left, and ends as if nothing had been."""
+def test_a_rank_is_lost_and_then_a_server(crew: Crew, tmp_path: Path) -> None:
+    """Each time the run goes on with what is left, and ends as if nothing had been."""
     with servers(3) as made:
         config, common = _told(tmp_path, (0, 1, 2), made, EXACT, {"stays": (2, 7)})
         crew.begin((0, 1, 2), "islands.train", config, checkpoint_every_steps=1, **common)
@@ -138,6 +139,83 @@ def test_a_loss_within_a_round_goes_back_to_its_beginning(crew: Crew, tmp_path: 
         told = _run(crew, tmp_path, (0, 0), made, checkpoint=_newest(tmp_path))
     assert _distance(told, expected(0, 5, clip=None)) < 2e-5
     assert _steps(told[0]) == list(range(11, STEPS + 1))
+
+
+@pytest.mark.parametrize(("saved", "done", "in_loop"), [(5, 8, True), (5, 8, False), (0, 3, False)])
+def test_after_the_loss_of_a_node_the_run_goes_on_from_the_other_servers(
+    crew: Crew, tmp_path: Path, saved: int, done: int, in_loop: bool
+) -> None:
+    """The worker and the server of a node are killed after `done` steps; the run was saved after `saved`, or never.
+    The steps between are taken over: ranks report them as if they had made them, and nobody computes them again."""
+    told = {"stays": (2, done), "in_loop": in_loop, "points": True}
+    with servers(3) as made:
+        config, common = _told(tmp_path, (0, 1, 2), made, EXACT, told)
+        crew.begin((0, 1, 2), "islands.train", config, checkpoint_every_steps=1, **common)
+        crew.reached(2, "stays")
+        for step in (saved,) if saved else ():
+            crew.reached(0, f"committed step {step}")
+        for number in (0, 1):
+            crew.reached(number, f"begins step {done + 1}")
+        crew.members[2].signal(signal.SIGKILL)
+        made[2][1].kill()
+        for number in (0, 1):
+            crew.abort(number, "node 2 is lost")
+        lost = [crew.outcome(number).result.kind for number in (0, 1)]
+        assert set(lost) <= {"ended", "collective_failed"}
+        told = {"in_loop": in_loop, "points": True}
+        left = _run(crew, tmp_path, (0, 1), made, config=told, checkpoint=_newest(tmp_path) if saved else None)
+    assert _distance(left, expected(0, 5, clip=None)) < 2e-5
+    for number, outcome in enumerate(left):
+        assert _steps(outcome) == list(range(saved + 1, STEPS + 1))
+        begun = [point for point in crew.members[number].points if point.startswith("begins")]
+        assert begun[0] == f"begins step {done + 1}"
+    assert f"updates {saved + 1} to {done} are taken over" in left[0].reports[done - saved].travel
+    for at, step in enumerate(range(saved, STEPS)):
+        positions = (part for outcome in left for part in outcome.reports[at].positions)
+        assert join(positions) == ((step * BATCH, (step + 1) * BATCH),)
+
+
+def test_what_was_taken_over_survives_the_next_loss(crew: Crew, tmp_path: Path) -> None:
+    """Node 2 is lost in step 9 and node 1 in step 10, and nothing was saved since step 5."""
+    checkpoint, nodes = None, (0, 1, 2)
+    with servers(3) as made:
+        for done in (8, 9):
+            config, common = _told(tmp_path, nodes, made, EXACT, {"stays": (nodes[-1], done), "points": True})
+            crew.begin(nodes, "islands.train", config, checkpoint_every_steps=1, checkpoint=checkpoint, **common)
+            crew.reached(nodes[-1], "stays")
+            if checkpoint is None:
+                crew.reached(0, "committed step 5")
+            for number in nodes:
+                crew.reached(number, f"begins step {done + 1}")
+            crew.members[nodes[-1]].signal(signal.SIGKILL)
+            made[nodes[-1]][1].kill()
+            nodes, checkpoint = nodes[:-1], _newest(tmp_path)
+            for number in nodes:
+                crew.abort(number, "a node is lost")
+                crew.outcome(number)
+        assert _saved(tmp_path) == [5]
+        (left,) = _run(crew, tmp_path, nodes, made, config={"points": True}, checkpoint=checkpoint)
+    assert _distance([left], expected(0, 5, clip=None)) < 2e-5
+    assert crew.members[0].points[0] == "begins step 10"
+    assert [report.positions for report in left.reports] == [
+        ((step * BATCH, (step + 1) * BATCH),) for step in range(5, STEPS)
+    ]
+
+
+def test_where_both_copies_of_a_shard_are_lost_the_run_goes_back_to_what_was_saved(crew: Crew, tmp_path: Path) -> None:
+    with servers(3) as made:
+        config, common = _told(tmp_path, (0, 1, 2), made, EXACT, {"stays": (2, 8)})
+        crew.begin((0, 1, 2), "islands.train", config, checkpoint_every_steps=1, **common)
+        crew.reached(2, "stays")
+        crew.reached(0, "committed step 5")
+        for number in (1, 2):
+            crew.members[number].signal(signal.SIGKILL)
+            made[number][1].kill()
+        crew.abort(0, "two nodes are lost")
+        crew.outcome(0)
+        told = _run(crew, tmp_path, (0,), made, config={"points": True}, checkpoint=_newest(tmp_path))
+    assert _distance(told, expected(0, 5, clip=None)) < 2e-5
+    assert crew.members[0].points[0] == "begins step 6"
 
 
 def test_another_number_of_ranks_and_other_semantics(crew: Crew, tmp_path: Path) -> None:

@@ -112,5 +112,30 @@ def test_late_gradients_through_killed_nodes_are_the_undisturbed_run(
     assert exact.distance(moved) > 1e-3, "late gradients are another run"
 
 
+def test_after_a_killed_node_the_run_goes_on_from_the_servers_of_the_others(
+    cluster: LocalCluster, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    """The node's worker, agent and server are gone at once. Saved was step 6; steps 7 and 8 are not computed again."""
+    config = {**_CONFIG, "stage": 0, "clip": 0.0}
+    served = CommunicationSettings("async", "parameter_server", staleness=0, every_steps=3)
+    run = Run(cluster, tmp_path, config=config, memory={"every_steps": 1}, communication=served)
+    run.allow(8)
+    run.start()
+    run.reach(8)
+    run.wait_snapshot(6)
+    run.cluster.kill_node(run.node_of(run.away_from_head()[-1]).name)
+    run.wait_generation(2)
+    run.allow(20)
+    run.reach(20)
+    run.cluster.add_node()
+    run.grow_to(4)
+    run.finish()
+    run.assert_whole()
+    assert any("updates 7 to 8 are taken over from its servers" in sentence for sentence in _told(run))
+    still = undisturbed.train(run.config, 2, tmp_path / "four", 4)
+    moved = Outcome(whole_state(CheckpointStore(run.url, "run")), run.losses())
+    assert still.distance(moved) <= _CEILING
+
+
 def _told(run: Run) -> list[str]:
     return [step["travel"] for record in run.records("steps") for step in record["steps"] if "travel" in step]

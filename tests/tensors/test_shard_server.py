@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import parameter_servers as ps
@@ -12,11 +13,14 @@ import torch
 from torch import nn
 
 from elastic.comm.server import cuts
-from elastic.comm.server.requests import Advance, Push
+from elastic.comm.server.frozen import freeze, notes_of, read_shard
+from elastic.comm.server.requests import Advance, Close, Push
+from elastic.comm.server.shard import fresh, initial
 from elastic.comm.server.shard_client import ShardClient
 from elastic.comm.server.shard_server import ShardServer
 from elastic.comm.server.worker import FlatModel
 from elastic.core.errors import CollectiveFailed, Fenced, IntegrityError, UsageError
+from elastic.core.server.continuing import Whole, newest_whole
 from elastic.core.server.global_batches import begin, rank_part
 from elastic.core.server.placement import generation_view, next_view
 from elastic.store.open import open_objects
@@ -189,7 +193,7 @@ class _Ranks:
         flat = FlatModel(net, ps.adamw(net))
         self.client, self.view = made.client, generation_view(5, made.view.addresses)
         self.client.announce(self.view)
-        self.specs = flat.specs(2, micros=2)
+        self.specs = flat.specs(2, micros=2, keeps_last=True)
         for number, shard in enumerate(flat.shards(self.specs)):
             self.client.load_shard(number, shard)
         self.net, self.flat = net, flat
@@ -260,3 +264,59 @@ def test_a_newer_generation_shuts_out_the_one_before() -> None:
         with pytest.raises(CollectiveFailed, match="epoch"):
             ShardClient.ask(other, 0, lambda _: Advance(0, 5, 0, 1, 0, -1, 0.0))
         other.close()
+
+
+def _taken(made: ps.Cluster, whole: Whole) -> torch.Tensor:
+    parts = [
+        read_shard(made.view.addresses[name], ps.TOKEN, whole, shard, 0) for shard, name in enumerate(whole.holders)
+    ]
+    return torch.cat([tensors[name] for _, tensors in parts for name in tensors if name.endswith("/parameter")])
+
+
+def test_a_generation_that_is_over_leaves_its_state_until_the_next_one_has_begun() -> None:
+    """Two updates; of the third one gradient is on both shards, and the other nowhere."""
+    with ps.cluster(2) as made:
+        ranks = _Ranks(made)
+        for step in (0, 1):
+            for rank in (0, 1):
+                ranks.push(rank, step)
+                ranks.pull(rank, steps=step + 1, version=0)
+            for rank in (0, 1):
+                note = Close(0, 5, "primary", rank, step + 1, f"{rank} in {step + 1}", 1)
+                ranks.client.ask(0, lambda _, note=note: note)
+        ranks.push(0, 2)
+        made.servers.pop("s0").close()
+        found = freeze(ranks.view.addresses, ps.TOKEN, 6)
+        assert {name: len(copies) for name, copies in found.items()} == {"s1": 2}, "a replica and a primary"
+        whole = newest_whole(found)
+        assert whole == Whole(5, 2, 2, ("s1", "s1"))
+        assert torch.equal(_taken(made, whole), ranks.expected(2))
+        notes = notes_of(read_shard(made.view.addresses["s1"], ps.TOKEN, whole, 0, 1)[0])
+        assert notes == {2: {0: "0 in 2", 1: "1 in 2"}}, "of the steps that are asked for"
+        # The update before was made, too, and can be had again.
+        assert torch.equal(_taken(made, replace(whole, version=1)), ranks.expected(1))
+        with pytest.raises(Fenced, match="generation 5 is over"):
+            made.servers["s1"]._handle(Push(1, 5, "primary", rank_part(2, 1, 2), ()), {"gradient": torch.zeros(1)})
+
+        begins = generation_view(6, {"s1": made.view.addresses["s1"]})
+        client = ShardClient(begins.addresses.values(), ps.TOKEN)
+        client.announce(begins)
+        assert newest_whole(freeze(begins.addresses, ps.TOKEN, 7)) == whole, "nothing is loaded yet"
+        (spec,) = ranks.flat.specs(1, micros=1, keeps_last=True)
+        client.announce(generation_view(8, begins.addresses))
+        client.load_shard(0, fresh(spec, 2, 2, (), initial(spec, ranks.flat.parameters())))
+        part = torch.zeros(ranks.flat.numbers)
+        push = Push(0, 8, "primary", rank_part(2, 0, 1), (("gradient", part.numel()),))
+        client.ask(0, lambda _: push, (part,))
+        client.close()
+        (held,) = freeze(begins.addresses, ps.TOKEN, 9)["s1"]
+        assert (held.epoch, held.shards, held.first, held.last) == (8, 1, 2, 3)
+
+
+def test_what_did_not_arrive_as_it_was_sent_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ps.cluster(2) as made:
+        ranks = _Ranks(made)
+        freeze(ranks.view.addresses, ps.TOKEN, 6)
+        monkeypatch.setattr("elastic.comm.server.frozen.hash_of", lambda tensors: "another")
+        with pytest.raises(IntegrityError, match="did not arrive as it was sent"):
+            read_shard(made.view.addresses["s0"], ps.TOKEN, Whole(5, 0, 2, ()), 0, 0)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import xxhash
 
-from elastic.comm.server.requests import ReadCut, as_bytes, listed
+from elastic.comm.server.requests import ReadCut, as_bytes, hash_of, listed
 from elastic.comm.server.shard import Group, Shard, ShardSpec, fresh, joined, part_of
 from elastic.comm.server.shard_client import ShardClient
 from elastic.core.errors import IntegrityError
@@ -60,10 +60,7 @@ def save(client: ShardClient, specs: tuple[ShardSpec, ...], objects: Objects, fo
         _, tensors = client.ask(shard, lambda epoch: ReadCut(shard, epoch, cut.version, state.batches))
         chunks = [as_bytes(tensor) for tensor in tensors.values()]
         objects.put(f"{home}/shard-{shard}", chunks)
-        digest = xxhash.xxh3_64()
-        for chunk in chunks:
-            digest.update(chunk)
-        return {"tensors": listed(tensors), "xxh3": digest.hexdigest()}
+        return {"tensors": listed(tensors), "xxh3": hash_of(tensors.values())}
 
     shards = client.each(one)
     kept = {name: getattr(state, name) for name in ("micros", "staleness", "total", "cut_every")}

@@ -6,11 +6,12 @@ tensors follow where it names them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import xxhash
 
 from elastic.comm.server.shard import Options, ShardSpec
 from elastic.core.errors import IntegrityError
@@ -22,6 +23,8 @@ from elastic.transport.channel import Channel, Message
 # An update of a large shard takes a while, and its replica makes it first.
 ANSWER_LIMIT_S = 60.0
 
+# A message and the tensors that follow it.
+Answered = tuple[Message, Sequence[torch.Tensor]]
 # (name, number of elements): what follows a message.
 Listed = tuple[tuple[str, int], ...]
 
@@ -123,6 +126,38 @@ class ReadState:
 
 
 @dataclass(frozen=True)
+class Close:
+    """A rank has closed its step: `note` is what it has to say of it. Notes of steps before `forget` are not needed any
+    more."""
+
+    shard: int
+    epoch: int
+    role: Role
+    rank: int
+    step: int
+    note: str
+    forget: int
+
+
+@dataclass(frozen=True)
+class Freeze:
+    """Nothing more is done in generations before this one. Answered with what this server holds of them."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class ReadFrozen:
+    """The state of a shard after `version` updates of a frozen generation, with the hash of its bytes, and the notes of
+    the steps after `noted`, up to that one."""
+
+    shard: int
+    epoch: int
+    version: int
+    noted: int
+
+
+@dataclass(frozen=True)
 class Tell:
     """An event, to the shard that keeps the rules' state. Where the answer is to wait, it is given after `wait_s`."""
 
@@ -151,8 +186,8 @@ class ReadCut:
     batches: Mapping[int, Batch]
 
 
-OfShard = Load | Protect | Push | Apply | Pull | Advance | ReadState | Tell | ReadBatches | ReadCut
-Request = Install | ReadView | OfShard
+OfShard = Load | Protect | Push | Apply | Pull | Advance | Close | ReadState | Tell | ReadBatches | ReadCut
+Request = Install | ReadView | Freeze | ReadFrozen | OfShard
 
 
 @dataclass(frozen=True)
@@ -193,6 +228,13 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
     if tensor.dtype != torch.float32 or not tensor.is_contiguous():
         raise IntegrityError(f"a tensor of {tensor.dtype} cannot travel to a parameter server")
     return tensor.detach().reshape(-1).numpy().data.cast("B")
+
+
+def hash_of(tensors: Iterable[torch.Tensor]) -> str:
+    digest = xxhash.xxh3_64()
+    for tensor in tensors:
+        digest.update(as_bytes(tensor))
+    return digest.hexdigest()
 
 
 def send_tensors(channel: Channel, tensors: Sequence[torch.Tensor]) -> None:

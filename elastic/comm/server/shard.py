@@ -13,7 +13,7 @@ import torch
 import xxhash
 
 from elastic.core.errors import IntegrityError, UsageError
-from elastic.core.server.global_batches import KEPT_CUTS, Batch, Part
+from elastic.core.server.global_batches import KEPT_CUTS, Batch, Part, rank_batch
 
 Tensors = Mapping[str, torch.Tensor]
 # What each group of an optimizer updates with.
@@ -48,6 +48,9 @@ class ShardSpec:
     micros: int
     cut_every: int = 0
     rates: tuple[float, ...] = (1.0,)
+    # The state before the last update stays, too.
+    keeps_last: bool = False
+    shards: int = 1
 
 
 class Shard:
@@ -70,6 +73,8 @@ class Shard:
         # The micro-batches of all updates so far: every one below the first number, and these.
         self._below, self._above = 0, set[int]()
         self._cuts: dict[int, dict[str, torch.Tensor]] = {}
+        # By step and rank, from the newest `forget` on: see `Close`.
+        self.notes: dict[int, dict[int, str]] = {}
         groups = []
         for label, begin, end, options in pieces(spec):
             view = self.flat[begin - spec.begin : end - spec.begin]
@@ -107,6 +112,8 @@ class Shard:
         for part in batch:
             total += self._pending[part.micro, part.number]
         total /= self.spec.micros
+        if self.spec.keeps_last:
+            self._cuts = {version: {name: tensor.clone() for name, tensor in self.state().items()}}
         factor = self.spec.rates[min(version, len(self.spec.rates) - 1)]
         options = self._options.get((batch[0].micro, batch[0].number), ())
         for group, rate, (label, piece) in zip(
@@ -131,6 +138,25 @@ class Shard:
             self._above.remove(self._below)
             self._below += 1
 
+    @property
+    def given(self) -> tuple[int, int]:
+        """The first and the last number of updates after which this shard can give the state, where ranks have each
+        their own micro-batch in every step."""
+        last = self.version
+        while not self.missing(rank_batch(last, self.spec.micros)):
+            last += 1
+        return min((*self._cuts, self.version)), last
+
+    def at(self, version: int) -> Tensors:
+        """The state after so many updates, of those that are `given`; updates that are lacking are made."""
+        while self.version < version:
+            self.apply(self.version, rank_batch(self.version, self.spec.micros))
+        return self.state() if version == self.version else self._cuts[version]
+
+    def close(self, step: int, rank: int, note: str, forget: int) -> None:
+        self.notes.setdefault(step, {})[rank] = note
+        self.notes = {at: notes for at, notes in self.notes.items() if at >= forget}
+
     def cut(self, version: int) -> Tensors | None:
         """The state after so many updates; None where it is not kept, or not yet."""
         return self._cuts.get(version)
@@ -154,14 +180,17 @@ class Shard:
         for version, cut in self._cuts.items():
             tensors |= {f"{_CUT}/{version}/{name}": tensor for name, tensor in cut.items()}
         options = [[*key, list(each)] for key, each in self._options.items()]
+        notes = [[step, rank, note] for step, own in self.notes.items() for rank, note in own.items()]
         place = {"version": self.version, "below": self._below, "above": sorted(self._above)}
-        return {**place, "options": options}, tensors
+        return {**place, "options": options, "notes": notes}, tensors
 
 
 def from_everything(spec: ShardSpec, meta: Mapping[str, Any], tensors: Tensors) -> Shard:
     shard = Shard(spec, meta["version"], below(_STATE, tensors))
     shard._below, shard._above = meta["below"], set(meta["above"])
     shard._options = {(micro, number): tuple(each) for micro, number, each in meta["options"]}
+    for step, rank, note in meta["notes"]:
+        shard.close(step, rank, note, 0)
     for name, gradient in below(_PENDING, tensors).items():
         micro, number = name.split("/")
         shard._pending[int(micro), int(number)] = gradient

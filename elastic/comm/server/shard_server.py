@@ -9,16 +9,20 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 from typing_extensions import assert_never
 
+from elastic.comm.server.held import Held
 from elastic.comm.server.requests import (
     ANSWER_LIMIT_S,
     Advance,
+    Answered,
     Apply,
+    Close,
+    Freeze,
     Install,
     Load,
     OfShard,
@@ -27,6 +31,7 @@ from elastic.comm.server.requests import (
     Push,
     ReadBatches,
     ReadCut,
+    ReadFrozen,
     ReadState,
     ReadView,
     Request,
@@ -41,7 +46,8 @@ from elastic.comm.server.requests import (
 )
 from elastic.comm.server.shard import Shard, from_everything
 from elastic.core.errors import CollectiveFailed, ElasticError, Fenced, IntegrityError, UsageError
-from elastic.core.server.global_batches import Answer, Batch, Batches, Unknown, Wait, rank_batch, step
+from elastic.core.server.continuing import HeldCopy
+from elastic.core.server.global_batches import Answer, Batch, Unknown, Wait, rank_batch, step
 from elastic.core.server.placement import Copy, Role, Servers, View, installed, refused
 from elastic.core.typed_json import encode
 from elastic.transport.channel import Channel, Message, checked, error_message
@@ -53,31 +59,6 @@ logger = logging.getLogger(__name__)
 _JOIN_LIMIT_S = 15.0
 _IDLE_S = 30.0
 
-Answered = tuple[Message, Sequence[torch.Tensor]]
-
-
-class _Held:
-    """This server's copy of a shard. Everything but `link` is used under `changed`."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.changed = threading.Condition()
-        self.copy = Copy()
-        self.servers: Servers | None = None
-        self.shard: Shard | None = None
-        self.loaded = ""
-        # The state of the rules, where this is the shard that keeps them.
-        self.batches: Batches | None = None
-        # Of the ranks that have said so: how many steps' gradients all shards have.
-        self.steps: dict[int, int] = {}
-        # To the replica, once it is in step.
-        self.link: Channel | None = None
-
-    def unlink(self) -> None:
-        if self.link is not None:
-            self.link.close()
-            self.link = None
-
 
 class ShardServer:
     """Listens on (host, free port) and starts its threads. `name` is the server's in views; empty: `name_at` of where
@@ -88,7 +69,7 @@ class ShardServer:
         self._token = token
         self._lock = threading.Lock()
         self._view: View | None = None
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, Held] = {}
         # The first optimizer of a process imports much of torch, which takes seconds: not within a request.
         torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)
         self._listener = Listener(token, host, self._serve, name="parameter")
@@ -131,16 +112,24 @@ class ShardServer:
             case Install():
                 self._install(request.view)
                 return {}, ()
+            case Freeze():
+                return {"held": [encode(copy) for copy in self._freeze(request.generation)]}, ()
+            case ReadFrozen():
+                return self._known(request.shard).read_frozen(request)
             case ReadView():
                 with self._lock:
                     return {"view": None if self._view is None else encode(self._view)}, ()
             case _:
-                with self._lock:
-                    held = self._held.get(request.shard)
-                if held is None:
-                    raise Fenced(f"server {self._name} has not heard of shard {request.shard}")
+                held = self._known(request.shard)
                 with held.changed:
                     return self._of_shard(held, request, tensors)
+
+    def _known(self, shard: int) -> Held:
+        with self._lock:
+            held = self._held.get(shard)
+        if held is None:
+            raise Fenced(f"server {self._name} has not heard of shard {shard}")
+        return held
 
     def _install(self, view: View) -> None:
         with self._lock:
@@ -148,7 +137,7 @@ class ShardServer:
                 return
             self._view = view
             for number in range(len(view.shards)):
-                self._held.setdefault(number, _Held(number))
+                self._held.setdefault(number, Held(number))
         for number, servers in enumerate(view.shards):
             held = self._held[number]
             link = held.link
@@ -157,17 +146,36 @@ class ShardServer:
             with held.changed:
                 self._install_shard(held, servers)
 
-    def _install_shard(self, held: _Held, servers: Servers) -> None:
+    def _install_shard(self, held: Held, servers: Servers) -> None:
         if held.servers is not None and held.servers.epoch >= servers.epoch:
             return
-        held.servers = servers
+        own = held.own()
+        if own is not None and own[1].spec.keeps_last:
+            held.before = own
+        held.servers, held.frozen = servers, False
         held.copy = installed(held.copy, self._name, servers)
         if held.copy.epoch is None:
             held.shard = held.batches = None
         held.unlink()
         held.changed.notify_all()
 
-    def _of_shard(self, held: _Held, request: OfShard, tensors: Mapping[str, torch.Tensor]) -> Answered:
+    def _freeze(self, generation: int) -> list[HeldCopy]:
+        with self._lock:
+            known = list(self._held.values())
+        return [copy for held in known for copy in held.freeze(generation)]
+
+    def _begun(self, epoch: int) -> None:
+        """All shards have their state in this generation: what is left of the one before is not needed any more."""
+        with self._lock:
+            view = self._view
+            if view is None or view.number != epoch:
+                return
+            for number in [number for number in self._held if number >= len(view.shards)]:
+                self._held.pop(number).unlink()
+            for held in self._held.values():
+                held.before = None
+
+    def _of_shard(self, held: Held, request: OfShard, tensors: Mapping[str, torch.Tensor]) -> Answered:
         match request:
             case Load():
                 return self._load(held, request, tensors)
@@ -178,6 +186,8 @@ class ShardServer:
             case Push():
                 shard = self._own(held, request.epoch, request.role)
                 gradient = tensors["gradient"]
+                if held.before is not None:
+                    self._begun(request.epoch)
                 if request.role == "primary":
                     self._forward(held, replace(request, role="replica"), gradient)
                 shard.push(request.part, gradient, request.options)
@@ -190,6 +200,12 @@ class ShardServer:
                 return _parameters(self._advanced(held, request.epoch, request.version, request.batches), request.have)
             case Advance():
                 return self._steps_done(held, request)
+            case Close():
+                shard = self._own(held, request.epoch, request.role)
+                if request.role == "primary":
+                    self._forward(held, replace(request, role="replica"))
+                shard.close(request.step, request.rank, request.note, request.forget)
+                return {}, ()
             case ReadState():
                 shard = self._own(held, request.epoch)
                 state = {name: tensor.clone() for name, tensor in shard.state().items()}
@@ -208,8 +224,10 @@ class ShardServer:
             case _:
                 assert_never(request)
 
-    def _own(self, held: _Held, epoch: int, role: Role = "primary") -> Shard:
+    def _own(self, held: Held, epoch: int, role: Role = "primary") -> Shard:
         assert held.servers is not None
+        if held.frozen:
+            raise Fenced(f"shard {held.number}: generation {epoch} is over")
         why = refused(held.copy, self._name, held.servers, epoch, role)
         if why is not None:
             # Nothing will bring it back: who asks need not ask again.
@@ -219,7 +237,7 @@ class ShardServer:
             raise IntegrityError(f"shard {held.number} has no state")
         return held.shard
 
-    def _load(self, held: _Held, request: Load, tensors: Mapping[str, torch.Tensor]) -> Answered:
+    def _load(self, held: Held, request: Load, tensors: Mapping[str, torch.Tensor]) -> Answered:
         servers = held.servers
         assert servers is not None
         mine = servers.primary if request.role == "primary" else servers.replica
@@ -234,7 +252,7 @@ class ShardServer:
         held.steps = {}
         return {}, ()
 
-    def _linked(self, held: _Held) -> Channel | None:
+    def _linked(self, held: Held) -> Channel | None:
         """The connection to the replica, which is in step then; None where there is none by the view."""
         assert held.servers is not None
         assert held.shard is not None
@@ -262,7 +280,9 @@ class ShardServer:
         held.link = link
         return link
 
-    def _forward(self, held: _Held, request: Push | Apply | Tell, gradient: torch.Tensor | None = None) -> Message:
+    def _forward(
+        self, held: Held, request: Push | Apply | Tell | Close, gradient: torch.Tensor | None = None
+    ) -> Message:
         link = self._linked(held)
         if link is None:
             return {}
@@ -278,7 +298,7 @@ class ShardServer:
                 raise
             raise CollectiveFailed(f"the replica of shard {held.number} is lost: {error}") from error
 
-    def _advanced(self, held: _Held, epoch: int, version: int, batches: Mapping[int, Batch]) -> Shard:
+    def _advanced(self, held: Held, epoch: int, version: int, batches: Mapping[int, Batch]) -> Shard:
         """The shard after at least `version` updates, on both copies."""
         shard = self._own(held, epoch)
         # Also where no update is lacking: its answer is a promise for both copies.
@@ -294,7 +314,7 @@ class ShardServer:
                 raise IntegrityError(f"the copies of shard {held.number} differ after update {at}")
         return shard
 
-    def _steps_done(self, held: _Held, request: Advance) -> Answered:
+    def _steps_done(self, held: Held, request: Advance) -> Answered:
         until = time.monotonic() + request.wait_s
         self._own(held, request.epoch)
         held.steps[request.rank] = max(request.steps, held.steps.get(request.rank, 0))
@@ -312,7 +332,7 @@ class ShardServer:
         batches = {at: rank_batch(at, ranks) for at in range(shard.version, done)}
         return _parameters(self._advanced(held, request.epoch, done, batches), request.have)
 
-    def _told(self, held: _Held, request: Tell) -> Answer:
+    def _told(self, held: Held, request: Tell) -> Answer:
         until = time.monotonic() + request.wait_s
         while True:
             self._own(held, request.epoch, request.role)

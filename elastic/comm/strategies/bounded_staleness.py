@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from elastic.checkpoint.shares import Live, Shares, StepPart
+from elastic.checkpoint.shares import Live, Shares, StepPart, Told
 from elastic.comm.collective_ledger import CollectiveLedger
 from elastic.comm.strategies.reduction import in_buckets
 from elastic.core.checkpoint.rounds import Rounds
@@ -102,7 +102,7 @@ class BoundedStaleness(Shares):
             f"{self._rounds.every} steps"
         )
 
-    def begin(self, live: Callable[[], Live], part: Callable[[], StepPart]) -> None:
+    def begin(self, live: Callable[[], Live], part: Callable[[], StepPart], told: Told) -> None:
         self._part = part
 
     @property

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from elastic.checkpoint.shares import Apart, Live, Shares, StepPart, refusal
+from elastic.checkpoint.shares import Apart, Live, Shares, StepPart, Told, refusal
 from elastic.comm.collective_ledger import CollectiveLedger
 from elastic.comm.strategies.error_feedback import Shapes, parts_of
 from elastic.comm.strategies.reduction import in_buckets
@@ -129,7 +129,7 @@ class LocalUpdates(Shares):
             f"every {self._rounds.gap} steps"
         )
 
-    def begin(self, live: Callable[[], Live], part: Callable[[], StepPart]) -> None:
+    def begin(self, live: Callable[[], Live], part: Callable[[], StepPart], told: Told) -> None:
         self._live, self._part = live(), part
 
     @torch.no_grad()

@@ -9,25 +9,31 @@ the optimizer's state after the same update, which it takes from the servers: th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from elastic.checkpoint.shares import Live, Shares, StepPart
+from elastic.checkpoint.shares import Live, Newer, Shares, StepPart, Told
 from elastic.comm.collective_ledger import CollectiveLedger
-from elastic.comm.server.requests import Advance, Push, ReadState
+from elastic.comm.server.frozen import freeze, notes_of, read_shard
+from elastic.comm.server.requests import Advance, Close, Push, ReadState
 from elastic.comm.server.shard import fresh, joined, part_of
-from elastic.comm.server.shard_client import WAIT_S, ShardClient
+from elastic.comm.server.shard_client import LEAD, WAIT_S, ShardClient
 from elastic.comm.server.shard_server import name_at
 from elastic.comm.server.worker import FlatModel
+from elastic.core.checkpoint.manifest import Json
 from elastic.core.checkpoint.rounds import PARAMETER_SERVER, Rounds
+from elastic.core.data.steps import StepReport
 from elastic.core.errors import CollectiveFailed, Fenced, IntegrityError, StorageError
+from elastic.core.server.continuing import Saved, Whole, goes_on_from, newest_whole
 from elastic.core.server.global_batches import rank_part
 from elastic.core.server.placement import generation_view
 from elastic.core.settings import CommunicationSettings
+from elastic.core.typed_json import decode, encode
 from elastic.transport.handshake import Address
 
 # A server that does not answer is on a node that is lost: the generation ends, and the run goes on without it.
@@ -72,6 +78,12 @@ class ServedUpdates(Shares):
         self._steps, self._versions, self._ranges = 0, list[int](), list[tuple[int, int]]()
         self._flat = torch.empty(0)
         self._whole = True
+        # What the generation was restored from, and the last two ends of rounds: also the older one may be where the
+        # run goes back to.
+        self._origin, self._ends = Saved(), (0, 0)
+        self._early: list[tuple[int, str]] = []
+        self._told: Told | None = None
+        self._ledger = ledger
         self._send = ledger.timed("push", self._pushed, axis=_AXIS)
         self._take = ledger.timed("pull", self._pulled, axis=_AXIS)
         ledger.remark = (
@@ -79,8 +91,40 @@ class ServedUpdates(Shares):
             f"{self._rounds.every} steps"
         )
 
-    def begin(self, live: Callable[[], Live], part: Callable[[], StepPart]) -> None:
-        self._part = part
+    def begin(self, live: Callable[[], Live], part: Callable[[], StepPart], told: Told) -> None:
+        self._part, self._told = part, told
+
+    def newer(self, saved: Saved) -> Newer | None:
+        """What the servers hold of the generation that was lost. They take no more of it."""
+        self._origin, step = saved, saved.step
+        with _translated():
+            addresses, _ = self._servers()
+            self._access.connects_to(list(addresses.values()))
+            chosen = [self._left(addresses, saved) if self._rank == 0 else None]
+            dist.broadcast_object_list(chosen, src=dist.get_global_rank(self._group, 0), group=self._group)
+            whole, token = chosen[0], self._access.token
+            if whole is None:
+                return None
+            parts = [read_shard(addresses[at], token, whole, shard, step) for shard, at in enumerate(whole.holders)]
+        state = joined(item for _, tensors in parts for item in tensors.items())
+        notes = {at: [json.loads(own[rank]) for rank in sorted(own)] for at, own in notes_of(parts[LEAD][0]).items()}
+        reports = {at: [note["report"] for note in own] for at, own in notes.items()}
+        self._ledger.remark += f"; updates {step + 1} to {whole.version} are taken over from its servers"
+        return Newer(whole.version, notes[whole.version][0]["told"], reports, lambda: self._model.install_state(state))
+
+    def closed(self, report: StepReport) -> None:
+        """Its gradient may be in an update that outlives this rank: others must be able to report the step then."""
+        note: dict[str, Json] = {"report": report.to_json(), "origin": encode(self._origin)}
+        if self._rank == 0:
+            note["told"] = None if self._told is None else self._told()
+        if self._client is None:
+            # Taken over from the generation before: the servers get it with the state that it belongs to.
+            self._early.append((report.step, json.dumps(note)))
+            return
+        if self._whole:
+            self._ends = (self._ends[1], report.step)
+        with _translated():
+            self._note(self._client, report.step, json.dumps(note))
 
     @property
     def whole(self) -> bool:
@@ -129,15 +173,36 @@ class ServedUpdates(Shares):
         if self._rank == 0:
             client.announce(view)
         dist.barrier(group=self._group)
-        specs = self._model.specs(len(first), self._ranks)
+        specs = self._model.specs(len(first), self._ranks, keeps_last=True)
         if self._rank in first:
             shard, state = first.index(self._rank), self._model.state()
             spec = specs[shard]
             client.load_shard(shard, fresh(spec, step, step * self._ranks, (), part_of(spec, state)))
         dist.barrier(group=self._group)
+        self._ends = (self._origin.step, self._origin.step)
+        for at, note in self._early:
+            self._note(client, at, note)
         self._ranges = [(spec.begin, spec.end) for spec in specs]
         self._steps, self._versions, self._flat = step, [step] * len(specs), self._model.parameters()
         return client
+
+    def _note(self, client: ShardClient, step: int, note: str) -> None:
+        forget = self._ends[0] + 1
+        client.ask(LEAD, lambda epoch: Close(LEAD, epoch, "primary", self._rank, step, note, forget))
+
+    def _left(self, addresses: Mapping[str, Address], saved: Saved) -> Whole | None:
+        """The newest state of which all shards are there, where it has followed the one that was restored."""
+        token = self._access.token
+        whole = newest_whole(freeze(addresses, token, self._generation))
+        if whole is None or whole.version <= saved.step:
+            return None
+        notes = notes_of(read_shard(addresses[whole.holders[LEAD]], token, whole, LEAD, saved.step)[0])
+        steps = [step for step, own in notes.items() if len(own) == whole.ranks]
+        if steps != [*range(saved.step + 1, whole.version + 1)]:
+            return None
+        last = json.loads(notes[whole.version][0])
+        follows = goes_on_from(whole, decode(Saved, last["origin"]), saved)
+        return whole if follows and last["told"] is not None else None
 
     def _servers(self) -> tuple[dict[str, Address], list[int]]:
         """The servers of all nodes, by their names in views, and the first rank of each node. Collective."""

@@ -106,6 +106,11 @@ def parse_snapshot_id(identifier: str) -> tuple[int, int]:
     return ref.step, ref.generation
 
 
+def generation_of(identifier: str) -> int:
+    """In which a snapshot, or a checkpoint in storage, was saved. Raises IntegrityError for anything else."""
+    return parse_checkpoint_id(identifier.removeprefix(_PREFIX)).generation
+
+
 def recoverable(held: Mapping[str, Iterable[Held]]) -> tuple[Snapshot, ...]:
     """Every snapshot of which each rank's shard is on some node, or can be made there of parity; newest first.
 

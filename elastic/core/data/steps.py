@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from elastic.core.data.collectives import CollectiveUse
@@ -135,6 +135,21 @@ class CompletedStep:
 
 def _ranges(positions: Iterable[Range]) -> tuple[Range, ...]:
     return tuple((start, end) for start, end in positions)
+
+
+def shared_out(reports: Sequence[StepReport], rank: int, ranks: int) -> StepReport:
+    """What one of `ranks` ranks reports of a step that other ranks had made, so that all together report the same."""
+    own = reports[rank::ranks]
+    first = reports[0]
+    return replace(
+        first,
+        loss=sum(report.loss for report in own),
+        positions=join(part for report in own for part in report.positions),
+        samples=sum(report.samples for report in own),
+        tokens=sum(report.tokens for report in own),
+        metrics=own[0].metrics if own else {},
+        rank=rank,
+    )
 
 
 def join(ranges: Iterable[Range]) -> tuple[Range, ...]:

@@ -10,15 +10,17 @@ import torch.distributed as dist
 
 from elastic.checkpoint.shares import Shares
 from elastic.comm.agreement import Agreement
-from elastic.core.checkpoint.snapshots import is_snapshot
+from elastic.core.checkpoint.snapshots import generation_of, is_snapshot
 from elastic.core.data.adaptive_batch import Change, refused_adaptive
 from elastic.core.data.audits import AuditPlan, refused_audit
 from elastic.core.data.finite import FinitePlace
 from elastic.core.data.micro_batches import refused_noise
 from elastic.core.data.readers import READERS
 from elastic.core.data.step_plan import StepPlan, total_samples
+from elastic.core.data.steps import StepReport
 from elastic.core.errors import UsageError
 from elastic.core.generation_spec import GenerationSpec
+from elastic.core.server.continuing import Saved
 from elastic.core.settings import WeightsSettings
 from elastic.engines.base import Config, Engine, Pipelined, ResolvedConfig, UserObjects
 from elastic.training.data import cursor
@@ -36,11 +38,12 @@ from elastic.training.in_loop.gradient_travel import reduce_gradients
 from elastic.training.in_loop.island_state import LiveWeights
 from elastic.training.in_loop.stand_in import StandIn
 from elastic.training.in_loop.step_share import StepShare, Unfinished
-from elastic.training.saving.resume import Resumed, resume, run_state
+from elastic.training.saving.resume import Resumed, catch_up, resume, run_state
 from elastic.training.saving.snapshots import Snapshots
 from elastic.training.scope import GenerationScope
 from elastic.training.session import Phase
 from elastic.training.state.engine_state import open_state
+from elastic.training.state.extra_state import read_alone
 from elastic.training.state.initial_weights import load_whole
 from elastic.training.step_loop import StepLoop
 from elastic.training.user.comparison import Comparison
@@ -232,7 +235,15 @@ def _opened(
     state = open_state(engine, scope.spec.tp, scope.spec.pp)
     generation.closing.callback(state.close)
     state.keep(shares)
-    shares.begin(lambda: LiveWeights(state.sharded), lambda: steps.part())
+    shares.begin(
+        lambda: LiveWeights(state.sharded),
+        lambda: steps.part(),
+        lambda: (
+            None
+            if plan.stream
+            else read_alone(engine, state.sharded, state.kept(), run_state(scope, plan, generation.state))
+        ),
+    )
     cursor.require_equal(plan, scope.spec.seed, state.agreement)
     saved_step, resumed = None, Resumed(plan)
     if scope.spec.checkpoint is not None:
@@ -245,6 +256,12 @@ def _opened(
         scope.enter(Phase.RESTORING)
         state.begin_from(weights)
         scope.enter(Phase.BUILDING)
+    taken_over: list[StepReport] = []
+    if not scope.spec.stops_at_start:
+        checkpoint = scope.spec.checkpoint
+        newer = shares.newer(Saved() if checkpoint is None else Saved(scope.step, generation_of(checkpoint)))
+        resumed, taken_over = catch_up(scope, engine, state, resumed, generation.state, newer)
+        plan, saved_step = resumed.plan, saved_step if newer is None else None
     audit = None
     if scope.spec.audit_every_steps is not None:
         turns = AuditPlan(scope.spec.audit_every_steps, scope.step, scope.spec.generation)
@@ -272,7 +289,9 @@ def _opened(
         before_first_batch(scope, generation.state, engine, state, source.dataset)
 
     carried = resumed.carried
-    steps = StepLoop(scope, plan, snapshots, generation.take_metrics, repeated, before_first, course, carried, shares)
+    steps = StepLoop(
+        scope, plan, snapshots, generation.take_metrics, repeated, before_first, course, carried, shares, taken_over
+    )
     # Nobody would take up what is kept of a function that is called again.
     refused = "" if generation.in_loop is None else unfinished.refused(plan, scope.spec)
     return steps, watch, audit, reader, StepShare(engine, scope, refused, carried)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from elastic.checkpoint.shares import Newer
 from elastic.core.data.readers import READERS, ReaderStates
 from elastic.core.data.step_plan import StepPlan
+from elastic.core.data.steps import StepReport, shared_out
+from elastic.engines.base import Engine
 from elastic.training.data import cursor
 from elastic.training.in_loop import unfinished
 from elastic.training.in_loop.step_share import Unfinished
 from elastic.training.scope import GenerationScope
 from elastic.training.session import Phase
 from elastic.training.state.engine_state import EngineState
+from elastic.training.state.extra_state import install_extra
 from elastic.training.user.state import State, objects_from_json, objects_to_json
 
 _OBJECTS = "objects"
@@ -58,7 +63,41 @@ def resume(
     assert scope.spec.checkpoint is not None
     scope.enter(Phase.RESTORING)
     report, restored = state.restore(scope.coordinator.source(), scope.spec.checkpoint, later=True)
-    saved = {key: value for key, value in restored.items() if key != READERS}
+    plan = _placed(scope, state, plan, user, {key: value for key, value in restored.items() if key != READERS})
+    readers = cursor.readers_of(restored.get(READERS), plan, state.agreement)
+    carried, why = None, "" if held is None else held.why
+    if unfinished.refused(plan, scope.spec) is None and not plan.over(scope.step):
+        plan, carried, why = unfinished.continued(held, plan, scope.step, module, state.agreement)
+    kept = 0 if carried is None else len(carried.batches)
+    scope.coordinator.restored(replace(report, kept=kept, again=why))
+    scope.enter(Phase.BUILDING)
+    return Resumed(plan, readers, carried)
+
+
+def catch_up(
+    scope: GenerationScope, engine: Engine, state: EngineState, resumed: Resumed, user: State, newer: Newer | None
+) -> tuple[Resumed, list[StepReport]]:
+    """Go on from a later state than the one that was restored, or that the run begins with. Returns also this rank's
+    reports of the steps in between. Collective."""
+    if newer is None:
+        return resumed, []
+    state.verified()
+    newer.install()
+    state.sharded.finish_install()
+    install_extra(engine, state.sharded, newer.told)
+    plan = _placed(scope, state, resumed.plan, user, newer.told["caller"])
+    spec = scope.spec
+    own = [
+        shared_out([StepReport.from_json(each, spec.generation, 0) for each in reports], spec.rank, spec.world_size)
+        for _, reports in sorted(newer.reports.items())
+    ]
+    return replace(resumed, plan=plan), own
+
+
+def _placed(
+    scope: GenerationScope, state: EngineState, plan: StepPlan, user: State, saved: Mapping[str, Any]
+) -> StepPlan:
+    """`run_state` as it was saved becomes that of this generation."""
     cursor.validate(saved, plan, scope.spec.seed)
     plan = cursor.from_state(saved, plan, scope.spec.batch)
     scope.step = int(saved["step"])
@@ -69,11 +108,4 @@ def resume(
     # Objects may be registered later: what they are given has been verified with the tensors.
     judged = {key: value for key, value in saved.items() if key != _OBJECTS}
     cursor.verify(judged, here, plan, plan.order(scope.spec.seed), state.agreement)
-    readers = cursor.readers_of(restored.get(READERS), plan, state.agreement)
-    carried, why = None, "" if held is None else held.why
-    if unfinished.refused(plan, scope.spec) is None and not plan.over(scope.step):
-        plan, carried, why = unfinished.continued(held, plan, scope.step, module, state.agreement)
-    kept = 0 if carried is None else len(carried.batches)
-    scope.coordinator.restored(replace(report, kept=kept, again=why))
-    scope.enter(Phase.BUILDING)
-    return Resumed(plan, readers, carried)
+    return plan

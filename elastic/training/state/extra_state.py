@@ -33,6 +33,13 @@ def read_extra(
     }
 
 
+def read_alone(engine: Engine, state: ShardedState, kept: object, caller: Mapping[str, Json]) -> dict[str, Json] | None:
+    """`read_extra`, where that and the optimizer's tensors are all of the state; None where others belong to it:
+    buffers, frozen parameters, tensors of registered objects (`kept`)."""
+    inventory = Inventory.of(state)
+    return None if kept or inventory.extras else read_extra(engine, state, inventory, caller)
+
+
 def extra_of(manifest: Manifest) -> Mapping[str, Json]:
     """The extra state of a checkpoint. Raises IntegrityError where a part is missing."""
     missing = set(_KEYS) - set(manifest.extra_state)

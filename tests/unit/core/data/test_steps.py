@@ -6,12 +6,13 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.core.data.collectives import CollectiveUse
 from elastic.core.data.step_table import StepTable
-from elastic.core.data.steps import RANKS_PER_METRIC, CompletedStep, StepReport, join, union
+from elastic.core.data.steps import RANKS_PER_METRIC, CompletedStep, StepReport, join, shared_out, union
 from elastic.core.events import FirstStepDone
 
 
@@ -163,3 +164,18 @@ def test_a_report_that_travels_with_a_snapshot_is_small_and_complete() -> None:
     whole = replace(whole, grad_norm=2.5, gradient_parts=(2.0, 0.5), sample_flops=9.0, audit="agreed")
     assert StepReport.from_json(json.loads(json.dumps(whole.to_json())), 3, 1) == whole
     assert set(report(3, 7, 1).to_json()) == {"step", "loss", "positions", "samples", "duration_s"}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_a_step_that_others_have_made_is_shared_out_whole(ranks: int) -> None:
+    made = [
+        StepReport(4, 0.5 + rank, ((10 * rank, 10 * rank + 10),), 10, 0.1, tokens=rank, metrics={"of": rank})
+        for rank in range(3)
+    ]
+    shared = [shared_out(made, rank, ranks) for rank in range(ranks)]
+    assert [report.rank for report in shared] == list(range(ranks))
+    assert {report.step for report in shared} == {4}
+    assert join(part for report in shared for part in report.positions) == ((0, 30),)
+    assert sum(report.loss for report in shared) == sum(report.loss for report in made)
+    assert (sum(report.samples for report in shared), sum(report.tokens for report in shared)) == (30, 3)
+    assert shared[0].metrics == {"of": 0}

@@ -1,0 +1,63 @@
+"""From which update a run can go on, of what its servers still hold when a generation was lost: pure.
+
+Every copy of a shard says which versions it can give: from the last update but one, whose state it keeps, to the one
+that all gradients are there for. A version counts when each shard has a copy that gives it and every rank has said what
+its step was: with its last gradient of step n a rank has closed step n - 1, so that at most the newest update is not
+among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class HeldCopy:
+    """A server's copy of a shard of `shards`, as the generation `epoch` of `ranks` ranks has left it. It gives the
+    state after `first` to `last` updates. `closed`: the steps that all ranks have closed, where this shard knows."""
+
+    epoch: int
+    shard: int
+    shards: int
+    ranks: int
+    first: int
+    last: int
+    closed: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The state after `version` updates of generation `epoch`; `holders[shard]` is a server that has it."""
+
+    epoch: int
+    version: int
+    ranks: int
+    holders: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A snapshot or checkpoint by its step and the generation that saved it; None: the run's beginning."""
+
+    step: int = 0
+    generation: int | None = None
+
+
+def newest_whole(held: Mapping[str, Sequence[HeldCopy]]) -> Whole | None:
+    """`held` by server. Of generations before the newest that any server knows nothing is taken: they were left."""
+    copies = [(name, copy) for name, own in held.items() for copy in own]
+    epoch = max((copy.epoch for _, copy in copies), default=None)
+    copies = [(name, copy) for name, copy in copies if copy.epoch == epoch]
+    for version in sorted({step for _, copy in copies for step in copy.closed}, reverse=True):
+        holders = {copy.shard: name for name, copy in reversed(copies) if copy.first <= version <= copy.last}
+        some = copies[0][1]
+        if epoch is not None and holders.keys() == set(range(some.shards)):
+            return Whole(epoch, version, some.ranks, tuple(holders[shard] for shard in range(some.shards)))
+    return None
+
+
+def goes_on_from(whole: Whole, origin: Saved, saved: Saved) -> bool:
+    """Is `whole`, of a generation that was restored from `origin`, what followed `saved`?"""
+    own = saved.generation == whole.epoch and saved.step > origin.step
+    return whole.version > saved.step and (saved == origin or own)
