@@ -58,6 +58,7 @@ class Workers:
         self._store = store
         self._emit = emit
         self._slots: dict[int, int] = {}
+        self._in_slot: dict[int, dict[int, None]] = {}
         # The actors of the workers that were created or found.
         self.handles: dict[int, Any] = {}
 
@@ -71,12 +72,14 @@ class Workers:
         return str(handle._actor_id.hex()) if handle is not None else ""
 
     def in_slot(self, slot: int) -> list[int]:
-        return [worker for worker, where in self._slots.items() if where == slot]
+        return list(self._in_slot.get(slot, ()))
 
     # --- beginning and end ---
 
     def assign(self, worker: int, slot: int) -> None:
+        self._leave_slot(worker)
         self._slots[worker] = slot
+        self._in_slot.setdefault(slot, {})[worker] = None
 
     async def create(self, worker: int, slot: int, group: Any, launcher: str = "") -> Any | None:
         """The actor of the worker, in the placement group of its slot. None if it does not have this slot any more: its
@@ -131,10 +134,17 @@ class Workers:
             return 0
 
     def end(self, worker: int) -> None:
-        self._slots.pop(worker, None)
+        self._leave_slot(worker)
         handle = self.handles.pop(worker, None)
         if handle is not None:
             _kill(handle)
+
+    def _leave_slot(self, worker: int) -> None:
+        slot = self._slots.pop(worker, -1)
+        there = self._in_slot.get(slot, {})
+        there.pop(worker, None)
+        if not there:
+            self._in_slot.pop(slot, None)
 
     # --- commands ---
 
