@@ -1,8 +1,9 @@
-"""Which node's agent passes on the quiet heartbeats and the step reports of which other nodes."""
+"""Which node's agent passes on the quiet heartbeats, the step reports and the commands of which other nodes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from elastic.core.fleet import Slots
@@ -22,7 +23,7 @@ class Nodes(Protocol):
 
 class Relays:
     """In a fleet of more than `per_relay` nodes every group of so many, in the order of their slots, has its first one
-    as relay. 0: no fleet has relays. Nobody has to be told of a change: who has a relay keeps it while it answers.
+    as relay. 0: no fleet has relays. Nobody has to be told of a change: who has a relay keeps it while it is there.
     """
 
     def __init__(self, per_relay: int) -> None:
@@ -33,16 +34,28 @@ class Relays:
 
     def of(self, node: str, fleet: Nodes, now: float) -> str | None:
         """The relay of `node`; None where it speaks for itself, as the relays do."""
+        relay = self.over(node, fleet, now)
+        return None if relay == node else relay
+
+    def over(self, node: str, fleet: Nodes, now: float) -> str | None:
+        """The relay of the group of `node`, which may be `node` itself; None where it is in none."""
         if not self._per_relay or len(fleet.slots) <= self._per_relay:
             return None
         if fleet.slots is not self._slots and (not self._of or now - self._at >= AGAIN_AFTER_S):
             self._slots, self._at = fleet.slots, now
-            self._of = _groups(fleet.nodes, self._per_relay)
-        relay = self._of.get(node)
-        return None if relay == node else relay
+            self._of = _groups(fleet.nodes, self._per_relay, self._of)
+        return self._of.get(node)
 
 
-def _groups(nodes: tuple[str, ...], size: int) -> dict[str, str]:
+def _groups(nodes: Sequence[str], size: int, before: Mapping[str, str]) -> dict[str, str]:
+    """The relay by node. Who had a relay keeps it; the others fill up groups, then form new ones."""
     if len(nodes) <= size:
         return {}
-    return {node: nodes[place - place % size] for place, node in enumerate(nodes)}
+    here = set(nodes)
+    kept = {node: relay for node in nodes if (relay := before.get(node)) in here and relay is not None}
+    taken = Counter(kept.values())
+    room = [relay for relay, count in taken.items() for _ in range(size - count)]
+    rest = [node for node in nodes if node not in kept]
+    filled, fresh = rest[: len(room)], rest[len(room) :]
+    new = {node: fresh[place - place % size] for place, node in enumerate(fresh)}
+    return {**kept, **dict(zip(filled, room, strict=False)), **new}

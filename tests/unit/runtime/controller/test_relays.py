@@ -48,5 +48,6 @@ def test_a_changed_fleet_is_looked_at_again_after_a_while_and_a_stranger_has_no_
     assert relays(of, fleet(list("abcd"))) == [None, "a", None, "c"]
     later = fleet(list("bcde"))
     assert relays(of, later, AGAIN_AFTER_S / 2) == ["a", None, "c", None], "e is not known yet; b finds out"
-    assert relays(of, later, AGAIN_AFTER_S) == [None, "b", None, "d"]
+    assert relays(of, later, AGAIN_AFTER_S) == [None, None, "c", "b"], "c and d keep what they have"
+    assert [of.over(node, later, AGAIN_AFTER_S) for node in later.nodes] == ["b", "c", "c", "b"]
     assert of.of("x", later, AGAIN_AFTER_S) is None
