@@ -26,7 +26,8 @@ class FailureSettings:
     heartbeat_s: float = 0.2
     # Silence after which a worker is suspected and probed; without an answer by then it counts as lost.
     suspect_after_s: float = 1.0
-    # In a run of more nodes, so many at a time have one's agent pass on their heartbeats and step reports; 0: never.
+    # In a run of more nodes, so many at a time have one's agent pass on their heartbeats, step reports and commands; 0:
+    # never.
     nodes_per_relay: int = 100
     probe_timeout_s: float = 0.5
     # A node whose agent is silent this many times in a row counts as lost, although its workers answer their probes.

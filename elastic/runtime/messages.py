@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -81,6 +82,41 @@ class BeatReply(NamedTuple):
 
     wanted: bool
     relay: Any = None
+
+
+class Command(NamedTuple):
+    """A command of the controller of `incarnation` for several workers. `shared` are the arguments that all of them
+    get; the worker's own follow them."""
+
+    incarnation: int
+    name: str
+    shared: tuple[Any, ...]
+
+
+class Part(NamedTuple):
+    """What of a command is for the workers of one node: the arguments of each. `agent` is the actor handle of the
+    node's agent; None where the receiver is this agent, or has been given the handle before."""
+
+    agent: Any
+    own: Mapping[int, tuple[Any, ...]]
+
+
+class Handed(NamedTuple):
+    """What became of a command, by worker: the answer, why a controller is not obeyed, how the process ended. A worker
+    that is in none of them has not acknowledged it."""
+
+    answers: dict[int, Any]
+    refused: dict[int, str]
+    died: dict[int, str]
+
+    def add(self, other: Handed) -> None:
+        for mine, more in zip(self, other, strict=True):
+            mine.update(more)
+
+    @property
+    def workers(self) -> set[int]:
+        """Of whom it tells."""
+        return {*self.answers, *self.refused, *self.died}
 
 
 class NodeReports(NamedTuple):

@@ -1,15 +1,18 @@
-"""Heartbeats and step reports by the agent of another node, as in fleets of more than `nodes_per_relay` nodes: nobody
-is accused because of it, and who passes them on may be lost like any other node."""
+"""Heartbeats, step reports and commands by the agent of another node, as in fleets of more than `nodes_per_relay`
+nodes: nobody is accused because of it, and who passes them on may be lost or frozen like any other node."""
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
 from elastic_cluster import LocalCluster, NodeState
-from harness import LIMIT_S, Run, module_cluster
+from harness import LIMIT_S, Run, actors_among, module_cluster
 
 from elastic.core.settings import ScalingSettings
 from elastic.runtime import names
@@ -26,11 +29,20 @@ def nodes() -> Iterator[LocalCluster]:
 
 def passed_on(run: Run) -> dict[int, int]:
     """Of each rank's node: what the controller has taken from its agent of other nodes' messages."""
-    found = {}
-    for rank in range(run.handle.progress()["world_size"]):
-        agent = ray.get_actor(names.agent(run.settings.run_id, 1, run.worker(rank)["node"]), names.NAMESPACE)
-        found[rank] = int(ray.get(agent.passed_on.remote(), timeout=LIMIT_S))
-    return found
+    return {rank: int(ray.get(agent_of(run, node).passed_on.remote(), timeout=LIMIT_S)) for rank, node in members(run)}
+
+
+def handed_on(run: Run) -> dict[str, tuple[int, int]]:
+    """Of each node: how many commands its worker has acknowledged to its agent, and other nodes' agents to this one."""
+    return {node: ray.get(agent_of(run, node).handed_on.remote(), timeout=LIMIT_S) for _, node in members(run)}
+
+
+def members(run: Run) -> list[tuple[int, str]]:
+    return [(rank, run.worker(rank)["node"]) for rank in range(run.handle.progress()["world_size"])]
+
+
+def agent_of(run: Run, node: str) -> Any:
+    return ray.get_actor(names.agent(run.settings.run_id, 1, node), names.NAMESPACE)
 
 
 def relays(run: Run) -> list[int]:
@@ -66,9 +78,14 @@ def test_a_relay_is_lost_alone_and_a_new_controller_is_found(
 
     struck = next(rank for rank in run.away_from_head() if rank in relays(run))
     node = run.worker(struck)["node"]
+    commands = handed_on(run)
     name = run.node_of(struck).name
     fault(cluster, name)
     run.wait_generation(2)
+    # The two nodes of the other group have been told by its relay, and the one that was left alone by the controller.
+    now = handed_on(run)
+    assert sorted(own > commands[other][0] for other, (own, _) in now.items()) == [False, True, True]
+    assert sorted(passed > commands[other][1] for other, (_, passed) in now.items()) == [False, False, True]
     if cluster.node(name).state is NodeState.FROZEN:
         # Its processes then end themselves.
         cluster.thaw_node(name)
@@ -76,3 +93,55 @@ def test_a_relay_is_lost_alone_and_a_new_controller_is_found(
     run.assert_whole()
     lost = [incident["lost_nodes"] for incident in run.incidents() if incident["lost_nodes"]]
     assert lost == [[node]]
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        pytest.param(signal.SIGCONT, id="thawed"),
+        pytest.param(signal.SIGKILL, id="killed", marks=pytest.mark.slow),
+    ],
+)
+def test_workers_behind_a_frozen_relay_are_told_all_the_same_and_what_it_held_has_no_effect(
+    cluster: LocalCluster, tmp_path: Path, after: signal.Signals
+) -> None:
+    """Its workers wait in their user's code: nothing but a command ends the generation for them."""
+    run = Run(
+        cluster, tmp_path, scaling=ScalingSettings(2, NODES), epochs=20,
+        failures={"nodes_per_relay": 2, "silent_agent_limit": 1000},
+    )  # fmt: skip
+    run.allow(6)
+    run.start()
+    run.reach(6)
+    run.walk_until(lambda: len(relays(run)) == 2, "two nodes to pass on what the others say")
+    (frozen, *_) = (rank for rank in run.away_from_head() if rank in relays(run))
+    agent = agent_process(cluster, run, frozen)
+    node = run.worker(frozen)["node"]
+    # Of the other group, whose commands go by another agent.
+    struck = next(rank for rank, _ in members(run) if rank // 2 != frozen // 2)
+
+    os.kill(agent, signal.SIGSTOP)
+    try:
+        cluster.kill_worker(run.worker(struck)["pid"])
+        run.wait_for("the generation to end", lambda records: [r for r in records if _ends(r)])
+        if after is signal.SIGCONT:
+            run.wait_generation(2)
+    finally:
+        os.kill(agent, after)
+    if after is signal.SIGKILL:
+        run.wait_generation(2)
+    run.finish()
+    run.assert_whole()
+    # The frozen agent's own node may have been silent for too long; the one behind it speaks for itself meanwhile.
+    lost = [incident["lost_nodes"] for incident in run.incidents() if incident["lost_nodes"]]
+    assert lost in ([[node]], [] if after is signal.SIGCONT else [[node]])
+
+
+def agent_process(cluster: LocalCluster, run: Run, rank: int) -> int:
+    pids = run.node_of(rank).pids
+    (pid,) = [pid for pid, title in actors_among(pids).items() if "AgentActor" in title]
+    return pid
+
+
+def _ends(record: Any) -> bool:
+    return record["type"] == "decision" and record["sentence"].startswith("generation 1 ends")

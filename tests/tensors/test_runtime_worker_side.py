@@ -370,7 +370,7 @@ def test_an_agent_kills_no_worker_for_a_controller_that_was_replaced() -> None:
         with pytest.raises(Fenced, match="controller 2 was replaced: node node-a obeys controller 3"):
             asyncio.run(AgentActor.kill(agent, 2, 7))
         with pytest.raises(Fenced, match="controller 2"):
-            asyncio.run(AgentActor.watch(agent, 2, 7, sleeper.pid))
+            asyncio.run(AgentActor.watch(agent, 2, 7, sleeper.pid, None))
         assert sleeper.poll() is None
         asyncio.run(AgentActor.kill(agent, 4, 7))
         assert sleeper.wait(30) == -signal.SIGKILL

@@ -288,6 +288,7 @@ class ControllerActor:
             loop.steps_recovered,
             self._links.watch,
             lambda step: loop.telemetry.contents.after(step),
+            lambda node: self._relays.over(node, loop.state.fleet, loop.clock.now()),
         )
         self._given_back.clear()
         if self._on_train_page:

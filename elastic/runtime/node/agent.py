@@ -33,8 +33,9 @@ from elastic.core.data.steps import StepReport
 from elastic.core.errors import Fenced
 from elastic.core.settings import RunSettings
 from elastic.runtime import handed_environment
-from elastic.runtime.messages import Beat, NodeFacts, NodeReply, NodeReports, Reply
+from elastic.runtime.messages import Beat, Command, Handed, NodeFacts, NodeReply, NodeReports, Part, Reply
 from elastic.runtime.niceness import raise_priority
+from elastic.runtime.node.downlink import Downlink
 from elastic.runtime.node.fork_server import ForkServer
 from elastic.runtime.node.heartbeats import open_mailbox, receive
 from elastic.runtime.node.report_relay import ReportRelay
@@ -88,6 +89,7 @@ class AgentActor:
         self._pids: dict[int, int] = {}
         self._watched: dict[int, int] = {}
         self._heard: dict[int, float] = {}
+        self._downlink = Downlink(node, self._heed, failures.probe_timeout_s)
         # Of workers that are silent.
         self._computing: dict[int, Computing] = {}
         self._gone: dict[int, str] = {}
@@ -163,20 +165,22 @@ class AgentActor:
     async def memory_stats(self) -> dict[str, Any]:
         return dict(self._memory.stats())
 
-    async def watch(self, incarnation: int, worker: int, pid: int) -> None:
-        """Report to the controller at once when process `pid` of `worker` ends. Raises Fenced as `kill` does."""
+    async def watch(self, incarnation: int, worker: int, pid: int, handle: Any) -> None:
+        """Report to the controller at once when process `pid` of `worker` ends; its commands go by the actor's
+        `handle`. Raises Fenced as `kill` does."""
         self._heed(incarnation)
+        self._downlink.workers[worker] = handle
         if worker in self._watched:
             return
         self._pids[worker] = pid
         self._heard[worker] = time.monotonic()
         try:
-            handle = os.pidfd_open(pid)
+            process = os.pidfd_open(pid)
         except ProcessLookupError:
             self._ended(worker)
             return
-        self._watched[worker] = handle
-        asyncio.get_event_loop().add_reader(handle, self._ended, worker)
+        self._watched[worker] = process
+        asyncio.get_event_loop().add_reader(process, self._ended, worker)
 
     async def kill(self, incarnation: int, worker: int) -> None:
         """SIGKILL, which also ends a stopped process. The worker is no longer watched.
@@ -190,6 +194,10 @@ class AgentActor:
         if pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+    async def hand_on(self, command: Command, parts: Mapping[str, Part]) -> Handed:
+        """A command for workers of this node, and of those that have it as relay; see `Downlink`."""
+        return await self._downlink.hand_on(command, parts)
 
     async def relay(self, worker: int, heard: int, reports: Sequence[StepReport]) -> Reply | None:
         """A worker's step reports, for the controller of incarnation `heard`. Its answer, or None: the worker then
@@ -211,6 +219,10 @@ class AgentActor:
     async def passed_on(self) -> int:
         """How many beats and reports of other nodes the controller has taken from this agent."""
         return self._uplink.passed_on
+
+    async def handed_on(self) -> tuple[int, int]:
+        """How many commands workers of this node have acknowledged to this agent, and other nodes' to those nodes'."""
+        return self._downlink.handed_on, self._downlink.passed_down
 
     async def ping(self) -> bool:
         return True
@@ -259,7 +271,7 @@ class AgentActor:
         if handle is not None:
             asyncio.get_event_loop().remove_reader(handle)
             os.close(handle)
-        for table in (self._pids, self._heard):
+        for table in (self._pids, self._heard, self._downlink.workers):
             table.pop(worker, None)
         self._computing.pop(worker, None)
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from elastic.checkpoint.source import CheckpointSource
     from elastic.checkpoint.storage import CheckpointStore
     from elastic.checkpoint.writer import BackgroundWriter
-    from elastic.core.generation_spec import GenerationSpec, Rendezvous
+    from elastic.core.generation_spec import GenerationSpec, MemoryPlan, Rendezvous
     from elastic.core.policy.device_health import Fault
     from elastic.runtime.messages import Assembled
     from elastic.runtime.worker.ray_coordinator import RayCoordinator
@@ -189,11 +189,15 @@ class WorkerActor:
                 self._stores[generation] = host_store(_address())
             return self._stores[generation]
 
-    def begin(self, spec: GenerationSpec, rendezvous: Rendezvous) -> None:
+    def begin(
+        self, shared: GenerationSpec, rendezvous: Rendezvous, rank: int, memory: MemoryPlan | None = None
+    ) -> None:
+        """`shared` is of all ranks, `rank` and `memory` are this one's. No effect the second time."""
         from elastic.runtime.worker.ray_coordinator import RayCoordinator
         from elastic.runtime.worker.work_watch import WorkWatch
         from elastic.training.loop import GenerationRunner
 
+        spec = shared.of_rank(rank, memory)
         with self._lock:
             running = self._current.generation if self._current else 0
             if spec.generation <= max(self._over, running):

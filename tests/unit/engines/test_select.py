@@ -11,7 +11,7 @@ from elastic.core.actions import BeginGeneration
 from elastic.core.errors import UsageError
 from elastic.core.settings import RunSettings
 from elastic.engines import select
-from elastic.runtime.controller.hands.generation_specs import generation_specs
+from elastic.runtime.controller.hands.generation_specs import shared_spec
 from elastic.runtime.worker.device import look
 
 SECOND = SimpleNamespace(name="second", device=lambda local_rank: ("none", SimpleNamespace(type="abacus")))
@@ -34,7 +34,7 @@ def test_the_name_chooses_the_kind() -> None:
 def test_the_name_in_the_settings_reaches_every_rank_and_its_device() -> None:
     settings = RunSettings("r", engine="second")
     begin = BeginGeneration(1, (0, 1), None, 0)
-    assert {spec.engine for spec in generation_specs(settings, begin, [None, None])} == {"second"}
+    assert shared_spec(settings, begin).engine == "second"
     assert look("second").used == "abacus"
 
 

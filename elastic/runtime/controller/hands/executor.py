@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -19,13 +18,15 @@ from elastic.core.settings import RunSettings
 from elastic.runtime import names
 from elastic.runtime.control_store import StoreThreads
 from elastic.runtime.controller.hands.agents import Agents, OnAgent
-from elastic.runtime.controller.hands.generation_specs import generation_specs, memory_plans
+from elastic.runtime.controller.hands.commands import Commands
+from elastic.runtime.controller.hands.generation_specs import memory_plans, shared_spec
 from elastic.runtime.controller.hands.node_measures import NodeMeasures
 from elastic.runtime.controller.hands.placement_groups import SlotKeeper
 from elastic.runtime.controller.hands.snapshot_directory import OnSteps, SnapshotDirectory
-from elastic.runtime.controller.hands.workers import CALL_TIMEOUT_S, Workers, sentence
+from elastic.runtime.controller.hands.workers import CALL_TIMEOUT_S, Workers
 from elastic.runtime.messages import NodeFacts
 from elastic.runtime.orphans import remove_orphans
+from elastic.runtime.ray_errors import sentence
 from elastic.runtime.train_function import Entry
 
 if TYPE_CHECKING:
@@ -55,9 +56,10 @@ class Executor:
         on_steps: OnSteps,
         on_agent: OnAgent,
         content_after: Callable[[int], Mapping[int, int]] = lambda step: {},
+        relay_of: Callable[[str], str | None] = lambda node: None,
     ) -> None:
         """`on_steps` gets the step reports that come with a snapshot from memory; `on_agent` see `Agents`;
-        `content_after` see `StepContents.after`."""
+        `content_after` see `StepContents.after`; `relay_of` see `Commands`."""
         self._settings = settings
         self._attempt = attempt
         self._incarnation = incarnation
@@ -69,6 +71,8 @@ class Executor:
         self._agents = Agents(settings, attempt, controller, token, self._store, on_agent)
         self._measures = NodeMeasures(self._agents, emit)
         self._workers = Workers(settings, attempt, incarnation, entry, controller, token, self._store, emit)
+        patience_s = settings.failures.probe_timeout_s
+        self._commands = Commands(incarnation, self._agents, self._node_of, relay_of, emit, patience_s)
         self.snapshots = SnapshotDirectory(
             settings.run_id, self._agents.of, settings.failures.survey_timeout_s * 0.8, on_steps
         )
@@ -100,7 +104,7 @@ class Executor:
             case act.BeginGeneration():
                 work = self._begin(action)
             case act.EndGeneration():
-                work = self._each(action.workers, self._end, action.generation, action.cause)
+                work = self._end(action)
             case act.Probe():
                 work = self._each(action.workers, self._probe)
             case act.ProposeStop():
@@ -183,7 +187,7 @@ class Executor:
             # A worker that is alone on its node has nobody's reports to be joined with.
             relay = agent if self._settings.scaling.workers_per_slot > 1 else None
             facts = await actor.prepare.remote(known, relay)
-            await self._watch_over(node, agent, worker, facts["pid"])
+            await self._watch_over(node, agent, worker, facts["pid"], actor)
         except (UsageError, ray.exceptions.RayError, OSError, RuntimeError) as error:
             # An error raised in an actor has both its own class and Ray's, and prints the actor's traceback.
             cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
@@ -205,9 +209,9 @@ class Executor:
             actor.preload.remote()
         return *await self._agents.started(node), actor
 
-    async def _watch_over(self, node: str, agent: Any, worker: int, pid: int) -> None:
+    async def _watch_over(self, node: str, agent: Any, worker: int, pid: int, actor: Any) -> None:
         try:
-            await agent.watch.remote(self._incarnation, worker, pid)
+            await agent.watch.remote(self._incarnation, worker, pid, actor)
         except ray.exceptions.RayActorError:
             # The next try starts another agent. Never because of a dead worker: the agent holds the node's snapshots.
             self._agents.forget(node)
@@ -238,11 +242,9 @@ class Executor:
         rendezvous = await self._workers.reach(first, "host_store", action.generation, retry_s=_BEGIN_RETRY_S)
         if rendezvous is None:
             return
-        specs = generation_specs(self._settings, action, plans, self._content_after(action.step), nodes)
-        members = zip(action.members, specs, strict=True)
-        begin = partial(self._workers.reach, retry_s=_BEGIN_RETRY_S)
-        begun = (begin(worker, "begin", spec, rendezvous) for worker, spec in members)
-        await asyncio.gather(*begun)
+        spec = shared_spec(self._settings, action, self._content_after(action.step), nodes)
+        own = dict(zip(action.members, enumerate(plans), strict=True))
+        await self._commands.tell(self._workers.reach, "begin", (spec, rendezvous), own, _BEGIN_RETRY_S)
 
     async def _survey(self, action: act.QuerySnapshots) -> None:
         reach = self._agents.unreachable(action.nodes) if action.reach else _nothing()
@@ -252,8 +254,10 @@ class Executor:
         copies = copies_of(found[0]) if found else Copies()
         self._emit(ev.SnapshotsReported(action.survey, snapshots, unreachable, missing, copies.ranks, copies.nodes))
 
-    async def _end(self, worker: int, generation: int, cause: str) -> None:
-        await self._workers.call(worker, "end", generation, cause, retry_s=self._settings.failures.abort_timeout_s)
+    async def _end(self, end: act.EndGeneration) -> None:
+        own: dict[int, tuple[Any, ...]] = dict.fromkeys(end.workers, ())
+        limit_s = self._settings.failures.abort_timeout_s
+        await self._commands.tell(self._workers.call, "end", (end.generation, end.cause), own, limit_s)
 
     async def _probe(self, worker: int) -> None:
         if await self._workers.call(worker, "ping"):

@@ -1,4 +1,4 @@
-"""The specification for each member of a generation: batch settings, and where its snapshots go."""
+"""The specification of a generation that all its members get, and where the snapshots of each go."""
 
 from __future__ import annotations
 
@@ -16,19 +16,17 @@ from elastic.transport.handshake import Address
 _SPARES = 2
 
 
-def generation_specs(
+def shared_spec(
     settings: RunSettings,
     action: BeginGeneration,
-    plans: Sequence[MemoryPlan | None],
     content: Mapping[int, int] | None = None,
     nodes: Sequence[str] = (),
-) -> tuple[GenerationSpec, ...]:
-    """By rank; `plans` are those of the ranks' snapshots, `content` is what repeated steps must read, `nodes[rank]` is
-    the rank's node."""
+) -> GenerationSpec:
+    """As all ranks get it; each makes its own by `of_rank`. `content` is what repeated steps must read, `nodes[rank]`
+    is the rank's node."""
     numbers = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
     mesh = settings.mesh.shape(action.axes)
-    # Of all ranks: only their numbers and their snapshots' plans differ.
-    shared = GenerationSpec(
+    return GenerationSpec(
         run_id=settings.run_id,
         generation=action.generation,
         rank=0,
@@ -58,7 +56,6 @@ def generation_specs(
         nodes=() if settings.communication is None else tuple(numbers[node] for node in nodes),
         collective_timeout_s=settings.failures.collective_timeout_s,
     )
-    return tuple(shared.of_rank(rank, plan) for rank, plan in enumerate(plans))
 
 
 def memory_plans(

@@ -19,6 +19,7 @@ from elastic.core.run.state import Worker, WorkerPhase
 from elastic.core.settings import RunSettings
 from elastic.runtime import names
 from elastic.runtime.control_store import StoreThreads
+from elastic.runtime.ray_errors import sentence
 from elastic.runtime.train_function import Entry
 from elastic.runtime.worker.actor import WorkerActor
 
@@ -184,12 +185,6 @@ class Workers:
                 logger.warning("worker %d has not answered %s for %.0f s", worker, method, CALL_TIMEOUT_S)
                 return None
         return None
-
-
-def sentence(error: BaseException) -> str:
-    """The last line of an error's text, which for an error in an actor follows the actor's traceback."""
-    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[-1] if lines else 'no message'}"[:500]
 
 
 def _kill(handle: Any) -> None:

@@ -91,7 +91,10 @@ class HeartbeatTable:
         """Emit what has been silent or has not moved for too long."""
         failures, state, telemetry = self._failures, self._state(), self._telemetry
         ending = isinstance(state.phase, Ending)
-        limit_s = failures.probe_timeout_s + failures.heartbeat_s if ending else failures.suspect_after_s
+        limit_s = failures.suspect_after_s
+        # Where a relay is lost, its nodes' beats come half of this time later.
+        if ending and not 0 < failures.nodes_per_relay < len(state.fleet.slots):
+            limit_s = failures.probe_timeout_s + failures.heartbeat_s
         # At the end of a generation nobody is probed, and a worker that speaks is there.
         silence = self._seen.silent(now, limit_s, agents=not ending)
         if silence is not None:

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,14 +15,16 @@ import ray
 from elastic.core import actions as act
 from elastic.core import events as ev
 from elastic.core.errors import ElasticError, Fenced, UsageError
+from elastic.core.generation_spec import GenerationSpec, Rendezvous
 from elastic.core.settings import RunSettings, SnapshotSettings
 from elastic.entrypoint import parse_entry_point
 from elastic.runtime.controller.hands import executor as executor_module
 from elastic.runtime.controller.hands import workers as workers_module
 from elastic.runtime.controller.hands.executor import Executor
 from elastic.runtime.controller.hands.node_measures import link_class
-from elastic.runtime.messages import NodeFacts
+from elastic.runtime.messages import Command, NodeFacts, Part
 from elastic.runtime.node.agent import unreachable
+from elastic.runtime.node.downlink import Downlink
 from elastic.runtime.train_function import Entry
 from elastic.runtime.worker import actor as worker_module
 from elastic.runtime.worker.actor import WorkerActor
@@ -259,6 +262,81 @@ def test_a_worker_obeys_the_newest_controller_that_it_has_heard_of() -> None:
     assert worker.command(4, "ping")
     with pytest.raises(UsageError, match="no command 'prepare'"):
         worker.command(4, "prepare")
+
+
+def test_a_generation_that_has_begun_or_is_over_is_not_begun_again() -> None:
+    """A command comes twice where an acknowledgement was lost."""
+    worker = WorkerActor(0, SETTINGS, Entry(parse_entry_point("json:dumps")), None, b"t" * 32)
+    worker._over = 4
+    worker.command(1, "begin", GenerationSpec("run", 4, 0, 2), Rendezvous("host", 1), 1, None)
+    assert worker._current is None
+    with pytest.raises(AssertionError):
+        # It would begin, if it were prepared.
+        worker.command(1, "begin", GenerationSpec("run", 5, 0, 2), Rendezvous("host", 1), 1, None)
+
+
+@pytest.mark.parametrize("relays", [False, True])
+def test_a_generation_of_many_is_begun_and_ended_by_agents(relays: bool) -> None:
+    nodes, ranks = 10, 8
+    calls: list[str] = []
+    told: dict[int, list[tuple[Any, ...]]] = {}
+
+    async def scenario() -> None:
+        def relay_of(node: str) -> str | None:
+            return f"n{int(node[1:]) // 5 * 5}" if relays else None
+
+        nothing: Any = lambda *_: None  # noqa: E731
+        work = Executor(SETTINGS, 1, 1, Entry(), None, b"t" * 32, nothing, nothing, nothing, relay_of=relay_of)
+
+        def worker(number: int, by: str) -> Actor:
+            def answer(method: str, *args: Any) -> Any:
+                if method != "host_store":
+                    calls.extend(["a worker"] * (by == "controller"))
+                    told.setdefault(number, []).append((method, *args))
+                return "store"
+
+            return Actor(answer)
+
+        agents = {}
+        for place in range(nodes):
+            downlink = Downlink(f"n{place}", lambda incarnation: None, 1e6)
+            for number in range(place * ranks, (place + 1) * ranks):
+                downlink.workers[number] = worker(number, "agent")
+                work._workers.assign(number, place)
+                work._workers.handles[number] = worker(number, "controller")
+            agents[f"n{place}"] = downlink
+            work.placed(place, f"n{place}")
+
+        def agent(node: str) -> Any:
+            def hand_on(command: Command, parts: dict[str, Part]) -> Any:
+                calls.append(node)
+                sent = {name: part._replace(agent=part.agent and plain(name)) for name, part in parts.items()}
+                return agents[node].hand_on(command, sent)
+
+            return SimpleNamespace(hand_on=SimpleNamespace(remote=hand_on))
+
+        def plain(node: str) -> Any:
+            return SimpleNamespace(hand_on=SimpleNamespace(remote=agents[node].hand_on))
+
+        async def started(node: str) -> tuple[Any, NodeFacts]:
+            return agent(node), FACTS
+
+        for node in agents:
+            work._agents._tasks[node] = asyncio.ensure_future(started(node))
+        await asyncio.sleep(0)
+        members = tuple(range(nodes * ranks))
+        work.perform(act.BeginGeneration(4, members, None, 7))
+        work.perform(act.EndGeneration(3, members, "over"))
+        await settled(work)
+
+    asyncio.run(scenario())
+    assert sorted(calls) == sorted((["n0", "n5"] if relays else [f"n{place}" for place in range(nodes)]) * 2)
+    for rank, commands in told.items():
+        (begun,) = (arguments for method, *arguments in commands if method == "begin")
+        spec, *own = begun
+        assert (spec.generation, spec.world_size, own) == (4, nodes * ranks, ["store", rank, None])
+        assert ("end", 3, "over") in commands
+    assert len(told) == nodes * ranks
 
 
 def test_all_nodes_are_tried_at_once() -> None:

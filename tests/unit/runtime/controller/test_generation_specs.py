@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from elastic.core.actions import BeginGeneration
 from elastic.core.settings import CommunicationSettings, RunSettings
-from elastic.runtime.controller.hands.generation_specs import generation_specs, memory_plans
+from elastic.runtime.controller.hands.generation_specs import memory_plans, shared_spec
 from elastic.runtime.messages import NodeFacts
 
 
@@ -16,29 +18,28 @@ def test_repeated_steps_are_known_where_the_run_goes_on_from_a_checkpoint(
 ) -> None:
     """A run that begins anew may have been given other data."""
     begin = BeginGeneration(2, (0, 1), checkpoint, 4 if checkpoint else 0)
-    specs = generation_specs(RunSettings("r"), begin, [None, None], {40: 7})
-    assert [spec.content for spec in specs] == [content, content]
+    assert shared_spec(RunSettings("r"), begin, {40: 7}).content == content
 
 
 def test_ranks_know_who_shares_a_node_where_gradients_travel_by_it() -> None:
     begin, nodes = BeginGeneration(2, (0, 1, 2), None, 0), ["b", "a", "b"]
-    plain = generation_specs(RunSettings("r"), begin, [None] * 3, None, nodes)
-    asked = generation_specs(RunSettings("r", communication=CommunicationSettings()), begin, [None] * 3, None, nodes)
-    assert [(spec.communication, spec.nodes) for spec in plain] == [(None, ())] * 3
-    assert [(spec.communication, spec.nodes) for spec in asked] == [(CommunicationSettings(), (0, 1, 0))] * 3
+    plain = shared_spec(RunSettings("r"), begin, None, nodes)
+    asked = shared_spec(RunSettings("r", communication=CommunicationSettings()), begin, None, nodes)
+    assert (plain.communication, plain.nodes) == (None, ())
+    assert (asked.communication, asked.nodes) == (CommunicationSettings(), (0, 1, 0))
 
 
 def test_what_all_ranks_are_told_is_made_once() -> None:
-    """The nodes of 80,000 ranks, once for each of them, would take the controller minutes and gigabytes."""
+    """The plans of 80,000 ranks, once for each of them, would be half a second."""
     begin, nodes = BeginGeneration(2, tuple(range(6)), "step-00000004-g0001", 4), ["b", "b", "a", "a", "c", "c"]
     known = {node: NodeFacts("mailbox", (node, 1), "memory") for node in nodes}
     settings = RunSettings("r", communication=CommunicationSettings())
     plans = memory_plans(settings, nodes, known)
     assert [id(plans[rank]) for rank in (1, 3, 5)] == [id(plans[rank]) for rank in (0, 2, 4)]
-    specs = generation_specs(settings, begin, plans, {40: 7}, nodes)
-    assert [(spec.rank, spec.memory) for spec in specs] == list(enumerate(plans))
-    alike = [{**vars(spec), "rank": 0, "memory": None} for spec in specs]
-    assert all(value is alike[0][key] for spec in alike for key, value in spec.items())
+    shared = shared_spec(settings, begin, {40: 7}, nodes)
+    mine = shared.of_rank(3, plans[3])
+    assert (mine.rank, mine.memory) == (3, plans[3])
+    assert mine == replace(shared, rank=3, memory=plans[3])
 
 
 def test_the_nodes_that_may_take_a_keepers_place_are_none_that_keep_the_shard() -> None:
