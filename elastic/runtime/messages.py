@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -66,6 +66,14 @@ class Reply:
     fenced: bool = False
     durable: int = 0
     taken: bool = True
+
+
+class Post(NamedTuple):
+    """A worker's messages that its agent passes on, in order: the worker knows the controller of incarnation
+    `heard`."""
+
+    heard: int
+    items: Sequence[Item]
 
 
 class QuietNodes(NamedTuple):

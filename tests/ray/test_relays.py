@@ -62,7 +62,8 @@ def test_a_relay_is_lost_alone_and_a_new_controller_is_found(
 ) -> None:
     run = Run(
         cluster, tmp_path, scaling=ScalingSettings(2, NODES), epochs=20, memory={"every_steps": 1},
-        failures={"nodes_per_relay": 2},
+        # A busy machine's agents have time to acknowledge commands.
+        failures={"nodes_per_relay": 2, "probe_timeout_s": 5.0},
     )  # fmt: skip
     run.allow(6)
     run.start()

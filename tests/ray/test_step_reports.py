@@ -1,10 +1,12 @@
-"""Step reports of nodes with several workers: joined by the node's agent, and none is lost with it or a controller."""
+"""Step reports of nodes with several workers, and what these are told and say when a generation starts: by the node's
+agent, and nothing is lost with it or a controller."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -25,19 +27,28 @@ def nodes() -> Iterator[LocalCluster]:
 
 def taken(run: Run, rank: int) -> int:
     """How many reports the controller has taken from the agent of this rank's node."""
+    return int(asked(run, rank, "reports_taken"))
+
+
+def asked(run: Run, rank: int, method: str) -> Any:
     agent = ray.get_actor(names.agent(run.settings.run_id, 1, run.worker(rank)["node"]), names.NAMESPACE)
-    return int(ray.get(agent.reports_taken.remote(), timeout=LIMIT_S))
+    return ray.get(getattr(agent, method).remote(), timeout=LIMIT_S)
 
 
 def test_a_node_sends_the_reports_of_its_workers_together_whoever_is_killed(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:
-    run = Run(cluster, tmp_path, scaling=ScalingSettings(2, 4, workers_per_slot=2), epochs=20)
+    # Each node is the relay of its own group: what is told to workers, and what all say at a start, goes by its agent.
+    # A busy machine's agents have time for it.
+    many = {"nodes_per_relay": 1, "probe_timeout_s": 10.0}
+    run = Run(cluster, tmp_path, scaling=ScalingSettings(2, 4, workers_per_slot=2), epochs=20, failures=many)
     run.allow(6)
     run.start()
     run.reach(6)
     # A busy machine may have a worker send its own for a while.
     run.walk_until(lambda: all(taken(run, rank) > 0 for rank in range(4)), "both agents to send reports")
+    assert [asked(run, rank, "handed_on") for rank in range(4)] == [(2, 0)] * 4, "both workers of each: begin"
+    assert all(asked(run, rank, "posts_taken") > 0 for rank in range(4))
 
     cluster.kill_process(run.handle.progress()["controller_pid"])
     before = [taken(run, rank) for rank in range(4)]

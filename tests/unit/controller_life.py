@@ -47,6 +47,7 @@ class Controller:
         nobody: Any = SimpleNamespace(perform=lambda action: None, placed=lambda slot, node: None)
         self.loop.connect(nobody, nobody)
         self.actor: Any = actor_with(_journal=self.journal, _loop=self.loop)
+        self.actor.deliver = partial(ControllerActor.deliver, self.actor)
 
     def begin(self) -> None:
         """Opened only now: what is asked for in between must not be on its thread."""

@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -44,7 +44,7 @@ from elastic.runtime.controller.senses.agent_links import AgentLinks
 from elastic.runtime.controller.senses.capacity_monitor import CapacityMonitor
 from elastic.runtime.controller.senses.drain_monitor import DrainMonitor
 from elastic.runtime.controller.train_page import TrainPage
-from elastic.runtime.messages import Assembled, Beat, BeatReply, Item, NodeReply, NodeReports, QuietNodes, Reply
+from elastic.runtime.messages import Assembled, Beat, BeatReply, Item, NodeReply, NodeReports, Post, QuietNodes, Reply
 from elastic.runtime.niceness import raise_priority
 from elastic.runtime.storage_retry import retried
 from elastic.runtime.train_function import Entry
@@ -70,7 +70,7 @@ class ControllerActor:
     """Asyncio actor; detached, named, restarted by Ray for as long as the run continues.
 
     Clients call `progress`, `wait_step`, `wait_end`, `stop`, `leave`; agents call `beat`, `quiet` and `node_reports`;
-    workers call `deliver`; controllers of other runs call `claim`.
+    workers call `deliver`, by their agents `deliver_all`; controllers of other runs call `claim`.
     """
 
     def __init__(self, settings: RunSettings, entry: Entry, token: bytes, on_train_page: bool = False) -> None:
@@ -175,6 +175,18 @@ class ControllerActor:
             return Reply(incarnation, taken=False)
         taken = loop.deliver(worker, items, loop.clock.now())
         return Reply(incarnation, fenced=not taken, durable=loop.durable(worker))
+
+    async def deliver_all(self, posts: Mapping[int, Post]) -> dict[int, Reply]:
+        """`deliver` for workers whose agents have joined their messages. Older messages than a worker has sent itself
+        meanwhile are not taken again: they would come after newer ones."""
+        await self._begun()
+        incarnation, loop = self._journal.incarnation, self._loop
+        return {
+            worker: Reply(incarnation, durable=loop.durable(worker))
+            if loop.has_taken(worker, post.items)
+            else await self.deliver(worker, post.items, post.heard)
+            for worker, post in posts.items()
+        }
 
     async def node_reports(self, reports: NodeReports) -> NodeReply | None:
         """Step reports of some nodes' workers, joined. None where they are not taken: each worker then sends its own by

@@ -80,6 +80,8 @@ class ControlLoop:
         self._news = News()
         self._acks = Acks()
         # Of this table, groups of workers that are all in it.
+        # The number of the last message of each worker that this controller has been sent.
+        self._newest: dict[int, int] = {}
         self._checked: tuple[Workers, set[tuple[int, ...]]] = self.state.fleet.workers, set()
         self._user_traceback: str | None = None
         self._attempt = old.attempt
@@ -127,6 +129,8 @@ class ControlLoop:
             )
             return False
         self.heartbeats.worker_spoke(worker, now)
+        if items:
+            self._newest[worker] = items[-1].number
         for item in items:
             try:
                 self._take(worker, item, now)
@@ -135,6 +139,11 @@ class ControlLoop:
                 logger.exception("a message of worker %d could not be taken", worker)
                 self._records.note(unreadable_record(error, worker, item.kind, self.telemetry.step, self._place()))
         return True
+
+    def has_taken(self, worker: int, items: Sequence[Item]) -> bool:
+        """All of them, or newer ones. A worker's messages come in their order, but for those that its agent still had
+        when the worker sent them itself."""
+        return bool(items) and items[-1].number <= self._newest.get(worker, 0)
 
     def node_reports(self, reports: NodeReports, now: float) -> bool:
         """Step reports of some nodes' workers. False, and nothing is taken, where a worker is not part of the run, or
@@ -367,6 +376,7 @@ class ControlLoop:
             known = set(new.workers)
             self.heartbeats.retain(known, new.nodes)
             self._acks.retain(known)
+            self._newest = {worker: number for worker, number in self._newest.items() if worker in known}
 
 
 def _generation_of(item: Item) -> int:

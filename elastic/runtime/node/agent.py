@@ -33,13 +33,14 @@ from elastic.core.data.steps import StepReport
 from elastic.core.errors import Fenced
 from elastic.core.settings import RunSettings
 from elastic.runtime import handed_environment
-from elastic.runtime.messages import Beat, Command, Handed, NodeFacts, NodeReply, NodeReports, Part, Reply
+from elastic.runtime.messages import Beat, Command, Handed, NodeFacts, NodeReply, NodeReports, Part, Post, Reply
 from elastic.runtime.niceness import raise_priority
 from elastic.runtime.node.downlink import Downlink
 from elastic.runtime.node.fork_server import ForkServer
+from elastic.runtime.node.gathering import Gathering
 from elastic.runtime.node.heartbeats import open_mailbox, receive
-from elastic.runtime.node.report_relay import ReportRelay
-from elastic.runtime.node.uplink import Uplink
+from elastic.runtime.node.report_relay import LINGER_S, ReportRelay
+from elastic.runtime.node.uplink import Posts, Replies, Uplink
 from elastic.runtime.processes import Computing, is_stopped
 from elastic.transport.handshake import Address, connect
 
@@ -94,6 +95,7 @@ class AgentActor:
         self._computing: dict[int, Computing] = {}
         self._gone: dict[int, str] = {}
         self._relay = ReportRelay(node, self._uplink.reports, self._pids.keys)
+        self._posts: Gathering[int, Post, Reply] = Gathering(self._uplink.posts, LINGER_S, self._pids.keys)
         self._wake = asyncio.Event()
         self._box, self._name = open_mailbox()
         self._forks = self._fork_server(settings, niceness)
@@ -204,6 +206,14 @@ class AgentActor:
         sends them itself."""
         return await self._relay.deliver(worker, heard, reports)
 
+    async def pass_post(self, worker: int, post: Post) -> Reply | None:
+        """What a worker says at the start of a generation. The controller's answer, or None: it then says it itself."""
+        return await self._posts.deliver(worker, post)
+
+    async def pass_posts(self, posts: Posts) -> Replies | None:
+        """The same of the workers of a node that has this one as relay."""
+        return await self._uplink.pass_posts(posts)
+
     async def pass_quiet(self, node: str, workers: tuple[int, ...]) -> bool | None:
         """The beat of a node that has this one as relay; see `Uplink`."""
         return await self._uplink.pass_quiet(node, workers)
@@ -215,6 +225,10 @@ class AgentActor:
     async def reports_taken(self) -> int:
         """How many step reports the controller has taken from this agent."""
         return self._relay.taken
+
+    async def posts_taken(self) -> int:
+        """How often the controller has answered to this agent what a worker says at the start of a generation."""
+        return self._uplink.posts_taken
 
     async def passed_on(self) -> int:
         """How many beats and reports of other nodes the controller has taken from this agent."""

@@ -67,7 +67,7 @@ class Downlink:
         if handle is None:
             return
         try:
-            answer = await handle.command.remote(command.incarnation, command.name, *command.shared, *own)
+            answer = await handle.handed.remote(command.incarnation, command.name, *command.shared, *own)
         except Fenced as error:
             handed.refused[worker] = sentence(error)
         except ray.exceptions.ActorDiedError as error:

@@ -1,9 +1,10 @@
 """The way from a node's agent to the controller, by another node's agent where a run has many nodes.
 
 One controller can answer some thousand calls per second, and ten thousand nodes would make fifty thousand. Where the
-controller names another node's agent as relay, quiet beats and step reports go to that one, which joins those of about
-a hundred nodes. Whatever is not taken there (the relay is gone, slow, or cut off) goes to the controller itself at
-once: a relay saves work, and nothing depends on it. What is not quiet never goes by a relay.
+controller names another node's agent as relay, quiet beats, step reports and what workers say when a generation starts
+go to that one, which joins those of about a hundred nodes. Whatever is not taken there (the relay is gone, slow, or cut
+off) goes to the controller itself at once: a relay saves work, and nothing depends on it. What is not quiet never goes
+by a relay.
 """
 
 from __future__ import annotations
@@ -18,15 +19,31 @@ import ray
 
 from elastic.core.data.joined_reports import JoinedReports, merged
 from elastic.core.settings import FailureSettings
-from elastic.runtime.messages import BEAT_LIMIT_S, Beat, BeatReply, NodeReply, NodeReports, QuietNodes
+from elastic.runtime.messages import (
+    BEAT_LIMIT_S,
+    Beat,
+    BeatReply,
+    NodeReply,
+    NodeReports,
+    Post,
+    QuietNodes,
+    Reply,
+)
 from elastic.runtime.node.gathering import Gathering
 
 _T = TypeVar("_T")
+
+# By worker.
+Posts = dict[int, Post]
+Replies = Mapping[int, Reply]
 
 # A relay that has not answered is not asked again for so long.
 WITHOUT_RELAY_S = 10.0
 # Less than a worker waits for its agent (`worker.delivery`): the controller's slowness is not the agent's.
 _REPORTS_LIMIT_S = 0.8
+# For what workers say when a generation starts: half of it for the relay. Less than a worker waits, and long enough for
+# a controller that has just begun a generation of many.
+POSTS_LIMIT_S = 2.4
 # What of a limit for a relay the relay has for the controller: an answer without the controller's is one, too, and no
 # reason to leave the relay.
 _OF_LIMIT = 0.6
@@ -37,7 +54,8 @@ _LINGER_S = 0.02
 class Uplink:
     """`controller` and relays are actor handles, or what has their methods. All methods are called on one event loop.
 
-    `beat` and `reports` are for this node's own agent, `pass_quiet` and `pass_reports` for those that have it as relay.
+    `beat`, `reports` and `posts` are for this node's own agent, `pass_quiet`, `pass_reports` and `pass_posts` for those
+    that have it as relay.
     """
 
     def __init__(self, controller: Any, failures: FailureSettings, clock: Callable[[], float] = time.monotonic) -> None:
@@ -46,6 +64,8 @@ class Uplink:
         self._relay: Any = None
         # How many beats and messages of other nodes the controller has taken from here.
         self.passed_on = 0
+        # How many messages of this node's workers the controller has answered to this agent.
+        self.posts_taken = 0
         self._not_before = 0.0
         # Beat, relay that does not answer, controller: all of it before this node counts as silent.
         self._beat_limit_s = failures.suspect_after_s / 2
@@ -53,6 +73,8 @@ class Uplink:
         linger_s = min(failures.heartbeat_s / 2, self._beat_limit_s / 5)
         self._quiet: Gathering[str, tuple[int, ...], bool] = Gathering(self._send_quiet, linger_s)
         self._reports: Gathering[str, NodeReports, NodeReply] = Gathering(self._send_reports, _LINGER_S)
+        # By one of their workers.
+        self._posts: Gathering[int, Posts, Replies] = Gathering(self._send_posts, _LINGER_S)
 
     async def beat(self, beat: Beat) -> bool:
         """Is the node part of the run? Raises what Ray raises, or TimeoutError, without the controller's answer."""
@@ -73,6 +95,13 @@ class Uplink:
         left_s = _REPORTS_LIMIT_S - (self._clock() - begun)
         return await _connected(asyncio.wait_for(self._controller.node_reports.remote(reports), left_s))
 
+    async def posts(self, posts: Posts) -> Replies:
+        """The controller's answers to messages of this node's workers. Raises OSError or TimeoutError without one."""
+        passed: Replies | None = await self._by_relay(POSTS_LIMIT_S / 2, "pass_posts", posts)
+        replies = passed if passed is not None else await self._deliver_all(posts, POSTS_LIMIT_S / 2)
+        self.posts_taken += len(replies)
+        return replies
+
     async def pass_quiet(self, node: str, workers: tuple[int, ...]) -> bool | None:
         """Another node's beat: is it part of the run? None: the controller has not answered."""
         return await self._quiet.deliver(node, workers)
@@ -80,6 +109,10 @@ class Uplink:
     async def pass_reports(self, reports: NodeReports) -> NodeReply | None:
         """Another node's step reports. None: the controller has not taken them."""
         return await self._reports.deliver(reports.nodes[0], reports)
+
+    async def pass_posts(self, posts: Posts) -> Replies | None:
+        """Messages of another node's workers. None: the controller has not answered."""
+        return await self._posts.deliver(min(posts), posts)
 
     async def _by_relay(self, limit_s: float, method: str, *arguments: Any) -> Any:
         """None where there is no relay, or it has not brought the controller's answer."""
@@ -113,6 +146,16 @@ class Uplink:
             node: NodeReply(reply.incarnation, tuple(next(durable) for _ in part.workers))
             for node, part in taken.items()
         }
+
+    async def _send_posts(self, parts: dict[int, Posts]) -> Mapping[int, Replies]:
+        posts = {worker: post for part in parts.values() for worker, post in part.items()}
+        replies = await self._deliver_all(posts, _OF_LIMIT * POSTS_LIMIT_S / 2)
+        self.passed_on += len(parts)
+        return {first: {worker: replies[worker] for worker in part} for first, part in parts.items()}
+
+    async def _deliver_all(self, posts: Posts, limit_s: float) -> Replies:
+        call: Awaitable[Replies] = self._controller.deliver_all.remote(posts)
+        return await _connected(asyncio.wait_for(call, limit_s))
 
 
 def joined_nodes(parts: tuple[NodeReports, ...]) -> NodeReports:

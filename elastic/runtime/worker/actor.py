@@ -72,8 +72,8 @@ class WorkerActor:
 
     Call order: `preload`, where there is time for it; `prepare` once; then for each generation `host_store` (rank 0
     only), `begin`, and `end` to abort it, or `propose_stop` and `commit_stop` for a planned end. `ping` at any time;
-    `reattach` by a restarted controller. All but `preload`, `prepare` and `reattach` come through `command`, which
-    refuses a controller that was replaced.
+    `reattach` by a restarted controller. All but `preload`, `prepare` and `reattach` come through `command` or
+    `handed`, which refuse a controller that was replaced.
     """
 
     def __init__(self, worker: int, settings: RunSettings, entry: Entry, controller: Any, token: bytes) -> None:
@@ -168,9 +168,18 @@ class WorkerActor:
         Raises Fenced when a newer controller has been heard of: one that was frozen or cut off may reach its workers
         before it reaches the journal, which is where it would learn of its successor.
         """
+        return self._obey(incarnation, name, args, many=False)
+
+    def handed(self, incarnation: int, name: str, *args: Any) -> Any:
+        """`command` by the node's agent, as where there are many workers: what each says at the start of a generation
+        goes back by the agent, too."""
+        return self._obey(incarnation, name, args, many=True)
+
+    def _obey(self, incarnation: int, name: str, args: tuple[Any, ...], many: bool) -> Any:
         if name not in _COMMANDS:
             raise UsageError(f"a worker has no command {name!r}")
         self._heed(incarnation)
+        self._delivery.many = many
         return getattr(self, name)(*args)
 
     def _heed(self, incarnation: int) -> None:

@@ -89,7 +89,7 @@ class Cluster:
         self.events: list[Event] = []
         self.handles = {name: self._counted(name, agent) for name, agent in self.agents.items()}
         for number, worker in self.workers.items():
-            remote = SimpleNamespace(command=SimpleNamespace(remote=worker.command))
+            remote = SimpleNamespace(handed=SimpleNamespace(remote=worker.command))
             self.agents[f"n{number // ranks}"].downlink.workers[number] = remote
         self.commands = Commands(
             1, SimpleNamespace(at_hand=self.handles.get),  # type: ignore[arg-type]
@@ -181,7 +181,7 @@ def test_a_command_that_was_handed_on_before_the_agent_was_lost_comes_twice() ->
 def test_a_worker_that_its_agent_does_not_know_or_reach_is_called() -> None:
     cluster = Cluster(4, 2, per_relay=2)
     del cluster.agents["n1"].downlink.workers[3]
-    unreachable = SimpleNamespace(command=SimpleNamespace(remote=frozen_connection))
+    unreachable = SimpleNamespace(handed=SimpleNamespace(remote=frozen_connection))
     cluster.agents["n2"].downlink.workers[4] = unreachable
     cluster.tell()
     assert cluster.direct == {3, 4}

@@ -45,7 +45,7 @@ class Actor:
             @staticmethod
             def remote(*args: Any) -> asyncio.Future[Any]:
                 # A command is told by its own name; the incarnation comes before it.
-                given = args[1:] if method == "command" else (method, *args)
+                given = args[1:] if method in ("command", "handed") else (method, *args)
                 answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
                 try:
                     answer.set_result(self._answer(*given))

@@ -20,8 +20,10 @@ from elastic.observe.journal import JournalReader, JournalWriter
 from elastic.runtime import names
 from elastic.runtime.controller.acks import Acks
 from elastic.runtime.controller.actor import ControllerActor
-from elastic.runtime.messages import Item, Reply
+from elastic.runtime.messages import Item, Post, Reply
 from elastic.runtime.worker.outbox import Outbox
+
+TRAINS = ev.TrainingReached(1, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +50,32 @@ def test_an_event_is_durable_when_it_is_in_the_journal_and_not_when_it_was_taken
         assert [record["event"] for record in read if record.get("type") == "event"][-2:] == [
             "GroupJoined", "CollectiveFailed",
         ]  # fmt: skip
+
+    asyncio.run(scenario())
+
+
+def test_what_an_agent_passes_on_late_does_not_come_after_what_the_worker_has_sent_itself(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        begun(tmp_path)
+        controller = Controller(tmp_path)
+        controller.begin()
+
+        async def passed_on(worker: int, heard: int, *items: Item) -> tuple[Reply, int]:
+            known = len(controller.queue)
+            replies = await ControllerActor.deliver_all(controller.actor, {worker: Post(heard, items)})
+            assert list(replies) == [worker]
+            return replies[worker], len(controller.queue) - known
+
+        assert await passed_on(0, 2, item(JOINED, 1)) == (Reply(2), 1)
+        await controller.deliver([item(TRAINS, 2), item(FAILED, 3)], 2)
+        # The worker has waited for its agent long enough.
+        assert await passed_on(0, 2, item(JOINED, 1), item(TRAINS, 2)) == (Reply(2), 0)
+        await controller.turn()
+        assert await passed_on(0, 2, item(TRAINS, 2)) == (Reply(2, durable=3), 0)
+        assert await passed_on(0, 2, item(JOINED, 4)) == (Reply(2, durable=3), 1)
+        # As if they had come from the worker itself: it has to hear of this controller, or that it is none of the run.
+        assert await passed_on(0, 1, item(JOINED, 5)) == (Reply(2, taken=False), 0)
+        assert await passed_on(7, 2, item(JOINED, 1)) == (Reply(2, fenced=True), 0)
 
     asyncio.run(scenario())
 

@@ -28,7 +28,7 @@ def worker(answer: Any) -> Any:
             await asyncio.Event().wait()
         return answer
 
-    return SimpleNamespace(command=SimpleNamespace(remote=command))
+    return SimpleNamespace(handed=SimpleNamespace(remote=command))
 
 
 frozen = object()

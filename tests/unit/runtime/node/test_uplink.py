@@ -12,7 +12,7 @@ import ray
 from elastic.core.data.joined_reports import joined_by_step
 from elastic.core.data.steps import StepReport
 from elastic.core.settings import FailureSettings
-from elastic.runtime.messages import Beat, BeatReply, NodeReply, NodeReports, QuietNodes
+from elastic.runtime.messages import Beat, BeatReply, Item, NodeReply, NodeReports, Post, QuietNodes, Reply
 from elastic.runtime.node import uplink
 from elastic.runtime.node.uplink import WITHOUT_RELAY_S, Uplink
 
@@ -42,6 +42,7 @@ class Controller:
         self.reported: list[NodeReports] = []
         self.released: tuple[str, ...] = ()
         self.away = False
+        self.posts: list[dict[int, Post]] = []
 
     async def beat(self, beat: Beat) -> BeatReply:
         self.beats.append(beat.node)
@@ -57,14 +58,27 @@ class Controller:
         self.reported.append(reports)
         return NodeReply(5, tuple(10 + worker for worker in reports.workers)) if reports.heard == 5 else None
 
+    async def deliver_all(self, posts: dict[int, Post]) -> dict[int, Reply]:
+        self.posts.append(posts)
+        if self.away:
+            raise ray.exceptions.RayError("it restarts")
+        return {worker: Reply(5, durable=10 + worker) for worker in posts}
+
 
 class Frozen:
     async def pass_quiet(self, node: str, workers: tuple[int, ...]) -> bool:
         await asyncio.Event().wait()
         raise AssertionError
 
+    async def pass_posts(self, posts: dict[int, Post]) -> dict[int, Reply]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
 
 class Gone:
+    async def pass_posts(self, posts: dict[int, Post]) -> dict[int, Reply]:
+        raise ray.exceptions.RayActorError
+
     async def pass_quiet(self, node: str, workers: tuple[int, ...]) -> bool:
         raise ray.exceptions.RayActorError
 
@@ -164,5 +178,59 @@ def test_reports_of_several_nodes_are_one_message_and_each_gets_its_part_of_the_
         old = [leaves[0].reports(reports(0, heard=4)), leaves[1].reports(reports(1))]
         assert await asyncio.gather(*old) == [None, NodeReply(5, (12, 13))]
         assert [(m.nodes, m.heard) for m in controller.reported] == [(("n1",), 5), (("n0",), 4)]
+
+    run(scenario)
+
+
+def posts(node: int) -> dict[int, Post]:
+    """Of two workers of a node."""
+    return {worker: Post(5, [Item("event", worker)]) for worker in (2 * node, 2 * node + 1)}
+
+
+def replies(node: int) -> dict[int, Reply]:
+    return {worker: Reply(5, durable=10 + worker) for worker in posts(node)}
+
+
+def test_what_workers_of_several_nodes_say_is_one_message_and_each_gets_its_answer() -> None:
+    async def scenario() -> None:
+        controller = Controller()
+        relay, *leaves = uplinks(controller, 3)
+        controller.relay = Handle(relay)
+        for number, leaf in enumerate(leaves):
+            assert await leaf.posts(posts(number)) == replies(number), "by itself: no relay has been named"
+            await leaf.beat(Beat(f"n{number}", {}))
+        assert controller.posts == [posts(0), posts(1)]
+        sent = [leaf.posts(posts(number)) for number, leaf in enumerate(leaves)]
+        assert await asyncio.gather(*sent) == [replies(0), replies(1)]
+        assert controller.posts[2:] == [{**posts(0), **posts(1)}]
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("relay", [Frozen(), Gone()])
+def test_what_a_relay_does_not_pass_on_is_said_to_the_controller(relay: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uplink, "POSTS_LIMIT_S", 2.0)
+
+    async def scenario() -> None:
+        controller = Controller()
+        [leaf] = uplinks(controller, 1)
+        controller.relay = Handle(relay)
+        await leaf.beat(Beat("n0", {}))
+        for _ in range(2):
+            assert await leaf.posts(posts(0)) == replies(0)
+        assert controller.posts == [posts(0)] * 2
+        controller.away = True
+        with pytest.raises(ConnectionError):
+            await leaf.posts(posts(0))
+
+    run(scenario)
+
+
+def test_a_relay_without_the_controller_s_answer_says_so() -> None:
+    async def scenario() -> None:
+        controller = Controller()
+        controller.away = True
+        [relay] = uplinks(controller, 1)
+        assert await relay.pass_posts(posts(0)) is None
 
     run(scenario)

@@ -192,6 +192,48 @@ def test_urgent_messages_and_those_of_a_worker_that_has_heard_of_nobody_do_not_g
         assert used[-1] == "relay"
 
 
+def said(event: ev.Event) -> Item:
+    return Item("event", ev.to_json(event))
+
+
+JOINED, TRAINS = said(ev.GroupJoined(1, 0)), said(ev.TrainingReached(1, 0, 0))
+FAILED, LEFT = said(ev.CollectiveFailed(1, 0, 3, "reset")), said(ev.WorkerLeft(1, 0, 3))
+RESTORED = Item("restored", {"generation": 1})
+
+
+@pytest.mark.parametrize(
+    ("items", "by"),
+    [
+        ([JOINED], "pass_post"),
+        ([JOINED, RESTORED, TRAINS], "pass_post"),
+        ([MOVED, TRAINS, item(1, 0, urgent=True)], "pass_post"),
+        ([item(1, 0, urgent=True)], "relay"),
+        # Somebody may wait for these, or they say what ends a generation.
+        ([FAILED], "deliver"),
+        ([LEFT], "deliver"),
+        ([TRAINS, FAILED], "deliver"),
+        ([Item("shard", None, replay=True)], "deliver"),
+    ],
+)
+def test_where_there_are_many_what_all_say_at_a_start_goes_through_the_agent(
+    items: list[Item], by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[str] = []
+
+    def method(name: str) -> Any:
+        return SimpleNamespace(remote=lambda *args: used.append(name))
+
+    monkeypatch.setattr(ray, "get", lambda call, timeout: "answer")
+    handles = SimpleNamespace(deliver=method("deliver"), relay=method("relay"), pass_post=method("pass_post"))
+    delivery = Delivery(0, handles)
+    delivery.through(handles)
+    delivery.many = True
+    delivery(items, 1)
+    delivery.many = False
+    delivery(items, 1)
+    assert used == [by, "deliver"]
+
+
 def test_a_worker_without_an_answer_of_its_agent_does_not_ask_it_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[str] = []
     frozen = ray.exceptions.GetTimeoutError("frozen")
