@@ -62,8 +62,7 @@ class Agents:
         task = self._tasks.get(node)
         if task is None:
             raise ConnectionError(f"node {node[:8]} is not part of the run any more")
-        # Ten thousand of them are asked for in a row.
-        return task.result() if task.done() else await asyncio.shield(task)
+        return await asyncio.shield(task)
 
     async def started(self, node: str) -> Known:
         """As `of`, but starts the agent if it does not exist or if its last start failed."""

@@ -264,6 +264,27 @@ def test_a_worker_obeys_the_newest_controller_that_it_has_heard_of() -> None:
         worker.command(4, "prepare")
 
 
+def test_a_worker_says_what_starts_a_generation_by_whom_it_was_told_to_begin() -> None:
+    worker = WorkerActor(0, SETTINGS, Entry(parse_entry_point("json:dumps")), None, b"t" * 32)
+    for told, many in ((worker.command, False), (worker.handed, True), (worker.command, False)):
+        assert told(2, "ping")
+        assert worker._delivery.many is many
+    with pytest.raises(Fenced):
+        worker.handed(1, "ping")
+    assert not worker._delivery.many
+
+
+def test_a_worker_is_in_the_slot_that_it_was_assigned_last() -> None:
+    workers = made([])._workers
+    for worker, slot in ((0, 5), (1, 5), (2, 6), (0, 6), (1, 5)):
+        workers.assign(worker, slot)
+    assert [workers.in_slot(slot) for slot in (5, 6, 7)] == [[1], [2, 0], []]
+    workers.end(2)
+    workers.end(1)
+    assert [workers.in_slot(slot) for slot in (5, 6)] == [[], [0]]
+    assert workers._in_slot.keys() == {6}
+
+
 def test_a_generation_that_has_begun_or_is_over_is_not_begun_again() -> None:
     """A command comes twice where an acknowledgement was lost."""
     worker = WorkerActor(0, SETTINGS, Entry(parse_entry_point("json:dumps")), None, b"t" * 32)
