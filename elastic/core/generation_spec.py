@@ -69,8 +69,9 @@ class GenerationSpec:
     # By how many ranks each layer may be shared in other generations; empty: by as many.
     tp_sizes: tuple[int, ...] = ()
     ep: int = 1
-    # Other generations may have another `ep`: the model's experts have the same names with `ep` 1 then.
-    ep_changes: bool = False
+    # By how many ranks the experts may be shared in other generations; empty: by as many. Where there are several
+    # numbers the model's experts have the same names with `ep` 1.
+    ep_sizes: tuple[int, ...] = ()
     pp: int = 1
     # The size that DeepSpeed configs written for a fixed world size are read with.
     max_world_size: int = 1
@@ -105,6 +106,10 @@ class GenerationSpec:
     def of_rank(self, rank: int, memory: MemoryPlan | None) -> GenerationSpec:
         """The same generation's for another rank: only this, and where its snapshots go, are its own."""
         return replace(self, rank=rank, memory=memory)
+
+    @property
+    def ep_changes(self) -> bool:
+        return len(self.ep_sizes) > 1
 
     @property
     def mesh(self) -> Mesh:

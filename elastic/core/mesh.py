@@ -50,6 +50,11 @@ class MeshSettings:
         return self.choices.get("tp", (self.tp,))
 
     @property
+    def ep_sizes(self) -> tuple[int, ...]:
+        """By how many ranks the experts may be shared."""
+        return self.choices.get("ep", (self.ep,))
+
+    @property
     def unlike(self) -> str:
         """What is not the same in all generations of a run, in words; empty: nothing."""
         return f"mesh.tp may change within the run: {DRAWN_ANEW} then" if len(self.tp_sizes) > 1 else ""

@@ -36,18 +36,23 @@ class ResolvedConfig:
     micro-batches every rank runs in a full step. `native` is what the engine is built with; `said`: what of an option
     holds at this world size, in words. `begins`: the run does so here, with the model's values of rank 0; else a
     restore follows, which sets all of them. `tp_sizes`: by how many ranks each layer may be shared in other
-    generations; empty: by as many as here. `ep_changes`: as many ranks share experts in this generation only."""
+    generations; empty: by as many as here. `ep_sizes`: the same of experts."""
 
     native: Mapping[str, Any]
     global_batch: int
     micro_batch: int
     micro_steps: int
     begins: bool = True
-    ep_changes: bool = False
+    ep_sizes: tuple[int, ...] = ()
     # Where the batch follows the number of workers: that of the most, and else of all.
     full_batch: int | None = None
     said: str = ""
     tp_sizes: tuple[int, ...] = ()
+
+    @property
+    def ep_changes(self) -> bool:
+        """Do as many ranks share experts in this generation only?"""
+        return len(self.ep_sizes) > 1
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,7 @@ def test_the_number_of_ranks_that_share_experts_may_change(crew: Crew, tmp_path:
 def test_experts_of_many_parameters_are_in_as_many_groups_at_every_ep(crew: Crew, tmp_path: Path, named: bool) -> None:
     """Above so many parameters DeepSpeed begins another group; a rank has fewer of them the more ranks share them."""
     config = {"stage": 2, "parameters of a group": 300, "named optimizer": named, "schedule": named}
-    through(crew, tmp_path, config, [(range(4), 4, 2), (range(2), 1, None)], ep_changes=True)
+    through(crew, tmp_path, config, [(range(4), 4, 2), (range(2), 1, None)], ep_sizes=(1, 4))
 
 
 @pytest.mark.parametrize("stage", [pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2)] + [3])

@@ -42,7 +42,7 @@ def _run(crew: Crew, url: Path, case: str, part: int, bug: str | None, **more: A
     trains, config, *meshes = CASES[case]
     who, mesh = meshes[part]
     told = {**config, "in_loop": False, "trains": trains, "bug": bug, "url": str(url)}
-    changes = {"ep_changes": True} if "ep" in mesh else {}
+    changes = {"ep_sizes": (1, 2, 4)} if "ep" in mesh else {}
     crew.begin(
         who, "lane_bugs.train", told, batch=BATCH, max_world_size=4, engine=of_run(config)["engine"],
         anomalies=AnomalySettings("stop"), **mesh, **changes, **more,

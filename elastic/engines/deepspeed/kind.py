@@ -98,8 +98,7 @@ class DeepSpeed:
         most_cells = max(spec.max_world_size, spec.world_size) // mesh.per_cell
         sizes = (mesh.per_cell, mesh.tp, mesh.ep, spec.ep_changes, mesh.pp)
         found = resolve(read, spec.batch, mesh.dp, most_cells, loader_batch, *sizes)
-        begins, changes = spec.checkpoint is None, spec.ep_changes
-        return replace(found, begins=begins, tp_sizes=spec.tp_sizes, ep_changes=changes)
+        return replace(found, begins=spec.checkpoint is None, tp_sizes=spec.tp_sizes, ep_sizes=spec.ep_sizes)
 
     def build(
         self,

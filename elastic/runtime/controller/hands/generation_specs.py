@@ -36,7 +36,7 @@ def shared_spec(
         tp=mesh.tp,
         tp_sizes=settings.mesh.tp_sizes,
         ep=mesh.ep,
-        ep_changes="ep" in settings.mesh.choices,
+        ep_sizes=settings.mesh.ep_sizes,
         pp=mesh.pp,
         max_world_size=settings.scaling.max_workers,
         batch=BatchSettings.of(settings),
