@@ -29,7 +29,7 @@ MARGIN = 8.0
 FLOOR = 4 * torch.finfo(torch.float32).eps
 # All relative to the tensor's largest element, or absolute below one. fp32 rounds at 6e-8, fp16 at 5e-4, bf16 at 4e-3.
 CEILING = {"fp32": 2e-6, "bf16": 1e-2, "fp16": 2e-3}
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64}
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64}
 SIZE = 37
 # Two epochs of 37 samples in steps of ten: a step reaches over the epoch's end, and the last one is short.
 BATCH = BatchSettings(epochs=2)

@@ -70,6 +70,10 @@ class Balance:
             if name.endswith((".mlp.gate", ".mlp.router.gate")):
                 module.register_forward_hook(lambda _, __, logits: self._logits.append(logits))
 
+    def begin(self) -> None:
+        """Before a forward pass: what layers that were computed again have left is none of its."""
+        self._logits.clear()
+
     def loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Of the forward pass that has given these logits, balance included."""
         scores = [logits.softmax(-1) for logits in self._logits]

@@ -9,6 +9,7 @@ import moe_model
 import torch
 from expert_model import AUTOEP, EPS, Balance, MixtureOfExperts
 from layered_model import texts
+from routed_model import RoutedMixture
 
 import elastic
 
@@ -27,6 +28,23 @@ def train(config: dict[str, Any]) -> None:
     loops.between_steps(config, data)
     for _ in elastic.epochs():
         for tokens, labels in loader:
+            engine.backward(balance.loss(engine(tokens), labels))
+            engine.step()
+
+
+def train_routed(config: dict[str, Any]) -> None:
+    """Layers that say themselves what they are, with FSDP2."""
+    torch.manual_seed(3)
+    data, model = texts(config["size"]), RoutedMixture(0.1)
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.02, eps=EPS)
+    engine, _, loader, _ = elastic.initialize(
+        model=model, training_data=data, optimizer=optimizer, **loops.of_engine(config, optimizer)
+    )
+    balance = Balance(engine.module)
+    loops.between_steps(config, data)
+    for _ in elastic.epochs():
+        for tokens, labels in loader:
+            balance.begin()
             engine.backward(balance.loss(engine(tokens), labels))
             engine.step()
 

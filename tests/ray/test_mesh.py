@@ -26,6 +26,7 @@ SHARED = [
     pytest.param("shared_work:layers", MeshSettings(tp=2), "fsdp2", id="layers of torch"),
     pytest.param("shared_experts:train", MeshSettings(ep=2), "deepspeed", id="experts"),
     pytest.param("shared_experts:train_native", MeshSettings(ep=2), "deepspeed", id="experts of deepspeed.moe"),
+    pytest.param("shared_experts:train_routed", MeshSettings(ep=2), "fsdp2", id="experts of torch"),
     pytest.param("pipelined_work:train", MeshSettings(pp=2), "deepspeed", id="stages"),
 ]
 
@@ -68,12 +69,19 @@ def test_cells_lose_nodes_form_anew_and_grow(
         assert loss == pytest.approx(still.losses()[step], rel=CEILING, abs=CEILING), f"step {step}"
 
 
-@pytest.mark.parametrize("function", ["shared_experts:train", "shared_experts:train_native"])
+@pytest.mark.parametrize(
+    ("function", "engine"),
+    [
+        ("shared_experts:train", "deepspeed"),
+        ("shared_experts:train_native", "deepspeed"),
+        ("shared_experts:train_routed", "fsdp2"),
+    ],
+)
 def test_experts_are_shared_by_as_many_as_each_generation_can(
-    cluster: LocalCluster, tmp_path: Path, function: str
+    cluster: LocalCluster, tmp_path: Path, function: str, engine: str
 ) -> None:
     """Four workers share them, after a loss three have all of them each, and the state comes from memory each time."""
-    experts = (function, MeshSettings(ep=4, choices={"ep": (1, 4)}), "deepspeed")
+    experts = (function, MeshSettings(ep=4, choices={"ep": (1, 4)}), engine)
     still = started(cluster, tmp_path / "still", "still", *experts)
     still.allow(1 << 30)
     still.start().finish()

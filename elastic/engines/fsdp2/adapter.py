@@ -18,9 +18,10 @@ from elastic.engines import saved_numbers
 from elastic.engines.base import GradientSums, ResolvedConfig, StepOutcome
 from elastic.engines.fsdp2.belongings import Belongings
 from elastic.engines.fsdp2.collectives import CountedExchanges, count_collectives
+from elastic.engines.fsdp2.experts import count_exchanges, end_exchanges
 from elastic.engines.fsdp2.fragments import fragments, numbers
 from elastic.engines.fsdp2.gradients import clip, local_gradients, total_norm
-from elastic.engines.fsdp2.meshes import COPIES, SHARD, Meshes, forget_compiled
+from elastic.engines.fsdp2.meshes import COPIES, EXPERTS, SAME_EXPERTS, SHARD, Meshes, forget_compiled
 from elastic.engines.fsdp2.sharding import gathered, reshard
 from elastic.engines.fsdp2.state import Fsdp2State
 from elastic.engines.fsdp2.tensor_parallel import require_local
@@ -149,6 +150,10 @@ class Fsdp2Adapter:
                 f"shards over all workers: {meshes.dp.size()} are not several whole groups of {wanted} "
                 "(fsdp2.shard_workers)"
             )
+        if meshes.experts is not None:
+            self.ledger.name_axis(meshes.experts[EXPERTS].get_group(), "ep")
+            self.ledger.name_axis(meshes.experts[SAME_EXPERTS].get_group(), SAME_EXPERTS)
+            count_exchanges(self.module, self.ledger)
         if meshes.tp is not None:
             self.ledger.name_axis(meshes.tp.get_group(), "tp")
             self._counted.install()
@@ -286,6 +291,7 @@ class Fsdp2Adapter:
         if native is not None:
             native.module.zero_grad(set_to_none=True)
             reshard(native.module)
+            end_exchanges(native.module)
         meshes, self._meshes = self._meshes, None
         if meshes is not None and meshes.tp is not None:
             forget_compiled()

@@ -18,7 +18,7 @@ from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from elastic.engines.fsdp2 import tensor_parallel
+from elastic.engines.fsdp2 import experts, tensor_parallel
 from elastic.engines.model.plain_names import named_parameters
 
 # What `fully_shard` marks modules with, for torch.compile.
@@ -61,6 +61,7 @@ def release(model: nn.Module) -> None:
         for mark in _MARKS:
             vars(module).pop(mark, None)
     tensor_parallel.undo(model)
+    experts.undo(model)
     sharded = {name: tensor for name, tensor in named_parameters(model) if isinstance(tensor, DTensor)}
     stand_ins = {
         id(tensor): nn.Parameter(

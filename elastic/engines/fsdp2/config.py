@@ -97,18 +97,20 @@ def _refuse_schedule(options: Options) -> None:
         )
 
 
-def refuse_mesh(ep: int, pp: int = 1, sp: int = 1) -> None:
-    """Raises UsageError where ranks are to share experts, or sequences and layers."""
-    if ep > 1:
-        raise UsageError(f"mesh: {{ep: {ep}}} is supported with engine: deepspeed, not fsdp2")
+def refuse_mesh(ep: int, pp: int = 1, sp: int = 1, tp: int = 1) -> None:
+    """Raises UsageError where ranks are to share experts and something else, or sequences and layers."""
+    if ep > 1 and max(sp, tp, pp) > 1:
+        raise UsageError(f"{described(sp, tp, ep, pp)}: ep is not supported with another axis; give one of them")
     if pp > 1 and sp > 1:
         raise UsageError(f"mesh: {{sp: {sp}, pp: {pp}}}: sp and pp are not supported together; give one of them")
 
 
-def refuse_copies(options: Options, tp: int, pp: int) -> None:
-    """Raises UsageError for copies of shards where ranks share layers, or have different ones."""
-    if options.shard_workers is not None and max(tp, pp) > 1:
-        raise UsageError(f"fsdp2: shard_workers is not supported with {described(1, tp, 1, pp)}; leave one of them out")
+def refuse_copies(options: Options, tp: int, pp: int, ep: int = 1) -> None:
+    """Raises UsageError for copies of shards where ranks share layers or experts, or have different layers."""
+    if options.shard_workers is not None and max(tp, pp, ep) > 1:
+        raise UsageError(
+            f"fsdp2: shard_workers is not supported with {described(1, tp, ep, pp)}; leave one of them out"
+        )
 
 
 def check(
@@ -116,9 +118,9 @@ def check(
 ) -> None:
     """Batch sizes that are missing may still be given in the user's function, and how layers are cut where `tp` ranks
     share each, or `pp` all of them. Raises UsageError."""
-    refuse_mesh(ep)
+    refuse_mesh(ep, pp, tp=tp)
     options = read_options(config)
-    refuse_copies(options, tp, pp)
+    refuse_copies(options, tp, pp, ep)
     if None not in (batch.micro_batch or options.micro_batch, batch.global_batch or options.global_batch):
         resolve(options, batch, workers[0])
 

@@ -32,6 +32,8 @@ from elastic.engines.model.plain_names import named_parameters
 # Not options of the user's. Whether the weights are those that the model was made with.
 # How many ranks share the layers.
 _PP = "pp"
+# How many ranks share the experts.
+_EP = "ep"
 
 # Of each model, the ids of the parameters that it had before it was first sharded, which the user may have given.
 _first_names: WeakKeyDictionary[torch.nn.Module, dict[int, str]] = WeakKeyDictionary()
@@ -77,11 +79,12 @@ class Fsdp2:
         chosen = config if config is not None else spec.engine_config or {}
         refuse_mesh(spec.ep, spec.pp, spec.sp)
         options = read_options(chosen)
-        refuse_copies(options, max((spec.tp, *spec.tp_sizes)), spec.pp)
+        refuse_copies(options, max((spec.tp, *spec.tp_sizes)), spec.pp, max((spec.ep, *spec.ep_sizes)))
         most_cells = max(spec.max_world_size, spec.world_size) // spec.mesh.per_cell
         found = resolve(options, spec.batch, spec.mesh.dp, loader_batch, most_cells)
-        native = {**found.native, _PP: spec.pp}
-        return replace(found, native=native, begins=spec.checkpoint is None, tp_sizes=spec.tp_sizes)
+        native = {**found.native, _PP: spec.pp, _EP: spec.ep}
+        found = replace(found, native=native, begins=spec.checkpoint is None)
+        return replace(found, tp_sizes=spec.tp_sizes, ep_sizes=spec.ep_sizes)
 
     def build(
         self,
@@ -100,7 +103,8 @@ class Fsdp2:
             return _pipeline(resolved, nonfinite, device, objects, plan, layer_group)
         given = isinstance(model, FSDPModule)
         before = _first_names.setdefault(model, {id(tensor): name for name, tensor in named_parameters(model)})
-        meshes = shard_model(model, resolved.native, device, resolved.begins, plan, layer_group)
+        ep = (resolved.native.get(_EP, 1), *resolved.ep_sizes)
+        meshes = shard_model(model, resolved.native, device, resolved.begins, plan, layer_group, ep)
         require_even(model, resolved.tp_sizes)
         after = dict(named_parameters(model))
         base = _optimizer(objects, resolved, before, after)

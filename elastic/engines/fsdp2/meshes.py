@@ -25,6 +25,8 @@ from elastic.core.sharding.cuts import Cut
 
 # torchtitan's names of the two axes.
 COPIES, SHARD = "dp_replicate", "dp_shard"
+# The ranks with the same experts, and those that share all of them.
+SAME_EXPERTS, EXPERTS = "edp", "ep"
 
 
 @dataclass(frozen=True)
@@ -32,12 +34,14 @@ class Meshes:
     """`dp`: the ranks with the same slices and layers as this one. `tp`: those that share each layer with it; None
     where none do. `pp`: those of its pipeline, in the order of the stages; None where the model is no pipeline.
     `hybrid`: the ranks of `dp` as groups (axis 1) that have the model once each, by copies of the same shard (axis 0);
-    None where all of them have it once together."""
+    None where all of them have it once together. `experts`: all ranks as groups (axis 1) of which each has the experts
+    once; None where every rank has all."""
 
     dp: DeviceMesh
     tp: DeviceMesh | None = None
     pp: dist.ProcessGroup | None = None
     hybrid: DeviceMesh | None = None
+    experts: DeviceMesh | None = None
 
     @property
     def sharded(self) -> DeviceMesh:
@@ -69,17 +73,23 @@ class Meshes:
         """Is it a DTensor of this generation? torch compares meshes without their groups and ranks."""
         if not isinstance(parameter, DTensor):
             return False
-        found = parameter.device_mesh.get_all_groups()
-        return all(one is other for one, other in zip(found, self.groups, strict=False))
+        found, own = parameter.device_mesh.get_all_groups(), self.groups
+        if is_experts(parameter):
+            own = [] if self.experts is None else self.experts.get_all_groups()
+        return bool(own) and all(one is other for one, other in zip(found, own, strict=False))
 
 
 def make_meshes(
-    device: torch.device, cell: dist.ProcessGroup | None, pp: int | None = None, shard_workers: int | None = None
+    device: torch.device,
+    cell: dist.ProcessGroup | None,
+    pp: int | None = None,
+    shard_workers: int | None = None,
+    ep: int = 1,
 ) -> Meshes:
     """Over all ranks. `cell`: the neighbouring ranks that share each layer, this one among them; None: none do. `pp`:
     how many neighbouring ranks share the layers; None: the model is no pipeline. `shard_workers`: so many neighbouring
-    ranks have the model once, where the world is several times as many; not with the other two. Collective where ranks
-    share or have copies.
+    ranks have the model once, where the world is several times as many; `ep`: so many share the experts; not with one
+    another. Collective where ranks share or have copies.
     """
     world = dist.group.WORLD
     assert world is not None, "the generation has no process group"
@@ -88,7 +98,7 @@ def make_meshes(
         return _of_stages(device, cell, pp)
     if cell is None:
         dp = DeviceMesh.from_group(world, device.type, mesh_dim_names=("dp",))
-        return Meshes(dp, hybrid=_hybrid(device, shard_workers))
+        return Meshes(dp, hybrid=_hybrid(device, shard_workers), experts=_of_experts(device, ep))
     tp = cell.size()
     lane = list(range(dist.get_rank() % tp, dist.get_world_size(), tp))
     # Known to its members alone: thousands of lanes are not made on every rank.
@@ -101,10 +111,19 @@ def make_meshes(
 def _hybrid(device: torch.device, workers: int | None) -> DeviceMesh | None:
     if workers is None or dist.get_world_size() % workers or dist.get_world_size() == workers:
         return None
-    ranks, rank = torch.arange(dist.get_world_size()).view(-1, workers), dist.get_rank()
-    copies = dist.new_group(ranks[:, rank % workers].tolist(), use_local_synchronization=True)
-    shards = dist.new_group(ranks[rank // workers].tolist(), use_local_synchronization=True)
-    return DeviceMesh.from_group([copies, shards], device.type, mesh=ranks, mesh_dim_names=(COPIES, SHARD))
+    return _grid(device, workers, (COPIES, SHARD))
+
+
+def _of_experts(device: torch.device, ep: int) -> DeviceMesh | None:
+    return None if ep == 1 else _grid(device, ep, (SAME_EXPERTS, EXPERTS))
+
+
+def _grid(device: torch.device, neighbours: int, names: tuple[str, str]) -> DeviceMesh:
+    """All ranks, so many neighbours in a row; with the groups of this rank's column and row."""
+    ranks, rank = torch.arange(dist.get_world_size()).view(-1, neighbours), dist.get_rank()
+    column = dist.new_group(ranks[:, rank % neighbours].tolist(), use_local_synchronization=True)
+    row = dist.new_group(ranks[rank // neighbours].tolist(), use_local_synchronization=True)
+    return DeviceMesh.from_group([column, row], device.type, mesh=ranks, mesh_dim_names=names)
 
 
 def _of_stages(device: torch.device, cell: dist.ProcessGroup | None, pp: int) -> Meshes:
@@ -125,6 +144,11 @@ def is_over_cell(parameter: torch.Tensor) -> bool:
     return isinstance(parameter, DTensor) and "tp" in (parameter.device_mesh.mesh_dim_names or ())
 
 
+def is_experts(parameter: torch.Tensor) -> bool:
+    """Has this rank a part of a layer's experts of it?"""
+    return isinstance(parameter, DTensor) and EXPERTS in (parameter.device_mesh.mesh_dim_names or ())
+
+
 def over_cell(parameter: torch.Tensor) -> Placement:
     """How a parameter, sharded or before, lies over the ranks of a cell: Replicate, or Shard with the dimension."""
     if not is_over_cell(parameter):
@@ -141,6 +165,18 @@ def slice_shape(parameter: torch.Tensor) -> tuple[int, ...]:
         assert isinstance(parameter, DTensor)
         shape[placement.dim] //= _cell_size(parameter)
     return tuple(shape)
+
+
+def rows_of(parameter: DTensor, ranks: int, rank: int) -> tuple[int, int]:
+    """The first row of what this rank's lane holds that the rank has, and the one after its last. `ranks`: over so many
+    it is sharded, as which of them; of experts the layer's own mesh says it."""
+    begin, rows, mesh = 0, slice_shape(parameter)[0], parameter.device_mesh
+    if is_experts(parameter):
+        rows //= mesh[EXPERTS].size()
+        begin = rows * mesh[EXPERTS].get_local_rank()
+        ranks, rank = mesh[SAME_EXPERTS].size(), mesh[SAME_EXPERTS].get_local_rank()
+    block = -(-rows // ranks)
+    return begin + min(rows, rank * block), begin + min(rows, (rank + 1) * block)
 
 
 def cut_of(parameter: torch.Tensor) -> Cut | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,8 +14,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from elastic.core.errors import UsageError
 from elastic.engines.fsdp2.belongings import adopt, is_released
-from elastic.engines.fsdp2.meshes import Meshes, make_meshes
+from elastic.engines.fsdp2.experts import share
+from elastic.engines.fsdp2.meshes import EXPERTS, SAME_EXPERTS, Meshes, make_meshes
 from elastic.engines.fsdp2.tensor_parallel import Plan, apply
+from elastic.engines.model.expert_layers import require_shareable
 from elastic.engines.model.plain_names import named_parameters, plain
 
 
@@ -25,8 +28,10 @@ def shard_model(
     begins: bool = True,
     plan: Plan | None = None,
     cell: dist.ProcessGroup | None = None,
+    experts: Sequence[int] = (1,),
 ) -> Meshes:
     """In place: parameters become DTensors, cut as `plan` says over the ranks of `cell`, and by rows over all others.
+    `experts`: by how many ranks they are shared, here and in other generations.
 
     Collective: all ranks begin with rank 0's buffers, and where the run `begins` with its parameters; else a restore
     follows. A model on which the user has called `fully_shard` keeps that sharding. One that was released gets the
@@ -43,15 +48,24 @@ def shard_model(
                 "the script has called fully_shard itself, and fsdp2.shard_workers says over which workers: leave one "
                 "of them out"
             )
+        if max(experts) > 1:
+            raise UsageError(
+                "the script has called fully_shard itself, and mesh.ep shares experts before that: leave fully_shard "
+                "to elastic.initialize"
+            )
         return Meshes(_mesh_of(model))
+    layers = require_shareable(model, experts) if max(experts) > 1 else {}
     again = is_released(model)
     if not again:
         prepare(model, None if options["cpu_offload"] else device)
     broadcast([*(model.parameters() if begins and not again else ()), *model.buffers()], device)
-    meshes = make_meshes(device, cell, shard_workers=options["shard_workers"])
+    meshes = make_meshes(device, cell, shard_workers=options["shard_workers"], ep=experts[0])
     if meshes.tp is not None:
         assert plan is not None
         apply(plan, model, meshes.tp)
+    if meshes.experts is not None:
+        share(layers, meshes.experts[EXPERTS])
+        _shard_experts(layers.values(), options, meshes.experts, device)
     shard_units(model, options, meshes.sharded, device)
     if again:
         adopt(model, torch.device("cpu") if options["cpu_offload"] else device)
@@ -59,18 +73,40 @@ def shard_model(
 
 
 def shard_units(model: torch.nn.Module, options: Mapping[str, Any], mesh: DeviceMesh, device: torch.device) -> None:
-    """`fully_shard` of the model and its units over `mesh`."""
-    policy = MixedPrecisionPolicy(_dtype(options["param_dtype"]), _dtype(options["reduce_dtype"]))
-    offload = CPUOffloadPolicy(pin_memory=device.type != "cpu") if options["cpu_offload"] else OffloadPolicy()
+    """`fully_shard` of the model and its units over `mesh`, but for what is sharded already."""
+    policy, offload = _policies(options, device)
+    again = options["reshard_after_forward"]
     for part in units(model, options["shard"]):
-        fully_shard(
-            part,
-            mesh=mesh,
-            reshard_after_forward=options["reshard_after_forward"],
-            mp_policy=policy,
-            offload_policy=offload,
-        )
+        if not isinstance(part, FSDPModule):
+            fully_shard(part, mesh=mesh, reshard_after_forward=again, mp_policy=policy, offload_policy=offload)
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
+
+
+def _shard_experts(
+    layers: Iterable[torch.nn.Module], options: Mapping[str, Any], mesh: DeviceMesh, device: torch.device
+) -> None:
+    """Each layer by itself, over the ranks with the same experts."""
+    policy, offload = _policies(options, device)
+    # A layer's inputs have their types already: where ranks do not share experts it need not be a unit.
+    policy, again = replace(policy, cast_forward_inputs=False), options["reshard_after_forward"]
+    for layer in layers:
+        unit = fully_shard(
+            layer, mesh=mesh[SAME_EXPERTS], reshard_after_forward=again, mp_policy=policy, offload_policy=offload
+        )
+        # The gradients of a rank's experts are sums over the ranks that share them; the mean is over all ranks.
+        alone = mesh[SAME_EXPERTS].size() == 1
+        kind = policy.reduce_dtype or policy.param_dtype or next(layer.parameters()).dtype
+        # Where there is nobody to reduce with torch divides such types twice (_fsdp_collectives.py, `foreach_reduce`,
+        # release 2.13).
+        twice = alone and kind not in (torch.float32, torch.bfloat16)
+        unit.set_gradient_divide_factor(mesh.size() ** (0.5 if twice else 1.0))
+        # Else a factor asks the backend for an operation that NCCL alone has.
+        unit.set_force_sum_reduction_for_comms(not alone)
+
+
+def _policies(options: Mapping[str, Any], device: torch.device) -> tuple[MixedPrecisionPolicy, OffloadPolicy]:
+    types = MixedPrecisionPolicy(_dtype(options["param_dtype"]), _dtype(options["reduce_dtype"]))
+    return types, CPUOffloadPolicy(pin_memory=device.type != "cpu") if options["cpu_offload"] else OffloadPolicy()
 
 
 def prepare(model: torch.nn.Module, device: torch.device | None) -> None:

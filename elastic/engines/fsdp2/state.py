@@ -2,8 +2,9 @@
 
 Each parameter, or the slice of it that this lane has, is cut into blocks of ceil(rows / ranks) rows, in the order of
 the lane's ranks; the last blocks may be short or empty (torch/distributed/fsdp/_fully_shard/_fsdp_param.py,
-`_init_sharded_param`, release 2.13). The shard is what the optimizer updates, and what forward passes gather: there
-are no other weights.
+`_init_sharded_param`, release 2.13). Where ranks share experts, the rows of a rank's experts are cut so over
+the ranks with the same ones: they are rows of the whole, too. The shard is what the optimizer updates, and what forward
+passes gather: there are no other weights.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from elastic.core.errors import UsageError
 from elastic.core.sharding.layout import Chunk
-from elastic.engines.fsdp2.meshes import Meshes, slice_shape
+from elastic.engines.fsdp2.meshes import Meshes, rows_of, slice_shape
 from elastic.engines.fsdp2.sharding import reshard
 from elastic.engines.fsdp2.tensor_parallel import cuts_of
 from elastic.engines.live_state import PARAM, Extra, Master, TensorSpec, Weight, specs_of, whole_buffer
@@ -111,9 +112,8 @@ class Fsdp2State:
     def _chunk(self, name: str) -> Chunk:
         parameter = self._parameters[name]
         shape = slice_shape(parameter)
-        rows, width = shape[0], math.prod(shape[1:])
-        block = -(-rows // self._shards)
-        first, last = min(rows, self._shard * block), min(rows, (self._shard + 1) * block)
+        width = math.prod(shape[1:])
+        first, last = rows_of(parameter, self._shards, self._shard)
         if (last - first) * width != _local(parameter).numel():
             raise UsageError(
                 f"parameter {name!r}: shard {self._shard} of {self._shards} has {_local(parameter).numel()} elements "

@@ -139,8 +139,6 @@ class JobSpec(BaseModel):
         for name in ("deepspeed", "fsdp2"):
             if getattr(self, name) is not None and self.engine != name:
                 raise ValueError(f"{name} is given, but engine is {self.engine}; set engine: {name}, or leave it out")
-        if self.mesh.settings().ep > 1 and self.engine != "deepspeed":
-            raise ValueError(f"mesh.ep is supported with engine: deepspeed, not {self.engine}")
         mesh = self.mesh.settings()
         if mesh.tp > 1 and mesh.pp > 1 and self.engine != "fsdp2":
             raise ValueError("tp and pp are supported together with engine: fsdp2; give one of them")

@@ -10,7 +10,6 @@ from elastic.core.errors import UsageError
 from elastic.core.generation_spec import BatchSettings
 from elastic.engines.deepspeed.config import check, resolve
 from elastic.engines.deepspeed.experts.config import size_of
-from elastic.engines.fsdp2.config import check as check_fsdp2
 
 NONE = BatchSettings()
 GIVEN = {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}
@@ -52,8 +51,3 @@ def test_what_contradicts_the_mesh_or_does_not_work_is_refused(given: dict[str, 
         resolve({**GIVEN, **given}, NONE, 2, ep=ep)
     with pytest.raises(UsageError, match=said):
         check({**GIVEN, **given}, NONE, (1, 2), ep=ep)
-
-
-def test_fsdp2_refuses_it() -> None:
-    with pytest.raises(UsageError, match=r"mesh: {ep: 2} is supported with engine: deepspeed, not fsdp2"):
-        check_fsdp2({}, NONE, (1, 2), 1, 2)

@@ -63,8 +63,20 @@ def test_a_schedule_for_several_stages_has_two_unless_more_are_said() -> None:
 def test_stages_and_shared_sequences_together_are_refused() -> None:
     with pytest.raises(UsageError, match=r"mesh: {sp: 2, pp: 4}: sp and pp are not supported together"):
         refuse_mesh(1, pp=4, sp=2)
-    with pytest.raises(UsageError, match=r"mesh: {ep: 2} is supported with engine: deepspeed"):
-        check_config("fsdp2", {}, BatchSettings(), (2, 2), ep=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "mesh", "said"),
+    [
+        ({}, {"tp": 2}, r"mesh: {tp: 2, ep: 2}: ep is not supported with another axis"),
+        ({}, {"pp": 4}, r"mesh: {ep: 2, pp: 4}: ep is not supported with another axis"),
+        ({"shard_workers": 2}, {}, r"shard_workers is not supported with mesh: {ep: 2}"),
+    ],
+)
+def test_what_does_not_go_with_shared_experts_is_refused(options: Any, mesh: dict[str, int], said: str) -> None:
+    check_config("fsdp2", {"reshard_after_forward": False}, BatchSettings(), (2, 4), ep=2)
+    with pytest.raises(UsageError, match=said):
+        check_config("fsdp2", options, BatchSettings(), (2, 4), ep=2, **mesh)
 
 
 def test_options_may_be_a_file(tmp_path: Path) -> None:

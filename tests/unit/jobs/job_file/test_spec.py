@@ -212,7 +212,7 @@ def test_deepspeed_config_may_be_a_file_beside_the_job(tmp_path: Path) -> None:
         ("mesh: {pp: 8}\n", "min_workers (1) to max_workers (4) has no multiple of 8 (mesh: {pp: 8})"),
         ("mesh: {sp: 2, tp: 2}\n", "sp and tp are not supported together; give one of them"),
         ("mesh: {sp: 2, ep: 2}\n", "sp and ep are not supported together; give one of them"),
-        ("engine: fsdp2\nmesh: {ep: 2}\n", "mesh.ep is supported with engine: deepspeed, not fsdp2"),
+        ("engine: fsdp2\nmesh: {ep: 2, tp: 2}\n", "tp and ep are not supported together; give one of them"),
         (
             "gradient_noise: {every_steps: 1}\nmesh: {tp: 2}\n",
             "with mesh: {tp: 2} a rank's gradient is that of its slices of the layers only",

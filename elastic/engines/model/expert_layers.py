@@ -1,0 +1,122 @@
+"""Layers of experts as a model's own code computes them: what one looks like, and what of it ranks cannot share.
+
+A layer is a module that says how many experts it has (`num_experts`), whose parameters all have them as their first
+dimension, and which is called with tokens and with who gets them, in one of two forms:
+
+- routed, as transformers 5 has it: (tokens [T, H], numbers of experts [T, K], their weights [T, K]) -> [T, H], for each
+  token the sum of what its experts give it
+- grouped, as torchtitan has it: (tokens [R, H] in the order of their experts, how many each expert has [E]) -> [R, H]
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from elastic.core.errors import UsageError
+from elastic.core.mesh import described
+from elastic.engines.model.description import aliases
+from elastic.engines.model.plain_names import is_wrapper, named_modules
+
+# How many arguments a layer is called with.
+GROUPED, ROUTED = 2, 3
+
+
+def expert_layers(model: nn.Module) -> dict[str, Any]:
+    """By name."""
+    return {name: module for name, module in named_modules(model) if _is_layer(module)}
+
+
+def form_of(layer: nn.Module) -> int:
+    """How many arguments its `forward` takes: GROUPED, ROUTED, or neither."""
+    return len(inspect.signature(type(layer).forward).parameters) - 1
+
+
+def require_shareable(model: nn.Module, sizes: Sequence[int]) -> Mapping[str, Any]:
+    """The layers by name, where so many ranks share experts, in this generation or in others.
+
+    Raises UsageError where there are none, and naming what of one cannot be shared.
+    """
+    layers, said = expert_layers(model), described(1, 1, max(sizes))
+    if any(is_wrapper(module) or module._compiled_call_impl is not None for module in model.modules()):
+        raise UsageError(f"{said}: {type(model).__name__} is compiled, which is not supported with ep; leave one out")
+    if not layers:
+        raise UsageError(
+            f"{said}: {type(model).__name__} has no layer of experts that can be shared: a module with `num_experts`, "
+            "whose parameters all have that many entries in their first dimension, called with (tokens, numbers of "
+            "experts, weights) or with (tokens in the order of experts, tokens of each); see docs/parallelism.md"
+        )
+    tied = {name for pair in aliases(model).items() for name in pair}
+    for name, layer in layers.items():
+        for size in sizes:
+            if layer.num_experts % size:
+                raise UsageError(
+                    f"{described(1, 1, size)}: {name!r} has {layer.num_experts} experts, which {size} workers cannot "
+                    "share evenly; use an ep that divides the number of experts"
+                )
+        _refuse_parts(name, layer, tied, said)
+    return layers
+
+
+def _refuse_parts(name: str, layer: nn.Module, tied: set[str], said: str) -> None:
+    unfit = {
+        "has buffers, which would be saved of rank 0 alone": [own for own, _ in layer.named_buffers()],
+        "has a tensor that is no parameter": [
+            own for own, each in vars(layer).items() if isinstance(each, torch.Tensor)
+        ],
+        "shares a tensor with another module": [own for own in layer._parameters if f"{name}.{own}" in tied],
+        "has extra state": [type(layer).__name__] if _has_extra_state(layer) else [],
+    }
+    for what, found in unfit.items():
+        if found:
+            raise UsageError(f"{said}: the layer of experts {name!r} {what} ({found[0]}); change it, or leave ep out")
+
+
+def _has_extra_state(layer: nn.Module) -> bool:
+    return any(type(each).get_extra_state is not nn.Module.get_extra_state for each in layer.modules())
+
+
+def _is_layer(module: nn.Module) -> bool:
+    # As an attribute of its own: in a call it is this rank's.
+    count, own = vars(module).get("num_experts"), list(module.parameters(recurse=False))
+    if not isinstance(count, int) or not own or len(own) != len(list(module.parameters())):
+        return False
+    return all(each.dim() > 1 and each.shape[0] == count for each in own) and form_of(module) in (GROUPED, ROUTED)
+
+
+class NoDraws:
+    """Experts that ranks share compute on other ranks' tokens: what they draw would depend on which ranks share them.
+    Looked at in the first pass that trains."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._before: list[torch.Tensor] | None = []
+
+    def watch(self, experts: nn.Module) -> None:
+        experts.register_forward_pre_hook(self.begin)
+        experts.register_forward_hook(self.end)
+
+    def begin(self, experts: nn.Module, inputs: Any) -> None:
+        if self._before is not None:
+            self._before = _generators(inputs[0].device) if experts.training else []
+
+    def end(self, experts: nn.Module, inputs: Any, _: Any = None) -> None:
+        """Raises UsageError where random numbers were drawn since `begin`."""
+        if not self._before:
+            return
+        before, self._before = self._before, None
+        if not all(torch.equal(one, other) for one, other in zip(before, _generators(inputs[0].device), strict=True)):
+            raise UsageError(
+                f"the experts of the MoE layer {self._name!r} draw random numbers (dropout, say), on tokens of other "
+                "ranks: training would depend on which ranks share them; draw outside of the experts, or leave mesh.ep "
+                "out"
+            )
+
+
+def _generators(device: torch.device) -> list[torch.Tensor]:
+    own = [torch.get_rng_state()]
+    return [*own, torch.cuda.get_rng_state(device)] if device.type == "cuda" else own

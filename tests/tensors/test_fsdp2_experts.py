@@ -1,0 +1,351 @@
+"""Layers of experts that ranks share: which rows a rank has, what comes back from a layer, what is refused by name.
+
+Worlds of up to 1,024 ranks under torch's fake process group; the oracles of places are this test's own rule, torch's
+`compute_local_shape_and_global_offset`, and numbers that say where they are from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from elastic.core.errors import UsageError
+from elastic.engines.fsdp2 import experts as shared
+from elastic.engines.fsdp2.belongings import Belongings, release
+from elastic.engines.fsdp2.config import Options
+from elastic.engines.fsdp2.fragments import fragments
+from elastic.engines.fsdp2.meshes import forget_meshes
+from elastic.engines.fsdp2.sharding import repoint, shard_model
+from elastic.engines.fsdp2.state import Fsdp2State
+from elastic.engines.live_state import MASTER
+from elastic.engines.model.expert_layers import NoDraws, expert_layers, require_shareable
+
+CPU = torch.device("cpu")
+OPTIONS: dict[str, Any] = vars(Options())
+EXPERTS, WIDTH = 8, 4
+
+
+class Routed(nn.Module):
+    def __init__(self, experts: int = EXPERTS) -> None:
+        super().__init__()
+        self.num_experts = experts
+        self.up = nn.Parameter(torch.randn(experts, WIDTH, WIDTH))
+        self.bias = nn.Parameter(torch.randn(experts, WIDTH))
+
+    def forward(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        each = torch.einsum("tkoi,ti->tko", self.up[top_k_index], hidden) + self.bias[top_k_index]
+        return (each * top_k_weights[..., None]).sum(1)
+
+
+class Grouped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = EXPERTS
+        self.w = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH))
+
+    def forward(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part @ own for part, own in zip(rows.split(counts.tolist()), self.w, strict=True)])
+
+
+class Router(nn.Module):
+    """What looks like experts, and is called otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = EXPERTS
+        self.weight = nn.Parameter(torch.randn(EXPERTS, WIDTH))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden @ self.weight.T
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts, self.norm = Router(), Routed(), nn.LayerNorm(WIDTH)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, WIDTH)
+        self.layers = nn.ModuleList([Block(), Block()])
+        self.layers[1].experts = Grouped()
+        self.layers[0].experts.bias.requires_grad_(False)
+
+
+@pytest.fixture
+def world() -> Iterator[Any]:
+    def begin(rank: int, size: int) -> None:
+        end()
+        dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+
+    def end() -> None:
+        if dist.is_initialized():
+            forget_meshes()
+            dist.destroy_process_group()
+
+    yield begin
+    end()
+
+
+def own_rows(name: str, rows: int, rank: int, size: int, ep: int) -> range:
+    """By this test's own rule: blocks of rows, of a rank's experts over the ranks with the same ones."""
+    begin, ranks, place = 0, size, rank
+    if ".experts." in name:
+        rows //= ep
+        begin, ranks, place = rank % ep * rows, size // ep, rank // ep
+    block = -(-rows // ranks)
+    return range(begin + min(rows, place * block), begin + min(rows, (place + 1) * block))
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "ep"),
+    [
+        *((0, 2, 2), (1, 2, 2), (3, 4, 2), (2, 4, 4), (5, 6, 2), (7, 12, 4), (15, 16, 8)),
+        *((0, 1024, 8), (517, 1024, 4), (9, 1024, 8), (1023, 1024, 2), (6, 1000, 8)),
+    ],
+)
+def test_a_rank_has_the_rows_of_its_experts_that_torch_gives_it(world: Any, rank: int, size: int, ep: int) -> None:
+    world(rank, size)
+    model = Model()
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.copy_(torch.arange(parameter.numel()).float().view(parameter.shape) + 10_000 * number)
+    whole = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    before = {id(parameter): name for name, parameter in model.named_parameters()}
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.1)
+    meshes = shard_model(model, OPTIONS, CPU, experts=(ep,))
+    repoint(optimizer, before, dict(model.named_parameters()))
+    state = Fsdp2State(model, optimizer, None, meshes)
+
+    assert {spec.name: spec.shape for spec in state.specs()} == {name: tuple(w.shape) for name, w in whole.items()}
+    assert (state.rank, state.world_size, state.copies, state.cuts) == (rank, size, None, None)
+    found = {master.names[0]: (master.tensor, master.chunks) for master in state.masters()}
+    found |= {extra.chunk.name: (extra.tensor, (extra.chunk,)) for extra in state.frozen()}
+    for name, value in whole.items():
+        rows = own_rows(name, value.shape[0], rank, size, ep)
+        tensor, chunks = found.get(name, (value[:0], ()))
+        assert torch.equal(tensor, value[rows.start : rows.stop]), name
+        width = value[0].numel()
+        assert [(c.start, c.numel) for c in chunks] == ([(rows.start * width, len(rows) * width)] if rows else []), name
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor)
+        shape, offset = compute_local_shape_and_global_offset(
+            parameter.shape, parameter.device_mesh, parameter.placements
+        )
+        box = tuple(slice(begin, begin + length) for begin, length in zip(offset, shape, strict=True))
+        assert torch.equal(parameter._local_tensor, whole[name][box]), name
+    starts = {chunk.name: chunk.start for master in state.masters() for chunk in master.chunks}
+    engine = SimpleNamespace(module=model, optimizer=optimizer)
+    assert {part.name: part.start for part in fragments(engine) if part.kind == MASTER} == starts
+
+
+@pytest.mark.parametrize(("size", "ep"), [(4, 2), (6, 2), (8, 8), (12, 4)])
+def test_all_ranks_together_have_each_element_once(world: Any, size: int, ep: int) -> None:
+    counts: dict[str, torch.Tensor] = {}
+    for rank in range(size):
+        world(rank, size)
+        model = Model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        before = {id(parameter): name for name, parameter in model.named_parameters()}
+        meshes = shard_model(model, OPTIONS, CPU, experts=(ep,))
+        repoint(optimizer, before, dict(model.named_parameters()))
+        state = Fsdp2State(model, optimizer, None, meshes)
+        found = [chunk for master in state.masters() for chunk in master.chunks]
+        found += [extra.chunk for extra in state.frozen()]
+        for chunk in found:
+            numel = model.get_parameter(chunk.name).numel()
+            count = counts.setdefault(chunk.name, torch.zeros(numel))
+            count[chunk.start : chunk.stop] += 1
+    assert counts.keys() == {name for name, _ in Model().named_parameters()}
+    assert all(count.eq(1).all() for count in counts.values())
+
+
+def test_nothing_is_left_on_a_model_that_is_given_back_and_it_is_cut_otherwise(world: Any) -> None:
+    world(1, 4)
+    model = Model()
+
+    def marks() -> dict[str, Any]:
+        return {name: (type(child), sorted(vars(child))) for name, child in model.named_modules()}
+
+    def own_forward(hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+    model.layers[0].experts.forward = own_forward
+    before, shapes = marks(), {name: p.shape for name, p in model.named_parameters()}
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.1)
+    named = {id(parameter): name for name, parameter in model.named_parameters()}
+    shard_model(model, OPTIONS, CPU, experts=(4, 1, 2, 4))
+    repoint(optimizer, named, dict(model.named_parameters()))
+    first = dict(model.named_parameters())
+    assert marks() != before
+    Belongings(model, optimizer).give_back()
+    assert marks() == before
+    assert model.layers[0].experts.forward is own_forward
+    assert {name: p.shape for name, p in model.named_parameters()} == shapes
+    for rank, size, ep in ((2, 3, 1), (0, 2, 2)):
+        world(rank, size)
+        meshes = shard_model(model, OPTIONS, CPU, experts=(ep, 1, 2, 4))
+        assert all(meshes.holds(parameter) for parameter in model.parameters())
+        assert all(now is first[name] for name, now in model.named_parameters())
+        assert model.layers[0].experts.up.to_local().shape[0] == (EXPERTS // ep if ep > 1 else 2)
+        release(model)
+
+
+class Alone:
+    """The exchange of one rank that has all experts: what a layer gives must be what it gave before."""
+
+    def __init__(self) -> None:
+        self.sent: list[int] = []
+
+    def call(self, found: torch.Tensor, own: torch.Tensor, *_: Any, **__: Any) -> None:
+        found.copy_(own)
+        self.sent.append(len(own))
+
+
+@pytest.mark.parametrize("kind", [Routed, Grouped])
+def test_a_layer_gives_what_it_gave_before(world: Any, kind: type[nn.Module]) -> None:
+    world(0, 1)
+    layer, generator = kind(), torch.Generator().manual_seed(0)
+    tokens = torch.randn(5, WIDTH, generator=generator, requires_grad=True)
+    index = torch.stack([torch.randperm(EXPERTS, generator=generator)[:3] for _ in range(5)])
+    weights = torch.rand(5, 3, generator=generator, requires_grad=True)
+    counts = torch.tensor([0, 2, 0, 1, 0, 0, 2, 0])
+    given = (tokens, index, weights) if kind is Routed else (tokens, counts)
+    leaves = [tokens, *([weights] if kind is Routed else []), *layer.parameters()]
+    expected = layer(*given)
+    gradients = torch.autograd.grad(expected.square().sum(), leaves)
+    shared.share({"experts": layer}, dist.device_mesh.DeviceMesh("cpu", [0], mesh_dim_names=("ep",)))
+    exchange = Alone()
+    layer.forward.exchange.call = exchange.call
+    leaves = [tokens, *([weights] if kind is Routed else []), *layer.parameters()]
+    found = layer(*given)
+    torch.testing.assert_close(found, expected)
+    again = torch.autograd.grad(found.square().sum(), leaves)
+    for one, other in zip(again, gradients, strict=True):
+        torch.testing.assert_close(one.to_local() if isinstance(one, DTensor) else one, other)
+    rows = 15 if kind is Routed else 5
+    assert exchange.sent[:2] == [1, rows]
+    assert layer.num_experts == EXPERTS
+
+
+@pytest.mark.parametrize("kind", [Routed, Grouped])
+def test_a_rank_that_gets_no_token_still_has_gradients(world: Any, kind: type[nn.Module]) -> None:
+    world(0, 1)
+    layer = kind()
+    shared.share({"experts": layer}, dist.device_mesh.DeviceMesh("cpu", [0], mesh_dim_names=("ep",)))
+    layer.forward.exchange.call = Alone().call
+    tokens, weights = torch.ones(0, WIDTH, requires_grad=True), torch.ones(0, 2, requires_grad=True)
+    index = torch.ones(0, 2, dtype=torch.int64)
+    found = layer(tokens, index, weights) if kind is Routed else layer(tokens, torch.zeros(EXPERTS, dtype=torch.int64))
+    assert found.shape == (0, WIDTH)
+    found.sum().backward()
+    for parameter in layer.parameters():
+        assert parameter.grad is not None
+        assert not parameter.grad.to_local().any()
+    assert tokens.grad is not None
+    assert (weights.grad is not None) is (kind is Routed)
+
+
+def test_a_graph_that_outlives_its_generation_keeps_no_group(world: Any) -> None:
+    world(0, 1)
+    layer, group = Grouped(), dist.new_group([0])
+    mesh = dist.device_mesh.DeviceMesh.from_group([group], "cpu", mesh=torch.tensor([0]), mesh_dim_names=("ep",))
+    shared.share({"experts": layer}, mesh)
+    layer.forward.exchange.call = Alone().call
+    found = layer(torch.ones(1, WIDTH, requires_grad=True), torch.tensor([1, 0, 0, 0, 0, 0, 0, 0]))
+    shared.end_exchanges(layer)
+    assert layer.forward.exchange._group is None
+    with pytest.raises(RuntimeError, match="after the end of their generation"):
+        found.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ((torch.ones(3, 4), torch.ones(3, 2), torch.ones(3, 2)), "must be called with .*numbers of experts"),
+        ((torch.ones(3, 4), torch.ones(3, dtype=torch.int64), torch.ones(3, 1)), r"was with \[3, 4\], \[3\], \[3, 1\]"),
+        ((torch.ones(3, 4), 2, None), "must be called with tensors alone, not"),
+        ((torch.ones(1, 4), torch.tensor([[8]]), torch.ones(1, 1)), "'experts' was given the number 8 of an expert"),
+    ],
+)
+def test_a_layer_that_is_called_otherwise_is_refused_by_name(world: Any, given: Any, said: str) -> None:
+    world(0, 1)
+    layer = Routed()
+    shared.share({"experts": layer}, dist.device_mesh.DeviceMesh("cpu", [0], mesh_dim_names=("ep",)))
+    with pytest.raises(UsageError, match=said):
+        layer(*given)
+
+
+def test_layers_are_found_by_what_they_are_called_with() -> None:
+    assert list(expert_layers(Model())) == ["layers.0.experts", "layers.1.experts"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda model: delattr(model, "layers"), r"mesh: {ep: 4}: Model has no layer of experts that can be shared"),
+        (
+            lambda model: setattr(model.layers[0], "experts", Routed(6)),
+            r"mesh: {ep: 4}: 'layers\.0\.experts' has 6 experts, which 4 workers cannot share evenly",
+        ),
+        (
+            lambda model: model.layers[0].experts.register_buffer("seen", torch.zeros(EXPERTS)),
+            r"'layers\.0\.experts' has buffers, .* \(seen\)",
+        ),
+        (
+            lambda model: setattr(model.layers[0].experts, "scales", torch.ones(EXPERTS)),
+            r"'layers\.0\.experts' has a tensor that is no parameter \(scales\)",
+        ),
+        (
+            lambda model: setattr(model.layers[1].experts, "w", model.layers[0].experts.up),
+            r"'layers\.0\.experts' shares a tensor with another module \(up\)",
+        ),
+        (lambda model: model.compile(backend="eager"), "Model is compiled, which is not supported with ep"),
+        (
+            lambda model: model.layers[0].norm.compile(backend="eager"),
+            "Model is compiled, which is not supported with ep",
+        ),
+    ],
+)
+def test_what_ranks_cannot_share_is_refused_by_name(change: Any, said: str) -> None:
+    """In any generation of the run: the first one may have all experts on each rank."""
+    model = Model()
+    change(model)
+    with pytest.raises(UsageError, match=said):
+        require_shareable(model, (1, 2, 4))
+
+
+def test_a_sharding_of_the_scripts_own_is_refused(world: Any) -> None:
+    world(0, 2)
+    model = Model()
+    fully_shard(model)
+    with pytest.raises(UsageError, match=r"the script has called fully_shard itself, and mesh\.ep shares experts"):
+        shard_model(model, OPTIONS, CPU, experts=(2,))
+
+
+def test_draws_are_noticed_in_the_first_pass_that_trains() -> None:
+    layer, inputs = Routed(), (torch.ones(1),)
+    draws = NoDraws("experts")
+    for training, drawn in ((False, True), (True, False), (True, True)):
+        layer.train(training)
+        draws.begin(layer, inputs)
+        if drawn:
+            torch.rand(1)
+        draws.end(layer, inputs)
+    again = NoDraws("experts")
+    again.begin(layer, inputs)
+    torch.rand(1)
+    with pytest.raises(UsageError, match="the experts of the MoE layer 'experts' draw random numbers"):
+        again.end(layer, inputs)
