@@ -48,7 +48,7 @@ class ProcessGroup:
         self._hooks = hooks
         self._store: Store | None = None
         self._communicators: nccl.Communicators | None = None
-        self._cell: dist.ProcessGroup | None = None
+        self._along: dict[str, dist.ProcessGroup] = {}
         # Before torch had put its own in its place, and torch's.
         self._excepthooks = sys.excepthook, sys.excepthook
         self._backend = ""
@@ -98,10 +98,11 @@ class ProcessGroup:
             timeout=self._timeout(),
         )
         self._excepthooks = before, sys.excepthook
-        ranks = list(self.spec.mesh.together(self.spec.rank))
-        if len(ranks) > 1:
-            # Known to its members alone: thousands of cells are not made on every rank.
-            self._cell = dist.new_group(ranks, timeout=self._timeout(), use_local_synchronization=True)
+        for axis in ("sp", "tp"):
+            ranks = list(self.spec.mesh.along(axis, self.spec.rank))
+            if len(ranks) > 1:
+                # Known to its members alone: thousands of cells are not made on every rank.
+                self._along[axis] = dist.new_group(ranks, timeout=self._timeout(), use_local_synchronization=True)
         if self.fails_silently:
             self._communicators = nccl.Communicators(device)
             self._connect("world")
@@ -109,15 +110,15 @@ class ProcessGroup:
         self._known.update(_groups())
         return device
 
-    @property
-    def cell(self) -> dist.ProcessGroup | None:
-        """The ranks that share sequences or each layer with this one; None where no other does, and after `close`."""
-        return self._cell
+    def along(self, axis: str) -> dist.ProcessGroup | None:
+        """The ranks that share sequences ("sp") or each layer ("tp") with this one; None where no other does, and after
+        `close`."""
+        return self._along.get(axis)
 
-    def hand_out_cell(self) -> dist.ProcessGroup | None:
+    def hand_out(self, axis: str) -> dist.ProcessGroup | None:
         """The same, for the user's code to hold: as with groups that it makes itself, it ends with the generation."""
-        self._of_script = self._of_script or self._cell is not None
-        return self._cell
+        self._of_script = self._of_script or axis in self._along
+        return self.along(axis)
 
     def before_engine(self) -> None:
         """The engine is about to make its groups: those that appeared since `join` are the script's."""
@@ -212,7 +213,7 @@ class ProcessGroup:
                 self._hooks.destroy_groups()
         except (RuntimeError, ValueError, AssertionError) as error:
             logger.warning("generation %d: groups did not close cleanly: %s", self.spec.generation, error)
-        self._store = self._cell = None
+        self._store, self._along = None, {}
         before, torchs = self._excepthooks
         if sys.excepthook is torchs:
             # torch puts the rank before each line of a traceback, one more time for every group that there was.

@@ -146,10 +146,16 @@ class Mesh:
         """Which part of each layer's experts the rank has."""
         return self.data(rank) % self.ep
 
-    def together(self, rank: int) -> range:
-        """The ranks that share sequences or each layer with `rank`, itself included: not the stages of its pipeline."""
-        size = self.sp * self.tp
-        return range(rank // size * size, rank // size * size + size)
+    def lane(self, rank: int) -> int:
+        """Which part of the model the rank's lane has: stage * tp + tensor coordinate."""
+        return self.stage(rank) * self.tp + self.tensor(rank)
+
+    def along(self, axis: str, rank: int) -> range:
+        """The ranks that share sequences ("sp"), each layer ("tp") or the layers ("pp") with `rank`, itself included:
+        those that differ from it in that coordinate alone."""
+        step = {"tp": 1, "sp": self.tp, "pp": self.sp * self.tp}[axis]
+        first = rank - self.coordinates(rank)[axis] * step
+        return range(first, first + self.axes[axis] * step, step)
 
     def cell(self, rank: int) -> range:
         """The ranks that train on the same samples as `rank`, itself included."""

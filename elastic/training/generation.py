@@ -74,8 +74,9 @@ class Generation:
     def own(self, engine: Engine) -> None:
         """From here on the engine is closed however the generation ends."""
         self._native, self.ledger = weakref.ref(engine.native), engine.ledger
-        if self.group.cell is not None:
-            self.ledger.name_axis(self.group.cell, "sp" if self.scope.spec.sp > 1 else "tp")
+        for axis in ("sp", "tp"):
+            if (shared := self.group.along(axis)) is not None:
+                self.ledger.name_axis(shared, axis)
         self.closing.callback(lambda: engine.detach() if self._stays else engine.close())
 
     def began(self, steps: StepLoop, engine: ElasticEngine, loader: ElasticLoader) -> None:

@@ -24,8 +24,8 @@ from elastic.core.generation_spec import BatchSettings
 BATCH, LAST_STEP, SIZE = BatchSettings(epochs=2), 8, 37
 # The step in which a rank is lost.
 AT = 4
-# Members of one generation, and its last step; None: the end.
-Part = tuple[Sequence[int], int | None]
+# Members of one generation, its last step (None: the end), and maybe fields of GenerationSpec that it alone has.
+Part = tuple[Sequence[int], int | None] | tuple[Sequence[int], int | None, Mapping[str, Any]]
 MOVED: Sequence[Part] = (((0, 1, 2, 3), 3), ((2, 0), 5), ((1, 3, 0, 2), None))
 WHOLE: Sequence[Part] = (((0,), None),)
 
@@ -77,16 +77,9 @@ def through(
 ) -> list[list[Outcome]]:
     """A run in these generations; `spec` are fields of GenerationSpec."""
     store, generations, checkpoint = CheckpointStore(str(url), "run"), [], None
-    for who, end_at in parts:
-        outcomes = crew.run(
-            who,
-            function,
-            {**config, "url": str(url)},
-            end_at=end_at,
-            checkpoint=checkpoint,
-            **of_run(config),
-            **spec,
-        )
+    for who, end_at, *other in parts:
+        more = {**of_run(config), **spec, **(other[0] if other else {})}
+        outcomes = crew.run(who, function, {**config, "url": str(url)}, end_at=end_at, checkpoint=checkpoint, **more)
         _assert_ended(outcomes, "finished" if end_at is None else "ended", end_at or LAST_STEP)
         assert all(outcome.clean for outcome in outcomes)
         checkpoint = store.list()[0].id
@@ -99,15 +92,22 @@ def of_run(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_a_rank_killed(
-    crew: Crew, url: Path, function: str, config: Mapping[str, Any], where: str, **spec: Any
+    crew: Crew,
+    url: Path,
+    function: str,
+    config: Mapping[str, Any],
+    where: str,
+    of_two: Mapping[str, Any] | None = None,
+    **spec: Any,
 ) -> list[list[Outcome]]:
-    """4 ranks in two cells, of which one is killed in step `AT`. A survivor of each of the two cells forms one with the
-    other; then there are 4 again. All survivors stay in their loop."""
+    """4 ranks, mostly in two cells, of which one is killed in step `AT`. Two survivors form a cell; then there are 4
+    again. All survivors stay in their loop. `of_two`: fields of GenerationSpec that the two have alone."""
     more = {**of_run(config), "checkpoint_every_steps": 1, **spec}
     config = {**config, "in_loop": True, "url": str(url)}
     lose_a_rank(crew, url, function, config, where, **more)
     store = CheckpointStore(str(url), "run")
-    shrunk = crew.run([3, 0], function, config, checkpoint=store.list()[0].id, end_at=AT + 2, **more)
+    fewer = {**more, **(of_two or {})}
+    shrunk = crew.run([3, 0], function, config, checkpoint=store.list()[0].id, end_at=AT + 2, **fewer)
     _assert_ended(shrunk, "ended", AT + 2)
     grown = crew.run([0, 1, 2, 3], function, config, checkpoint=store.list()[0].id, **more)
     _assert_ended(grown, "finished", LAST_STEP)

@@ -7,9 +7,11 @@ from typing import Any
 
 import cells
 import crew
+import layered_model
+import sharing_model
 import torch
 import trainings
-from layered_model import EVEN, LAYERS, Transformer, loss_of, plan, plan_by_names, plan_of_sequences, texts
+from layered_model import EVEN, LAYERS, plan, plan_by_names, plan_of_sequences
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel
 
@@ -17,10 +19,16 @@ import elastic
 from elastic.engines.fsdp2.sharding import gathered
 
 
+def written(config: dict[str, Any]) -> Any:
+    """The module of the model: with sequences that ranks may share, or without."""
+    return sharing_model if config.get("sequences") else layered_model
+
+
 def build(config: dict[str, Any]) -> tuple[Any, Any]:
     torch.manual_seed(3 + elastic.get_context().coordinates.get(config.get("seeded by", ""), 0))
     of_torch = config.get("engine") == "fsdp2"
-    model = Transformer(config.get("dropout", 0.0), config.get("normed", False), **(EVEN if of_torch else {}))
+    made = written(config)
+    model = made.Transformer(config.get("dropout", 0.0), config.get("normed", False), **(EVEN if of_torch else {}))
     model.recomputed = config.get("recomputed", False)
     if config.get("plan") == "own":
         model._tp_plan = plan_by_names()
@@ -29,7 +37,7 @@ def build(config: dict[str, Any]) -> tuple[Any, Any]:
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.02)
     engine, _, loader, _ = elastic.initialize(
         model=model,
-        training_data=texts(config.get("size", 37), crew.indices),
+        training_data=made.texts(config.get("size", 37), crew.indices),
         optimizer=optimizer,
         **(of_fsdp2(config, optimizer) if of_torch else of_deepspeed(config)),
     )
@@ -107,7 +115,7 @@ def train(config: dict[str, Any]) -> None:
             last = engine.is_gradient_accumulation_boundary()
             with cells.step_of(config):
                 cells.come_to(config, "forward", last)
-                loss = loss_of(engine(tokens), labels)
+                loss = written(config).loss_of(engine(tokens), labels)
                 if config.get("nan at") == context.step:
                     spoil_gradient(engine)
                 if config.get("skewed at") == context.step:

@@ -180,6 +180,21 @@ def test_shared_sequences_equal_a_script_of_transformers_alone(
     assert_every_sample_once(shared)
 
 
+@pytest.mark.parametrize("model", [TIED, pytest.param({}, marks=SLOW)], ids=["tied", "untied"])
+def test_llama_with_shared_sequences_and_layers_equals_a_script_of_transformers_alone(
+    crew: Crew, tmp_path: Path, model: dict[str, Any]
+) -> None:
+    """One head of keys and values for each worker's slice; the layers are cut by the model's own plan."""
+    config = {**LLAMA, "engine": "fsdp2", "ragged": True, "model": model}
+    parts: Sequence[Part] = (((0, 1, 2, 3), 3), ((2, 0), 5, {"tp": 1}), ((1, 3, 0, 2), None))
+    whole = through(crew, tmp_path / "whole", config, WHOLE)
+    config = {**config, "model": {**model, **ELASTIC}, "in_loop": True}
+    moved = through(crew, tmp_path / "moved", config, parts, "train_on_parts", sp=2, tp=2, tp_sizes=(1, 2))
+    assert _distance(whole.losses, moved.losses) <= ALLOWED
+    assert _distance(whole.state(whole.shapes[0]), moved.state(whole.shapes[0])) <= ALLOWED
+    assert_every_sample_once(moved)
+
+
 def test_a_script_for_shared_sequences_trains_without_a_mesh(crew: Crew, tmp_path: Path) -> None:
     config = {**LLAMA, "stage": 1, "ragged": True}
     alone = through(crew, tmp_path / "alone", config, WHOLE)

@@ -92,6 +92,8 @@ def text(index: int) -> Text:
 class Attention(nn.Module):
     """As many heads as its slices of the projections have. `normed`: what is left whole is applied to a part."""
 
+    attend: Any = staticmethod(nn.functional.scaled_dot_product_attention)
+
     def __init__(self, normed: bool, kv_heads: int) -> None:
         super().__init__()
         self.q_norm = nn.RMSNorm(WIDTH // HEADS) if normed else nn.Identity()
@@ -107,9 +109,7 @@ class Attention(nn.Module):
             for made in (self.q_proj, self.k_proj, self.v_proj)
         )
         grouped = key.shape[1] != query.shape[1]
-        seen = nn.functional.scaled_dot_product_attention(
-            self.q_norm(query), key, value, is_causal=True, enable_gqa=grouped
-        )
+        seen = self.attend(self.q_norm(query), key, value, is_causal=True, enable_gqa=grouped)
         answer: torch.Tensor = self.o_proj(seen.transpose(1, 2).flatten(2))
         return answer
 
@@ -162,10 +162,14 @@ class Transformer(nn.Module):
         self.register_buffer("passes", torch.zeros(()))
         self.recomputed = False
 
+    def placed(self, words: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.embed(words) + self.places.weight
+        return found
+
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         if self.training:
             self.passes += 1
-        x = self.embed(words) + self.places.weight
+        x = self.placed(words)
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=False) if self.recomputed else layer(x)
         answer: torch.Tensor = self.head(self.norm(x))

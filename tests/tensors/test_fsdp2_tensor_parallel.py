@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from elastic.core.errors import UsageError
+from elastic.core.mesh import Mesh
 from elastic.core.sharding.cuts import Cut
 from elastic.engines.fsdp2.belongings import release
 from elastic.engines.fsdp2.config import Options
@@ -69,10 +70,9 @@ CUT = {"embed.weight": 0, "up.weight": 0, "up.bias": 0, "down.weight": 1}
 def world() -> Iterator[Any]:
     """The group of a rank's cell, in a world of this size."""
 
-    def begin(rank: int, size: int, tp: int) -> Any:
+    def begin(rank: int, size: int, tp: int, sp: int = 1) -> Any:
         dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
-        first = rank // tp * tp
-        return dist.new_group(list(range(first, first + tp)), use_local_synchronization=True)
+        return dist.new_group(list(Mesh.of(size, sp, tp).along("tp", rank)), use_local_synchronization=True)
 
     yield begin
     if dist.is_initialized():
@@ -87,14 +87,17 @@ def own_slice(whole: torch.Tensor, name: str, tp: int, lane: int) -> torch.Tenso
 
 
 @pytest.mark.parametrize(
-    ("rank", "size", "tp"),
+    ("rank", "size", "tp", "sp"),
     [
-        *((0, 2, 2), (3, 4, 2), (5, 12, 4), (11, 12, 4), (38, 40, 8)),
-        *((7, 1000, 5), (0, 1024, 8), (517, 1024, 8), (1023, 1024, 8)),
+        *((0, 2, 2, 1), (3, 4, 2, 1), (5, 12, 4, 1), (11, 12, 4, 1), (38, 40, 8, 1)),
+        *((7, 1000, 5, 1), (0, 1024, 8, 1), (517, 1024, 8, 1), (1023, 1024, 8, 1)),
+        *((2, 4, 2, 2), (7, 24, 4, 3), (93, 120, 5, 4), (519, 1024, 8, 4), (1023, 1024, 2, 8), (700, 1024, 4, 16)),
     ],
 )
-def test_a_rank_has_the_rows_of_its_slice_that_torch_gives_it(world: Any, rank: int, size: int, tp: int) -> None:
-    cell = world(rank, size, tp)
+def test_a_rank_has_the_rows_of_its_slice_that_torch_gives_it(
+    world: Any, rank: int, size: int, tp: int, sp: int
+) -> None:
+    cell = world(rank, size, tp, sp)
     model = Model()
     with torch.no_grad():
         for number, parameter in enumerate(model.parameters()):
@@ -109,6 +112,11 @@ def test_a_rank_has_the_rows_of_its_slice_that_torch_gives_it(world: Any, rank: 
     slices = {name: own_slice(value, name, tp, rank % tp) for name, value in whole.items()}
     assert {spec.name: spec.shape for spec in state.specs()} == {name: tuple(s.shape) for name, s in slices.items()}
     assert (state.rank, state.world_size) == (rank // tp, size // tp)
+    mesh = Mesh.of(size, sp, tp)
+    assert meshes.tp is not None
+    assert (mesh.tensor(rank), mesh.data(rank) * sp + mesh.sequence(rank)) == (meshes.tp.get_local_rank(), state.rank)
+    every = [dist.get_process_group_ranks(each.get_group()) for each in (meshes.tp, meshes.dp)]
+    assert every == [[*mesh.along("tp", rank)], [other for other in range(size) if mesh.lane(other) == mesh.lane(rank)]]
     found = {master.names[0]: (master.tensor, master.chunks) for master in state.masters()}
     found |= {extra.chunk.name: (extra.tensor, (extra.chunk,)) for extra in state.frozen()}
     for name, (tensor, chunks) in found.items():

@@ -109,7 +109,7 @@ def assemble(
         if scope.spec.checkpoint is None:
             if given.weights is not None:
                 _load_whole(scope, given.model, given.weights)
-            require_one_model(given.model, generation.group.cell, scope.device)
+            require_one_model(given.model, generation.group.along("tp"), scope.device)
     elif scope.spec.ep > 1 and scope.spec.checkpoint is None and given.weights is None and not is_in_parts(given.model):
         require_one_model(given.model, dist.group.WORLD, scope.device)
     nonfinite = scope.spec.anomalies.policy if scope.spec.anomalies is not None else None
@@ -125,7 +125,7 @@ def assemble(
             given.tp_plan,
             given.pipeline,
         ),
-        generation.group.cell if scope.spec.tp > 1 else None,
+        generation.group.along("tp"),
     )
     generation.own(engine)
     pipelined = isinstance(engine, Pipelined)

@@ -40,7 +40,7 @@ def group() -> dist.ProcessGroup | None:
     and `mean` find the group of the generation by themselves.
     """
     generation = context.current()
-    return None if generation is None or generation.scope.spec.sp == 1 else generation.group.hand_out_cell()
+    return None if generation is None or generation.scope.spec.sp == 1 else generation.group.hand_out("sp")
 
 
 def split(tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
@@ -150,7 +150,7 @@ def _sum(generation: Generation, tensor: torch.Tensor) -> torch.Tensor:
     summed = tensor.detach().clone()
     if not generation.scope.broken:
         with generation.scope.translating():
-            _counted(generation, "all_reduce", dist.all_reduce)(summed, group=generation.group.cell)
+            _counted(generation, "all_reduce", dist.all_reduce)(summed, group=generation.group.along("sp"))
     return summed
 
 
@@ -166,5 +166,5 @@ def _exchange(generation: Generation, tensor: torch.Tensor, scatter: int, gather
     if not generation.scope.broken:
         with generation.scope.translating():
             exchange = _counted(generation, "all_to_all_single", dist.all_to_all_single)
-            exchange(taken, given, group=generation.group.cell)
+            exchange(taken, given, group=generation.group.along("sp"))
     return torch.cat(taken.unbind(0), gather)

@@ -140,8 +140,9 @@ class JobSpec(BaseModel):
             if getattr(self, name) is not None and self.engine != name:
                 raise ValueError(f"{name} is given, but engine is {self.engine}; set engine: {name}, or leave it out")
         mesh = self.mesh.settings()
-        if mesh.tp > 1 and mesh.pp > 1 and self.engine != "fsdp2":
-            raise ValueError("tp and pp are supported together with engine: fsdp2; give one of them")
+        given = [axis for axis in ("sp", "tp", "pp") if getattr(mesh, axis) > 1]
+        if len(given) > 1 and self.engine != "fsdp2":
+            raise ValueError(f"{' and '.join(given)} are supported together with engine: fsdp2; give one of them")
         if mesh.pp > 1 and self.weights is not None:
             raise ValueError(
                 "weights and mesh.pp are not supported together: load them into the model before elastic.initialize, "

@@ -60,22 +60,26 @@ def test_ranks_that_share_the_layers_of_a_stage_are_the_nearest_neighbours() -> 
     assert [(mesh.stage(rank), mesh.tensor(rank)) for rank in mesh.cell(9)] == [
         (stage, tensor) for stage in range(3) for tensor in range(2)
     ]
-    assert list(mesh.together(9)) == [8, 9]
+    assert list(mesh.along("tp", 9)) == [8, 9]
+    assert list(mesh.along("pp", 9)) == [7, 9, 11]
     lane = [rank for rank in range(24) if (mesh.stage(rank), mesh.tensor(rank)) == (1, 1)]
-    assert lane == [rank for rank in range(24) if rank % mesh.lanes == 9 % mesh.lanes]
+    assert lane == [rank for rank in range(24) if mesh.lane(rank) == mesh.lane(9)] == [3, 9, 15, 21]
     assert str(MeshSettings(tp=2, pp=3, choices={"pp": (1, 3)})) == "mesh: {tp: 2, pp: [1, 3]}"
     assert MeshSettings(tp=2, pp=3, choices={"pp": (1, 3)}).cells == (2, 6)
 
 
-@pytest.mark.parametrize(("sp", "tp"), [(1, 1), (3, 1), (1, 3), (2, 3)])
-def test_coordinates_and_ranks_are_one_to_one(sp: int, tp: int) -> None:
-    mesh = Mesh.of(24, sp, tp)
-    assert mesh.per_cell == sp * tp
+@pytest.mark.parametrize(("sp", "tp", "pp"), [(1, 1, 1), (3, 1, 1), (1, 3, 1), (2, 3, 1), (2, 1, 3), (2, 3, 2)])
+def test_coordinates_and_ranks_are_one_to_one(sp: int, tp: int, pp: int) -> None:
+    mesh = Mesh.of(24, sp, tp, pp=pp)
+    assert mesh.per_cell == sp * tp * pp
     for rank in range(24):
         at = mesh.coordinates(rank)
-        assert (at["dp"] * sp + at["sp"]) * tp + at["tp"] == rank
-        assert at["sp"] < sp
-        assert at["tp"] < tp
+        assert ((at["dp"] * pp + at["pp"]) * sp + at["sp"]) * tp + at["tp"] == rank
+        assert all(at[axis] < size for axis, size in mesh.axes.items())
+        assert mesh.lane(rank) == at["pp"] * tp + at["tp"]
+        for axis, size in (("sp", sp), ("tp", tp), ("pp", pp)):
+            others = [mesh.coordinates(other) for other in mesh.along(axis, rank)]
+            assert others == [{**at, axis: place} for place in range(size)], "apart in that alone, in its order"
 
 
 def test_without_a_mesh_each_rank_is_a_cell() -> None:
