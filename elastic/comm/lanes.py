@@ -12,6 +12,7 @@ import torch.distributed as dist
 from elastic.checkpoint.shares import Apart
 from elastic.comm.agreement import Agreement
 from elastic.core.errors import IntegrityError
+from elastic.core.mesh import Mesh
 
 # Says nothing where the least of several numbers is sought.
 _NEUTRAL = (1 << 63) - 1
@@ -45,17 +46,21 @@ class Lanes:
         return cls(every, Agreement(apart.group, device), apart.count, apart.index, "island")
 
     @classmethod
-    def of(cls, data_group: dist.ProcessGroup, device: torch.device, tp: int = 1, pp: int = 1) -> Lanes:
-        """`data_group` is that of this rank's lane: of the ranks with the same of `tp` slices of the layers, in the
-        same of `pp` stages. Not collective."""
-        count = tp * pp
+    def of(cls, data_group: dist.ProcessGroup, device: torch.device, mesh: Mesh | None = None) -> Lanes:
+        """`data_group` is that of this rank's lane: of the ranks with the same slices of the layers, in the same stage.
+        Not collective."""
         own = Agreement(data_group, device)
-        if count == 1:
+        if mesh is None or mesh.lanes == 1:
             return cls(own, own)
         assert dist.group.WORLD is not None
-        every = Agreement(dist.group.WORLD, device)
+        every, tp, pp = Agreement(dist.group.WORLD, device), mesh.tp, mesh.pp
         axis = "tensor" if pp == 1 else "pipeline" if tp == 1 else "pipeline and tensor"
-        return cls(every, own, count, every.rank % count, axis, pp, tp)
+        return cls(every, own, mesh.lanes, mesh.lane(every.rank), axis, pp, tp)
+
+    @property
+    def leads(self) -> bool:
+        """Is this rank the first one of its lane?"""
+        return self.own.rank == 0
 
     @property
     def slice(self) -> int:

@@ -28,9 +28,9 @@ def forward_stream(seed: int, step: int, batch: int, number: int, sequence: int 
     return (*name, "sequence", sequence) if sequence else name
 
 
-def layer_stream(seed: int, step: int, batch: int, layer: int) -> tuple[int | str, ...]:
+def layer_stream(seed: int, step: int, batch: int, layer: int, sequence: int = 0) -> tuple[int | str, ...]:
     """The name of the random stream of one layer of a pipeline, which may begin on any rank."""
-    return (*forward_stream(seed, step, batch, 0), "layer", layer)
+    return (*forward_stream(seed, step, batch, 0, sequence), "layer", layer)
 
 
 def seed_everything(*parts: int | str) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import cells
 import crew
+import sequence_model
 import torch
 import trainings
 from layered_model import text, texts
@@ -52,7 +53,8 @@ class Loss:
             crew.point("there")
             if context.rank in self._config["victims"]:
                 crew.stay()
-        return loss_of(logits, labels) * self._config.get("loss", 1.0)
+        found = sequence_model.loss_of if self._config.get("sequences") else loss_of
+        return found(logits, labels) * self._config.get("loss", 1.0)
 
 
 def drift(engine: Any, config: dict[str, Any]) -> None:

@@ -6,9 +6,11 @@ from typing import Any
 
 import cells
 import crew
+import layered_model
+import sharing_model
 import torch
 import trainings
-from layered_model import plan, texts
+from layered_model import plan
 from pipeline_model import BLOCKS
 from pipelined import Loss, content
 from staged_model import ROW, Staged, trained
@@ -18,7 +20,10 @@ import elastic
 
 def model_of(config: dict[str, Any]) -> Staged:
     torch.manual_seed(3 + elastic.get_context().coordinates.get(config.get("seeded by", ""), 0))
-    return Staged(config.get("dropout", 0.0), config.get("tied", False), config.get("blocks", BLOCKS))
+    model = Staged(config.get("dropout", 0.0), config.get("tied", False), config.get("blocks", BLOCKS))
+    if config.get("sequences"):
+        sharing_model.share(model)
+    return model
 
 
 def build(config: dict[str, Any]) -> tuple[Any, Any]:
@@ -35,7 +40,9 @@ def build(config: dict[str, Any]) -> tuple[Any, Any]:
     pipeline = elastic.Pipeline(Loss(config), **{"layers": ROW, **config.get("pipeline", {})})
     engine, _, loader, _ = elastic.initialize(
         model=model,
-        training_data=texts(config.get("size", 37), crew.indices),
+        training_data=(sharing_model if config.get("sequences") else layered_model).texts(
+            config.get("size", 37), crew.indices
+        ),
         optimizer=optimizer,
         tp_plan=config.get("plan") and tp_plan(config["plan"]),
         pipeline=None if config.get("no pipeline") else pipeline,

@@ -105,7 +105,7 @@ def check_rank(zero: dict[str, Any], rank: int, world_size: int, tp: int) -> Non
         flat = flats[list(layout.buffers).index(chunk.buffer)].detach()
         found = flat[chunk.offset : chunk.offset + chunk.numel]
         assert torch.equal(found, own[chunk.name].flatten()[chunk.start : chunk.stop]), chunk
-    state = open_state(DeepSpeedAdapter(engine), tp)
+    state = open_state(DeepSpeedAdapter(engine), mesh)
     assert set(layout.chunks) <= set(state.layout.chunks)
     record, _ = state.record(1)
     assert (record.rank, record.world_size, record.tp) == (rank, world_size, tp)

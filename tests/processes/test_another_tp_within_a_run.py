@@ -25,14 +25,20 @@ PARTS: Sequence[tuple[Sequence[int], int | None]] = (((3, 0, 2), 5), ((2, 3), 6)
 
 
 def through(
-    crew: Crew, url: Path, function: str, config: dict[str, Any], sizes: tuple[int, ...]
+    crew: Crew,
+    url: Path,
+    function: str,
+    config: dict[str, Any],
+    sizes: tuple[int, ...],
+    parts: Sequence[tuple[Sequence[int], int | None]] = PARTS,
+    sp: int = 1,
 ) -> tuple[Run, set[str]]:
-    """`sizes`: by how many ranks each layer is shared in each of `PARTS`. Also why functions have left their loop."""
-    more = {**cells.of_run(config), "checkpoint_every_steps": 1, "tp_sizes": tuple(sorted({2, *sizes}))}
+    """`sizes`: by how many ranks each layer is shared in each of `parts`. Also why functions have left their loop."""
+    more = {**cells.of_run(config), "checkpoint_every_steps": 1, "tp_sizes": tuple(sorted({2, *sizes})), "sp": sp}
     given = {**config, "in_loop": True, "url": str(url)}
     cells.lose_a_rank(crew, url, function, given, "backward", tp=2, **more)
     store, generations, left = CheckpointStore(str(url), "run"), list[list[Outcome]](), set[str]()
-    for (who, end_at), tp in zip(PARTS, sizes, strict=True):
+    for (who, end_at), tp in zip(parts, sizes, strict=True):
         outcomes = crew.run(who, function, given, checkpoint=store.list()[0].id, end_at=end_at, tp=tp, **more)
         _assert_ended(outcomes, "finished" if end_at is None else "ended", end_at or LAST_STEP)
         assert all(outcome.clean for outcome in outcomes)

@@ -47,12 +47,14 @@ def through(crew: Crew, url: Path, config: Mapping[str, Any], parts: Sequence[An
     return Run(url, cells.through(crew, url, "staged.train", config, parts, pp=pp, anomalies=STOP))
 
 
-def through_stages(crew: Crew, url: Path, config: Mapping[str, Any], parts: Sequence[Any], tp: int = 1) -> Run:
+def through_stages(
+    crew: Crew, url: Path, config: Mapping[str, Any], parts: Sequence[Any], tp: int = 1, sp: int = 1
+) -> Run:
     """`parts`: members, number of ranks that share the layers, last step, and maybe the engine's options."""
     generations: list[Any] = []
     checkpoint: str | None = None
     for who, pp, end_at, *other in parts:
-        more = {**MORE, "end_at": end_at, "checkpoint": checkpoint, "pp": pp, "tp": tp}
+        more = {**MORE, "end_at": end_at, "checkpoint": checkpoint, "pp": pp, "tp": tp, "sp": sp}
         options = {"fsdp2": other[0]} if other else {}
         outcomes = crew.run(who, "staged.train", {**config, **options, "url": str(url)}, **more)
         _assert_ended(outcomes, "finished" if end_at is None else "ended", end_at or LAST_STEP)

@@ -15,6 +15,7 @@ from crew import Crew
 from layered_model import EVEN
 from sequence_model import loss_of
 from sharing_model import Transformer, text
+from test_another_tp_within_a_run import through as through_a_loss
 from test_oracle import _distance
 from test_tensor_parallel import ALLOWED, CLIPPING, STOP
 
@@ -75,6 +76,13 @@ def test_sequences_and_layers_shared_at_once_equal_one_rank_with_whole_ones(
     assert {("all_reduce", "tp"), ("all_gather_into_tensor", "dp")} <= calls.keys()
 
 
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=SLOW), 1, pytest.param(2, marks=SLOW), 3])
+def test_autotp_with_shared_sequences_equals_one_rank_with_whole_ones(crew: Crew, tmp_path: Path, stage: int) -> None:
+    config = {"stage": stage, "sequences": True, "clipping": CLIPPING}
+    whole = through(crew, tmp_path / "whole", config, WHOLE, ONE)
+    assert_equal(whole, through(crew, tmp_path / "moved", config, PARTS, LISTED))
+
+
 @pytest.fixture
 def eight() -> Iterator[Crew]:
     made = Crew(8)
@@ -83,14 +91,15 @@ def eight() -> Iterator[Crew]:
 
 
 @pytest.mark.slow
-def test_cells_of_four_come_and_go(eight: Crew, tmp_path: Path) -> None:
+@pytest.mark.parametrize("plain", [{"engine": "fsdp2", "in_loop": True}, {"stage": 2}, {"stage": 3}])
+def test_cells_of_four_come_and_go(eight: Crew, tmp_path: Path, plain: dict[str, Any]) -> None:
     """Two of them, one of survivors of both, two again."""
     parts: Sequence[Part] = ((range(8), 3), ((5, 0, 6, 3), 5), ((1, 7, 0, 2, 6, 5, 3, 4), None))
-    whole = through(eight, tmp_path / "whole", CONFIG, WHOLE, ONE)
-    moved = through(eight, tmp_path / "moved", {**CONFIG, "in_loop": True}, parts)
-    assert_equal(whole, moved)
-    still = through(eight, tmp_path / "still", {**CONFIG, "dropout": 0.2}, [((0, 1, 2, 3), None)])
-    moved = through(eight, tmp_path / "dropped", {**CONFIG, "dropout": 0.2, "in_loop": True}, parts)
+    config = {**plain, "sequences": True, "clipping": CLIPPING}
+    whole = through(eight, tmp_path / "whole", {**config, "in_loop": False}, WHOLE, ONE)
+    assert_equal(whole, through(eight, tmp_path / "moved", config, parts))
+    still = through(eight, tmp_path / "still", {**config, "dropout": 0.2, "in_loop": False}, [((0, 1, 2, 3), None)])
+    moved = through(eight, tmp_path / "dropped", {**config, "dropout": 0.2}, parts)
     assert _distance(still.losses, moved.losses) <= ALLOWED
     assert _distance(still.state(whole.shapes[0]), moved.state(whole.shapes[0])) <= ALLOWED
 
@@ -114,8 +123,21 @@ def test_survivors_of_a_killed_rank_stay_in_their_loop(crew: Crew, tmp_path: Pat
     """Rank 1 of the only cell: rank 2 shares no group with it but the world's, and rank 0 layers, rank 3 sequences."""
     url, config = tmp_path / "moved", {**CONFIG, "strict": strict}
     killed = with_a_rank_killed(crew, url, "tensor_parallel.train", config, where, {"tp": 1}, **LISTED)
-    moved = Run(url, killed, 2)
-    whole = through(crew, tmp_path / "whole", CONFIG, WHOLE, ONE)
+    assert_goes_on(crew, CONFIG, Run(url, killed, 2), tmp_path / "whole")
+
+
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=SLOW)])
+def test_a_run_with_autotp_goes_on_after_the_loss_of_a_rank(crew: Crew, tmp_path: Path, stage: int) -> None:
+    """Its function is called again, at the end of a generation in which layers were shared."""
+    config = {"stage": stage, "sequences": True, "clipping": CLIPPING}
+    parts = (((3, 0), 5), ((2, 3), 6), ((0, 3, 1, 2), None))
+    moved, left = through_a_loss(crew, tmp_path / "moved", "tensor_parallel.train", config, (1, 1, 2), parts, sp=2)
+    assert left
+    assert_goes_on(crew, config, moved, tmp_path / "whole")
+
+
+def assert_goes_on(crew: Crew, config: dict[str, Any], moved: Run, url: Path) -> None:
+    whole = through(crew, url, config, WHOLE, ONE)
     assert _distance(whole.after(AT), moved.losses) <= ALLOWED
     assert _distance(whole.state(), moved.state(whole.shapes[0])) <= ALLOWED
 

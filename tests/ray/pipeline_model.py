@@ -23,8 +23,11 @@ class Places(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
             self.passes += 1
-        answer: torch.Tensor = x + self.places.weight
+        answer: torch.Tensor = x + self.own(self.places.weight)
         return answer
+
+    def own(self, places: torch.Tensor) -> torch.Tensor:
+        return places
 
 
 def head_of(embed: nn.Embedding, x: torch.Tensor) -> torch.Tensor:

@@ -6,8 +6,9 @@ import math
 from typing import Any
 
 import layered_model
+import pipeline_model
 import torch
-from layered_model import EVEN, LENGTH
+from layered_model import LENGTH, VOCABULARY
 from sequence_model import IGNORED
 from sequence_model import loss_of as loss_of
 from texts import Text, Texts, tokens
@@ -23,7 +24,7 @@ def texts(size: int, given: list[int] | None = None) -> Texts:
 def text(index: int) -> Text:
     """Of the labels as many count as differs by sample: none in some parts."""
     generator = torch.Generator().manual_seed(index)
-    words, labels = tokens(generator, EVEN["vocabulary"], LENGTH)
+    words, labels = tokens(generator, VOCABULARY, LENGTH)
     labels[int(torch.randint(1, LENGTH + 1, (), generator=generator)) :] = IGNORED
     return words, labels
 
@@ -34,6 +35,19 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **given:
     times = size // math.gcd(size, key.shape[1])
     key, value = (heads.repeat_interleave(times, 1) for heads in (key, value))
     return elastic.sequence.attention(attention, query, key, value, **given)
+
+
+class Places(pipeline_model.Places):
+    def own(self, places: torch.Tensor) -> torch.Tensor:
+        return elastic.sequence.split(places, dim=0)
+
+
+def share(model: Any) -> None:
+    """The sequences of a model of `staged_model`: its first layer splits them."""
+    model.places = Places()
+    model.embed.register_forward_pre_hook(lambda _, given: tuple(map(elastic.sequence.split, given)))
+    for layer in model.layers:
+        layer.self_attn.attend = attend
 
 
 class Transformer(layered_model.Transformer):

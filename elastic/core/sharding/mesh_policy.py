@@ -200,10 +200,9 @@ Box = tuple[float, float, float, float]
 
 def part(mesh: Mesh, rank: int) -> Box:
     """Of the unit square, first and last lane and place of what a rank has: experts, slices, or stages are lanes."""
-    lanes, lane, places, place = mesh.tp, mesh.tensor(rank), mesh.dp * mesh.sp, rank // mesh.tp
-    if mesh.pp > 1:
-        lanes, lane, places, place = mesh.lanes, rank % mesh.lanes, mesh.dp, mesh.data(rank)
-    elif mesh.ep > 1:
+    lanes, lane = mesh.lanes, mesh.lane(rank)
+    places, place = mesh.dp * mesh.sp, mesh.data(rank) * mesh.sp + mesh.sequence(rank)
+    if mesh.ep > 1:
         lanes, lane, places, place = mesh.ep, mesh.expert(rank), mesh.dp // mesh.ep, mesh.data(rank) // mesh.ep
     return lane / lanes, (lane + 1) / lanes, place / places, (place + 1) / places
 

@@ -29,11 +29,8 @@ from elastic.engines.fsdp2.sharding import repoint, shard_model
 from elastic.engines.fsdp2.tensor_parallel import Plan, is_known, read_plan, require_even
 from elastic.engines.model.plain_names import named_parameters
 
-# Not options of the user's. Whether the weights are those that the model was made with.
-# How many ranks share the layers.
-_PP = "pp"
-# How many ranks share the experts.
-_EP = "ep"
+# Not an option of the user's: the generation's ranks as a grid.
+_MESH = "mesh"
 
 # Of each model, the ids of the parameters that it had before it was first sharded, which the user may have given.
 _first_names: WeakKeyDictionary[torch.nn.Module, dict[int, str]] = WeakKeyDictionary()
@@ -77,12 +74,12 @@ class Fsdp2:
 
     def resolve(self, config: Config | None, spec: GenerationSpec, loader_batch: int | None = None) -> ResolvedConfig:
         chosen = config if config is not None else spec.engine_config or {}
-        refuse_mesh(spec.ep, spec.pp, spec.sp)
+        refuse_mesh(spec.ep, spec.pp, spec.sp, spec.tp)
         options = read_options(chosen)
         refuse_copies(options, max((spec.tp, *spec.tp_sizes)), spec.pp, max((spec.ep, *spec.ep_sizes)))
         most_cells = max(spec.max_world_size, spec.world_size) // spec.mesh.per_cell
         found = resolve(options, spec.batch, spec.mesh.dp, loader_batch, most_cells)
-        native = {**found.native, _PP: spec.pp, _EP: spec.ep}
+        native = {**found.native, _MESH: spec.mesh}
         found = replace(found, native=native, begins=spec.checkpoint is None)
         return replace(found, tp_sizes=spec.tp_sizes, ep_sizes=spec.ep_sizes)
 
@@ -103,7 +100,7 @@ class Fsdp2:
             return _pipeline(resolved, nonfinite, device, objects, plan, layer_group)
         given = isinstance(model, FSDPModule)
         before = _first_names.setdefault(model, {id(tensor): name for name, tensor in named_parameters(model)})
-        ep = (resolved.native.get(_EP, 1), *resolved.ep_sizes)
+        ep = (resolved.native[_MESH].ep, *resolved.ep_sizes)
         meshes = shard_model(model, resolved.native, device, resolved.begins, plan, layer_group, ep)
         require_even(model, resolved.tp_sizes)
         after = dict(named_parameters(model))
@@ -132,7 +129,7 @@ def _pipeline(
     names, options = read_layers(pipeline, model), resolved.native
     before = _first_names.setdefault(model, {id(tensor): name for name, tensor in named_parameters(model)})
     meshes, found = shard_stage(
-        model, pipeline, names, options, device, resolved.begins, options[_PP], plan, layer_group
+        model, pipeline, names, options, device, resolved.begins, options[_MESH], plan, layer_group
     )
     require_even(model, resolved.tp_sizes)
     base = _optimizer(objects, resolved, before, dict(named_parameters(model)))

@@ -21,6 +21,7 @@ from torch.distributed.tensor import _random as tensor_random
 from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
 from torch.distributed.tensor._sharding_prop import LocalLRUCache
 
+from elastic.core.mesh import Mesh
 from elastic.core.sharding.cuts import Cut
 
 # torchtitan's names of the two axes.
@@ -82,20 +83,20 @@ class Meshes:
 def make_meshes(
     device: torch.device,
     cell: dist.ProcessGroup | None,
-    pp: int | None = None,
+    stages: Mesh | None = None,
     shard_workers: int | None = None,
     ep: int = 1,
 ) -> Meshes:
-    """Over all ranks. `cell`: the neighbouring ranks that share each layer, this one among them; None: none do. `pp`:
-    how many neighbouring ranks share the layers; None: the model is no pipeline. `shard_workers`: so many neighbouring
-    ranks have the model once, where the world is several times as many; `ep`: so many share the experts; not with one
-    another. Collective where ranks share or have copies.
+    """Over all ranks. `cell`: the neighbouring ranks that share each layer, this one among them; None: none do.
+    `stages`: the ranks as a grid, of whom some share the layers; None: the model is no pipeline. `shard_workers`: so
+    many neighbouring ranks have the model once, where the world is several times as many; `ep`: so many share the
+    experts; not with one another. Collective where ranks share or have copies.
     """
     world = dist.group.WORLD
     assert world is not None, "the generation has no process group"
     forget_meshes()
-    if pp is not None:
-        return _of_stages(device, cell, pp)
+    if stages is not None:
+        return _of_stages(device, cell, stages)
     if cell is None:
         dp = DeviceMesh.from_group(world, device.type, mesh_dim_names=("dp",))
         return Meshes(dp, hybrid=_hybrid(device, shard_workers), experts=_of_experts(device, ep))
@@ -126,16 +127,15 @@ def _grid(device: torch.device, neighbours: int, names: tuple[str, str]) -> Devi
     return DeviceMesh.from_group([column, row], device.type, mesh=ranks, mesh_dim_names=names)
 
 
-def _of_stages(device: torch.device, cell: dist.ProcessGroup | None, pp: int) -> Meshes:
-    """Stages are neighbours of each other, and ranks that share a stage's layers are nearer ones (`core.mesh.Mesh`)."""
-    tp = 1 if cell is None else cell.size()
-    ranks, rank = torch.arange(dist.get_world_size()).view(-1, pp, tp), dist.get_rank()
-    data, stage, slice_ = rank // (pp * tp), rank // tp % pp, rank % tp
-    own = dist.new_group(ranks[:, stage, slice_].tolist(), use_local_synchronization=True)
-    pipeline = dist.new_group(ranks[data, :, slice_].tolist(), use_local_synchronization=True)
+def _of_stages(device: torch.device, cell: dist.ProcessGroup | None, mesh: Mesh) -> Meshes:
+    rank = dist.get_rank()
+    of_stage = torch.tensor([other for other in range(dist.get_world_size()) if mesh.stage(other) == mesh.stage(rank)])
+    ranks = of_stage.view(-1, mesh.tp)
+    own = dist.new_group(ranks[:, mesh.tensor(rank)].tolist(), use_local_synchronization=True)
+    pipeline = dist.new_group(list(mesh.along("pp", rank)), use_local_synchronization=True)
     if cell is None:
         return Meshes(DeviceMesh.from_group(own, device.type, mesh_dim_names=("dp",)), pp=pipeline)
-    whole = DeviceMesh.from_group([own, cell], device.type, mesh=ranks[:, stage], mesh_dim_names=("dp", "tp"))
+    whole = DeviceMesh.from_group([own, cell], device.type, mesh=ranks, mesh_dim_names=("dp", "tp"))
     return Meshes(whole["dp"], whole["tp"], pipeline)
 
 

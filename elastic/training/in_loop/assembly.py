@@ -232,7 +232,7 @@ def _opened(
     Raises UsageError, ModelMismatch, IntegrityError or StorageError.
     """
     scope = generation.scope
-    state = open_state(engine, scope.spec.tp, scope.spec.pp)
+    state = open_state(engine, scope.spec.mesh)
     generation.closing.callback(state.close)
     state.keep(shares)
     shares.begin(

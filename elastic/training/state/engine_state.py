@@ -25,6 +25,7 @@ from elastic.core.checkpoint.manifest import Json, ShardRecord, StoredTensor
 from elastic.core.checkpoint.shares import is_share
 from elastic.core.data.readers import READERS
 from elastic.core.errors import UsageError, Where
+from elastic.core.mesh import Mesh
 from elastic.core.names import shard_file
 from elastic.core.settings import WeightsSettings
 from elastic.core.sharding.cuts import to_json
@@ -51,14 +52,14 @@ from elastic.training.state.verify_scalars import LiveGroups
 _log = logging.getLogger(__name__)
 
 
-def open_state(engine: Engine, tp: int = 1, pp: int = 1) -> EngineState:
-    """The state of `engine` before or after any number of steps. Collective: raises on all ranks or on none. `tp` ranks
-    share each layer, and `pp` the layers.
+def open_state(engine: Engine, mesh: Mesh | None = None) -> EngineState:
+    """The state of `engine` before or after any number of steps. Collective: raises on all ranks or on none. `mesh`
+    says which ranks share layers; None: no others do.
 
     Raises UsageError for what cannot be carried to another world size (named, with the reason) and for an engine whose
     partitioning is not the one that the pure layouts follow.
     """
-    lanes = Lanes.of(engine.data_group, engine.device, tp, pp)
+    lanes = Lanes.of(engine.data_group, engine.device, mesh)
     found: EngineState | None = None
     error: Exception | None = None
     try:
@@ -163,7 +164,7 @@ class EngineState:
             zero_stage=self.zero_stage,
             layout=layout,
             tensors=tensors,
-            parameters=self.parameters if self.agreement.rank < self.lanes.count else None,
+            parameters=self.parameters if self.lanes.leads else None,
             extra_state=extra,
             tp=self.lanes.slices,
         )
@@ -193,7 +194,7 @@ class EngineState:
             chunks=layout.chunks,
             digests={},
             zero_stage=self.zero_stage,
-            parameters=self.parameters if rank < self.lanes.count else None,
+            parameters=self.parameters if self.lanes.leads else None,
             tp=self.lanes.slices,
         )
         return record, size
@@ -264,7 +265,7 @@ class EngineState:
         return {} if self.lanes.stages > 1 and self.lanes.stage > 0 else self.kept()
 
     def _extra(self, inventory: Inventory, caller: Mapping[str, Json]) -> Mapping[str, Json] | None:
-        if self.agreement.rank >= self.lanes.count or self.lanes.slice > 0:
+        if not self.lanes.leads or self.lanes.slice > 0:
             return None
         grown = late_buffers.grown(self._built, late_buffers.shapes(self.sharded.specs()))
         extra = read_extra(self._engine, self.sharded, inventory, caller)

@@ -77,7 +77,8 @@ class PipelinedEngine(ElasticEngine):
         return batches
 
     def _micro_step(self, batches: StepBatches, number: int, batch: MicroBatch) -> MicroStep:
-        seed, step = self._scope.spec.seed, batches.progress.step
+        spec, step = self._scope.spec, batches.progress.step
+        part = spec.mesh.sequence(spec.rank)
         scale = loss_scale(batch.weight, self.plan.micro_steps, self.plan.world_size)
 
         def before_forward(modules: Iterable[torch.nn.Module]) -> None:
@@ -86,14 +87,14 @@ class PipelinedEngine(ElasticEngine):
                 self._buffers.keep(*modules)
 
         def before_layer(layer: int) -> None:
-            rng.seed_everything(*rng.layer_stream(seed, step, batch.index, layer))
+            rng.seed_everything(*rng.layer_stream(spec.seed, step, batch.index, layer, part))
 
         def scaled(loss: torch.Tensor) -> torch.Tensor:
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
                 raise UsageError("the pipeline's loss_fn must give one number, the mean loss of the micro-batch")
             if batch.weight > 0.0:
                 # Of the last stage, whose ranks alone see it: the reports of all ranks are added up.
-                self._loss = self._loss + loss.detach().float() * (batch.weight / self._scope.spec.tp)
+                self._loss = self._loss + loss.detach().float() * (batch.weight / (spec.sp * spec.tp))
             return loss * scale if self._watch is None else self._watch.guarded(loss, scale)
 
         return MicroStep(lambda: batches.read(number), before_forward, before_layer, scaled, batch.samples)

@@ -141,7 +141,7 @@ class JobSpec(BaseModel):
                 raise ValueError(f"{name} is given, but engine is {self.engine}; set engine: {name}, or leave it out")
         mesh = self.mesh.settings()
         given = [axis for axis in ("sp", "tp", "pp") if getattr(mesh, axis) > 1]
-        if len(given) > 1 and self.engine != "fsdp2":
+        if mesh.pp > 1 and len(given) > 1 and self.engine != "fsdp2":
             raise ValueError(f"{' and '.join(given)} are supported together with engine: fsdp2; give one of them")
         if mesh.pp > 1 and self.weights is not None:
             raise ValueError(

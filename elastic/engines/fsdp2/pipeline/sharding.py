@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from elastic.core.errors import UsageError
+from elastic.core.mesh import Mesh
 from elastic.engines.fsdp2.config import BACK
 from elastic.engines.fsdp2.meshes import Meshes, make_meshes
 from elastic.engines.fsdp2.pipeline.layers import Cut, cut, prune
@@ -26,22 +27,21 @@ def shard_stage(
     options: Mapping[str, Any],
     device: torch.device,
     begins: bool,
-    pp: int,
+    mesh: Mesh,
     plan: Plan | None = None,
     cell: dist.ProcessGroup | None = None,
 ) -> tuple[Meshes, Cut]:
-    """In place: what is left of the model are the layers of this rank's stages, cut as `plan` says over the ranks of
-    `cell`, with DTensors over the ranks that have the same. Collective: all ranks begin with rank 0's buffers, and
-    where the run `begins` with its parameters; so initial weights do not depend on where stages are cut.
+    """In place: what is left of the model are the layers of this rank's stages in `mesh`, cut as `plan` says over the
+    ranks of `cell`, with DTensors over the ranks that have the same. Collective: all ranks begin with rank 0's buffers,
+    and where the run `begins` with its parameters; so initial weights do not depend on where stages are cut.
 
     Raises UsageError for a model that cannot be cut or sharded, by name.
     """
     if isinstance(model, FSDPModule):
         raise UsageError("the script has called fully_shard itself, and a pipeline is cut before that: leave it out")
     prepare(model, None)
-    rank = dist.get_rank() // (1 if cell is None else cell.size()) % pp
     back = options["pipeline_schedule"] in BACK
-    found = cut(pipeline, names, model, pp, rank, options["pipeline_stages_per_rank"], back)
+    found = cut(pipeline, names, model, mesh.pp, mesh.stage(dist.get_rank()), options["pipeline_stages_per_rank"], back)
     # Before it is on a device: the whole model need not fit there.
     broadcast([*(model.parameters() if begins else ()), *model.buffers()], device)
     # Looked for in the whole model: a rank need not have all of them.
@@ -49,7 +49,7 @@ def shard_stage(
     prune(model, found)
     if not options["cpu_offload"]:
         model.to(device)
-    meshes = make_meshes(device, cell, pp)
+    meshes = make_meshes(device, cell, mesh)
     if meshes.tp is not None:
         assert plan is not None
         assert meshes.pp is not None

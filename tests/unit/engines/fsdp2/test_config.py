@@ -10,7 +10,7 @@ import pytest
 
 from elastic.core.errors import UsageError
 from elastic.core.generation_spec import BatchSettings
-from elastic.engines.fsdp2.config import check, read_options, refuse_mesh, resolve
+from elastic.engines.fsdp2.config import check, read_options, resolve
 from elastic.engines.select import check_config
 
 
@@ -58,11 +58,6 @@ def test_a_schedule_for_several_stages_has_two_unless_more_are_said() -> None:
         ]
         == 2
     )
-
-
-def test_stages_and_shared_sequences_together_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"mesh: {sp: 2, pp: 4}: sp and pp are not supported together"):
-        refuse_mesh(1, pp=4, sp=2)
 
 
 @pytest.mark.parametrize(
