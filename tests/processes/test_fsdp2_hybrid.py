@@ -5,12 +5,16 @@ That runs through other numbers of copies equal the undisturbed one is in test_o
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import cells
 import pytest
+from cells import Run
 from crew import Crew
-from test_oracle import BATCH
+from test_oracle import BATCH, _distance
+from test_tensor_parallel import ALLOWED, STOP
 
 from elastic.checkpoint.storage import CheckpointStore
 
@@ -54,11 +58,54 @@ def test_copies_of_a_shard_that_drift_apart_are_told_on_all_ranks(
     assert not CheckpointStore(str(tmp_path), "run").list()
 
 
+@pytest.fixture
+def eight() -> Iterator[Crew]:
+    made = Crew(8)
+    yield made
+    made.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{"sp": 1, "tp": 2}, {"sp": 2, "tp": 2}])
+def test_copies_of_shards_of_slices_equal_one_rank_with_whole_layers(
+    eight: Crew, tmp_path: Path, mesh: dict[str, int]
+) -> None:
+    """Two copies of two shards of two slices; no copies on one cell or two; two again."""
+    config = {"engine": "fsdp2", "sequences": True, "clipping": 0.3, "fsdp2": {"shard_workers": 4}}
+    parts: Sequence[cells.Part] = ((range(8), 3), ((5, 0, 6, 3), 5), ((1, 7, 0, 2, 6, 5, 3, 4), None))
+    function, more = "tensor_parallel.train", {"anomalies": STOP}
+    whole = Run(tmp_path / "whole", cells.through(eight, tmp_path / "whole", function, config, cells.WHOLE, **more))
+    config["in_loop"] = True
+    run = cells.through(eight, tmp_path / "moved", function, config, parts, **mesh, **more)
+    moved = Run(tmp_path / "moved", run, 2)
+    assert _distance(whole.losses, moved.losses) <= ALLOWED
+    assert _distance(whole.state(), moved.state(whole.shapes[0])) <= ALLOWED
+    cells.assert_every_sample_once(moved)
+    norms = {report.step: report.grad_norm for report in whole.outcomes[0].reports}
+    for outcome in moved.outcomes:
+        for report in outcome.reports:
+            assert report.grad_norm == pytest.approx(norms[report.step], rel=1e-4), "each element once"
+    told = [report.travel for report in moved.outcomes[0].reports if report.travel]
+    assert told == ["shards over 4 workers, sums over 2 copies of each"]
+
+
+def test_copies_of_shards_with_shared_sequences_equal_one_rank(crew: Crew, tmp_path: Path) -> None:
+    """Two copies, of two ranks each, which share sequences; one cell; two copies."""
+    config = {"engine": "fsdp2", "fsdp2": {"shard_workers": 2}}
+    whole = Run(tmp_path / "whole", cells.through(crew, tmp_path / "whole", "sequences.train", config, cells.WHOLE))
+    config["in_loop"] = True
+    moved = cells.through(crew, tmp_path / "moved", "sequences.train", config, cells.MOVED, sp=2)
+    assert moved[0][0].reports[0].travel == "shards over 2 workers, sums over 2 copies of each"
+    assert _distance(whole.losses, Run(tmp_path / "moved", moved).losses) <= ALLOWED
+    assert _distance(whole.state(), Run(tmp_path / "moved", moved).state()) <= ALLOWED
+
+
 @pytest.mark.parametrize(
     ("config", "mesh", "sentence"),
     [
         ({"fsdp2": {"shard_workers": 1}}, {}, "shard_workers must be a whole number of workers, at least 2, got 1"),
-        (TWO, {"tp": 2}, "fsdp2: shard_workers is not supported with mesh: {tp: 2}; leave one"),
+        (TWO, {"tp": 2}, "shard_workers is 2, and mesh: {tp: 2} makes cells of 2 workers: give several whole cells"),
+        (TWO, {"pp": 2}, "fsdp2: shard_workers is not supported with mesh: {pp: 2}; leave one"),
     ],
 )
 def test_what_cannot_be_done_is_refused(

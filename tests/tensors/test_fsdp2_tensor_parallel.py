@@ -87,15 +87,17 @@ def own_slice(whole: torch.Tensor, name: str, tp: int, lane: int) -> torch.Tenso
 
 
 @pytest.mark.parametrize(
-    ("rank", "size", "tp", "sp"),
+    ("rank", "size", "tp", "sp", "workers"),
     [
-        *((0, 2, 2, 1), (3, 4, 2, 1), (5, 12, 4, 1), (11, 12, 4, 1), (38, 40, 8, 1)),
-        *((7, 1000, 5, 1), (0, 1024, 8, 1), (517, 1024, 8, 1), (1023, 1024, 8, 1)),
-        *((2, 4, 2, 2), (7, 24, 4, 3), (93, 120, 5, 4), (519, 1024, 8, 4), (1023, 1024, 2, 8), (700, 1024, 4, 16)),
+        *((0, 2, 2, 1, None), (3, 4, 2, 1, None), (5, 12, 4, 1, None), (11, 12, 4, 1, None), (38, 40, 8, 1, None)),
+        *((7, 1000, 5, 1, None), (0, 1024, 8, 1, None), (517, 1024, 8, 1, None), (1023, 1024, 8, 1, None)),
+        *((2, 4, 2, 2, None), (7, 24, 4, 3, None), (93, 120, 5, 4, None), (519, 1024, 8, 4, None)),
+        *((1023, 1024, 2, 8, None), (700, 1024, 4, 16, None)),
+        *((6, 8, 2, 1, 4), (7, 24, 2, 2, 8), (517, 1024, 8, 1, 16), (1023, 1024, 8, 2, 64), (700, 1024, 4, 4, 512)),
     ],
 )
 def test_a_rank_has_the_rows_of_its_slice_that_torch_gives_it(
-    world: Any, rank: int, size: int, tp: int, sp: int
+    world: Any, rank: int, size: int, tp: int, sp: int, workers: int | None
 ) -> None:
     cell = world(rank, size, tp, sp)
     model = Model()
@@ -105,7 +107,8 @@ def test_a_rank_has_the_rows_of_its_slice_that_torch_gives_it(
     whole = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     before = {id(parameter): name for name, parameter in model.named_parameters()}
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.1)
-    meshes = shard_model(model, OPTIONS, CPU, plan=read_plan(PLAN, model, tp), cell=cell)
+    options = {**OPTIONS, "shard_workers": workers}
+    meshes = shard_model(model, options, CPU, plan=read_plan(PLAN, model, tp), cell=cell)
     repoint(optimizer, before, dict(model.named_parameters()))
     state = Fsdp2State(model, optimizer, None, meshes)
 
@@ -115,8 +118,14 @@ def test_a_rank_has_the_rows_of_its_slice_that_torch_gives_it(
     mesh = Mesh.of(size, sp, tp)
     assert meshes.tp is not None
     assert (mesh.tensor(rank), mesh.data(rank) * sp + mesh.sequence(rank)) == (meshes.tp.get_local_rank(), state.rank)
+    lane = [other for other in range(size) if mesh.lane(other) == mesh.lane(rank)]
     every = [dist.get_process_group_ranks(each.get_group()) for each in (meshes.tp, meshes.dp)]
-    assert every == [[*mesh.along("tp", rank)], [other for other in range(size) if mesh.lane(other) == mesh.lane(rank)]]
+    assert every == [[*mesh.along("tp", rank)], lane]
+    if workers is not None:
+        copies, once = ([*map(lane.index, dist.get_process_group_ranks(group))] for group in (state.copies, state.once))
+        shards, at = workers // tp, lane.index(rank)
+        assert copies == [*range(at % shards, len(lane), shards)]
+        assert once == [*range(at // shards * shards, at // shards * shards + shards)]
     found = {master.names[0]: (master.tensor, master.chunks) for master in state.masters()}
     found |= {extra.chunk.name: (extra.tensor, (extra.chunk,)) for extra in state.frozen()}
     for name, (tensor, chunks) in found.items():

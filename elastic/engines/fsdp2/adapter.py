@@ -143,11 +143,11 @@ class Fsdp2Adapter:
             self.ledger.name_axis(meshes.copies, COPIES)
             self.ledger.name_axis(meshes.shards.get_group(), SHARD)
             self._counted.install_all_reduce()
-            shards, copies = meshes.shards.size(), meshes.copies.size()
-            self.ledger.remark = f"shards over {shards} workers, sums over {copies} copies of each"
-        elif (wanted := resolved.native["shard_workers"]) is not None and wanted != meshes.dp.size():
+            copies = meshes.copies.size()
+            self.ledger.remark = f"shards over {native.world_size // copies} workers, sums over {copies} copies of each"
+        elif (wanted := resolved.native["shard_workers"]) is not None and wanted != native.world_size:
             self.ledger.remark = (
-                f"shards over all workers: {meshes.dp.size()} are not several whole groups of {wanted} "
+                f"shards over all workers: {native.world_size} are not several whole groups of {wanted} "
                 "(fsdp2.shard_workers)"
             )
         if meshes.experts is not None:

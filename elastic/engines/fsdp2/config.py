@@ -104,10 +104,17 @@ def refuse_mesh(ep: int, pp: int = 1, sp: int = 1, tp: int = 1) -> None:
 
 
 def refuse_copies(options: Options, tp: int, pp: int, ep: int = 1) -> None:
-    """Raises UsageError for copies of shards where ranks share layers or experts, or have different layers."""
-    if options.shard_workers is not None and max(tp, pp, ep) > 1:
+    """Raises UsageError for copies of shards of other than several whole cells, or where ranks share experts or have
+    other layers."""
+    workers = options.shard_workers
+    if workers is not None and max(pp, ep) > 1:
         raise UsageError(
             f"fsdp2: shard_workers is not supported with {described(1, tp, ep, pp)}; leave one of them out"
+        )
+    if workers is not None and tp > 1 and (workers % tp or workers == tp):
+        raise UsageError(
+            f"fsdp2: shard_workers is {workers}, and {described(1, tp)} makes cells of {tp} workers: give several "
+            "whole cells"
         )
 
 

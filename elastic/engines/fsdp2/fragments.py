@@ -60,5 +60,6 @@ def _start(tensor: DTensor) -> int:
     _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
     shape, begin = tuple(tensor.shape), (0,) * tensor.dim()
     if "tp" in (mesh.mesh_dim_names or ()):
-        shape, begin = compute_local_shape_and_global_offset(tensor.shape, mesh, [Replicate(), *placements[1:]])
+        whole = [Replicate()] * (mesh.ndim - 1)
+        shape, begin = compute_local_shape_and_global_offset(tensor.shape, mesh, [*whole, placements[-1]])
     return sum((o - b) * math.prod(shape[dim + 1 :]) for dim, (o, b) in enumerate(zip(offset, begin, strict=True)))

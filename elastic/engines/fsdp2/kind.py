@@ -76,7 +76,8 @@ class Fsdp2:
         chosen = config if config is not None else spec.engine_config or {}
         refuse_mesh(spec.ep, spec.pp, spec.sp, spec.tp)
         options = read_options(chosen)
-        refuse_copies(options, max((spec.tp, *spec.tp_sizes)), spec.pp, max((spec.ep, *spec.ep_sizes)))
+        for size in (spec.tp, *spec.tp_sizes):
+            refuse_copies(options, size, spec.pp, max((spec.ep, *spec.ep_sizes)))
         most_cells = max(spec.max_world_size, spec.world_size) // spec.mesh.per_cell
         found = resolve(options, spec.batch, spec.mesh.dp, loader_batch, most_cells)
         native = {**found.native, _MESH: spec.mesh}

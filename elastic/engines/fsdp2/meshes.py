@@ -66,9 +66,8 @@ class Meshes:
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
-        if self.hybrid is not None:
-            return self.hybrid.get_all_groups()
-        return [mesh.get_group() for mesh in (self.dp, self.tp) if mesh is not None]
+        meshes = (self.sharded, self.tp)
+        return [group for mesh in meshes if mesh is not None for group in mesh.get_all_groups()]
 
     def holds(self, parameter: torch.Tensor) -> bool:
         """Is it a DTensor of this generation? torch compares meshes without their groups and ranks."""
@@ -89,42 +88,49 @@ def make_meshes(
 ) -> Meshes:
     """Over all ranks. `cell`: the neighbouring ranks that share each layer, this one among them; None: none do.
     `stages`: the ranks as a grid, of whom some share the layers; None: the model is no pipeline. `shard_workers`: so
-    many neighbouring ranks have the model once, where the world is several times as many; `ep`: so many share the
-    experts; not with one another. Collective where ranks share or have copies.
+    many neighbouring ranks, whole cells, have the model once, where the world is several times as many, not with
+    stages; `ep`: so many share the experts, not with any of these. Collective where ranks share or have copies.
     """
     world = dist.group.WORLD
     assert world is not None, "the generation has no process group"
     forget_meshes()
     if stages is not None:
         return _of_stages(device, cell, stages)
-    if cell is None:
-        dp = DeviceMesh.from_group(world, device.type, mesh_dim_names=("dp",))
-        return Meshes(dp, hybrid=_hybrid(device, shard_workers), experts=_of_experts(device, ep))
-    tp = cell.size()
-    lane = list(range(dist.get_rank() % tp, dist.get_world_size(), tp))
-    # Known to its members alone: thousands of lanes are not made on every rank.
-    own = dist.new_group(lane, use_local_synchronization=True)
-    ranks = torch.arange(dist.get_world_size()).view(-1, tp)
-    whole = DeviceMesh.from_group([own, cell], device.type, mesh=ranks, mesh_dim_names=("dp", "tp"))
-    return Meshes(whole["dp"], whole["tp"])
-
-
-def _hybrid(device: torch.device, workers: int | None) -> DeviceMesh | None:
-    if workers is None or dist.get_world_size() % workers or dist.get_world_size() == workers:
-        return None
-    return _grid(device, workers, (COPIES, SHARD))
+    tp = 1 if cell is None else cell.size()
+    own, ranks, cells = world, torch.arange(dist.get_world_size()), [] if cell is None else [cell]
+    if cell is not None:
+        # Known to its members alone: thousands of lanes are not made on every rank.
+        own = dist.new_group(ranks[dist.get_rank() % tp :: tp].tolist(), use_local_synchronization=True)
+    if shard_workers is not None and shard_workers < ranks.numel() and ranks.numel() % shard_workers == 0:
+        dp = DeviceMesh.from_group(own, device.type, mesh_dim_names=("dp",))
+        whole = _whole(device, [*_copies(ranks, shard_workers, tp), *cells], ranks.view(-1, shard_workers // tp, tp))
+        return Meshes(dp, None if cell is None else whole["tp"], hybrid=whole[COPIES, SHARD])
+    whole = _whole(device, [own, *cells], ranks.view(-1, tp))
+    return Meshes(whole["dp"], None if cell is None else whole["tp"], experts=_of_experts(device, ep))
 
 
 def _of_experts(device: torch.device, ep: int) -> DeviceMesh | None:
-    return None if ep == 1 else _grid(device, ep, (SAME_EXPERTS, EXPERTS))
+    if ep == 1:
+        return None
+    ranks, rank = torch.arange(dist.get_world_size()).view(-1, ep), dist.get_rank()
+    same = dist.new_group(ranks[:, rank % ep].tolist(), use_local_synchronization=True)
+    row = dist.new_group(ranks[rank // ep].tolist(), use_local_synchronization=True)
+    return DeviceMesh.from_group([same, row], device.type, mesh=ranks, mesh_dim_names=(SAME_EXPERTS, EXPERTS))
 
 
-def _grid(device: torch.device, neighbours: int, names: tuple[str, str]) -> DeviceMesh:
-    """All ranks, so many neighbours in a row; with the groups of this rank's column and row."""
-    ranks, rank = torch.arange(dist.get_world_size()).view(-1, neighbours), dist.get_rank()
-    column = dist.new_group(ranks[:, rank % neighbours].tolist(), use_local_synchronization=True)
-    row = dist.new_group(ranks[rank // neighbours].tolist(), use_local_synchronization=True)
-    return DeviceMesh.from_group([column, row], device.type, mesh=ranks, mesh_dim_names=names)
+def _whole(device: torch.device, groups: list[dist.ProcessGroup], ranks: torch.Tensor) -> DeviceMesh:
+    """Over all ranks. Without a group for the last axis of `ranks` nobody shares layers."""
+    names = ("dp", "tp") if ranks.dim() == 2 else (COPIES, SHARD, "tp")
+    ranks = ranks if len(groups) == ranks.dim() else ranks.squeeze(-1)
+    return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=names[: len(groups)])
+
+
+def _copies(ranks: torch.Tensor, workers: int, tp: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Those with the same shard as this one, and those that have what its lane has once between them."""
+    rank, grid = dist.get_rank(), ranks.view(-1, workers // tp, tp)
+    copies = dist.new_group(grid[:, rank % workers // tp, rank % tp].tolist(), use_local_synchronization=True)
+    shards = dist.new_group(grid[rank // workers, :, rank % tp].tolist(), use_local_synchronization=True)
+    return copies, shards
 
 
 def _of_stages(device: torch.device, cell: dist.ProcessGroup | None, mesh: Mesh) -> Meshes:

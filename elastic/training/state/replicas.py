@@ -54,7 +54,8 @@ class Replicas:
     ) -> None:
         carried = _carried(inventory)
         derived = _derived(state, carried)
-        uncut = _uncut(state, inventory) if lanes.count > lanes.stages else set()
+        # Of a shard the ranks of other lanes have no copy.
+        uncut = _uncut(state, inventory) if lanes.count > lanes.stages and state.once is None else set()
         # Lanes may differ in size: what all ranks have must be the same sample in each of them.
         everywhere = {what: tensor for what, tensor in derived.items() if what in uncut}
         beside = {what: tensor for what, tensor in derived.items() if what not in uncut}
@@ -67,7 +68,7 @@ class Replicas:
         own = experts if apart is None else {what for what in tensors if apart.weights or _of_optimizer(what)}
         if lanes.stages > 1:
             own = {what for what in hashes if not what.startswith(_OF_ALL_STAGES)}
-        elif lanes.count > 1:
+        elif lanes.count > 1 and state.once is None:
             own = hashes.keys() - uncut
         self._own = {what: value for what, value in hashes.items() if what in own}
         self._everywhere = {what: value for what, value in hashes.items() if what not in self._own}
