@@ -53,6 +53,8 @@ class Loss:
             crew.point("there")
             if context.rank in self._config["victims"]:
                 crew.stay()
+        # Of the last layer's random stream, after its dropout.
+        crew.told.setdefault("draws", []).append(float(torch.rand(())))
         found = sequence_model.loss_of if self._config.get("sequences") else loss_of
         return found(logits, labels) * self._config.get("loss", 1.0)
 

@@ -64,11 +64,12 @@ def test_stages_with_shared_sequences_equal_one_rank_with_all_layers(
 def test_dropout_is_the_same_with_any_stages(crew: Crew, tmp_path: Path) -> None:
     config = {**CONFIG, "dropout": 0.2}
     still = through_stages(crew, tmp_path / "still", config, [((0, 1), 1, None)], sp=2)
+    first, second = (set(outcome.told["draws"]) for outcome in still.outcomes)
+    assert len(first) == len(second) > LAST_STEP
+    assert first.isdisjoint(second), "parts draw their own"
     moved = through_stages(crew, tmp_path / "moved", config, [((2, 0, 1, 3), 2, 4), ((1, 2), 1, None)], sp=2)
     assert _distance(still.losses, moved.losses) <= ALLOWED
     assert _distance(still.state(), moved.state()) <= ALLOWED
-    whole = through(crew, tmp_path / "whole", config, WHOLE)
-    assert _distance(whole.losses, still.losses) > 100 * ALLOWED, "parts draw their own"
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from typing import Any
 import layered_model
 import loops
 import sequence_model
+import sharing_model
 import torch
 
 import elastic
@@ -25,6 +26,12 @@ def layers(config: dict[str, Any]) -> None:
         return
     native = {**loops.deepspeed_config(config), "tensor_parallel": {"partition_config": layered_model.LAYERS}}
     _train(config, layered_model.Transformer(0.1), layered_model, config=native)
+
+
+def both(config: dict[str, Any]) -> None:
+    """Sequences and layers."""
+    torch.manual_seed(3)
+    _train(config, sharing_model.Transformer(0.1, **layered_model.EVEN), sharing_model, tp_plan=layered_model.plan())
 
 
 def _train(config: dict[str, Any], model: torch.nn.Module, module: Any, /, **more: Any) -> None:

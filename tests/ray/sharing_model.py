@@ -9,6 +9,7 @@ import layered_model
 import pipeline_model
 import torch
 from layered_model import LENGTH, VOCABULARY
+from layered_model import logits_of as logits_of
 from sequence_model import IGNORED
 from sequence_model import loss_of as loss_of
 from texts import Text, Texts, tokens

@@ -24,6 +24,7 @@ SHARED = [
     pytest.param("shared_work:sequences", MeshSettings(sp=2), "deepspeed", id="sequences"),
     pytest.param("shared_work:layers", MeshSettings(tp=2), "deepspeed", id="layers"),
     pytest.param("shared_work:layers", MeshSettings(tp=2), "fsdp2", id="layers of torch"),
+    pytest.param("shared_work:both", MeshSettings(sp=2, tp=2, choices={"tp": (1, 2)}), "fsdp2", id="both"),
     pytest.param("shared_experts:train", MeshSettings(ep=2), "deepspeed", id="experts"),
     pytest.param("shared_experts:train_native", MeshSettings(ep=2), "deepspeed", id="experts of deepspeed.moe"),
     pytest.param("shared_experts:train_routed", MeshSettings(ep=2), "fsdp2", id="experts of torch"),

@@ -25,7 +25,7 @@ from elastic.core.sharding.cuts import Cut
 from elastic.engines.fsdp2.belongings import release
 from elastic.engines.fsdp2.config import Options
 from elastic.engines.fsdp2.fragments import fragments
-from elastic.engines.fsdp2.meshes import forget_meshes
+from elastic.engines.fsdp2.meshes import forget_meshes, make_meshes
 from elastic.engines.fsdp2.sharding import repoint, shard_model
 from elastic.engines.fsdp2.state import Fsdp2State
 from elastic.engines.fsdp2.tensor_parallel import is_known, read_plan, require_even, require_local
@@ -140,6 +140,29 @@ def test_a_rank_has_the_rows_of_its_slice_that_torch_gives_it(
     engine.optimizer = optimizer
     starts = {chunk.name: chunk.start for master in state.masters() for chunk in master.chunks}
     assert {part.name: part.start for part in fragments(engine) if part.kind == MASTER} == starts
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "sp", "tp", "pp"),
+    [
+        *((5, 8, 2, 2, 2), (3, 8, 2, 1, 4), (17, 24, 3, 2, 2)),
+        *((519, 1024, 4, 8, 2), (1023, 1024, 2, 1, 8), (640, 960, 4, 2, 5)),
+    ],
+)
+def test_groups_of_a_rank_with_stages_are_those_of_its_coordinates(
+    world: Any, rank: int, size: int, sp: int, tp: int, pp: int
+) -> None:
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    mesh = Mesh.of(size, sp, tp, pp=pp)
+    cell = dist.new_group(list(mesh.along("tp", rank)), use_local_synchronization=True) if tp > 1 else None
+    meshes = make_meshes(CPU, cell, mesh)
+    assert meshes.pp is not None
+    assert dist.get_process_group_ranks(meshes.pp) == list(mesh.along("pp", rank))
+    lane = [other for other in range(size) if mesh.lane(other) == mesh.lane(rank)]
+    assert dist.get_process_group_ranks(meshes.dp.get_group()) == lane
+    assert (meshes.dp.get_local_rank(), meshes.lanes) == (mesh.data(rank) * sp + mesh.sequence(rank), tp * pp)
+    own = None if meshes.tp is None else dist.get_process_group_ranks(meshes.tp.get_group())
+    assert own == (list(mesh.along("tp", rank)) if tp > 1 else None)
 
 
 def assert_torch_says_so(model: nn.Module, whole: dict[str, torch.Tensor]) -> None:
