@@ -79,9 +79,9 @@ class ControlLoop:
         self._step_times = StepTimes()
         self._news = News()
         self._acks = Acks()
-        # Of this table, groups of workers that are all in it.
         # The number of the last message of each worker that this controller has been sent.
         self._newest: dict[int, int] = {}
+        # Of this table, groups of workers that are all in it.
         self._checked: tuple[Workers, set[tuple[int, ...]]] = self.state.fleet.workers, set()
         self._user_traceback: str | None = None
         self._attempt = old.attempt
