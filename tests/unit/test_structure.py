@@ -136,3 +136,12 @@ def test_every_module_has_a_test_that_can_be_found() -> None:
     assert sorted(listed.keys() - known) == [], "modules that do not exist"
     assert sorted(test for test in listed.values() if not (TESTS / test).is_file()) == [], "tests that do not exist"
     assert sorted(name for name in known - listed.keys() if name.rpartition(".")[2] not in named) == []
+
+
+def test_make_test_runs_some_of_each_file_of_real_processes() -> None:
+    listed: dict[str, list[str]] = yaml.safe_load((TESTS / "first.yaml").read_text())
+    files = {f"processes/{file.name}" for file in (TESTS / "processes").glob("test_*.py")}
+    wide = {"processes/test_gpu_bench.py", "processes/test_lab.py", "processes/test_weights_of_engines.py",
+            "processes/test_state_native.py"}  # fmt: skip
+    assert files - listed.keys() == wide
+    assert [file for file in listed if not (TESTS / file).is_file()] == []
